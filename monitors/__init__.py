@@ -1,0 +1,1 @@
+"""Monitors measure and never decide."""

@@ -1,0 +1,63 @@
+"""What monitors measure, as values that cross process boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One exchange of one group as one rank saw it.
+
+    seconds  from the moment this rank had its message ready to the moment it held everyone's. It contains the
+             wait for late peers; the smallest value over all ranks is the network's share.
+    """
+
+    group: int
+    scheme: str
+    numel: int
+    wire_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """One step of one rank. All times in seconds.
+
+    step_s     from the end of the previous exchange to the end of this one
+    compute_s  step_s less the communication that compute did not hide
+    ready_s    for each group, when backward had finished its last layer, from the start of the step
+    gain       compression gain by codec (`str(CodecSpec)`), on the steps that measured it
+    """
+
+    rank: int
+    step: int
+    plan_version: int
+    step_s: float
+    compute_s: float
+    encode_s: float
+    exchange_s: float
+    decode_s: float
+    wire_bytes: int
+    dense_bytes: int
+    ready_s: tuple[float, ...]
+    transfers: tuple[Transfer, ...]
+    gain: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSample:
+    """What one node saw since its last report.
+
+    steps              of all ranks on the node, oldest first
+    latency_s          one-way latency to other nodes by node id: half the smallest TCP round trip
+    sent_bytes_per_s   network cards of the node together, loopback left out
+    """
+
+    node_id: str
+    time_s: float
+    steps: tuple[StepSample, ...]
+    latency_s: Mapping[str, float]
+    sent_bytes_per_s: float
+    received_bytes_per_s: float
