@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -83,6 +84,20 @@ class CodecSpec:
             except ValueError:
                 raise ConfigError(f"codec {text!r}: {key} needs a number, got {value!r}") from None
         return cls(name=name.strip(), **parameters)
+
+    def num_kept(self, numel: int) -> int:
+        """Elements that `topk` sends of `numel`: at least one of a non-empty group."""
+        assert self.density is not None
+        return min(numel, math.ceil(self.density * numel))
+
+    def payload_bytes(self, numel: int, item_bytes: int = 4) -> int:
+        """Wire bytes of `numel` encoded elements, header left out. `item_bytes` counts for codec none only."""
+        if self.name == "qsgd":
+            assert self.bits is not None and self.bucket_size is not None
+            return 4 * math.ceil(numel / self.bucket_size) + math.ceil(numel * self.bits / 8)
+        if self.name == "topk":
+            return 8 * self.num_kept(numel)
+        return numel * (2 if self.name == "bf16" else item_bytes)
 
     def __str__(self) -> str:
         keys = CODEC_DEFAULTS[self.name]
