@@ -1,0 +1,230 @@
+"""`attach`: puts the engine behind a DDP model, with Ray or without it. Imports no Ray."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ray.collectives.transport import Transport
+from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.hook import DdpBuckets, cgx_hook
+from cgx_ray.errors import CGXError, ConfigError, PlanError, StateError
+from cgx_ray.monitors.sample import StepSample
+from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.planner.options import candidate_options
+from cgx_ray.settings import Settings
+
+STATE_FORMAT = 1
+GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Session(Protocol):
+    """What a Ray Train worker adds to an engine. Set by `open_session` before the training function runs."""
+
+    settings: Settings
+
+    def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
+        """The plan to start with. Asked on rank 0 only."""
+
+    def start(self, attachment: Attachment) -> None:
+        """Restore state from a checkpoint, then carry plans in and samples out until the process ends."""
+
+
+_session: Session | None = None
+_attached: weakref.ref[Attachment] | None = None
+
+
+def open_session(session: Session | None) -> None:
+    """Make `attach` use `session` from now on in this process."""
+    global _session  # noqa: PLW0603 - one training session a process, as in Ray Train
+    _session = session
+
+
+def attached() -> Attachment | None:
+    """What the last `attach` of this process returned, while it is alive."""
+    return _attached() if _attached is not None else None
+
+
+class Attachment:
+    """An engine at work behind a model. Does nothing at world size 1."""
+
+    def __init__(self, engine: Engine | None) -> None:
+        self._engine = engine
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None at world size 1."""
+        return self._engine.plan if self._engine is not None else None
+
+    @property
+    def last_step(self) -> StepSample | None:
+        """Times and bytes of the newest finished exchange."""
+        return self._engine.last_step if self._engine is not None else None
+
+    def hold(self, plan: Plan) -> None:
+        """Offer a newer plan; see `Engine.hold`. Every rank must be offered it sooner or later."""
+        if self._engine is None:
+            raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to use a plan")
+        self._engine.hold(plan)
+
+    def take_samples(self) -> list[StepSample]:
+        """Samples since the last call; see `Engine.take_samples`."""
+        return self._engine.take_samples() if self._engine is not None else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals and step, for a checkpoint; tensors, numbers and strings only."""
+        if self._engine is None:
+            return {"format": STATE_FORMAT, "rank": 0, "world_size": 1, "step": 0, "residuals": {}}
+        return {
+            "format": STATE_FORMAT,
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            **self._engine.state(),
+        }
+
+    def load_state_dict(self, states: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> None:
+        """Go on from this rank's `state_dict`, or from those of all ranks after a change of world size.
+
+        Call it on every rank before training goes on. Raises StateError if the state is of another format or model.
+        """
+        own = [states] if isinstance(states, Mapping) else list(states)
+        for state in own:
+            if state.get("format") != STATE_FORMAT:
+                raise StateError(f"state has format {state.get('format')!r}, this version reads {STATE_FORMAT}")
+        if self._engine is not None:
+            self._engine.load_state(*merge_states(own))
+
+    def close(self) -> None:
+        """Stop the communication thread. The model cannot be trained further."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, torch.Tensor]]:
+    """Step and residuals for each rank of a new group: the mean of the old residuals.
+
+    Averaging keeps what is owed: (1/N) sum of residuals is the same before and after, whatever the world sizes.
+    """
+    names = sorted({name for state in states for name in state["residuals"]})
+    merged = {name: torch.stack([state["residuals"][name] for state in states]).mean(0) for name in names}
+    return max(state["step"] for state in states), merged
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """The layers of a model whose gradients are averaged, in registration order.
+
+    Raises ConfigError for gradients this version cannot carry.
+    """
+    ignored = getattr(model, "parameters_to_ignore", ())
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+    for name, parameter in parameters.items():
+        if parameter.device.type != "cpu":
+            raise ConfigError(
+                f"{name} is on {parameter.device}; this version compresses gradients on the CPU only; "
+                "train with use_gpu=False or leave cgx_ray.attach out"
+            )
+        if parameter.dtype not in GRADIENT_DTYPES:
+            known = ", ".join(str(dtype) for dtype in GRADIENT_DTYPES)
+            raise ConfigError(f"{name} is {parameter.dtype}; gradients must be one of {known}")
+    return [
+        Layer(name=n, numel=p.numel(), ndim=p.ndim, dtype=str(p.dtype).removeprefix("torch."))
+        for n, p in parameters.items()
+    ]
+
+
+def attach(
+    model: nn.Module, *, plan: Plan | None = None, codec: str | None = None, scheme: str | None = None
+) -> Attachment:
+    """Average the gradients of `model` through cgx_ray from the next backward pass on.
+
+    model          a DistributedDataParallel; call it on every rank. Anything at world size 1: nothing happens
+    plan           fixed plan for the whole run, until `Attachment.hold` offers another one
+    codec, scheme  the same for all layers, as in `CodecSpec.parse`; default qsgd 4/128 over sra without Ray, and what
+                   CGXConfig says in a Ray Train worker
+
+    Raises ConfigError or PlanError, on all ranks, before training starts.
+    """
+    global _attached  # noqa: PLW0603 - add_state finds the engine of this process by it
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        attachment = Attachment(None)
+    else:
+        attachment = _attach(model, plan, codec, scheme)
+    _attached = weakref.ref(attachment)
+    return attachment
+
+
+def _attach(model: nn.Module, plan: Plan | None, codec: str | None, scheme: str | None) -> Attachment:
+    session = _session if plan is None and codec is None and scheme is None else None
+    settings = session.settings if session is not None else _static_settings(codec, scheme)
+    group = dist.new_group(backend="gloo")
+    try:
+        if not isinstance(model, DistributedDataParallel):
+            raise ConfigError(
+                f"attach got a {type(model).__name__}; wrap it first, with ray.train.torch.prepare_model or "
+                "torch.nn.parallel.DistributedDataParallel"
+            )
+        layers = layers_of(model)
+        if plan is None and dist.get_rank() == 0:
+            plan = _first_plan(session, settings, layers)
+        offer: str | CGXError | None = plan.to_json() if plan is not None else None
+    except CGXError as error:
+        layers, offer = [], error
+    plan = _agree(layers, offer, group)
+    engine = Engine(
+        layers,
+        plan,
+        Transport(group, settings.simulated_link),
+        seed=settings.seed,
+        candidates=_candidates(settings) if session is not None else (),
+    )
+    assert isinstance(model, DistributedDataParallel)
+    model.register_comm_hook(DdpBuckets(model, engine), cgx_hook)
+    attachment = Attachment(engine)
+    if session is not None:
+        session.start(attachment)
+    return attachment
+
+
+def _static_settings(codec: str | None, scheme: str | None) -> Settings:
+    defaults = Settings(policy="static")
+    return Settings(policy="static", codec=codec or defaults.codec, scheme=scheme or defaults.scheme)
+
+
+def _first_plan(session: Session | None, settings: Settings, layers: Sequence[Layer]) -> Plan:
+    if session is not None:
+        return session.first_plan(layers, dist.get_world_size())
+    return settings.static_plan(layers, dist.get_world_size())
+
+
+def _candidates(settings: Settings) -> list[CodecSpec]:
+    if settings.policy == "static":
+        return []
+    options = candidate_options(settings.densities)
+    return list({str(option.codec): option.codec for option in options if option.codec.name != "none"}.values())
+
+
+def _agree(layers: Sequence[Layer], offer: str | CGXError | None, group: dist.ProcessGroup) -> Plan:
+    """The plan of rank 0 if all ranks have the same layers and no error, else the same error on all ranks."""
+    offers: list[tuple[Sequence[Layer], str | CGXError | None] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(offers, (layers, offer), group=group)
+    known = [entry for entry in offers if entry is not None]
+    for _, other in known:
+        if isinstance(other, CGXError):
+            raise other
+    if any(entry[0] != known[0][0] for entry in known):
+        rank = next(rank for rank, entry in enumerate(known) if entry[0] != known[0][0])
+        raise PlanError(f"rank {rank} has other layers than rank 0; every rank must build the same model")
+    text = known[0][1]
+    assert isinstance(text, str)
+    if any(entry[1] not in (None, text) for entry in known):
+        raise PlanError("ranks were given different plans; give every rank the same one")
+    plan = Plan.from_json(text)
+    plan.check(known[0][0], len(known))
+    return plan

@@ -1,0 +1,51 @@
+"""Schemes: how the encoded gradients of one group become one average that all ranks hold, bit for bit the same."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives.allgather import Allgather
+from cgx_ray.collectives.artopk import ArTopkRing
+from cgx_ray.collectives.dense import Dense
+from cgx_ray.collectives.phases import Phases
+from cgx_ray.collectives.sra import Sra
+from cgx_ray.collectives.transport import Transport
+from cgx_ray.plan import CodecSpec, Scheme
+
+
+class Exchange(Protocol):
+    """One scheme for one group, with its buffers. Every rank must call `run` for the same groups in the same order.
+
+    sent_bytes  what this rank sends a step, headers included
+    """
+
+    sent_bytes: int
+
+    def run(self, grad_N: Tensor, residual_N: Tensor | None, stamp: Stamp, seed: int, phases: Phases) -> None:
+        """Replace `grad_N` by its average over ranks.
+
+        grad_N      (N,) this rank's gradient with the residual already added; changed in place
+        residual_N  (N,) float32, set to what was not sent, unless the average is not finite: a step that GradScaler
+                    will skip must leave no trace. None for codecs without feedback.
+
+        Raises WireError on a message that is broken or of another plan, TransportError if a peer is gone.
+        """
+
+
+def make_exchange(codec: CodecSpec, scheme: Scheme, numel: int, transport: Transport) -> Exchange:
+    """The exchange for a group of `numel` elements."""
+    match scheme:
+        case Scheme.DENSE:
+            return Dense(numel, transport)
+        case Scheme.ALLGATHER:
+            return Allgather(codec, numel, transport)
+        case Scheme.SRA:
+            return Sra(codec, numel, transport)
+        case Scheme.ARTOPK_RING:
+            return ArTopkRing(codec, numel, transport)
+
+
+__all__ = ["Exchange", "Phases", "Transport", "make_exchange"]

@@ -1,0 +1,118 @@
+"""Moving bytes between ranks over a torch.distributed group of its own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from cgx_ray.errors import ConfigError, TransportError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedLink:
+    """A link in software: messages are held back by latency and rate. For machines that cannot shape a real one.
+
+    latency_s  one way
+    schedule   (first step, bit/s) pairs, ascending by step, the first for step 0
+    """
+
+    latency_s: float
+    schedule: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        steps = [step for step, _ in self.schedule]
+        rates = [rate for _, rate in self.schedule]
+        if self.latency_s < 0 or not math.isfinite(self.latency_s):
+            raise ConfigError(f"simulated latency {self.latency_s!r} s is not allowed; give 0 or more")
+        if not steps or steps[0] != 0 or steps != sorted(set(steps)):
+            raise ConfigError(f"simulated schedule starts at steps {steps}; they must ascend from 0")
+        if not all(rate > 0 for rate in rates):
+            raise ConfigError(f"simulated rates {rates} bit/s are not allowed; give positive ones")
+
+    def delay_s(self, step: int, num_hops: float, num_bytes: float) -> float:
+        """How long a link of this kind holds `num_bytes` in `num_hops` rounds."""
+        rate = next(rate for first, rate in reversed(self.schedule) if step >= first)
+        return self.latency_s * num_hops + num_bytes * 8 / rate
+
+
+class Transport:
+    """Point-to-point and vendor collectives of one engine. Used by its communication thread alone."""
+
+    def __init__(self, group: dist.ProcessGroup, link: SimulatedLink | None = None) -> None:
+        self._group = group
+        self._link = link
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.step = 0
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Send to and receive from every peer at once; returns when all of it is done. Keys are ranks.
+
+        Raises TransportError if a peer is gone or does not answer within the group's time-out.
+        """
+        self._hold(1, max(_total_bytes(sends), _total_bytes(receives)))
+        try:
+            works = []
+            for distance in range(1, self.world_size):
+                # Staggered, so that not everyone starts with the same peer.
+                source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
+                if source in receives:
+                    works.append(dist.irecv(receives[source], group=self._group, group_src=source))
+                if target in sends:
+                    works.append(dist.isend(sends[target], group=self._group, group_dst=target))
+            for work in works:
+                assert work is not None
+                work.wait()
+        except RuntimeError as error:
+            raise self._broken("a message", error) from error
+
+    def all_reduce(self, values_N: Tensor) -> None:
+        """Sum over ranks, in place, by the vendor's ring."""
+        ring = 2 * (self.world_size - 1)
+        self._hold(ring, ring / self.world_size * values_N.numel() * values_N.element_size())
+        try:
+            dist.all_reduce(values_N, group=self._group)
+        except RuntimeError as error:
+            raise self._broken("an all-reduce", error) from error
+
+    def broadcast(self, message: Tensor, root: int) -> None:
+        """Give everyone the message of `root`, by the vendor's tree."""
+        hops = math.log2(self.world_size)
+        self._hold(hops, hops * message.numel())
+        try:
+            dist.broadcast(message, group=self._group, group_src=root)
+        except RuntimeError as error:
+            raise self._broken("a broadcast", error) from error
+
+    def start_minimum(self, values_K: Tensor) -> dist.Work:
+        """Begin an element-wise minimum over ranks, in place, and return at once."""
+        work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
+    def finish(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._broken("the agreement", error) from error
+
+    def _hold(self, num_hops: float, num_bytes: float) -> None:
+        # Before sending, not after receiving: a late sender then also delays its peers, as on a real link.
+        if self._link is not None:
+            time.sleep(self._link.delay_s(self.step, num_hops, num_bytes))
+
+    def _broken(self, what: str, error: RuntimeError) -> TransportError:
+        return TransportError(
+            f"rank {self.rank}, step {self.step}: {what} did not get through ({error}); "
+            "look at the log of the other ranks for the first error"
+        )
+
+
+def _total_bytes(messages: Mapping[int, Tensor]) -> int:
+    return sum(message.numel() * message.element_size() for message in messages.values())
+

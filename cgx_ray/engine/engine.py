@@ -1,0 +1,200 @@
+"""The engine: one communication thread a rank that averages groups of gradients in plan order."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.feedback import Residuals
+from cgx_ray.collectives import Transport
+from cgx_ray.engine.agreement import Agreement
+from cgx_ray.engine.group import GainMeter, Group
+from cgx_ray.engine.step import Bucket, StepRun
+from cgx_ray.errors import CGXError, PlanError
+from cgx_ray.monitors.sample import StepSample, Transfer
+from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.runtime_ext import ops
+
+logger = logging.getLogger(__name__)
+
+# Step 0 has DDP's first, unrebuilt buckets and everyone's cold caches; step 1 is the first worth measuring.
+GAIN_FIRST_STEP = 1
+GAIN_INTERVAL_STEPS = 20
+MAX_KEPT_SAMPLES = 1024
+
+
+class Engine:
+    """Averages gradients over ranks by the plan in force.
+
+    `submit` may be called from any thread and returns at once. A layer goes into its group whatever bucket brings
+    it; a group runs when all its layers are in and the groups before it are done, so every rank runs the same
+    groups in the same order. A step ends when all groups have run.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        plan: Plan,
+        transport: Transport,
+        *,
+        seed: int = 0,
+        candidates: Sequence[CodecSpec] = (),
+    ) -> None:
+        """Start the thread. `candidates`: codecs whose gain is measured now and then.
+
+        Raises PlanError if `plan` is for other layers or another world size.
+        """
+        plan.check(layers, transport.world_size)
+        self._layers = {layer.name: layer for layer in layers}
+        self._transport = transport
+        self._seed = seed
+        self._candidates = {str(spec): make_codec(spec) for spec in candidates}
+        self._agreement = Agreement(transport)
+        self._residuals = Residuals()
+        self._lock = threading.Lock()
+        self._held: dict[int, Plan] = {}
+        self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
+        self._failure: CGXError | None = None
+        self.last_step: StepSample | None = None
+        self.step = 0
+        self._last_end_s = time.perf_counter()
+        self._enter(plan)
+        self._inbox: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="cgx-ray-engine", daemon=True)
+        self._thread.start()
+
+    # Called by the training thread and by those that carry plans and samples.
+
+    def submit(self, bucket: Bucket) -> None:
+        """Queue a bucket. Raises what stopped the engine, if something did."""
+        if self._failure is not None:
+            raise self._failure
+        self._inbox.put(bucket)
+
+    def hold(self, plan: Plan) -> None:
+        """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it.
+
+        Raises PlanError if it does not fit; the plan in force stays in force.
+        """
+        plan.check(list(self._layers.values()), self._transport.world_size)
+        with self._lock:
+            newest = max(self._held, default=self.plan.version)
+            if plan.version <= newest:
+                raise PlanError(f"plan {plan.version} is not newer than plan {newest}; give it a higher version")
+            self._held[plan.version] = plan
+
+    def take_samples(self) -> list[StepSample]:
+        """Samples since the last call, oldest first; the newest 1,024 if nobody called for long."""
+        taken = []
+        while self._samples:
+            taken.append(self._samples.popleft())
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """Step and residuals of this rank, for a checkpoint. Call between steps."""
+        return {"step": self.step, "residuals": self._residuals.state()}
+
+    def load_state(self, step: int, residuals: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint. Call on all ranks, between steps. Layers not in `residuals` start at zero."""
+        self.step = step
+        self._residuals.load(residuals)
+        self._enter(self.plan)
+
+    def close(self) -> None:
+        """Stop the thread once it has finished what was submitted."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    # Called by the engine's own thread.
+
+    def _run(self) -> None:
+        step: StepRun | None = None
+        while (bucket := self._inbox.get()) is not None:
+            if self._failure is not None:
+                bucket.future.set_exception(self._failure)
+                continue
+            try:
+                step = step or self._begin()
+                step.take(bucket)
+                if step.is_done:
+                    self._end(step)
+                    step.release()
+                    step = None
+            except Exception as error:  # noqa: BLE001 - raised again in the training thread, through the futures
+                self._fail(error, [bucket, *(step.buckets if step is not None else [])])
+
+    def _begin(self) -> StepRun:
+        agreed = self._agreement.settle()
+        if agreed is not None and agreed > self.plan.version:
+            with self._lock:
+                plan = self._held[agreed]
+                self._held = {version: held for version, held in self._held.items() if version > agreed}
+            self._enter(plan)
+        with self._lock:
+            held = max(self._held, default=self.plan.version)
+        self._agreement.post(step=self.step, in_force=self.plan.version, held=held)
+        self._transport.step = self.step
+        meter = None
+        if self._candidates and self.step % GAIN_INTERVAL_STEPS == GAIN_FIRST_STEP:
+            meter = GainMeter(self._candidates, ops.message_key(self._seed, self.step, 0, self._transport.rank, 0))
+        return StepRun(
+            self._groups, plan_version=self.plan.version, step=self.step, seed=self._seed, meter=meter
+        )
+
+    def _enter(self, plan: Plan) -> None:
+        self.plan = plan
+        self._groups = [
+            Group(index, group, self._layers, self._transport, self._residuals)
+            for index, group in enumerate(plan.groups)
+        ]
+
+    def _end(self, step: StepRun) -> None:
+        now = time.perf_counter()
+        step_s = now - self._last_end_s
+        sample = StepSample(
+            rank=self._transport.rank,
+            step=self.step,
+            plan_version=self.plan.version,
+            step_s=step_s,
+            compute_s=step_s - (now - step.last_arrival),
+            encode_s=sum(phases.encode for phases in step.phases),
+            exchange_s=sum(phases.exchange for phases in step.phases),
+            decode_s=sum(phases.decode for phases in step.phases),
+            wire_bytes=sum(group.exchange.sent_bytes for group in self._groups),
+            dense_bytes=sum(group.dense_bytes for group in self._groups),
+            ready_s=tuple(ready - self._last_end_s for ready in step.ready_at),
+            transfers=tuple(
+                Transfer(
+                    group=group.index,
+                    scheme=str(group.plan.scheme),
+                    numel=group.numel,
+                    wire_bytes=group.wire_bytes,
+                    seconds=phases.exchange,
+                )
+                for group, phases in zip(self._groups, step.phases, strict=True)
+            ),
+            gain=step.meter.gains() if step.meter is not None else {},
+        )
+        self.last_step = sample
+        self._samples.append(sample)
+        self.step += 1
+        self._last_end_s = now
+
+    def _fail(self, error: Exception, buckets: Sequence[Bucket]) -> None:
+        if isinstance(error, CGXError):
+            self._failure = error
+        else:
+            self._failure = CGXError(f"rank {self._transport.rank}, step {self.step}: the engine stopped: {error!r}")
+            self._failure.__cause__ = error
+        logger.error("%s", self._failure, exc_info=error)
+        for bucket in buckets:
+            if not bucket.future.done():
+                bucket.future.set_exception(self._failure)

@@ -1,0 +1,88 @@
+"""One group of layers at work: gathers gradients, adds residuals, exchanges, gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from cgx_ray.codecs import Codec, make_codec
+from cgx_ray.codecs.feedback import Residuals, kept_energy, sample_blocks
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives import Phases, Transport, make_exchange
+from cgx_ray.plan import GroupPlan, Layer, Scheme
+
+
+class Group:
+    """Buffers and state of one GroupPlan. Lives from one plan switch to the next."""
+
+    def __init__(
+        self, index: int, plan: GroupPlan, layers: Mapping[str, Layer], transport: Transport, residuals: Residuals
+    ) -> None:
+        numels = [layers[name].numel for name in plan.layers]
+        # Dense groups are summed in the gradient's own type, as DDP would; codecs work on float32.
+        dtype = getattr(torch, layers[plan.layers[0]].dtype) if plan.scheme is Scheme.DENSE else torch.float32
+        self.index = index
+        self.plan = plan
+        self.numel = sum(numels)
+        self.dense_bytes = sum(layers[name].dense_bytes for name in plan.layers)
+        self.wire_bytes = plan.codec.payload_bytes(self.numel, dtype.itemsize)
+        self.exchange = make_exchange(plan.codec, plan.scheme, self.numel, transport)
+        self._flat_N = torch.empty(self.numel, dtype=dtype)
+        self._slices = dict(zip(plan.layers, self._flat_N.split(numels), strict=True))
+        self._residual_N: Tensor | None = None
+        if make_codec(plan.codec).needs_feedback:
+            self._residual_N = residuals.group_buffer(plan.layers, numels)
+        self._arrived: dict[str, Tensor] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """All layers' gradients are in."""
+        return len(self._arrived) == len(self._slices)
+
+    def arrive(self, name: str, view: Tensor) -> None:
+        """Take note of a layer's gradient. It is read, and overwritten with the average, in `run`."""
+        self._arrived[name] = view
+
+    def run(self, stamp: Stamp, seed: int, gain: GainMeter | None) -> Phases:
+        """Average this group over all ranks, in place in the gradients that arrived."""
+        phases = Phases()
+        for name, part in self._slices.items():
+            part.copy_(self._arrived[name].view(-1))
+        if self._residual_N is not None:
+            self._flat_N.add_(self._residual_N)
+        if gain is not None and self.plan.scheme is not Scheme.DENSE:
+            gain.measure(self._flat_N)
+        phases.lap("encode")
+        self.exchange.run(self._flat_N, self._residual_N, stamp, seed, phases)
+        for name, part in self._slices.items():
+            self._arrived[name].view(-1).copy_(part)
+        phases.lap("decode")
+        self._arrived.clear()
+        return phases
+
+
+class GainMeter:
+    """Compression gain of candidate codecs on samples of the groups of one step."""
+
+    def __init__(self, candidates: Mapping[str, Codec], key: int) -> None:
+        self._candidates = candidates
+        self._key = key
+        self._energy = 0.0
+        self._kept = dict.fromkeys(candidates, 0.0)
+
+    def measure(self, grad_N: Tensor) -> None:
+        """Add a group's share, each group weighted by its energy."""
+        sample_N = sample_blocks(grad_N)
+        energy = float(sample_N.double().square().mean()) * grad_N.numel()
+        self._energy += energy
+        scale = grad_N.numel() / sample_N.numel()
+        for name, codec in self._candidates.items():
+            self._kept[name] += scale * kept_energy(codec, sample_N, self._key)
+
+    def gains(self) -> dict[str, float]:
+        """Gain by `str(CodecSpec)`; empty if the gradient was zero or not finite."""
+        if not 0 < self._energy < float("inf"):
+            return {}
+        return {name: kept / self._energy for name, kept in self._kept.items()}

@@ -1,0 +1,36 @@
+"""DDP's communication hook: buckets in, futures out, nothing waits."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.step import Bucket
+
+
+class DdpBuckets:
+    """Translates DDP's buckets to layer names and hands them to an engine."""
+
+    def __init__(self, model: DistributedDataParallel, engine: Engine) -> None:
+        self._engine = engine
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+
+    def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._engine.submit(
+            Bucket(
+                gradients=dict(zip(names, bucket.gradients(), strict=True)),
+                buffer=bucket.buffer(),
+                future=future,
+            )
+        )
+        return future
+
+
+def cgx_hook(state: DdpBuckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Hand `bucket` to the engine's thread; the future holds it once it is averaged over ranks."""
+    return state.submit(bucket)

@@ -1,0 +1,61 @@
+"""What a user can set, checked where it is written and not first on a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cgx_ray.collectives.transport import SimulatedLink
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme, check_pair, make_plan
+
+POLICIES = ("adaptive", "static")
+# Flexible Communication, section 3-E: candidate compression ratios.
+CANDIDATE_DENSITIES = (0.1, 0.033, 0.011, 0.004, 0.001)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything the workers of a run share. Raises ConfigError on a value that is not allowed.
+
+    policy          "adaptive": start dense, measure, decide, decide again; "static": `codec` over `scheme` throughout
+    codec           text for `CodecSpec.parse`
+    densities       what adaptive may choose from for top-k
+    min_gain        adaptive leaves out codecs that keep less of the gradient than this share
+    group_bytes     dense bytes that are encoded and sent together
+    seed            of the stochastic rounding
+    simulated_link  hold messages back as a slow link would; for demos and tests
+    """
+
+    policy: str = "adaptive"
+    codec: str = "qsgd"
+    scheme: str = "sra"
+    densities: tuple[float, ...] = CANDIDATE_DENSITIES
+    min_gain: float = 0.8
+    group_bytes: int = DEFAULT_GROUP_BYTES
+    seed: int = 0
+    simulated_link: SimulatedLink | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"unknown policy {self.policy!r}; known: {', '.join(POLICIES)}")
+        if self.scheme not in tuple(Scheme):
+            raise ConfigError(f"unknown scheme {self.scheme!r}; known: {', '.join(Scheme)}")
+        if not 0 <= self.min_gain <= 1:
+            raise ConfigError(f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the squared gradient")
+        if self.group_bytes < 1:
+            raise ConfigError(f"group_bytes {self.group_bytes!r} is not allowed; give 1 or more")
+        check_pair(CodecSpec.parse(self.codec), Scheme(self.scheme))
+        for density in self.densities:
+            CodecSpec(name="topk", density=density)
+
+    def static_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
+        """`codec` over `scheme` for the whole model, as plan 0."""
+        return make_plan(
+            layers,
+            version=0,
+            world_size=world_size,
+            codec=CodecSpec.parse(self.codec),
+            scheme=Scheme(self.scheme),
+            group_bytes=self.group_bytes,
+        )
