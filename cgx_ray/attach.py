@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -37,7 +36,7 @@ class Session(Protocol):
 
 
 _session: Session | None = None
-_attached: weakref.ref[Attachment] | None = None
+_attached: Attachment | None = None
 
 
 def open_session(session: Session | None) -> None:
@@ -47,8 +46,8 @@ def open_session(session: Session | None) -> None:
 
 
 def attached() -> Attachment | None:
-    """What the last `attach` of this process returned, while it is alive."""
-    return _attached() if _attached is not None else None
+    """What the last `attach` of this process returned."""
+    return _attached
 
 
 class Attachment:
@@ -156,7 +155,7 @@ def attach(
         attachment = Attachment(None)
     else:
         attachment = _attach(model, plan, codec, scheme)
-    _attached = weakref.ref(attachment)
+    _attached = attachment
     return attachment
 
 

@@ -1,0 +1,60 @@
+# make demo | test | check | bench | test-gpu; each first makes .venv if it is missing or out of date.
+# More arguments: make demo ARGS="--workers 2 --json out.json", make test ARGS="-k codec"
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+CSRC := $(wildcard $(foreach e,cpp hpp h cu cuh,runtime_ext/csrc/*/*.$(e)))
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check bench test-gpu system
+.DELETE_ON_ERROR:
+
+demo: .venv/.installed
+	@{ command -v ip && command -v tc; } >/dev/null || \
+		echo "iproute2 is missing, the demo will use the simulated link; for a real one: apt-get install iproute2"
+	@$(BIN)/cgx-ray demo $(ARGS)
+
+test: .venv/.installed
+	@$(BIN)/pytest -m "not gpu" $(ARGS)
+
+test-gpu: .venv/.installed
+	@$(BIN)/pytest -m gpu $(ARGS); status=$$?; \
+	if [ $$status = 5 ]; then echo "no test is marked gpu: nothing to run"; else exit $$status; fi
+
+bench: .venv/.installed
+	@$(BIN)/cgx-ray bench step $(ARGS)
+
+# mypy and import-linter need the package as it is installed, and monitors/, runtime_ext/ and bench/ are
+# cgx_ray.monitors, cgx_ray.runtime_ext and cgx_ray.bench only in a wheel: put the four folders together first.
+# Without -S, import-linter would find the editable install before the assembled tree.
+check: SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+check: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(if $(CSRC),$(BIN)/clang-format --dry-run -Werror $(CSRC))
+	@rm -rf build/check/cgx_ray && mkdir -p build/check && cp -r cgx_ray build/check/
+	@cp -r monitors runtime_ext bench build/check/cgx_ray/
+	cd build/check && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p cgx_ray
+	cd build/check && PYTHONPATH=.:$(SITE) ../../$(BIN)/python -S ../../$(BIN)/lint-imports --no-logo --config ../../pyproject.toml
+
+# The build backend comes first and build isolation is off, so that constraints.txt pins it as well.
+.venv/.installed: pyproject.toml constraints.txt CMakeLists.txt $(CSRC) | system
+	@echo "creating .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+	@echo "installing the build backend"
+	@$(PIP_INSTALL) scikit-build-core nanobind ninja cmake
+	@echo "installing cgx_ray, torch and Ray, and compiling the kernels: about 2 minutes the first time"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[dev]"
+	@touch $@
+
+system:
+	@missing=; \
+	command -v $(PYTHON) >/dev/null && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is missing or older than 3.11; give another one: make PYTHON=python3.12"; exit 1; }; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || missing="$$missing python3-venv"; \
+	$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || \
+		missing="$$missing python3-dev"; \
+	command -v c++ >/dev/null || command -v g++ >/dev/null || missing="$$missing g++"; \
+	[ -z "$$missing" ] || { echo "system packages are missing: apt-get install$$missing"; exit 1; }

@@ -1,0 +1,1 @@
+"""Benchmarks. Each writes the rows of `cgx_ray.bench.result`."""

@@ -1,0 +1,100 @@
+"""`cgx-ray bench step`: what the engine costs when it compresses nothing.
+
+Two copies of the demo's model train in the same processes, one as plain DDP and one through the engine with dense
+gradients. They take turns, so that whatever else the machine does hits both.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ray.bench.result import Row
+from cgx_ray.demo.gpt import StdlibBytes, build_gpt
+
+NUM_PROCESSES = 4
+BATCH_SIZE = 2
+# DDP rebuilds its buckets after step 1, the engine's residuals and buffers start with step 2.
+_WARMUP_STEPS = 3
+
+
+def measure_step(*, num_rounds: int = 5, steps_per_round: int = 8) -> list[Row]:
+    """Train for `num_rounds` rounds of both ways on loopback; goal: at most 1.05 times plain DDP."""
+    # Port 0: the kernel picks a free one, and nobody can take it in between.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_worker, args=(store.port, num_rounds, steps_per_round, results), nprocs=NUM_PROCESSES)
+    plain, engine, compute = (statistics.median(seconds) for seconds in results.get())
+    return [
+        Row(name="plain_ddp_step_s", value=plain, unit="s", limit=compute),
+        Row(name="engine_dense_step_s", value=engine, unit="s", baseline=plain, limit=compute),
+        Row(name="engine_overhead_dense", value=engine / plain, unit="x", baseline=1.0, goal="<= 1.05"),
+    ]
+
+
+def print_rows(console: Console, rows: Sequence[Row]) -> None:
+    table = Table()
+    for heading in ("", "value", "goal", "met"):
+        table.add_column(heading)
+    for row in rows:
+        met = {None: "", True: "yes", False: "no"}[row.met]
+        value = "-" if row.value is None else f"{row.value:.3f} {row.unit}"
+        table.add_row(row.name, value, row.goal or "", met)
+    console.print(table)
+
+
+def _worker(rank: int, port: int, num_rounds: int, steps_per_round: int, results: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_PROCESSES)
+    import cgx_ray  # noqa: PLC0415  (after the process group: it is what attach needs)
+
+    plain = DistributedDataParallel(build_gpt(0))
+    engine = DistributedDataParallel(build_gpt(0))
+    handle = cgx_ray.attach(engine, codec="none", scheme="dense")
+    steps = [_stepper(plain, rank), _stepper(engine, rank), _stepper(build_gpt(0), rank)]
+    seconds: list[list[float]] = [[] for _ in steps]
+    for step in steps:
+        for _ in range(_WARMUP_STEPS):
+            step()
+    for round_ in range(num_rounds):
+        # A B C, then C B A: neither gets the better place.
+        order = range(len(steps)) if round_ % 2 == 0 else reversed(range(len(steps)))
+        for index in order:
+            dist.barrier()
+            for _ in range(steps_per_round):
+                start = time.perf_counter()
+                steps[index]()
+                seconds[index].append(time.perf_counter() - start)
+    if rank == 0:
+        results.put(seconds)
+    dist.barrier()
+    handle.close()
+    dist.destroy_process_group()
+
+
+def _stepper(model: torch.nn.Module, rank: int) -> Callable[[], None]:
+    """One training step of `model` a call."""
+    data = StdlibBytes()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        model(*data.train_batch(seed=0, step=count, rank=rank, batch_size=BATCH_SIZE)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        count += 1
+
+    return step

@@ -1,0 +1,105 @@
+"""The command line: `cgx-ray demo`, `cgx-ray bench step`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import click
+from rich.console import Console
+
+from cgx_ray.errors import CGXError
+
+# Commands import what they need when they run: `cgx-ray --help` loads no PyTorch.
+
+
+class _Commands(click.Group):
+    """Shows our own errors as one message instead of a traceback."""
+
+    def invoke(self, context: click.Context) -> object:
+        signal.signal(signal.SIGTERM, _raise_interrupt)
+        try:
+            return super().invoke(context)
+        except CGXError as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    """Make SIGTERM end a command as Ctrl-C does: in order, leaving nothing behind."""
+    raise KeyboardInterrupt
+
+
+@click.group(cls=_Commands)
+@click.version_option(package_name="cgx-ray")
+def main() -> None:
+    """Adaptive gradient compression for Ray Train and PyTorch DDP."""
+
+
+def _console(json_path: str | None) -> Console:
+    """Standard output belongs to the JSON when that goes there."""
+    return Console(stderr=json_path == "-")
+
+
+@main.command()
+@click.option("--workers", default=4, show_default=True, help="Training processes, one a host.")
+@click.option("--steps", default=64, show_default=True, help="Steps of each run; the network drops after half.")
+@click.option("--rate", default="1gbit", show_default=True, help="Rate of every link at first.")
+@click.option("--slow-rate", default="100mbit", show_default=True, help="Rate of every link in the second half.")
+@click.option("--seed", default=0, show_default=True, help="Of weights, batches and rounding.")
+@click.option("--dense-only", is_flag=True, help="Only the dense run.")
+@click.option("--simulated-link", is_flag=True, help="Pace messages by software even if namespaces work here.")
+@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the runs.  [default: runs/demo-<time>]")
+def demo(
+    workers: int,
+    steps: int,
+    rate: str,
+    slow_rate: str,
+    seed: int,
+    dense_only: bool,
+    simulated_link: bool,
+    json_path: str | None,
+    out: Path | None,
+) -> None:
+    """Train a small GPT twice, dense and adaptive, on a network that gets slow half way."""
+    from cgx_ray.demo.command import demo_command  # noqa: PLC0415
+    from cgx_ray.demo.run import DemoOptions, parse_rate  # noqa: PLC0415
+
+    options = DemoOptions(
+        out=out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"),
+        workers=workers,
+        steps=steps,
+        rate=parse_rate(rate),
+        slow_rate=parse_rate(slow_rate),
+        seed=seed,
+        dense_only=dense_only,
+        force_simulated=simulated_link,
+    )
+    demo_command(options, _console(json_path), json_path)
+
+
+@main.group()
+def bench() -> None:
+    """Measure a part of it."""
+
+
+@bench.command()
+@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option("--rounds", default=5, show_default=True, help="Rounds; each times both ways.")
+@click.option("--steps", default=8, show_default=True, help="Steps a round and way.")
+def step(json_path: str | None, rounds: int, steps: int) -> None:
+    """What the engine costs with dense gradients, against plain DDP."""
+    from cgx_ray.bench.result import write_result  # noqa: PLC0415
+    from cgx_ray.bench.step import measure_step, print_rows  # noqa: PLC0415
+
+    rows = measure_step(num_rounds=rounds, steps_per_round=steps)
+    print_rows(_console(json_path), rows)
+    if json_path:
+        write_result("step", rows, json_path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

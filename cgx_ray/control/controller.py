@@ -1,0 +1,61 @@
+"""The controller: one actor a run. Holds the control loop and hands out plans."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cgx_ray.control.journal import Journal
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.policy import Policy
+from cgx_ray.monitors.export import ControllerMetrics
+from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.plan import Layer, Plan
+from cgx_ray.planner.options import CodecCost
+
+logger = logging.getLogger(__name__)
+
+
+class Controller:
+    """Made an actor by `ray.remote`; its methods run on one event loop, one at a time between awaits.
+
+    Created by the train controller, so it outlives restarts of the workers and ends with the run.
+    """
+
+    def __init__(self, policy: Policy, journal_path: str, group_bytes: int, run_name: str) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._journal = Journal(Path(journal_path))
+        self._loop = ControlLoop(policy, self._journal, group_bytes=group_bytes)
+        self._metrics = ControllerMetrics(run_name)
+        self._changed = asyncio.Event()
+
+    async def register(
+        self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]
+    ) -> Plan:
+        """A group of workers starts; returns its first plan. See `ControlLoop.register`."""
+        return self._loop.register(layers, first_plan, codec_costs)
+
+    async def observe(self, sample: NodeSample) -> None:
+        """Take in a node's report; decide if it gives cause to."""
+        for decision in self._loop.observe(sample):
+            logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
+            self._metrics.count_decision(type(decision).__name__.lower())
+        if self._loop.plans:
+            self._metrics.export(self._loop.facts(), self._journal.num_errors)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def plans_after(self, version: int, timeout_s: float) -> list[Plan]:
+        """Plans newer than `version`, oldest first; waits up to `timeout_s` for one, then returns none."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._newer(version):
+                    await self._changed.wait()
+        except TimeoutError:
+            return []
+        return self._newer(version)
+
+    def _newer(self, version: int) -> list[Plan]:
+        return [plan for plan in self._loop.plans if plan.version > version]

@@ -1,0 +1,286 @@
+"""The control loop: samples in, decisions out. No Ray and no clock of its own, so tests can step it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from cgx_ray.control.journal import Journal
+from cgx_ray.control.policy import Decision, Disable, Keep, Policy, View, option_of
+from cgx_ray.control.view import JoinedStep, StepBook, estimate_beta
+from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.plan import Layer, Plan, make_plan
+from cgx_ray.planner.cost import Link
+from cgx_ray.planner.options import DENSE, CodecCost, GroupSize, Option, StepInputs, estimate
+
+# Steps of a plan before it is judged; the first one still has cold buffers.
+WARM_UP_STEPS = 1
+JUDGED_STEPS = 4
+LINK_STEPS = 3
+REVIEW_STEPS = 100
+BAN_STEPS = 500
+# What counts as another network, and as another gradient.
+LINK_CHANGE = 1.5
+GAIN_CHANGE = 0.1
+# The promise: never slower than dense by more than this.
+MAX_SLOWDOWN = 1.03
+# Between workers of one host nobody measures latency: a loopback round trip.
+DEFAULT_LATENCY_S = 50e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopFacts:
+    """What is known at the moment, for metrics; None if not yet."""
+
+    bandwidth_bits_per_s: float | None
+    predicted_step_s: float | None
+    measured_step_s: float | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trial:
+    """A decision whose prediction has not met reality yet."""
+
+    decision: Decision
+    option: Option
+    steps: list[JoinedStep]
+
+
+class ControlLoop:
+    """Decides for one run. `plans` holds every plan so far, the newest last."""
+
+    def __init__(self, policy: Policy, journal: Journal, *, group_bytes: int) -> None:
+        self._policy = policy
+        self._journal = journal
+        self._group_bytes = group_bytes
+        self._layers: tuple[Layer, ...] = ()
+        self.plans: list[Plan] = []
+
+    def register(
+        self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]
+    ) -> Plan:
+        """A group of workers starts, the first or one after a restart; returns the plan to start with.
+
+        That is the newest plan if it still fits, else `first_plan` under the next version.
+        """
+        fits = (
+            bool(self.plans)
+            and self._layers == tuple(layers)
+            and self.plans[-1].world_size == first_plan.world_size
+        )
+        if not fits:
+            version = self.plans[-1].version + 1 if self.plans else first_plan.version
+            self.plans.append(replace(first_plan, version=version))
+        self._layers = tuple(layers)
+        self._codec_costs = dict(codec_costs)
+        self._codec_slowdown = 1.0
+        self._book = StepBook(first_plan.world_size)
+        self._latency_s: dict[str, float] = {}
+        self._gain: dict[str, float] = {}
+        self._decided: StepInputs | None = None
+        self._decided_step = 0
+        self._trial: _Trial | None = None
+        self._predicted_s: float | None = None
+        self._dense_s: tuple[float, float] | None = None
+        self._banned: dict[Option, int] = {}
+        return self.plans[-1]
+
+    def observe(self, sample: NodeSample) -> list[Decision]:
+        """Take in a report of one node; returns the decisions it led to, already journalled."""
+        if not self.plans:
+            return []
+        self._latency_s[sample.node_id] = median(sample.latency_s.values()) if sample.latency_s else 0.0
+        decisions = []
+        for step in self._book.add(sample.steps):
+            self._gain.update({codec: gain for codec, gain in step.gain.items() if gain > 0})
+            if step.plan_version != self.plans[-1].version:
+                continue
+            decision = self._judge(step, sample.time_s) or self._decide(step, sample.time_s)
+            if decision is not None:
+                decisions.append(decision)
+        return decisions
+
+    def facts(self) -> LoopFacts:
+        """Bandwidth, predicted and measured step time under the plan in force."""
+        beta, recent = self._beta(), self._recent()
+        return LoopFacts(
+            bandwidth_bits_per_s=8 / beta if beta is not None else None,
+            predicted_step_s=self._predicted_s,
+            measured_step_s=median(step.step_s for step in recent) if recent else None,
+        )
+
+    def _decide(self, step: JoinedStep, now_s: float) -> Decision | None:
+        inputs = self._inputs()
+        cause = self._cause(step, inputs) if inputs is not None else None
+        if inputs is None or cause is None:
+            return None
+        self._banned = {option: until for option, until in self._banned.items() if until > step.step}
+        view = View(
+            cause=cause,
+            layers=self._layers,
+            plan=self.plans[-1],
+            inputs=inputs,
+            banned=frozenset(self._banned),
+        )
+        decision = self._policy.decide(view)
+        if decision is not None:
+            self._act(decision, step, inputs, now_s)
+        return decision
+
+    def _act(self, decision: Decision, step: JoinedStep, inputs: StepInputs, now_s: float) -> None:
+        old = self.plans[-1]
+        if option_of(old) == DENSE:
+            self._dense_s = (median(one.step_s for one in self._recent()), inputs.link.beta_s_per_byte)
+        if not isinstance(decision, Keep):
+            self.plans.append(decision.plan)
+        new = self.plans[-1]
+        self._decided, self._decided_step = inputs, step.step
+        self._predicted_s = decision.predicted.step_s
+        self._trial = _Trial(decision=decision, option=option_of(new), steps=[])
+        self._journal.write(
+            {
+                "event": "decision",
+                "time": now_s,
+                "step": step.step,
+                "kind": type(decision).__name__.lower(),
+                "old": {"version": old.version, "plan": old.describe()},
+                "new": {"version": new.version, "plan": new.describe()},
+                "reason": decision.reason,
+                "inputs": describe_inputs(inputs),
+                "predicted_step_s": decision.predicted.step_s,
+                "predicted_dense_s": estimate(inputs, DENSE).step_s,
+            }
+        )
+
+    def _judge(self, step: JoinedStep, now_s: float) -> Decision | None:
+        """Hold a prediction against what came true, once there is enough of it."""
+        trial = self._trial
+        if trial is None:
+            return None
+        trial.steps.append(step)
+        if len(trial.steps) < WARM_UP_STEPS + JUDGED_STEPS:
+            return None
+        self._trial = None
+        judged = trial.steps[WARM_UP_STEPS:]
+        measured_s = median(one.step_s for one in judged)
+        predicted = trial.decision.predicted
+        self._journal.write(
+            {
+                "event": "outcome",
+                "time": now_s,
+                "step": step.step,
+                "version": step.plan_version,
+                "applied_step": trial.steps[0].step,
+                "predicted_step_s": predicted.step_s,
+                "measured_step_s": measured_s,
+            }
+        )
+        if trial.option == DENSE:
+            return None
+        if predicted.codec_s > 0:
+            measured_codec_s = median(one.codec_s for one in judged)
+            self._codec_slowdown *= min(max(measured_codec_s / predicted.codec_s, 0.5), 4.0)
+        return self._keep_promise(trial, step, measured_s, now_s)
+
+    def _keep_promise(self, trial: _Trial, step: JoinedStep, measured_s: float, now_s: float) -> Decision | None:
+        inputs = self._inputs()
+        if self._dense_s is None or inputs is None:
+            return None
+        dense_s, dense_beta = self._dense_s
+        same_network = 1 / LINK_CHANGE < inputs.link.beta_s_per_byte / dense_beta < LINK_CHANGE
+        if not same_network or measured_s <= MAX_SLOWDOWN * dense_s:
+            return None
+        self._banned[trial.option] = step.step + BAN_STEPS
+        decision = Disable(
+            plan=make_plan(
+                self._layers,
+                version=self.plans[-1].version + 1,
+                world_size=self.plans[-1].world_size,
+                group_bytes=self._group_bytes,
+            ),
+            reason=f"{trial.option} took {measured_s:.3f} s a step, dense took {dense_s:.3f} s on this network; "
+            f"not tried again for {BAN_STEPS} steps",
+            predicted=estimate(inputs, DENSE),
+        )
+        self._act(decision, step, inputs, now_s)
+        return decision
+
+    def _cause(self, step: JoinedStep, inputs: StepInputs) -> str | None:
+        """Why to decide now, or None."""
+        if self._trial is not None:
+            return None
+        if self._decided is None:
+            return "first measurements"
+        old, new = self._decided.link.bandwidth_gbps, inputs.link.bandwidth_gbps
+        if not 1 / LINK_CHANGE < new / old < LINK_CHANGE:
+            return f"bandwidth {_rate(old)} -> {_rate(new)}"
+        for codec, gain in inputs.gain.items():
+            before = self._decided.gain.get(codec)
+            if before is not None and codec == str(option_of(self.plans[-1]).codec) and _moved(before, gain):
+                return f"gain of {codec} {before:.2f} -> {gain:.2f}"
+        if step.step - self._decided_step >= REVIEW_STEPS:
+            return f"{REVIEW_STEPS} steps since the last look"
+        return None
+
+    def _inputs(self) -> StepInputs | None:
+        """What is known now, in the planner's terms; None while something is missing."""
+        recent = self._recent()
+        beta = self._beta()
+        if len(recent) < LINK_STEPS or beta is None or not self._gain:
+            return None
+        numels = {layer.name: layer for layer in self._layers}
+        groups = [[numels[name] for name in group.layers] for group in self.plans[-1].groups]
+        return StepInputs(
+            world_size=self.plans[-1].world_size,
+            groups=tuple(
+                GroupSize(
+                    sum(layer.numel for layer in group),
+                    sum(layer.dense_bytes for layer in group),
+                    not group[0].is_small,
+                )
+                for group in groups
+            ),
+            ready_s=tuple(median(times) for times in zip(*(one.ready_s for one in recent), strict=True)),
+            compute_s=median(one.compute_s for one in recent),
+            link=Link(alpha_s=self._alpha_s(), beta_s_per_byte=beta),
+            codec_costs={name: _slowed(cost, self._codec_slowdown) for name, cost in self._codec_costs.items()},
+            gain=dict(self._gain),
+        )
+
+    def _recent(self) -> list[JoinedStep]:
+        version = self.plans[-1].version
+        return [step for step in self._book.steps if step.plan_version == version and step.step > 0][-LINK_STEPS:]
+
+    def _alpha_s(self) -> float:
+        known = [latency for latency in self._latency_s.values() if latency > 0]
+        return median(known) if known else DEFAULT_LATENCY_S
+
+    def _beta(self) -> float | None:
+        return estimate_beta(self._recent(), self.plans[-1].world_size, self._alpha_s())
+
+
+def describe_inputs(inputs: StepInputs) -> dict[str, Any]:
+    """The inputs of a decision as they are journalled."""
+    return {
+        "world_size": inputs.world_size,
+        "bandwidth_gbps": inputs.link.bandwidth_gbps,
+        "latency_ms": inputs.link.alpha_s * 1e3,
+        "compute_s": inputs.compute_s,
+        "num_groups": len(inputs.groups),
+        "dense_bytes": sum(group.dense_bytes for group in inputs.groups),
+        "gain": dict(inputs.gain),
+    }
+
+
+def _slowed(cost: CodecCost, factor: float) -> CodecCost:
+    return CodecCost(**{name: getattr(cost, name) * factor for name in CodecCost.__slots__})
+
+
+def _moved(before: float, now: float) -> bool:
+    return abs(now - before) > GAIN_CHANGE * before
+
+
+def _rate(gbps: float) -> str:
+    return f"{gbps:.2f} Gbit/s" if gbps >= 1 else f"{gbps * 1e3:.0f} Mbit/s"

@@ -1,0 +1,118 @@
+"""Where the demo runs: four hosts of a lab, or a local Ray cluster with a simulated link."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cgx_ray.demo.runs import Run
+from cgx_ray.errors import CGXError
+from cgx_ray.lab.namespaces import Lab
+from cgx_ray.lab.ray_nodes import RayNodes, ray_env
+
+_END_TIMEOUT_S = 10.0
+
+
+class DemoError(CGXError, RuntimeError):
+    """The demo's training did not get to its end; the message holds the driver's last lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A driver process that takes runs, and the network it runs on.
+
+    set_rate  changes the real links; None where the link is simulated
+    """
+
+    driver: subprocess.Popen[str]
+    driver_log: Path
+    set_rate: Callable[[float], None] | None
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.set_rate is None
+
+    def submit(self, run: Run) -> None:
+        assert self.driver.stdin is not None
+        self.check()
+        self.driver.stdin.write(run.to_json() + "\n")
+        self.driver.stdin.flush()
+
+    def check(self) -> None:
+        """Raise DemoError if the driver has ended: it has no reason to before it is told to."""
+        status = self.driver.poll()
+        if status is not None:
+            raise DemoError(f"the training process ended with status {status}:\n{self.log_tail()}")
+
+    def log_tail(self, num_lines: int = 30) -> str:
+        lines = self.driver_log.read_text(errors="replace").splitlines()
+        # Once a second and harmless: Ray's state API is part of the dashboard, which is off.
+        lines = [line for line in lines if "(PlacementGroupCleaner" not in line][-num_lines:]
+        return "\n".join([*lines, f"(all of it: {self.driver_log})"])
+
+
+@contextmanager
+def lab_cluster(num_workers: int, rate_bit_per_s: float, out: Path) -> Iterator[Cluster]:
+    """One host a worker, all processes inside the lab."""
+    with Lab(num_workers, rate_bit_per_s=rate_bit_per_s) as lab, RayNodes(lab, out / "logs") as nodes:
+        log_path = out / "logs" / "driver.log"
+        with log_path.open("w") as log:
+            driver = lab.popen(
+                0,
+                _driver_argv(nodes.address, num_workers),
+                ray_env(),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                text=True,
+            )
+        yield Cluster(driver=driver, driver_log=log_path, set_rate=lab.set_rate)
+
+
+@contextmanager
+def local_cluster(num_workers: int, out: Path) -> Iterator[Cluster]:
+    """A Ray cluster of one node that the driver starts itself."""
+    log_path = out / "logs" / "driver.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("w") as log:
+        driver = subprocess.Popen(
+            _driver_argv("local", num_workers),
+            env={**os.environ, **ray_env()},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        yield Cluster(driver=driver, driver_log=log_path, set_rate=None)
+    finally:
+        _end_session(driver)
+
+
+def _driver_argv(address: str, num_workers: int) -> list[str]:
+    settings = json.dumps({"address": address, "num_workers": num_workers})
+    return [sys.executable, "-m", "cgx_ray.demo.driver", settings]
+
+
+def _end_session(driver: subprocess.Popen[str]) -> None:
+    """End the driver; Ray's processes end with it because `ray.init` started them.
+
+    Raises nothing: called on every way out.
+    """
+    assert driver.stdin is not None
+    driver.stdin.close()
+    driver.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while driver.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    driver.kill()
+    driver.wait()

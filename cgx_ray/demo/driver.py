@@ -1,0 +1,68 @@
+"""The process that calls `TorchTrainer.fit`, once for every line on standard input.
+
+`python -m cgx_ray.demo.driver '{"address": ..., "num_workers": 4}'`; a line is one run, see `Run`. It ends when
+standard input does. The demo starts it inside the lab's host 0, or plainly when there is no lab.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from cgx_ray.demo.runs import Run
+from cgx_ray.demo.train import train_fn
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    num_workers = settings["num_workers"]
+    options: dict[str, Any] = {"address": settings["address"]}
+    if settings["address"] == "local":
+        options |= {"num_cpus": num_workers, "include_dashboard": False, "object_store_memory": 128 << 20}
+    ray.init(logging_level=logging.WARNING, **options)
+    for line in sys.stdin:
+        _fit(Run(**json.loads(line)), num_workers)
+
+
+def _fit(run: Run, num_workers: int) -> None:
+    config = {
+        "steps": run.steps,
+        "seed": run.seed,
+        "batch_size": run.batch_size,
+        "attach": run.policy is not None,
+        "run_dir": str(run.run_dir),
+    }
+    TorchTrainer(
+        train_fn,
+        train_loop_config=config,
+        torch_config=_torch_config(run),
+        scaling_config=ScalingConfig(num_workers=num_workers, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(name=run.name, storage_path=run.storage_path),
+    ).fit()
+
+
+def _torch_config(run: Run) -> TorchConfig:
+    if run.policy is None:
+        return TorchConfig(backend="gloo")
+    import cgx_ray  # noqa: PLC0415  (the baseline runs without it)
+    from cgx_ray.collectives.transport import SimulatedLink  # noqa: PLC0415
+
+    options: dict[str, Any] = {"policy": run.policy}
+    if run.policy == "static":
+        options |= {"codec": "none", "scheme": "dense"}
+    if run.simulated_link is not None:
+        latency_s, schedule = run.simulated_link
+        options["simulated_link"] = SimulatedLink(
+            latency_s=latency_s, schedule=tuple((step, rate) for step, rate in schedule)
+        )
+    return cgx_ray.CGXConfig(**options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""What the demo asks its driver to train."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training run.
+
+    policy          None is plain DDP; else CGXConfig's "adaptive" or "static"
+    simulated_link  (latency_s, ((step, bit/s), ...)), or None on a real network
+    """
+
+    name: str
+    policy: str | None
+    steps: int
+    seed: int
+    batch_size: int
+    storage_path: str
+    simulated_link: tuple[float, tuple[tuple[int, float], ...]] | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.storage_path) / self.name
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))

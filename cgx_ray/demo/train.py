@@ -1,0 +1,131 @@
+"""What each worker of the demo does: an ordinary Ray Train loop, plus a line a step for the viewer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cgx_ray.demo.gpt import StdlibBytes, build_gpt
+
+LEARNING_RATE = 1e-3
+WARMUP_STEPS = 10
+
+
+def train_fn(config: Mapping[str, Any]) -> None:
+    """Train the byte-level GPT for `config["steps"]` steps; rank 0 writes `steps.jsonl`.
+
+    config  steps, seed, batch_size, attach (False: plain DDP, the baseline), run_dir
+    """
+    rank = ray.train.get_context().get_world_rank()
+    torch.manual_seed(config["seed"])
+    data = StdlibBytes()
+    model = ray.train.torch.prepare_model(build_gpt(config["seed"]))
+    handle = None
+    if config["attach"]:
+        import cgx_ray  # noqa: PLC0415  (the baseline runs without it)
+
+        handle = cgx_ray.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
+
+    with _StepLog(Path(config["run_dir"]), rank) as log:
+        for step in range(config["steps"]):
+            batch = data.train_batch(seed=config["seed"], step=step, rank=rank, batch_size=config["batch_size"])
+            loss = model(*batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            log.step(step, loss.item(), handle)
+        log.end(_validate(model, data), _weight_hashes(model))
+
+
+class _StepLog:
+    """`steps.jsonl` of rank 0; the other ranks write nothing."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._path = run_dir / "steps.jsonl" if rank == 0 else None
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> _StepLog:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # One line is one write, so a reader sees whole steps at once.
+            self._file = self._path.open("w", buffering=1)
+        self._last_end = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def step(self, step: int, loss: float, handle: Any) -> None:
+        now = time.perf_counter()
+        line: dict[str, Any] = {"event": "step", "time": time.time(), "step": step, "loss": loss}
+        line["step_s"] = now - self._last_end
+        self._last_end = now
+        sample = handle.last_step if handle is not None else None
+        for part in ("compute_s", "encode_s", "exchange_s", "decode_s"):
+            line[part] = getattr(sample, part) if sample is not None else None
+        line["plan_version"] = sample.plan_version if sample is not None else None
+        line["plan"] = handle.plan.describe() if handle is not None and handle.plan is not None else "dense"
+        self._write(line)
+
+    def end(self, validation_loss: float, hashes: list[str]) -> None:
+        self._write(
+            {
+                "event": "end",
+                "time": time.time(),
+                "validation_loss": validation_loss,
+                "weights_identical": len(set(hashes)) == 1,
+                "weights_sha256": hashes,
+            }
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+
+
+@torch.no_grad()
+def _validate(model: nn.Module, data: StdlibBytes) -> float:
+    """Mean loss over the validation set, which the ranks share out. A collective call."""
+    rank, world_size = _rank_and_size()
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    inner.eval()
+    batches = list(data.validation_batches())
+    losses = [inner(*batch).item() for batch in batches[rank::world_size]]
+    inner.train()
+    everyone = _gather(losses)
+    return sum(sum(part) for part in everyone) / len(batches)
+
+
+def _weight_hashes(model: nn.Module) -> list[str]:
+    """SHA-256 of each rank's weights. A collective call."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return _gather(digest.hexdigest())
+
+
+def _rank_and_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _gather(value: Any) -> list[Any]:
+    _, world_size = _rank_and_size()
+    if world_size == 1:
+        return [value]
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, value)
+    return everyone

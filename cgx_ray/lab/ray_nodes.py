@@ -1,0 +1,104 @@
+"""A Ray cluster in a lab: one node a host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from cgx_ray.errors import LabError
+from cgx_ray.lab.namespaces import Lab
+
+GCS_PORT = 6379
+_START_TIMEOUT_S = 90.0
+
+# Answers once all nodes have registered: `ray start` returns before others can see the node.
+_WAIT = """
+import sys, time, ray._raylet
+address, wanted = sys.argv[1], int(sys.argv[2])
+client = ray._raylet.GcsClient(address=address)
+while sum(node.state == 0 for node in client.get_all_node_info().values()) < wanted:
+    time.sleep(0.05)
+"""
+
+
+class RayNodes:
+    """Start a head on host 0 and a worker on each other host, `cpus_per_node` each; a context manager.
+
+    Its processes end with the lab.
+
+    address  what `ray.init(address=...)` takes inside the lab
+    log_dir  one log a node, kept
+    """
+
+    def __init__(self, lab: Lab, log_dir: Path, *, cpus_per_node: int = 1) -> None:
+        self.lab = lab
+        self.log_dir = log_dir
+        self.cpus_per_node = cpus_per_node
+        self.address = f"{lab.hosts[0].address}:{GCS_PORT}"
+        self._nodes: list[subprocess.Popen[Any]] = []
+
+    def __enter__(self) -> RayNodes:
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        head = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false", f"--temp-dir={self.lab.temp_dir}/ray"]
+        self._start(0, head)
+        self._wait_for(1)
+        for host in self.lab.hosts[1:]:
+            self._start(host.index, [f"--address={self.address}"])
+        self._wait_for(len(self.lab.hosts))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to do: `ray stop` would reach beyond the lab, whose end is the nodes' end too."""
+
+    def _start(self, host: int, role: list[str]) -> None:
+        argv = [sys.executable, "-m", "ray.scripts.scripts", "start", *role, "--block", "--disable-usage-stats"]
+        argv += [f"--node-ip-address={self.lab.hosts[host].address}", f"--num-cpus={self.cpus_per_node}"]
+        argv += [f"--object-store-memory={128 << 20}"]
+        with self._log(host).open("w") as log:
+            node = self.lab.popen(host, argv, ray_env(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self._nodes.append(node)
+
+    def _wait_for(self, num_nodes: int) -> None:
+        probe = self.lab.popen(
+            0,
+            [sys.executable, "-c", _WAIT, self.address, str(num_nodes)],
+            ray_env(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while probe.poll() is None:
+            for host, node in enumerate(self._nodes):
+                if node.poll() is not None:
+                    raise LabError(f"the Ray node on host {host} ended at start:\n{self._log_tail(host)}")
+            if time.monotonic() > deadline:
+                last = len(self._nodes) - 1
+                raise LabError(
+                    f"not all of {num_nodes} Ray nodes are up after {_START_TIMEOUT_S:.0f} s:\n{self._log_tail(last)}"
+                )
+            time.sleep(0.05)
+        if probe.returncode:
+            raise LabError(f"the Ray head on host 0 does not answer:\n{self._log_tail(0)}")
+
+    def _log(self, host: int) -> Path:
+        return self.log_dir / f"node-{host}.log"
+
+    def _log_tail(self, host: int, num_lines: int = 20) -> str:
+        return "\n".join(self._log(host).read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def ray_env() -> dict[str, str]:
+    """Environment of everything that talks to a lab's Ray cluster."""
+    return {
+        "RAY_AUTH_MODE": "disabled",  # a token file would be looked for in the user's home
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # asks clouds, of which a lab has none
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,1 @@
+"""Predicts step times from measured numbers: pure functions, no clock, no torch, no Ray."""

@@ -1,0 +1,127 @@
+"""Alpha-beta cost of moving one group: seconds = hops * alpha + bytes * beta (docs/design.md, section 6)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import Scheme
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The network between two workers, taken as the same for every pair.
+
+    alpha_s           one-way latency of a message, seconds; 0 is allowed
+    beta_s_per_byte   1 / bandwidth
+    """
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def __post_init__(self) -> None:
+        if not (_is_finite(self.alpha_s) and self.alpha_s >= 0):
+            raise ConfigError(f"alpha_s {self.alpha_s!r} is not allowed; give a latency of 0 s or more")
+        if not (_is_finite(self.beta_s_per_byte) and self.beta_s_per_byte > 0):
+            raise ConfigError(
+                f"beta_s_per_byte {self.beta_s_per_byte!r} is not allowed; give 1 / bandwidth, more than 0"
+            )
+
+    @classmethod
+    def from_rates(cls, *, bandwidth_gbps: float, latency_ms: float) -> Link:
+        """Make a link from gigabits (1e9) a second and one-way milliseconds."""
+        if not (_is_finite(bandwidth_gbps) and bandwidth_gbps > 0):
+            raise ConfigError(f"bandwidth_gbps {bandwidth_gbps!r} is not allowed; give more than 0")
+        if not (_is_finite(latency_ms) and latency_ms >= 0):
+            raise ConfigError(f"latency_ms {latency_ms!r} is not allowed; give 0 or more")
+        return cls(alpha_s=latency_ms / 1e3, beta_s_per_byte=8 / (bandwidth_gbps * 1e9))
+
+    @property
+    def bandwidth_gbps(self) -> float:
+        return 8e-9 / self.beta_s_per_byte
+
+    def seconds(self, hops: float, num_bytes: float) -> float:
+        return hops * self.alpha_s + num_bytes * self.beta_s_per_byte
+
+
+def terms(scheme: Scheme, num_workers: int, dense_bytes: float, wire_bytes: float) -> tuple[float, float]:
+    """Hops and bytes of one exchange, such that seconds = hops * alpha + bytes * beta.
+
+    dense_bytes  M, the group uncompressed; only `dense` uses it
+    wire_bytes   m, one rank's encoded group, indices and scales included. AR-Topk's own formula counts values
+                 only (M c); half of m are values, so M c = m / 2.
+
+    The bytes are those that one worker's link carries one after the other, not those of the whole network.
+    """
+    _check_exchange(num_workers, dense_bytes, wire_bytes)
+    N, log_N = num_workers, math.log2(num_workers)
+    if N == 1:
+        return 0.0, 0.0
+    match scheme:
+        case Scheme.DENSE:
+            return 2.0 * (N - 1), 2 * (N - 1) / N * dense_bytes
+        case Scheme.ALLGATHER:
+            return 1.0, (N - 1.0) * wire_bytes
+        case Scheme.SRA:
+            return 2.0, 2 * (N - 1) / N * wire_bytes
+        case Scheme.ARTOPK_RING:
+            return 2 * (N - 1) + log_N, (2 * (N - 1) / N + log_N) * wire_bytes / 2
+    raise ConfigError(f"no cost for scheme {scheme!r}; known: {', '.join(Scheme)}")
+
+
+def exchange_s(scheme: Scheme, *, num_workers: int, dense_bytes: float, wire_bytes: float, link: Link) -> float:
+    """Seconds to exchange one group, codec time left out; 0 with one worker. Arguments as in `terms`."""
+    return link.seconds(*terms(scheme, num_workers, dense_bytes, wire_bytes))
+
+
+def beta_from_transfer(
+    scheme: Scheme,
+    *,
+    num_workers: int,
+    dense_bytes: float,
+    wire_bytes: float,
+    seconds: float,
+    alpha_s: float,
+) -> float | None:
+    """Seconds per byte that explain a measured exchange: `exchange_s` solved for beta.
+
+    None if the transfer says nothing about bandwidth: it moved no bytes or took no longer than its latency.
+    """
+    if not (_is_finite(seconds) and seconds >= 0 and _is_finite(alpha_s) and alpha_s >= 0):
+        raise ConfigError(f"seconds {seconds!r} and alpha_s {alpha_s!r}: both must be finite and 0 or more")
+    hops, num_bytes = terms(scheme, num_workers, dense_bytes, wire_bytes)
+    left_s = seconds - hops * alpha_s
+    return left_s / num_bytes if num_bytes > 0 and left_s > 0 else None
+
+
+def allgather_tree_s(num_workers: int, wire_bytes: float, link: Link) -> float:
+    """Allgather as the literature models it, by recursive doubling. For comparison: no scheme does it."""
+    _check_exchange(num_workers, 0, wire_bytes)
+    return link.seconds(math.log2(num_workers), (num_workers - 1) * wire_bytes)
+
+
+def dense_tree_s(num_workers: int, dense_bytes: float, link: Link) -> float:
+    """Dense all-reduce up and down a tree. For comparison: no scheme does it."""
+    _check_exchange(num_workers, dense_bytes, 0)
+    log_N = math.log2(num_workers)
+    return link.seconds(2 * log_N, 2 * log_N * dense_bytes)
+
+
+def artopk_tree_s(num_workers: int, wire_bytes: float, link: Link) -> float:
+    """AR-Topk with a tree all-reduce, `wire_bytes` as in `terms`. For comparison: no scheme does it."""
+    _check_exchange(num_workers, 0, wire_bytes)
+    log_N = math.log2(num_workers)
+    return link.seconds(3 * log_N, 3 * log_N * wire_bytes / 2)
+
+
+def _check_exchange(num_workers: int, dense_bytes: float, wire_bytes: float) -> None:
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        raise ConfigError(f"num_workers {num_workers!r} is not allowed; give a whole number, 1 or more")
+    for name, value in (("dense_bytes", dense_bytes), ("wire_bytes", wire_bytes)):
+        if not (_is_finite(value) and value >= 0):
+            raise ConfigError(f"{name} {value!r} is not allowed; give a finite number, 0 or more")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,249 @@
+"""What the controller can choose from, and what each choice would make of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import NONE, CodecSpec, Scheme, check_pair
+from cgx_ray.planner.cost import Link, exchange_s
+from cgx_ray.planner.timeline import Timeline, predict_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One codec over one scheme, for all groups that may be compressed."""
+
+    codec: CodecSpec
+    scheme: Scheme
+
+    def __post_init__(self) -> None:
+        check_pair(self.codec, self.scheme)
+
+    def __str__(self) -> str:
+        return "dense" if self.scheme is Scheme.DENSE else f"{self.codec} over {self.scheme}"
+
+
+DENSE = Option(codec=NONE, scheme=Scheme.DENSE)
+
+
+def candidate_options(densities: Iterable[float]) -> tuple[Option, ...]:
+    """Dense, bf16 and qsgd 4/128 over sra and allgather, topk by density over allgather and artopk_ring."""
+    fixed = (CodecSpec(name="bf16"), CodecSpec(name="qsgd", bits=4, bucket_size=128))
+    sparse = (CodecSpec(name="topk", density=density) for density in densities)
+    return (
+        DENSE,
+        *(Option(codec=codec, scheme=scheme) for codec in fixed for scheme in (Scheme.SRA, Scheme.ALLGATHER)),
+        *(Option(codec=codec, scheme=scheme) for codec in sparse for scheme in (Scheme.ALLGATHER, Scheme.ARTOPK_RING)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecCost:
+    """Measured codec time: a seconds a call plus b seconds an element of the dense group, top-k included."""
+
+    encode_a_s: float
+    encode_b_s_per_element: float
+    decode_a_s: float
+    decode_b_s_per_element: float
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} {value!r} is not allowed; give finite seconds, 0 or more")
+
+    def encode_s(self, calls: float, numel: float) -> float:
+        return calls * self.encode_a_s + numel * self.encode_b_s_per_element
+
+    def decode_s(self, calls: float, numel: float) -> float:
+        return calls * self.decode_a_s + numel * self.decode_b_s_per_element
+
+
+FREE = CodecCost(encode_a_s=0, encode_b_s_per_element=0, decode_a_s=0, decode_b_s_per_element=0)
+
+
+class GroupSize(NamedTuple):
+    """A group as the planner sees it. One that is not `compressible` is sent dense whatever the option."""
+
+    numel: int
+    dense_bytes: int
+    compressible: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What was measured of a run, all a prediction needs.
+
+    groups       in plan order; plain (numel, dense_bytes, compressible) tuples are accepted
+    ready_s      for each group, when backward had finished it, from the start of the step
+    compute_s    the step's time without any exposed communication
+    codec_costs  by `str(CodecSpec)` or codec name, the former first; "none" is free if left out
+    gain         compression gain by `str(CodecSpec)`
+    """
+
+    world_size: int
+    groups: tuple[GroupSize, ...]
+    ready_s: tuple[float, ...]
+    compute_s: float
+    link: Link
+    codec_costs: Mapping[str, CodecCost]
+    gain: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigError(f"world_size {self.world_size!r} is not allowed; give 1 or more")
+        if not self.groups or len(self.groups) != len(self.ready_s):
+            raise ConfigError(
+                f"{len(self.groups)} groups and {len(self.ready_s)} ready times; give one time a group, "
+                "for at least one group"
+            )
+        object.__setattr__(self, "groups", tuple(GroupSize(*group) for group in self.groups))
+        for index, group in enumerate(self.groups):
+            if group.numel < 1 or group.dense_bytes < group.numel:
+                raise ConfigError(
+                    f"group {index} has {group.numel} elements in {group.dense_bytes} bytes; "
+                    "need at least one element and one byte each"
+                )
+        for name, value in (("compute_s", self.compute_s), *(("ready_s", t) for t in self.ready_s)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} {value!r} is not allowed; give finite seconds, 0 or more")
+        for codec, gain in self.gain.items():
+            if not (math.isfinite(gain) and gain > 0):
+                raise ConfigError(f"gain of {codec} is {gain!r}; a measured gain is finite and more than 0")
+
+    def cost_of(self, codec: CodecSpec) -> CodecCost:
+        cost = self.codec_costs.get(str(codec)) or self.codec_costs.get(codec.name)
+        if cost is None and codec.name == "none":
+            return FREE
+        if cost is None:
+            known = ", ".join(sorted(self.codec_costs)) or "none"
+            raise ConfigError(f"no measured time for codec {codec}; known: {known}; measure it first")
+        return cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What an option would make of a step.
+
+    exchange_s, codec_s  sums over groups, hidden behind compute or not
+    wire_bytes           what one rank hands to the collectives: its encoded groups, dense ones included
+    gain                 as measured, 1 for dense; None if nobody measured it, and then it cannot be chosen
+    score                effective seconds a step, smaller is better: step_s / efficiency(gain)
+    """
+
+    option: Option
+    step_s: float
+    exposed_s: float
+    exchange_s: float
+    codec_s: float
+    wire_bytes: int
+    gain: float | None
+    score: float
+    bound_by: Literal["compute", "network", "codec"]
+
+
+def efficiency(gain: float) -> float:
+    """Share of a dense step's progress that a step with this gain makes, in (0, 1].
+
+    Below 1 it is the gain itself (GraVAC: throughput times gain). Stochastic codecs have gains above 1, the
+    excess being noise that they add: the second moment grows to `gain` times the gradient's, so progress
+    shrinks to 1 / gain. Departure from GraVAC, which has no such codec and would reward the noise.
+    """
+    return min(gain, 1 / gain)
+
+
+def predict_option(inputs: StepInputs, option: Option) -> Timeline:
+    """Timeline of one step with `option`, for drawing next to the measured one."""
+    costs = [_group_cost(inputs, group, option) for group in inputs.groups]
+    return predict_step(
+        inputs.ready_s,
+        [cost.encode_s for cost in costs],
+        [cost.exchange_s for cost in costs],
+        [cost.decode_s for cost in costs],
+    )
+
+
+def estimate(inputs: StepInputs, option: Option) -> Estimate:
+    """Predict a step with `option`. Raises ConfigError if the codec's time was never measured."""
+    costs = [_group_cost(inputs, group, option) for group in inputs.groups]
+    timeline = predict_option(inputs, option)
+    step_s = inputs.compute_s + timeline.exposed_s
+    gain = 1.0 if option.codec.name == "none" else inputs.gain.get(str(option.codec))
+    return Estimate(
+        option=option,
+        step_s=step_s,
+        exposed_s=timeline.exposed_s,
+        exchange_s=math.fsum(cost.exchange_s for cost in costs),
+        codec_s=math.fsum(cost.encode_s + cost.decode_s for cost in costs),
+        wire_bytes=sum(cost.wire_bytes for cost in costs),
+        gain=gain,
+        score=step_s / efficiency(gain) if gain is not None else math.inf,
+        bound_by=timeline.bound_by,
+    )
+
+
+def choose(inputs: StepInputs, options: Iterable[Option], *, min_gain: float) -> tuple[Estimate, ...]:
+    """All options that may be chosen, best first; dense is always among them.
+
+    Options without a measured gain or with an efficiency under `min_gain` are left out. Only the numbers
+    decide the order: at equal scores dense comes first, then fewer wire bytes, then the name.
+    """
+    if not (math.isfinite(min_gain) and 0 <= min_gain <= 1):
+        raise ConfigError(f"min_gain {min_gain!r} is not allowed; give a number from 0 to 1")
+    allowed = {DENSE}
+    for option in options:
+        gain = inputs.gain.get(str(option.codec))
+        if option.codec.name == "none" or (gain is not None and efficiency(gain) >= min_gain):
+            allowed.add(option)
+    estimates = [estimate(inputs, option) for option in allowed]
+    return tuple(sorted(estimates, key=lambda e: (e.score, e.option != DENSE, e.wire_bytes, str(e.option))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupCost:
+    encode_s: float
+    exchange_s: float
+    decode_s: float
+    wire_bytes: int
+
+
+def _group_cost(inputs: StepInputs, group: GroupSize, option: Option) -> _GroupCost:
+    """What one rank spends on one group. A world of one sends nothing, so it encodes nothing either."""
+    used = option if group.compressible else DENSE
+    wire_bytes = used.codec.payload_bytes(group.numel, group.dense_bytes // group.numel)
+    if inputs.world_size == 1:
+        return _GroupCost(encode_s=0.0, exchange_s=0.0, decode_s=0.0, wire_bytes=wire_bytes)
+    cost = inputs.cost_of(used.codec)
+    N, n = inputs.world_size, group.numel
+    encode_calls, encode_numel, decode_calls, decode_numel = _codec_work(used, N, n)
+    return _GroupCost(
+        encode_s=cost.encode_s(encode_calls, encode_numel),
+        exchange_s=exchange_s(
+            used.scheme,
+            num_workers=N,
+            dense_bytes=group.dense_bytes,
+            wire_bytes=wire_bytes,
+            link=inputs.link,
+        ),
+        decode_s=cost.decode_s(decode_calls, decode_numel),
+        wire_bytes=wire_bytes,
+    )
+
+
+def _codec_work(option: Option, N: int, n: int) -> tuple[int, float, int, float]:
+    """Calls and elements that one rank encodes, then decodes, for a group of n elements among N workers."""
+    match option.scheme:
+        case Scheme.ALLGATHER:
+            # Error feedback decodes the rank's own message once more, to see what it left out.
+            decodes = N + (option.codec.name == "topk")
+            return 1, n, decodes, decodes * n
+        case Scheme.SRA:
+            # Encode N-1 foreign chunks and the sum of the own one; decode-add N-1 chunks, decode all N sums.
+            return N, n, 2 * N - 1, (N - 1) * n / N + n
+        case _:
+            # dense packs and unpacks; artopk_ring selects once and writes one sum, the cost of one decode.
+            return 1, n, 1, n

@@ -1,0 +1,39 @@
+"""The only module that imports private names of Ray. Checked against the pinned Ray by tests/test_ray_compat.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray.train.torch.config import TorchConfig, _TorchBackend
+
+TorchBackend = _TorchBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What a backend can learn about the run it serves.
+
+    folder    where the run's artefacts lie, if that is on a file system of this machine
+    node_ids  by rank
+    """
+
+    name: str
+    folder: Path
+    node_ids: tuple[str, ...]
+
+
+def run_facts(worker_group: Any) -> RunFacts:
+    """Read name, folder and placement from Ray Train's worker group."""
+    run_config = worker_group._train_run_context.run_config
+    storage = str(run_config.storage_path)
+    local = Path(storage.removeprefix("file://")) if "://" not in storage.removeprefix("file://") else None
+    return RunFacts(
+        name=run_config.name,
+        folder=(local or Path.home() / "ray_results").expanduser() / run_config.name,
+        node_ids=tuple(worker.metadata.node_id for worker in worker_group.get_workers()),
+    )
+
+
+__all__ = ["RunFacts", "TorchBackend", "TorchConfig", "run_facts"]

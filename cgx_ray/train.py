@@ -1,0 +1,142 @@
+"""Ray Train's side: the config a TorchTrainer takes, and the checkpoint helper."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cgx_ray.attach import attached
+from cgx_ray.collectives.transport import SimulatedLink
+from cgx_ray.control.controller import Controller
+from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
+from cgx_ray.errors import StateError
+from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.plan import DEFAULT_GROUP_BYTES
+from cgx_ray.planner.options import candidate_options
+from cgx_ray.ray_compat import RunFacts, TorchBackend, TorchConfig, run_facts
+from cgx_ray.settings import CANDIDATE_DENSITIES, Settings
+from cgx_ray.worker import open_ray_session, state_file
+
+logger = logging.getLogger(__name__)
+
+_state_folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+@dataclass
+class CGXConfig(TorchConfig):  # type: ignore[misc]  # Ray ships no types
+    """A TorchConfig whose workers compress their gradients, once the training function calls `cgx_ray.attach`.
+
+    The fields after TorchConfig's are those of `Settings`. Raises ConfigError on a value that is not allowed.
+    """
+
+    policy: str = "adaptive"
+    codec: str = "qsgd"
+    scheme: str = "sra"
+    densities: tuple[float, ...] = CANDIDATE_DENSITIES
+    min_gain: float = 0.8
+    group_bytes: int = DEFAULT_GROUP_BYTES
+    seed: int = 0
+    simulated_link: SimulatedLink | None = None
+
+    def __post_init__(self) -> None:
+        self.settings()
+
+    @property
+    def backend_cls(self) -> type[CGXBackend]:
+        return CGXBackend
+
+    def settings(self) -> Settings:
+        return Settings(**{name: getattr(self, name) for name in Settings.__slots__})
+
+
+class CGXBackend(TorchBackend):  # type: ignore[misc]  # Ray ships no types
+    """Lives in Ray's train controller: one controller for the run, one agent a node for each worker group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._controller: Any = None
+        self._agents: dict[str, Any] = {}
+
+    def on_start(self, worker_group: Any, backend_config: CGXConfig) -> None:
+        """Set up torch.distributed as Ray does, then give every worker its controller and agent."""
+        super().on_start(worker_group, backend_config)
+        facts = run_facts(worker_group)
+        settings = backend_config.settings()
+        if self._controller is None:
+            self._controller = _start_controller(settings, facts)
+        self._agents = _start_agents(facts, self._controller)
+        by_rank = [self._agents[node_id] for node_id in facts.node_ids]
+        worker_group.execute(open_ray_session, settings, self._controller, by_rank)
+
+    def on_shutdown(self, worker_group: Any, backend_config: CGXConfig) -> None:
+        """The agents go with the worker group; the next group may live on other nodes."""
+        for agent in self._agents.values():
+            ray.kill(agent)
+        self._agents = {}
+        super().on_shutdown(worker_group, backend_config)
+
+
+def _start_controller(settings: Settings, facts: RunFacts) -> Any:
+    # Not detached and owned by the train controller: it ends when the run does, whatever ended it.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
+    return (
+        ray.remote(Controller)
+        .options(**options)
+        .remote(_policy(settings), str(facts.folder / "decisions.jsonl"), settings.group_bytes, facts.name)
+    )
+
+
+def _policy(settings: Settings) -> Policy:
+    if settings.policy == "static":
+        return StaticPolicy()
+    return AdaptivePolicy(
+        candidate_options(settings.densities), min_gain=settings.min_gain, group_bytes=settings.group_bytes
+    )
+
+
+def _start_agents(facts: RunFacts, controller: Any) -> dict[str, Any]:
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    agents = {
+        node_id: ray.remote(NodeAgent)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote(node_id, facts.name, addresses[node_id])
+        for node_id in dict.fromkeys(facts.node_ids)
+    }
+    echoes = dict(zip(agents, ray.get([agent.address.remote() for agent in agents.values()]), strict=True))
+    ray.get([agent.start.remote(echoes, controller) for agent in agents.values()])
+    return agents
+
+
+def add_state(checkpoint: ray.train.Checkpoint | None = None) -> ray.train.Checkpoint | None:
+    """Put this rank's residuals into the checkpoint it is about to report; call it on every rank.
+
+    checkpoint  a local one, which gets one more file; or None where only rank 0 makes one: then the result holds the
+                residuals alone and Ray Train merges the files of all ranks
+    Returns the checkpoint unchanged if nothing is attached or nothing is exchanged (world size 1).
+    """
+    global _state_folder  # noqa: PLW0603 - one folder a process, reused so that checkpoints do not pile up
+    attachment = attached()
+    if attachment is None or attachment.plan is None:
+        return checkpoint
+    if checkpoint is None:
+        _state_folder = _state_folder or tempfile.TemporaryDirectory(prefix="cgx_ray-")
+        checkpoint = ray.train.Checkpoint.from_directory(_state_folder.name)
+    folder = Path(checkpoint.path)
+    if not folder.is_dir():
+        raise StateError(f"checkpoint {checkpoint.path} is not a local folder; add the state before it is uploaded")
+    state = attachment.state_dict()
+    torch.save(state, folder / state_file(state["rank"]))
+    return checkpoint
+
+
+__all__: Sequence[str] = ["CGXBackend", "CGXConfig", "add_state"]

@@ -1,0 +1,186 @@
+"""The Ray side of one training worker: carries samples out and plans in, and restores state."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.exceptions import ActorUnavailableError, RayActorError
+
+from cgx_ray.attach import Attachment, open_session
+from cgx_ray.codecs import make_codec
+from cgx_ray.plan import CodecSpec, Layer, Plan, make_plan
+from cgx_ray.planner.options import CodecCost, candidate_options
+from cgx_ray.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+STATE_FILES = "cgx_ray-rank*.pt"
+CARRY_INTERVAL_S = 0.5
+POLL_TIMEOUT_S = 10.0
+# Two sizes give a line through the time of a call: one where the call itself counts, one where the elements do.
+CALIBRATION_NUMELS = (1 << 10, 1 << 18)
+CALIBRATION_ROUNDS = 5
+
+
+def state_file(rank: int) -> str:
+    return f"cgx_ray-rank{rank:05d}.pt"
+
+
+class RaySession:
+    """`attach.Session` of a Ray Train worker."""
+
+    def __init__(self, settings: Settings, controller: Any, agent: Any) -> None:
+        self.settings = settings
+        self._controller = controller
+        self._agent = agent
+
+    def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
+        """The controller's newest plan, or a fresh one if this is the start, or nobody answers."""
+        fresh = (
+            make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
+            if self.settings.policy == "adaptive"
+            else self.settings.static_plan(layers, world_size)
+        )
+        costs = measure_codecs(self.settings) if self.settings.policy == "adaptive" else {}
+        try:
+            plan: Plan = ray.get(self._controller.register.remote(layers, fresh, costs))
+        except RayActorError as error:
+            logger.warning("no controller (%s): training starts with %s and stays with it", error, fresh.describe())
+            return fresh
+        return plan
+
+    def start(self, attachment: Attachment) -> None:
+        """Restore what a checkpoint holds, then start to carry."""
+        restore(attachment)
+        threading.Thread(target=self._carry, args=(attachment,), name="cgx-ray-carrier", daemon=True).start()
+
+    def _carry(self, attachment: Attachment) -> None:
+        plans, samples = _Plans(self._controller, attachment), _Samples(self._agent, attachment)
+        while plans.is_alive or samples.is_alive:
+            plans.wait(CARRY_INTERVAL_S)
+            samples.send()
+
+
+class _Plans:
+    """Long poll for plans: one request is always under way, and training never waits for it."""
+
+    def __init__(self, controller: Any, attachment: Attachment) -> None:
+        assert attachment.plan is not None
+        self._controller = controller
+        self._attachment = attachment
+        self._version = attachment.plan.version
+        self._request = controller.plans_after.remote(self._version, POLL_TIMEOUT_S)
+        self.is_alive = True
+
+    def wait(self, timeout_s: float) -> None:
+        """Hold the plans that arrive within `timeout_s`. A dead controller is said once and not asked again."""
+        if not self.is_alive:
+            time.sleep(timeout_s)
+            return
+        if not ray.wait([self._request], timeout=timeout_s)[0]:
+            return
+        try:
+            for plan in ray.get(self._request):
+                self._attachment.hold(plan)
+                self._version = plan.version
+        except ActorUnavailableError:
+            time.sleep(timeout_s)
+        except RayActorError as error:
+            self.is_alive = False
+            assert self._attachment.plan is not None
+            in_force = f"plan {self._attachment.plan.version}, {self._attachment.plan.describe()}"
+            logger.warning("the controller is gone: training goes on with %s (%s)", in_force, _first_line(error))
+            return
+        self._request = self._controller.plans_after.remote(self._version, POLL_TIMEOUT_S)
+
+
+class _Samples:
+    """Takes samples to this node's agent, one report at a time."""
+
+    def __init__(self, agent: Any, attachment: Attachment) -> None:
+        self._agent = agent
+        self._attachment = attachment
+        self._report: Any = None
+        self.is_alive = True
+
+    def send(self) -> None:
+        """Report what is new, unless the last report is still under way. A dead agent is said once."""
+        if not self.is_alive or (self._report is not None and not ray.wait([self._report], timeout=0)[0]):
+            return
+        try:
+            if self._report is not None:
+                ray.get(self._report)
+        except ActorUnavailableError:
+            pass  # The report is lost, the next one may get through.
+        except RayActorError as error:
+            self.is_alive = False
+            logger.warning("this node's monitor is gone: training goes on unwatched (%s)", _first_line(error))
+            return
+        samples = self._attachment.take_samples()
+        self._report = self._agent.report.remote(samples) if samples else None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def open_ray_session(settings: Settings, controller: Any, agents: Sequence[Any]) -> None:
+    """Run in every worker by the backend. `agents` by rank."""
+    rank = ray.train.get_context().get_world_rank()
+    open_session(RaySession(settings, controller, agents[rank]))
+
+
+def restore(attachment: Attachment) -> None:
+    """Load residuals from the checkpoint Ray Train resumes from, if it has any."""
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return
+    with checkpoint.as_directory() as folder:
+        files = sorted(Path(folder).glob(STATE_FILES))
+        if not files:
+            return
+        states = [torch.load(file, weights_only=True) for file in files]
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    same = len(states) == world_size == states[0]["world_size"]
+    attachment.load_state_dict(states[rank] if same else states)
+
+
+def measure_codecs(settings: Settings) -> dict[str, CodecCost]:
+    """Time of every candidate codec on this worker, by `str(CodecSpec)`."""
+    return {str(o.codec): measure_codec(o.codec) for o in candidate_options(settings.densities)}
+
+
+def measure_codec(spec: CodecSpec) -> CodecCost:
+    """Fit seconds a call and seconds an element through the best of a few rounds at two sizes."""
+    codec = make_codec(spec)
+    times = []
+    for numel in CALIBRATION_NUMELS:
+        grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+        out_N = torch.zeros(numel)
+        payload = torch.empty(spec.payload_bytes(numel), dtype=torch.uint8)
+        rounds = []
+        for _ in range(CALIBRATION_ROUNDS):
+            start = time.perf_counter()
+            codec.encode(grad_N, payload, 0)
+            encoded = time.perf_counter()
+            codec.decode(payload, out_N, add=True)
+            rounds.append((encoded - start, time.perf_counter() - encoded))
+        times.append([min(column) for column in zip(*rounds, strict=True)])
+    small, large = CALIBRATION_NUMELS
+    (encode_small, decode_small), (encode_large, decode_large) = times
+    encode_b = max(encode_large - encode_small, 0.0) / (large - small)
+    decode_b = max(decode_large - decode_small, 0.0) / (large - small)
+    return CodecCost(
+        encode_a_s=max(encode_small - encode_b * small, 0.0),
+        encode_b_s_per_element=encode_b,
+        decode_a_s=max(decode_small - decode_b * small, 0.0),
+        decode_b_s_per_element=decode_b,
+    )

@@ -1,0 +1,182 @@
+"""One actor a node: gathers what its ranks and its network show, publishes it and tells the controller."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+
+from cgx_ray.monitors.export import NodeMetrics
+from cgx_ray.monitors.host import NicRates
+from cgx_ray.monitors.network import EchoServer, round_trip_s
+from cgx_ray.monitors.sample import NodeSample, StepSample
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+LATENCY_INTERVAL_S = 5.0
+# What is kept for a controller that is slow to answer: 8 ranks at 10 steps a second for a minute.
+MAX_KEPT_STEPS = 5000
+
+
+class NodeAgent:
+    """A plain class; whoever starts it makes it an actor, pinned to its node and without a CPU of its own.
+
+    The echo server runs from construction on, so that all addresses are known before any agent starts measuring.
+    Two threads do the rest, so that `report` never waits for a network.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        run_name: str,
+        host: str,
+        *,
+        interval_s: float = INTERVAL_S,
+        latency_interval_s: float = LATENCY_INTERVAL_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Listen on `host`, this node's address. Raises OSError if it is not of this node."""
+        self._node_id, self._run_name, self._clock = node_id, run_name, clock
+        self._server = EchoServer(host)
+        self._nic_rates = NicRates()
+        self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
+        # `start` replaces these three whole, so the threads need no lock: each works on the one it picked up.
+        self._peers = _Peers({})
+        self._metrics = NodeMetrics(run_name)
+        self._outbox = _Outbox(None)
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(work, every_s), name=name, daemon=True)
+            for name, work, every_s in (
+                ("cgx-ray-publish", self._publish, interval_s),
+                ("cgx-ray-latency", self._measure, latency_interval_s),
+            )
+        ]
+
+    def address(self) -> tuple[str, int]:
+        """Host and port where other nodes measure their latency to this one."""
+        return self._server.address
+
+    def start(self, peers: Mapping[str, tuple[str, int]], controller: Any = None) -> None:
+        """Begin; or go on with other peers and another controller, after the workers were restarted.
+
+        peers       addresses by node id; this node's own is passed over
+        controller  handle of an actor with `observe(NodeSample)`, or None: then samples are only exported
+        """
+        self._peers = _Peers({node_id: at for node_id, at in peers.items() if node_id != self._node_id})
+        self._metrics = NodeMetrics(self._run_name)
+        self._outbox = _Outbox(controller)
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+
+    def report(self, samples: Sequence[StepSample]) -> None:
+        """Take samples of a rank on this node. Returns at once; the oldest are lost if nobody called `start`."""
+        self._steps.extend(samples)
+
+    def stop(self) -> None:
+        """End the threads and the echo server. Waits for a probe that is under way."""
+        self._stopping.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self._server.close()
+
+    def _repeat(self, work: Callable[[], None], every_s: float) -> None:
+        while not self._stopping.is_set():
+            work()
+            self._stopping.wait(every_s)
+
+    def _measure(self) -> None:
+        self._peers.measure(self._stopping)
+
+    def _publish(self) -> None:
+        sent_bytes_per_s, received_bytes_per_s = self._nic_rates.read()
+        sample = NodeSample(
+            node_id=self._node_id,
+            time_s=self._clock(),
+            steps=tuple(self._steps.popleft() for _ in range(len(self._steps))),
+            latency_s=self._peers.latency_s,
+            sent_bytes_per_s=sent_bytes_per_s,
+            received_bytes_per_s=received_bytes_per_s,
+        )
+        self._metrics.export(sample)
+        self._outbox.send(sample)
+
+
+class _Peers:
+    """The other nodes and the latencies to those that answer."""
+
+    def __init__(self, addresses: Mapping[str, tuple[str, int]]) -> None:
+        self._addresses = addresses
+        self._silent: set[str] = set()
+        self.latency_s: Mapping[str, float] = {}
+
+    def measure(self, stopping: threading.Event) -> None:
+        for node_id, (host, port) in self._addresses.items():
+            if stopping.is_set():
+                return
+            others = {other: known_s for other, known_s in self.latency_s.items() if other != node_id}
+            try:
+                # A new mapping each time: samples already hold the old one.
+                self.latency_s = {**others, node_id: round_trip_s(host, port) / 2}
+            except OSError as error:
+                self.latency_s = others
+                if node_id not in self._silent:
+                    self._silent.add(node_id)
+                    logger.warning(
+                        "node %s does not answer at %s:%d (%s); its latency is left out", node_id, host, port, error
+                    )
+
+
+class _Outbox:
+    """Samples on their way to the controller: one at a time, steps pile up behind it."""
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+        self._under_way: Any = None
+        self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
+        self._has_complained = False
+
+    def send(self, sample: NodeSample) -> None:
+        """Send `sample`, with the steps of those that could not go before, unless the last is still under way."""
+        if self._controller is None:
+            return
+        self._steps.extend(sample.steps)
+        if not self._has_arrived():
+            return
+        if self._controller is not None:
+            self._under_way = self._controller.observe.remote(replace(sample, steps=tuple(self._steps)))
+            self._steps.clear()
+
+    def _has_arrived(self) -> bool:
+        if self._under_way is None:
+            return True
+        done, _ = ray.wait([self._under_way], timeout=0)
+        if not done:
+            return False
+        under_way, self._under_way = self._under_way, None
+        try:
+            ray.get(under_way)
+        except RayActorError as error:
+            if not isinstance(error, ActorUnavailableError):
+                self._controller = None
+            self._complain("the controller is gone; ranks keep their plan and metrics go on", error)
+        except RayError as error:
+            # The text of a RayTaskError is the remote traceback.
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            self._complain("the controller could not use a sample; sending goes on", cause)
+        return True
+
+    def _complain(self, message: str, error: BaseException) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            logger.warning("%s: %s", message, str(error).strip().partition("\n")[0])

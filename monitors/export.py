@@ -1,0 +1,182 @@
+"""Every metric of the project: names, meanings and units, published through `ray.util.metrics`.
+
+Ray serves them on each node's metrics port with `ray_` in front and adds `_total` to counters. A metric is created
+by the process that first sets it, so importing this module registers nothing. Ray forgets a gauge that is not set
+for about 30 s: call `export` every second or so, whether something changed or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean
+from typing import Any, Protocol
+
+from ray.util import metrics
+
+from cgx_ray.monitors.sample import NodeSample, StepSample
+
+# Labels that Ray Train gives its own metrics, so that panels can join the two.
+RUN = "ray_train_run_name"
+RANK = "ray_train_worker_world_rank"
+
+PHASES = ("compute", "encode", "exchange", "decode")
+STEP_SECONDS_BOUNDS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What `ray.util.metrics` needs to create one."""
+
+    kind: type[metrics.Metric]
+    meaning: str
+    tags: tuple[str, ...]
+
+
+METRICS: dict[str, Metric] = {
+    # By the agent of each node.
+    "cgx_ray_step_seconds": Metric(metrics.Histogram, "Seconds of each training step of a rank.", (RUN, RANK)),
+    "cgx_ray_phase_seconds": Metric(
+        metrics.Gauge,
+        "Seconds a step in a phase: compute (the step less exposed communication), encode, exchange or decode, "
+        "mean over the last interval with steps. The last three may be hidden behind compute.",
+        (RUN, RANK, "phase"),
+    ),
+    "cgx_ray_wire_bytes": Metric(metrics.Counter, "Bytes of gradients that a rank has sent.", (RUN, RANK)),
+    "cgx_ray_dense_bytes": Metric(
+        metrics.Counter, "Bytes of a rank's gradients before any codec, each step counted once.", (RUN, RANK)
+    ),
+    "cgx_ray_compression_ratio": Metric(
+        metrics.Gauge,
+        "Bytes of the gradient over bytes of its encoding, in the last step; 1 if dense. No unit.",
+        (RUN, RANK),
+    ),
+    "cgx_ray_plan_version": Metric(metrics.Gauge, "Version of the plan that a rank's last step used.", (RUN, RANK)),
+    "cgx_ray_gain": Metric(
+        metrics.Gauge,
+        "Compression gain of a codec when last measured: energy of the compressed over that of the error-fed "
+        "gradient. No unit.",
+        (RUN, RANK, "codec"),
+    ),
+    "cgx_ray_link_latency_seconds": Metric(
+        metrics.Gauge, "One-way latency in seconds from this node to the node `peer`.", (RUN, "peer")
+    ),
+    "cgx_ray_nic_bytes_per_second": Metric(
+        metrics.Gauge,
+        "Bytes a second through the node's network cards, loopback left out; direction is sent or received.",
+        (RUN, "direction"),
+    ),
+    # By the controller.
+    "cgx_ray_decisions": Metric(metrics.Counter, "Decisions so far; kind is keep, replace or disable.", (RUN, "kind")),
+    "cgx_ray_link_bandwidth_bits_per_second": Metric(
+        metrics.Gauge, "Bandwidth between workers in bits a second, estimated from exchanges.", (RUN,)
+    ),
+    "cgx_ray_predicted_step_seconds": Metric(
+        metrics.Gauge, "Seconds a step that the planner predicts for the plan in force.", (RUN,)
+    ),
+    "cgx_ray_measured_step_seconds": Metric(
+        metrics.Gauge, "Seconds a step that the ranks measure under the plan in force.", (RUN,)
+    ),
+    "cgx_ray_journal_errors": Metric(metrics.Counter, "Lines of the journal that could not be written.", (RUN,)),
+}
+
+
+class NodeMetrics:
+    """Publishes the samples of one node.
+
+    Keeps each rank's last values and sets them again when a rank had no step, until this object is dropped.
+    """
+
+    def __init__(self, run_name: str) -> None:
+        self._run = {RUN: run_name}
+        self._gauges_of_rank: dict[int, dict[tuple[str, str, str], float]] = {}
+
+    def export(self, sample: NodeSample) -> None:
+        """Count the new steps, then set every gauge of the node."""
+        steps_of_rank: dict[int, list[StepSample]] = {}
+        for step in sample.steps:
+            steps_of_rank.setdefault(step.rank, []).append(step)
+        for rank, steps in steps_of_rank.items():
+            self._count(steps, {**self._run, RANK: str(rank)})
+            self._gauges_of_rank.setdefault(rank, {}).update(_gauges(steps))
+        for rank, gauges in self._gauges_of_rank.items():
+            for (name, tag, value_of_tag), value in gauges.items():
+                extra = {tag: value_of_tag} if tag else {}
+                _get(name).set(value, {**self._run, RANK: str(rank), **extra})
+        for peer, latency_s in sample.latency_s.items():
+            _get("cgx_ray_link_latency_seconds").set(latency_s, {**self._run, "peer": peer})
+        rates = {"sent": sample.sent_bytes_per_s, "received": sample.received_bytes_per_s}
+        for direction, rate in rates.items():
+            _get("cgx_ray_nic_bytes_per_second").set(rate, {**self._run, "direction": direction})
+
+    def _count(self, steps: list[StepSample], tags: Mapping[str, str]) -> None:
+        for step in steps:
+            _get("cgx_ray_step_seconds").observe(step.step_s, tags)
+        _increase("cgx_ray_wire_bytes", sum(step.wire_bytes for step in steps), tags)
+        _increase("cgx_ray_dense_bytes", sum(step.dense_bytes for step in steps), tags)
+
+
+def _gauges(steps: list[StepSample]) -> dict[tuple[str, str, str], float]:
+    """Values of one rank's gauges by metric, extra tag and that tag's value."""
+    last = steps[-1]
+    gauges: dict[tuple[str, str, str], float] = {
+        ("cgx_ray_phase_seconds", "phase", phase): fmean(getattr(step, f"{phase}_s") for step in steps)
+        for phase in PHASES
+    }
+    gauges["cgx_ray_plan_version", "", ""] = last.plan_version
+    encoded_bytes = sum(transfer.wire_bytes for transfer in last.transfers)
+    if encoded_bytes:
+        gauges["cgx_ray_compression_ratio", "", ""] = last.dense_bytes / encoded_bytes
+    for step in steps:
+        gauges.update({("cgx_ray_gain", "codec", codec): gain for codec, gain in step.gain.items()})
+    return gauges
+
+
+class ControllerFacts(Protocol):
+    """What the controller publishes each time it hears from a node. None: not known yet, or no longer."""
+
+    @property
+    def bandwidth_bits_per_s(self) -> float | None: ...
+    @property
+    def predicted_step_s(self) -> float | None: ...
+    @property
+    def measured_step_s(self) -> float | None: ...
+
+
+class ControllerMetrics:
+    """Publishes what the controller thinks and does."""
+
+    def __init__(self, run_name: str) -> None:
+        self._run = {RUN: run_name}
+        self._num_journal_errors = 0
+
+    def count_decision(self, kind: str) -> None:
+        _increase("cgx_ray_decisions", 1, {**self._run, "kind": kind})
+
+    def export(self, facts: ControllerFacts, num_journal_errors: int) -> None:
+        """Set the gauges; `num_journal_errors` is the total so far."""
+        values = {
+            "cgx_ray_link_bandwidth_bits_per_second": facts.bandwidth_bits_per_s,
+            "cgx_ray_predicted_step_seconds": facts.predicted_step_s,
+            "cgx_ray_measured_step_seconds": facts.measured_step_s,
+        }
+        for name, value in values.items():
+            if value is not None:
+                _get(name).set(value, self._run)
+        _increase("cgx_ray_journal_errors", num_journal_errors - self._num_journal_errors, self._run)
+        self._num_journal_errors = num_journal_errors
+
+
+def _increase(name: str, by: float, tags: Mapping[str, str]) -> None:
+    # Ray refuses to add nothing.
+    if by > 0:
+        _get(name).inc(by, tags)
+
+
+@cache
+def _get(name: str) -> Any:
+    metric = METRICS[name]
+    if metric.kind is metrics.Histogram:
+        return metrics.Histogram(name, metric.meaning, boundaries=STEP_SECONDS_BOUNDS, tag_keys=metric.tags)
+    return metric.kind(name, metric.meaning, tag_keys=metric.tags)

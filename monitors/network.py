@@ -1,0 +1,106 @@
+"""Round trips between nodes, over TCP as the gradients go."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import struct
+import threading
+import time
+
+_PROBE = struct.Struct("<Q")
+_MAX_READ_BYTES = 4096
+
+
+class EchoServer:
+    """Sends back what it is sent, from a thread of its own, until closed. Any number of clients."""
+
+    def __init__(self, host: str) -> None:
+        """Listen on `host`, on a port that the system chooses. Raises OSError if `host` is not of this node."""
+        self._listener = socket.create_server((host, 0))
+        self._listener.setblocking(False)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="cgx-ray-echo", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and every connection. May be called again."""
+        if self._thread.is_alive():
+            self._wake_writer.send(b"x")
+            self._thread.join()
+        self._wake_writer.close()
+
+    def _serve(self) -> None:
+        while True:
+            ready = [key.fileobj for key, _ in self._selector.select()]
+            if self._wake_reader in ready:
+                break
+            for sock in ready:
+                assert isinstance(sock, socket.socket)
+                if sock is self._listener:
+                    self._accept()
+                elif not _echo(sock):
+                    self._selector.unregister(sock)
+                    sock.close()
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:
+            # The client hung up between select and accept, or this process is out of file descriptors.
+            return
+        client.setblocking(False)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._selector.register(client, selectors.EVENT_READ)
+
+
+def _echo(client: socket.socket) -> bool:
+    """Answer what has come in. False if the client is gone or does not read its answers."""
+    try:
+        message = client.recv(_MAX_READ_BYTES)
+        return bool(message) and client.send(message) == len(message)
+    except OSError:
+        return False
+
+
+def round_trip_s(host: str, port: int, *, num_probes: int = 5, timeout_s: float = 1.0, gap_s: float = 0.02) -> float:
+    """Smallest of `num_probes` round trips to an `EchoServer`, in seconds. Connecting is not counted.
+
+    gap_s  pause between probes. Back to back they would all stand in one queue behind the same gradients, and the
+           smallest would be no closer to the latency of the idle link.
+
+    Raises OSError (TimeoutError, ConnectionError) if the peer does not answer within `timeout_s`, or wrongly.
+    """
+    best_s = float("inf")
+    with socket.create_connection((host, port), timeout=timeout_s) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for probe in range(num_probes):
+            if probe:
+                time.sleep(gap_s)
+            message = _PROBE.pack(probe)
+            start_s = time.perf_counter()
+            sock.sendall(message)
+            answer = _receive(sock, len(message), deadline_s=start_s + timeout_s)
+            best_s = min(best_s, time.perf_counter() - start_s)
+            if answer != message:
+                raise ConnectionError(f"{host}:{port} answered {answer!r} to {message!r}: not an echo server")
+    return best_s
+
+
+def _receive(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
+    received = b""
+    while len(received) < num_bytes:
+        sock.settimeout(max(1e-3, deadline_s - time.perf_counter()))
+        part = sock.recv(num_bytes - len(received))
+        if not part:
+            raise ConnectionError(f"{sock.getpeername()} closed the connection")
+        received += part
+    return received

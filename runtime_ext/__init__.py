@@ -1,0 +1,1 @@
+"""Kernels for gradient compression: `ops` checks and dispatches, `reference` is the specification."""

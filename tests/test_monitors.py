@@ -1,0 +1,330 @@
+"""Monitors over real sockets and a real local Ray: what they measure, and that they outlive what they talk to."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.monitors.export import METRICS, RUN, ControllerMetrics
+from cgx_ray.monitors.host import NicBytes, NicRates, read_nics
+from cgx_ray.monitors.network import EchoServer, round_trip_s
+from cgx_ray.monitors.sample import NodeSample, StepSample, Transfer
+
+HOST = "127.0.0.1"
+
+
+def step_sample(rank: int, step: int) -> StepSample:
+    return StepSample(
+        rank=rank,
+        step=step,
+        plan_version=3,
+        step_s=0.25,
+        compute_s=0.1,
+        encode_s=0.01,
+        exchange_s=0.2,
+        decode_s=0.02,
+        wire_bytes=1500,
+        dense_bytes=4000,
+        ready_s=(0.1,),
+        transfers=(Transfer(group=0, scheme="sra", numel=1000, wire_bytes=1000, seconds=0.2),),
+        gain={"bf16": 0.99},
+    )
+
+
+def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        if result := claim():
+            return result
+        time.sleep(0.05)
+    pytest.fail(f"{what}: not within {timeout_s} s")
+
+
+# Network cards.
+
+
+def test_nic_rates_are_bytes_a_second_of_all_cards_between_two_reads() -> None:
+    times_s = iter([10.0, 12.0, 12.0, 16.0])
+    counters = iter(
+        [
+            {"eth0": NicBytes(1000, 100), "eth1": NicBytes(0, 0)},
+            {"eth0": NicBytes(3000, 200), "eth1": NicBytes(500, 50)},
+            {"eth0": NicBytes(3000, 200), "eth1": NicBytes(500, 50)},
+            # eth1 was reset and eth2 is new: neither says anything about this interval.
+            {"eth0": NicBytes(3400, 200), "eth1": NicBytes(7, 7), "eth2": NicBytes(10**9, 10**9)},
+        ]
+    )
+    rates = NicRates(clock=lambda: next(times_s), read_nics=lambda: next(counters))
+    assert rates.read() == (1250.0, 75.0)
+    assert rates.read() == (0.0, 0.0)
+    assert rates.read() == (100.0, 0.0)
+
+
+def test_a_node_with_nothing_but_loopback_has_no_traffic() -> None:
+    times_s = iter([0.0, 1.0])
+    assert NicRates(clock=lambda: next(times_s), read_nics=dict).read() == (0.0, 0.0)
+
+
+def test_loopback_is_left_out_of_this_nodes_cards() -> None:
+    loopback = {
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address == HOST for address in addresses)
+    }
+    assert loopback
+    assert not loopback & read_nics().keys()
+
+
+# Round trips.
+
+
+def test_echo_server_answers_several_clients_and_then_closes() -> None:
+    server = EchoServer(HOST)
+    with socket.create_connection(server.address, timeout=5) as idle:
+        found: list[float] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(round_trip_s(*server.address, timeout_s=30, gap_s=0)))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 4
+        assert all(0 < seconds < 30 for seconds in found), found
+        server.close()
+        assert idle.recv(1) == b"", "the server left a connection open"
+    with pytest.raises(OSError, match="refused"):
+        round_trip_s(*server.address)
+    server.close()
+
+
+def test_round_trip_is_the_smallest_of_its_probes() -> None:
+    delays_s = [0.6, 0.02, 0.3]
+
+    def answer_late(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client:
+            for delay_s in delays_s:
+                message = client.recv(64)
+                time.sleep(delay_s)
+                client.sendall(message)
+
+    with closing(socket.create_server((HOST, 0))) as listener:
+        thread = threading.Thread(target=answer_late, args=(listener,))
+        thread.start()
+        found_s = round_trip_s(HOST, listener.getsockname()[1], num_probes=3, timeout_s=10, gap_s=0)
+        thread.join()
+    # A busy machine adds to a delay but never takes from it; 0.3 would mean that another probe was taken.
+    assert 0.02 <= found_s < 0.3, found_s
+
+
+def test_a_peer_that_accepts_and_never_answers_times_out() -> None:
+    with closing(socket.create_server((HOST, 0))) as listener, pytest.raises(TimeoutError):
+        round_trip_s(HOST, listener.getsockname()[1], timeout_s=0.1)
+
+
+def test_a_peer_that_hangs_up_or_answers_nonsense_is_a_connection_error() -> None:
+    def misbehave(listener: socket.socket) -> None:
+        for answer in (b"", b"HTTP/1.1"):
+            client, _ = listener.accept()
+            with client:
+                client.recv(64)
+                client.sendall(answer)
+
+    with closing(socket.create_server((HOST, 0))) as listener:
+        thread = threading.Thread(target=misbehave, args=(listener,))
+        thread.start()
+        with pytest.raises(ConnectionError, match="closed"):
+            round_trip_s(HOST, listener.getsockname()[1])
+        with pytest.raises(ConnectionError, match="not an echo server"):
+            round_trip_s(HOST, listener.getsockname()[1])
+        thread.join()
+
+
+def test_an_address_of_another_node_is_refused() -> None:
+    # 192.0.2.0/24 is set aside for documentation: no node has it.
+    with pytest.raises(OSError, match="assign"):
+        EchoServer("192.0.2.1")
+
+
+# The agent in a real Ray.
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        # Prometheus text every second, not every ten.
+        _system_config={"metrics_report_interval_ms": 1000},
+    )
+    yield
+    ray.shutdown()
+
+
+# Ray pickles what is defined inside a function by value; its workers cannot import test modules.
+def fake_controller() -> Any:
+    @ray.remote(num_cpus=0)
+    class FakeController:
+        def __init__(self) -> None:
+            self.samples: list[NodeSample] = []
+            self.rejects = False
+
+        def observe(self, sample: NodeSample) -> None:
+            if self.rejects:
+                raise ValueError("no use for this")
+            self.samples.append(sample)
+
+        def reject(self, rejects: bool) -> None:
+            self.rejects = rejects
+
+        def taken(self) -> list[NodeSample]:
+            return self.samples
+
+    return FakeController.remote()
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("cgx_ray")]
+
+
+@pytest.fixture
+def agent(local_ray: None) -> Iterator[NodeAgent]:
+    """An agent in the test's own process, so that its log is at hand. Its controllers are real actors."""
+    agent = NodeAgent("a", "run", HOST, interval_s=0.05, latency_interval_s=0.1)
+    yield agent
+    agent.stop()
+
+
+def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray: None) -> None:
+    actor = ray.remote(NodeAgent).options(num_cpus=0).remote("a", "run", HOST, interval_s=0.2)
+    controller = fake_controller()
+    with closing(EchoServer(HOST)) as peer:
+        own = ray.get(actor.address.remote())
+        assert round_trip_s(*own) > 0
+        ray.get(actor.start.remote({"a": own, "b": peer.address}, controller))
+        for step in range(20):
+            ray.get(actor.report.remote([step_sample(0, step), step_sample(1, step)]))
+
+        def taken() -> list[NodeSample]:
+            return ray.get(controller.taken.remote())
+
+        wait_until(lambda: sum(len(sample.steps) for sample in taken()) >= 40, "40 steps")
+        latest = wait_until(lambda: [sample for sample in taken() if sample.latency_s], "a latency")[-1]
+        steps = [(step.step, step.rank) for sample in taken() for step in sample.steps]
+        assert steps == [(step, rank) for step in range(20) for rank in (0, 1)]
+        assert latest.latency_s.keys() == {"b"}
+        assert 0 < latest.latency_s["b"] < 0.5
+
+        wait_until(lambda: not missing(served_metrics()), "every metric")
+        # Both ranks, 20 steps of 1,500 bytes each.
+        sent = "ray_cgx_ray_wire_bytes_total{"
+        wait_until(lambda: values(served_metrics(), sent) == [30_000, 30_000], "all bytes")
+        text = served_metrics()
+    ratios = [line for line in text.splitlines() if line.startswith("ray_cgx_ray_compression_ratio{")]
+    assert len(ratios) == 2
+    assert all(f'{RUN}="run"' in line and line.endswith(" 4.0") for line in ratios), ratios
+    ray.get(actor.stop.remote())
+
+
+def served_metrics() -> str:
+    """What Prometheus would read. The test itself speaks for the controller."""
+
+    class Facts:
+        bandwidth_bits_per_s = 1e9
+        predicted_step_s = 0.2
+        measured_step_s = 0.25
+
+    controller_metrics = ControllerMetrics("run")
+    controller_metrics.count_decision("replace")
+    controller_metrics.export(Facts(), num_journal_errors=1)
+    node = ray.nodes()[0]
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return response.read().decode()
+
+
+def test_a_peer_that_is_gone_has_no_latency_and_is_logged_once(
+    agent: NodeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = fake_controller()
+
+    def last_latency_s() -> dict[str, float] | None:
+        taken = ray.get(controller.taken.remote())
+        return dict(taken[-1].latency_s) if taken else None
+
+    with closing(EchoServer(HOST)) as peer:
+        agent.start({"b": peer.address}, controller)
+        wait_until(last_latency_s, "a latency")
+    wait_until(lambda: last_latency_s() == {}, "no latency")
+    time.sleep(0.5)  # five more attempts
+    heard = logged(caplog)
+    assert len(heard) == 1, heard
+    assert "node b does not answer" in heard[0]
+
+
+def test_agent_outlives_its_controller_says_so_once_and_takes_another(
+    agent: NodeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = fake_controller()
+    agent.start({}, first)
+    wait_until(lambda: ray.get(first.taken.remote()), "a first sample")
+    ray.kill(first)
+    wait_until(lambda: logged(caplog), "a line about the controller")
+    agent.report([step_sample(0, 0)])
+    time.sleep(0.5)  # ten more intervals
+    heard = logged(caplog)
+    assert len(heard) == 1, heard
+    assert "the controller is gone" in heard[0]
+
+    second = fake_controller()
+    agent.start({}, second)
+    agent.report([step_sample(0, 1)])
+    wait_until(lambda: any(sample.steps for sample in ray.get(second.taken.remote())), "steps")
+
+
+def test_a_controller_that_rejects_a_sample_still_gets_the_next(
+    agent: NodeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = fake_controller()
+    ray.get(controller.reject.remote(True))
+    agent.start({}, controller)
+    wait_until(lambda: logged(caplog), "a line about the rejection")
+    ray.get(controller.reject.remote(False))
+    wait_until(lambda: len(ray.get(controller.taken.remote())) > 3, "samples")
+    heard = logged(caplog)
+    assert len(heard) == 1, heard
+    assert "no use for this" in heard[0]
+
+
+def test_an_agent_that_never_started_stops(agent: NodeAgent) -> None:
+    agent.report([step_sample(0, 0)])
+    agent.stop()
+    with pytest.raises(OSError, match="refused"):
+        round_trip_s(*agent.address())
+
+
+def values(text: str, start: str) -> list[float]:
+    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith(start)]
+
+
+def missing(text: str) -> list[str]:
+    return [name for name in METRICS if f"\nray_{name}" not in text]
+
+
+def test_no_metric_has_a_label_for_steps_tensors_or_groups() -> None:
+    allowed = {RUN, "ray_train_worker_world_rank", "phase", "codec", "peer", "direction", "kind"}
+    assert {tag for metric in METRICS.values() for tag in metric.tags} == allowed
+    assert all(metric.tags[0] == RUN for metric in METRICS.values())
