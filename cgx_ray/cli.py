@@ -52,6 +52,7 @@ def _console(json_path: str | None) -> Console:
 @click.option("--dense-only", is_flag=True, help="Only the dense run.")
 @click.option("--simulated-link", is_flag=True, help="Pace messages by software even if namespaces work here.")
 @click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option("--bench-rounds", default=5, show_default=True, help="Of `bench step`, whose rows --json adds.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the runs.  [default: runs/demo-<time>]")
 def demo(
     workers: int,
@@ -62,6 +63,7 @@ def demo(
     dense_only: bool,
     simulated_link: bool,
     json_path: str | None,
+    bench_rounds: int,
     out: Path | None,
 ) -> None:
     """Train a small GPT twice, dense and adaptive, on a network that gets slow half way."""
@@ -78,7 +80,7 @@ def demo(
         dense_only=dense_only,
         force_simulated=simulated_link,
     )
-    demo_command(options, _console(json_path), json_path)
+    demo_command(options, _console(json_path), json_path, num_bench_rounds=bench_rounds)
 
 
 @main.group()

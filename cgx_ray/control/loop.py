@@ -77,6 +77,7 @@ class ControlLoop:
         self._codec_costs = dict(codec_costs)
         self._codec_slowdown = 1.0
         self._book = StepBook(first_plan.world_size)
+        self._recent: list[JoinedStep] = []
         self._latency_s: dict[str, float] = {}
         self._gain: dict[str, float] = {}
         self._decided: StepInputs | None = None
@@ -97,6 +98,8 @@ class ControlLoop:
             self._gain.update({codec: gain for codec, gain in step.gain.items() if gain > 0})
             if step.plan_version != self.plans[-1].version:
                 continue
+            self._recent = [one for one in self._recent if one.plan_version == step.plan_version][1 - LINK_STEPS :]
+            self._recent.append(step)
             decision = self._judge(step, sample.time_s) or self._decide(step, sample.time_s)
             if decision is not None:
                 decisions.append(decision)
@@ -104,11 +107,11 @@ class ControlLoop:
 
     def facts(self) -> LoopFacts:
         """Bandwidth, predicted and measured step time under the plan in force."""
-        beta, recent = self._beta(), self._recent()
+        beta = self._beta()
         return LoopFacts(
             bandwidth_bits_per_s=8 / beta if beta is not None else None,
             predicted_step_s=self._predicted_s,
-            measured_step_s=median(step.step_s for step in recent) if recent else None,
+            measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
         )
 
     def _decide(self, step: JoinedStep, now_s: float) -> Decision | None:
@@ -132,7 +135,7 @@ class ControlLoop:
     def _act(self, decision: Decision, step: JoinedStep, inputs: StepInputs, now_s: float) -> None:
         old = self.plans[-1]
         if option_of(old) == DENSE:
-            self._dense_s = (median(one.step_s for one in self._recent()), inputs.link.beta_s_per_byte)
+            self._dense_s = (median(one.step_s for one in self._recent), inputs.link.beta_s_per_byte)
         if not isinstance(decision, Keep):
             self.plans.append(decision.plan)
         new = self.plans[-1]
@@ -226,8 +229,7 @@ class ControlLoop:
 
     def _inputs(self) -> StepInputs | None:
         """What is known now, in the planner's terms; None while something is missing."""
-        recent = self._recent()
-        beta = self._beta()
+        recent, beta = self._recent, self._beta()
         if len(recent) < LINK_STEPS or beta is None or not self._gain:
             return None
         numels = {layer.name: layer for layer in self._layers}
@@ -249,16 +251,12 @@ class ControlLoop:
             gain=dict(self._gain),
         )
 
-    def _recent(self) -> list[JoinedStep]:
-        version = self.plans[-1].version
-        return [step for step in self._book.steps if step.plan_version == version and step.step > 0][-LINK_STEPS:]
-
     def _alpha_s(self) -> float:
         known = [latency for latency in self._latency_s.values() if latency > 0]
         return median(known) if known else DEFAULT_LATENCY_S
 
     def _beta(self) -> float | None:
-        return estimate_beta(self._recent(), self.plans[-1].world_size, self._alpha_s())
+        return estimate_beta(self._recent, self.plans[-1].world_size, self._alpha_s())
 
 
 def describe_inputs(inputs: StepInputs) -> dict[str, Any]:

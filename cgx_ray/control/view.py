@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -11,7 +11,6 @@ from cgx_ray.monitors.sample import StepSample, Transfer
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms
 
-KEPT_STEPS = 64
 # Before a rank's report is given up and its step forgotten.
 MAX_OPEN_STEPS = 256
 
@@ -42,7 +41,6 @@ class StepBook:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._open: dict[int, dict[int, StepSample]] = defaultdict(dict)
-        self.steps: deque[JoinedStep] = deque(maxlen=KEPT_STEPS)
 
     def add(self, samples: Iterable[StepSample]) -> list[JoinedStep]:
         """Take samples in any order; returns the steps that became complete, oldest first."""
@@ -52,7 +50,6 @@ class StepBook:
         joined = [join(list(self._open.pop(step).values())) for step in complete]
         for step in sorted(self._open)[:-MAX_OPEN_STEPS]:
             del self._open[step]
-        self.steps.extend(joined)
         return joined
 
 

@@ -12,7 +12,7 @@ from cgx_ray.demo.view import format_rate
 from cgx_ray.report.plots import plot_runs
 
 
-def demo_command(options: DemoOptions, console: Console, json_path: str | None) -> None:
+def demo_command(options: DemoOptions, console: Console, json_path: str | None, *, num_bench_rounds: int) -> None:
     """Run the demo, show what came out, and write the rows if `json_path` is given."""
     result = run_demo(options, console)
     print_summary(console, result.dense, result.adaptive, result.link)
@@ -27,4 +27,4 @@ def demo_command(options: DemoOptions, console: Console, json_path: str | None) 
         return
     rows = make_rows(result.dense, result.adaptive) if result.adaptive is not None else []
     console.print("measuring what the engine costs with dense gradients", highlight=False)
-    write_result("demo", [*rows, *measure_step()], json_path)
+    write_result("demo", [*rows, *measure_step(num_rounds=num_bench_rounds)], json_path)

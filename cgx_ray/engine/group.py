@@ -29,6 +29,7 @@ class Group:
         self.dense_bytes = sum(layers[name].dense_bytes for name in plan.layers)
         self.wire_bytes = plan.codec.payload_bytes(self.numel, dtype.itemsize)
         self.exchange = make_exchange(plan.codec, plan.scheme, self.numel, transport)
+        self._is_compressible = not any(layers[name].is_small for name in plan.layers)
         self._flat_N = torch.empty(self.numel, dtype=dtype)
         self._slices = dict(zip(plan.layers, self._flat_N.split(numels), strict=True))
         self._residual_N: Tensor | None = None
@@ -52,7 +53,7 @@ class Group:
             part.copy_(self._arrived[name].view(-1))
         if self._residual_N is not None:
             self._flat_N.add_(self._residual_N)
-        if gain is not None and self.plan.scheme is not Scheme.DENSE:
+        if gain is not None and self._is_compressible:
             gain.measure(self._flat_N)
         phases.lap("encode")
         self.exchange.run(self._flat_N, self._residual_N, stamp, seed, phases)
@@ -74,7 +75,7 @@ class GainMeter:
 
     def measure(self, grad_N: Tensor) -> None:
         """Add a group's share, each group weighted by its energy."""
-        sample_N = sample_blocks(grad_N)
+        sample_N = sample_blocks(grad_N).float()
         energy = float(sample_N.double().square().mean()) * grad_N.numel()
         self._energy += energy
         scale = grad_N.numel() / sample_N.numel()

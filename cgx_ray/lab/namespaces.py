@@ -215,7 +215,8 @@ class Lab:
         )
         self._holders.append(holder)
         assert holder.stdout is not None
-        first = holder.stdout.readline().strip()
+        with holder.stdout:
+            first = holder.stdout.readline().strip()
         if first != "ready":
             raise LabError(f"host {host.index} did not start: {first or 'no output'}")
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()

@@ -1,0 +1,79 @@
+"""Training functions for the Ray Train tests; importable, so that workers find the same module."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import cgx_ray
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+
+
+def weights_hash(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def train(config: dict[str, Any]) -> None:
+    """Steps with one report a step from `report_from` on; dies at `die_at` once; see the callers for the rest."""
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    model = ray.train.torch.prepare_model(small_model())
+    first = 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            saved = torch.load(Path(folder) / "model.pt", weights_only=True)
+        model.load_state_dict(saved["model"])
+        first = saved["step"]
+    attachment = cgx_ray.attach(model)
+    restored = attachment.state_dict()
+    log = Path(config["log"]) / f"rank{rank}-from{first}.jsonl"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with log.open("w", buffering=1) as file:
+        norms = {name: float(value.norm()) for name, value in restored["residuals"].items()}
+        file.write(json.dumps({"first": first, "engine_step": restored["step"], "residuals": norms, "pid": os.getpid()}) + "\n")
+        for step in range(first, config["steps"]):
+            if first == 0 and rank == 1 and step == config.get("die_at"):
+                # Ray's controller learns of a checkpoint by polling; one that it has not seen would not be resumed.
+                time.sleep(3)
+                os._exit(1)
+            x_BD = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+            optimizer.zero_grad()
+            (model(x_BD) - x_BD).square().mean().backward()
+            optimizer.step()
+            sample = attachment.last_step
+            line = {"step": step, "hash": weights_hash(model)}
+            if sample is not None:
+                line |= {"plan_version": sample.plan_version, "wire_bytes": sample.wire_bytes, "dense_bytes": sample.dense_bytes}
+            file.write(json.dumps(line) + "\n")
+            if config.get("pace") and dist.is_initialized():
+                dist.barrier()
+            if step + 1 in config.get("report_at", ()):
+                report(model, step + 1, rank)
+    assert not (config.get("expect_plan") and attachment.plan.describe() != config["expect_plan"])
+
+
+def report(model: nn.Module, step: int, rank: int) -> None:
+    """As many scripts do it: rank 0 makes the checkpoint, the others pass none."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if rank == 0:
+            torch.save({"model": model.state_dict(), "step": step}, Path(folder) / "model.pt")
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({"step": step}, checkpoint=cgx_ray.add_state(checkpoint))
