@@ -93,7 +93,8 @@ class CodecSpec:
     def payload_bytes(self, numel: int, item_bytes: int = 4) -> int:
         """Wire bytes of `numel` encoded elements, header left out. `item_bytes` counts for codec none only."""
         if self.name == "qsgd":
-            assert self.bits is not None and self.bucket_size is not None
+            assert self.bits is not None
+            assert self.bucket_size is not None
             return 4 * math.ceil(numel / self.bucket_size) + math.ceil(numel * self.bits / 8)
         if self.name == "topk":
             return 8 * self.num_kept(numel)

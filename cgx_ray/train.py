@@ -32,7 +32,7 @@ _state_folder: tempfile.TemporaryDirectory[str] | None = None
 
 
 @dataclass
-class CGXConfig(TorchConfig):  # type: ignore[misc]  # Ray ships no types
+class CGXConfig(TorchConfig):
     """A TorchConfig whose workers compress their gradients, once the training function calls `cgx_ray.attach`.
 
     The fields after TorchConfig's are those of `Settings`. Raises ConfigError on a value that is not allowed.
@@ -58,7 +58,7 @@ class CGXConfig(TorchConfig):  # type: ignore[misc]  # Ray ships no types
         return Settings(**{name: getattr(self, name) for name in Settings.__slots__})
 
 
-class CGXBackend(TorchBackend):  # type: ignore[misc]  # Ray ships no types
+class CGXBackend(TorchBackend):
     """Lives in Ray's train controller: one controller for the run, one agent a node for each worker group."""
 
     def __init__(self) -> None:

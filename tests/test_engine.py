@@ -30,6 +30,8 @@ PAIRS = [
 ]
 COMPRESSED = [("qsgd", "sra"), ("topk:density=0.05", "allgather"), ("topk:density=0.05", "artopk_ring")]
 
+DDP_OPTIONS = ["gradient_as_bucket_view", "find_unused_parameters", "bucket_cap_mb", "static_graph"]
+
 
 class Branches(nn.Module):
     """A model with small layers, an odd-sized one, and a branch that some steps do not use."""
@@ -58,9 +60,7 @@ def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Ten
     return torch.randn(4, 33, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
 
 
-def train(
-    model: DistributedDataParallel, rank: int, steps: range, *, accumulate: int = 1, **forward: Any
-) -> list[str]:
+def train(model: DistributedDataParallel, rank: int, steps: range, *, accumulate: int = 1, **forward: Any) -> list[str]:
     """Plain SGD; returns the hash of the weights after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     dtype = next(model.parameters()).dtype
@@ -98,9 +98,7 @@ def test_ranks_hold_identical_weights_after_every_step(codec: str, scheme: str, 
 
 @pytest.mark.parametrize("codec_scheme", COMPRESSED)
 @pytest.mark.parametrize(
-    "ddp",
-    [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.01}, {"static_graph": True}],
-    ids=lambda ddp: next(iter(ddp)),
+    "ddp", [{option: 0.01 if option == "bucket_cap_mb" else True} for option in DDP_OPTIONS], ids=DDP_OPTIONS
 )
 def test_ddp_options_work(codec_scheme: tuple[str, str], ddp: dict[str, Any]) -> None:
     results = run_ranks(2, _train_pair, *codec_scheme, ddp, torch.float32)
@@ -128,9 +126,7 @@ def _train_against_ddp(rank: int, accumulate: int) -> float:
     train(plain, rank, range(5), accumulate=accumulate)
     train(ours, rank, range(5), accumulate=accumulate)
     attachment.close()
-    return max(
-        float((a - b).abs().max()) for a, b in zip(plain.parameters(), ours.parameters(), strict=True)
-    )
+    return max(float((a - b).abs().max()) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -177,9 +173,7 @@ def test_average_is_within_the_codecs_error_of_a_float64_sum(codec: str, scheme:
     assert float(error_N.max()) <= 2 * step * largest + 3 * 2**-23 * largest
 
 
-def _check_sparse_average(
-    spec: CodecSpec, scheme: str, inputs_RN: torch.Tensor, average_N: torch.Tensor
-) -> None:
+def _check_sparse_average(spec: CodecSpec, scheme: str, inputs_RN: torch.Tensor, average_N: torch.Tensor) -> None:
     num_kept = spec.num_kept(inputs_RN.shape[1])
     kept_RN = torch.zeros_like(inputs_RN)
     for rank, input_N in enumerate(inputs_RN):
@@ -409,9 +403,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit() -> None:
 
 
 def test_residuals_keep_their_mean_when_the_world_size_changes() -> None:
-    states = [
-        {"step": 7, "residuals": {"w": torch.full((3,), float(rank))}} for rank in range(4)
-    ]
+    states = [{"step": 7, "residuals": {"w": torch.full((3,), float(rank))}} for rank in range(4)]
     step, merged = merge_states(states)
     assert step == 7
     assert torch.equal(merged["w"], torch.full((3,), 1.5))

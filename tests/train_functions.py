@@ -47,7 +47,9 @@ def train(config: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with log.open("w", buffering=1) as file:
         norms = {name: float(value.norm()) for name, value in restored["residuals"].items()}
-        file.write(json.dumps({"first": first, "engine_step": restored["step"], "residuals": norms, "pid": os.getpid()}) + "\n")
+        file.write(
+            json.dumps({"first": first, "engine_step": restored["step"], "residuals": norms, "pid": os.getpid()}) + "\n"
+        )
         for step in range(first, config["steps"]):
             if first == 0 and rank == 1 and step == config.get("die_at"):
                 # Ray's controller learns of a checkpoint by polling; one that it has not seen would not be resumed.
@@ -60,7 +62,11 @@ def train(config: dict[str, Any]) -> None:
             sample = attachment.last_step
             line = {"step": step, "hash": weights_hash(model)}
             if sample is not None:
-                line |= {"plan_version": sample.plan_version, "wire_bytes": sample.wire_bytes, "dense_bytes": sample.dense_bytes}
+                line |= {
+                    "plan_version": sample.plan_version,
+                    "wire_bytes": sample.wire_bytes,
+                    "dense_bytes": sample.dense_bytes,
+                }
             file.write(json.dumps(line) + "\n")
             if config.get("pace") and dist.is_initialized():
                 dist.barrier()

@@ -61,7 +61,8 @@ def kept_energy(codec: Codec, grad_N: Tensor, key: int) -> float:
     """|g|^2 less |g - decode(encode(g))|^2, in float64.
 
     For top-k this is |g_c|^2, the numerator of the compression gain (Flexible Communication, section 2-C3), as what
-    it drops is orthogonal to what it keeps. For unbiased codecs |g_c|^2 would exceed |g|^2; the error says what is lost.
+    it drops is orthogonal to what it keeps. For unbiased codecs |g_c|^2 would exceed |g|^2: the error says what is
+    lost.
     """
     payload = torch.empty(codec.spec.payload_bytes(grad_N.numel()), dtype=torch.uint8)
     decoded_N = torch.empty_like(grad_N)

@@ -48,21 +48,19 @@ def payload_of(message: Tensor) -> Tensor:
 
 def seal(message: Tensor, stamp: Stamp, numel: int) -> None:
     """Write the header of a message whose payload is complete."""
-    _FIELDS.pack_into(message.numpy(), 0, *_fields(stamp, numel, message))
-    _CRC.pack_into(message.numpy(), _FIELDS.size, _checksum(message))
+    _FIELDS.pack_into(message.numpy().data, 0, *_fields(stamp, numel, message))
+    _CRC.pack_into(message.numpy().data, _FIELDS.size, _checksum(message))
 
 
 def check(message: Tensor, stamp: Stamp, numel: int, sender: int) -> None:
     """Raise WireError unless the message is whole and carries what `stamp` and `numel` say."""
-    found = _FIELDS.unpack_from(message.numpy(), 0)
+    found = _FIELDS.unpack_from(message.numpy().data, 0)
     wanted = _fields(stamp, numel, message)
     if found != wanted:
-        names = "magic format codec dtype phase group numel plan step payload_bytes".split()
-        odd = "; ".join(
-            f"{n} is {f!r}, expected {w!r}" for n, f, w in zip(names, found, wanted, strict=True) if f != w
-        )
+        names = ("magic", "format", "codec", "dtype", "phase", "group", "numel", "plan", "step", "payload_bytes")
+        odd = "; ".join(f"{n} is {f!r}, expected {w!r}" for n, f, w in zip(names, found, wanted, strict=True) if f != w)
         raise WireError(f"step {stamp.step}, group {stamp.group}: message of rank {sender} does not fit: {odd}")
-    if _CRC.unpack_from(message.numpy(), _FIELDS.size)[0] != _checksum(message):
+    if _CRC.unpack_from(message.numpy().data, _FIELDS.size)[0] != _checksum(message):
         raise WireError(f"step {stamp.step}, group {stamp.group}: message of rank {sender} was damaged (CRC-32C)")
 
 

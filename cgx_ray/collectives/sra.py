@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from torch import Tensor
@@ -18,7 +19,7 @@ def chunk_bounds(numel: int, num_chunks: int, granule: int) -> list[tuple[int, i
     """Cut [0, numel) into `num_chunks` near-equal runs at multiples of `granule`. Later ones may be empty."""
     num_granules = -(-numel // granule)
     cuts = [min(numel, granule * (num_granules * i // num_chunks)) for i in range(num_chunks)] + [numel]
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(itertools.pairwise(cuts))
 
 
 class Sra:

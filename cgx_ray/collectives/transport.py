@@ -91,7 +91,7 @@ class Transport:
 
     def start_minimum(self, values_K: Tensor) -> dist.Work:
         """Begin an element-wise minimum over ranks, in place, and return at once."""
-        work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
         assert work is not None
         return work
 
@@ -115,4 +115,3 @@ class Transport:
 
 def _total_bytes(messages: Mapping[int, Tensor]) -> int:
     return sum(message.numel() * message.element_size() for message in messages.values())
-

@@ -31,9 +31,7 @@ class Controller:
         self._metrics = ControllerMetrics(run_name)
         self._changed = asyncio.Event()
 
-    async def register(
-        self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]
-    ) -> Plan:
+    async def register(self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]) -> Plan:
         """A group of workers starts; returns its first plan. See `ControlLoop.register`."""
         return self._loop.register(layers, first_plan, codec_costs)
 

@@ -58,18 +58,12 @@ class ControlLoop:
         self._layers: tuple[Layer, ...] = ()
         self.plans: list[Plan] = []
 
-    def register(
-        self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]
-    ) -> Plan:
+    def register(self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]) -> Plan:
         """A group of workers starts, the first or one after a restart; returns the plan to start with.
 
         That is the newest plan if it still fits, else `first_plan` under the next version.
         """
-        fits = (
-            bool(self.plans)
-            and self._layers == tuple(layers)
-            and self.plans[-1].world_size == first_plan.world_size
-        )
+        fits = bool(self.plans) and self._layers == tuple(layers) and self.plans[-1].world_size == first_plan.world_size
         if not fits:
             version = self.plans[-1].version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))

@@ -119,7 +119,7 @@ class Engine:
         step: StepRun | None = None
         while (bucket := self._inbox.get()) is not None:
             if self._failure is not None:
-                bucket.future.set_exception(self._failure)
+                bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
                 continue
             try:
                 step = step or self._begin()
@@ -145,9 +145,7 @@ class Engine:
         meter = None
         if self._candidates and self.step % GAIN_INTERVAL_STEPS == GAIN_FIRST_STEP:
             meter = GainMeter(self._candidates, ops.message_key(self._seed, self.step, 0, self._transport.rank, 0))
-        return StepRun(
-            self._groups, plan_version=self.plan.version, step=self.step, seed=self._seed, meter=meter
-        )
+        return StepRun(self._groups, plan_version=self.plan.version, step=self.step, seed=self._seed, meter=meter)
 
     def _enter(self, plan: Plan) -> None:
         self.plan = plan
@@ -197,4 +195,4 @@ class Engine:
         logger.error("%s", self._failure, exc_info=error)
         for bucket in buckets:
             if not bucket.future.done():
-                bucket.future.set_exception(self._failure)
+                bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
