@@ -20,8 +20,8 @@ TIMEOUT_S = 120
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Results of `function(rank, *args)` by rank. A rank that raises fails the caller with that rank's error."""
     context = multiprocessing.get_context("forkserver")
-    # Importing torch costs seconds of processor time: the server does it once and ranks are forked from it.
-    context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "cgx_ray.attach"])
+    # Importing torch, and what DDP imports when it is first made, costs seconds: the server does it once for all ranks.
+    context.set_forkserver_preload(["pytest", "cgx_ray.attach", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_rank_main, args=(rank, world_size, Path(folder), function, args))

@@ -155,17 +155,18 @@ def check_demo(out: Path, result: subprocess.CompletedProcess[str], *, names: li
     assert (out / "demo.png").stat().st_size > 20_000
     for name in names:
         lines = [json.loads(line) for line in (out / name / "steps.jsonl").read_text().splitlines()]
-        assert [line.get("step") for line in lines] == [*range(6), None]
+        assert [line.get("step") for line in lines] == [*range(8), None]
         assert lines[-1]["weights_identical"], lines[-1]
         assert len(lines[-1]["weights_sha256"]) == 2
         (change,) = [json.loads(line) for line in (out / name / "network.jsonl").read_text().splitlines()]
-        assert change["step"] >= 2
+        assert change["step"] >= 3
 
 
 @needs_lab
 def test_the_demo_runs_in_the_lab_and_its_json_is_well_formed(tmp_path):
     out = tmp_path / "out"
-    argv = [*CGX_RAY, "demo", "--workers", "2", "--steps", "6", "--out", str(out), "--json", "-", "--bench-rounds", "1"]
+    argv = [*CGX_RAY, "demo", "--workers", "2", "--steps", "8", "--out", str(out), "--json", "-"]
+    argv += ["--slow-rate", "500mbit", "--bench-rounds", "1"]
     result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=200)
     check_demo(out, result, names=["dense", "adaptive"])
     written = json.loads(result.stdout)
@@ -181,7 +182,8 @@ def test_the_demo_runs_in_the_lab_and_its_json_is_well_formed(tmp_path):
 
 def test_the_demo_runs_without_a_lab_and_says_so(tmp_path):
     out = tmp_path / "out"
-    argv = [*CGX_RAY, "demo", "--workers", "2", "--steps", "6", "--out", str(out), "--simulated-link", "--dense-only"]
+    argv = [*CGX_RAY, "demo", "--workers", "2", "--steps", "8", "--out", str(out), "--dense-only"]
+    argv += ["--slow-rate", "500mbit", "--simulated-link"]
     result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=200)
     check_demo(out, result, names=["dense"])
     assert "simulated link" in result.stdout

@@ -72,7 +72,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         raise ConfigError(f"{out} is not empty; give another --out")
     out.mkdir(parents=True, exist_ok=True)
     reason = "asked for" if options.force_simulated else Lab.available()
-    link = "link" if reason is None else "simulated link"
+    link = "emulated link" if reason is None else "simulated link"
     if reason is not None:
         console.print(f"simulated link ({reason})", highlight=False)
     scene = Scene(link=link, num_steps=options.steps, rate_bit_per_s=options.rate)

@@ -106,11 +106,8 @@ def format_rate(bit_per_s: float) -> str:
 
 
 def describe_decision(line: dict[str, Any]) -> str:
-    """One line: step, old plan, new plan, reason, prediction."""
-    predicted, dense = line.get("predicted_step_s"), line.get("predicted_dense_s")
-    expects = f"; expects {predicted:.2f} s a step" if predicted is not None else ""
-    expects += f", dense {dense:.2f} s" if dense is not None else ""
-    return f"step {line['step']}: {line['old']['plan']} -> {line['new']['plan']}: {line['reason']}{expects}"
+    """One line: step, old plan, new plan, and the reason, which holds the prediction."""
+    return f"step {line['step']}: {line['old']['plan']} -> {line['new']['plan']}: {line['reason']}"
 
 
 def _plain_line(record: RunRecord, scene: Scene) -> str:
