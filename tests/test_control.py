@@ -1,0 +1,232 @@
+"""The control loop, stepped over made-up samples: no Ray, no clock, no network."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgx_ray.control.journal import Journal
+from cgx_ray.control.loop import JUDGED_STEPS, LINK_STEPS, WARM_UP_STEPS, ControlLoop
+from cgx_ray.control.policy import AdaptivePolicy, Decision, Disable, Keep, Replace, StaticPolicy
+from cgx_ray.control.view import StepBook, estimate_beta
+from cgx_ray.monitors.sample import NodeSample, StepSample, Transfer
+from cgx_ray.plan import Layer, Plan, Scheme, make_plan
+from cgx_ray.planner.cost import Link, exchange_s
+from cgx_ray.planner.options import CodecCost, candidate_options
+
+WORLD = 4
+DENSITIES = (0.1, 0.01)
+LAYERS = (
+    Layer(name="embed", numel=1_000_000, ndim=2),
+    Layer(name="bias", numel=1_000, ndim=1),
+    Layer(name="head", numel=4_000_000, ndim=2),
+)
+COST = CodecCost(encode_a_s=1e-5, encode_b_s_per_element=5e-10, decode_a_s=1e-5, decode_b_s_per_element=2e-10)
+COSTS = {str(option.codec): COST for option in candidate_options(DENSITIES)}
+GAIN = {
+    "bf16": 1.0,
+    "qsgd:bits=4,bucket_size=128": 0.98,
+    "topk:density=0.1": 0.7,
+    "topk:density=0.01": 0.3,
+}
+
+
+@dataclass
+class FakeRun:
+    """A run whose steps take what the cost model says, times `slowdown` for compressed ones."""
+
+    loop: ControlLoop
+    gbps: float = 1.0
+    compute_s: float = 0.3
+    slowdown: float = 1.0
+    gain: dict[str, float] = field(default_factory=lambda: dict(GAIN))
+    late_rank_s: float = 0.0
+    step: int = 0
+
+    def run(self, num_steps: int) -> list[Decision]:
+        decisions = []
+        for _ in range(num_steps):
+            samples = tuple(self._sample(rank) for rank in range(WORLD))
+            self.step += 1
+            sample = NodeSample(
+                node_id="node",
+                time_s=float(self.step),
+                steps=samples,
+                latency_s={"other": 1e-4},
+                sent_bytes_per_s=0.0,
+                received_bytes_per_s=0.0,
+            )
+            decisions += self.loop.observe(sample)
+        return decisions
+
+    def _sample(self, rank: int) -> StepSample:
+        plan = self.loop.plans[-1]
+        link = Link.from_rates(bandwidth_gbps=self.gbps, latency_ms=0.1)
+        numel = {layer.name: layer.numel for layer in LAYERS}
+        transfers = []
+        for index, group in enumerate(plan.groups):
+            n = sum(numel[name] for name in group.layers)
+            m = group.codec.payload_bytes(n)
+            seconds = exchange_s(group.scheme, num_workers=WORLD, dense_bytes=4 * n, wire_bytes=m, link=link)
+            transfers.append(Transfer(group=index, scheme=str(group.scheme), numel=n, wire_bytes=m, seconds=seconds))
+        exchange = sum(transfer.seconds for transfer in transfers)
+        late_s = self.late_rank_s if rank else 0.0
+        compressed = any(group.scheme is not Scheme.DENSE for group in plan.groups)
+        return StepSample(
+            rank=rank,
+            step=self.step,
+            plan_version=plan.version,
+            step_s=(self.compute_s + exchange) * (self.slowdown if compressed else 1.0),
+            compute_s=self.compute_s,
+            encode_s=0.002,
+            exchange_s=exchange + late_s,
+            decode_s=0.002,
+            wire_bytes=1,
+            dense_bytes=1,
+            ready_s=(self.compute_s,) * len(plan.groups),
+            transfers=tuple(
+                Transfer(
+                    group=t.group, scheme=t.scheme, numel=t.numel, wire_bytes=t.wire_bytes, seconds=t.seconds + late_s
+                )
+                for t in transfers
+            ),
+            gain=self.gain if self.step % 20 == 1 else {},
+        )
+
+
+def start(tmp_path: Path, *, min_gain: float = 0.8) -> FakeRun:
+    policy = AdaptivePolicy(candidate_options(DENSITIES), min_gain=min_gain, group_bytes=4 << 20)
+    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), group_bytes=4 << 20)
+    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
+    run = FakeRun(loop)
+    run.step = 1
+    return run
+
+
+def journal(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
+
+
+def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_network(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    decisions = run.run(LINK_STEPS)
+    assert [type(decision) for decision in decisions] == [Replace]
+    assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
+    assert "dense 2.706 s" in decisions[0].reason, decisions[0].reason
+
+
+def test_a_fast_network_keeps_dense(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 1000
+    decisions = run.run(5)
+    assert [type(decision) for decision in decisions] == [Keep]
+    assert "nothing beats dense" in decisions[0].reason or "less than 5%" in decisions[0].reason
+
+
+@pytest.mark.parametrize("late_rank_s", [0.0, 2.0])
+def test_a_slower_network_is_noticed_within_three_steps_even_if_a_rank_is_late(
+    tmp_path: Path, late_rank_s: float
+) -> None:
+    run = start(tmp_path)
+    run.late_rank_s = late_rank_s
+    run.run(20)
+    run.gbps = 0.1
+    decisions = run.run(3)
+    assert len(decisions) == 1
+    assert "bandwidth 1.00 Gbit/s -> 100 Mbit/s" in decisions[0].reason
+
+
+def test_an_unchanged_network_causes_no_decision_until_the_review(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.run(10)
+    assert run.run(80) == []
+    assert len(run.run(20)) == 1
+
+
+def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
+    decision, outcome = journal(tmp_path)
+    assert decision["event"] == "decision"
+    assert decision["old"] == {"version": 0, "plan": "dense"}
+    assert decision["new"] == {"version": 1, "plan": "qsgd:bits=4,bucket_size=128 over sra"}
+    assert decision["inputs"]["bandwidth_gbps"] == pytest.approx(0.1)
+    assert decision["predicted_dense_s"] == pytest.approx(0.3 + 2 * 3 / 4 * 20.004e6 * 8 / 1e8, rel=0.01)
+    assert outcome["event"] == "outcome"
+    assert outcome["version"] == 1
+    assert outcome["predicted_step_s"] == decision["predicted_step_s"]
+    assert outcome["measured_step_s"] == pytest.approx(outcome["predicted_step_s"], rel=0.05)
+
+
+def test_a_plan_that_is_slower_than_dense_was_is_taken_back_and_not_tried_again(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.slowdown = 2.0
+    first, second = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
+    assert isinstance(first, Replace)
+    assert isinstance(second, Disable)
+    assert run.loop.plans[-1].describe() == "dense"
+    assert "on this network" in second.reason
+    tried = first.plan.describe()
+    run.run(300)
+    assert tried not in [plan.describe() for plan in run.loop.plans[3:]]
+
+
+def test_codecs_that_keep_too_little_are_not_chosen(tmp_path: Path) -> None:
+    run = start(tmp_path, min_gain=0.99)
+    run.gbps = 0.01
+    run.run(5)
+    assert run.loop.plans[-1].describe() == "bf16 over sra"
+
+
+def test_a_static_policy_never_decides(tmp_path: Path) -> None:
+    loop = ControlLoop(StaticPolicy(), Journal(tmp_path / "decisions.jsonl"), group_bytes=4 << 20)
+    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
+    run = FakeRun(loop, step=1)
+    assert run.run(150) == []
+    assert not (tmp_path / "decisions.jsonl").exists()
+
+
+def test_a_restart_goes_on_with_the_plan_and_another_world_size_starts_dense(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(5)
+    in_force = run.loop.plans[-1]
+    assert run.loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS) == in_force
+    smaller = run.loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=2), COSTS)
+    assert smaller.describe() == "dense"
+    assert smaller.version == in_force.version + 1
+
+
+def test_a_full_disk_costs_lines_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "blocked").write_text("")
+    log = Journal(tmp_path / "blocked" / "decisions.jsonl")
+    with caplog.at_level(logging.WARNING):
+        log.write({"event": "decision"})
+        log.write({"event": "decision"})
+    assert log.num_errors == 2
+    assert len(caplog.records) == 1
+    assert "training goes on" in caplog.text
+
+
+def test_steps_join_when_the_last_rank_reports_and_the_shortest_transfer_counts(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.late_rank_s = 5.0
+    samples = [run._sample(rank) for rank in range(WORLD)]
+    book = StepBook(WORLD)
+    assert book.add(samples[1:]) == []
+    (joined,) = book.add(samples[:1])
+    beta = estimate_beta([joined], WORLD, alpha_s=1e-4)
+    assert beta is not None
+    assert 8 / beta == pytest.approx(1e9)
+
+
+def test_a_plan_survives_json() -> None:
+    plan = make_plan(LAYERS, version=3, world_size=WORLD)
+    assert Plan.from_json(plan.to_json()) == plan
