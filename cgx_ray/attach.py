@@ -88,16 +88,20 @@ class Attachment:
         }
 
     def load_state_dict(self, states: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> None:
-        """Go on from this rank's `state_dict`, or from those of all ranks after a change of world size.
+        """Go on from this rank's `state_dict`, or from those of all ranks in any order.
 
-        Call it on every rank before training goes on. Raises StateError if the state is of another format or model.
+        Call it on every rank before training goes on. Of all ranks' states a rank takes its own; if the world size has
+        changed, every rank takes their mean. Raises StateError if a state is of another format or model.
         """
-        own = [states] if isinstance(states, Mapping) else list(states)
-        for state in own:
+        given = [states] if isinstance(states, Mapping) else list(states)
+        for state in given:
             if state.get("format") != STATE_FORMAT:
                 raise StateError(f"state has format {state.get('format')!r}, this version reads {STATE_FORMAT}")
-        if self._engine is not None:
-            self._engine.load_state(*merge_states(own))
+        if self._engine is None:
+            return
+        if given and given[0]["world_size"] == dist.get_world_size() == len(given):
+            given = [state for state in given if state["rank"] == dist.get_rank()]
+        self._engine.load_state(*merge_states(given))
 
     def close(self) -> None:
         """Stop the communication thread. The model cannot be trained further."""

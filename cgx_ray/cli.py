@@ -45,7 +45,7 @@ def _console(json_path: str | None) -> Console:
 
 @main.command()
 @click.option("--workers", default=4, show_default=True, help="Training processes, one a host.")
-@click.option("--steps", default=64, show_default=True, help="Steps of each run; the network drops after half.")
+@click.option("--steps", default=48, show_default=True, help="Steps of each run; the network drops after half.")
 @click.option("--rate", default="1gbit", show_default=True, help="Rate of every link at first.")
 @click.option("--slow-rate", default="100mbit", show_default=True, help="Rate of every link in the second half.")
 @click.option("--seed", default=0, show_default=True, help="Of weights, batches and rounding.")

@@ -16,6 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from cgx_ray.attach import Attachment, open_session
 from cgx_ray.codecs import make_codec
+from cgx_ray.errors import PlanError
 from cgx_ray.plan import CodecSpec, Layer, Plan, make_plan
 from cgx_ray.planner.options import CodecCost, candidate_options
 from cgx_ray.settings import Settings
@@ -89,8 +90,10 @@ class _Plans:
             return
         try:
             for plan in ray.get(self._request):
-                self._attachment.hold(plan)
                 self._version = plan.version
+                self._attachment.hold(plan)
+        except PlanError as error:
+            logger.error("a plan of the controller was rejected, the plan in force stays: %s", error)
         except ActorUnavailableError:
             time.sleep(timeout_s)
         except RayActorError as error:
@@ -147,10 +150,7 @@ def restore(attachment: Attachment) -> None:
         files = sorted(Path(folder).glob(STATE_FILES))
         if not files:
             return
-        states = [torch.load(file, weights_only=True) for file in files]
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    same = len(states) == world_size == states[0]["world_size"]
-    attachment.load_state_dict(states[rank] if same else states)
+        attachment.load_state_dict([torch.load(file, weights_only=True) for file in files])
 
 
 def measure_codecs(settings: Settings) -> dict[str, CodecCost]:

@@ -382,24 +382,28 @@ def test_a_wrong_attach_fails_on_all_ranks_with_one_clear_error(case: str, says:
     assert first == second
 
 
-def _resume(rank: int, interrupt: bool) -> str:
+def _resume(rank: int, interrupt: bool, as_list: bool = False) -> str:
     model = DistributedDataParallel(Branches())
     attachment = cgx_ray.attach(model, codec="topk:density=0.02", scheme="allgather")
     train(model, rank, range(5))
     if interrupt:
-        weights, state = model.state_dict(), attachment.state_dict()
+        weights = model.state_dict()
+        states: list[Any] = [None, None]
+        dist.all_gather_object(states, attachment.state_dict())
         attachment.close()
         model = DistributedDataParallel(Branches())
         model.load_state_dict(weights)
         attachment = cgx_ray.attach(model, codec="topk:density=0.02", scheme="allgather")
-        attachment.load_state_dict(state)
+        attachment.load_state_dict(reversed(states) if as_list else states[rank])
     hashes = train(model, rank, range(5, 9))
     attachment.close()
     return hashes[-1]
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit() -> None:
-    assert run_ranks(2, _resume, True) == run_ranks(2, _resume, False)
+    uninterrupted = run_ranks(2, _resume, False)
+    assert run_ranks(2, _resume, True) == uninterrupted
+    assert run_ranks(2, _resume, True, True) == uninterrupted
 
 
 def test_residuals_keep_their_mean_when_the_world_size_changes() -> None:

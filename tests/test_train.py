@@ -66,6 +66,11 @@ def journal_of(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()]
 
 
+def session_folder() -> Path:
+    """Of this process's Ray cluster: the newest one whose head is at our address."""
+    return Path("/tmp/ray/session_latest").resolve()
+
+
 def our_actors() -> list[Any]:
     return [
         actor
@@ -147,6 +152,11 @@ def test_training_goes_on_when_controller_and_monitor_are_killed(tmp_path: Path)
     first, second = log_of(tmp_path, 0)[1:], log_of(tmp_path, 1)[1:]
     assert len(first) == 150
     assert [line["hash"] for line in first] == [line["hash"] for line in second]
+    logs = [path.read_text() for path in (session_folder() / "logs").glob("worker-*.err")]
+    # Both workers notice that both are gone, each once.
+    assert [text.count("the controller is gone: training goes on with plan") for text in logs].count(1) == 2
+    assert [text.count("this node's monitor is gone") for text in logs].count(1) == 2
+    assert max(text.count("is gone") for text in logs) == 2
 
 
 @pytest.mark.usefixtures("cluster")

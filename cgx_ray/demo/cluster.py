@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,9 +40,12 @@ class Cluster:
 
     def submit(self, run: Run) -> None:
         assert self.driver.stdin is not None
-        self.check()
-        self.driver.stdin.write(run.to_json() + "\n")
-        self.driver.stdin.flush()
+        try:
+            self.driver.stdin.write(run.to_json() + "\n")
+            self.driver.stdin.flush()
+        except BrokenPipeError:
+            self.driver.wait()
+            self.check()
 
     def check(self) -> None:
         """Raise DemoError if the driver has ended: it has no reason to before it is told to."""
@@ -74,7 +75,10 @@ def lab_cluster(num_workers: int, rate_bit_per_s: float, out: Path) -> Iterator[
                 stderr=log,
                 text=True,
             )
-        yield Cluster(driver=driver, driver_log=log_path, set_rate=lab.set_rate)
+        assert driver.stdin is not None
+        with driver.stdin:
+            nodes.wait()  # while the driver imports PyTorch
+            yield Cluster(driver=driver, driver_log=log_path, set_rate=lab.set_rate)
 
 
 @contextmanager
@@ -92,10 +96,15 @@ def local_cluster(num_workers: int, out: Path) -> Iterator[Cluster]:
             text=True,
             start_new_session=True,
         )
+    assert driver.stdin is not None
     try:
-        yield Cluster(driver=driver, driver_log=log_path, set_rate=None)
+        with driver.stdin:
+            yield Cluster(driver=driver, driver_log=log_path, set_rate=None)
+    except BaseException:
+        driver.terminate()
+        raise
     finally:
-        _end_session(driver)
+        _end(driver)
 
 
 def _driver_argv(address: str, num_workers: int) -> list[str]:
@@ -103,16 +112,10 @@ def _driver_argv(address: str, num_workers: int) -> list[str]:
     return [sys.executable, "-m", "cgx_ray.demo.driver", settings]
 
 
-def _end_session(driver: subprocess.Popen[str]) -> None:
-    """End the driver; Ray's processes end with it because `ray.init` started them.
-
-    Raises nothing: called on every way out.
-    """
-    assert driver.stdin is not None
-    driver.stdin.close()
-    driver.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + _END_TIMEOUT_S
-    while driver.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    driver.kill()
-    driver.wait()
+def _end(driver: subprocess.Popen[str]) -> None:
+    """Wait for the driver to end, then insist. Ray's processes end with it because its `ray.init` started them."""
+    try:
+        driver.wait(timeout=_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        driver.kill()
+        driver.wait()

@@ -6,6 +6,7 @@ Shapes: B sequences, T bytes of context, C width, H heads, V byte values
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -148,12 +149,17 @@ def split_files(root: Path) -> tuple[list[Path], list[Path]]:
     """Train and validation files below `root`, sorted by path."""
     train: list[Path] = []
     validation: list[Path] = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if _SKIPPED_FOLDERS.isdisjoint(relative.parts):
-            digest = hashlib.sha256(relative.as_posix().encode()).digest()
-            (validation if digest[0] < 256 * VALIDATION_SHARE else train).append(path)
+    for path in sorted(_python_files(root)):
+        digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+        (validation if digest[0] < 256 * VALIDATION_SHARE else train).append(path)
     return train, validation
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        # Pruned, not filtered: site-packages holds more files than everything else.
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _read_all(paths: list[Path]) -> Tensor:

@@ -35,7 +35,7 @@ class DemoOptions:
 
     out: Path
     workers: int = 4
-    steps: int = 64
+    steps: int = 48
     rate: float = 1e9
     slow_rate: float = 1e8
     seed: int = 0

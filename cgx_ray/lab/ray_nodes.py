@@ -13,10 +13,21 @@ from cgx_ray.errors import LabError
 from cgx_ray.lab.namespaces import Lab
 
 GCS_PORT = 6379
-_START_TIMEOUT_S = 90.0
+_START_TIMEOUT_S = 180.0
 
-# Answers once all nodes have registered: `ray start` returns before others can see the node.
-_WAIT = """
+# Cheap: imports nothing of Ray. The other nodes can start as soon as the head's port answers.
+_WAIT_FOR_HEAD = """
+import socket, sys, time
+while True:
+    try:
+        socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1).close()
+        break
+    except OSError:
+        time.sleep(0.05)
+"""
+
+# Ends once all nodes have registered.
+_WAIT_FOR_NODES = """
 import sys, time, ray._raylet
 address, wanted = sys.argv[1], int(sys.argv[2])
 client = ray._raylet.GcsClient(address=address)
@@ -28,7 +39,7 @@ while sum(node.state == 0 for node in client.get_all_node_info().values()) < wan
 class RayNodes:
     """Start a head on host 0 and a worker on each other host, `cpus_per_node` each; a context manager.
 
-    Its processes end with the lab.
+    Inside it the head answers; `wait` for the others. All of it ends with the lab.
 
     address  what `ray.init(address=...)` takes inside the lab
     log_dir  one log a node, kept
@@ -45,11 +56,14 @@ class RayNodes:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         head = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false", f"--temp-dir={self.lab.temp_dir}/ray"]
         self._start(0, head)
-        self._wait_for(1)
+        self._wait(_WAIT_FOR_HEAD, self.lab.hosts[0].address, str(GCS_PORT))
         for host in self.lab.hosts[1:]:
             self._start(host.index, [f"--address={self.address}"])
-        self._wait_for(len(self.lab.hosts))
         return self
+
+    def wait(self) -> None:
+        """Wait until all nodes are up. Whoever connects to the head before that finds fewer."""
+        self._wait(_WAIT_FOR_NODES, self.address, str(len(self.lab.hosts)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -64,24 +78,19 @@ class RayNodes:
             node = self.lab.popen(host, argv, ray_env(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self._nodes.append(node)
 
-    def _wait_for(self, num_nodes: int) -> None:
-        probe = self.lab.popen(
-            0,
-            [sys.executable, "-c", _WAIT, self.address, str(num_nodes)],
-            ray_env(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+    def _wait(self, script: str, *arguments: str) -> None:
+        argv = [sys.executable, "-c", script, *arguments]
+        silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        probe = self.lab.popen(0, argv, ray_env(), **silent)
         deadline = time.monotonic() + _START_TIMEOUT_S
         while probe.poll() is None:
             for host, node in enumerate(self._nodes):
                 if node.poll() is not None:
                     raise LabError(f"the Ray node on host {host} ended at start:\n{self._log_tail(host)}")
             if time.monotonic() > deadline:
-                last = len(self._nodes) - 1
                 raise LabError(
-                    f"not all of {num_nodes} Ray nodes are up after {_START_TIMEOUT_S:.0f} s:\n{self._log_tail(last)}"
+                    f"Ray is not up on {len(self.lab.hosts)} hosts after {_START_TIMEOUT_S:.0f} s; the last "
+                    f"started says:\n{self._log_tail(len(self._nodes) - 1)}"
                 )
             time.sleep(0.05)
         if probe.returncode:
