@@ -178,6 +178,22 @@ def test_a_plan_that_is_slower_than_dense_was_is_taken_back_and_not_tried_again(
     assert tried not in [plan.describe() for plan in run.loop.plans[3:]]
 
 
+def test_a_codec_whose_gain_falls_in_use_is_left_and_not_tried_again(tmp_path: Path) -> None:
+    run = start(tmp_path, min_gain=0.5)
+    run.gbps = 0.02
+    run.gain["topk:density=0.01"] = 0.7
+    run.run(10)
+    left = run.loop.plans[-1].describe()
+    assert left == "topk:density=0.01 over artopk_ring"
+    run.gain["topk:density=0.01"] = 0.2
+    (decision,) = run.run(20)
+    assert decision.reason.startswith("gain of topk:density=0.01 0.70 -> 0.20")
+    # Not in use, it is estimated from each rank's own top-k again.
+    run.gain["topk:density=0.01"] = 0.7
+    run.run(200)
+    assert left not in [plan.describe() for plan in run.loop.plans[2:]]
+
+
 def test_codecs_that_keep_too_little_are_not_chosen(tmp_path: Path) -> None:
     run = start(tmp_path, min_gain=0.99)
     run.gbps = 0.01

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from cgx_ray.control.journal import Journal
-from cgx_ray.control.policy import Decision, Disable, Keep, Policy, View, option_of
+from cgx_ray.control.policy import Decision, Disable, Keep, Policy, Replace, View, option_of
 from cgx_ray.control.view import JoinedStep, StepBook, estimate_beta
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan, make_plan
@@ -122,6 +122,10 @@ class ControlLoop:
             banned=frozenset(self._banned),
         )
         decision = self._policy.decide(view)
+        in_use = option_of(self.plans[-1])
+        if isinstance(decision, Replace) and self._gain_fell(inputs, in_use):
+            # Its gain is only known while it is used: unused, the estimate would bring it straight back.
+            self._banned[in_use] = step.step + BAN_STEPS
         if decision is not None:
             self._act(decision, step, inputs, now_s)
         return decision
@@ -213,13 +217,19 @@ class ControlLoop:
         old, new = self._decided.link.bandwidth_gbps, inputs.link.bandwidth_gbps
         if not 1 / LINK_CHANGE < new / old < LINK_CHANGE:
             return f"bandwidth {_rate(old)} -> {_rate(new)}"
-        for codec, gain in inputs.gain.items():
-            before = self._decided.gain.get(codec)
-            if before is not None and codec == str(option_of(self.plans[-1]).codec) and _moved(before, gain):
-                return f"gain of {codec} {before:.2f} -> {gain:.2f}"
+        in_use = option_of(self.plans[-1])
+        if self._gain_fell(inputs, in_use):
+            codec = str(in_use.codec)
+            return f"gain of {codec} {self._decided.gain[codec]:.2f} -> {inputs.gain[codec]:.2f}"
         if step.step - self._decided_step >= REVIEW_STEPS:
             return f"{REVIEW_STEPS} steps since the last look"
         return None
+
+    def _gain_fell(self, inputs: StepInputs, option: Option) -> bool:
+        """The codec keeps a good deal less of the gradient than when it was chosen."""
+        before = self._decided.gain.get(str(option.codec)) if self._decided is not None else None
+        now = inputs.gain.get(str(option.codec))
+        return before is not None and now is not None and now < (1 - GAIN_CHANGE) * before
 
     def _inputs(self) -> StepInputs | None:
         """What is known now, in the planner's terms; None while something is missing."""
@@ -268,10 +278,6 @@ def describe_inputs(inputs: StepInputs) -> dict[str, Any]:
 
 def _slowed(cost: CodecCost, factor: float) -> CodecCost:
     return CodecCost(**{name: getattr(cost, name) * factor for name in CodecCost.__slots__})
-
-
-def _moved(before: float, now: float) -> bool:
-    return abs(now - before) > GAIN_CHANGE * before
 
 
 def _rate(gbps: float) -> str:

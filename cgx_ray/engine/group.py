@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -53,12 +54,16 @@ class Group:
             part.copy_(self._arrived[name].view(-1))
         if self._residual_N is not None:
             self._flat_N.add_(self._residual_N)
-        if gain is not None and self._is_compressible:
-            gain.measure(self._flat_N)
+        metered = gain if self._is_compressible else None
+        if metered is not None:
+            metered.measure(self._flat_N)
+            energy = float(self._flat_N.float().norm()) ** 2
         phases.lap("encode")
         self.exchange.run(self._flat_N, self._residual_N, stamp, seed, phases)
         for name, part in self._slices.items():
             self._arrived[name].view(-1).copy_(part)
+        if metered is not None and self._residual_N is not None and energy > 0:
+            metered.correct(str(self.plan.codec), 1 - float(self._residual_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
         return phases
@@ -70,20 +75,32 @@ class GainMeter:
     def __init__(self, candidates: Mapping[str, Codec], key: int) -> None:
         self._candidates = candidates
         self._key = key
-        self._energy = 0.0
-        self._kept = dict.fromkeys(candidates, 0.0)
+        # For each group its energy and, by codec, the share of it that is kept.
+        self._groups: list[tuple[float, dict[str, float]]] = []
 
     def measure(self, grad_N: Tensor) -> None:
-        """Add a group's share, each group weighted by its energy."""
+        """Try all candidates on a sample of a group."""
         sample_N = sample_blocks(grad_N).float()
-        energy = float(sample_N.double().square().mean()) * grad_N.numel()
-        self._energy += energy
-        scale = grad_N.numel() / sample_N.numel()
-        for name, codec in self._candidates.items():
-            self._kept[name] += scale * kept_energy(codec, sample_N, self._key)
+        sample_energy = float(sample_N.double().square().sum())
+        kept = {
+            name: kept_energy(codec, sample_N, self._key) / sample_energy if sample_energy else 1.0
+            for name, codec in self._candidates.items()
+        }
+        self._groups.append((sample_energy / sample_N.numel() * grad_N.numel(), kept))
+
+    def correct(self, name: str, kept: float) -> None:
+        """Replace the estimate of the codec in use by what its exchange really kept of the group measured last.
+
+        AR-Topk keeps less than a rank's own top-k: the indices are another worker's.
+        """
+        self._groups[-1][1][name] = kept
 
     def gains(self) -> dict[str, float]:
-        """Gain by `str(CodecSpec)`; empty if the gradient was zero or not finite."""
-        if not 0 < self._energy < float("inf"):
+        """Gain by `str(CodecSpec)`, each group weighted by its energy; empty if that is zero or not finite."""
+        total = sum(energy for energy, _ in self._groups)
+        if not 0 < total < math.inf:
             return {}
-        return {name: kept / self._energy for name, kept in self._kept.items()}
+        return {
+            name: sum(energy * kept.get(name, 0.0) for energy, kept in self._groups) / total
+            for name in self._candidates
+        }
