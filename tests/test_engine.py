@@ -229,6 +229,7 @@ def _gain_in_use(rank: int, scheme: Scheme) -> tuple[float, float]:
     model.register_comm_hook(DdpBuckets(model, engine), cgx_hook)
     x_1N = torch.randn(1, 3000, generator=torch.Generator().manual_seed(rank))
     model(x_1N).sum().backward()
+    layer.weight.grad = None
     fed_N = x_1N[0] + engine.state()["residuals"]["weight"]
     model(x_1N).sum().backward()
     left_N = engine.state()["residuals"]["weight"]
