@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -240,24 +240,28 @@ def make_plan(
     scheme: Scheme = Scheme.DENSE,
     group_bytes: int = DEFAULT_GROUP_BYTES,
 ) -> Plan:
-    """One codec and scheme for the whole model; small layers go dense in an extra last group.
+    """One codec and scheme for the whole model; small layers go dense in extra groups at the end.
+
+    With nothing to compress there are no extra groups: then a group's gradients lie side by side in DDP's buckets and
+    are summed where they are.
 
     layers  in registration order; groups are filled in reverse, which is close to the order in which backward
             finishes them. The first group is small so that sending starts early, as in DDP.
     """
     check_pair(codec, scheme)
-    small = [layer for layer in layers if layer.is_small]
-    large = [layer for layer in layers if not layer.is_small]
-    groups = [
-        GroupPlan(layers=names, codec=codec, scheme=scheme) for names in _fill_groups(reversed(large), group_bytes)
-    ]
-    groups += [GroupPlan(layers=names) for names in _fill_groups(reversed(small), group_bytes)]
+    is_dense = scheme is Scheme.DENSE
+    small = [layer for layer in layers if layer.is_small and not is_dense]
+    large = [layer for layer in layers if is_dense or not layer.is_small]
+    groups = [GroupPlan(layers=names, codec=codec, scheme=scheme) for names in _fill_groups(large, group_bytes)]
+    groups += [GroupPlan(layers=names) for names in _fill_groups(small, group_bytes)]
     return Plan(version=version, world_size=world_size, groups=tuple(groups))
 
 
-def _fill_groups(layers: Iterable[Layer], group_bytes: int) -> list[tuple[str, ...]]:
+def _fill_groups(layers: Sequence[Layer], group_bytes: int) -> list[tuple[str, ...]]:
     groups: list[tuple[str, ...]] = []
-    for _, run in itertools.groupby(sorted(layers, key=lambda layer: layer.dtype), key=lambda layer: layer.dtype):
+    for _, run in itertools.groupby(
+        sorted(reversed(layers), key=lambda layer: layer.dtype), key=lambda layer: layer.dtype
+    ):
         names: list[str] = []
         filled, cap = 0, min(FIRST_GROUP_BYTES, group_bytes)
         for layer in run:

@@ -11,7 +11,7 @@ from cgx_ray.control.journal import Journal
 from cgx_ray.control.policy import Decision, Disable, Keep, Policy, Replace, View, option_of
 from cgx_ray.control.view import JoinedStep, StepBook, estimate_beta
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Layer, Plan, make_plan
+from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import DENSE, CodecCost, GroupSize, Option, StepInputs, estimate
 
@@ -68,6 +68,7 @@ class ControlLoop:
             version = self.plans[-1].version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))
         self._layers = tuple(layers)
+        self._layout = _layout(self._layers, self._group_bytes)
         self._codec_costs = dict(codec_costs)
         self._codec_slowdown = 1.0
         self._book = StepBook(first_plan.world_size)
@@ -236,19 +237,13 @@ class ControlLoop:
         recent, beta = self._recent, self._beta()
         if len(recent) < LINK_STEPS or beta is None or not self._gain:
             return None
-        numels = {layer.name: layer for layer in self._layers}
-        groups = [[numels[name] for name in group.layers] for group in self.plans[-1].groups]
+        planned = self.plans[-1].groups
+        measured = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
+        ready_s = {name: ready for group, ready in zip(planned, measured, strict=True) for name in group.layers}
         return StepInputs(
             world_size=self.plans[-1].world_size,
-            groups=tuple(
-                GroupSize(
-                    sum(layer.numel for layer in group),
-                    sum(layer.dense_bytes for layer in group),
-                    not group[0].is_small,
-                )
-                for group in groups
-            ),
-            ready_s=tuple(median(times) for times in zip(*(one.ready_s for one in recent), strict=True)),
+            groups=tuple(size for size, _ in self._layout),
+            ready_s=tuple(max(ready_s[name] for name in names) for _, names in self._layout),
             compute_s=median(one.compute_s for one in recent),
             link=Link(alpha_s=self._alpha_s(), beta_s_per_byte=beta),
             codec_costs={name: _slowed(cost, self._codec_slowdown) for name, cost in self._codec_costs.items()},
@@ -274,6 +269,20 @@ def describe_inputs(inputs: StepInputs) -> dict[str, Any]:
         "dense_bytes": sum(group.dense_bytes for group in inputs.groups),
         "gain": dict(inputs.gain),
     }
+
+
+def _layout(layers: Sequence[Layer], group_bytes: int) -> list[tuple[GroupSize, tuple[str, ...]]]:
+    """Groups of every plan that compresses, whatever the codec: sizes and names of their layers."""
+    by_name = {layer.name: layer for layer in layers}
+    plan = make_plan(
+        layers, version=0, world_size=1, codec=CodecSpec(name="bf16"), scheme=Scheme.SRA, group_bytes=group_bytes
+    )
+    sizes = []
+    for group in plan.groups:
+        members = [by_name[name] for name in group.layers]
+        numel, dense_bytes = sum(layer.numel for layer in members), sum(layer.dense_bytes for layer in members)
+        sizes.append((GroupSize(numel, dense_bytes, group.scheme is not Scheme.DENSE), group.layers))
+    return sizes
 
 
 def _slowed(cost: CodecCost, factor: float) -> CodecCost:

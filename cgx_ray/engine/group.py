@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Group:
         self.dense_bytes = sum(layers[name].dense_bytes for name in plan.layers)
         self.wire_bytes = plan.codec.payload_bytes(self.numel, dtype.itemsize)
         self.exchange = make_exchange(plan.codec, plan.scheme, self.numel, transport)
-        self._is_compressible = not any(layers[name].is_small for name in plan.layers)
+        self._is_compressible = not all(layers[name].is_small for name in plan.layers)
         self._flat_N = torch.empty(self.numel, dtype=dtype)
         self._slices = dict(zip(plan.layers, self._flat_N.split(numels), strict=True))
         self._residual_N: Tensor | None = None
@@ -50,23 +50,41 @@ class Group:
     def run(self, stamp: Stamp, seed: int, gain: GainMeter | None) -> Phases:
         """Average this group over all ranks, in place in the gradients that arrived."""
         phases = Phases()
-        for name, part in self._slices.items():
-            part.copy_(self._arrived[name].view(-1))
-        if self._residual_N is not None:
-            self._flat_N.add_(self._residual_N)
+        views = [self._arrived[name] for name in self._slices]
+        # The same on all ranks, since DDP lays out its buckets alike: they add up memory that means the same.
+        joint_N = _joint_memory(views) if self.plan.scheme is Scheme.DENSE else None
+        grad_N = joint_N if joint_N is not None else self._gather(views)
         metered = gain if self._is_compressible else None
-        if metered is not None:
-            metered.measure(self._flat_N)
-            energy = float(self._flat_N.float().norm()) ** 2
+        energy = metered.measure(grad_N) if metered is not None else 0.0
         phases.lap("encode")
-        self.exchange.run(self._flat_N, self._residual_N, stamp, seed, phases)
-        for name, part in self._slices.items():
-            self._arrived[name].view(-1).copy_(part)
+        self.exchange.run(grad_N, self._residual_N, stamp, seed, phases)
+        if joint_N is None:
+            for view, part in zip(views, self._slices.values(), strict=True):
+                view.view(-1).copy_(part)
         if metered is not None and self._residual_N is not None and energy > 0:
             metered.correct(str(self.plan.codec), 1 - float(self._residual_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
         return phases
+
+    def _gather(self, views: Sequence[Tensor]) -> Tensor:
+        for view, part in zip(views, self._slices.values(), strict=True):
+            part.copy_(view.view(-1))
+        if self._residual_N is not None:
+            self._flat_N.add_(self._residual_N)
+        return self._flat_N
+
+
+def _joint_memory(views: Sequence[Tensor]) -> Tensor | None:
+    """The memory of `views` as one tensor if they lie side by side, in any order; else None."""
+    first = min(views, key=lambda view: view.data_ptr())
+    last = max(views, key=lambda view: view.data_ptr())
+    numel = sum(view.numel() for view in views)
+    shared = all(view.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for view in views)
+    end = last.storage_offset() + last.numel()
+    if not shared or not all(view.is_contiguous() for view in views) or end - first.storage_offset() != numel:
+        return None
+    return first.as_strided((numel,), (1,), first.storage_offset())
 
 
 class GainMeter:
@@ -78,15 +96,17 @@ class GainMeter:
         # For each group its energy and, by codec, the share of it that is kept.
         self._groups: list[tuple[float, dict[str, float]]] = []
 
-    def measure(self, grad_N: Tensor) -> None:
-        """Try all candidates on a sample of a group."""
+    def measure(self, grad_N: Tensor) -> float:
+        """Try all candidates on a sample of a group; returns the whole group's energy |g|^2."""
         sample_N = sample_blocks(grad_N).float()
         sample_energy = float(sample_N.double().square().sum())
         kept = {
             name: kept_energy(codec, sample_N, self._key) / sample_energy if sample_energy else 1.0
             for name, codec in self._candidates.items()
         }
-        self._groups.append((sample_energy / sample_N.numel() * grad_N.numel(), kept))
+        energy = float(grad_N.float().norm()) ** 2
+        self._groups.append((energy, kept))
+        return energy
 
     def correct(self, name: str, kept: float) -> None:
         """Replace the estimate of the codec in use by what its exchange really kept of the group measured last.
