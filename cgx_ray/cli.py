@@ -52,7 +52,7 @@ def _console(json_path: str | None) -> Console:
 @click.option("--dense-only", is_flag=True, help="Only the dense run.")
 @click.option("--simulated-link", is_flag=True, help="Pace messages by software even if namespaces work here.")
 @click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
-@click.option("--bench-rounds", default=5, show_default=True, help="Of `bench step`, whose rows --json adds.")
+@click.option("--bench-rounds", default=12, show_default=True, help="Of `bench step`, whose rows --json adds.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the runs.  [default: runs/demo-<time>]")
 def demo(
     workers: int,
@@ -90,8 +90,8 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
-@click.option("--rounds", default=5, show_default=True, help="Rounds; each times both ways.")
-@click.option("--steps", default=8, show_default=True, help="Steps a round and way.")
+@click.option("--rounds", default=12, show_default=True, help="Rounds; each times both.")
+@click.option("--steps", default=4, show_default=True, help="Steps of each in a round.")
 def step(json_path: str | None, rounds: int, steps: int) -> None:
     """What the engine costs with dense gradients, against plain DDP."""
     from cgx_ray.bench.result import write_result  # noqa: PLC0415

@@ -19,6 +19,7 @@ from cgx_ray.demo.gpt import GPTConfig, StdlibBytes, build_gpt, split_files
 from cgx_ray.demo.run import DemoOptions, parse_rate
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
+from cgx_ray.report.record import load_run
 
 _REASON = Lab.available()
 needs_lab = pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
@@ -103,7 +104,7 @@ def test_the_model_learns():
     data, model = StdlibBytes(context=64), build_gpt(0, GPTConfig(context=64, width=64, num_layers=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
-    for step in range(30):
+    for step in range(20):
         loss = model(*data.train_batch(seed=0, step=step, rank=0, batch_size=8))
         loss.backward()
         optimizer.step()
@@ -111,7 +112,7 @@ def test_the_model_learns():
         losses.append(loss.item())
     # ln 256 is 5.55: bytes at random.
     assert abs(losses[0] - 5.55) < 0.2
-    assert losses[-1] < 4.0, losses
+    assert losses[-1] < 4.5, losses
 
 
 def test_rates_are_read_as_tc_writes_them():
@@ -149,26 +150,22 @@ def test_a_training_that_fails_shows_its_last_lines(tmp_path):
         Cluster(driver=driver, driver_log=log, set_rate=None).check()
 
 
-def check_demo(out: Path, result: subprocess.CompletedProcess[str], *, names: list[str]) -> None:
-    """What every finished demo has to have written."""
-    assert result.returncode == 0, result.stderr + result.stdout
-    assert (out / "demo.png").stat().st_size > 20_000
-    for name in names:
-        lines = [json.loads(line) for line in (out / name / "steps.jsonl").read_text().splitlines()]
-        assert [line.get("step") for line in lines] == [*range(8), None]
-        assert lines[-1]["weights_identical"], lines[-1]
-        assert len(lines[-1]["weights_sha256"]) == 2
-        (change,) = [json.loads(line) for line in (out / name / "network.jsonl").read_text().splitlines()]
-        assert change["step"] >= 3
-
-
-@needs_lab
-def test_the_demo_runs_in_the_lab_and_its_json_is_well_formed(tmp_path):
+def test_the_demo_runs_to_its_end_and_its_json_is_well_formed(tmp_path):
     out = tmp_path / "out"
     argv = [*CGX_RAY, "demo", "--workers", "2", "--steps", "8", "--out", str(out), "--json", "-"]
     argv += ["--slow-rate", "500mbit", "--bench-rounds", "1"]
-    result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=200)
-    check_demo(out, result, names=["dense", "adaptive"])
+    result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=280)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert ("simulated link" in result.stderr) == (_REASON is not None)
+    assert "time to the same loss" in result.stderr
+    assert (out / "demo.png").stat().st_size > 20_000
+    for name in ("dense", "adaptive"):
+        record = load_run(out / name)
+        assert [line.step for line in record.steps] == list(range(8))
+        assert [change.rate_bit_per_s for change in record.changes] == [500e6]
+        assert record.changes[0].step >= 3
+        assert len(record.end["weights_sha256"]) == 2
+        assert record.end["weights_identical"], record.end
     written = json.loads(result.stdout)
     assert written["bench"] == "demo"
     rows = {row["name"]: row for row in written["rows"]}
@@ -177,17 +174,6 @@ def test_the_demo_runs_in_the_lab_and_its_json_is_well_formed(tmp_path):
     assert {"time_to_loss_ratio", "weights_identical", "engine_overhead_dense"} < rows.keys()
     assert rows["weights_identical"]["value"] == 1
     assert rows["fast_phase_step_s"]["baseline"] > 0
-    assert "time to the same loss" in result.stderr
-
-
-def test_the_demo_runs_without_a_lab_and_says_so(tmp_path):
-    out = tmp_path / "out"
-    argv = [*CGX_RAY, "demo", "--workers", "2", "--steps", "8", "--out", str(out), "--dense-only"]
-    argv += ["--slow-rate", "500mbit", "--simulated-link"]
-    result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=200)
-    check_demo(out, result, names=["dense"])
-    assert "simulated link" in result.stdout
-    assert not (out / "adaptive").exists()
 
 
 @pytest.mark.parametrize("arguments", [pytest.param([], marks=needs_lab, id="lab"), ["--simulated-link"]])
@@ -204,6 +190,7 @@ def test_ctrl_c_leaves_no_process_and_no_namespace(tmp_path, arguments):
         time.sleep(0.1)
     started = psutil.Process(demo.pid).children(recursive=True)
     assert len(started) > 5
+    assert ("simulated link" in (tmp_path / "log").read_text()) == bool(arguments)
     demo.send_signal(signal.SIGINT)
     assert demo.wait(timeout=60) != 0
     _, alive = psutil.wait_procs(started, timeout=20)

@@ -65,10 +65,15 @@ def loss_target(dense: RunRecord) -> float:
 
 
 def decision_delay(record: RunRecord) -> tuple[int, float] | None:
-    """Steps and seconds from the network's change to the first new plan decided after it; None if there was none."""
+    """Steps and seconds from the network's change to the first decision that knows of it; None if none does.
+
+    To keep the plan is a decision too. It knows of the change if the bandwidth it was made with is at most twice the
+    new rate: a decision right after the change may still rest on the old network.
+    """
     change = record.changes[0]
-    for line in record.replacements:
-        if line["time"] > change.time:
+    for line in record.decisions:
+        bandwidth_bit_per_s = line["inputs"]["bandwidth_gbps"] * 1e9
+        if line["time"] > change.time and bandwidth_bit_per_s <= 2 * change.rate_bit_per_s:
             return line["step"] - change.step, line["time"] - change.time
     return None
 
@@ -157,7 +162,7 @@ def print_summary(console: Console, dense: RunRecord, adaptive: RunRecord | None
     console.print(table)
     if adaptive is None:
         return
-    for line in adaptive.replacements:
+    for line in adaptive.decisions:
         console.print(describe_decision(line), highlight=False, markup=False, soft_wrap=True)
     by_name = {row.name: row for row in make_rows(dense, adaptive)}
     console.print(

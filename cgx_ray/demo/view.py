@@ -87,9 +87,9 @@ class PlainView:
         if not scene.records:
             return
         record = scene.records[-1]
-        for line in record.replacements[self._shown.get(record.name, 0) :]:
+        for line in record.decisions[self._shown.get(record.name, 0) :]:
             self._print(f"{record.name}: {describe_decision(line)}")
-        self._shown[record.name] = len(record.replacements)
+        self._shown[record.name] = len(record.decisions)
         now = time.monotonic()
         if record.steps and now - self._last_print >= _PLAIN_INTERVAL_S:
             self._last_print = now
@@ -106,8 +106,11 @@ def format_rate(bit_per_s: float) -> str:
 
 
 def describe_decision(line: dict[str, Any]) -> str:
-    """One line: step, old plan, new plan, and the reason, which holds the prediction."""
-    return f"step {line['step']}: {line['old']['plan']} -> {line['new']['plan']}: {line['reason']}"
+    """One line: step, old and new plan, and the reason, which holds the prediction."""
+    change = (
+        f"keep {line['new']['plan']}" if line["kind"] == "keep" else f"{line['old']['plan']} -> {line['new']['plan']}"
+    )
+    return f"step {line['step']}: {change}: {line['reason']}"
 
 
 def _plain_line(record: RunRecord, scene: Scene) -> str:
@@ -140,8 +143,8 @@ def _run_panel(record: RunRecord, scene: Scene) -> Panel:
         table.add_row("plan", Text(step.plan, style="bold"))
     if is_running:
         table.add_row(scene.link, format_rate(scene.rate_bit_per_s))
-    if record.replacements:
-        table.add_row("decision", Text(describe_decision(record.replacements[-1]), style="yellow"))
+    if record.decisions:
+        table.add_row("decision", Text(describe_decision(record.decisions[-1]), style="yellow"))
     title = f"{record.name} gradients" if record.name == "dense" else record.name
     return Panel(table, title=title, title_align="left", border_style="cyan" if is_running else "dim")
 

@@ -41,15 +41,15 @@ def _draw_loss(axes: Axes, records: Sequence[RunRecord]) -> None:
             f"{seconds[-1]:.0f} s",
             (seconds[-1], losses[-1]),
             textcoords="offset points",
-            xytext=(0, 9),
-            ha="center",
+            xytext=(8, 0),
+            va="center",
             color=color,
             fontweight="bold",
         )
         for change in record.changes:
             axes.axvline(change.time - start, color=color, linestyle=":", linewidth=1.2)
     axes.set(xlabel="seconds of training", ylabel="loss (nats a byte, mean of 10 steps)", title="Loss over time")
-    axes.margins(x=0.06)
+    axes.margins(x=0.1)
     axes.legend(frameon=False)
     _clean(axes)
 
@@ -68,16 +68,16 @@ def _draw_step_time(axes: Axes, records: Sequence[RunRecord]) -> None:
             label=record.name,
         )
     axes.set_yscale("log")
-    # Room above for the annotations.
+    # Room for the plans' names above and the network's rate below.
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.35)
+    axes.set_ylim(low / (high / low) ** 0.12, high * (high / low) ** 0.35)
     _shade_phases(axes, records[0])
     for record in records:
         _mark_decisions(axes, record)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     axes.set(xlabel="step", ylabel="seconds a step (log scale)", title="Step time and decisions")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     _clean(axes)
 
 
@@ -96,8 +96,21 @@ def _shade_phases(axes: Axes, record: RunRecord) -> None:
 
 
 def _mark_decisions(axes: Axes, record: RunRecord) -> None:
-    """A line at the first step of each new plan, with the plan's name."""
+    """A line at the first step of each new plan, with the plan's name; a ring where the plan was kept."""
     color = _COLORS.get(record.name, _OTHER_COLOR)
+    step_s = {line.step: line.step_s for line in record.steps}
+    kept = [line["step"] for line in record.decisions if line["kind"] == "keep" and line["step"] in step_s]
+    if kept:
+        axes.plot(
+            kept,
+            [step_s[step] for step in kept],
+            color=color,
+            linestyle="none",
+            marker="o",
+            markersize=8,
+            markerfacecolor="none",
+            label="decided to keep the plan",
+        )
     before = record.steps[0].plan_version
     marks = []
     for line in record.steps[1:]:

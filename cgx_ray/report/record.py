@@ -71,11 +71,6 @@ class RunRecord:
         with (self.run_dir / "network.jsonl").open("a") as file:
             file.write(json.dumps({field.name: getattr(change, field.name) for field in fields(RateChange)}) + "\n")
 
-    @property
-    def replacements(self) -> list[dict[str, Any]]:
-        """Decisions that changed the plan."""
-        return [line for line in self.decisions if line["kind"] != "keep"]
-
     def _size(self) -> int:
         counts = (self.steps, self.decisions, self.outcomes, self.changes)
         return sum(len(lines) for lines in counts) + (self.end is not None)
