@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +17,8 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.errors import CGXError, ConfigError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
-from cgx_ray.plan import CodecSpec, Layer, Plan
-from cgx_ray.planner.options import candidate_options
+from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Layer, Plan, Scheme
+from cgx_ray.planner.options import candidate_codecs
 from cgx_ray.settings import Settings
 
 STATE_FORMAT = 1
@@ -93,13 +95,13 @@ class Attachment:
         Call it on every rank before training goes on. Of all ranks' states a rank takes its own; if the world size has
         changed, every rank takes their mean. Raises StateError if a state is of another format or model.
         """
-        given = [states] if isinstance(states, Mapping) else list(states)
+        given = [states] if isinstance(states, Mapping) else check_complete(list(states))
         for state in given:
             if state.get("format") != STATE_FORMAT:
                 raise StateError(f"state has format {state.get('format')!r}, this version reads {STATE_FORMAT}")
         if self._engine is None:
             return
-        if given and given[0]["world_size"] == dist.get_world_size() == len(given):
+        if len(given) == dist.get_world_size():
             given = [state for state in given if state["rank"] == dist.get_rank()]
         self._engine.load_state(*merge_states(given))
 
@@ -107,6 +109,18 @@ class Attachment:
         """Stop the communication thread. The model cannot be trained further."""
         if self._engine is not None:
             self._engine.close()
+
+
+def check_complete(states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Raise StateError unless these are the states of all ranks of one run at one step."""
+    runs = {(state.get("world_size"), state.get("step")) for state in states}
+    ranks = sorted(state.get("rank", -1) for state in states)
+    if len(runs) != 1 or ranks != list(range(states[0].get("world_size", 0))):
+        raise StateError(
+            f"got states of ranks {ranks}, of (world size, step) {sorted(runs, key=str)}; give those of all ranks of "
+            "one run at one step, or this rank's own"
+        )
+    return states
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, torch.Tensor]]:
@@ -149,68 +163,80 @@ def attach(
 
     model          a DistributedDataParallel; call it on every rank. Anything at world size 1: nothing happens
     plan           fixed plan for the whole run, until `Attachment.hold` offers another one
-    codec, scheme  the same for all layers, as in `CodecSpec.parse`; default qsgd 4/128 over sra without Ray, and what
-                   CGXConfig says in a Ray Train worker
+    codec, scheme  the same for all layers and fixed, as in `CodecSpec.parse`; left out, CGXConfig decides in a Ray
+                   Train worker, and elsewhere it is qsgd 4/128 over sra
 
     Raises ConfigError or PlanError, on all ranks, before training starts.
     """
     global _attached  # noqa: PLW0603 - add_state finds the engine of this process by it
+    settings = _settings(plan, codec, scheme)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         attachment = Attachment(None)
     else:
-        attachment = _attach(model, plan, codec, scheme)
+        is_chosen = plan is not None or codec is not None or scheme is not None
+        attachment = _attach(model, plan, settings, asks_controller=not is_chosen)
     _attached = attachment
     return attachment
 
 
-def _attach(model: nn.Module, plan: Plan | None, codec: str | None, scheme: str | None) -> Attachment:
-    session = _session if plan is None and codec is None and scheme is None else None
-    settings = session.settings if session is not None else _static_settings(codec, scheme)
-    group = dist.new_group(backend="gloo")
+def _settings(plan: Plan | None, codec: str | None, scheme: str | None) -> Settings:
+    """The session's settings, or static ones; arguments of `attach` win."""
+    settings = _session.settings if _session is not None else Settings(policy="static")
+    if plan is not None and (codec is not None or scheme is not None):
+        raise ConfigError("attach got a plan and a codec or scheme; the plan already says both, give one of them")
+    if plan is not None or codec is not None or scheme is not None:
+        codec = codec or settings.codec
+        fitting = [s for s in (Scheme.SRA, *Scheme) if CodecSpec.parse(codec).name in CODECS_OF_SCHEME[s]]
+        settings = replace(settings, policy="static", codec=codec, scheme=scheme or fitting[0])
+    return settings
+
+
+def _attach(model: nn.Module, plan: Plan | None, settings: Settings, *, asks_controller: bool) -> Attachment:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
     try:
-        if not isinstance(model, DistributedDataParallel):
-            raise ConfigError(
-                f"attach got a {type(model).__name__}; wrap it first, with ray.train.torch.prepare_model or "
-                "torch.nn.parallel.DistributedDataParallel"
-            )
-        layers = layers_of(model)
+        layers = _check_model(model)
         if plan is None and dist.get_rank() == 0:
-            plan = _first_plan(session, settings, layers)
+            asked = _session if asks_controller else None
+            world_size = dist.get_world_size()
+            plan = asked.first_plan(layers, world_size) if asked else settings.static_plan(layers, world_size)
         offer: str | CGXError | None = plan.to_json() if plan is not None else None
     except CGXError as error:
         layers, offer = [], error
     plan = _agree(layers, offer, group)
+    candidates = [codec for codec in candidate_codecs(settings.densities) if codec.name != "none"]
     engine = Engine(
         layers,
         plan,
         Transport(group, settings.simulated_link),
         seed=settings.seed,
-        candidates=_candidates(settings) if session is not None else (),
+        candidates=candidates if settings.policy == "adaptive" else (),
     )
     assert isinstance(model, DistributedDataParallel)
-    model.register_comm_hook(DdpBuckets(model, engine), cgx_hook)
+    try:
+        model.register_comm_hook(DdpBuckets(model, engine), cgx_hook)
+    except RuntimeError as error:
+        engine.close()
+        raise ConfigError(f"this model already has a communication hook ({error}); attach once a model") from error
     attachment = Attachment(engine)
-    if session is not None:
-        session.start(attachment)
+    if _session is not None:
+        _session.start(attachment)
     return attachment
 
 
-def _static_settings(codec: str | None, scheme: str | None) -> Settings:
-    defaults = Settings(policy="static")
-    return Settings(policy="static", codec=codec or defaults.codec, scheme=scheme or defaults.scheme)
-
-
-def _first_plan(session: Session | None, settings: Settings, layers: Sequence[Layer]) -> Plan:
-    if session is not None:
-        return session.first_plan(layers, dist.get_world_size())
-    return settings.static_plan(layers, dist.get_world_size())
-
-
-def _candidates(settings: Settings) -> list[CodecSpec]:
-    if settings.policy == "static":
-        return []
-    options = candidate_options(settings.densities)
-    return list({str(option.codec): option.codec for option in options if option.codec.name != "none"}.values())
+def _check_model(model: nn.Module) -> list[Layer]:
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            f"attach got a {type(model).__name__}; wrap it first, with ray.train.torch.prepare_model or "
+            "torch.nn.parallel.DistributedDataParallel"
+        )
+    if dist.get_world_size(model.process_group) != dist.get_world_size():
+        raise ConfigError(
+            f"the model is averaged over {dist.get_world_size(model.process_group)} of {dist.get_world_size()} ranks; "
+            "this version averages over all of them"
+        )
+    if _session is not None and attached() is not None:
+        raise ConfigError("this worker has attached a model already; a Ray Train run carries one")
+    return layers_of(model)
 
 
 def _agree(layers: Sequence[Layer], offer: str | CGXError | None, group: dist.ProcessGroup) -> Plan:

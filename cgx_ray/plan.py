@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from cgx_ray.errors import ConfigError, PlanError
+from cgx_ray.errors import CGXError, ConfigError, PlanError
 
 SMALL_LAYER_NUMEL = 1024
 FIRST_GROUP_BYTES = 1 << 20
@@ -227,7 +227,9 @@ class Plan:
                 for group in raw["groups"]
             )
             return cls(version=raw["version"], world_size=raw["world_size"], groups=groups)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except CGXError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"not a plan: {error}; write plans with Plan.to_json") from error
 
 

@@ -1,4 +1,4 @@
-"""The only module that imports private names of Ray. Checked against the pinned Ray by tests/test_ray_compat.py."""
+"""The only module that imports private names of Ray. tests/test_train.py runs it on the pinned Ray."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ class Settings:
     min_gain        adaptive leaves out codecs that keep less of the gradient than this share
     group_bytes     dense bytes that are encoded and sent together
     seed            of the stochastic rounding
+    timeout_s       before a peer that does not answer counts as gone
     simulated_link  hold messages back as a slow link would; for demos and tests
     """
 
@@ -34,6 +35,7 @@ class Settings:
     min_gain: float = 0.8
     group_bytes: int = DEFAULT_GROUP_BYTES
     seed: int = 0
+    timeout_s: float = 1800
     simulated_link: SimulatedLink | None = None
 
     def __post_init__(self) -> None:
@@ -41,11 +43,16 @@ class Settings:
             raise ConfigError(f"unknown policy {self.policy!r}; known: {', '.join(POLICIES)}")
         if self.scheme not in tuple(Scheme):
             raise ConfigError(f"unknown scheme {self.scheme!r}; known: {', '.join(Scheme)}")
-        if not 0 <= self.min_gain <= 1:
+        for name in ("group_bytes", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give a whole number")
+        if not isinstance(self.min_gain, int | float) or not 0 <= self.min_gain <= 1:
             raise ConfigError(f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the squared gradient")
         if self.group_bytes < 1:
             raise ConfigError(f"group_bytes {self.group_bytes!r} is not allowed; give 1 or more")
         check_pair(CodecSpec.parse(self.codec), Scheme(self.scheme))
+        if not isinstance(self.densities, tuple | list):
+            raise ConfigError(f"densities {self.densities!r} is not allowed; give a tuple such as (0.1, 0.01)")
         for density in self.densities:
             CodecSpec(name="topk", density=density)
 

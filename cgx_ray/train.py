@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import ray
 import ray.train
 import torch
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cgx_ray.attach import attached
@@ -71,7 +73,7 @@ class CGXBackend(TorchBackend):
         super().on_start(worker_group, backend_config)
         facts = run_facts(worker_group)
         settings = backend_config.settings()
-        if self._controller is None:
+        if not _is_alive(self._controller):
             self._controller = _start_controller(settings, facts)
         self._agents = _start_agents(facts, self._controller)
         by_rank = [self._agents[node_id] for node_id in facts.node_ids]
@@ -83,6 +85,13 @@ class CGXBackend(TorchBackend):
             ray.kill(agent)
         self._agents = {}
         super().on_shutdown(worker_group, backend_config)
+
+
+def _is_alive(actor: Any) -> bool:
+    try:
+        return actor is not None and bool(ray.get(actor.__ray_ready__.remote()))
+    except RayActorError:
+        return False
 
 
 def _start_controller(settings: Settings, facts: RunFacts) -> Any:
@@ -124,18 +133,21 @@ def add_state(checkpoint: ray.train.Checkpoint | None = None) -> ray.train.Check
                 residuals alone and Ray Train merges the files of all ranks
     Returns the checkpoint unchanged if nothing is attached or nothing is exchanged (world size 1).
     """
-    global _state_folder  # noqa: PLW0603 - one folder a process, reused so that checkpoints do not pile up
+    global _state_folder  # noqa: PLW0603 - one folder a process, removed with it
     attachment = attached()
     if attachment is None or attachment.plan is None:
         return checkpoint
     if checkpoint is None:
         _state_folder = _state_folder or tempfile.TemporaryDirectory(prefix="cgx_ray-")
-        checkpoint = ray.train.Checkpoint.from_directory(_state_folder.name)
+        # A new folder each time: an asynchronous upload may still be reading the last one, or have removed it.
+        for old in sorted(Path(_state_folder.name).iterdir(), key=lambda path: path.stat().st_mtime)[:-2]:
+            shutil.rmtree(old, ignore_errors=True)
+        checkpoint = ray.train.Checkpoint.from_directory(tempfile.mkdtemp(dir=_state_folder.name))
     folder = Path(checkpoint.path)
     if not folder.is_dir():
         raise StateError(f"checkpoint {checkpoint.path} is not a local folder; add the state before it is uploaded")
     state = attachment.state_dict()
-    torch.save(state, folder / state_file(state["rank"]))
+    torch.save(state, folder / state_file(state["rank"], state["world_size"]))
     return checkpoint
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import ray
 import ray.train
 import torch
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from cgx_ray.attach import Attachment, open_session
 from cgx_ray.codecs import make_codec
 from cgx_ray.errors import PlanError
 from cgx_ray.plan import CodecSpec, Layer, Plan, make_plan
-from cgx_ray.planner.options import CodecCost, candidate_options
+from cgx_ray.planner.options import CodecCost, candidate_codecs
 from cgx_ray.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ CALIBRATION_NUMELS = (1 << 10, 1 << 18)
 CALIBRATION_ROUNDS = 5
 
 
-def state_file(rank: int) -> str:
-    return f"cgx_ray-rank{rank:05d}.pt"
+def state_file(rank: int, world_size: int) -> str:
+    return f"cgx_ray-rank{rank:05d}-of-{world_size:05d}.pt"
 
 
 class RaySession:
@@ -96,7 +96,7 @@ class _Plans:
             logger.error("a plan of the controller was rejected, the plan in force stays: %s", error)
         except ActorUnavailableError:
             time.sleep(timeout_s)
-        except RayActorError as error:
+        except RayError as error:
             self.is_alive = False
             assert self._attachment.plan is not None
             in_force = f"plan {self._attachment.plan.version}, {self._attachment.plan.describe()}"
@@ -123,7 +123,7 @@ class _Samples:
                 ray.get(self._report)
         except ActorUnavailableError:
             pass  # The report is lost, the next one may get through.
-        except RayActorError as error:
+        except RayError as error:
             self.is_alive = False
             logger.warning("this node's monitor is gone: training goes on unwatched (%s)", _first_line(error))
             return
@@ -142,20 +142,23 @@ def open_ray_session(settings: Settings, controller: Any, agents: Sequence[Any])
 
 
 def restore(attachment: Attachment) -> None:
-    """Load residuals from the checkpoint Ray Train resumes from, if it has any."""
+    """Load residuals from the checkpoint Ray Train resumes from: this rank's own, or all if the world size changed."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     with checkpoint.as_directory() as folder:
         files = sorted(Path(folder).glob(STATE_FILES))
-        if not files:
-            return
-        attachment.load_state_dict([torch.load(file, weights_only=True) for file in files])
+        own = Path(folder) / state_file(rank, world_size)
+        if own in files:
+            attachment.load_state_dict(torch.load(own, weights_only=True))
+        elif files:
+            attachment.load_state_dict([torch.load(file, weights_only=True) for file in files])
 
 
 def measure_codecs(settings: Settings) -> dict[str, CodecCost]:
     """Time of every candidate codec on this worker, by `str(CodecSpec)`."""
-    return {str(o.codec): measure_codec(o.codec) for o in candidate_options(settings.densities)}
+    return {str(codec): measure_codec(codec) for codec in candidate_codecs(settings.densities)}
 
 
 def measure_codec(spec: CodecSpec) -> CodecCost:

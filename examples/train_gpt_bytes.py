@@ -61,7 +61,6 @@ def report(model: torch.nn.Module, optimizer: torch.optim.Optimizer, metrics: di
             }
             torch.save(state, Path(folder) / "state.pt")
             checkpoint = Checkpoint.from_directory(folder)
-            print(f"step {metrics['step']}: loss {metrics['loss']:.3f}, {metrics['plan']}", flush=True)
         # What compression still owes the model travels with the checkpoint, one small file a rank.
         ray.train.report(metrics, checkpoint=cgx_ray.add_state(checkpoint))
 

@@ -47,6 +47,7 @@ class FakeRun:
     gain: dict[str, float] = field(default_factory=lambda: dict(GAIN))
     late_rank_s: float = 0.0
     step: int = 0
+    latency_s: float = 1e-4
 
     def run(self, num_steps: int) -> list[Decision]:
         decisions = []
@@ -57,7 +58,7 @@ class FakeRun:
                 node_id="node",
                 time_s=float(self.step),
                 steps=samples,
-                latency_s={"other": 1e-4},
+                latency_s={"other": self.latency_s},
                 sent_bytes_per_s=0.0,
                 received_bytes_per_s=0.0,
             )
@@ -66,7 +67,7 @@ class FakeRun:
 
     def _sample(self, rank: int) -> StepSample:
         plan = self.loop.plans[-1]
-        link = Link.from_rates(bandwidth_gbps=self.gbps, latency_ms=0.1)
+        link = Link.from_rates(bandwidth_gbps=self.gbps, latency_ms=self.latency_s * 1e3)
         numel = {layer.name: layer.numel for layer in LAYERS}
         transfers = []
         for index, group in enumerate(plan.groups):
@@ -192,6 +193,35 @@ def test_a_codec_whose_gain_falls_in_use_is_left_and_not_tried_again(tmp_path: P
     run.gain["topk:density=0.01"] = 0.7
     run.run(200)
     assert left not in [plan.describe() for plan in run.loop.plans[2:]]
+
+
+def test_a_plan_under_min_gain_is_left_even_for_a_slower_one(tmp_path: Path) -> None:
+    run = start(tmp_path, min_gain=0.8)
+    run.gbps = 0.005
+    run.gain["topk:density=0.01"] = 0.9
+    run.run(10)
+    assert run.loop.plans[-1].describe() == "topk:density=0.01 over artopk_ring"
+    run.gain["topk:density=0.01"] = 0.78
+    run.run(20)
+    assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
+
+
+def test_compression_that_a_recovered_network_made_useless_is_taken_back(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(20)
+    run.gbps, run.slowdown = 10.0, 1.6
+    run.run(20)
+    assert run.loop.plans[-1].describe() == "dense"
+    assert journal(tmp_path)[-2]["kind"] == "disable"
+
+
+def test_a_tenfold_latency_is_a_cause(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.run(20)
+    run.latency_s = 0.02
+    decisions = run.run(3)
+    assert "latency 0.1 -> 20.0 ms" in decisions[0].reason
 
 
 def test_codecs_that_keep_too_little_are_not_chosen(tmp_path: Path) -> None:

@@ -217,6 +217,76 @@ def test_what_was_not_sent_is_in_the_residuals(scheme: str) -> None:
     torch.testing.assert_close(results[0][0], sent_mean_N, rtol=0, atol=40 * 21 * 2**-24)
 
 
+def _paid_back(rank: int, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Sum of what was sent through a change from top-k to `scheme`, and of what should have been."""
+    layer = nn.Linear(2000, 1, bias=False)
+    model = DistributedDataParallel(layer)
+    attachment = cgx_ray.attach(model, codec="topk:density=0.1", scheme="allgather")
+    plan = cgx_ray.make_plan(cgx_ray.layers_of(model), version=1, world_size=2, scheme=scheme)
+    # A layer with one row is small by its size only, so make_plan compresses it.
+    x_1N = torch.randn(1, 2000, generator=torch.Generator().manual_seed(rank))
+    total_N = torch.zeros(2000)
+    for step in range(6):
+        if step == 2:
+            attachment.hold(plan)
+        layer.weight.grad = None
+        model(x_1N).sum().backward()
+        assert layer.weight.grad is not None
+        total_N += layer.weight.grad[0]
+    owed = len(attachment.state_dict()["residuals"])
+    assert attachment.last_step is not None
+    assert attachment.last_step.plan_version == 1
+    attachment.close()
+    return total_N, 6 * x_1N[0], owed
+
+
+@pytest.mark.parametrize("scheme", [Scheme.DENSE, Scheme.SRA])
+def test_residuals_are_paid_when_the_next_plan_needs_none(scheme: Scheme) -> None:
+    (sent_N, first_N, owed), (_, second_N, _) = run_ranks(2, _paid_back, scheme)
+    torch.testing.assert_close(sent_N, (first_N + second_N) / 2, rtol=0, atol=1e-4)
+    assert owed == 0
+
+
+def _after_close(rank: int) -> str:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="none", scheme="dense")
+    train(model, rank, range(1))
+    attachment.close()
+    with pytest.raises(cgx_ray.CGXError) as caught:
+        train(model, rank, range(1, 2))
+    return str(caught.value)
+
+
+def test_training_on_after_close_is_one_clear_error() -> None:
+    assert "the engine is closed" in run_ranks(2, _after_close)[0]
+
+
+def _bad_states(rank: int) -> list[str]:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="topk:density=0.1", scheme="allgather")
+    train(model, rank, range(2))
+    good = attachment.state_dict()
+    foreign = {**good, "residuals": {"other.weight": torch.zeros(3)}}
+    larger = {**good, "residuals": {"left.weight": torch.zeros(3)}}
+    messages = []
+    for states in ([], [good], foreign, larger, {**good, "format": 9}):
+        with pytest.raises(cgx_ray.StateError) as caught:
+            attachment.load_state_dict(states)
+        messages.append(str(caught.value))
+    train(model, rank, range(2, 3))
+    attachment.close()
+    return messages
+
+
+def test_states_that_are_incomplete_or_of_another_model_are_refused() -> None:
+    empty, partial, foreign, larger, version = run_ranks(2, _bad_states)[0]
+    assert "ranks []" in empty
+    assert "ranks [0]" in partial
+    assert "no such layer" in foreign
+    assert "3 elements for layer 'left.weight', the model has 4323" in larger
+    assert "format 9" in version
+
+
 def _gain_in_use(rank: int, scheme: Scheme) -> tuple[float, float]:
     """Gain that the engine reports for the codec in use at step 1, and the true one."""
     spec = CodecSpec(name="topk", density=0.1)
@@ -388,6 +458,14 @@ def _attach_wrong(rank: int, case: str) -> str:
         model = Branches()
     elif case == "other layers":
         arguments["plan"] = cgx_ray.make_plan(cgx_ray.layers_of(model)[:-1], version=0, world_size=2)
+    elif case == "subgroup":
+        # Both ranks must make both groups.
+        alone = [dist.new_group([0]), dist.new_group([1])]
+        model = DistributedDataParallel(Branches(), process_group=alone[rank])
+    elif case == "hook twice":
+        cgx_ray.attach(model)
+    elif case == "plan and codec":
+        arguments = {"plan": cgx_ray.make_plan(cgx_ray.layers_of(model), version=0, world_size=2), "codec": "topk"}
     elif case == "other world":
         arguments["plan"] = cgx_ray.make_plan(cgx_ray.layers_of(model), version=0, world_size=3)
     elif case == "one rank has another plan":
@@ -405,6 +483,9 @@ def _attach_wrong(rank: int, case: str) -> str:
     [
         ("not ddp", "wrap it first"),
         ("other layers", "covers 7 layers, the model has 8"),
+        ("subgroup", "averaged over 1 of 2 ranks"),
+        ("hook twice", "attach once a model"),
+        ("plan and codec", "give one of them"),
         ("other world", "world size 3"),
         ("one rank has another plan", "different plans"),
         ("one rank alone is wrong", "wrap it first"),

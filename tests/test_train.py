@@ -176,6 +176,8 @@ def test_world_size_one_trains_as_if_nothing_was_attached(tmp_path: Path) -> Non
         ({"codec": "topk", "scheme": "sra"}, "scheme sra cannot carry codec topk"),
         ({"scheme": "mesh"}, "unknown scheme 'mesh'; known: dense, allgather, sra, artopk_ring"),
         ({"densities": (2.0,)}, "density 2.0 is not in (0, 1]"),
+        ({"densities": 0.1}, "give a tuple such as"),
+        ({"seed": "a"}, "seed 'a' is not allowed"),
         ({"min_gain": 2}, "min_gain 2 is not in [0, 1]"),
     ],
 )

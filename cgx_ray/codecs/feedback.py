@@ -39,6 +39,10 @@ class Residuals:
             self._by_name[name] = view
         return flat_N
 
+    def pop(self, name: str) -> Tensor | None:
+        """What is owed to a layer, which is forgotten: for codecs that send everything."""
+        return self._by_name.pop(name, None)
+
     def state(self) -> dict[str, Tensor]:
         """Copies, for a checkpoint."""
         return {name: view.clone() for name, view in self._by_name.items()}

@@ -35,11 +35,11 @@ class Exchange(Protocol):
         """
 
 
-def make_exchange(codec: CodecSpec, scheme: Scheme, numel: int, transport: Transport) -> Exchange:
-    """The exchange for a group of `numel` elements."""
+def make_exchange(codec: CodecSpec, scheme: Scheme, numel: int, item_bytes: int, transport: Transport) -> Exchange:
+    """The exchange for a group of `numel` elements of `item_bytes` each."""
     match scheme:
         case Scheme.DENSE:
-            return Dense(numel, transport)
+            return Dense(numel * item_bytes, transport)
         case Scheme.ALLGATHER:
             return Allgather(codec, numel, transport)
         case Scheme.SRA:

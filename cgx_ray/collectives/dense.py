@@ -12,9 +12,9 @@ from cgx_ray.collectives.transport import Transport
 class Dense:
     """Divide, then sum, as DDP does: a sum of fp16 gradients would overflow first."""
 
-    def __init__(self, numel: int, transport: Transport) -> None:
+    def __init__(self, dense_bytes: int, transport: Transport) -> None:
         self._transport = transport
-        self.sent_bytes = 2 * (transport.world_size - 1) * numel * 4 // transport.world_size
+        self.sent_bytes = 2 * (transport.world_size - 1) * dense_bytes // transport.world_size
 
     def run(self, grad_N: Tensor, residual_N: Tensor | None, stamp: Stamp, seed: int, phases: Phases) -> None:
         """`grad_N` may be of any dtype here. See `Exchange.run`."""

@@ -11,6 +11,8 @@ from cgx_ray.planner.options import DENSE, Estimate, Option, StepInputs, choose,
 
 # A change must promise this much, or noise would flip plans back and forth.
 MIN_IMPROVEMENT = 0.05
+# The promise: never slower than dense by more than this.
+MAX_SLOWDOWN = 1.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,9 @@ class AdaptivePolicy:
         dense = next(entry for entry in ranked if entry.option == DENSE)
         if best.option == current.option:
             return Keep(reason=f"{view.cause}; {_say(best, dense)}", predicted=current)
-        if best.score > current.score * (1 - MIN_IMPROVEMENT):
+        is_allowed = any(entry.option == current.option for entry in ranked)
+        breaks_promise = current.step_s > MAX_SLOWDOWN * dense.step_s
+        if is_allowed and not breaks_promise and best.score > current.score * (1 - MIN_IMPROVEMENT):
             return Keep(
                 reason=f"{view.cause}; {best.option} would be less than {MIN_IMPROVEMENT:.0%} better than "
                 f"{current.option}",

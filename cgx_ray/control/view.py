@@ -40,12 +40,13 @@ class StepBook:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._open: dict[int, dict[int, StepSample]] = defaultdict(dict)
+        # By step and plan: after a restart, steps come again, and late samples of the old workers may still arrive.
+        self._open: dict[tuple[int, int], dict[int, StepSample]] = defaultdict(dict)
 
     def add(self, samples: Iterable[StepSample]) -> list[JoinedStep]:
         """Take samples in any order; returns the steps that became complete, oldest first."""
         for sample in samples:
-            self._open[sample.step][sample.rank] = sample
+            self._open[sample.step, sample.plan_version][sample.rank] = sample
         complete = sorted(step for step, ranks in self._open.items() if len(ranks) == self._world_size)
         joined = [join(list(self._open.pop(step).values())) for step in complete]
         for step in sorted(self._open)[:-MAX_OPEN_STEPS]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from cgx_ray.demo.runs import Run
 from cgx_ray.errors import CGXError
-from cgx_ray.lab.namespaces import Lab
+from cgx_ray.lab.namespaces import Lab, uninterrupted
 from cgx_ray.lab.ray_nodes import RayNodes, ray_env
 
 _END_TIMEOUT_S = 10.0
@@ -104,7 +108,8 @@ def local_cluster(num_workers: int, out: Path) -> Iterator[Cluster]:
         driver.terminate()
         raise
     finally:
-        _end(driver)
+        with uninterrupted():
+            _end(driver)
 
 
 def _driver_argv(address: str, num_workers: int) -> list[str]:
@@ -113,9 +118,28 @@ def _driver_argv(address: str, num_workers: int) -> list[str]:
 
 
 def _end(driver: subprocess.Popen[str]) -> None:
-    """Wait for the driver to end, then insist. Ray's processes end with it because its `ray.init` started them."""
+    """Wait for the driver to end, insist, then end what its Ray cluster has left.
+
+    Ray's processes notice the driver's end themselves, but some that were just starting do so only after minutes.
+    """
     try:
         driver.wait(timeout=_END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         driver.kill()
         driver.wait()
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while (left := _session_members(driver.pid)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _session_members(session: int) -> list[int]:
+    """All processes of a session. The driver leads its own, and Ray's processes stay in it."""
+    members = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == session:
+                members.append(pid)
+    return members

@@ -15,8 +15,10 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from cgx_ray import SimulatedLink
 from cgx_ray.demo.runs import Run
 from cgx_ray.demo.train import train_fn
+from cgx_ray.train import CGXConfig
 
 
 def main() -> None:
@@ -50,10 +52,7 @@ def _fit(run: Run, num_workers: int) -> None:
 def _torch_config(run: Run) -> TorchConfig:
     if run.policy is None:
         return TorchConfig(backend="gloo")
-    import cgx_ray  # noqa: PLC0415  (the baseline runs without it)
-    from cgx_ray.collectives.transport import SimulatedLink  # noqa: PLC0415
-
-    options: dict[str, Any] = {"policy": run.policy}
+    options: dict[str, Any] = {"policy": run.policy, "seed": run.seed}
     if run.policy == "static":
         options |= {"codec": "none", "scheme": "dense"}
     if run.simulated_link is not None:
@@ -61,7 +60,7 @@ def _torch_config(run: Run) -> TorchConfig:
         options["simulated_link"] = SimulatedLink(
             latency_s=latency_s, schedule=tuple((step, rate) for step, rate in schedule)
         )
-    return cgx_ray.CGXConfig(**options)
+    return CGXConfig(**options)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import cgx_ray
 from cgx_ray.demo.gpt import StdlibBytes, build_gpt
 
 LEARNING_RATE = 1e-3
@@ -30,11 +31,7 @@ def train_fn(config: Mapping[str, Any]) -> None:
     torch.manual_seed(config["seed"])
     data = StdlibBytes()
     model = ray.train.torch.prepare_model(build_gpt(config["seed"]))
-    handle = None
-    if config["attach"]:
-        import cgx_ray  # noqa: PLC0415  (the baseline runs without it)
-
-        handle = cgx_ray.attach(model)
+    handle = cgx_ray.attach(model) if config["attach"] else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config["steps"]))
 
@@ -78,7 +75,7 @@ class _StepLog:
         if self._file is not None:
             self._file.close()
 
-    def step(self, step: int, loss: float, handle: Any) -> None:
+    def step(self, step: int, loss: float, handle: cgx_ray.Attachment | None) -> None:
         now = time.perf_counter()
         line: dict[str, Any] = {"event": "step", "time": time.time(), "step": step, "loss": loss}
         line["step_s"] = now - self._last_end

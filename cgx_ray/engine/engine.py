@@ -18,7 +18,7 @@ from cgx_ray.collectives import Transport
 from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.group import GainMeter, Group
 from cgx_ray.engine.step import Bucket, StepRun
-from cgx_ray.errors import CGXError, PlanError
+from cgx_ray.errors import CGXError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample, Transfer
 from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
@@ -103,7 +103,17 @@ class Engine:
         return {"step": self.step, "residuals": self._residuals.state()}
 
     def load_state(self, step: int, residuals: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint. Call on all ranks, between steps. Layers not in `residuals` start at zero."""
+        """Go on from a checkpoint. Call on all ranks, between steps. Layers not in `residuals` start at zero.
+
+        Raises StateError if `residuals` are of another model; nothing has changed then.
+        """
+        for name, value in residuals.items():
+            expected = self._layers[name].numel if name in self._layers else None
+            if value.numel() != expected:
+                raise StateError(
+                    f"the state has a residual of {value.numel()} elements for layer {name!r}, the model has "
+                    f"{'no such layer' if expected is None else expected}; it is of another model"
+                )
         self.step = step
         self._residuals.load(residuals)
         self._enter(self.plan)
@@ -112,6 +122,7 @@ class Engine:
         """Stop the thread once it has finished what was submitted."""
         self._inbox.put(None)
         self._thread.join()
+        self._failure = self._failure or CGXError("the engine is closed; attach again to train on")
 
     # Called by the engine's own thread.
 

@@ -29,10 +29,12 @@ class Group:
         self.numel = sum(numels)
         self.dense_bytes = sum(layers[name].dense_bytes for name in plan.layers)
         self.wire_bytes = plan.codec.payload_bytes(self.numel, dtype.itemsize)
-        self.exchange = make_exchange(plan.codec, plan.scheme, self.numel, transport)
+        self.exchange = make_exchange(plan.codec, plan.scheme, self.numel, dtype.itemsize, transport)
         self._is_compressible = not all(layers[name].is_small for name in plan.layers)
+        # Dense groups rarely need it; memory that is never touched is never really allocated.
         self._flat_N = torch.empty(self.numel, dtype=dtype)
         self._slices = dict(zip(plan.layers, self._flat_N.split(numels), strict=True))
+        self._residuals = residuals
         self._residual_N: Tensor | None = None
         if make_codec(plan.codec).needs_feedback:
             self._residual_N = residuals.group_buffer(plan.layers, numels)
@@ -51,6 +53,8 @@ class Group:
         """Average this group over all ranks, in place in the gradients that arrived."""
         phases = Phases()
         views = [self._arrived[name] for name in self._slices]
+        if self._residual_N is None:
+            self._pay_residuals()
         # The same on all ranks, since DDP lays out its buckets alike: they add up memory that means the same.
         joint_N = _joint_memory(views) if self.plan.scheme is Scheme.DENSE else None
         grad_N = joint_N if joint_N is not None else self._gather(views)
@@ -61,11 +65,18 @@ class Group:
         if joint_N is None:
             for view, part in zip(views, self._slices.values(), strict=True):
                 view.view(-1).copy_(part)
-        if metered is not None and self._residual_N is not None and energy > 0:
+        if metered is not None and self._residual_N is not None and energy > 0 and bool(grad_N.isfinite().all()):
             metered.correct(str(self.plan.codec), 1 - float(self._residual_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
         return phases
+
+    def _pay_residuals(self) -> None:
+        """Add what an earlier plan's codec failed to send; nothing is owed afterwards."""
+        for name, view in self._arrived.items():
+            owed = self._residuals.pop(name)
+            if owed is not None:
+                view.view(-1).add_(owed)
 
     def _gather(self, views: Sequence[Tensor]) -> Tensor:
         for view, part in zip(views, self._slices.values(), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from cgx_ray.engine.group import GainMeter, Group
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
-    """Gradients that became ready together. `future` gets `buffer` once all of them are averaged."""
+    """Gradients that became ready together, at `arrived_s`. `future` gets `buffer` once all of them are averaged."""
 
     gradients: Mapping[str, Tensor]
     buffer: Tensor
     future: torch.futures.Future[Tensor]
+    arrived_s: float = field(default_factory=time.perf_counter)
     num_waiting: int = 0
 
 
@@ -42,7 +43,7 @@ class StepRun:
 
     def take(self, bucket: Bucket) -> None:
         """Take in a bucket and run what has become runnable. Buckets go back when their last layer is done."""
-        self.last_arrival = time.perf_counter()
+        self.last_arrival = bucket.arrived_s
         self.buckets.append(bucket)
         bucket.num_waiting = len(bucket.gradients)
         for name, gradient in bucket.gradients.items():

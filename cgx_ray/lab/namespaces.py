@@ -138,7 +138,7 @@ class Lab:
 
     def close(self) -> None:
         """End every process in the lab and remove its namespaces. Can be called twice."""
-        with _uninterrupted():
+        with uninterrupted():
             for holder in self._holders:
                 holder.kill()
             for process in (*self._holders, *self._started):
@@ -265,7 +265,7 @@ def _run(*argv: str, text: str = "") -> str:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C back until the body is done: half a teardown leaves namespaces behind."""
     if threading.current_thread() is not threading.main_thread():
         yield

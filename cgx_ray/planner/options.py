@@ -30,6 +30,11 @@ class Option:
 DENSE = Option(codec=NONE, scheme=Scheme.DENSE)
 
 
+def candidate_codecs(densities: Iterable[float]) -> tuple[CodecSpec, ...]:
+    """The codecs of `candidate_options`, each once, none left out."""
+    return tuple({str(option.codec): option.codec for option in candidate_options(densities)}.values())
+
+
 def candidate_options(densities: Iterable[float]) -> tuple[Option, ...]:
     """Dense, bf16 and qsgd 4/128 over sra and allgather, topk by density over allgather and artopk_ring."""
     fixed = (CodecSpec(name="bf16"), CodecSpec(name="qsgd", bits=4, bucket_size=128))
