@@ -73,6 +73,7 @@ class ControlLoop:
         self._codec_slowdown = 1.0
         self._book = StepBook(first_plan.world_size)
         self._recent: list[JoinedStep] = []
+        self._window_alpha_s = DEFAULT_LATENCY_S
         self._latency_s: dict[str, float] = {}
         self._gain: dict[str, float] = {}
         self._decided: StepInputs | None = None
@@ -88,6 +89,10 @@ class ControlLoop:
         if not self.plans:
             return []
         self._latency_s[sample.node_id] = median(sample.latency_s.values()) if sample.latency_s else 0.0
+        if _latency_moved(self._window_alpha_s, self._alpha_s()):
+            # Transfers from before the change would be read with the wrong latency.
+            self._recent = []
+        self._window_alpha_s = self._alpha_s()
         decisions = []
         for step in self._book.add(sample.steps):
             self._gain.update({codec: gain for codec, gain in step.gain.items() if gain > 0})
@@ -218,12 +223,12 @@ class ControlLoop:
             return None
         if self._decided is None:
             return "first measurements"
+        old_s, new_s = self._decided.link.alpha_s, inputs.link.alpha_s
+        if _latency_moved(old_s, new_s):
+            return f"latency {old_s * 1e3:.1f} -> {new_s * 1e3:.1f} ms"
         old, new = self._decided.link.bandwidth_gbps, inputs.link.bandwidth_gbps
         if not 1 / LINK_CHANGE < new / old < LINK_CHANGE:
             return f"bandwidth {_rate(old)} -> {_rate(new)}"
-        old_s, new_s = self._decided.link.alpha_s, inputs.link.alpha_s
-        if abs(new_s - old_s) > MIN_LATENCY_CHANGE_S and not 1 / LATENCY_CHANGE < new_s / old_s < LATENCY_CHANGE:
-            return f"latency {old_s * 1e3:.1f} -> {new_s * 1e3:.1f} ms"
         in_use = option_of(self.plans[-1])
         if self._gain_fell(inputs, in_use):
             codec = str(in_use.codec)
@@ -293,6 +298,10 @@ def _layout(layers: Sequence[Layer], group_bytes: int) -> list[tuple[GroupSize, 
 
 def _slowed(cost: CodecCost, factor: float) -> CodecCost:
     return CodecCost(**{name: getattr(cost, name) * factor for name in CodecCost.__slots__})
+
+
+def _latency_moved(old_s: float, new_s: float) -> bool:
+    return abs(new_s - old_s) > MIN_LATENCY_CHANGE_S and not 1 / LATENCY_CHANGE < new_s / old_s < LATENCY_CHANGE
 
 
 def _rate(gbps: float) -> str:
