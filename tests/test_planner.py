@@ -18,7 +18,6 @@ from cgx_ray.planner.cost import (
     Link,
     allgather_tree_s,
     artopk_tree_s,
-    beta_from_transfer,
     dense_tree_s,
     exchange_s,
     terms,
@@ -116,35 +115,6 @@ def test_one_worker_exchanges_for_nothing() -> None:
     for scheme in Scheme:
         assert exchange_s(scheme, num_workers=1, dense_bytes=1e9, wire_bytes=1e8, link=LAN) == 0
     assert allgather_tree_s(1, 1e8, LAN) == dense_tree_s(1, 1e8, LAN) == artopk_tree_s(1, 1e8, LAN) == 0
-
-
-@UNTIMED
-@given(
-    scheme=st.sampled_from(Scheme),
-    num_workers=st.integers(2, 512),
-    dense_bytes=st.integers(1, 1 << 32),
-    share=st.floats(1e-3, 1),
-    gbps=st.floats(1e-3, 400),
-    latency_ms=st.floats(0, 500),
-)
-def test_bandwidth_read_from_a_predicted_transfer_is_the_bandwidth_that_went_in(
-    scheme: Scheme, num_workers: int, dense_bytes: int, share: float, gbps: float, latency_ms: float
-) -> None:
-    link = Link.from_rates(bandwidth_gbps=gbps, latency_ms=latency_ms)
-    wire_bytes = dense_bytes * share
-    size = {"num_workers": num_workers, "dense_bytes": dense_bytes, "wire_bytes": wire_bytes}
-    seconds = exchange_s(scheme, **size, link=link)
-    hops, num_bytes = terms(scheme, **size)
-    found = beta_from_transfer(scheme, **size, seconds=seconds, alpha_s=link.alpha_s)
-    # Taking the latency away again costs one rounding of the larger number.
-    rounding = 4 * math.ulp(seconds) / num_bytes
-    assert (found or 0.0) == pytest.approx(link.beta_s_per_byte, rel=1e-12, abs=rounding), (hops, num_bytes)
-
-
-def test_a_transfer_shorter_than_its_latency_says_nothing_about_bandwidth() -> None:
-    size = {"num_workers": 4, "dense_bytes": 1000, "wire_bytes": 1000}
-    assert beta_from_transfer(Scheme.SRA, **size, seconds=0.9e-3, alpha_s=0.5e-3) is None
-    assert beta_from_transfer(Scheme.SRA, **{**size, "num_workers": 1}, seconds=1.0, alpha_s=0.0) is None
 
 
 @pytest.mark.parametrize("alpha", [-1e-9, math.nan, math.inf])

@@ -75,26 +75,6 @@ def exchange_s(scheme: Scheme, *, num_workers: int, dense_bytes: float, wire_byt
     return link.seconds(*terms(scheme, num_workers, dense_bytes, wire_bytes))
 
 
-def beta_from_transfer(
-    scheme: Scheme,
-    *,
-    num_workers: int,
-    dense_bytes: float,
-    wire_bytes: float,
-    seconds: float,
-    alpha_s: float,
-) -> float | None:
-    """Seconds per byte that explain a measured exchange: `exchange_s` solved for beta.
-
-    None if the transfer says nothing about bandwidth: it moved no bytes or took no longer than its latency.
-    """
-    if not (_is_finite(seconds) and seconds >= 0 and _is_finite(alpha_s) and alpha_s >= 0):
-        raise ConfigError(f"seconds {seconds!r} and alpha_s {alpha_s!r}: both must be finite and 0 or more")
-    hops, num_bytes = terms(scheme, num_workers, dense_bytes, wire_bytes)
-    left_s = seconds - hops * alpha_s
-    return left_s / num_bytes if num_bytes > 0 and left_s > 0 else None
-
-
 def allgather_tree_s(num_workers: int, wire_bytes: float, link: Link) -> float:
     """Allgather as the literature models it, by recursive doubling. For comparison: no scheme does it."""
     _check_exchange(num_workers, 0, wire_bytes)
