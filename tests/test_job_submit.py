@@ -86,10 +86,7 @@ def test_the_example_runs_as_a_submitted_job(cluster, tmp_path):
     assert "succeeded" in done.stdout
     assert "done: {'step': 5, 'loss':" in done.stdout
     files = sorted(path.name for path in (tmp_path / "runs" / "job").glob("checkpoint_*/*"))
-    assert [name for name in files if name.startswith("cgx_ray-rank")] == [
-        "cgx_ray-rank00000.pt",
-        "cgx_ray-rank00001.pt",
-    ]
+    assert sum(name.startswith("cgx_ray-rank") for name in files) == 2, f"one state a rank: {files}"
     assert "state.pt" in files
     for line in (tmp_path / "runs" / "job" / "decisions.jsonl").read_text().splitlines():
         assert json.loads(line)["event"] in ("decision", "outcome")
