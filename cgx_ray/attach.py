@@ -47,6 +47,11 @@ def open_session(session: Session | None) -> None:
     _session = session
 
 
+def current_session() -> Session | None:
+    """What `open_session` set."""
+    return _session
+
+
 def attached() -> Attachment | None:
     """What the last `attach` of this process returned."""
     return _attached

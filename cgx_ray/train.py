@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cgx_ray.attach import attached
 from cgx_ray.collectives.transport import SimulatedLink
-from cgx_ray.control.controller import Controller
+from cgx_ray.control.controller import Controller, History
 from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError
 from cgx_ray.monitors.agent import NodeAgent
@@ -26,9 +26,11 @@ from cgx_ray.plan import DEFAULT_GROUP_BYTES
 from cgx_ray.planner.options import candidate_options
 from cgx_ray.ray_compat import RunFacts, TorchBackend, TorchConfig, run_facts
 from cgx_ray.settings import CANDIDATE_DENSITIES, Settings
-from cgx_ray.worker import open_ray_session, state_file
+from cgx_ray.worker import close_ray_session, open_ray_session, state_file
 
 logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
 
 _state_folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -61,11 +63,16 @@ class CGXConfig(TorchConfig):
 
 
 class CGXBackend(TorchBackend):
-    """Lives in Ray's train controller: one controller for the run, one agent a node for each worker group."""
+    """Lives in Ray's train controller: for each worker group one controller, and one agent a node.
+
+    Nothing tells a backend that the run is over, and Ray's train controller may stay as long as the driver; so the
+    controller ends with its workers and hands its plans on to the next one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._controller: Any = None
+        self._history: History | None = None
         self._agents: dict[str, Any] = {}
 
     def on_start(self, worker_group: Any, backend_config: CGXConfig) -> None:
@@ -73,35 +80,34 @@ class CGXBackend(TorchBackend):
         super().on_start(worker_group, backend_config)
         facts = run_facts(worker_group)
         settings = backend_config.settings()
-        if not _is_alive(self._controller):
-            self._controller = _start_controller(settings, facts)
+        self._controller = _start_controller(settings, facts, self._history)
         self._agents = _start_agents(facts, self._controller)
         by_rank = [self._agents[node_id] for node_id in facts.node_ids]
         worker_group.execute(open_ray_session, settings, self._controller, by_rank)
 
     def on_shutdown(self, worker_group: Any, backend_config: CGXConfig) -> None:
-        """The agents go with the worker group; the next group may live on other nodes."""
-        for agent in self._agents.values():
-            ray.kill(agent)
+        """Controller and agents go with the worker group; the next group may live on other nodes."""
+        # Waited for, not read: a worker that has died cannot answer and need not.
+        told = worker_group.execute_async(close_ray_session)
+        ray.wait(told, num_returns=len(told), timeout=CLOSE_TIMEOUT_S)
+        try:
+            self._history = ray.get(self._controller.history.remote())
+        except RayActorError as error:
+            logger.warning("the controller was gone at the end of the worker group: %s", error)
+        for actor in (self._controller, *self._agents.values()):
+            ray.kill(actor)
         self._agents = {}
         super().on_shutdown(worker_group, backend_config)
 
 
-def _is_alive(actor: Any) -> bool:
-    try:
-        return actor is not None and bool(ray.get(actor.__ray_ready__.remote()))
-    except RayActorError:
-        return False
-
-
-def _start_controller(settings: Settings, facts: RunFacts) -> Any:
-    # Not detached and owned by the train controller: it ends when the run does, whatever ended it.
+def _start_controller(settings: Settings, facts: RunFacts, history: History | None) -> Any:
+    # Not detached and owned by the train controller: if that dies, it goes too.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
     return (
         ray.remote(Controller)
         .options(**options)
-        .remote(_policy(settings), str(facts.folder / "decisions.jsonl"), settings.group_bytes, facts.name)
+        .remote(_policy(settings), str(facts.folder / "decisions.jsonl"), settings.group_bytes, facts.name, history)
     )
 
 

@@ -14,7 +14,7 @@ import ray.train
 import torch
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from cgx_ray.attach import Attachment, open_session
+from cgx_ray.attach import Attachment, current_session, open_session
 from cgx_ray.codecs import make_codec
 from cgx_ray.errors import PlanError
 from cgx_ray.plan import CodecSpec, Layer, Plan, make_plan
@@ -42,6 +42,8 @@ class RaySession:
         self.settings = settings
         self._controller = controller
         self._agent = agent
+        # Set before the controller and the agents are ended on purpose: then nobody is missed.
+        self.closing = threading.Event()
 
     def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
         """The controller's newest plan, or a fresh one if this is the start, or nobody answers."""
@@ -64,8 +66,9 @@ class RaySession:
         threading.Thread(target=self._carry, args=(attachment,), name="cgx-ray-carrier", daemon=True).start()
 
     def _carry(self, attachment: Attachment) -> None:
-        plans, samples = _Plans(self._controller, attachment), _Samples(self._agent, attachment)
-        while plans.is_alive or samples.is_alive:
+        plans = _Plans(self._controller, attachment, self.closing)
+        samples = _Samples(self._agent, attachment, self.closing)
+        while (plans.is_alive or samples.is_alive) and not self.closing.is_set():
             plans.wait(CARRY_INTERVAL_S)
             samples.send()
 
@@ -73,10 +76,11 @@ class RaySession:
 class _Plans:
     """Long poll for plans: one request is always under way, and training never waits for it."""
 
-    def __init__(self, controller: Any, attachment: Attachment) -> None:
+    def __init__(self, controller: Any, attachment: Attachment, closing: threading.Event) -> None:
         assert attachment.plan is not None
         self._controller = controller
         self._attachment = attachment
+        self._closing = closing
         self._version = attachment.plan.version
         self._request = controller.plans_after.remote(self._version, POLL_TIMEOUT_S)
         self.is_alive = True
@@ -98,6 +102,8 @@ class _Plans:
             time.sleep(timeout_s)
         except RayError as error:
             self.is_alive = False
+            if self._closing.is_set():
+                return
             assert self._attachment.plan is not None
             in_force = f"plan {self._attachment.plan.version}, {self._attachment.plan.describe()}"
             logger.warning("the controller is gone: training goes on with %s (%s)", in_force, _first_line(error))
@@ -108,8 +114,9 @@ class _Plans:
 class _Samples:
     """Takes samples to this node's agent, one report at a time."""
 
-    def __init__(self, agent: Any, attachment: Attachment) -> None:
+    def __init__(self, agent: Any, attachment: Attachment, closing: threading.Event) -> None:
         self._agent = agent
+        self._closing = closing
         self._attachment = attachment
         self._report: Any = None
         self.is_alive = True
@@ -125,7 +132,8 @@ class _Samples:
             pass  # The report is lost, the next one may get through.
         except RayError as error:
             self.is_alive = False
-            logger.warning("this node's monitor is gone: training goes on unwatched (%s)", _first_line(error))
+            if not self._closing.is_set():
+                logger.warning("this node's monitor is gone: training goes on unwatched (%s)", _first_line(error))
             return
         samples = self._attachment.take_samples()
         self._report = self._agent.report.remote(samples) if samples else None
@@ -139,6 +147,13 @@ def open_ray_session(settings: Settings, controller: Any, agents: Sequence[Any])
     """Run in every worker by the backend. `agents` by rank."""
     rank = ray.train.get_context().get_world_rank()
     open_session(RaySession(settings, controller, agents[rank]))
+
+
+def close_ray_session() -> None:
+    """Run in every worker by the backend before it ends the controller and the agents."""
+    session = current_session()
+    if isinstance(session, RaySession):
+        session.closing.set()
 
 
 def restore(attachment: Attachment) -> None:

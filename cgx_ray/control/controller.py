@@ -17,30 +17,41 @@ from cgx_ray.planner.options import CodecCost
 
 logger = logging.getLogger(__name__)
 
+History = tuple[Sequence[Layer], Sequence[Plan]]
+
 
 class Controller:
     """Made an actor by `ray.remote`; its methods run on one event loop, one at a time between awaits.
 
-    Created by the train controller, so it outlives restarts of the workers and ends with the run.
+    It lives as long as one group of workers; `history` is what the one of the group before knew.
     """
 
-    def __init__(self, policy: Policy, journal_path: str, group_bytes: int, run_name: str) -> None:
+    def __init__(
+        self, policy: Policy, journal_path: str, group_bytes: int, run_name: str, history: History | None = None
+    ) -> None:
         logging.basicConfig(level=logging.INFO)
         self._journal = Journal(Path(journal_path))
-        self._loop = ControlLoop(policy, self._journal, group_bytes=group_bytes)
+        layers, plans = history or ((), ())
+        self._loop = ControlLoop(policy, self._journal, group_bytes=group_bytes, layers=layers, plans=plans)
         self._metrics = ControllerMetrics(run_name)
         self._changed = asyncio.Event()
+        self._is_registered = False
 
     async def register(self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]) -> Plan:
         """A group of workers starts; returns its first plan. See `ControlLoop.register`."""
+        self._is_registered = True
         return self._loop.register(layers, first_plan, codec_costs)
+
+    async def history(self) -> History:
+        """Layers and plans so far, for the controller of the next group of workers."""
+        return self._loop.layers, self._loop.plans
 
     async def observe(self, sample: NodeSample) -> None:
         """Take in a node's report; decide if it gives cause to."""
         for decision in self._loop.observe(sample):
             logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
             self._metrics.count_decision(type(decision).__name__.lower())
-        if self._loop.plans:
+        if self._is_registered:
             self._metrics.export(self._loop.facts(), self._journal.num_errors)
         self._changed.set()
         self._changed = asyncio.Event()

@@ -51,24 +51,35 @@ class _Trial:
 class ControlLoop:
     """Decides for one run. `plans` holds every plan so far, the newest last."""
 
-    def __init__(self, policy: Policy, journal: Journal, *, group_bytes: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        journal: Journal,
+        *,
+        group_bytes: int,
+        layers: Sequence[Layer] = (),
+        plans: Sequence[Plan] = (),
+    ) -> None:
+        """`layers` and `plans` are those of the run before its workers were restarted."""
         self._policy = policy
         self._journal = journal
         self._group_bytes = group_bytes
-        self._layers: tuple[Layer, ...] = ()
-        self.plans: list[Plan] = []
+        self.layers = tuple(layers)
+        self.plans = list(plans)
+        self._is_registered = False
 
     def register(self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]) -> Plan:
         """A group of workers starts, the first or one after a restart; returns the plan to start with.
 
         That is the newest plan if it still fits, else `first_plan` under the next version.
         """
-        fits = bool(self.plans) and self._layers == tuple(layers) and self.plans[-1].world_size == first_plan.world_size
+        fits = bool(self.plans) and self.layers == tuple(layers) and self.plans[-1].world_size == first_plan.world_size
         if not fits:
             version = self.plans[-1].version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))
-        self._layers = tuple(layers)
-        self._layout = _layout(self._layers, self._group_bytes)
+        self._is_registered = True
+        self.layers = tuple(layers)
+        self._layout = _layout(self.layers, self._group_bytes)
         self._codec_costs = dict(codec_costs)
         self._codec_slowdown = 1.0
         self._book = StepBook(first_plan.world_size)
@@ -86,7 +97,7 @@ class ControlLoop:
 
     def observe(self, sample: NodeSample) -> list[Decision]:
         """Take in a report of one node; returns the decisions it led to, already journalled."""
-        if not self.plans:
+        if not self._is_registered:
             return []
         self._latency_s[sample.node_id] = median(sample.latency_s.values()) if sample.latency_s else 0.0
         if _latency_moved(self._window_alpha_s, self._alpha_s()):
@@ -122,7 +133,7 @@ class ControlLoop:
         self._banned = {option: until for option, until in self._banned.items() if until > step.step}
         view = View(
             cause=cause,
-            layers=self._layers,
+            layers=self.layers,
             plan=self.plans[-1],
             inputs=inputs,
             banned=frozenset(self._banned),
@@ -205,7 +216,7 @@ class ControlLoop:
         self._banned[trial.option] = step.step + BAN_STEPS
         decision = Disable(
             plan=make_plan(
-                self._layers,
+                self.layers,
                 version=self.plans[-1].version + 1,
                 world_size=self.plans[-1].world_size,
                 group_bytes=self._group_bytes,
