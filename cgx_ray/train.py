@@ -87,6 +87,10 @@ class CGXBackend(TorchBackend):
 
     def on_shutdown(self, worker_group: Any, backend_config: CGXConfig) -> None:
         """Controller and agents go with the worker group; the next group may live on other nodes."""
+        if self._controller is None:
+            # on_start failed before there was anything of ours; its error must not be hidden by another.
+            super().on_shutdown(worker_group, backend_config)
+            return
         # Waited for, not read: a worker that has died cannot answer and need not.
         told = worker_group.execute_async(close_ray_session)
         ray.wait(told, num_returns=len(told), timeout=CLOSE_TIMEOUT_S)
@@ -96,7 +100,7 @@ class CGXBackend(TorchBackend):
             logger.warning("the controller was gone at the end of the worker group: %s", error)
         for actor in (self._controller, *self._agents.values()):
             ray.kill(actor)
-        self._agents = {}
+        self._controller, self._agents = None, {}
         super().on_shutdown(worker_group, backend_config)
 
 

@@ -35,11 +35,9 @@ class Controller:
         self._loop = ControlLoop(policy, self._journal, group_bytes=group_bytes, layers=layers, plans=plans)
         self._metrics = ControllerMetrics(run_name)
         self._changed = asyncio.Event()
-        self._is_registered = False
 
     async def register(self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]) -> Plan:
         """A group of workers starts; returns its first plan. See `ControlLoop.register`."""
-        self._is_registered = True
         return self._loop.register(layers, first_plan, codec_costs)
 
     async def history(self) -> History:
@@ -51,7 +49,7 @@ class Controller:
         for decision in self._loop.observe(sample):
             logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
             self._metrics.count_decision(type(decision).__name__.lower())
-        if self._is_registered:
+        if self._loop.is_registered:
             self._metrics.export(self._loop.facts(), self._journal.num_errors)
         self._changed.set()
         self._changed = asyncio.Event()

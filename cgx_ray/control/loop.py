@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from cgx_ray.control.journal import Journal
-from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Policy, Replace, View, option_of
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Policy, Replace, View, next_plan, option_of
 from cgx_ray.control.view import JoinedStep, StepBook, estimate_beta
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
@@ -66,7 +66,7 @@ class ControlLoop:
         self._group_bytes = group_bytes
         self.layers = tuple(layers)
         self.plans = list(plans)
-        self._is_registered = False
+        self.is_registered = False
 
     def register(self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]) -> Plan:
         """A group of workers starts, the first or one after a restart; returns the plan to start with.
@@ -77,7 +77,7 @@ class ControlLoop:
         if not fits:
             version = self.plans[-1].version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))
-        self._is_registered = True
+        self.is_registered = True
         self.layers = tuple(layers)
         self._layout = _layout(self.layers, self._group_bytes)
         self._codec_costs = dict(codec_costs)
@@ -97,7 +97,7 @@ class ControlLoop:
 
     def observe(self, sample: NodeSample) -> list[Decision]:
         """Take in a report of one node; returns the decisions it led to, already journalled."""
-        if not self._is_registered:
+        if not self.is_registered:
             return []
         self._latency_s[sample.node_id] = median(sample.latency_s.values()) if sample.latency_s else 0.0
         if _latency_moved(self._window_alpha_s, self._alpha_s()):
@@ -215,12 +215,7 @@ class ControlLoop:
             return None
         self._banned[trial.option] = step.step + BAN_STEPS
         decision = Disable(
-            plan=make_plan(
-                self.layers,
-                version=self.plans[-1].version + 1,
-                world_size=self.plans[-1].world_size,
-                group_bytes=self._group_bytes,
-            ),
+            plan=next_plan(self.plans[-1], self.layers, DENSE, self._group_bytes),
             reason=f"{trial.option} took {measured_s:.3f} s a step, dense {source} {dense_s:.3f} s on this network; "
             f"not tried again for {BAN_STEPS} steps",
             predicted=estimate(inputs, DENSE),

@@ -96,19 +96,22 @@ class AdaptivePolicy:
                 predicted=current,
             )
         return Replace(
-            plan=self.plan_for(best.option, view), reason=f"{view.cause}; {_say(best, dense)}", predicted=best
+            plan=next_plan(view.plan, view.layers, best.option, self._group_bytes),
+            reason=f"{view.cause}; {_say(best, dense)}",
+            predicted=best,
         )
 
-    def plan_for(self, option: Option, view: View) -> Plan:
-        """The next plan, with `option` for every layer worth compressing."""
-        return make_plan(
-            view.layers,
-            version=view.plan.version + 1,
-            world_size=view.plan.world_size,
-            codec=option.codec,
-            scheme=option.scheme,
-            group_bytes=self._group_bytes,
-        )
+
+def next_plan(plan: Plan, layers: Sequence[Layer], option: Option, group_bytes: int) -> Plan:
+    """The plan after `plan`, with `option` for every layer worth compressing."""
+    return make_plan(
+        layers,
+        version=plan.version + 1,
+        world_size=plan.world_size,
+        codec=option.codec,
+        scheme=option.scheme,
+        group_bytes=group_bytes,
+    )
 
 
 def option_of(plan: Plan) -> Option:
