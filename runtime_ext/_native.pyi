@@ -1,5 +1,74 @@
-# Addresses come from Tensor.data_ptr(); nothing here checks them, ops.py does.
+# Addresses come from Tensor.data_ptr(), 0 for None; nothing here checks them, ops.py and sparse.py do.
+from collections.abc import Sequence
+
 def crc32c(data: int, num_bytes: int, seed: int) -> int: ...
-def qsgd_encode(grad_N: int, numel: int, out: int, bits: int, bucket_size: int, key: int, stochastic: bool) -> None: ...
-def qsgd_decode(payload: int, out_N: int, numel: int, bits: int, bucket_size: int, add: bool) -> None: ...
-def topk_select(grad_N: int, numel: int, index_K: int, value_K: int, num_kept: int) -> None: ...
+def qsgd_encode(
+    grad_N: int,
+    residual_N: int,
+    next_N: int,
+    numel: int,
+    out: int,
+    bits: int,
+    bucket_size: int,
+    grid: int,
+    key: int,
+    stochastic: bool,
+    num_threads: int,
+) -> None: ...
+def qsgd_decode(
+    payload: int, out_N: int, numel: int, bits: int, bucket_size: int, grid: int, add: bool, num_threads: int
+) -> None: ...
+def sign_encode(
+    grad_N: int,
+    residual_N: int,
+    next_N: int,
+    numel: int,
+    out: int,
+    bucket_size: int,
+    kind: int,
+    num_threads: int,
+) -> None: ...
+def sign_decode(
+    payload: int, out_N: int, numel: int, bucket_size: int, kind: int, add: bool, num_threads: int
+) -> None: ...
+def topk_select(
+    grad_N: int,
+    residual_N: int,
+    next_N: int,
+    numel: int,
+    index_K: int,
+    value_K: int,
+    num_kept: int,
+    num_threads: int,
+) -> None: ...
+def topk_encode(
+    grad_N: int,
+    residual_N: int,
+    next_N: int,
+    numel: int,
+    payload: int,
+    index_K: int,
+    value_K: int,
+    num_kept: int,
+    num_threads: int,
+) -> None: ...
+def magnitude_histogram(grad_N: int, numel: int, counts: int, num_threads: int) -> None: ...
+def bisect_thresholds(
+    grad_N: int, numel: int, num_kept: int, num_rounds: int, thresholds_2: int, num_threads: int
+) -> None: ...
+def sidco_threshold(counts: int, ratios: Sequence[float]) -> int: ...
+def collect(
+    grad_N: int,
+    numel: int,
+    thresholds_2: int,
+    key: int,
+    index_K: int,
+    value_K: int,
+    num_kept: int,
+    count_1: int,
+    num_threads: int,
+) -> None: ...
+def random_indices(numel: int, key: int, index_K: int, num_kept: int) -> None: ...
+def pack_indices(index_K: int, count_1: int, num_kept: int, numel: int, out: int) -> None: ...
+def unpack_indices(packed: int, count_1: int, num_kept: int, numel: int, index_K: int) -> bool: ...
+def scatter_add(index_K: int, value_K: int, count_1: int, out_N: int) -> None: ...

@@ -1,6 +1,9 @@
-"""Public kernels: check the arguments, then run the C++ kernel on the CPU or the reference elsewhere.
+"""Public kernels of the codecs that send every element, and checksums and keys of messages.
 
-N elements of a gradient, K kept ones. Every tensor is 1-D; every format is little-endian.
+N elements of a gradient. Every tensor is 1-D, all tensors of a call are on one device; every format is little-endian.
+Gradients are float32, float16 or bfloat16, are read only, and autograd takes no note of any of this. CPU tensors that
+are not contiguous go to `reference`. The CPU kernels use `torch.get_num_threads()` threads, the CUDA kernels run on
+torch's current stream. Everything here raises TypeError or ValueError for arguments of another type, size or device.
 """
 
 from __future__ import annotations
@@ -8,32 +11,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
+from . import cuda, reference
+from .checks import (
+    address,
+    as_float32,
+    check_gradient,
+    check_key,
+    check_tensor,
+    is_contiguous,
+    native,
+    runs_on_cuda,
+)
 
-try:
-    from . import _native
-except ImportError as error:
-    raise ImportError(
-        "cgx_ray.runtime_ext._native is missing or does not load; build it: "
-        "pip install -e . --no-build-isolation (needs a C++20 compiler)"
-    ) from error
+GRIDS = {"max_min": reference.MAX_MIN, "l2": reference.L2, "linf": reference.LINF}
+SIGN_KINDS = {"ef_signsgd": reference.EF_SIGNSGD, "onebit": reference.ONEBIT}
 
-__all__ = ["crc32c", "message_key", "qsgd_decode", "qsgd_encode", "topk_select"]
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_BUCKET_SIZE = 1 << 16
 _UINT64 = (1 << 64) - 1
 
 
 def crc32c(data: Tensor, seed: int = 0) -> int:
-    """Return the CRC-32C of `data`, uint8 on any device; `seed` is the CRC of the bytes before it.
-
-    Raises TypeError or ValueError for anything else.
-    """
-    _check_tensor("data", data, torch.uint8)
-    _check_key("seed", seed)
+    """Return the CRC-32C of `data`, uint8 on any device; `seed` is the CRC of the bytes before it."""
+    check_tensor("data", data, torch.uint8)
+    check_key("seed", seed)
     data = data.cpu().contiguous()
-    return _native.crc32c(data.data_ptr(), data.numel(), seed)
+    return native.crc32c(data.data_ptr(), data.numel(), seed)
 
 
 def message_key(seed: int, step: int, group: int, rank: int, phase: int) -> int:
@@ -50,92 +52,149 @@ def message_key(seed: int, step: int, group: int, rank: int, phase: int) -> int:
     return state >> 32
 
 
-@torch.no_grad()
-def qsgd_encode(grad_N: Tensor, out: Tensor, *, bits: int, bucket_size: int, key: int, stochastic: bool = True) -> None:
-    """Quantize `grad_N` to `bits` bits an element on a max-min grid a bucket.
+def qsgd_encode(
+    grad_N: Tensor,
+    out: Tensor,
+    *,
+    bits: int,
+    bucket_size: int,
+    key: int,
+    grid: str = "max_min",
+    stochastic: bool = True,
+    residual_N: Tensor | None = None,
+    next_N: Tensor | None = None,
+) -> None:
+    """Quantize `grad_N`, plus `residual_N` if given, to `bits` bits an element on a grid a bucket.
 
-    grad_N      (N,) float32, float16 or bfloat16; read only
-    out         uint8, same device, exactly the payload bytes; overwritten
+    out         uint8, `qsgd_bytes` of them; overwritten
     key         32 bits, see `message_key`; the same key rounds the same way
+    grid        a key of GRIDS; grids around zero ("l2", "linf") need 2 bits or more
     stochastic  False rounds to nearest and ignores `key`
+    residual_N  (N,) float32, what is owed; read only
+    next_N      (N,) float32, overwritten with what `out` does not hold; may be `residual_N`
 
     A bucket with NaN or Inf, or whose grid would overflow float32, decodes to NaN throughout.
-    Raises TypeError or ValueError for other arguments; `CodecSpec.payload_bytes` is the size of `out`.
     """
-    _check_tensor("grad_N", grad_N, *_FLOATS)
-    _check_payload("out", out, grad_N, bits, bucket_size)
-    _check_key("key", key)
-    grad_N = grad_N.to(torch.float32).contiguous()
-    if _is_native(out):
-        _native.qsgd_encode(grad_N.data_ptr(), grad_N.numel(), out.data_ptr(), bits, bucket_size, key, stochastic)
+    check_gradient(grad_N, residual_N, next_N)
+    _check_qsgd("out", out, grad_N, bits, bucket_size, grid)
+    check_key("key", key)
+    kind = GRIDS[grid]
+    if runs_on_cuda(grad_N):
+        cuda.qsgd_encode(
+            *(grad_N, residual_N, next_N, out),
+            bits=bits,
+            bucket_size=bucket_size,
+            grid=kind,
+            key=key,
+            stochastic=stochastic,
+        )
+    elif is_contiguous(out, residual_N, next_N):
+        grad_N = as_float32(grad_N)
+        args = (address(grad_N), address(residual_N), address(next_N), grad_N.numel(), address(out))
+        native.qsgd_encode(*args, bits, bucket_size, kind, key, stochastic, torch.get_num_threads())
     else:
-        reference.qsgd_encode(grad_N, out, bits, bucket_size, key, stochastic)
+        fed_N = reference.add_feedback(grad_N, residual_N)
+        reference.qsgd_encode(fed_N, out, bits=bits, bucket_size=bucket_size, grid=kind, key=key, stochastic=stochastic)
+        if next_N is not None:
+            decoded_N = torch.empty_like(fed_N)
+            reference.qsgd_decode(out, decoded_N, bits=bits, bucket_size=bucket_size, grid=kind, add=False)
+            torch.sub(fed_N, decoded_N, out=next_N)
 
 
-@torch.no_grad()
-def qsgd_decode(payload: Tensor, out_N: Tensor, *, bits: int, bucket_size: int, add: bool = False) -> None:
+def qsgd_decode(
+    payload: Tensor, out_N: Tensor, *, bits: int, bucket_size: int, grid: str = "max_min", add: bool = False
+) -> None:
     """Write what `qsgd_encode` encoded to `out_N`, or with `add` accumulate it there in the same pass.
 
-    payload  uint8, same device; read only
+    payload  uint8; read only
     out_N    (N,) float32; changed in place
-
-    Raises TypeError or ValueError for other arguments.
     """
-    _check_tensor("out_N", out_N, torch.float32)
-    _check_payload("payload", payload, out_N, bits, bucket_size)
-    if _is_native(payload, out_N):
-        _native.qsgd_decode(payload.data_ptr(), out_N.data_ptr(), out_N.numel(), bits, bucket_size, add)
+    check_tensor("out_N", out_N, torch.float32)
+    _check_qsgd("payload", payload, out_N, bits, bucket_size, grid)
+    kind = GRIDS[grid]
+    if runs_on_cuda(out_N):
+        cuda.qsgd_decode(payload, out_N, bits=bits, bucket_size=bucket_size, grid=kind, add=add)
+    elif is_contiguous(payload, out_N):
+        args = (address(payload), address(out_N), out_N.numel())
+        native.qsgd_decode(*args, bits, bucket_size, kind, add, torch.get_num_threads())
     else:
-        reference.qsgd_decode(payload, out_N, bits, bucket_size, add)
+        reference.qsgd_decode(payload, out_N, bits=bits, bucket_size=bucket_size, grid=kind, add=add)
 
 
-@torch.no_grad()
-def topk_select(grad_N: Tensor, index_K: Tensor, value_K: Tensor) -> None:
-    """Select the K elements of `grad_N` that are largest in magnitude, exactly.
+def qsgd_bytes(numel: int, bits: int, bucket_size: int, grid: str) -> int:
+    """Bytes that `qsgd_encode` fills."""
+    return reference.grid_bytes_a_bucket(GRIDS[grid]) * -(-numel // bucket_size) + -(-numel * bits // 8)
 
-    grad_N   (N,) float32, float16 or bfloat16; read only
-    index_K  (K,) int32, same device; overwritten with ascending indices
-    value_K  (K,) float32, same device; overwritten with the elements there
 
-    NaN counts as largest, then Inf; ties go to the lowest index.
-    Raises TypeError or ValueError for other arguments, also for K > N.
+def sign_encode(
+    grad_N: Tensor,
+    out: Tensor,
+    *,
+    kind: str,
+    bucket_size: int,
+    residual_N: Tensor | None = None,
+    next_N: Tensor | None = None,
+) -> None:
+    """Send one bit an element: which of the bucket's two means stands for it.
+
+    out                 uint8, `sign_bytes` of them; overwritten
+    kind                "ef_signsgd": plus or minus the mean magnitude; "onebit": means of the negative and the others
+    residual_N, next_N  as in `qsgd_encode`
+
+    A bucket with NaN or Inf decodes to non-finite numbers wherever it matters: where the element was.
     """
-    _check_tensor("grad_N", grad_N, *_FLOATS)
-    _check_tensor("index_K", index_K, torch.int32, device=grad_N.device)
-    _check_tensor("value_K", value_K, torch.float32, device=grad_N.device)
-    numel, num_kept = grad_N.numel(), index_K.numel()
-    if value_K.numel() != num_kept:
-        raise ValueError(f"index_K has {num_kept} elements, value_K {value_K.numel()}; both need K")
-    if num_kept > numel or numel >= 1 << 31:
-        raise ValueError(f"cannot keep {num_kept} of {numel} elements; need K <= N < 2**31")
-    grad_N = grad_N.to(torch.float32).contiguous()
-    if _is_native(index_K, value_K):
-        _native.topk_select(grad_N.data_ptr(), numel, index_K.data_ptr(), value_K.data_ptr(), num_kept)
+    check_gradient(grad_N, residual_N, next_N)
+    _check_sign("out", out, grad_N, kind, bucket_size)
+    number = SIGN_KINDS[kind]
+    if runs_on_cuda(grad_N):
+        cuda.sign_encode(grad_N, residual_N, next_N, out, bucket_size=bucket_size, kind=number)
+    elif is_contiguous(out, residual_N, next_N):
+        grad_N = as_float32(grad_N)
+        args = (address(grad_N), address(residual_N), address(next_N), grad_N.numel(), address(out))
+        native.sign_encode(*args, bucket_size, number, torch.get_num_threads())
     else:
-        reference.topk_select(grad_N, index_K, value_K)
+        fed_N = reference.add_feedback(grad_N, residual_N)
+        reference.sign_encode(fed_N, out, bucket_size=bucket_size, kind=number)
+        if next_N is not None:
+            decoded_N = torch.empty_like(fed_N)
+            reference.sign_decode(out, decoded_N, bucket_size=bucket_size, kind=number, add=False)
+            torch.sub(fed_N, decoded_N, out=next_N)
 
 
-def _is_native(*tensors: Tensor) -> bool:
-    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+def sign_decode(payload: Tensor, out_N: Tensor, *, kind: str, bucket_size: int, add: bool = False) -> None:
+    """Write what `sign_encode` encoded to `out_N`, or with `add` accumulate it there in the same pass."""
+    check_tensor("out_N", out_N, torch.float32)
+    _check_sign("payload", payload, out_N, kind, bucket_size)
+    number = SIGN_KINDS[kind]
+    if runs_on_cuda(out_N):
+        cuda.sign_decode(payload, out_N, bucket_size=bucket_size, kind=number, add=add)
+    elif is_contiguous(payload, out_N):
+        args = (address(payload), address(out_N), out_N.numel())
+        native.sign_decode(*args, bucket_size, number, add, torch.get_num_threads())
+    else:
+        reference.sign_decode(payload, out_N, bucket_size=bucket_size, kind=number, add=add)
 
 
-def _check_tensor(name: str, tensor: Tensor, *dtypes: torch.dtype, device: torch.device | None = None) -> None:
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} is {tensor.dtype}; give {' or '.join(map(str, dtypes))}")
-    if tensor.dim() != 1:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; give a 1-D tensor, view(-1) flattens")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, the gradient on {device}; move one of them")
+def sign_bytes(numel: int, bucket_size: int, kind: str) -> int:
+    """Bytes that `sign_encode` fills."""
+    return reference.sign_bytes_a_bucket(SIGN_KINDS[kind]) * -(-numel // bucket_size) + -(-numel // 8)
 
 
-def _check_payload(name: str, payload: Tensor, grad_N: Tensor, bits: int, bucket_size: int) -> None:
-    _check_tensor(name, payload, torch.uint8, device=grad_N.device)
-    if not 1 <= bits <= 8:
-        raise ValueError(f"bits {bits} is not allowed; give 1 to 8")
+def _check_bucket_size(bucket_size: int) -> None:
     if not 8 <= bucket_size <= _MAX_BUCKET_SIZE or bucket_size % 8:
         raise ValueError(f"bucket_size {bucket_size} is not allowed; give 8 to {_MAX_BUCKET_SIZE}, a multiple of 8")
+
+
+def _check_qsgd(name: str, payload: Tensor, grad_N: Tensor, bits: int, bucket_size: int, grid: str) -> None:
+    check_tensor(name, payload, torch.uint8, device=grad_N.device)
+    if grid not in GRIDS:
+        raise ValueError(f"grid {grid!r} is not allowed; give {', '.join(GRIDS)}")
+    low = 1 if grid == "max_min" else 2
+    if not low <= bits <= 8:
+        raise ValueError(f"bits {bits} is not allowed; give {low} to 8 with grid {grid}")
+    _check_bucket_size(bucket_size)
     numel = grad_N.numel()
-    needed = 4 * -(-numel // bucket_size) + -(-numel * bits // 8)
+    needed = qsgd_bytes(numel, bits, bucket_size, grid)
     if payload.numel() != needed:
         raise ValueError(
             f"{name} has {payload.numel()} bytes; {numel} elements at {bits} bits in buckets of "
@@ -143,6 +202,14 @@ def _check_payload(name: str, payload: Tensor, grad_N: Tensor, bits: int, bucket
         )
 
 
-def _check_key(name: str, key: int) -> None:
-    if not 0 <= key < 1 << 32:
-        raise ValueError(f"{name} {key} is not a 32-bit number; give 0 to 2**32 - 1")
+def _check_sign(name: str, payload: Tensor, grad_N: Tensor, kind: str, bucket_size: int) -> None:
+    check_tensor(name, payload, torch.uint8, device=grad_N.device)
+    if kind not in SIGN_KINDS:
+        raise ValueError(f"kind {kind!r} is not allowed; give {', '.join(SIGN_KINDS)}")
+    _check_bucket_size(bucket_size)
+    needed = sign_bytes(grad_N.numel(), bucket_size, kind)
+    if payload.numel() != needed:
+        raise ValueError(
+            f"{name} has {payload.numel()} bytes; {grad_N.numel()} elements in buckets of {bucket_size} "
+            f"take {needed} bytes"
+        )

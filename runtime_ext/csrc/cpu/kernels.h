@@ -1,8 +1,10 @@
 // CPU kernels. Callers have checked sizes; buffers may be unaligned, except that floats sit on float
-// boundaries.
+// boundaries. A residual is what is owed and is added to the gradient first, a next is overwritten with what
+// was not sent; either may be null, and both may be the same memory.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
 // One binary for every x86-64 machine: the loader picks the widest version that the CPU runs.
@@ -13,17 +15,65 @@
 
 namespace cgx {
 
+// grad, residual, next (numel,)
+struct Input {
+    const float* grad;
+    const float* residual;
+    float* next;
+    int64_t numel;
+};
+
 // data (num_bytes,)
 uint32_t crc32c(const uint8_t* data, int64_t num_bytes, uint32_t seed);
 
-// grad (numel,), out (payload bytes,)
-void qsgd_encode(const float* grad, int64_t numel, uint8_t* out, int bits, int64_t bucket_size, uint32_t key,
-                 bool stochastic);
+// out (payload bytes,); grid is a Grid kind of qsgd.h
+void qsgd_encode(Input input, uint8_t* out, int bits, int64_t bucket_size, int grid, uint32_t key,
+                 bool stochastic, int num_threads);
 
 // payload (payload bytes,), out (numel,)
-void qsgd_decode(const uint8_t* payload, float* out, int64_t numel, int bits, int64_t bucket_size, bool add);
+void qsgd_decode(const uint8_t* payload, float* out, int64_t numel, int bits, int64_t bucket_size, int grid,
+                 bool add, int num_threads);
 
-// grad (numel,), index and value (num_kept,)
-void topk_select(const float* grad, int64_t numel, int32_t* index, float* value, int64_t num_kept);
+// out (payload bytes,); kind is one of sign.h
+void sign_encode(Input input, uint8_t* out, int64_t bucket_size, int kind, int num_threads);
+
+// payload (payload bytes,), out (numel,)
+void sign_decode(const uint8_t* payload, float* out, int64_t numel, int64_t bucket_size, int kind, bool add,
+                 int num_threads);
+
+// index and value (num_kept,)
+void topk_select(Input input, int32_t* index, float* value, int64_t num_kept, int num_threads);
+
+// payload (4 + index bytes + 4 * num_kept,), index and value (num_kept,), overwritten on the way
+void topk_encode(Input input, uint8_t* payload, int32_t* index, float* value, int64_t num_kept,
+                 int num_threads);
+
+// counts (4096,)
+void magnitude_histogram(const float* grad, int64_t numel, int64_t* counts, int num_threads);
+
+// thresholds (2,): sure, maybe
+void bisect_thresholds(const float* grad, int64_t numel, int64_t num_kept, int num_rounds,
+                       int64_t* thresholds, int num_threads);
+
+// counts (4096,)
+int64_t sidco_threshold(const int64_t* counts, const std::vector<double>& ratios);
+
+// thresholds (2,), index and value (num_kept,), count (1,)
+void collect(const float* grad, int64_t numel, const int64_t* thresholds, uint32_t key, int32_t* index,
+             float* value, int64_t num_kept, int32_t* count, int num_threads);
+
+// index (num_kept,)
+void random_indices(int64_t numel, uint32_t key, int32_t* index, int64_t num_kept);
+
+// index (num_kept,), count (1,), out (index bytes,)
+void pack_indices(const int32_t* index, const int32_t* count, int64_t num_kept, int64_t numel, uint8_t* out);
+
+// packed (index bytes,), count (1,), index (num_kept,). False if there are not `count` indices that ascend
+// below `numel`.
+bool unpack_indices(const uint8_t* packed, const int32_t* count, int64_t num_kept, int64_t numel,
+                    int32_t* index);
+
+// index and value (num_kept,), of which the first `count`, count (1,)
+void scatter_add(const int32_t* index, const float* value, const int32_t* count, float* out);
 
 }  // namespace cgx

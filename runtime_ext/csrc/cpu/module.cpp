@@ -1,5 +1,7 @@
-// Python bindings. Addresses arrive as integers because ops.py has checked the tensors already.
+// Python bindings. Addresses arrive as integers because ops.py and sparse.py have checked the tensors
+// already.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
 #include "kernels.h"
 
@@ -7,41 +9,124 @@ namespace nb = nanobind;
 
 namespace {
 
-template <typename T>
-T* pointer(uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
+// An address that turns into a pointer to whatever the kernel takes there.
+struct Address {
+    uintptr_t value;
+    template <typename T>
+    operator T*() const {
+        return reinterpret_cast<T*>(value);
+    }
+};
 
 }  // namespace
+
+namespace nanobind::detail {
+
+template <>
+struct type_caster<Address> {
+    NB_TYPE_CASTER(Address, const_name("int"))
+    bool from_python(handle source, uint8_t flags, cleanup_list* cleanup) noexcept {
+        make_caster<uintptr_t> number;
+        if (!number.from_python(source, flags, cleanup)) return false;
+        value.value = number.value;
+        return true;
+    }
+};
+
+}  // namespace nanobind::detail
 
 NB_MODULE(_native, m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
     m.def(
         "crc32c",
-        [](uintptr_t data, int64_t num_bytes, uint32_t seed) {
-            return cgx::crc32c(pointer<const uint8_t>(data), num_bytes, seed);
-        },
+        [](Address data, int64_t num_bytes, uint32_t seed) { return cgx::crc32c(data, num_bytes, seed); },
         release());
     m.def(
         "qsgd_encode",
-        [](uintptr_t grad, int64_t numel, uintptr_t out, int bits, int64_t bucket_size, uint32_t key,
-           bool stochastic) {
-            cgx::qsgd_encode(pointer<const float>(grad), numel, pointer<uint8_t>(out), bits, bucket_size, key,
-                             stochastic);
+        [](Address grad, Address residual, Address next, int64_t numel, Address out, int bits,
+           int64_t bucket_size, int grid, uint32_t key, bool stochastic, int num_threads) {
+            cgx::qsgd_encode({grad, residual, next, numel}, out, bits, bucket_size, grid, key, stochastic,
+                             num_threads);
         },
         release());
     m.def(
         "qsgd_decode",
-        [](uintptr_t payload, uintptr_t out, int64_t numel, int bits, int64_t bucket_size, bool add) {
-            cgx::qsgd_decode(pointer<const uint8_t>(payload), pointer<float>(out), numel, bits, bucket_size,
-                             add);
+        [](Address payload, Address out, int64_t numel, int bits, int64_t bucket_size, int grid, bool add,
+           int num_threads) {
+            cgx::qsgd_decode(payload, out, numel, bits, bucket_size, grid, add, num_threads);
         },
         release());
     m.def(
+        "sign_encode",
+        [](Address grad, Address residual, Address next, int64_t numel, Address out, int64_t bucket_size,
+           int kind, int num_threads) {
+            cgx::sign_encode({grad, residual, next, numel}, out, bucket_size, kind, num_threads);
+        },
+        release());
+    m.def(
+        "sign_decode",
+        [](Address payload, Address out, int64_t numel, int64_t bucket_size, int kind, bool add,
+           int num_threads) { cgx::sign_decode(payload, out, numel, bucket_size, kind, add, num_threads); },
+        release());
+    m.def(
         "topk_select",
-        [](uintptr_t grad, int64_t numel, uintptr_t index, uintptr_t value, int64_t num_kept) {
-            cgx::topk_select(pointer<const float>(grad), numel, pointer<int32_t>(index),
-                             pointer<float>(value), num_kept);
+        [](Address grad, Address residual, Address next, int64_t numel, Address index, Address value,
+           int64_t num_kept, int num_threads) {
+            cgx::topk_select({grad, residual, next, numel}, index, value, num_kept, num_threads);
+        },
+        release());
+    m.def(
+        "topk_encode",
+        [](Address grad, Address residual, Address next, int64_t numel, Address payload, Address index,
+           Address value, int64_t num_kept, int num_threads) {
+            cgx::topk_encode({grad, residual, next, numel}, payload, index, value, num_kept, num_threads);
+        },
+        release());
+    m.def(
+        "magnitude_histogram",
+        [](Address grad, int64_t numel, Address counts, int num_threads) {
+            cgx::magnitude_histogram(grad, numel, counts, num_threads);
+        },
+        release());
+    m.def(
+        "bisect_thresholds",
+        [](Address grad, int64_t numel, int64_t num_kept, int num_rounds, Address thresholds,
+           int num_threads) {
+            cgx::bisect_thresholds(grad, numel, num_kept, num_rounds, thresholds, num_threads);
+        },
+        release());
+    m.def("sidco_threshold", [](Address counts, const std::vector<double>& ratios) {
+        return cgx::sidco_threshold(counts, ratios);
+    });
+    m.def(
+        "collect",
+        [](Address grad, int64_t numel, Address thresholds, uint32_t key, Address index, Address value,
+           int64_t num_kept, Address count, int num_threads) {
+            cgx::collect(grad, numel, thresholds, key, index, value, num_kept, count, num_threads);
+        },
+        release());
+    m.def(
+        "random_indices",
+        [](int64_t numel, uint32_t key, Address index, int64_t num_kept) {
+            cgx::random_indices(numel, key, index, num_kept);
+        },
+        release());
+    m.def(
+        "pack_indices",
+        [](Address index, Address count, int64_t num_kept, int64_t numel, Address out) {
+            cgx::pack_indices(index, count, num_kept, numel, out);
+        },
+        release());
+    m.def(
+        "unpack_indices",
+        [](Address packed, Address count, int64_t num_kept, int64_t numel, Address index) {
+            return cgx::unpack_indices(packed, count, num_kept, numel, index);
+        },
+        release());
+    m.def(
+        "scatter_add",
+        [](Address index, Address value, Address count, Address out) {
+            cgx::scatter_add(index, value, count, out);
         },
         release());
 }

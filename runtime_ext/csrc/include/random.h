@@ -5,12 +5,15 @@
 
 namespace cgx {
 
+constexpr uint32_t kFirstFactor = 0x7FEB352Du;
+constexpr uint32_t kSecondFactor = 0x846CA68Bu;
+
 CGX_INLINE uint32_t lowbias32(uint32_t x, uint32_t key = 0) {
     x ^= x >> 16;
-    x *= 0x7FEB352Du;
+    x *= kFirstFactor;
     x += key;
     x ^= x >> 15;
-    x *= 0x846CA68Bu;
+    x *= kSecondFactor;
     return x ^ (x >> 16);
 }
 

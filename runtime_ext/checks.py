@@ -1,0 +1,62 @@
+"""What `ops` and `sparse` share: which kernel a call runs on, and the checks of its arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    from . import _native
+except ImportError as error:
+    raise ImportError(
+        "cgx_ray.runtime_ext._native is missing or does not load; build it: "
+        "pip install -e . --no-build-isolation (needs a C++20 compiler)"
+    ) from error
+
+native = _native  # for ops and sparse
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def runs_on_cuda(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def is_contiguous(*tensors: Tensor | None) -> bool:
+    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+
+
+def as_float32(grad_N: Tensor) -> Tensor:
+    return grad_N.detach().to(torch.float32).contiguous()
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def check_gradient(grad_N: Tensor, residual_N: Tensor | None, next_N: Tensor | None) -> None:
+    check_tensor("grad_N", grad_N, *FLOATS)
+    if grad_N.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"grad_N is on {grad_N.device}; there are kernels for cpu and cuda")
+    for name, tensor in (("residual_N", residual_N), ("next_N", next_N)):
+        if tensor is not None:
+            check_sized(name, tensor, torch.float32, grad_N.numel(), grad_N.device)
+
+
+def check_tensor(name: str, tensor: Tensor, *dtypes: torch.dtype, device: torch.device | None = None) -> None:
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} is {tensor.dtype}; give {' or '.join(map(str, dtypes))}")
+    if tensor.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; give a 1-D tensor, view(-1) flattens")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the gradient on {device}; move one of them")
+
+
+def check_sized(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
+    check_tensor(name, tensor, dtype, device=device)
+    if tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel()} elements; give {numel}")
+
+
+def check_key(name: str, key: int) -> None:
+    if not 0 <= key < 1 << 32:
+        raise ValueError(f"{name} {key} is not a 32-bit number; give 0 to 2**32 - 1")

@@ -1,0 +1,111 @@
+// What the codecs that send every element share: how they read a gradient, add it up and pack levels.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+#include "portable.h"
+
+static_assert(std::endian::native == std::endian::little, "the wire format is the memory's");
+
+namespace cgx {
+
+// For what is shared by all numbers of bits: inlined, it would be compiled again for each.
+#define CGX_NOINLINE __attribute__((noinline))
+
+// Elements that a loop of constant length handles: the compiler unrolls it fully at every vector width.
+constexpr int kChunk = 64;
+constexpr int kLanes = 32;  // of a sum, see _lane_sum in reference.py
+
+// Buckets whose statistics are found together: their divisions are done at once, and none is waited for.
+constexpr int kBatch = 16;
+constexpr int64_t kBatchNumel = 2048;  // 8 KB, so that a gradient, a residual and a next stay in 32 KB of L1
+
+CGX_INLINE int64_t batch_numel(int64_t bucket_size) {
+    return std::clamp<int64_t>(kBatchNumel / bucket_size, 1, kBatch) * bucket_size;
+}
+
+// Fetches what comes a batch later: the hardware's own fetching stops at every page and during long work.
+CGX_INLINE void prefetch_chunk(const float* x) {
+    // An integer, because the address may lie behind the array.
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(x) + kBatchNumel * sizeof(float);
+    for (size_t line = 0; line < kChunk * sizeof(float); line += 64) {
+        __builtin_prefetch(reinterpret_cast<const void*>(begin + line));
+    }
+}
+
+// The error-fed gradient from an element on; residual may be null.
+struct Fed {
+    const float* grad;
+    const float* residual;
+
+    CGX_INLINE Fed from(int64_t i) const { return {grad + i, residual == nullptr ? nullptr : residual + i}; }
+    CGX_INLINE float operator[](int64_t i) const {
+        return residual == nullptr ? grad[i] : grad[i] + residual[i];
+    }
+};
+
+// x (kChunk,): `count` elements of `fed`, then `fill`.
+CGX_INLINE void load_rest(Fed fed, int64_t count, float fill, float* x) {
+    for (int64_t i = 0; i < kChunk; ++i) x[i] = i < count ? fed[i] : fill;
+}
+
+// The sum of a bucket in the one order that all implementations keep.
+struct LaneSum {
+    float lane[kLanes];
+
+    // -0 is what leaves every number, also -0, as it is.
+    CGX_INLINE LaneSum() {
+        for (float& sum : lane) sum = -0.0f;
+    }
+
+    // row (kLanes,)
+    CGX_INLINE void add(const float* row) {
+        for (int i = 0; i < kLanes; ++i) lane[i] += row[i];
+    }
+
+    CGX_INLINE float total() {
+        for (int half = kLanes / 2; half > 0; half /= 2) {
+            for (int i = 0; i < half; ++i) lane[i] += lane[half + i];
+        }
+        return lane[0];
+    }
+};
+
+template <typename T>
+CGX_INLINE uint64_t load(const uint8_t* data) {
+    T word;
+    memcpy(&word, data, sizeof word);
+    return word;
+}
+
+template <typename T>
+CGX_INLINE void store(uint8_t* data, uint64_t word) {
+    const T low = static_cast<T>(word);
+    memcpy(data, &low, sizeof low);
+}
+
+// A memcpy of kBytes bytes into a uint64_t would read back wider than it wrote and stall on the store buffer.
+template <int kBytes>
+CGX_INLINE uint64_t load_bytes(const uint8_t* data) {
+    if constexpr (kBytes == 8) return load<uint64_t>(data);
+    uint64_t word = 0;
+    if constexpr (kBytes & 4) word = load<uint32_t>(data);
+    if constexpr (kBytes & 2) word |= load<uint16_t>(data + (kBytes & 4)) << 8 * (kBytes & 4);
+    if constexpr (kBytes & 1) word |= load<uint8_t>(data + (kBytes & 6)) << 8 * (kBytes & 6);
+    return word;
+}
+
+template <int kBytes>
+CGX_INLINE void store_bytes(uint8_t* data, uint64_t word) {
+    if constexpr (kBytes == 8) return store<uint64_t>(data, word);
+    if constexpr (kBytes & 4) store<uint32_t>(data, word);
+    if constexpr (kBytes & 2) store<uint16_t>(data + (kBytes & 4), word >> 8 * (kBytes & 4));
+    if constexpr (kBytes & 1) store<uint8_t>(data + (kBytes & 6), word >> 8 * (kBytes & 6));
+}
+
+}  // namespace cgx

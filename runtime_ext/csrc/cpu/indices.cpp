@@ -1,0 +1,137 @@
+// Indices on the wire, the scatter at the receiver, and random indices.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "kernels.h"
+#include "sparse.h"
+
+namespace cgx {
+namespace {
+
+constexpr int64_t kAhead = 32;  // elements fetched before their turn
+
+// Of a buffer that may be unaligned.
+uint32_t load_word(const uint8_t* words, int64_t i) {
+    uint32_t word;
+    memcpy(&word, words + 4 * i, 4);
+    return word;
+}
+
+void store_word(uint8_t* words, int64_t i, uint32_t word) { memcpy(words + 4 * i, &word, 4); }
+
+// Writes a one for each index: bit b stands for the block b of 2^shift elements. With unary counts each block
+// has as many ones as indices, then a zero, so the i-th one comes i bits later.
+void pack_ones(uint8_t* words, int64_t num_words, const int32_t* index, int64_t count, int shift,
+               bool unary) {
+    int64_t at = 0;
+    uint32_t word = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t bit = (index[i] >> shift) + (unary ? i : 0);
+        while (at < bit >> 5) {
+            store_word(words, at++, word);
+            word = 0;
+        }
+        word |= 1u << (bit & 31);
+    }
+    for (; at < num_words; ++at, word = 0) store_word(words, at, word);
+}
+
+void pack_offsets(uint8_t* words, int64_t num_words, const int32_t* index, int64_t count, int low_bits) {
+    const uint32_t mask = (1u << low_bits) - 1;
+    int64_t at = 0;
+    uint64_t bits = 0;
+    int used = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        bits |= static_cast<uint64_t>(static_cast<uint32_t>(index[i]) & mask) << used;
+        used += low_bits;
+        if (used < 32) continue;
+        store_word(words, at++, static_cast<uint32_t>(bits));
+        bits >>= 32;
+        used -= 32;
+    }
+    for (; at < num_words; ++at, bits = 0) store_word(words, at, static_cast<uint32_t>(bits));
+}
+
+// Undoes pack_ones: the block of each index. False unless there are `count`.
+bool unpack_ones(const uint8_t* words, int64_t num_words, bool unary, int64_t count, uint32_t* block) {
+    int64_t num_ones = 0;
+    for (int64_t w = 0; w < num_words; ++w) num_ones += std::popcount(load_word(words, w));
+    if (num_ones != count) return false;
+    int64_t i = 0;
+    for (int64_t w = 0; w < num_words; ++w) {
+        for (uint32_t word = load_word(words, w); word != 0; word &= word - 1) {
+            block[i] = static_cast<uint32_t>(32 * w + std::countr_zero(word) - (unary ? i : 0));
+            ++i;
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+void pack_indices(const int32_t* index, const int32_t* count, int64_t num_kept, int64_t numel, uint8_t* out) {
+    const IndexLayout layout = index_layout(numel, num_kept);
+    if (layout.kind == IndexKind::kRaw) {
+        memcpy(out, index, 4 * *count);
+        memset(out + 4 * *count, 0, 4 * (num_kept - *count));
+        return;
+    }
+    const bool is_offsets = layout.kind == IndexKind::kOffsets;
+    pack_offsets(out, layout.low_words, index, *count, layout.low_bits);
+    pack_ones(out + 4 * layout.low_words, layout.num_words - layout.low_words, index, *count, layout.low_bits,
+              is_offsets);
+}
+
+bool unpack_indices(const uint8_t* packed, const int32_t* count_1, int64_t num_kept, int64_t numel,
+                    int32_t* index) {
+    const IndexLayout layout = index_layout(numel, num_kept);
+    const int64_t count = *count_1;
+    if (count < 0 || count > num_kept) return false;
+    uint32_t* block = reinterpret_cast<uint32_t*>(index);
+    if (layout.kind == IndexKind::kRaw) {
+        memcpy(block, packed, 4 * count);
+    } else if (!unpack_ones(packed + 4 * layout.low_words, layout.num_words - layout.low_words,
+                            layout.kind == IndexKind::kOffsets, count, block)) {
+        return false;
+    }
+    const uint32_t mask = (1u << layout.low_bits) - 1;
+    int64_t at = 0, previous = -1;
+    uint64_t bits = 0;
+    int have = 0;
+    bool ascends = true;
+    for (int64_t i = 0; i < count; ++i) {
+        if (have < layout.low_bits) {
+            bits |= static_cast<uint64_t>(load_word(packed, at++)) << have;
+            have += 32;
+        }
+        const int64_t next = (static_cast<int64_t>(block[i]) << layout.low_bits) + (bits & mask);
+        bits >>= layout.low_bits;
+        have -= layout.low_bits;
+        ascends &= next > previous;
+        previous = next;
+        block[i] = static_cast<uint32_t>(next);
+    }
+    // What ascends from above -1 and ends below numel is below it throughout.
+    std::fill(index + count, index + num_kept, 0);
+    return ascends && previous < numel;
+}
+
+void random_indices(int64_t numel, uint32_t key, int32_t* index, int64_t num_kept) {
+    const RandomKey random = make_random_key(key);
+    int64_t begin = 0;
+    for (int64_t i = 0; i < num_kept; ++i) {
+        const int64_t end = run_begin(i + 1, numel, num_kept);
+        index[i] = static_cast<int32_t>(random_in_run(random, i, begin, end));
+        begin = end;
+    }
+}
+
+void scatter_add(const int32_t* index, const float* value, const int32_t* count, float* out) {
+    for (int64_t i = 0; i < *count; ++i) {
+        if (i + kAhead < *count) __builtin_prefetch(out + index[i + kAhead], 1);
+        out[index[i]] += value[i];
+    }
+}
+
+}  // namespace cgx

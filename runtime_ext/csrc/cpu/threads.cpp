@@ -1,0 +1,74 @@
+#include "threads.h"
+
+#include <pthread.h>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+namespace cgx {
+namespace {
+
+// Lives on the stack of the thread that calls run_parts.
+struct Job {
+    PartFunction function;
+    void* context;
+    int num_parts;
+    int next_part = 0;
+    int num_done = 0;
+    std::condition_variable done{};
+};
+
+class Pool {
+  public:
+    void run(Job& job) {
+        std::unique_lock lock(mutex_);
+        for (; num_workers_ < job.num_parts - 1; ++num_workers_) std::thread([this] { work(); }).detach();
+        jobs_.push_back(&job);
+        for (int part = 1; part < job.num_parts; ++part) ready_.notify_one();
+        // What no worker has taken up by now is done here, so a call never waits for those of others.
+        while (job.next_part < job.num_parts) run_next_part(job, lock);
+        job.done.wait(lock, [&] { return job.num_done == job.num_parts; });
+    }
+
+  private:
+    void work() {
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            ready_.wait(lock, [this] { return !jobs_.empty(); });
+            run_next_part(*jobs_.front(), lock);
+        }
+    }
+
+    void run_next_part(Job& job, std::unique_lock<std::mutex>& lock) {
+        const int part = job.next_part++;
+        if (job.next_part == job.num_parts) std::erase(jobs_, &job);
+        lock.unlock();
+        job.function(job.context, part);
+        lock.lock();
+        if (++job.num_done == job.num_parts) job.done.notify_one();
+    }
+
+    std::mutex mutex_;
+    std::condition_variable ready_;
+    std::deque<Job*> jobs_;  // those with parts that nobody has taken up
+    int num_workers_ = 0;
+};
+
+// Never destroyed: workers wait on it until the process ends.
+Pool* pool = new Pool;
+
+// The child of a fork has none of the workers, and the mutex may be held by one of them.
+void forget_workers() { pool = new Pool; }
+
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, forget_workers);
+
+}  // namespace
+
+void run_parts(int num_parts, PartFunction function, void* context) {
+    Job job{function, context, num_parts};
+    pool->run(job);
+}
+
+}  // namespace cgx

@@ -1,0 +1,106 @@
+// One-bit codecs. runtime_ext/reference.py is the specification.
+#include "bucket.h"
+#include "sign.h"
+
+namespace cgx {
+namespace {
+
+__device__ int64_t num_mean_bytes(int64_t numel, int bucket_size, int kind) {
+    return mean_bytes(kind) * ((numel + bucket_size - 1) / bucket_size);
+}
+
+template <typename T>
+__device__ Means find_means(const Input<T>& input, const Bucket& bucket, int kind) {
+    LaneSum low, high;
+    if (kind == kEfSignSgd) {
+        for_each_fed(bucket, input, [&](int, const Quad& quad) {
+#pragma unroll
+            for (int j = 0; j < kQuad; ++j) high.lanes[j] += fabsf(quad.x[j]);
+        });
+        return means_around_zero(make_mean(high.total(), bucket.count));
+    }
+    int num_positive = 0;
+    for_each_fed(bucket, input, [&](int, const Quad& quad) {
+#pragma unroll
+        for (int j = 0; j < kQuad; ++j) {
+            const bool positive = is_positive(quad.x[j]);
+            low.lanes[j] += positive ? 0.0f : quad.x[j];
+            high.lanes[j] += positive ? quad.x[j] : 0.0f;
+            num_positive += positive && j < quad.valid;
+        }
+    });
+    num_positive = over_team(num_positive, [](int a, int b) { return a + b; });
+    return {make_mean(low.total(), bucket.count - num_positive), make_mean(high.total(), num_positive)};
+}
+
+template <typename T>
+__device__ void encode_bucket(const Input<T>& input, const Bucket& bucket, uint8_t* out, int kind) {
+    const Means means = find_means(input, bucket, kind);
+    if (team_lane() == 0 && bucket.count > 0) {
+        uint8_t* address = out + mean_bytes(kind) * bucket.index;
+        if (kind == kOneBit) store_word(address, float_bits(means.low));
+        store_word(address + mean_bytes(kind) - 4, float_bits(means.high));
+    }
+    uint8_t* bits = out + num_mean_bytes(input.numel, bucket.size, kind) + Levels<1>::first_byte(bucket);
+    for_each_fed(bucket, input, [&](int row, Quad& quad) {
+        uint32_t piece = 0;
+#pragma unroll
+        for (int j = 0; j < kQuad; ++j) {
+            const bool positive = is_positive(quad.x[j]);
+            piece |= static_cast<uint32_t>(positive && j < quad.valid) << j;
+        }
+        Levels<1>::store(bits + Levels<1>::row_bytes(row), quad.row_count, piece);
+        if (input.next == nullptr) return;
+#pragma unroll
+        for (int j = 0; j < kQuad; ++j) quad.x[j] -= choose_mean(is_positive(quad.x[j]), means);
+        store_quad(quad.x, quad.valid, input.next + bucket.mine() + row * kRow);
+    });
+}
+
+template <typename T>
+__device__ void encode(Input<T> input, uint8_t* out, int bucket_size, int kind) {
+    for_each_bucket(input.numel, bucket_size,
+                    [&](const Bucket& bucket) { encode_bucket(input, bucket, out, kind); });
+}
+
+__device__ Means load_means(const uint8_t* payload, const Bucket& bucket, int kind) {
+    const uint8_t* address = payload + mean_bytes(kind) * bucket.index;
+    const float first = bits_float(load_word(address));
+    return kind == kOneBit ? Means{first, bits_float(load_word(address + 4))} : means_around_zero(first);
+}
+
+}  // namespace
+}  // namespace cgx
+
+using namespace cgx;
+
+// grad, residual, next (numel,), out (payload bytes,)
+#define CGX_SIGN_ENCODE(dtype, T)                                                                           \
+    extern "C" __global__ void __launch_bounds__(kBlockSize, kBlocksAMultiprocessor)                        \
+        sign_encode_##dtype(const T* grad, const float* residual, float* next, int64_t numel, uint8_t* out, \
+                            int32_t bucket_size, int32_t kind) {                                            \
+        encode<T>({grad, residual, next, numel}, out, bucket_size, kind);                                   \
+    }
+CGX_SIGN_ENCODE(float32, float)
+CGX_SIGN_ENCODE(float16, Half)
+CGX_SIGN_ENCODE(bfloat16, BFloat16)
+
+// payload (payload bytes,), out (numel,)
+extern "C" __global__ void __launch_bounds__(kBlockSize, kBlocksAMultiprocessor)
+    sign_decode(const uint8_t* payload, float* out, int64_t numel, int32_t bucket_size, int32_t kind,
+                int32_t add) {
+    const uint8_t* bits = payload + num_mean_bytes(numel, bucket_size, kind);
+    for_each_bucket(numel, bucket_size, [&](const Bucket& bucket) {
+        const uint8_t* mine = bits + Levels<1>::first_byte(bucket);
+        const Means means = bucket.count > 0 ? load_means(payload, bucket, kind) : Means{};
+        for_each_row(bucket, add ? out : nullptr, nullptr, [&](int row, Quad& quad) {
+            const uint32_t piece = Levels<1>::load(mine + Levels<1>::row_bytes(row), quad.row_count);
+#pragma unroll
+            for (int j = 0; j < kQuad; ++j) {
+                const float mean = choose_mean(piece >> j & 1, means);
+                quad.x[j] = add ? quad.x[j] + mean : mean;
+            }
+            store_quad(quad.x, quad.valid, out + bucket.mine() + row * kRow);
+        });
+    });
+}

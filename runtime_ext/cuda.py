@@ -1,0 +1,99 @@
+"""The CUDA kernels of `ops`: which of them to launch, and on how many blocks.
+
+N elements of a gradient; `ops` documents the arguments. Tensors that are not contiguous are copied.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import cuda_launch
+
+# As in csrc/include/bucket.h: 8 threads take a bucket.
+_BLOCK_SIZE = 256
+_BUCKETS_A_BLOCK = _BLOCK_SIZE // 8
+# A multiprocessor holds 5 such blocks at once; more would only wait.
+_BLOCKS_A_MULTIPROCESSOR = 5
+
+
+def qsgd_encode(
+    grad_N: Tensor,
+    residual_N: Tensor | None,
+    next_N: Tensor | None,
+    out: Tensor,
+    *,
+    bits: int,
+    bucket_size: int,
+    grid: int,
+    key: int,
+    stochastic: bool,
+) -> None:
+    options = (np.int32(bucket_size), np.int32(grid), np.uint32(key), np.int32(stochastic))
+    kernel = f"qsgd_encode_{_name(grad_N.dtype)}"
+    _encode(kernel, grad_N, residual_N, next_N, out, options, bucket_size, f"CGX_BITS={bits}")
+
+
+def qsgd_decode(payload: Tensor, out_N: Tensor, *, bits: int, bucket_size: int, grid: int, add: bool) -> None:
+    options = (np.int32(bucket_size), np.int32(grid), np.int32(add))
+    _decode("qsgd_decode", payload, out_N, options, bucket_size, f"CGX_BITS={bits}")
+
+
+def sign_encode(
+    grad_N: Tensor, residual_N: Tensor | None, next_N: Tensor | None, out: Tensor, *, bucket_size: int, kind: int
+) -> None:
+    options = (np.int32(bucket_size), np.int32(kind))
+    _encode(f"sign_encode_{_name(grad_N.dtype)}", grad_N, residual_N, next_N, out, options, bucket_size)
+
+
+def sign_decode(payload: Tensor, out_N: Tensor, *, bucket_size: int, kind: int, add: bool) -> None:
+    options = (np.int32(bucket_size), np.int32(kind), np.int32(add))
+    _decode("sign_decode", payload, out_N, options, bucket_size)
+
+
+def _encode(
+    kernel: str,
+    grad_N: Tensor,
+    residual_N: Tensor | None,
+    next_N: Tensor | None,
+    out: Tensor,
+    options: tuple[np.generic, ...],
+    bucket_size: int,
+    define: str | None = None,
+) -> None:
+    numel = grad_N.numel()
+    if numel == 0:
+        return
+    num_blocks = _num_blocks(numel, bucket_size, grad_N.device)
+    with cuda_launch.written(next_N, out) as (to_next, to_out):
+        args = (cuda_launch.read(grad_N), cuda_launch.read(residual_N), to_next, np.int64(numel), to_out)
+        cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, *args, *options, define=define)
+
+
+def _decode(
+    kernel: str,
+    payload: Tensor,
+    out_N: Tensor,
+    options: tuple[np.generic, ...],
+    bucket_size: int,
+    define: str | None = None,
+) -> None:
+    numel = out_N.numel()
+    if numel == 0:
+        return
+    num_blocks = _num_blocks(numel, bucket_size, out_N.device)
+    with cuda_launch.written(out_N) as (to_out,):
+        cuda_launch.launch(
+            kernel, num_blocks, _BLOCK_SIZE, cuda_launch.read(payload), to_out, np.int64(numel), *options, define=define
+        )
+
+
+def _num_blocks(numel: int, bucket_size: int, device: torch.device) -> int:
+    num_buckets = -(-numel // bucket_size)
+    most = _BLOCKS_A_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
+    return min(-(-num_buckets // _BUCKETS_A_BLOCK), most)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,149 @@
+"""Compiles the CUDA kernels and launches them on torch's current stream.
+
+A kernel's name starts with the name of its source: `qsgd_decode` is in csrc/cuda/qsgd.cu. A source is compiled on
+first use, for the device at hand, and kept in CuPy's folder of compiled kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SOURCES = Path(__file__).resolve().parent / "csrc"
+# No contraction, no fast-math: the kernels agree bit for bit with reference.py. Division and square root are rounded
+# correctly, and denormal numbers kept, by default.
+OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space")
+_INSTALL = (
+    "gradients on a CUDA device need CuPy and cuda-bindings, which do not load; install them: "
+    'pip install "cgx-ray[cuda12]" or "cgx-ray[cuda13]", whichever torch.version.cuda says'
+)
+
+
+def launch(
+    kernel: str, num_blocks: int, block_size: int, *args: Tensor | np.generic | None, define: str | None = None
+) -> None:
+    """Start `kernel`, from a source compiled with the macro `define` (NAME=VALUE), on torch's current stream.
+
+    A tensor, contiguous, or None is a pointer; a NumPy scalar is a parameter of its width. The first tensor says on
+    which device. Nothing is copied, allocated or waited for.
+    """
+    cupy = _cupy()
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    assert num_blocks > 0, f"{kernel}: no blocks"
+    assert all(tensor.is_contiguous() for tensor in tensors), f"{kernel}: a tensor has gaps"
+    device = tensors[0].device
+    values = tuple(arg.data_ptr() if isinstance(arg, Tensor) else np.uint64(0) if arg is None else arg for arg in args)
+    # torch's stream may be the legacy default stream, whose handle is 0: CuPy takes that as such.
+    stream = torch.cuda.current_stream(device)
+    with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream, device.index):
+        _function(kernel, define, device.index)((num_blocks,), (block_size,), values)
+
+
+@contextmanager
+def written(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The tensors, or contiguous copies of those with gaps, which are copied back."""
+    copies = tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
+    yield copies
+    for tensor, copy in zip(tensors, copies, strict=True):
+        if tensor is not None and copy is not None and copy is not tensor:
+            tensor.copy_(copy)
+
+
+def read(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, or a contiguous copy."""
+    return None if tensor is None else tensor.contiguous()
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def source_of(kernel: str) -> str:
+    return kernel.partition("_")[0]
+
+
+def compile_source(source: str, architecture: str, define: str | None = None) -> bytes:
+    """The machine code of csrc/cuda/`source`.cu for one `architecture`, such as sm_90.
+
+    By NVRTC and not by CuPy's RawModule(code=...): that one compiles with -ftz=true, which flushes denormal numbers.
+    Raises RuntimeError with the compiler's log.
+    """
+    nvrtc = _nvrtc()
+    options = [*OPTIONS, f"--include-path={SOURCES / 'include'}", f"--gpu-architecture={architecture}"]
+    if define is not None:
+        options.append(f"--define-macro={define}")
+    text = (SOURCES / "cuda" / f"{source}.cu").read_bytes()
+    program = _checked(nvrtc.nvrtcCreateProgram(text, f"{source}.cu".encode(), 0, [], []))
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"{source}.cu does not compile for {architecture}:\n{log.decode()}")
+    cubin = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return cubin
+
+
+@functools.cache
+def _function(kernel: str, define: str | None, device_index: int) -> Any:
+    """CuPy's RawKernel; the device is the current one."""
+    major, minor = torch.cuda.get_device_capability(device_index)
+    path = compiled_file(source_of(kernel), f"sm_{major}{minor}", define, _cache_folder())
+    return _cupy().RawModule(path=str(path)).get_function(kernel)
+
+
+def compiled_file(source: str, architecture: str, define: str | None, folder: Path) -> Path:
+    """The file in `folder` that holds what `compile_source` returns; makes it if it is missing."""
+    digest = hashlib.sha256(repr((source, architecture, define, OPTIONS, _checked(_nvrtc().nvrtcVersion()))).encode())
+    for path in sorted([SOURCES / "cuda" / f"{source}.cu", *(SOURCES / "include").glob("*.h")]):
+        digest.update(path.read_bytes())
+    file = folder / f"cgx_ray-{source}-{digest.hexdigest()[:32]}.cubin"
+    if not file.exists():
+        # Other processes may do the same; each puts a whole file there.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=file.stem, delete=False) as new:
+            new.write(compile_source(source, architecture, define))
+        os.replace(new.name, file)
+    return file
+
+
+def _cache_folder() -> Path:
+    """CuPy's, so that one variable moves both."""
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    """The value of a call to NVRTC, if it has one; raises RuntimeError if it failed."""
+    status, *values = answer
+    if status.value != 0:
+        raise RuntimeError(f"NVRTC: {status.name}")
+    return values[0] if len(values) == 1 else values
+
+
+def _cupy() -> Any:
+    try:
+        import cupy  # noqa: PLC0415 - most machines that compress on the CPU have no CuPy
+    except ImportError as error:
+        raise ImportError(_INSTALL) from error
+    return cupy
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError(_INSTALL) from error
+    return nvrtc

@@ -1,0 +1,235 @@
+"""The CUDA kernels that `sparse` calls: workspaces and launches.
+
+N elements of a gradient, W words of 32 bits, K kept elements. Nothing here waits for the device or reads from it:
+counts and thresholds stay in its memory. Tensors that are not contiguous are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import cuda_launch, reference
+
+# As in block.h, which says why.
+_BLOCK_SIZE = 256
+_BLOCKS_A_MULTIPROCESSOR = 6
+_WORD_BITS = 32
+_SEARCH_WORDS = 6
+_LEVEL_BITS = (12, 23, 31)  # bits of a magnitude that are known after each level
+# A guess saves counting most elements, at the price of two launches, which fewer elements do not repay.
+_MIN_SAMPLED = 1 << 22
+# Where more than one element in so many is kept, few could be left out.
+_MIN_RATIO = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Bits of N elements in W words, and the grid over them: a block owns `words_a_block`."""
+
+    num_words: int
+    words_a_block: int
+    num_blocks: int
+
+    @classmethod
+    def of_bits(cls, num_bits: int, device: torch.device) -> _Words:
+        num_words = -(-num_bits // _WORD_BITS)
+        rounds = max(-(-num_words // (_BLOCK_SIZE * _max_blocks(device))), 1)
+        words_a_block = rounds * _BLOCK_SIZE
+        return cls(num_words, words_a_block, max(-(-num_words // words_a_block), 1))
+
+    def sizes(self) -> tuple[np.uint32, np.uint32]:
+        return np.uint32(self.num_words), np.uint32(self.words_a_block)
+
+
+class _Selection:
+    """One selection of `numel` elements: its workspace, and the source that its passes read."""
+
+    def __init__(self, grad_N: Tensor, residual_N: Tensor | None) -> None:
+        device = grad_N.device
+        self.source: tuple[Tensor, Tensor | None] = (grad_N, residual_N)
+        self.numel = grad_N.numel()
+        self.words = _Words.of_bits(self.numel, device)
+        zeros = torch.zeros(2 * _SEARCH_WORDS + 4 * reference.NUM_BINS, dtype=torch.int32, device=device)
+        self.search = zeros[: 2 * _SEARCH_WORDS].view(torch.int64)
+        self.bins = zeros[2 * _SEARCH_WORDS :].view(4, reference.NUM_BINS)  # of three levels and of the sample
+        self.sure_W, self.maybe_W = torch.empty((2, self.words.num_words), dtype=torch.int32, device=device)
+        self.tallies = torch.empty(self.words.num_blocks, dtype=torch.int64, device=device)
+
+    def find(self, next_N: Tensor | None, rank: int, num_levels: int) -> None:
+        """Find the first bits of the magnitude of the element that is `rank`-th largest: see _LEVEL_BITS."""
+        is_sampled = self.numel >= _MIN_SAMPLED and rank * _MIN_RATIO < self.numel
+        if is_sampled:
+            self._launch("threshold_sample", np.uint32(self.numel), np.int64(rank), self.search, self.bins[3])
+        self.split(next_N, rank=rank)
+        if is_sampled:
+            self.split(None, rank=rank, is_retry=True)
+        for level in range(1, num_levels):
+            self.split(None, rank=rank, level=level)
+
+    def split(
+        self,
+        next_N: Tensor | None,
+        *,
+        thresholds_2: Tensor | None = None,
+        rank: int = 0,
+        level: int = 0,
+        is_retry: bool = False,
+    ) -> None:
+        """One pass over what may still be sent; later passes read `next_N` if it is written."""
+        bins = self.bins[min(level, 2)]
+        self._launch(
+            "select_split",
+            *(next_N, np.uint32(self.numel), thresholds_2),
+            *(np.int64(rank), np.int32(level), np.int32(is_retry), self.search, bins),
+            *(self.sure_W, self.maybe_W, self.tallies, *self.words.sizes()),
+        )
+        if next_N is not None:
+            self.source = (next_N, None)
+
+    def write(self, next_N: Tensor | None, index_K: Tensor, value_K: Tensor, count_1: Tensor | None, key: int) -> None:
+        """Write the elements that are left, after the last pass."""
+        self._launch(
+            "select_write",
+            *(next_N, np.uint32(self.numel), np.uint32(key), self.search),
+            *(self.sure_W, self.maybe_W, self.tallies, *self.words.sizes()),
+            *(index_K, value_K, np.uint32(index_K.numel()), count_1),
+        )
+
+    def _launch(self, name: str, *args: Tensor | np.generic | None) -> None:
+        kernel = f"{name}_{_suffix(self.source[0])}"
+        cuda_launch.launch(kernel, self.words.num_blocks, _BLOCK_SIZE, *self.source, *args)
+
+
+def topk_select(
+    grad_N: Tensor, residual_N: Tensor | None, next_N: Tensor | None, index_K: Tensor, value_K: Tensor
+) -> None:
+    with cuda_launch.written(next_N, index_K, value_K) as (next_copy_N, index_copy_K, value_copy_K):
+        selection = _Selection(grad_N.contiguous(), cuda_launch.read(residual_N))
+        selection.find(next_copy_N, index_K.numel(), len(_LEVEL_BITS))
+        selection.split(None, level=len(_LEVEL_BITS))
+        # Of equal elements the first are sent: with key 0 the run starts at the first.
+        selection.write(next_copy_N, index_copy_K, value_copy_K, None, key=0)
+
+
+def magnitude_histogram(grad_N: Tensor, counts: Tensor) -> None:
+    grad_N, counts = grad_N.contiguous(), counts.zero_()
+    num_blocks = _Words.of_bits(grad_N.numel(), grad_N.device).num_blocks
+    kernel = f"threshold_histogram_{_suffix(grad_N)}"
+    cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, grad_N, np.uint32(grad_N.numel()), counts)
+
+
+def bisect_thresholds(grad_N: Tensor, num_kept: int, num_rounds: int, thresholds_2: Tensor) -> None:
+    # More than num_kept magnitudes reach `maybe`: it has the first bits of the next one.
+    selection = _Selection(grad_N.contiguous(), None)
+    num_levels = 1 + sum(bits < num_rounds for bits in _LEVEL_BITS)
+    selection.find(None, num_kept + 1, num_levels)
+    args = (selection.search, np.int32(num_levels), np.int32(num_rounds), thresholds_2)
+    cuda_launch.launch("threshold_bracket", 1, _BLOCK_SIZE, *args)
+
+
+def sidco_threshold(counts: Tensor, ratios: Sequence[float], thresholds_2: Tensor) -> None:
+    ratio_S = torch.empty(len(ratios), dtype=torch.float64, device=counts.device)
+    for stage, ratio in enumerate(ratios):
+        # A number goes along with the launch; a tensor from the host's memory would have to be waited for.
+        ratio_S[stage].fill_(ratio)
+    cuda_launch.launch("threshold_fit", 1, _BLOCK_SIZE, counts, ratio_S, np.int32(len(ratios)), thresholds_2)
+
+
+def collect(
+    grad_N: Tensor, thresholds_2: Tensor, index_K: Tensor, value_K: Tensor, count_1: Tensor, *, key: int
+) -> None:
+    with cuda_launch.written(index_K, value_K) as (index_copy_K, value_copy_K):
+        selection = _Selection(grad_N.contiguous(), None)
+        selection.split(None, thresholds_2=thresholds_2.contiguous())
+        selection.write(None, index_copy_K, value_copy_K, count_1, key)
+
+
+def random_indices(numel: int, index_K: Tensor, *, key: int) -> None:
+    with cuda_launch.written(index_K) as (copy_K,):
+        args = (np.int64(numel), np.uint32(key), copy_K, np.uint32(index_K.numel()))
+        cuda_launch.launch("indices_random", _num_blocks(index_K.numel(), index_K.device), _BLOCK_SIZE, *args)
+
+
+def pack_indices(index_K: Tensor, count_1: Tensor, numel: int, out: Tensor) -> None:
+    index_K, num_kept = index_K.contiguous(), index_K.numel()
+    kind, low_bits, low_words = _layout(numel, num_kept)
+    num_blocks = _num_blocks(num_kept, index_K.device)
+    with _written_words(out) as word_W:
+        if kind == "raw":
+            cuda_launch.launch("indices_copy", num_blocks, _BLOCK_SIZE, index_K, count_1, np.uint32(num_kept), word_W)
+            return
+        low_W, ones_W = word_W[:low_words], word_W[low_words:].zero_()
+        shape = (np.uint32(num_kept), np.int32(low_bits), np.int32(kind == "offsets"))
+        args = (index_K, count_1, *shape, low_W, np.uint32(low_words), ones_W)
+        cuda_launch.launch("indices_pack", num_blocks, _BLOCK_SIZE, *args)
+
+
+def unpack_indices(packed: Tensor, count_1: Tensor, numel: int, index_K: Tensor) -> None:
+    num_kept, device = index_K.numel(), index_K.device
+    kind, low_bits, low_words = _layout(numel, num_kept)
+    if not _is_aligned(packed):
+        packed = packed.clone(memory_format=torch.contiguous_format)
+    word_W = packed.view(torch.int32)
+    with cuda_launch.written(index_K) as (copy_K,):
+        if kind == "raw":
+            args = (word_W, count_1, np.uint32(num_kept), copy_K)
+            cuda_launch.launch("indices_copy", _num_blocks(num_kept, device), _BLOCK_SIZE, *args)
+            return
+        low_W, ones_W = word_W[:low_words], word_W[low_words:]
+        words = _Words.of_bits(_WORD_BITS * ones_W.numel(), device)
+        tallies = torch.empty(words.num_blocks, dtype=torch.int64, device=device)
+        total = torch.zeros(2, dtype=torch.int64, device=device)
+        ticket = total[1:].view(torch.int32)
+        grid = (words.num_blocks, _BLOCK_SIZE, ones_W, *words.sizes(), tallies, total[:1])
+        cuda_launch.launch("indices_count", *grid, ticket)
+        layout = (low_W, np.int32(low_bits), np.int32(kind == "offsets"))
+        cuda_launch.launch("indices_unpack", *grid, *layout, count_1, copy_K, np.uint32(num_kept))
+
+
+def scatter_add(index_K: Tensor, value_K: Tensor, count_1: Tensor, out_N: Tensor) -> None:
+    num_kept = index_K.numel()
+    with cuda_launch.written(out_N) as (copy_N,):
+        args = (index_K.contiguous(), value_K.contiguous(), count_1, np.uint32(num_kept))
+        num_blocks = _num_blocks(num_kept, out_N.device)
+        cuda_launch.launch("indices_scatter_add", num_blocks, _BLOCK_SIZE, *args, copy_N, np.uint32(copy_N.numel()))
+
+
+def _suffix(grad_N: Tensor) -> str:
+    return str(grad_N.dtype).removeprefix("torch.")
+
+
+def _max_blocks(device: torch.device) -> int:
+    return _BLOCKS_A_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
+
+
+def _num_blocks(num_threads: int, device: torch.device) -> int:
+    """Blocks for so many items, of which a thread takes more than one if there are many."""
+    return min(max(-(-num_threads // _BLOCK_SIZE), 1), _max_blocks(device))
+
+
+def _layout(numel: int, num_kept: int) -> tuple[str, int, int]:
+    """(kind, low_bits, low_words): only offsets have low bits, in words before those of the blocks."""
+    kind, low_bits, _ = reference.index_layout(numel, num_kept)
+    return (kind, low_bits, -(-num_kept * low_bits // _WORD_BITS)) if kind == "offsets" else (kind, 0, 0)
+
+
+def _is_aligned(packed: Tensor) -> bool:
+    """Whether bytes can be viewed as 32-bit words. A message that cannot is copied."""
+    return packed.is_contiguous() and packed.storage_offset() % 4 == 0 and packed.data_ptr() % 4 == 0
+
+
+@contextmanager
+def _written_words(out: Tensor) -> Iterator[Tensor]:
+    """`out`, bytes, as 32-bit words; if they are not aligned, words that are copied to them."""
+    if _is_aligned(out):
+        yield out.view(torch.int32)
+        return
+    word_W = torch.empty(out.numel() // 4, dtype=torch.int32, device=out.device)
+    yield word_W
+    out.copy_(word_W.view(torch.uint8))

@@ -1,0 +1,279 @@
+"""Public kernels of the codecs that send some elements: selection, and the packing of indices.
+
+N elements of a gradient, K kept ones. What `ops` says of tensors, devices and errors holds here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import cuda_sparse, reference
+from .checks import (
+    FLOATS,
+    address,
+    as_float32,
+    check_gradient,
+    check_key,
+    check_sized,
+    check_tensor,
+    is_contiguous,
+    native,
+    runs_on_cuda,
+)
+
+# No magnitude reaches it: for thresholds under which nothing is sure.
+NEVER = 1 << 31
+
+
+def topk_select(
+    grad_N: Tensor,
+    index_K: Tensor,
+    value_K: Tensor,
+    *,
+    residual_N: Tensor | None = None,
+    next_N: Tensor | None = None,
+) -> None:
+    """Select the K elements of `grad_N`, plus `residual_N` if given, that are largest in magnitude, exactly.
+
+    index_K     (K,) int32; overwritten with ascending indices
+    value_K     (K,) float32; overwritten with the elements there
+    residual_N  (N,) float32, what is owed; read only
+    next_N      (N,) float32, overwritten with the elements that were not selected, and zero where they were; may
+                be `residual_N`
+
+    NaN counts as largest, then Inf; ties go to the lowest index.
+    """
+    check_gradient(grad_N, residual_N, next_N)
+    _check_kept(grad_N, index_K, value_K)
+    if runs_on_cuda(grad_N):
+        cuda_sparse.topk_select(grad_N, residual_N, next_N, index_K, value_K)
+    elif is_contiguous(index_K, value_K, residual_N, next_N):
+        grad_N = as_float32(grad_N)
+        args = (address(grad_N), address(residual_N), address(next_N), grad_N.numel())
+        native.topk_select(*args, address(index_K), address(value_K), index_K.numel(), torch.get_num_threads())
+    else:
+        fed_N = reference.add_feedback(grad_N, residual_N).contiguous()
+        reference.topk_select(fed_N, index_K, value_K)
+        if next_N is not None:
+            next_N.copy_(fed_N)
+            next_N[index_K.long()] = 0.0
+
+
+def topk_encode(
+    grad_N: Tensor,
+    payload: Tensor,
+    index_K: Tensor,
+    value_K: Tensor,
+    *,
+    residual_N: Tensor | None = None,
+    next_N: Tensor | None = None,
+) -> None:
+    """Select as `topk_select` does and write K, int32, the packed indices and the values, float32, to `payload`.
+
+    payload           uint8, 4 + `index_bytes(N, K)` + 4 K of them, on a 4-byte boundary; overwritten
+    index_K, value_K  as in `topk_select`: where the selection is made
+
+    One call, because for short messages three calls cost more than their work.
+    """
+    numel, num_kept = grad_N.numel(), index_K.numel()
+    check_gradient(grad_N, residual_N, next_N)
+    _check_kept(grad_N, index_K, value_K)
+    value_start = 4 + index_bytes(numel, num_kept)
+    check_sized("payload", payload, torch.uint8, value_start + 4 * num_kept, grad_N.device)
+    if not runs_on_cuda(grad_N) and is_contiguous(payload, index_K, value_K, residual_N, next_N):
+        grad_N = as_float32(grad_N)
+        args = (address(grad_N), address(residual_N), address(next_N), numel)
+        room = (address(index_K), address(value_K), num_kept)
+        native.topk_encode(*args, address(payload), *room, torch.get_num_threads())
+        return
+    topk_select(grad_N, index_K, value_K, residual_N=residual_N, next_N=next_N)
+    count_1 = payload[:4].view(torch.int32).fill_(num_kept)
+    pack_indices(index_K, count_1, numel, payload[4:value_start])
+    payload[value_start:].view(torch.float32).copy_(value_K)
+
+
+def magnitude_histogram(grad_N: Tensor) -> Tensor:
+    """(4096,) int64, new: how many magnitudes have these 12 high bits, the exponent and four more."""
+    check_tensor("grad_N", grad_N, *FLOATS)
+    counts = torch.empty(reference.NUM_BINS, dtype=torch.int64, device=grad_N.device)
+    if runs_on_cuda(grad_N):
+        cuda_sparse.magnitude_histogram(grad_N, counts)
+    else:
+        grad_N = as_float32(grad_N)
+        native.magnitude_histogram(address(grad_N), grad_N.numel(), address(counts), torch.get_num_threads())
+    return counts
+
+
+def bisect_thresholds(grad_N: Tensor, num_kept: int, num_rounds: int) -> Tensor:
+    """(sure, maybe) for `collect`, (2,) int64, new: the magnitudes between which the `num_kept`-th largest lies.
+
+    MSTopk (Shi et al. 2021): `num_rounds`, 1 to 31, halvings of the range of the magnitudes.
+    """
+    check_tensor("grad_N", grad_N, *FLOATS)
+    if not 0 <= num_kept <= grad_N.numel():
+        raise ValueError(f"cannot keep {num_kept} of {grad_N.numel()} elements")
+    if not 1 <= num_rounds <= 31:
+        raise ValueError(f"num_rounds {num_rounds} is not allowed; give 1 to 31")
+    thresholds_2 = torch.empty(2, dtype=torch.int64, device=grad_N.device)
+    if runs_on_cuda(grad_N):
+        cuda_sparse.bisect_thresholds(grad_N, num_kept, num_rounds, thresholds_2)
+    else:
+        grad_N = as_float32(grad_N)
+        native.bisect_thresholds(
+            address(grad_N), grad_N.numel(), num_kept, num_rounds, address(thresholds_2), torch.get_num_threads()
+        )
+    return thresholds_2
+
+
+def sample_thresholds(grad_N: Tensor, num_kept: int, stride: int, key: int) -> Tensor:
+    """(sure, maybe) for `collect`, (2,) int64, new: what is the threshold of every `stride`-th element, is maybe.
+
+    DGC (Lin et al. 2018, section 3.1): exact selection among a sample. `key` says where the sample starts.
+    """
+    check_tensor("grad_N", grad_N, *FLOATS)
+    check_key("key", key)
+    if stride < 1:
+        raise ValueError(f"stride {stride} is not allowed; give 1 or more")
+    numel = grad_N.numel()
+    sample = (
+        grad_N[min(reference.random_below(key, stride), max(numel - 1, 0)) :: stride].to(torch.float32).contiguous()
+    )
+    num_sampled = max(1, num_kept * sample.numel() // numel) if numel else 0
+    index = torch.empty(num_sampled, dtype=torch.int32, device=grad_N.device)
+    value = torch.empty(num_sampled, device=grad_N.device)
+    topk_select(sample, index, value)
+    thresholds_2 = torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
+    if num_sampled:
+        thresholds_2[1] = reference.magnitudes(value).amin()
+    return thresholds_2
+
+
+def sidco_thresholds(grad_N: Tensor, ratios: Sequence[float]) -> Tensor:
+    """(sure, maybe) for `collect`, (2,) int64, new: nothing is sure, maybe is what an exponential fit says.
+
+    SIDCo (Abdelmoniem et al. 2021): `ratios` has ln(1 / share) of each stage; the shares' product is the density.
+    """
+    counts = magnitude_histogram(grad_N)
+    thresholds_2 = torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
+    if runs_on_cuda(grad_N):
+        cuda_sparse.sidco_threshold(counts, tuple(ratios), thresholds_2)
+    else:
+        thresholds_2[1] = native.sidco_threshold(address(counts), list(ratios))
+    return thresholds_2
+
+
+def collect(
+    grad_N: Tensor, thresholds_2: Tensor, index_K: Tensor, value_K: Tensor, count_1: Tensor, *, key: int
+) -> None:
+    """Write the elements of `grad_N` that pass `thresholds_2`, at most K of them.
+
+    thresholds_2  (2,) int64 (sure, maybe) as magnitudes, float32 bits without sign; at most K elements reach `sure`
+    index_K       (K,) int32; overwritten with ascending indices, zeros behind the last
+    value_K       (K,) float32; overwritten with the elements there, zeros behind the last
+    count_1       (1,) int32; overwritten with how many passed
+
+    All that reach `sure` are written and, as far as there is room, those that reach `maybe`: a run of them in the
+    order of the indices, around the end, that starts where `key` says, so that no place is always left out.
+    """
+    check_gradient(grad_N, None, None)
+    _check_kept(grad_N, index_K, value_K)
+    check_sized("thresholds_2", thresholds_2, torch.int64, 2, grad_N.device)
+    check_sized("count_1", count_1, torch.int32, 1, grad_N.device)
+    check_key("key", key)
+    if runs_on_cuda(grad_N):
+        cuda_sparse.collect(grad_N, thresholds_2, index_K, value_K, count_1, key=key)
+    elif is_contiguous(index_K, value_K):
+        grad_N = as_float32(grad_N)
+        args = (address(grad_N), grad_N.numel(), address(thresholds_2), key)
+        kept = (address(index_K), address(value_K), index_K.numel(), address(count_1))
+        native.collect(*args, *kept, torch.get_num_threads())
+    else:
+        sure, maybe = thresholds_2.tolist()
+        count_1.fill_(reference.collect(as_float32(grad_N), (sure, maybe), key, index_K, value_K))
+
+
+def random_indices(numel: int, index_K: Tensor, *, key: int) -> None:
+    """Overwrite `index_K`, (K,) int32, with one random index from each of K near-equal runs of [0, numel)."""
+    check_tensor("index_K", index_K, torch.int32)
+    check_key("key", key)
+    _check_num_kept(numel, index_K.numel())
+    if runs_on_cuda(index_K):
+        cuda_sparse.random_indices(numel, index_K, key=key)
+    elif is_contiguous(index_K):
+        native.random_indices(numel, key, address(index_K), index_K.numel())
+    else:
+        reference.random_indices(numel, key, index_K)
+
+
+def index_bytes(numel: int, num_kept: int) -> int:
+    """Bytes that `pack_indices` fills: a multiple of 4, see `reference.index_layout`."""
+    return reference.index_layout(numel, num_kept)[2]
+
+
+def pack_indices(index_K: Tensor, count_1: Tensor, numel: int, out: Tensor) -> None:
+    """Write the first `count_1` of `index_K`, ascending below `numel`, into the smallest of three layouts.
+
+    index_K  (K,) int32; read only
+    count_1  (1,) int32, at most K; read only
+    out      uint8, `index_bytes(numel, K)` of them; overwritten
+    """
+    _check_indices(index_K, count_1, numel, "out", out)
+    if runs_on_cuda(index_K):
+        cuda_sparse.pack_indices(index_K, count_1, numel, out)
+    elif is_contiguous(index_K, out):
+        native.pack_indices(address(index_K), address(count_1), index_K.numel(), numel, address(out))
+    else:
+        reference.pack_indices(index_K, int(count_1), numel, out)
+
+
+def unpack_indices(packed: Tensor, count_1: Tensor, numel: int, index_K: Tensor) -> None:
+    """Undo `pack_indices`; `index_K` behind `count_1` is zero.
+
+    Raises ValueError on the CPU unless `packed` holds `count_1` indices that ascend below `numel`. Looking would
+    synchronize a GPU: there a broken message gives other indices, and `scatter_add` leaves out impossible ones.
+    """
+    _check_indices(index_K, count_1, numel, "packed", packed)
+    if runs_on_cuda(index_K):
+        cuda_sparse.unpack_indices(packed, count_1, numel, index_K)
+    elif is_contiguous(index_K, packed):
+        args = (address(packed), address(count_1), index_K.numel(), numel, address(index_K))
+        if not native.unpack_indices(*args):
+            raise ValueError(f"the message does not hold {int(count_1)} indices that ascend below {numel}")
+    else:
+        reference.unpack_indices(packed, int(count_1), numel, index_K)
+
+
+def scatter_add(index_K: Tensor, value_K: Tensor, count_1: Tensor, out_N: Tensor) -> None:
+    """Add the first `count_1` of `value_K` to `out_N`, float32, at their indices, distinct and below N."""
+    check_tensor("out_N", out_N, torch.float32)
+    _check_kept(out_N, index_K, value_K)
+    check_sized("count_1", count_1, torch.int32, 1, out_N.device)
+    if runs_on_cuda(out_N):
+        cuda_sparse.scatter_add(index_K, value_K, count_1, out_N)
+    elif is_contiguous(index_K, value_K, out_N):
+        native.scatter_add(address(index_K), address(value_K), address(count_1), address(out_N))
+    else:
+        reference.scatter_add(index_K, value_K, int(count_1), out_N)
+
+
+def _check_kept(grad_N: Tensor, index_K: Tensor, value_K: Tensor) -> None:
+    check_tensor("index_K", index_K, torch.int32, device=grad_N.device)
+    check_tensor("value_K", value_K, torch.float32, device=grad_N.device)
+    if value_K.numel() != index_K.numel():
+        raise ValueError(f"index_K has {index_K.numel()} elements, value_K {value_K.numel()}; both need K")
+    _check_num_kept(grad_N.numel(), index_K.numel())
+
+
+def _check_num_kept(numel: int, num_kept: int) -> None:
+    if num_kept > numel or numel >= 1 << 31:
+        raise ValueError(f"cannot keep {num_kept} of {numel} elements; need K <= N < 2**31")
+
+
+def _check_indices(index_K: Tensor, count_1: Tensor, numel: int, name: str, packed: Tensor) -> None:
+    check_tensor("index_K", index_K, torch.int32)
+    _check_num_kept(numel, index_K.numel())
+    check_sized("count_1", count_1, torch.int32, 1, index_K.device)
+    check_sized(name, packed, torch.uint8, index_bytes(numel, index_K.numel()), index_K.device)

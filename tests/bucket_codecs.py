@@ -1,0 +1,107 @@
+"""The codecs that send every element, for tests: each one's native kernels and its reference under the same names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cgx_ray.runtime_ext import ops, reference
+
+KEY = ops.message_key(1, 2, 3, 4, 5)
+
+
+@dataclass(frozen=True)
+class Qsgd:
+    grid: str
+    bits: int
+    bucket_size: int = 128
+    stochastic: bool = True
+    key: int = KEY
+
+    @property
+    def _options(self) -> dict[str, int]:
+        return {"bits": self.bits, "bucket_size": self.bucket_size}
+
+    @property
+    def _rounding(self) -> dict[str, Any]:
+        return {"key": self.key, "stochastic": self.stochastic}
+
+    def num_bytes(self, numel: int) -> int:
+        return ops.qsgd_bytes(numel, self.bits, self.bucket_size, self.grid)
+
+    def encode(self, grad_N: Tensor, out: Tensor, **feedback: Tensor | None) -> None:
+        ops.qsgd_encode(grad_N, out, grid=self.grid, **self._options, **self._rounding, **feedback)
+
+    def decode(self, payload: Tensor, out_N: Tensor, add: bool = False) -> None:
+        ops.qsgd_decode(payload, out_N, grid=self.grid, add=add, **self._options)
+
+    def reference_encode(self, fed_N: Tensor, out: Tensor) -> None:
+        reference.qsgd_encode(fed_N, out, grid=ops.GRIDS[self.grid], **self._options, **self._rounding)
+
+    def reference_decode(self, payload: Tensor, out_N: Tensor, add: bool = False) -> None:
+        reference.qsgd_decode(payload, out_N, grid=ops.GRIDS[self.grid], add=add, **self._options)
+
+
+@dataclass(frozen=True)
+class Sign:
+    kind: str
+    bucket_size: int = 128
+
+    def num_bytes(self, numel: int) -> int:
+        return ops.sign_bytes(numel, self.bucket_size, self.kind)
+
+    def encode(self, grad_N: Tensor, out: Tensor, **feedback: Tensor | None) -> None:
+        ops.sign_encode(grad_N, out, kind=self.kind, bucket_size=self.bucket_size, **feedback)
+
+    def decode(self, payload: Tensor, out_N: Tensor, add: bool = False) -> None:
+        ops.sign_decode(payload, out_N, kind=self.kind, bucket_size=self.bucket_size, add=add)
+
+    def reference_encode(self, fed_N: Tensor, out: Tensor) -> None:
+        reference.sign_encode(fed_N, out, bucket_size=self.bucket_size, kind=ops.SIGN_KINDS[self.kind])
+
+    def reference_decode(self, payload: Tensor, out_N: Tensor, add: bool = False) -> None:
+        kind = ops.SIGN_KINDS[self.kind]
+        reference.sign_decode(payload, out_N, bucket_size=self.bucket_size, kind=kind, add=add)
+
+
+Codec = Qsgd | Sign
+QSGD = [Qsgd(grid, bits) for grid in ops.GRIDS for bits in range(1 if grid == "max_min" else 2, 9)]
+SIGN = [Sign(kind) for kind in ops.SIGN_KINDS]
+
+
+def name(codec: Codec) -> str:
+    return f"{codec.grid}-{codec.bits}" if isinstance(codec, Qsgd) else codec.kind
+
+
+def same_nan_bits(x: Tensor) -> Tensor:
+    """Integers that are equal only for the same float, with every NaN alike."""
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32)
+
+
+def assert_same_floats(actual: Tensor, expected: Tensor) -> None:
+    different = (same_nan_bits(actual) != same_nan_bits(expected)).nonzero().view(-1)
+    first = different[:5]
+    assert not different.numel(), f"at {first.tolist()}: {actual[first].tolist()} != {expected[first].tolist()}"
+
+
+def encode(codec: Codec, grad_N: Tensor) -> Tensor:
+    out = torch.full((codec.num_bytes(grad_N.numel()),), 0xA5, dtype=torch.uint8)
+    codec.encode(grad_N, out)
+    return out
+
+
+def decode(codec: Codec, payload: Tensor, numel: int) -> Tensor:
+    out_N = torch.full((numel,), 7.0)
+    codec.decode(payload, out_N)
+    return out_N
+
+
+def sent(codec: Codec, grad_N: Tensor) -> Tensor:
+    return decode(codec, encode(codec, grad_N), grad_N.numel())
+
+
+def roundings(codec: Codec) -> list[Codec]:
+    return [replace(codec, stochastic=value) for value in (True, False)] if isinstance(codec, Qsgd) else [codec]
