@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from cgx_ray.codecs.codec import KINDS
 from cgx_ray.collectives.transport import Transport
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
@@ -21,7 +22,7 @@ from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Layer, Plan, Scheme
 from cgx_ray.planner.options import candidate_codecs
 from cgx_ray.settings import Settings
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -84,9 +85,9 @@ class Attachment:
         return self._engine.take_samples() if self._engine is not None else []
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and step, for a checkpoint; tensors, numbers and strings only."""
+        """What this rank's codecs remember, and the step, for a checkpoint; tensors, numbers and strings only."""
         if self._engine is None:
-            return {"format": STATE_FORMAT, "rank": 0, "world_size": 1, "step": 0, "residuals": {}}
+            return {"format": STATE_FORMAT, "rank": 0, "world_size": 1, "step": 0, **{kind: {} for kind in KINDS}}
         return {
             "format": STATE_FORMAT,
             "rank": dist.get_rank(),
@@ -128,13 +129,20 @@ def check_complete(states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return states
 
 
-def merge_states(states: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, torch.Tensor]]:
-    """Step and residuals for each rank of a new group: the mean of the old residuals.
+def merge_states(states: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, dict[str, torch.Tensor]]]:
+    """Step and memories, by kind and layer, for each rank of a new group: the mean of the old ones.
 
     Averaging keeps what is owed: (1/N) sum of residuals is the same before and after, whatever the world sizes.
+    Momentum is a sum of gradients as well. Q of PowerSGD is the same on all ranks but after an allgather, where any
+    start will do.
     """
-    names = sorted({name for state in states for name in state["residuals"]})
-    merged = {name: torch.stack([state["residuals"][name] for state in states]).mean(0) for name in names}
+    merged: dict[str, dict[str, torch.Tensor]] = {}
+    for kind in KINDS:
+        names = [set(state[kind]) for state in states]
+        if any(other != names[0] for other in names):
+            odd = sorted(set.union(*names) - set.intersection(*names))
+            raise StateError(f"not every rank's state has {kind} of {odd[0]!r}; give states of one run at one step")
+        merged[kind] = {name: torch.stack([state[kind][name] for state in states]).mean(0) for name in sorted(names[0])}
     return max(state["step"] for state in states), merged
 
 
@@ -156,7 +164,13 @@ def layers_of(model: nn.Module) -> list[Layer]:
             known = ", ".join(str(dtype) for dtype in GRADIENT_DTYPES)
             raise ConfigError(f"{name} is {parameter.dtype}; gradients must be one of {known}")
     return [
-        Layer(name=n, numel=p.numel(), ndim=p.ndim, dtype=str(p.dtype).removeprefix("torch."))
+        Layer(
+            name=n,
+            numel=p.numel(),
+            ndim=p.ndim,
+            dtype=str(p.dtype).removeprefix("torch."),
+            num_rows=p.shape[0] if p.ndim > 1 and p.numel() > 0 else None,
+        )
         for n, p in parameters.items()
     ]
 

@@ -1,4 +1,4 @@
-"""The command line: `cgx-ray demo`, `cgx-ray bench step`."""
+"""The command line: `cgx-ray demo`, `cgx-ray bench step`, `cgx-ray bench kernels`."""
 
 from __future__ import annotations
 
@@ -101,6 +101,24 @@ def step(json_path: str | None, rounds: int, steps: int) -> None:
     print_rows(_console(json_path), rows)
     if json_path:
         write_result("step", rows, json_path)
+
+
+@bench.command()
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--numel", default=1 << 26, show_default=True, help="Elements of the large gradients.")
+@click.option("--threads", default=1, show_default=True, help="Of the CPU; the goals are for one.")
+@click.option("--seed", default=0, show_default=True, help="Of gradients and rounding.")
+@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), default="kernels.png", show_default=True, help="Where the picture goes."
+)
+def kernels(device: str, numel: int, threads: int, seed: int, json_path: str | None, plot: Path) -> None:
+    """What the codecs cost and what they lose: throughput, latency, error."""
+    from cgx_ray.bench.kernels import KernelOptions  # noqa: PLC0415
+    from cgx_ray.bench.show_kernels import kernels_command  # noqa: PLC0415
+
+    options = KernelOptions(device=device, numel=numel, threads=threads, seed=seed)
+    kernels_command(options, _console(json_path), json_path, plot)
 
 
 if __name__ == "__main__":

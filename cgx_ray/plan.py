@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from fnmatch import fnmatchcase
 
+from cgx_ray.codec_spec import CODEC_DEFAULTS, CodecSpec
 from cgx_ray.errors import CGXError, ConfigError, PlanError
+
+__all__ = [
+    "CODECS_OF_SCHEME", "CODEC_DEFAULTS", "DEFAULT_GROUP_BYTES", "NONE", "CodecSpec", "GroupPlan", "Layer", "Plan",
+    "Scheme", "check_pair", "make_plan",
+]  # fmt: skip
 
 SMALL_LAYER_NUMEL = 1024
 FIRST_GROUP_BYTES = 1 << 20
@@ -21,96 +26,21 @@ class Scheme(StrEnum):
     """Collective algorithm that moves one group."""
 
     DENSE = "dense"
+    ALLREDUCE = "allreduce"
     ALLGATHER = "allgather"
     SRA = "sra"
     ARTOPK_RING = "artopk_ring"
 
 
-# Which parameters each codec takes, and what they are when left out.
-CODEC_DEFAULTS: dict[str, dict[str, int | float]] = {
-    "none": {},
-    "bf16": {},
-    "qsgd": {"bits": 4, "bucket_size": 128},
-    "topk": {"density": 0.01},
-}
-
-# A dense all-reduce sums raw numbers, sra re-encodes a sum, AR-Topk shares one worker's indices:
-# each works for these codecs and no others.
+# An all-reduce sums messages as they are, sra re-encodes the sum of a chunk, AR-Topk shares one worker's indices: each
+# works for these codecs and no others.
 CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
     Scheme.DENSE: frozenset({"none"}),
-    Scheme.ALLGATHER: frozenset({"none", "bf16", "qsgd", "topk"}),
-    Scheme.SRA: frozenset({"none", "bf16", "qsgd"}),
-    Scheme.ARTOPK_RING: frozenset({"topk"}),
+    Scheme.ALLREDUCE: frozenset({"fp16", "bf16", "prefix", "randomk", "powersgd"}),
+    Scheme.ALLGATHER: frozenset(CODEC_DEFAULTS),
+    Scheme.SRA: frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"}),
+    Scheme.ARTOPK_RING: frozenset({"topk", "lwtopk", "mstopk", "dgc", "sidco"}),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodecSpec:
-    """A codec with its parameters. Those a codec does not take are None."""
-
-    name: str
-    bits: int | None = None
-    bucket_size: int | None = None
-    density: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.name not in CODEC_DEFAULTS:
-            raise ConfigError(f"unknown codec {self.name!r}; known: {', '.join(CODEC_DEFAULTS)}")
-        defaults = CODEC_DEFAULTS[self.name]
-        for key in ("bits", "bucket_size", "density"):
-            given = getattr(self, key)
-            if given is None and key in defaults:
-                object.__setattr__(self, key, defaults[key])
-            if given is not None and key not in defaults:
-                takes = ", ".join(defaults) or "no parameters"
-                raise ConfigError(f"codec {self.name} has no {key}; it takes {takes}")
-        _check_int("bits", self.bits, low=1, high=8, multiple=1)
-        _check_int("bucket_size", self.bucket_size, low=8, high=1 << 16, multiple=8)
-        density = self.density
-        if density is not None and not (isinstance(density, int | float) and 0 < density <= 1):
-            raise ConfigError(f"density {density!r} is not in (0, 1]; 0.01 keeps the top 1 %")
-
-    @classmethod
-    def parse(cls, text: str) -> CodecSpec:
-        """Read `"qsgd"`, `"qsgd:bits=4,bucket_size=128"` or `"topk:density=0.01"`."""
-        name, _, rest = text.partition(":")
-        parameters: dict[str, Any] = {}
-        for item in filter(None, rest.split(",")):
-            key, _, value = item.partition("=")
-            if key.strip() not in ("bits", "bucket_size", "density"):
-                raise ConfigError(f"codec {text!r}: unknown parameter {key!r}; known: bits, bucket_size, density")
-            try:
-                parameters[key.strip()] = float(value) if key.strip() == "density" else int(value)
-            except ValueError:
-                raise ConfigError(f"codec {text!r}: {key} needs a number, got {value!r}") from None
-        return cls(name=name.strip(), **parameters)
-
-    def num_kept(self, numel: int) -> int:
-        """Elements that `topk` sends of `numel`: at least one of a non-empty group."""
-        assert self.density is not None
-        return min(numel, math.ceil(self.density * numel))
-
-    def payload_bytes(self, numel: int, item_bytes: int = 4) -> int:
-        """Wire bytes of `numel` encoded elements, header left out. `item_bytes` counts for codec none only."""
-        if self.name == "qsgd":
-            assert self.bits is not None
-            assert self.bucket_size is not None
-            return 4 * math.ceil(numel / self.bucket_size) + math.ceil(numel * self.bits / 8)
-        if self.name == "topk":
-            return 8 * self.num_kept(numel)
-        return numel * (2 if self.name == "bf16" else item_bytes)
-
-    def __str__(self) -> str:
-        keys = CODEC_DEFAULTS[self.name]
-        return self.name + (":" if keys else "") + ",".join(f"{k}={getattr(self, k)}" for k in keys)
-
-
-def _check_int(name: str, value: int | None, *, low: int, high: int, multiple: int) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or not low <= value <= high or value % multiple:
-        step = f", a multiple of {multiple}" if multiple > 1 else ""
-        raise ConfigError(f"{name} {value!r} is not allowed; give a whole number from {low} to {high}{step}")
 
 
 NONE = CodecSpec(name="none")
@@ -118,12 +48,17 @@ NONE = CodecSpec(name="none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One named parameter as the planner sees it."""
+    """One named parameter as the planner sees it. `num_rows`: of the matrix it is, if it is one."""
 
     name: str
     numel: int
     ndim: int
     dtype: str = "float32"
+    num_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_rows is not None and (self.num_rows < 1 or self.numel % self.num_rows):
+            raise PlanError(f"layer {self.name!r} of {self.numel} elements cannot have {self.num_rows} rows")
 
     @property
     def dense_bytes(self) -> int:
@@ -164,6 +99,8 @@ def check_pair(codec: CodecSpec, scheme: Scheme) -> None:
             f"scheme {scheme} cannot carry codec {codec.name}; it carries {', '.join(sorted(allowed))}; "
             f"{codec.name} goes with {', '.join(fitting)}"
         )
+    if scheme is Scheme.ARTOPK_RING and codec.value_bits != 32:
+        raise ConfigError(f"scheme {scheme} sums values as they are, not with value_bits {codec.value_bits}; give 32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,37 +178,58 @@ def make_plan(
     codec: CodecSpec = NONE,
     scheme: Scheme = Scheme.DENSE,
     group_bytes: int = DEFAULT_GROUP_BYTES,
+    overrides: Mapping[str, tuple[CodecSpec, Scheme]] | None = None,
 ) -> Plan:
-    """One codec and scheme for the whole model; small layers go dense in extra groups at the end.
+    """One codec and scheme for the whole model but `overrides`; small layers go dense in extra groups at the end.
 
     With nothing to compress there are no extra groups: then a group's gradients lie side by side in DDP's buckets and
     are summed where they are.
 
-    layers  in registration order; groups are filled in reverse, which is close to the order in which backward
-            finishes them. The first group is small so that sending starts early, as in DDP.
+    layers     in registration order; groups are filled in reverse, which is close to the order in which backward
+               finishes them. The first group is small so that sending starts early, as in DDP.
+    overrides  codec and scheme of the layers, small ones too, whose names match a pattern as in a shell
+               (`"*embedding*"`), the first pattern that does. Only neighbours share a group, so each run of such
+               layers ends the group before it.
+
+    Raises ConfigError if a scheme cannot carry a codec, PlanError for a pattern without a layer.
     """
     check_pair(codec, scheme)
-    is_dense = scheme is Scheme.DENSE
-    small = [layer for layer in layers if layer.is_small and not is_dense]
-    large = [layer for layer in layers if is_dense or not layer.is_small]
-    groups = [GroupPlan(layers=names, codec=codec, scheme=scheme) for names in _fill_groups(large, group_bytes)]
-    groups += [GroupPlan(layers=names) for names in _fill_groups(small, group_bytes)]
+    overrides = overrides or {}
+    for pattern, choice in overrides.items():
+        check_pair(*choice)
+        if not any(fnmatchcase(layer.name, pattern) for layer in layers):
+            raise PlanError(f"override {pattern!r} matches none of {len(layers)} layers; give a pattern of their names")
+
+    def choose(layer: Layer) -> tuple[CodecSpec, Scheme] | None:
+        """None: dense, at the end."""
+        for pattern, choice in overrides.items():
+            if fnmatchcase(layer.name, pattern):
+                return choice
+        return None if layer.is_small and scheme is not Scheme.DENSE else (codec, scheme)
+
+    chosen = [(layer, choose(layer)) for layer in reversed(layers)]
+    small = [(layer, (NONE, Scheme.DENSE)) for layer, choice in chosen if choice is None]
+    large = [(layer, choice) for layer, choice in chosen if choice is not None]
+    groups = _fill_groups(large, group_bytes) + _fill_groups(small, group_bytes)
     return Plan(version=version, world_size=world_size, groups=tuple(groups))
 
 
-def _fill_groups(layers: Sequence[Layer], group_bytes: int) -> list[tuple[str, ...]]:
-    groups: list[tuple[str, ...]] = []
-    for _, run in itertools.groupby(
-        sorted(reversed(layers), key=lambda layer: layer.dtype), key=lambda layer: layer.dtype
-    ):
-        names: list[str] = []
-        filled, cap = 0, min(FIRST_GROUP_BYTES, group_bytes)
-        for layer in run:
-            names.append(layer.name)
-            filled += layer.dense_bytes
-            if filled >= cap:
-                groups.append(tuple(names))
-                names, filled, cap = [], 0, group_bytes
-        if names:
-            groups.append(tuple(names))
+def _fill_groups(chosen: Sequence[tuple[Layer, tuple[CodecSpec, Scheme]]], group_bytes: int) -> list[GroupPlan]:
+    """Cut runs of one dtype and one choice, in the order of `chosen` within a dtype, into groups."""
+    groups: list[GroupPlan] = []
+    by_dtype = sorted(chosen, key=lambda pair: pair[0].dtype)
+    for _, same_dtype in itertools.groupby(by_dtype, key=lambda pair: pair[0].dtype):
+        cap = min(FIRST_GROUP_BYTES, group_bytes)
+        for (codec, scheme), run in itertools.groupby(same_dtype, key=lambda pair: pair[1]):
+            names: list[str] = []
+            filled = 0
+            for layer, _ in run:
+                names.append(layer.name)
+                filled += layer.dense_bytes
+                if filled >= cap:
+                    groups.append(GroupPlan(layers=tuple(names), codec=codec, scheme=scheme))
+                    names, filled, cap = [], 0, group_bytes
+            if names:
+                groups.append(GroupPlan(layers=tuple(names), codec=codec, scheme=scheme))
+                cap = group_bytes
     return groups

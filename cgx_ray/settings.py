@@ -23,7 +23,7 @@ class Settings:
     densities       what adaptive may choose from for top-k
     min_gain        adaptive leaves out codecs that keep less of the gradient than this share
     group_bytes     dense bytes that are encoded and sent together
-    seed            of the stochastic rounding
+    seed            of the random numbers of codecs
     timeout_s       before a peer that does not answer counts as gone
     simulated_link  hold messages back as a slow link would; for demos and tests
     """

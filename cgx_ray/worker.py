@@ -157,7 +157,8 @@ def close_ray_session() -> None:
 
 
 def restore(attachment: Attachment) -> None:
-    """Load residuals from the checkpoint Ray Train resumes from: this rank's own, or all if the world size changed."""
+    """Load the codecs' memory from the checkpoint that Ray Train resumes from: this rank's own, or all ranks' if the
+    world size changed."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return
@@ -183,11 +184,12 @@ def measure_codec(spec: CodecSpec) -> CodecCost:
     for numel in CALIBRATION_NUMELS:
         grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(0))
         out_N = torch.zeros(numel)
-        payload = torch.empty(spec.payload_bytes(numel), dtype=torch.uint8)
+        payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8)
+        memory = codec.new_memory(numel)
         rounds = []
         for _ in range(CALIBRATION_ROUNDS):
             start = time.perf_counter()
-            codec.encode(grad_N, payload, 0)
+            codec.encode(grad_N, payload, 0, memory)
             encoded = time.perf_counter()
             codec.decode(payload, out_N, add=True)
             rounds.append((encoded - start, time.perf_counter() - encoded))

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 class Transfer:
     """One exchange of one group as one rank saw it.
 
-    seconds  from the moment this rank had its message ready to the moment it held everyone's. It contains the
-             wait for late peers; the smallest value over all ranks is the network's share.
+    index_bytes  of wire_bytes, those that say which elements are sent
+    seconds      from the moment this rank had its message ready to the moment it held everyone's. It contains the
+                 wait for late peers; the smallest value over all ranks is the network's share.
     """
 
     group: int
@@ -19,6 +20,7 @@ class Transfer:
     numel: int
     wire_bytes: int
     seconds: float
+    index_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

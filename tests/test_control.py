@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from cgx_ray.control.loop import JUDGED_STEPS, LINK_STEPS, WARM_UP_STEPS, Contro
 from cgx_ray.control.policy import AdaptivePolicy, Decision, Disable, Keep, Replace, StaticPolicy
 from cgx_ray.control.view import StepBook, estimate_beta
 from cgx_ray.monitors.sample import NodeSample, StepSample, Transfer
-from cgx_ray.plan import Layer, Plan, Scheme, make_plan
+from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.planner.options import CodecCost, candidate_options
 
@@ -73,8 +73,13 @@ class FakeRun:
         for index, group in enumerate(plan.groups):
             n = sum(numel[name] for name in group.layers)
             m = group.codec.payload_bytes(n)
-            seconds = exchange_s(group.scheme, num_workers=WORLD, dense_bytes=4 * n, wire_bytes=m, link=link)
-            transfers.append(Transfer(group=index, scheme=str(group.scheme), numel=n, wire_bytes=m, seconds=seconds))
+            m_i = group.codec.index_bytes(n)
+            seconds = exchange_s(
+                group.scheme, num_workers=WORLD, dense_bytes=4 * n, wire_bytes=m, index_bytes=m_i, link=link
+            )
+            transfers.append(
+                Transfer(group=index, scheme=str(group.scheme), numel=n, wire_bytes=m, index_bytes=m_i, seconds=seconds)
+            )
         exchange = sum(transfer.seconds for transfer in transfers)
         late_s = self.late_rank_s if rank else 0.0
         compressed = any(group.scheme is not Scheme.DENSE for group in plan.groups)
@@ -90,12 +95,7 @@ class FakeRun:
             wire_bytes=1,
             dense_bytes=1,
             ready_s=(self.compute_s,) * len(plan.groups),
-            transfers=tuple(
-                Transfer(
-                    group=t.group, scheme=t.scheme, numel=t.numel, wire_bytes=t.wire_bytes, seconds=t.seconds + late_s
-                )
-                for t in transfers
-            ),
+            transfers=tuple(replace(transfer, seconds=transfer.seconds + late_s) for transfer in transfers),
             gain=self.gain if self.step % 20 == 1 else {},
         )
 
@@ -268,6 +268,16 @@ def test_steps_join_when_the_last_rank_reports_and_the_shortest_transfer_counts(
     book = StepBook(WORLD)
     assert book.add(samples[1:]) == []
     (joined,) = book.add(samples[:1])
+    beta = estimate_beta([joined], WORLD, alpha_s=1e-4)
+    assert beta is not None
+    assert 8 / beta == pytest.approx(1e9)
+
+
+def test_bandwidth_is_told_from_the_indices_and_values_of_artopk(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    topk = CodecSpec(name="topk", density=0.1)
+    run.loop.plans.append(make_plan(LAYERS, version=1, world_size=WORLD, codec=topk, scheme=Scheme.ARTOPK_RING))
+    (joined,) = StepBook(WORLD).add([run._sample(rank) for rank in range(WORLD)])
     beta = estimate_beta([joined], WORLD, alpha_s=1e-4)
     assert beta is not None
     assert 8 / beta == pytest.approx(1e9)

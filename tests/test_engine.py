@@ -2,82 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from branches import Branches, batch, train
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.attach import merge_states
+from cgx_ray.codecs.codec import KINDS
+from cgx_ray.codecs.wire import HEADER_BYTES
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.plan import CodecSpec, Scheme
 
-PAIRS = [
-    ("none", "dense"),
-    ("none", "sra"),
-    ("none", "allgather"),
-    ("bf16", "sra"),
-    ("bf16", "allgather"),
-    ("qsgd", "sra"),
-    ("qsgd:bits=8,bucket_size=64", "allgather"),
-    ("topk:density=0.05", "allgather"),
-    ("topk:density=0.05", "artopk_ring"),
-]
 COMPRESSED = [("qsgd", "sra"), ("topk:density=0.05", "allgather"), ("topk:density=0.05", "artopk_ring")]
 
 DDP_OPTIONS = ["gradient_as_bucket_view", "find_unused_parameters", "bucket_cap_mb", "static_graph"]
-
-
-class Branches(nn.Module):
-    """A model with small layers, an odd-sized one, and a branch that some steps do not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(33, 131)
-        self.norm = nn.LayerNorm(131)
-        self.left = nn.Linear(131, 33)
-        self.right = nn.Linear(131, 33)
-
-    def forward(self, x_BD: torch.Tensor, use_right: bool = True) -> torch.Tensor:
-        hidden = self.norm(self.first(x_BD).relu())
-        return self.left(hidden) + (self.right(hidden) if use_right else 0)
-
-
-def weights_hash(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(4, 33, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
-
-
-def train(model: DistributedDataParallel, rank: int, steps: range, *, accumulate: int = 1, **forward: Any) -> list[str]:
-    """Plain SGD; returns the hash of the weights after each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    dtype = next(model.parameters()).dtype
-    hashes = []
-    for step in steps:
-        optimizer.zero_grad()
-        for part in range(accumulate):
-            quiet = model.no_sync() if part < accumulate - 1 else contextlib.nullcontext()
-            with quiet:
-                x_BD = batch(rank, step * accumulate + part, dtype)
-                (model(x_BD, **forward) - x_BD).square().mean().backward()
-        optimizer.step()
-        hashes.append(weights_hash(model))
-    return hashes
 
 
 def _train_pair(rank: int, codec: str, scheme: str, ddp: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -87,16 +33,6 @@ def _train_pair(rank: int, codec: str, scheme: str, ddp: dict[str, Any], dtype: 
     sample = attachment.last_step
     attachment.close()
     return hashes, sample
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
-def test_ranks_hold_identical_weights_after_every_step(codec: str, scheme: str, dtype: torch.dtype) -> None:
-    results = run_ranks(3, _train_pair, codec, scheme, {}, dtype)
-    hashes = [result[0] for result in results]
-    assert hashes[0] == hashes[1] == hashes[2]
-    assert len(set(hashes[0])) == 6, "weights did not move"
-    assert results[0][1].step == 5
 
 
 @pytest.mark.parametrize("codec_scheme", COMPRESSED)
@@ -136,85 +72,6 @@ def _train_against_ddp(rank: int, accumulate: int) -> float:
 def test_dense_without_codec_trains_like_plain_ddp(accumulate: int) -> None:
     # The ring adds in another order for other bucket sizes: a few units in the last place of weights under 1.
     assert max(run_ranks(3, _train_against_ddp, accumulate)) <= 16 * 2**-24
-
-
-def _average_once(rank: int, codec: str, scheme: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    layer = nn.Linear(numel, 1, bias=False)
-    model = DistributedDataParallel(layer)
-    attachment = cgx_ray.attach(
-        model,
-        plan=cgx_ray.Plan(
-            version=0,
-            world_size=dist.get_world_size(),
-            groups=(cgx_ray.GroupPlan(layers=("weight",), codec=CodecSpec.parse(codec), scheme=Scheme(scheme)),),
-        ),
-    )
-    x_1N = torch.randn(1, numel, generator=generator)
-    model(x_1N).sum().backward()
-    attachment.close()
-    assert layer.weight.grad is not None
-    return x_1N[0], layer.weight.grad[0].clone()
-
-
-@pytest.mark.parametrize("numel", [1, 7, 129, 5000])
-@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
-def test_average_is_within_the_codecs_error_of_a_float64_sum(codec: str, scheme: str, numel: int) -> None:
-    results = run_ranks(3, _average_once, codec, scheme, numel)
-    inputs_RN = torch.stack([result[0] for result in results]).double()
-    averages = [result[1] for result in results]
-    assert all(torch.equal(averages[0], average) for average in averages)
-    error_N = (averages[0].double() - inputs_RN.mean(0)).abs()
-    largest = float(inputs_RN.abs().max())
-    spec = CodecSpec.parse(codec)
-    if spec.name == "topk":
-        _check_sparse_average(spec, scheme, inputs_RN, averages[0].double())
-        return
-    # A rounding step is at most 2^-9 for bf16 and, for qsgd, the grid's step with its bf16 ends (2^-7 wider);
-    # sra rounds twice, once the parts and once their average.
-    step = {"none": 2**-23, "bf16": 2**-8, "qsgd": 2 * (1 + 2**-6) / (2 ** (spec.bits or 1) - 1)}[spec.name]
-    assert float(error_N.max()) <= 2 * step * largest + 3 * 2**-23 * largest
-
-
-def _check_sparse_average(spec: CodecSpec, scheme: str, inputs_RN: torch.Tensor, average_N: torch.Tensor) -> None:
-    num_kept = spec.num_kept(inputs_RN.shape[1])
-    kept_RN = torch.zeros_like(inputs_RN)
-    for rank, input_N in enumerate(inputs_RN):
-        # AR-Topk at step 0 uses the indices of rank 0.
-        chosen = inputs_RN[0] if scheme == "artopk_ring" else input_N
-        index_K = chosen.abs().topk(num_kept).indices
-        kept_RN[rank, index_K] = input_N[index_K]
-    torch.testing.assert_close(average_N, kept_RN.mean(0), rtol=0, atol=1e-6)
-
-
-def _accumulated(rank: int, codec: str, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of averages and of residuals after some steps of one constant gradient per rank."""
-    layer = nn.Linear(3000, 1, bias=False)
-    model = DistributedDataParallel(layer)
-    plan = cgx_ray.Plan(
-        version=0,
-        world_size=dist.get_world_size(),
-        groups=(cgx_ray.GroupPlan(layers=("weight",), codec=CodecSpec.parse(codec), scheme=Scheme(scheme)),),
-    )
-    attachment = cgx_ray.attach(model, plan=plan)
-    x_1N = torch.randn(1, 3000, generator=torch.Generator().manual_seed(rank))
-    total_N = torch.zeros(3000, dtype=torch.float64)
-    for _ in range(7):
-        layer.weight.grad = None
-        model(x_1N).sum().backward()
-        assert layer.weight.grad is not None
-        total_N += layer.weight.grad[0]
-    residual_N = attachment.state_dict()["residuals"]["weight"]
-    attachment.close()
-    return total_N, 7 * x_1N[0].double() - residual_N
-
-
-@pytest.mark.parametrize("scheme", ["allgather", "artopk_ring"])
-def test_what_was_not_sent_is_in_the_residuals(scheme: str) -> None:
-    results = run_ranks(3, _accumulated, "topk:density=0.1", scheme)
-    sent_mean_N = torch.stack([result[1] for result in results]).mean(0)
-    # 7 sums of 3 float32 numbers under 40 in size.
-    torch.testing.assert_close(results[0][0], sent_mean_N, rtol=0, atol=40 * 21 * 2**-24)
 
 
 def _paid_back(rank: int, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -267,9 +124,9 @@ def _bad_states(rank: int) -> list[str]:
     train(model, rank, range(2))
     good = attachment.state_dict()
     foreign = {**good, "residuals": {"other.weight": torch.zeros(3)}}
-    larger = {**good, "residuals": {"left.weight": torch.zeros(3)}}
+    larger = {**good, "momentum": {"left.weight": torch.zeros(3)}}
     messages = []
-    for states in ([], [good], foreign, larger, {**good, "format": 9}):
+    for states in ([], [good], foreign, larger, {**good, "format": 1}):
         with pytest.raises(cgx_ray.StateError) as caught:
             attachment.load_state_dict(states)
         messages.append(str(caught.value))
@@ -283,8 +140,8 @@ def test_states_that_are_incomplete_or_of_another_model_are_refused() -> None:
     assert "ranks []" in empty
     assert "ranks [0]" in partial
     assert "no such layer" in foreign
-    assert "3 elements for layer 'left.weight', the model has 4323" in larger
-    assert "format 9" in version
+    assert "momentum of 3 elements for layer 'left.weight', the model has 4323" in larger
+    assert "format 1, this version reads 2" in version
 
 
 def _gain_in_use(rank: int, scheme: Scheme) -> tuple[float, float]:
@@ -316,68 +173,6 @@ def test_gain_of_the_codec_in_use_is_what_the_exchange_really_kept(scheme: Schem
     if scheme is Scheme.ARTOPK_RING:
         # At step 1 the indices are those of rank 1; for rank 0 they are as good as random.
         assert results[0][0] < 0.5 * results[1][0]
-
-
-def _poisoned(rank: int, codec: str, scheme: str, value: float) -> tuple[bool, bool, list[str]]:
-    model = DistributedDataParallel(Branches())
-    attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
-    train(model, rank, range(3))
-    before = attachment.state_dict()["residuals"]
-    for parameter in model.parameters():
-        parameter.grad = None
-    x_BD = batch(rank, 3)
-    if rank == 1:
-        x_BD[0, 0] = value
-    model(x_BD).square().mean().backward()
-    # Of a group with NaN everywhere top-k sends a share: the group arrives non-finite, not each of its layers.
-    finite = all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.ndim > 1 and p.grad is not None)
-    after = attachment.state_dict()["residuals"]
-    untouched = all(torch.equal(before[name], after[name]) for name in before)
-    hashes = train(model, rank, range(4, 6))
-    attachment.close()
-    return finite, untouched, hashes
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
-def test_a_non_finite_gradient_is_non_finite_on_all_ranks_and_leaves_no_residual(
-    codec: str, scheme: str, value: float
-) -> None:
-    for finite, untouched, _ in run_ranks(2, _poisoned, codec, scheme, value):
-        assert not finite
-        assert untouched
-
-
-def _train_scaled(rank: int, codec: str, scheme: str) -> tuple[list[str], list[float]]:
-    model = DistributedDataParallel(Branches())
-    attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    hashes, scales = [], []
-    for step in range(8):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            x_BD = batch(rank, step)
-            if step == 4 and rank == 1:
-                x_BD[0, 0] = float("inf")
-            loss = (model(x_BD) - x_BD.nan_to_num(posinf=0)).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        hashes.append(weights_hash(model))
-        scales.append(scaler.get_scale())
-    attachment.close()
-    return hashes, scales
-
-
-@pytest.mark.parametrize(("codec", "scheme"), COMPRESSED)
-def test_gradscaler_skips_the_same_step_on_all_ranks(codec: str, scheme: str) -> None:
-    (first, scales), (second, other_scales) = run_ranks(2, _train_scaled, codec, scheme)
-    assert first == second
-    assert scales == other_scales
-    assert first[4] == first[3], "the overflowing step was not skipped"
-    assert scales[4] < scales[3]
-    assert first[5] != first[4]
 
 
 def _train_two_changes(rank: int) -> tuple[list[str], list[int]]:
@@ -497,9 +292,18 @@ def test_a_wrong_attach_fails_on_all_ranks_with_one_clear_error(case: str, says:
     assert first == second
 
 
-def _resume(rank: int, interrupt: bool, as_list: bool = False) -> str:
+RESUMED = [
+    ("topk:density=0.02", "allgather"),
+    ("dgc:density=0.02,warmup_steps=12", "artopk_ring"),
+    ("powersgd", "allreduce"),
+    ("powersgd", "allgather"),
+    ("ef_signsgd", "sra"),
+]
+
+
+def _resume(rank: int, codec: str, scheme: str, interrupt: bool, as_list: bool = False) -> str:
     model = DistributedDataParallel(Branches())
-    attachment = cgx_ray.attach(model, codec="topk:density=0.02", scheme="allgather")
+    attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
     train(model, rank, range(5))
     if interrupt:
         weights = model.state_dict()
@@ -508,24 +312,134 @@ def _resume(rank: int, interrupt: bool, as_list: bool = False) -> str:
         attachment.close()
         model = DistributedDataParallel(Branches())
         model.load_state_dict(weights)
-        attachment = cgx_ray.attach(model, codec="topk:density=0.02", scheme="allgather")
+        attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
         attachment.load_state_dict(reversed(states) if as_list else states[rank])
     hashes = train(model, rank, range(5, 9))
     attachment.close()
     return hashes[-1]
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit() -> None:
-    uninterrupted = run_ranks(2, _resume, False)
-    assert run_ranks(2, _resume, True) == uninterrupted
-    assert run_ranks(2, _resume, True, True) == uninterrupted
+@pytest.mark.parametrize(("codec", "scheme"), RESUMED)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(codec: str, scheme: str) -> None:
+    uninterrupted = run_ranks(2, _resume, codec, scheme, False)
+    assert run_ranks(2, _resume, codec, scheme, True) == uninterrupted
+    assert run_ranks(2, _resume, codec, scheme, True, True) == uninterrupted
 
 
-def test_residuals_keep_their_mean_when_the_world_size_changes() -> None:
-    states = [{"step": 7, "residuals": {"w": torch.full((3,), float(rank))}} for rank in range(4)]
+def test_memories_keep_their_mean_when_the_world_size_changes() -> None:
+    states = [
+        {
+            "step": 7,
+            "residuals": {"w": torch.full((3,), float(rank))},
+            "momentum": {"w": torch.full((3,), -float(rank))},
+            "powersgd_q": {},
+        }
+        for rank in range(4)
+    ]
     step, merged = merge_states(states)
     assert step == 7
-    assert torch.equal(merged["w"], torch.full((3,), 1.5))
+    assert torch.equal(merged["residuals"]["w"], torch.full((3,), 1.5))
+    assert torch.equal(merged["momentum"]["w"], torch.full((3,), -1.5))
+    assert merged["powersgd_q"] == {}
+    with pytest.raises(cgx_ray.StateError, match="not every rank's state has momentum of 'w'"):
+        merge_states([states[0], {**states[1], "momentum": {}}])
+
+
+def _through_codecs(rank: int) -> tuple[list[str], list[set[str]], list[list[float]]]:
+    """Weights, the kinds of memory that are not empty, and Q, through plans that need other kinds each."""
+    model = DistributedDataParallel(Branches())
+    layers = cgx_ray.layers_of(model)
+    attachment = cgx_ray.attach(model, codec="powersgd:rank=3", scheme="allgather")
+    hashes = train(model, rank, range(3))
+    kinds, qs = [], []
+
+    def look() -> None:
+        state = attachment.state_dict()
+        kinds.append({kind for kind in KINDS if state[kind]})
+        qs.append([float(value) for q_M in state["powersgd_q"].values() for value in q_M])
+
+    plans = [("powersgd:rank=3", "allreduce"), ("dgc:density=0.1", "allgather"), ("topk", "artopk_ring")]
+    for version, (codec, scheme) in enumerate(plans, start=1):
+        look()
+        plan = cgx_ray.make_plan(
+            layers, version=version, world_size=3, codec=CodecSpec.parse(codec), scheme=Scheme(scheme)
+        )
+        attachment.hold(plan)
+        hashes += train(model, rank, range(3 * version, 3 * version + 3))
+    look()
+    assert attachment.last_step is not None
+    assert attachment.last_step.plan_version == len(plans)
+    attachment.close()
+    return hashes, kinds, qs
+
+
+def test_ranks_stay_identical_through_codecs_that_remember_other_things() -> None:
+    """Over allgather each rank has a Q of its own, over the all-reduce after it all ranks have one."""
+    results = run_ranks(3, _through_codecs)
+    (hashes, kinds, qs), *others = results
+    for other_hashes, other_kinds, other_qs in others:
+        assert other_hashes == hashes
+        assert other_kinds == kinds
+        assert [q == other_q for q, other_q in zip(qs, other_qs, strict=True)] == [False, True, True, True]
+    q, momentum, residuals = {"residuals", "powersgd_q"}, {"residuals", "momentum"}, {"residuals"}
+    assert kinds == [q, q, momentum, residuals]
+
+
+def _mixed_plan(rank: int) -> tuple[list[str], float, float]:
+    """Weights after each step, and the loss before and after."""
+    model = DistributedDataParallel(Branches())
+    plan = cgx_ray.make_plan(
+        cgx_ray.layers_of(model),
+        version=0,
+        world_size=3,
+        codec=CodecSpec.parse("qsgd"),
+        scheme=Scheme.SRA,
+        overrides={"left.w*": (CodecSpec.parse("topk:density=0.1"), Scheme.ALLGATHER)},
+    )
+    attachment = cgx_ray.attach(model, plan=plan)
+    x_BD = torch.cat([batch(0, step) for step in range(100, 150)])
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float((model.module(x_BD) - x_BD).square().mean())
+
+    before = loss()
+    hashes = train(model, rank, range(60))
+    after = loss()
+    attachment.close()
+    return hashes, before, after
+
+
+def test_topk_on_chosen_layers_next_to_qsgd_elsewhere_trains() -> None:
+    results = run_ranks(3, _mixed_plan)
+    assert results[0] == results[1] == results[2]
+    _, before, after = results[0]
+    # The loss of doing nothing is 1, the variance of the batches; random weights start above it.
+    assert after < 0.8 * before, (before, after)
+
+
+def _warming_up(rank: int) -> list[tuple[int, int]]:
+    """Bytes sent in each step, and how many of them are indices."""
+    layer = nn.Linear(100, 40, bias=False)
+    model = DistributedDataParallel(layer)
+    attachment = cgx_ray.attach(model, codec="dgc:density=0.01,warmup_steps=8", scheme="allgather")
+    sizes = []
+    for step in range(10):
+        layer.weight.grad = None
+        model(torch.randn(1, 100, generator=torch.Generator().manual_seed(step + 100 * rank))).sum().backward()
+        assert attachment.last_step is not None
+        (transfer,) = attachment.last_step.transfers
+        sizes.append((attachment.last_step.wire_bytes, transfer.index_bytes))
+    attachment.close()
+    return sizes
+
+
+def test_dgc_sends_less_and_less_while_it_warms_up() -> None:
+    densities = [0.25] * 2 + [0.0625] * 2 + [0.015625] * 2 + [0.01] * 4
+    specs = [CodecSpec(name="dgc", density=density) for density in densities]
+    expected = [(HEADER_BYTES + spec.payload_bytes(4000), spec.index_bytes(4000)) for spec in specs]
+    for sizes in run_ranks(2, _warming_up):
+        assert sizes == expected
 
 
 def test_world_size_one_is_a_clean_no_op() -> None:

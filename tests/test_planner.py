@@ -61,12 +61,13 @@ def table6_costs_ms(row: dict[str, str]) -> dict[str, tuple[float, float]]:
         num_workers=num_workers,
         dense_bytes=dense_bytes,
         wire_bytes=wire_bytes,
+        index_bytes=wire_bytes / 2,
         link=link,
     )
     return {
         "allgather": (1e3 * allgather_tree_s(num_workers, wire_bytes, link), float(row["ag_ms"])),
         "artopk_ring": (1e3 * ring_s, float(row["art_ring_ms"])),
-        "artopk_tree": (1e3 * artopk_tree_s(num_workers, wire_bytes, link), float(row["art_tree_ms"])),
+        "artopk_tree": (1e3 * artopk_tree_s(num_workers, wire_bytes, link, wire_bytes / 2), float(row["art_tree_ms"])),
     }
 
 
@@ -142,6 +143,21 @@ def test_impossible_sizes_are_refused(num_bytes: float) -> None:
         terms(Scheme.DENSE, 2, num_bytes, 1)
     with pytest.raises(ConfigError, match="wire_bytes"):
         terms(Scheme.SRA, 2, 1, num_bytes)
+
+
+@pytest.mark.parametrize("index_bytes", [-1, math.nan, 101])
+def test_impossible_index_sizes_are_refused(index_bytes: float) -> None:
+    with pytest.raises(ConfigError, match="index_bytes"):
+        terms(Scheme.ARTOPK_RING, 4, 0, 100, index_bytes)
+
+
+def test_allreduce_costs_what_the_dense_ring_costs_for_its_wire_bytes() -> None:
+    assert terms(Scheme.ALLREDUCE, 5, 0, 1000) == terms(Scheme.DENSE, 5, 1000, 0)
+
+
+def test_artopk_broadcasts_its_indices_and_sums_its_values() -> None:
+    """4 workers: 6 ring hops and 2 of the tree; 1.5 times the values, 2 times the indices."""
+    assert terms(Scheme.ARTOPK_RING, 4, 0, 100, 20) == (8, 1.5 * 80 + 2 * 20)
 
 
 # Timeline.
@@ -299,8 +315,9 @@ def test_estimate_of_dense_by_hand() -> None:
     [
         (Option(codec=CodecSpec(name="bf16"), scheme=Scheme.ALLGATHER), (1, 1), (4, 4)),
         (Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA), (4, 1), (7, 1.75)),
-        (Option(codec=CodecSpec(name="topk", density=0.1), scheme=Scheme.ALLGATHER), (1, 1), (5, 5)),
+        (Option(codec=CodecSpec(name="topk", density=0.1), scheme=Scheme.ALLGATHER), (1, 1), (4, 4)),
         (Option(codec=CodecSpec(name="topk", density=0.1), scheme=Scheme.ARTOPK_RING), (1, 1), (1, 1)),
+        (Option(codec=CodecSpec(name="randomk"), scheme=Scheme.ALLREDUCE), (1, 1), (1, 1)),
     ],
     ids=str,
 )

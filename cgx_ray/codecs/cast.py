@@ -1,31 +1,31 @@
-"""Codecs that only change the number format."""
+"""Codecs that change the number format, or cut the gradient off."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from cgx_ray.plan import CodecSpec
+from cgx_ray.codecs.codec import Codec, Memory, poison
+
+# torch converts a whole operand before it adds another type: in pieces the converted one stays in the cache.
+_PIECE_NUMEL = 1 << 18
 
 
-class _Cast:
-    granule = 1
-    needs_feedback = False
+class _Cast(Codec):
     wire_dtype: torch.dtype
 
-    def __init__(self, spec: CodecSpec) -> None:
-        self.spec = spec
-
-    def encode(self, grad_N: Tensor, payload: Tensor, key: int) -> None:
+    def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         """Round each element to `wire_dtype`, to nearest even. NaN and Inf survive; `key` is not used."""
+        assert memory is None, "casts are not fed back"
         payload.view(self.wire_dtype).copy_(grad_N)
 
-    def decode(self, payload: Tensor, out_N: Tensor, *, add: bool) -> None:
+    def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
         values_N = payload.view(self.wire_dtype)
-        if add:
-            out_N.add_(values_N)
-        else:
+        if not add:
             out_N.copy_(values_N)
+            return
+        for values, out in zip(values_N.split(_PIECE_NUMEL), out_N.split(_PIECE_NUMEL), strict=True):
+            out.add_(values)
 
 
 class Raw(_Cast):
@@ -34,7 +34,38 @@ class Raw(_Cast):
     wire_dtype = torch.float32
 
 
+class Fp16(_Cast):
+    """float16: half the bytes, 11 bits of precision. Finite elements from 65520 on become Inf."""
+
+    wire_dtype = torch.float16
+
+
 class Bf16(_Cast):
     """bfloat16: half the bytes, the range of float32, 8 bits of precision."""
 
     wire_dtype = torch.bfloat16
+
+
+class Prefix(Codec):
+    """The first N / ratio elements as float32, zeros for the others.
+
+    CGX's synthetic bandwidth experiment (section 2): how fast would training be with `ratio` times fewer bytes? A
+    diagnostic, it does not converge: what lies behind is lost. Of that only NaN and Inf are seen; they make the first
+    element NaN.
+    """
+
+    wire_dtype = torch.float32
+
+    def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
+        assert memory is None, "what prefix cuts off is lost"
+        sent_K = payload.view(torch.float32)
+        sent_K.copy_(grad_N[: sent_K.numel()])
+        sent_K[:1] += poison(grad_N[sent_K.numel() :])
+
+    def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+        sent_K = payload.view(torch.float32)
+        if add:
+            out_N[: sent_K.numel()] += sent_K
+        else:
+            out_N[: sent_K.numel()] = sent_K
+            out_N[sent_K.numel() :] = 0.0

@@ -1,55 +1,96 @@
-"""Error feedback: what a codec dropped is added to the next step's gradient. And how much it drops: the gain."""
+"""What codecs remember of every layer, error feedback first of all. And how much a codec drops: the gain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs import Codec
+from cgx_ray.codecs.codec import KINDS, POWERSGD_Q, RESIDUALS, Codec, Memory
 from cgx_ray.errors import StateError
+from cgx_ray.plan import Layer
 
 # Gains are measured on blocks, because neighbours share a scale that a bucketed codec makes use of.
 GAIN_BLOCK = 1024
 GAIN_SAMPLE_NUMEL = 1 << 16
 
 
-class Residuals:
-    """Error-feedback memory by parameter name, float32, so that it outlives buckets, groups and plans."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a layer's memory of one kind lies in that of its group."""
+
+    memory: Memory
+    kind: str
+    start: int
+    stop: int
+
+    def now(self) -> Tensor:
+        return self.memory.now[self.kind][self.start : self.stop]
+
+
+class Memories:
+    """What codecs remember, by kind and parameter name, so that it outlives buckets, groups and plans."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Tensor] = {}
+        self._entries: dict[str, dict[str, Tensor | _Place]] = {kind: {} for kind in KINDS}
 
-    def group_buffer(self, names: Iterable[str], numels: Iterable[int]) -> Tensor:
-        """One flat tensor for a group, filled with what is known of its layers, else zero.
+    def of_group(self, codec: Codec) -> Memory | None:
+        """Memory of the group that `codec` was made for, filled with what is known of its layers.
 
-        The layers' entries become views of it, so later in-place changes are seen in `state`.
+        The layers' entries are then what it holds, and follow its commits. What `codec` has no use for is forgotten,
+        but for residuals: those are owed until `pop`.
+
+        Raises StateError if what is known has another size than the layer.
         """
-        sizes = dict(zip(names, numels, strict=True))
-        flat_N = torch.zeros(sum(sizes.values()))
-        for (name, numel), view in zip(sizes.items(), flat_N.split(list(sizes.values())), strict=True):
-            if name in self._by_name:
-                if self._by_name[name].numel() != numel:
-                    raise StateError(
-                        f"residual of {name!r} has {self._by_name[name].numel()} elements, the layer has {numel}; "
-                        "the checkpoint is of another model"
-                    )
-                view.copy_(self._by_name[name])
-            self._by_name[name] = view
-        return flat_N
+        parts = [self._start(codec, layer) for layer in codec.layers]
+        memory = Memory.joined(parts)
+        for kind in KINDS:
+            start = 0
+            for layer, part in zip(codec.layers, parts, strict=True):
+                if memory is not None and kind in part:
+                    stop = start + part[kind].numel()
+                    self._entries[kind][layer.name] = _Place(memory, kind, start, stop)
+                    start = stop
+                elif kind != RESIDUALS:
+                    self._entries[kind].pop(layer.name, None)
+        return memory
+
+    def _start(self, codec: Codec, layer: Layer) -> dict[str, Tensor]:
+        """What `codec` begins with for `layer`: what is known, else its own start."""
+        part = codec.memory_of(layer.numel, layer)
+        for kind, fresh in part.items():
+            known = self._value(kind, layer.name)
+            if known is not None and known.numel() == fresh.numel():
+                part[kind] = known
+            elif known is not None and kind != POWERSGD_Q:  # a Q of another rank is no start
+                raise StateError(
+                    f"{kind} of {layer.name!r} has {known.numel()} elements, the layer has {layer.numel}; "
+                    "the checkpoint is of another model"
+                )
+        return part
 
     def pop(self, name: str) -> Tensor | None:
         """What is owed to a layer, which is forgotten: for codecs that send everything."""
-        return self._by_name.pop(name, None)
+        owed = self._value(RESIDUALS, name)
+        self._entries[RESIDUALS].pop(name, None)
+        return owed
 
-    def state(self) -> dict[str, Tensor]:
-        """Copies, for a checkpoint."""
-        return {name: view.clone() for name, view in self._by_name.items()}
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Copies by kind and name, for a checkpoint."""
+        return {
+            kind: {name: value.clone() for name in entries if (value := self._value(kind, name)) is not None}
+            for kind, entries in self._entries.items()
+        }
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Forget everything and keep `state` until a group asks for it."""
-        self._by_name = {name: value.clone() for name, value in state.items()}
+        self._entries = {kind: {name: value.clone() for name, value in state[kind].items()} for kind in KINDS}
+
+    def _value(self, kind: str, name: str) -> Tensor | None:
+        entry = self._entries[kind].get(name)
+        return entry.now() if isinstance(entry, _Place) else entry
 
 
 def sample_blocks(grad_N: Tensor) -> Tensor:
@@ -68,9 +109,9 @@ def kept_energy(codec: Codec, grad_N: Tensor, key: int) -> float:
     it drops is orthogonal to what it keeps. For unbiased codecs |g_c|^2 would exceed |g|^2: the error says what is
     lost.
     """
-    payload = torch.empty(codec.spec.payload_bytes(grad_N.numel()), dtype=torch.uint8)
+    payload = torch.empty(codec.payload_bytes(grad_N.numel()), dtype=torch.uint8, device=grad_N.device)
     decoded_N = torch.empty_like(grad_N)
     codec.encode(grad_N, payload, key)
-    codec.decode(payload, decoded_N, add=False)
+    codec.decode(payload, decoded_N, add=False, key=key)
     grad_N = grad_N.double()
     return float(grad_N.square().sum() - (grad_N - decoded_N).square().sum())

@@ -1,27 +1,69 @@
-"""QSGD: bucketed stochastic quantization on a max-min grid (CGX, section 3; Alistarh et al. 2017)."""
+"""Codecs that quantize every element, bucket by bucket: QSGD, TernGrad and the one-bit ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from cgx_ray.plan import CodecSpec
+from cgx_ray.codecs.codec import Codec, Memory
+from cgx_ray.plan import CodecSpec, Layer
 from cgx_ray.runtime_ext import ops
 
 
-class Qsgd:
-    """`bits` bits an element and 4 bytes a bucket. Unbiased, so it converges without error feedback."""
+class Qsgd(Codec):
+    """`bits` bits an element on a grid a bucket (Alistarh et al. 2017; CGX, section 3); terngrad is its ternary case.
 
-    needs_feedback = False
+    With stochastic rounding it is unbiased and converges without feedback; nearest rounding is biased.
+    """
 
-    def __init__(self, spec: CodecSpec) -> None:
-        assert spec.bits is not None
+    def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
+        super().__init__(spec, layers, world_size)
         assert spec.bucket_size is not None
-        self.spec = spec
         self.granule = spec.bucket_size
-        self._bits, self._bucket_size = spec.bits, spec.bucket_size
+        self.needs_feedback = spec.rounding == "nearest"
+        # TernGrad (Wen et al. 2017): -s, 0 and s, s the largest magnitude of the bucket.
+        self._bits, self._grid = spec.bits or 2, spec.grid or "linf"
 
-    def encode(self, grad_N: Tensor, payload: Tensor, key: int) -> None:
-        ops.qsgd_encode(grad_N, payload, bits=self._bits, bucket_size=self._bucket_size, key=key)
+    def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
+        ops.qsgd_encode(
+            grad_N,
+            payload,
+            bits=self._bits,
+            bucket_size=self.granule,
+            key=key,
+            grid=self._grid,
+            stochastic=not self.needs_feedback,
+            residual_N=memory.residual_N if memory is not None else None,
+            next_N=memory.next_N if memory is not None else None,
+        )
 
-    def decode(self, payload: Tensor, out_N: Tensor, *, add: bool) -> None:
-        ops.qsgd_decode(payload, out_N, bits=self._bits, bucket_size=self._bucket_size, add=add)
+    def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+        ops.qsgd_decode(payload, out_N, bits=self._bits, bucket_size=self.granule, grid=self._grid, add=add)
+
+
+class Sign(Codec):
+    """One bit an element and a mean or two a bucket: ef_signsgd (Karimireddy et al. 2019), onebit (Seide et al. 2014).
+
+    Biased, so it converges with feedback only.
+    """
+
+    needs_feedback = True
+
+    def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
+        super().__init__(spec, layers, world_size)
+        assert spec.bucket_size is not None
+        self.granule = spec.bucket_size
+
+    def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
+        ops.sign_encode(
+            grad_N,
+            payload,
+            kind=self.spec.name,
+            bucket_size=self.granule,
+            residual_N=memory.residual_N if memory is not None else None,
+            next_N=memory.next_N if memory is not None else None,
+        )
+
+    def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+        ops.sign_decode(payload, out_N, kind=self.spec.name, bucket_size=self.granule, add=add)

@@ -6,14 +6,16 @@ from typing import Protocol
 
 from torch import Tensor
 
+from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.allgather import Allgather
+from cgx_ray.collectives.allreduce import Allreduce, PowerSgdAllreduce
 from cgx_ray.collectives.artopk import ArTopkRing
 from cgx_ray.collectives.dense import Dense
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.transport import Transport
-from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.plan import Scheme
 
 
 class Exchange(Protocol):
@@ -24,22 +26,26 @@ class Exchange(Protocol):
 
     sent_bytes: int
 
-    def run(self, grad_N: Tensor, residual_N: Tensor | None, stamp: Stamp, seed: int, phases: Phases) -> None:
+    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
         """Replace `grad_N` by its average over ranks.
 
-        grad_N      (N,) this rank's gradient with the residual already added; changed in place
-        residual_N  (N,) float32, set to what was not sent, unless the average is not finite: a step that GradScaler
-                    will skip must leave no trace. None for codecs without feedback.
+        grad_N  (N,) this rank's gradient; changed in place
+        memory  what the codec keeps of this group; None for codecs that keep nothing. Committed only if the average is
+                finite: a step that GradScaler will skip must leave no trace
 
         Raises WireError on a message that is broken or of another plan, TransportError if a peer is gone.
         """
 
 
-def make_exchange(codec: CodecSpec, scheme: Scheme, numel: int, item_bytes: int, transport: Transport) -> Exchange:
+def make_exchange(codec: Codec, scheme: Scheme, numel: int, item_bytes: int, transport: Transport) -> Exchange:
     """The exchange for a group of `numel` elements of `item_bytes` each."""
     match scheme:
         case Scheme.DENSE:
             return Dense(numel * item_bytes, transport)
+        case Scheme.ALLREDUCE if codec.spec.name == "powersgd":
+            return PowerSgdAllreduce(codec, numel, transport)
+        case Scheme.ALLREDUCE:
+            return Allreduce(codec, numel, transport)
         case Scheme.ALLGATHER:
             return Allgather(codec, numel, transport)
         case Scheme.SRA:

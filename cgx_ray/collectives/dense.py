@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cgx_ray.codecs.codec import Memory
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport import Transport
@@ -16,7 +17,7 @@ class Dense:
         self._transport = transport
         self.sent_bytes = 2 * (transport.world_size - 1) * dense_bytes // transport.world_size
 
-    def run(self, grad_N: Tensor, residual_N: Tensor | None, stamp: Stamp, seed: int, phases: Phases) -> None:
+    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
         """`grad_N` may be of any dtype here. See `Exchange.run`."""
         grad_N.div_(self._transport.world_size)
         phases.lap("encode")

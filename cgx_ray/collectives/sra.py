@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.codec import Codec, Memory, is_finite
 from cgx_ray.codecs.wire import HEADER_BYTES, Stamp, check, new_message, payload_of, seal
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport import Transport
-from cgx_ray.plan import CodecSpec
 from cgx_ray.runtime_ext import ops
 
 
@@ -25,13 +24,15 @@ def chunk_bounds(numel: int, num_chunks: int, granule: int) -> list[tuple[int, i
 class Sra:
     """Cost 2a + 2(N-1)/N m b. Rank j owns chunk j: it sums what the others send of it and sends the sum back.
 
-    The owner uses its own re-encoded chunk, as its peers do, so all ranks hold the same bits.
+    The owner uses its own re-encoded chunk, as its peers do, so all ranks hold the same bits. With feedback a rank owes
+    what its messages to the owners dropped and, of its own chunk, N times what encoding the average dropped: added to
+    the next sum of N gradients, which is divided by N, that makes the average good.
     """
 
-    def __init__(self, codec: CodecSpec, numel: int, transport: Transport) -> None:
-        self._codec = make_codec(codec)
+    def __init__(self, codec: Codec, numel: int, transport: Transport) -> None:
+        self._codec = codec
         self._transport = transport
-        self._bounds = chunk_bounds(numel, transport.world_size, self._codec.granule)
+        self._bounds = chunk_bounds(numel, transport.world_size, codec.granule)
         sizes = [codec.payload_bytes(stop - start) for start, stop in self._bounds]
         # By chunk: what this rank sends of it in the first phase and receives of it in the second.
         self._of_chunk = [new_message(size) for size in sizes]
@@ -40,17 +41,18 @@ class Sra:
         others = sum(sizes) - sizes[transport.rank]
         self.sent_bytes = others + (transport.world_size - 1) * (2 * HEADER_BYTES + sizes[transport.rank])
 
-    def run(self, grad_N: Tensor, residual_N: Tensor | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`. No codec that this scheme carries has a residual."""
+    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
+        """See `Exchange.run`."""
         rank, world_size = self._transport.rank, self._transport.world_size
         peers = [peer for peer in range(world_size) if peer != rank]
         chunks = [grad_N[start:stop] for start, stop in self._bounds]
+        memories = [memory.part(start, stop) if memory is not None else None for start, stop in self._bounds]
         own, total = chunks[rank], self._of_own[rank]
 
         # A rank encodes each chunk once a step, its own in the second phase: the chunk tells random numbers apart.
         keys = [ops.message_key(seed, stamp.step, stamp.group, rank, chunk) for chunk in range(world_size)]
         for peer in peers:
-            self._codec.encode(chunks[peer], payload_of(self._of_chunk[peer]), keys[peer])
+            self._codec.encode(chunks[peer], payload_of(self._of_chunk[peer]), keys[peer], memories[peer])
             seal(self._of_chunk[peer], stamp, chunks[peer].numel())
         phases.lap("encode")
         self._transport.exchange(
@@ -61,10 +63,9 @@ class Sra:
         for peer in peers:
             check(self._of_own[peer], stamp, own.numel(), peer)
             self._codec.decode(payload_of(self._of_own[peer]), own, add=True)
-        own.div_(world_size)
         phases.lap("decode")
         second = replace(stamp, phase=1)
-        self._codec.encode(own, payload_of(total), keys[rank])
+        self._encode_average(own, payload_of(total), keys[rank], memories[rank])
         seal(total, second, own.numel())
         phases.lap("encode")
         self._transport.exchange(dict.fromkeys(peers, total), {peer: self._of_chunk[peer] for peer in peers})
@@ -74,4 +75,17 @@ class Sra:
         for peer in peers:
             check(self._of_chunk[peer], second, chunks[peer].numel(), peer)
             self._codec.decode(payload_of(self._of_chunk[peer]), chunks[peer], add=False)
+        if memory is not None and is_finite(grad_N):
+            memory.commit()
         phases.lap("decode")
+
+    def _encode_average(self, sum_N: Tensor, payload: Tensor, key: int, memory: Memory | None) -> None:
+        """Turn the sum of the own chunk into the average and encode it."""
+        world_size = self._transport.world_size
+        if memory is None:
+            self._codec.encode(sum_N.div_(world_size), payload, key)
+            return
+        assert memory.residual_N is not None
+        average_N = sum_N.add_(memory.residual_N).div_(world_size)
+        self._codec.encode(average_N, payload, key, memory.without_debt())
+        memory.next_N.mul_(world_size)

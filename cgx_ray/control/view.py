@@ -83,7 +83,7 @@ def estimate_beta(steps: Iterable[JoinedStep], world_size: int, alpha_s: float) 
         hops = num_bytes = seconds = 0.0
         for transfer in step.transfers:
             group_hops, group_bytes = terms(
-                Scheme(transfer.scheme), world_size, transfer.wire_bytes, transfer.wire_bytes
+                Scheme(transfer.scheme), world_size, transfer.wire_bytes, transfer.wire_bytes, transfer.index_bytes
             )
             hops, num_bytes, seconds = hops + group_hops, num_bytes + group_bytes, seconds + transfer.seconds
         # Never less than a tenth of what was measured: latency is a guess when ranks wait for the processor.

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.feedback import Residuals
+from cgx_ray.codecs.codec import KINDS, POWERSGD_Q
+from cgx_ray.codecs.feedback import Memories
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.group import GainMeter, Group
@@ -58,7 +59,7 @@ class Engine:
         self._seed = seed
         self._candidates = {str(spec): make_codec(spec) for spec in candidates}
         self._agreement = Agreement(transport)
-        self._residuals = Residuals()
+        self._memories = Memories()
         self._lock = threading.Lock()
         self._held: dict[int, Plan] = {}
         self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
@@ -99,23 +100,26 @@ class Engine:
         return taken
 
     def state(self) -> dict[str, Any]:
-        """Step and residuals of this rank, for a checkpoint. Call between steps."""
-        return {"step": self.step, "residuals": self._residuals.state()}
+        """Step and codecs' memory of this rank, tensors by kind and layer, for a checkpoint. Call between steps."""
+        return {"step": self.step, **self._memories.state()}
 
-    def load_state(self, step: int, residuals: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint. Call on all ranks, between steps. Layers not in `residuals` start at zero.
+    def load_state(self, step: int, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from a checkpoint. Call on all ranks, between steps. Layers that are not in it start afresh.
 
-        Raises StateError if `residuals` are of another model; nothing has changed then.
+        memories  as in `state`, every kind of it
+
+        Raises StateError if they are of another model; nothing has changed then.
         """
-        for name, value in residuals.items():
-            expected = self._layers[name].numel if name in self._layers else None
-            if value.numel() != expected:
-                raise StateError(
-                    f"the state has a residual of {value.numel()} elements for layer {name!r}, the model has "
-                    f"{'no such layer' if expected is None else expected}; it is of another model"
-                )
+        for kind in KINDS:
+            for name, value in memories[kind].items():
+                expected = self._layers[name].numel if name in self._layers else None
+                if expected is None or (kind != POWERSGD_Q and value.numel() != expected):
+                    raise StateError(
+                        f"the state has {kind} of {value.numel()} elements for layer {name!r}, the model has "
+                        f"{'no such layer' if expected is None else expected}; it is of another model"
+                    )
         self.step = step
-        self._residuals.load(residuals)
+        self._memories.load(memories)
         self._enter(self.plan)
 
     def close(self) -> None:
@@ -161,7 +165,7 @@ class Engine:
     def _enter(self, plan: Plan) -> None:
         self.plan = plan
         self._groups = [
-            Group(index, group, self._layers, self._transport, self._residuals)
+            Group(index, group, self._layers, self._transport, self._memories)
             for index, group in enumerate(plan.groups)
         ]
 
@@ -186,6 +190,7 @@ class Engine:
                     scheme=str(group.plan.scheme),
                     numel=group.numel,
                     wire_bytes=group.wire_bytes,
+                    index_bytes=group.index_bytes,
                     seconds=phases.exchange,
                 )
                 for group, phases in zip(self._groups, step.phases, strict=True)

@@ -1,4 +1,4 @@
-"""One group of layers at work: gathers gradients, adds residuals, exchanges, gives back."""
+"""One group of layers at work: gathers gradients, exchanges them, gives back the averages."""
 
 from __future__ import annotations
 
@@ -9,36 +9,44 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs import Codec, make_codec
-from cgx_ray.codecs.feedback import Residuals, kept_energy, sample_blocks
+from cgx_ray.codecs.codec import is_finite
+from cgx_ray.codecs.feedback import Memories, kept_energy, sample_blocks
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
-from cgx_ray.plan import GroupPlan, Layer, Scheme
+from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Scheme
 
 
 class Group:
     """Buffers and state of one GroupPlan. Lives from one plan switch to the next."""
 
     def __init__(
-        self, index: int, plan: GroupPlan, layers: Mapping[str, Layer], transport: Transport, residuals: Residuals
+        self, index: int, plan: GroupPlan, layers: Mapping[str, Layer], transport: Transport, memories: Memories
     ) -> None:
         numels = [layers[name].numel for name in plan.layers]
-        # Dense groups are summed in the gradient's own type, as DDP would; codecs work on float32.
-        dtype = getattr(torch, layers[plan.layers[0]].dtype) if plan.scheme is Scheme.DENSE else torch.float32
         self.index = index
         self.plan = plan
         self.numel = sum(numels)
         self.dense_bytes = sum(layers[name].dense_bytes for name in plan.layers)
-        self.wire_bytes = plan.codec.payload_bytes(self.numel, dtype.itemsize)
-        self.exchange = make_exchange(plan.codec, plan.scheme, self.numel, dtype.itemsize, transport)
-        self._is_compressible = not all(layers[name].is_small for name in plan.layers)
+        self._layers = [layers[name] for name in plan.layers]
+        self._transport = transport
+        self._is_compressible = not all(layer.is_small for layer in self._layers)
+        # Dense groups are summed in the gradient's own type, as DDP would; codecs work on float32.
+        dtype = getattr(torch, self._layers[0].dtype) if plan.scheme is Scheme.DENSE else torch.float32
         # Dense groups rarely need it; memory that is never touched is never really allocated.
         self._flat_N = torch.empty(self.numel, dtype=dtype)
         self._slices = dict(zip(plan.layers, self._flat_N.split(numels), strict=True))
-        self._residuals = residuals
-        self._residual_N: Tensor | None = None
-        if make_codec(plan.codec).needs_feedback:
-            self._residual_N = residuals.group_buffer(plan.layers, numels)
+        self._use(plan.codec)
+        self._memories = memories
+        self._memory = memories.of_group(self._codec)
         self._arrived: dict[str, Tensor] = {}
+
+    def _use(self, spec: CodecSpec) -> None:
+        """Encode by `spec` from now on; the memory stays."""
+        self._codec = make_codec(spec, self._layers, self._transport.world_size)
+        item_bytes = self._flat_N.element_size()
+        self.wire_bytes = self.numel * item_bytes if spec == NONE else self._codec.payload_bytes(self.numel)
+        self.index_bytes = spec.index_bytes(self.numel)
+        self.exchange = make_exchange(self._codec, self.plan.scheme, self.numel, item_bytes, self._transport)
 
     @property
     def is_ready(self) -> bool:
@@ -53,36 +61,41 @@ class Group:
         """Average this group over all ranks, in place in the gradients that arrived."""
         phases = Phases()
         views = [self._arrived[name] for name in self._slices]
-        if self._residual_N is None:
+        # Every rank at the same step, so their messages keep the same size.
+        if (spec := self.plan.codec.at_step(stamp.step)) != self._codec.spec:
+            self._use(spec)
+        if self._memory is None:
             self._pay_residuals()
         # The same on all ranks, since DDP lays out its buckets alike: they add up memory that means the same.
         joint_N = _joint_memory(views) if self.plan.scheme is Scheme.DENSE else None
         grad_N = joint_N if joint_N is not None else self._gather(views)
         metered = gain if self._is_compressible else None
-        energy = metered.measure(grad_N) if metered is not None else 0.0
+        energy = metered.measure(self._fed(grad_N)) if metered is not None else 0.0
         phases.lap("encode")
-        self.exchange.run(grad_N, self._residual_N, stamp, seed, phases)
+        self.exchange.run(grad_N, self._memory, stamp, seed, phases)
         if joint_N is None:
             for view, part in zip(views, self._slices.values(), strict=True):
                 view.view(-1).copy_(part)
-        if metered is not None and self._residual_N is not None and energy > 0 and bool(grad_N.isfinite().all()):
-            metered.correct(str(self.plan.codec), 1 - float(self._residual_N.norm()) ** 2 / energy)
+        if metered is not None and self._memory is not None and energy > 0 and is_finite(grad_N):
+            assert self._memory.residual_N is not None
+            metered.correct(str(self.plan.codec), 1 - float(self._memory.residual_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
         return phases
 
+    def _fed(self, grad_N: Tensor) -> Tensor:
+        return grad_N if self._memory is None else self._codec.feed(grad_N, self._memory)
+
     def _pay_residuals(self) -> None:
         """Add what an earlier plan's codec failed to send; nothing is owed afterwards."""
         for name, view in self._arrived.items():
-            owed = self._residuals.pop(name)
+            owed = self._memories.pop(name)
             if owed is not None:
                 view.view(-1).add_(owed)
 
     def _gather(self, views: Sequence[Tensor]) -> Tensor:
         for view, part in zip(views, self._slices.values(), strict=True):
             part.copy_(view.view(-1))
-        if self._residual_N is not None:
-            self._flat_N.add_(self._residual_N)
         return self._flat_N
 
 

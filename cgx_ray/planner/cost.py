@@ -45,34 +45,42 @@ class Link:
         return hops * self.alpha_s + num_bytes * self.beta_s_per_byte
 
 
-def terms(scheme: Scheme, num_workers: int, dense_bytes: float, wire_bytes: float) -> tuple[float, float]:
+def terms(
+    scheme: Scheme, num_workers: int, dense_bytes: float, wire_bytes: float, index_bytes: float = 0
+) -> tuple[float, float]:
     """Hops and bytes of one exchange, such that seconds = hops * alpha + bytes * beta.
 
     dense_bytes  M, the group uncompressed; only `dense` uses it
-    wire_bytes   m, one rank's encoded group, indices and scales included. AR-Topk's own formula counts values
-                 only (M c); half of m are values, so M c = m / 2.
+    wire_bytes   m, one rank's encoded group, indices and scales included
+    index_bytes  m_i, of m those that say which elements are sent; only AR-Topk, which broadcasts them and sums the
+                 others, uses it
 
-    The bytes are those that one worker's link carries one after the other, not those of the whole network.
+    The bytes are those that one worker's link carries one after the other, not those of the whole network. PowerSGD's
+    all-reduce takes twice the hops that are counted here.
     """
-    _check_exchange(num_workers, dense_bytes, wire_bytes)
+    _check_exchange(num_workers, dense_bytes, wire_bytes, index_bytes)
     N, log_N = num_workers, math.log2(num_workers)
     if N == 1:
         return 0.0, 0.0
     match scheme:
         case Scheme.DENSE:
             return 2.0 * (N - 1), 2 * (N - 1) / N * dense_bytes
+        case Scheme.ALLREDUCE:
+            return 2.0 * (N - 1), 2 * (N - 1) / N * wire_bytes
         case Scheme.ALLGATHER:
             return 1.0, (N - 1.0) * wire_bytes
         case Scheme.SRA:
             return 2.0, 2 * (N - 1) / N * wire_bytes
         case Scheme.ARTOPK_RING:
-            return 2 * (N - 1) + log_N, (2 * (N - 1) / N + log_N) * wire_bytes / 2
+            return 2 * (N - 1) + log_N, 2 * (N - 1) / N * (wire_bytes - index_bytes) + log_N * index_bytes
     raise ConfigError(f"no cost for scheme {scheme!r}; known: {', '.join(Scheme)}")
 
 
-def exchange_s(scheme: Scheme, *, num_workers: int, dense_bytes: float, wire_bytes: float, link: Link) -> float:
+def exchange_s(
+    scheme: Scheme, *, num_workers: int, dense_bytes: float, wire_bytes: float, link: Link, index_bytes: float = 0
+) -> float:
     """Seconds to exchange one group, codec time left out; 0 with one worker. Arguments as in `terms`."""
-    return link.seconds(*terms(scheme, num_workers, dense_bytes, wire_bytes))
+    return link.seconds(*terms(scheme, num_workers, dense_bytes, wire_bytes, index_bytes))
 
 
 def allgather_tree_s(num_workers: int, wire_bytes: float, link: Link) -> float:
@@ -88,19 +96,21 @@ def dense_tree_s(num_workers: int, dense_bytes: float, link: Link) -> float:
     return link.seconds(2 * log_N, 2 * log_N * dense_bytes)
 
 
-def artopk_tree_s(num_workers: int, wire_bytes: float, link: Link) -> float:
-    """AR-Topk with a tree all-reduce, `wire_bytes` as in `terms`. For comparison: no scheme does it."""
-    _check_exchange(num_workers, 0, wire_bytes)
+def artopk_tree_s(num_workers: int, wire_bytes: float, link: Link, index_bytes: float = 0) -> float:
+    """AR-Topk with a tree all-reduce, arguments as in `terms`. For comparison: no scheme does it."""
+    _check_exchange(num_workers, 0, wire_bytes, index_bytes)
     log_N = math.log2(num_workers)
-    return link.seconds(3 * log_N, 3 * log_N * wire_bytes / 2)
+    return link.seconds(3 * log_N, log_N * (2 * (wire_bytes - index_bytes) + index_bytes))
 
 
-def _check_exchange(num_workers: int, dense_bytes: float, wire_bytes: float) -> None:
+def _check_exchange(num_workers: int, dense_bytes: float, wire_bytes: float, index_bytes: float = 0) -> None:
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
         raise ConfigError(f"num_workers {num_workers!r} is not allowed; give a whole number, 1 or more")
-    for name, value in (("dense_bytes", dense_bytes), ("wire_bytes", wire_bytes)):
+    for name, value in (("dense_bytes", dense_bytes), ("wire_bytes", wire_bytes), ("index_bytes", index_bytes)):
         if not (_is_finite(value) and value >= 0):
             raise ConfigError(f"{name} {value!r} is not allowed; give a finite number, 0 or more")
+    if index_bytes > wire_bytes:
+        raise ConfigError(f"index_bytes {index_bytes!r} is not allowed; give at most wire_bytes, {wire_bytes!r}")
 
 
 def _is_finite(value: object) -> bool:

@@ -232,6 +232,7 @@ def _group_cost(inputs: StepInputs, group: GroupSize, option: Option) -> _GroupC
             num_workers=N,
             dense_bytes=group.dense_bytes,
             wire_bytes=wire_bytes,
+            index_bytes=used.codec.index_bytes(group.numel),
             link=inputs.link,
         ),
         decode_s=cost.decode_s(decode_calls, decode_numel),
@@ -243,12 +244,11 @@ def _codec_work(option: Option, N: int, n: int) -> tuple[int, float, int, float]
     """Calls and elements that one rank encodes, then decodes, for a group of n elements among N workers."""
     match option.scheme:
         case Scheme.ALLGATHER:
-            # Error feedback decodes the rank's own message once more, to see what it left out.
-            decodes = N + (option.codec.name == "topk")
-            return 1, n, decodes, decodes * n
+            return 1, n, N, N * n
         case Scheme.SRA:
             # Encode N-1 foreign chunks and the sum of the own one; decode-add N-1 chunks, decode all N sums.
             return N, n, 2 * N - 1, (N - 1) * n / N + n
         case _:
-            # dense packs and unpacks; artopk_ring selects once and writes one sum, the cost of one decode.
+            # dense packs and unpacks, allreduce encodes and decodes one message; artopk_ring selects once and writes
+            # one sum, the cost of one decode.
             return 1, n, 1, n

@@ -1,0 +1,135 @@
+"""Which elements a sparse codec sends."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from cgx_ray.codecs.codec import MOMENTUM, Codec, Memory, poison
+from cgx_ray.codecs.sparse import Selection, Sparse
+from cgx_ray.plan import Layer
+from cgx_ray.runtime_ext import sparse
+
+MSTOPK_ROUNDS = 25
+SIDCO_STAGE_SHARE = 0.25
+# DGC samples 0.1 to 1 %; fewer elements than this give no threshold worth the name.
+DGC_STRIDE = 100
+DGC_MIN_SAMPLES = 1024
+
+
+class TopK(Sparse):
+    """The K largest magnitudes of the group, exactly. NaN counts as largest, then Inf, so they are always sent."""
+
+    def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
+        selection.count_1.fill_(selection.num_kept)
+        sparse.topk_select(fed_N, selection.index_K, selection.value_K)
+
+    def take(self, grad_N: Tensor, selection: Selection, key: int, memory: Memory) -> None:
+        """In the kernel, in the passes that select."""
+        selection.count_1.fill_(selection.num_kept)
+        sparse.topk_select(
+            grad_N, selection.index_K, selection.value_K, residual_N=memory.residual_N, next_N=memory.next_N
+        )
+
+    def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
+        if self.spec.value_bits != 32:
+            super().encode(grad_N, payload, key, memory)
+            return
+        selection = self.room(grad_N.numel(), grad_N.device)
+        residual_N, next_N = (None, None) if memory is None else (memory.residual_N, memory.next_N)
+        sparse.topk_encode(grad_N, payload, selection.index_K, selection.value_K, residual_N=residual_N, next_N=next_N)
+
+
+class LwTopK(Sparse):
+    """The largest magnitudes of each layer (LWTopk, as in Flexible Communication): the same share of each.
+
+    Layer l of cumulative size c_l keeps ceil(d c_l) - ceil(d c_(l-1)), so that the shares add up to K. Without layers
+    it is top-k over the group.
+    """
+
+    def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
+        self._select(fed_N, selection, None, None)
+
+    def take(self, grad_N: Tensor, selection: Selection, key: int, memory: Memory) -> None:
+        """In the kernel, in the passes that select."""
+        self._select(grad_N, selection, memory.residual_N, memory.next_N)
+
+    def _select(self, grad_N: Tensor, selection: Selection, residual_N: Tensor | None, next_N: Tensor | None) -> None:
+        selection.count_1.fill_(selection.num_kept)
+        numels = [layer.numel for layer in self.layers] or [grad_N.numel()]
+        ends = list(itertools.accumulate(numels, initial=0))
+        kept = [self.spec.num_kept(end) for end in ends]
+        for (start, stop), (first, last) in zip(itertools.pairwise(ends), itertools.pairwise(kept), strict=True):
+            sparse.topk_select(
+                grad_N[start:stop],
+                selection.index_K[first:last],
+                selection.value_K[first:last],
+                residual_N=residual_N[start:stop] if residual_N is not None else None,
+                next_N=next_N[start:stop] if next_N is not None else None,
+            )
+            selection.index_K[first:last] += start
+
+
+class MsTopK(Sparse):
+    """Threshold by bisection, then a run of those around it (MSTopk, Shi et al. 2021).
+
+    After 25 halvings no window holds both finite magnitudes and Inf or NaN, so one of these is always sent.
+    """
+
+    def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
+        thresholds_2 = sparse.bisect_thresholds(fed_N, selection.num_kept, MSTOPK_ROUNDS)
+        sparse.collect(fed_N, thresholds_2, selection.index_K, selection.value_K, selection.count_1, key=key)
+
+
+class Sidco(Sparse):
+    """Threshold fitted to the histogram of the magnitudes in three stages (SIDCo, Abdelmoniem et al. 2021)."""
+
+    def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
+        assert self.spec.density is not None
+        thresholds_2 = sparse.sidco_thresholds(fed_N, stage_ratios(self.spec.density))
+        sparse.collect(fed_N, thresholds_2, selection.index_K, selection.value_K, selection.count_1, key=key)
+        selection.value_K[:1] += poison(fed_N)
+
+
+class Dgc(Sparse):
+    """Threshold from a sample, momentum correction and clipping (DGC, Lin et al. 2018, sections 3.1 and 3.2).
+
+    u = momentum u + g and v = v + u; v is sent where it is large, and both are cleared there. So the optimizer's own
+    momentum must be off. `clip` limits the group's gradient to clip / sqrt(world size) before. Departures: a group is
+    clipped where the paper clips the whole model; without Nesterov's variant. Warm-up: `CodecSpec.at_step`.
+    """
+
+    def memory_of(self, numel: int, layer: Layer | None = None) -> dict[str, Tensor]:
+        return {**super().memory_of(numel, layer), MOMENTUM: torch.zeros(numel)}
+
+    def feed(self, grad_N: Tensor, memory: Memory) -> Tensor:
+        assert self.spec.momentum is not None
+        momentum_N = torch.mul(memory.now[MOMENTUM], self.spec.momentum, out=memory.next[MOMENTUM])
+        momentum_N.add_(grad_N * self._clipping(grad_N) if self.spec.clip else grad_N)
+        return Codec.feed(self, momentum_N, memory)
+
+    def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
+        stride = max(1, min(DGC_STRIDE, fed_N.numel() // DGC_MIN_SAMPLES))
+        thresholds_2 = sparse.sample_thresholds(fed_N, selection.num_kept, stride, key)
+        sparse.collect(fed_N, thresholds_2, selection.index_K, selection.value_K, selection.count_1, key=key)
+        selection.value_K[:1] += poison(fed_N)
+
+    def _clipping(self, grad_N: Tensor) -> Tensor:
+        assert self.spec.clip is not None
+        # In float64, as squares of large but finite gradients overflow float32.
+        norm: Tensor = torch.linalg.vector_norm(grad_N, dtype=torch.float64)
+        limit = self.spec.clip / math.sqrt(self.world_size)
+        return (limit / norm.clamp(min=limit)).to(torch.float32)
+
+
+def stage_ratios(density: float) -> list[float]:
+    """ln(1 / share) of SIDCo's stages: two of a quarter while something is left to cut, then the rest."""
+    ratios = []
+    for _ in range(2):
+        if density < SIDCO_STAGE_SHARE:
+            ratios.append(-math.log(SIDCO_STAGE_SHARE))
+            density /= SIDCO_STAGE_SHARE
+    return [*ratios, -math.log(density)]

@@ -1,0 +1,146 @@
+"""Codecs that send some elements and say which. Payload: how many, int32; their indices, packed; their values.
+
+N elements of a gradient, K the most that are sent
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cgx_ray.codec_spec import COUNT_BYTES, VALUE_BUCKET_SIZE
+from cgx_ray.codecs.codec import MOMENTUM, RESIDUALS, Codec, Memory, poison
+from cgx_ray.errors import WireError
+from cgx_ray.runtime_ext import ops, sparse
+
+
+class Selection:
+    """Room for up to K elements of a gradient: ascending indices, int32, values, and how many there are, int32."""
+
+    def __init__(self, num_kept: int, device: torch.device) -> None:
+        self.index_K = torch.empty(num_kept, dtype=torch.int32, device=device)
+        self.value_K = torch.empty(num_kept, device=device)
+        self.count_1 = torch.empty(1, dtype=torch.int32, device=device)
+
+    @property
+    def num_kept(self) -> int:
+        return self.index_K.numel()
+
+    def fits(self, num_kept: int, device: torch.device) -> bool:
+        return self.num_kept == num_kept and self.index_K.device == device
+
+    def pack(self, numel: int, message: Tensor) -> None:
+        """Fill `message`, `CodecSpec.index_bytes` long, with the number and the indices."""
+        message[:COUNT_BYTES].view(torch.int32).copy_(self.count_1)
+        sparse.pack_indices(self.index_K, self.count_1, numel, message[COUNT_BYTES:])
+
+    def unpack(self, numel: int, message: Tensor) -> None:
+        """Undo `pack`; values stay as they are. Raises WireError on a broken message."""
+        self.count_1.copy_(message[:COUNT_BYTES].view(torch.int32))
+        try:
+            sparse.unpack_indices(message[COUNT_BYTES:], self.count_1, numel, self.index_K)
+        except ValueError as error:
+            raise WireError(f"a message of {self.num_kept} of {numel} elements is broken: {error}") from error
+
+
+class Sparse(Codec):
+    """Feeds the gradient, selects, packs; who selects how is up to the codecs below."""
+
+    needs_feedback = True
+    _room: Selection | None = None
+
+    def room(self, numel: int, device: torch.device) -> Selection:
+        """Where selections of `numel` elements go: the same memory at every call."""
+        num_kept = self.spec.num_kept(numel)
+        if self._room is None or not self._room.fits(num_kept, device):
+            self._room = Selection(num_kept, device)
+        return self._room
+
+    def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
+        """Select elements of `fed_N`, ascending in index."""
+        raise NotImplementedError
+
+    def take(self, grad_N: Tensor, selection: Selection, key: int, memory: Memory) -> None:
+        """Feed, select, and forget what was selected."""
+        self.select(self.feed(grad_N, memory), selection, key)
+        self.forget(selection, memory)
+
+    def forget(self, selection: Selection, memory: Memory) -> None:
+        """Zero `memory.next` where elements were selected. DGC, section 3.2, for the momentum: factor masking."""
+        index = selection.index_K[: int(selection.count_1)].long()
+        for kind in (RESIDUALS, MOMENTUM):
+            if kind in memory.next:
+                memory.next[kind].index_fill_(0, index, 0.0)
+
+    def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
+        numel = grad_N.numel()
+        selection = self.room(numel, grad_N.device)
+        if memory is None:
+            self.select(grad_N, selection, key)
+        else:
+            self.take(grad_N, selection, key, memory)
+        index_bytes = self.spec.index_bytes(numel)
+        selection.pack(numel, payload[:index_bytes])
+        self._write_values(selection.value_K, payload[index_bytes:], key)
+        if memory is not None and self.spec.value_bits != 32:
+            lost_K = selection.value_K.sub_(self._read_values(payload[index_bytes:], selection.num_kept))
+            sparse.scatter_add(selection.index_K, lost_K, selection.count_1, memory.next_N)
+
+    def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+        numel = out_N.numel()
+        selection = self.room(numel, out_N.device)
+        index_bytes = self.spec.index_bytes(numel)
+        selection.unpack(numel, payload[:index_bytes])
+        value_K = self._read_values(payload[index_bytes:], selection.num_kept)
+        if not add:
+            out_N.zero_()
+        sparse.scatter_add(selection.index_K, value_K, selection.count_1, out_N)
+
+    def _write_values(self, value_K: Tensor, part: Tensor, key: int) -> None:
+        bits = self.spec.value_bits
+        assert bits is not None
+        if bits == 32:
+            part.view(torch.float32).copy_(value_K)
+        elif bits == 16:
+            part.view(torch.float16).copy_(value_K)
+        else:
+            ops.qsgd_encode(value_K, part, bits=bits, bucket_size=VALUE_BUCKET_SIZE, key=key)
+
+    def _read_values(self, part: Tensor, num_kept: int) -> Tensor:
+        bits = self.spec.value_bits
+        assert bits is not None
+        if bits == 32:
+            return part.view(torch.float32)
+        if bits == 16:
+            return part.view(torch.float16).to(torch.float32)
+        value_K = torch.empty(num_kept, device=part.device)
+        ops.qsgd_decode(part, value_K, bits=bits, bucket_size=VALUE_BUCKET_SIZE)
+        return value_K
+
+
+class RandomK(Codec):
+    """Elements at random indices that every rank derives from the key, so that only values travel and can be summed."""
+
+    needs_feedback = True
+    shares_key = True
+    wire_dtype = torch.float32
+
+    def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
+        value_K = payload.view(torch.float32)
+        index_K = self._indices(grad_N, key)
+        fed_N = grad_N if memory is None else self.feed(grad_N, memory)
+        torch.index_select(fed_N, 0, index_K, out=value_K)
+        value_K[:1] += poison(fed_N)
+        if memory is not None:
+            memory.next_N.index_fill_(0, index_K, 0.0)
+
+    def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+        if not add:
+            out_N.zero_()
+        out_N.index_add_(0, self._indices(out_N, key), payload.view(torch.float32))
+
+    def _indices(self, like_N: Tensor, key: int) -> Tensor:
+        numel = like_N.numel()
+        index_K = torch.empty(self.spec.num_kept(numel), dtype=torch.int32, device=like_N.device)
+        sparse.random_indices(numel, index_K, key=key)
+        return index_K.long()

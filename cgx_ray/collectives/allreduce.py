@@ -1,0 +1,82 @@
+"""All-reduce of messages that can be summed as they are, by the vendor's ring."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cgx_ray.codecs.cast import Bf16, Fp16, Prefix
+from cgx_ray.codecs.codec import POWERSGD_Q, Codec, Memory, is_finite
+from cgx_ray.codecs.powersgd import PowerSgd
+from cgx_ray.codecs.sparse import RandomK
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives.phases import Phases
+from cgx_ray.collectives.transport import Transport
+from cgx_ray.runtime_ext import ops
+
+
+class Allreduce:
+    """Cost of the dense ring for m bytes. Divides before it sums, as DDP does: fp16 would overflow first."""
+
+    def __init__(self, codec: Codec, numel: int, transport: Transport) -> None:
+        assert isinstance(codec, Fp16 | Bf16 | Prefix | RandomK)
+        self._codec = codec
+        self._transport = transport
+        self._payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8)
+        self._values = self._payload.view(codec.wire_dtype)
+        self.sent_bytes = 2 * (transport.world_size - 1) * self._payload.numel() // transport.world_size
+
+    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
+        """See `Exchange.run`."""
+        # The same on all ranks: the elements of randomk are those of the key.
+        key = ops.message_key(seed, stamp.step, stamp.group, 0, 0)
+        self._codec.encode(grad_N, self._payload, key, memory)
+        self._values.div_(self._transport.world_size)
+        phases.lap("encode")
+        self._transport.all_reduce(self._values)
+        phases.lap("exchange")
+        self._codec.decode(self._payload, grad_N, add=False, key=key)
+        if memory is not None and is_finite(grad_N):
+            memory.commit()
+        phases.lap("decode")
+
+
+class PowerSgdAllreduce:
+    """PowerSGD as its paper has it (Vogels et al. 2019, Algorithms 1 and 2): P is averaged, then Q.
+
+    Two all-reduces, so twice the latency of the dense ring. What a rank still owes is its gradient less what its own Q
+    would have made of it. Ranks that start with different Q, which an allgather leaves behind, have one after a step.
+    """
+
+    def __init__(self, codec: Codec, numel: int, transport: Transport) -> None:
+        assert isinstance(codec, PowerSgd)
+        self._codec = codec
+        self._transport = transport
+        self._payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8)
+        self.sent_bytes = 2 * (transport.world_size - 1) * self._payload.numel() // transport.world_size
+
+    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
+        """See `Exchange.run`."""
+        assert memory is not None
+        codec, world_size = self._codec, self._transport.world_size
+        p_M, q_M = codec.split(self._payload, grad_N.numel())
+        fed_N, start_M = codec.begin(grad_N, memory)
+        codec.project(fed_N, start_M, p_M)
+        p_M.div_(world_size)
+        phases.lap("encode")
+        self._transport.all_reduce(p_M)
+        phases.lap("exchange")
+
+        codec.orthogonalize(grad_N.numel(), p_M)
+        codec.project_back(fed_N, p_M, q_M)
+        codec.expand(p_M, q_M, memory.next_N, sign=-1)
+        q_M.div_(world_size)
+        phases.lap("encode")
+        self._transport.all_reduce(q_M)
+        phases.lap("exchange")
+
+        memory.next[POWERSGD_Q].copy_(q_M)
+        codec.decode(self._payload, grad_N, add=False)
+        if is_finite(grad_N):
+            memory.commit()
+        phases.lap("decode")

@@ -1,0 +1,314 @@
+"""Every scheme with every codec that it carries, on real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from branches import Branches, batch, train, weights_hash
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.codec import KINDS
+from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Scheme
+
+# What a codec is tested with, where that is not its defaults.
+TEXTS = {name: f"{name}:density=0.05" for name in ("topk", "lwtopk", "mstopk", "dgc", "sidco", "randomk")}
+PAIRS = [(TEXTS.get(name, name), str(scheme)) for scheme, names in CODECS_OF_SCHEME.items() for name in sorted(names)]
+PAIRS += [
+    ("qsgd:bits=8,bucket_size=64,grid=l2", "sra"),
+    ("qsgd:bits=3,rounding=nearest", "sra"),
+    ("qsgd:bits=3,grid=linf,rounding=nearest", "allgather"),
+    ("topk:density=0.05,value_bits=4", "allgather"),
+    ("dgc:density=0.05,value_bits=16,clip=0.1,warmup_steps=8", "allgather"),
+    ("dgc:density=0.05,warmup_steps=8", "artopk_ring"),
+]
+UNBIASED = [(codec, scheme) for codec, scheme in PAIRS if not make_codec(CodecSpec.parse(codec)).needs_feedback]
+FED_BACK = [pair for pair in PAIRS if pair not in UNBIASED]
+
+
+def _train_pair(rank: int, codec: str, scheme: str) -> list[tuple[list[str], int]]:
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = DistributedDataParallel(Branches().to(dtype))
+        attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
+        hashes = train(model, rank, range(6))
+        assert attachment.last_step is not None
+        results.append((hashes, attachment.last_step.step))
+        attachment.close()
+    return results
+
+
+@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
+def test_ranks_hold_identical_weights_after_every_step(codec: str, scheme: str) -> None:
+    results = run_ranks(3, _train_pair, codec, scheme)
+    assert results[0] == results[1] == results[2]
+    for hashes, step in results[0]:
+        assert len(set(hashes)) == 6, "weights did not move"
+        assert step == 5
+
+
+@pytest.mark.parametrize("world_size", [4, 5])
+@pytest.mark.parametrize(
+    ("codec", "scheme"),
+    [("randomk", "allreduce"), ("powersgd", "allreduce"), ("onebit", "sra"), ("dgc", "artopk_ring")],
+)
+def test_more_ranks_hold_identical_weights_too(codec: str, scheme: str, world_size: int) -> None:
+    first, *others = run_ranks(world_size, _train_pair, codec, scheme)
+    assert others == [first] * (world_size - 1)
+
+
+class Given(nn.Module):
+    """Two layers whose gradients are what `forward` gets."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+
+    def forward(self, *gradients: torch.Tensor) -> torch.Tensor:
+        return sum((layer * grad).sum() for layer, grad in zip(self.layers, gradients, strict=True))
+
+
+def averages(
+    codec: str, scheme: str, steps: list[list[torch.Tensor]]
+) -> tuple[list[torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """The averages of `steps`' gradients, one group for all layers, flat; and this rank's memory in the end."""
+    model = DistributedDataParallel(Given(*(grad.shape for grad in steps[0])))
+    names = tuple(layer.name for layer in cgx_ray.layers_of(model))
+    group = cgx_ray.GroupPlan(layers=names, codec=CodecSpec.parse(codec), scheme=Scheme(scheme))
+    attachment = cgx_ray.attach(model, plan=cgx_ray.Plan(version=0, world_size=dist.get_world_size(), groups=(group,)))
+    results = []
+    for gradients in steps:
+        model.zero_grad()
+        model(*gradients).backward()
+        results.append(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]))
+    state = attachment.state_dict()
+    attachment.close()
+    return results, {kind: state[kind] for kind in KINDS}
+
+
+def noise(rank: int, *shapes: tuple[int, ...], step: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+NUMELS = (1, 7, 129, 5000)
+
+
+def _average_once(rank: int, codec: str, scheme: str) -> list[torch.Tensor]:
+    return [averages(codec, scheme, [noise(rank, (1, numel))])[0][0] for numel in NUMELS]
+
+
+@pytest.mark.parametrize(("codec", "scheme"), UNBIASED)
+def test_average_is_within_the_codecs_error_of_a_float64_sum(codec: str, scheme: str) -> None:
+    results = run_ranks(3, _average_once, codec, scheme)
+    spec = CodecSpec.parse(codec)
+    for numel, *of_ranks in zip(NUMELS, *results, strict=True):
+        inputs_RN = torch.stack([noise(rank, (1, numel))[0][0] for rank in range(3)]).double()
+        assert all(torch.equal(of_ranks[0], other) for other in of_ranks)
+        mean_N, largest = inputs_RN.mean(0), float(inputs_RN.abs().max())
+        if spec.name == "prefix":
+            # sra cuts each rank's chunk, so what is sent is not one run.
+            sent_N = of_ranks[0] != 0
+            chunks = 3 if scheme == "sra" else 1
+            assert numel // 4 <= int(sent_N.sum()) <= spec.num_prefix(numel) + chunks
+            mean_N = mean_N * sent_N
+        # The largest error of one rounding, relative to the largest magnitude: 2^-11 for fp16, 2^-8 for bf16 and, for
+        # qsgd, a step of the grid with its bf16 ends (2^-7 wider, both of them), up to sqrt(bucket) times that for l2.
+        # sra rounds twice, once the parts and once their average; an all-reduce casts, divides and adds twice a third.
+        root = spec.bucket_size**0.5 if spec.bucket_size is not None and spec.grid == "l2" else 1
+        step = {
+            "none": 2**-23,
+            "prefix": 2**-23,
+            "fp16": 2**-11,
+            "bf16": 2**-8,
+            "terngrad": 1 + 2**-7,
+            "qsgd": 2 * root * (1 + 2**-6) / (2 ** (spec.bits or 2) - (1 if spec.grid == "max_min" else 2)),
+        }[spec.name]
+        error = float((of_ranks[0].double() - mean_N).abs().max())
+        assert error <= 2 * step * largest + 3 * 2**-23 * largest, (numel, error, step)
+
+
+SHAPES = ((60, 50), (7, 30))
+NUM_STEPS = 7
+
+
+def _accumulated(rank: int, codec: str, scheme: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums of averages and of gradients over some steps, and what is owed in the end."""
+    steps = [noise(rank, *SHAPES, step=step) for step in range(NUM_STEPS)]
+    results, memory = averages(codec, scheme, steps)
+    given_N = torch.stack([torch.cat([grad.view(-1) for grad in gradients]) for gradients in steps]).double().sum(0)
+    owed_N = torch.cat([value.view(-1) for value in memory["residuals"].values()])
+    return torch.stack(results).double().sum(0), given_N, owed_N.double()
+
+
+# With momentum a gradient is sent more than once, with clipping less.
+@pytest.mark.parametrize(
+    ("codec", "scheme"), [(c.replace("dgc:", "dgc:momentum=0,"), s) for c, s in FED_BACK if "clip" not in c]
+)
+def test_what_was_not_sent_is_in_the_residuals(codec: str, scheme: str) -> None:
+    results = run_ranks(3, _accumulated, codec, scheme)
+    sent_N = results[0][0]
+    given_N, owed_N = (torch.stack([result[i] for result in results]).mean(0) for i in (1, 2))
+    # A step adds what is owed, subtracts what is sent and adds 3 ranks' shares: float32 numbers under 40 in size, and
+    # for PowerSGD products of rank 4 of them. The owner's errors in sra count three times.
+    tolerance = 40 * NUM_STEPS * (3 + 3 + 4) * 2**-24
+    torch.testing.assert_close(sent_N + owed_N, given_N, rtol=0, atol=tolerance)
+    assert float(owed_N.norm()) > 0
+    assert torch.equal(results[1][0], sent_N)
+
+
+def _poisoned(rank: int, codec: str, scheme: str) -> list[tuple[bool, bool]]:
+    """For NaN, then Inf, in a gradient of rank 1: is the average finite, and is the memory as before?"""
+    outcomes = []
+    for value in (float("nan"), float("inf")):
+        model = DistributedDataParallel(Branches())
+        attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
+        train(model, rank, range(3))
+        before = attachment.state_dict()
+        model.zero_grad()
+        x_BD = batch(rank, 3)
+        if rank == 1:
+            x_BD[0, 0] = value
+        model(x_BD).square().mean().backward()
+        # Of a group with NaN everywhere top-k sends a share: the group arrives non-finite, not each of its layers.
+        grads = [p.grad for p in model.parameters() if p.ndim > 1 and p.grad is not None]
+        finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
+        after = attachment.state_dict()
+        untouched = all(torch.equal(before[kind][name], after[kind][name]) for kind in KINDS for name in before[kind])
+        outcomes.append((finite, untouched))
+        train(model, rank, range(4, 6))
+        attachment.close()
+    return outcomes
+
+
+@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
+def test_a_non_finite_gradient_is_non_finite_on_all_ranks_and_leaves_no_trace(codec: str, scheme: str) -> None:
+    for outcomes in run_ranks(2, _poisoned, codec, scheme):
+        assert outcomes == [(False, True), (False, True)]
+
+
+def _one_nan(rank: int, codec: str, scheme: str) -> list[bool]:
+    """Is the average of a gradient with one NaN, in many places in turn, finite?"""
+    steps = []
+    for step in range(12):
+        (grad,) = noise(rank, (60, 50), step=step)
+        if rank == 1:
+            grad.view(-1)[251 * step] = float("nan")
+        steps.append([grad])
+    return [bool(torch.isfinite(average).all()) for average in averages(codec, scheme, steps)[0]]
+
+
+@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
+def test_a_single_nan_is_never_left_out(codec: str, scheme: str) -> None:
+    assert not any(finite for result in run_ranks(2, _one_nan, codec, scheme) for finite in result)
+
+
+def _train_scaled(rank: int, codec: str, scheme: str) -> tuple[list[str], list[float]]:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    hashes, scales = [], []
+    for step in range(8):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x_BD = batch(rank, step)
+            if step == 4 and rank == 1:
+                x_BD[0, 0] = float("inf")
+            loss = (model(x_BD) - x_BD.nan_to_num(posinf=0)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        hashes.append(weights_hash(model))
+        scales.append(scaler.get_scale())
+    attachment.close()
+    return hashes, scales
+
+
+@pytest.mark.parametrize(
+    ("codec", "scheme"),
+    [
+        ("qsgd", "sra"),
+        ("ef_signsgd", "sra"),
+        ("topk:density=0.05", "allgather"),
+        ("topk:density=0.05", "artopk_ring"),
+        ("dgc:density=0.05", "artopk_ring"),
+        ("randomk:density=0.05", "allreduce"),
+        ("powersgd", "allreduce"),
+    ],
+)
+def test_gradscaler_skips_the_same_step_on_all_ranks(codec: str, scheme: str) -> None:
+    (first, scales), (second, other_scales) = run_ranks(2, _train_scaled, codec, scheme)
+    assert first == second
+    assert scales == other_scales
+    assert first[4] == first[3], "the overflowing step was not skipped"
+    assert scales[4] < scales[3]
+    assert first[5] != first[4]
+
+
+def _topk_averages(rank: int, scheme: str) -> torch.Tensor:
+    return averages("topk:density=0.05", scheme, [noise(rank, *SHAPES)])[0][0]
+
+
+@pytest.mark.parametrize("scheme", ["allgather", "artopk_ring"])
+def test_topk_averages_the_largest_elements(scheme: str) -> None:
+    inputs_RN = torch.stack([torch.cat([g.view(-1) for g in noise(rank, *SHAPES)]) for rank in range(3)]).double()
+    num_kept = CodecSpec(name="topk", density=0.05).num_kept(inputs_RN.shape[1])
+    kept_RN = torch.zeros_like(inputs_RN)
+    for rank, input_N in enumerate(inputs_RN):
+        # AR-Topk at step 0 uses the indices of rank 0.
+        chosen = inputs_RN[0] if scheme == "artopk_ring" else input_N
+        index_K = chosen.abs().topk(num_kept).indices
+        kept_RN[rank, index_K] = input_N[index_K]
+    for average_N in run_ranks(3, _topk_averages, scheme):
+        # Two additions and a division of numbers under 5.
+        torch.testing.assert_close(average_N.double(), kept_RN.mean(0), rtol=0, atol=5 * 3 * 2**-24)
+
+
+def _dgc_averages(rank: int, text: str) -> list[torch.Tensor]:
+    return averages(text, "allgather", [noise(rank, (40, 45), step=step) for step in range(6)])[0]
+
+
+@pytest.mark.parametrize("clip", [0.0, 20.0])
+def test_dgc_is_the_papers_algorithm(clip: float) -> None:
+    """Lin et al. 2018, Algorithm 4 with two workers; under 2,048 elements the sample is everything, so exact."""
+    density, momentum, numel = 0.05, 0.9, 40 * 45
+    results = run_ranks(2, _dgc_averages, f"dgc:density={density},momentum={momentum},clip={clip}")
+    u_RN, v_RN = torch.zeros(2, numel), torch.zeros(2, numel)
+    for step in range(6):
+        sent_RN = torch.zeros(2, numel)
+        for rank in range(2):
+            grad_N = noise(rank, (40, 45), step=step)[0].view(-1)
+            limit = clip / 2**0.5
+            if clip and grad_N.norm() > limit:
+                grad_N = grad_N * (limit / grad_N.norm())
+            u_RN[rank] = momentum * u_RN[rank] + grad_N
+            v_RN[rank] += u_RN[rank]
+            threshold = v_RN[rank].abs().topk(CodecSpec(name="dgc", density=density).num_kept(numel)).values[-1]
+            mask_N = v_RN[rank].abs() >= threshold
+            sent_RN[rank][mask_N] = v_RN[rank][mask_N]
+            u_RN[rank][mask_N] = 0
+            v_RN[rank][mask_N] = 0
+        for result in results:
+            torch.testing.assert_close(result[step], sent_RN.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def _owed_of_scaled(rank: int) -> Any:
+    """Signs over sra with a gradient of one size: nothing is lost, so nothing may be owed."""
+    grad = torch.where(noise(0, (64, 64))[0] > 0, 1.0, -1.0)
+    results, memory = averages("ef_signsgd", "sra", [[grad]] * 3)
+    return [torch.equal(result, grad.view(-1)) for result in results], float(
+        memory["residuals"]["layers.0"].abs().max()
+    )
+
+
+def test_signs_of_one_magnitude_lose_nothing_over_sra() -> None:
+    for exact, owed in run_ranks(2, _owed_of_scaled):
+        assert exact == [True, True, True]
+        assert owed == 0
