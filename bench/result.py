@@ -10,11 +10,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from cgx_ray.errors import ConfigError
 
@@ -81,14 +82,23 @@ def machine() -> dict[str, Any]:
     """What a number depends on."""
     return {
         "cpu": _cpu_model(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "ray": version("ray"),
+        "ray": _ray_version(),
         "load_1min": round(os.getloadavg()[0], 2),
     }
+
+
+def _ray_version() -> str | None:
+    """None where Ray is not installed, which `bench kernels` does not need."""
+    try:
+        return version("ray")
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_model() -> str:
