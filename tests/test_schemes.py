@@ -75,13 +75,17 @@ class Given(nn.Module):
 
 
 def averages(
-    codec: str, scheme: str, steps: list[list[torch.Tensor]]
+    codec: str, scheme: str, steps: list[list[torch.Tensor]], *, one_group: bool = True
 ) -> tuple[list[torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """The averages of `steps`' gradients, one group for all layers, flat; and this rank's memory in the end."""
+    """The averages of `steps`' gradients, flat, all layers in one group or each in its own; and this rank's memory in
+    the end."""
     model = DistributedDataParallel(Given(*(grad.shape for grad in steps[0])))
-    names = tuple(layer.name for layer in cgx_ray.layers_of(model))
-    group = cgx_ray.GroupPlan(layers=names, codec=CodecSpec.parse(codec), scheme=Scheme(scheme))
-    attachment = cgx_ray.attach(model, plan=cgx_ray.Plan(version=0, world_size=dist.get_world_size(), groups=(group,)))
+    names = [layer.name for layer in cgx_ray.layers_of(model)]
+    groups = tuple(
+        cgx_ray.GroupPlan(layers=layers, codec=CodecSpec.parse(codec), scheme=Scheme(scheme))
+        for layers in ([tuple(names)] if one_group else [(name,) for name in names])
+    )
+    attachment = cgx_ray.attach(model, plan=cgx_ray.Plan(version=0, world_size=dist.get_world_size(), groups=groups))
     results = []
     for gradients in steps:
         model.zero_grad()
@@ -191,6 +195,42 @@ def _poisoned(rank: int, codec: str, scheme: str) -> list[tuple[bool, bool]]:
 def test_a_non_finite_gradient_is_non_finite_on_all_ranks_and_leaves_no_trace(codec: str, scheme: str) -> None:
     for outcomes in run_ranks(2, _poisoned, codec, scheme):
         assert outcomes == [(False, True), (False, True)]
+
+
+def _skipped(rank: int, codec: str, scheme: str) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Memory after one good step, and after one more in which one layer of rank 1 is not finite."""
+    good, bad = noise(rank, *SHAPES), noise(rank, *SHAPES, step=1)
+    if rank == 1:
+        bad[1][0, 0] = float("inf")
+    return [averages(codec, scheme, steps, one_group=False)[1] for steps in ([good], [good, bad])]
+
+
+@pytest.mark.parametrize(("codec", "scheme"), FED_BACK)
+def test_a_step_that_will_be_skipped_changes_the_memory_of_no_group(codec: str, scheme: str) -> None:
+    for before, after in run_ranks(2, _skipped, codec, scheme):
+        for kind in KINDS:
+            assert before[kind].keys() == after[kind].keys()
+            for name, value in before[kind].items():
+                assert torch.equal(after[kind][name], value), f"{kind} of {name} changed"
+
+
+def _same_gradient(rank: int, scheme: str) -> torch.Tensor:
+    return averages("qsgd", scheme, [noise(0, (100, 256))])[0][0]
+
+
+@pytest.mark.parametrize(("scheme", "limit"), [("allgather", 0.5), ("sra", 1.375)])
+def test_ranks_round_independently_so_that_their_noise_averages_out(scheme: str, limit: float) -> None:
+    # With one rounding's variance v, 4 ranks and independent noise: allgather has v / 4; sra has 3 v / 16 of three
+    # messages and v of the average's own rounding. With the same noise on all ranks: v, and 9 v / 16 + v.
+    (grad,) = noise(0, (100, 256))
+    codec = make_codec(CodecSpec(name="qsgd"))
+    payload, decoded_N = torch.empty(codec.payload_bytes(grad.numel()), dtype=torch.uint8), torch.empty(grad.numel())
+    codec.encode(grad.view(-1), payload, 99)
+    codec.decode(payload, decoded_N, add=False)
+    one = float((decoded_N - grad.view(-1)).square().mean())
+    average_N = run_ranks(4, _same_gradient, scheme)[0]
+    ratio = float((average_N - grad.view(-1)).square().mean()) / one
+    assert ratio < limit, f"error is {ratio} of one rounding's, limit {limit}"
 
 
 def _one_nan(rank: int, codec: str, scheme: str) -> list[bool]:

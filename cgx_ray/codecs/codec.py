@@ -55,7 +55,7 @@ class Memory:
         return Memory({}, self.next)
 
     def commit(self) -> None:
-        """Let what the last `encode` wrote take effect: only for a step whose average is finite."""
+        """Let what the last `encode` wrote take effect: only for a step whose averages are all finite."""
         self.now, self.next = self.next, self.now
 
 
@@ -116,7 +116,7 @@ def poison(grad_N: Tensor) -> Tensor:
     if grad_N.numel() == 0:
         return grad_N.new_zeros((), dtype=torch.float32)
     low, high = torch.aminmax(grad_N)
-    return low.float() * 0 + high.float() * 0
+    return (low * 0 + high * 0).float()
 
 
 def is_finite(grad_N: Tensor) -> bool:

@@ -40,7 +40,7 @@ class Memories:
         """Memory of the group that `codec` was made for, filled with what is known of its layers.
 
         The layers' entries are then what it holds, and follow its commits. What `codec` has no use for is forgotten,
-        but for residuals: those are owed until `pop`.
+        but for residuals: those are owed until `forget`.
 
         Raises StateError if what is known has another size than the layer.
         """
@@ -71,11 +71,18 @@ class Memories:
                 )
         return part
 
-    def pop(self, name: str) -> Tensor | None:
-        """What is owed to a layer, which is forgotten: for codecs that send everything."""
-        owed = self._value(RESIDUALS, name)
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is remembered of any layer."""
+        return not any(self._entries.values())
+
+    def owed(self, name: str) -> Tensor | None:
+        """What is owed to a layer: for codecs that send everything."""
+        return self._value(RESIDUALS, name)
+
+    def forget(self, name: str) -> None:
+        """Nothing is owed to a layer any more."""
         self._entries[RESIDUALS].pop(name, None)
-        return owed
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Copies by kind and name, for a checkpoint."""

@@ -30,8 +30,8 @@ class Exchange(Protocol):
         """Replace `grad_N` by its average over ranks.
 
         grad_N  (N,) this rank's gradient; changed in place
-        memory  what the codec keeps of this group; None for codecs that keep nothing. Committed only if the average is
-                finite: a step that GradScaler will skip must leave no trace
+        memory  what the codec keeps of this group, None for codecs that keep nothing. `memory.next` gets what it will
+                keep; the caller commits it
 
         Raises WireError on a message that is broken or of another plan, TransportError if a peer is gone.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cgx_ray.codecs.codec import Codec, Memory, is_finite
+from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import HEADER_BYTES, Stamp, check, new_message, payload_of, seal
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport import Transport
@@ -41,6 +41,4 @@ class Allgather:
         for sender, message in enumerate(self._messages):
             self._codec.decode(payload_of(message), grad_N, add=sender > 0, key=keys[sender])
         grad_N.div_(world_size)
-        if memory is not None and is_finite(grad_N):
-            memory.commit()
         phases.lap("decode")

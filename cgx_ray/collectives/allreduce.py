@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs.cast import Bf16, Fp16, Prefix
-from cgx_ray.codecs.codec import POWERSGD_Q, Codec, Memory, is_finite
+from cgx_ray.codecs.codec import POWERSGD_Q, Codec, Memory
 from cgx_ray.codecs.powersgd import PowerSgd
 from cgx_ray.codecs.sparse import RandomK
 from cgx_ray.codecs.wire import Stamp
@@ -36,8 +36,6 @@ class Allreduce:
         self._transport.all_reduce(self._values)
         phases.lap("exchange")
         self._codec.decode(self._payload, grad_N, add=False, key=key)
-        if memory is not None and is_finite(grad_N):
-            memory.commit()
         phases.lap("decode")
 
 
@@ -77,6 +75,4 @@ class PowerSgdAllreduce:
 
         memory.next[POWERSGD_Q].copy_(q_M)
         codec.decode(self._payload, grad_N, add=False)
-        if is_finite(grad_N):
-            memory.commit()
         phases.lap("decode")

@@ -62,7 +62,6 @@ class ArTopkRing:
 
         if is_finite(values_K1):
             self._codec.forget(selection, memory)
-            memory.commit()
             grad_N.zero_()
             count = int(selection.count_1)
             grad_N.index_copy_(0, index_K[:count], values_K1[:count])

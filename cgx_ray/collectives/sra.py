@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from cgx_ray.codecs.codec import Codec, Memory, is_finite
+from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import HEADER_BYTES, Stamp, check, new_message, payload_of, seal
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport import Transport
@@ -75,8 +75,6 @@ class Sra:
         for peer in peers:
             check(self._of_chunk[peer], second, chunks[peer].numel(), peer)
             self._codec.decode(payload_of(self._of_chunk[peer]), chunks[peer], add=False)
-        if memory is not None and is_finite(grad_N):
-            memory.commit()
         phases.lap("decode")
 
     def _encode_average(self, sum_N: Tensor, payload: Tensor, key: int, memory: Memory | None) -> None:

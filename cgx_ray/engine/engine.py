@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
@@ -68,6 +69,7 @@ class Engine:
         self.step = 0
         self._last_end_s = time.perf_counter()
         self._enter(plan)
+        self._num_threads = torch.get_num_threads()
         self._inbox: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cgx-ray-engine", daemon=True)
         self._thread.start()
@@ -78,6 +80,7 @@ class Engine:
         """Queue a bucket. Raises what stopped the engine, if something did."""
         if self._failure is not None:
             raise self._failure
+        self._num_threads = torch.get_num_threads()
         self._inbox.put(bucket)
 
     def hold(self, plan: Plan) -> None:
@@ -140,6 +143,7 @@ class Engine:
                 step = step or self._begin()
                 step.take(bucket)
                 if step.is_done:
+                    step.settle()
                     self._end(step)
                     step.release()
                     step = None
@@ -147,6 +151,9 @@ class Engine:
                 self._fail(error, [bucket, *(step.buckets if step is not None else [])])
 
     def _begin(self) -> StepRun:
+        # The number of threads is each thread's own: this one uses as many as the one that trains.
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
         agreed = self._agreement.settle()
         if agreed is not None and agreed > self.plan.version:
             with self._lock:
@@ -160,7 +167,14 @@ class Engine:
         meter = None
         if self._candidates and self.step % GAIN_INTERVAL_STEPS == GAIN_FIRST_STEP:
             meter = GainMeter(self._candidates, ops.message_key(self._seed, self.step, 0, self._transport.rank, 0))
-        return StepRun(self._groups, plan_version=self.plan.version, step=self.step, seed=self._seed, meter=meter)
+        return StepRun(
+            self._groups,
+            plan_version=self.plan.version,
+            step=self.step,
+            seed=self._seed,
+            meter=meter,
+            checks_finite=not self._memories.is_empty,
+        )
 
     def _enter(self, plan: Plan) -> None:
         self.plan = plan

@@ -38,7 +38,10 @@ class Group:
         self._use(plan.codec)
         self._memories = memories
         self._memory = memories.of_group(self._codec)
+        self._paid: list[str] = []
         self._arrived: dict[str, Tensor] = {}
+        # Of the last average; True as well if nobody asked.
+        self.is_finite = True
 
     def _use(self, spec: CodecSpec) -> None:
         """Encode by `spec` from now on; the memory stays."""
@@ -57,7 +60,7 @@ class Group:
         """Take note of a layer's gradient. It is read, and overwritten with the average, in `run`."""
         self._arrived[name] = view
 
-    def run(self, stamp: Stamp, seed: int, gain: GainMeter | None) -> Phases:
+    def run(self, stamp: Stamp, seed: int, gain: GainMeter | None, *, checks_finite: bool) -> Phases:
         """Average this group over all ranks, in place in the gradients that arrived."""
         phases = Phases()
         views = [self._arrived[name] for name in self._slices]
@@ -76,22 +79,31 @@ class Group:
         if joint_N is None:
             for view, part in zip(views, self._slices.values(), strict=True):
                 view.view(-1).copy_(part)
-        if metered is not None and self._memory is not None and energy > 0 and is_finite(grad_N):
-            assert self._memory.residual_N is not None
-            metered.correct(str(self.plan.codec), 1 - float(self._memory.residual_N.norm()) ** 2 / energy)
+        self.is_finite = not checks_finite or is_finite(grad_N)
+        if metered is not None and self._memory is not None and energy > 0 and self.is_finite:
+            metered.correct(str(self.plan.codec), 1 - float(self._memory.next_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
         return phases
+
+    def settle(self) -> None:
+        """Keep what `run` left to remember, and forget what it paid: for a step that will not be skipped."""
+        if self._memory is not None:
+            self._memory.commit()
+        for name in self._paid:
+            self._memories.forget(name)
 
     def _fed(self, grad_N: Tensor) -> Tensor:
         return grad_N if self._memory is None else self._codec.feed(grad_N, self._memory)
 
     def _pay_residuals(self) -> None:
-        """Add what an earlier plan's codec failed to send; nothing is owed afterwards."""
+        """Add what an earlier plan's codec failed to send."""
+        self._paid = []
         for name, view in self._arrived.items():
-            owed = self._memories.pop(name)
+            owed = self._memories.owed(name)
             if owed is not None:
                 view.view(-1).add_(owed)
+                self._paid.append(name)
 
     def _gather(self, views: Sequence[Tensor]) -> Tensor:
         for view, part in zip(views, self._slices.values(), strict=True):

@@ -29,14 +29,23 @@ class StepRun:
     """Runs every group once, as soon as its layers are in and the groups before it are done."""
 
     def __init__(
-        self, groups: Sequence[Group], *, plan_version: int, step: int, seed: int, meter: GainMeter | None
+        self,
+        groups: Sequence[Group],
+        *,
+        plan_version: int,
+        step: int,
+        seed: int,
+        meter: GainMeter | None,
+        checks_finite: bool,
     ) -> None:
+        """`checks_finite`: something is remembered that a step with NaN or Inf, which GradScaler skips, must leave."""
         self.meter = meter
         self.buckets: list[Bucket] = []
         self.phases: list[Phases] = []
         self.ready_at: list[float] = [0.0] * len(groups)
         self.last_arrival = 0.0
         self._groups = groups
+        self._checks_finite = checks_finite
         self._group_of = {name: group for group in groups for name in group.plan.layers}
         self._bucket_of: dict[str, Bucket] = {}
         self._plan_version, self._step, self._seed = plan_version, step, seed
@@ -60,6 +69,12 @@ class StepRun:
         """All groups have run."""
         return len(self.phases) == len(self._groups)
 
+    def settle(self) -> None:
+        """Let codecs remember this step, on all ranks or on none: the averages are the same everywhere."""
+        if all(group.is_finite for group in self._groups):
+            for group in self._groups:
+                group.settle()
+
     def release(self) -> None:
         """Give back what is complete: training goes on when the last bucket is back."""
         for bucket in self.buckets:
@@ -68,7 +83,7 @@ class StepRun:
 
     def _run(self, group: Group) -> None:
         stamp = Stamp(plan_version=self._plan_version, step=self._step, group=group.index, codec=group.plan.codec.name)
-        self.phases.append(group.run(stamp, self._seed, self.meter))
+        self.phases.append(group.run(stamp, self._seed, self.meter, checks_finite=self._checks_finite))
         for name in group.plan.layers:
             self._bucket_of[name].num_waiting -= 1
         if not self.is_done:
