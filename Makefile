@@ -30,9 +30,10 @@ test-gpu:
 	cmake -S . -B build/gpu/native -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" -DCMAKE_BUILD_TYPE=Release
 	cmake --build build/gpu/native --parallel
 	@cp build/gpu/native/_native*.so build/gpu/cgx_ray/runtime_ext/
-	PYTHONPATH=build/gpu $(PYTHON) -P -m pytest -m gpu -W default::DeprecationWarning tests/test_cuda_*.py $(ARGS)
+	PYTHONPATH=build/gpu $(PYTHON) -P -m pytest -m gpu -W default::DeprecationWarning tests/test_cuda_*.py tests/test_kernel_arguments.py $(ARGS)
 
 bench: .venv/.installed
+	$(if $(and $(ARGS),$(word 2,$(BENCH))),$(error ARGS are those of one bench: make bench BENCH=kernels ARGS="$(ARGS)"))
 	@for bench in $(BENCH); do $(BIN)/cgx-ray bench $$bench $(ARGS) || exit; done
 
 # mypy and import-linter need the package as it is installed, and monitors/, runtime_ext/ and bench/ are

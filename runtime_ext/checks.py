@@ -35,20 +35,22 @@ def address(tensor: Tensor | None) -> int:
 
 def check_gradient(grad_N: Tensor, residual_N: Tensor | None, next_N: Tensor | None) -> None:
     check_tensor("grad_N", grad_N, *FLOATS)
-    if grad_N.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"grad_N is on {grad_N.device}; there are kernels for cpu and cuda")
     for name, tensor in (("residual_N", residual_N), ("next_N", next_N)):
         if tensor is not None:
             check_sized(name, tensor, torch.float32, grad_N.numel(), grad_N.device)
 
 
 def check_tensor(name: str, tensor: Tensor, *dtypes: torch.dtype, device: torch.device | None = None) -> None:
+    """`device` is that of a tensor that was checked before, None for the first one."""
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {tensor.dtype}; give {' or '.join(map(str, dtypes))}")
     if tensor.dim() != 1:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; give a 1-D tensor, view(-1) flattens")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, the gradient on {device}; move one of them")
+    if device is None:
+        if not (tensor.is_cpu or tensor.is_cuda):
+            raise ValueError(f"{name} is on {tensor.device}; there are kernels for cpu and cuda")
+    elif tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, other tensors are on {device}; move them to one device")
 
 
 def check_sized(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
@@ -57,6 +59,12 @@ def check_sized(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, devic
         raise ValueError(f"{name} has {tensor.numel()} elements; give {numel}")
 
 
+def check_integer(name: str, number: int) -> None:
+    if not isinstance(number, int):
+        raise TypeError(f"{name} is {number!r}; give an integer")
+
+
 def check_key(name: str, key: int) -> None:
+    check_integer(name, key)
     if not 0 <= key < 1 << 32:
         raise ValueError(f"{name} {key} is not a 32-bit number; give 0 to 2**32 - 1")

@@ -31,7 +31,7 @@ def qsgd_encode(
     stochastic: bool,
 ) -> None:
     options = (np.int32(bucket_size), np.int32(grid), np.uint32(key), np.int32(stochastic))
-    kernel = f"qsgd_encode_{_name(grad_N.dtype)}"
+    kernel = f"qsgd_encode_{cuda_launch.dtype_name(grad_N)}"
     _encode(kernel, grad_N, residual_N, next_N, out, options, bucket_size, f"CGX_BITS={bits}")
 
 
@@ -44,7 +44,7 @@ def sign_encode(
     grad_N: Tensor, residual_N: Tensor | None, next_N: Tensor | None, out: Tensor, *, bucket_size: int, kind: int
 ) -> None:
     options = (np.int32(bucket_size), np.int32(kind))
-    _encode(f"sign_encode_{_name(grad_N.dtype)}", grad_N, residual_N, next_N, out, options, bucket_size)
+    _encode(f"sign_encode_{cuda_launch.dtype_name(grad_N)}", grad_N, residual_N, next_N, out, options, bucket_size)
 
 
 def sign_decode(payload: Tensor, out_N: Tensor, *, bucket_size: int, kind: int, add: bool) -> None:
@@ -93,7 +93,3 @@ def _num_blocks(numel: int, bucket_size: int, device: torch.device) -> int:
     num_buckets = -(-numel // bucket_size)
     most = _BLOCKS_A_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
     return min(-(-num_buckets // _BUCKETS_A_BLOCK), most)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -69,6 +69,11 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def dtype_name(tensor: Tensor) -> str:
+    """What the names of kernels for such tensors end in."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def source_of(kernel: str) -> str:
     return kernel.partition("_")[0]
 

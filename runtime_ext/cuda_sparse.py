@@ -102,7 +102,7 @@ class _Selection:
         )
 
     def _launch(self, name: str, *args: Tensor | np.generic | None) -> None:
-        kernel = f"{name}_{_suffix(self.source[0])}"
+        kernel = f"{name}_{cuda_launch.dtype_name(self.source[0])}"
         cuda_launch.launch(kernel, self.words.num_blocks, _BLOCK_SIZE, *self.source, *args)
 
 
@@ -120,7 +120,7 @@ def topk_select(
 def magnitude_histogram(grad_N: Tensor, counts: Tensor) -> None:
     grad_N, counts = grad_N.contiguous(), counts.zero_()
     num_blocks = _Words.of_bits(grad_N.numel(), grad_N.device).num_blocks
-    kernel = f"threshold_histogram_{_suffix(grad_N)}"
+    kernel = f"threshold_histogram_{cuda_launch.dtype_name(grad_N)}"
     cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, grad_N, np.uint32(grad_N.numel()), counts)
 
 
@@ -133,12 +133,13 @@ def bisect_thresholds(grad_N: Tensor, num_kept: int, num_rounds: int, thresholds
     cuda_launch.launch("threshold_bracket", 1, _BLOCK_SIZE, *args)
 
 
-def sidco_threshold(counts: Tensor, ratios: Sequence[float], thresholds_2: Tensor) -> None:
+def sidco_threshold(counts: Tensor, ratios: Sequence[float], num_kept: int, thresholds_2: Tensor) -> None:
     ratio_S = torch.empty(len(ratios), dtype=torch.float64, device=counts.device)
     for stage, ratio in enumerate(ratios):
         # A number goes along with the launch; a tensor from the host's memory would have to be waited for.
         ratio_S[stage].fill_(ratio)
-    cuda_launch.launch("threshold_fit", 1, _BLOCK_SIZE, counts, ratio_S, np.int32(len(ratios)), thresholds_2)
+    args = (counts, ratio_S, np.int32(len(ratios)), np.int64(num_kept), thresholds_2)
+    cuda_launch.launch("threshold_fit", 1, _BLOCK_SIZE, *args)
 
 
 def collect(
@@ -165,7 +166,7 @@ def pack_indices(index_K: Tensor, count_1: Tensor, numel: int, out: Tensor) -> N
             cuda_launch.launch("indices_copy", num_blocks, _BLOCK_SIZE, index_K, count_1, np.uint32(num_kept), word_W)
             return
         low_W, ones_W = word_W[:low_words], word_W[low_words:].zero_()
-        shape = (np.uint32(num_kept), np.int32(low_bits), np.int32(kind == "offsets"))
+        shape = (np.uint32(num_kept), np.uint32(numel), np.int32(low_bits), np.int32(kind == "offsets"))
         args = (index_K, count_1, *shape, low_W, np.uint32(low_words), ones_W)
         cuda_launch.launch("indices_pack", num_blocks, _BLOCK_SIZE, *args)
 
@@ -198,10 +199,6 @@ def scatter_add(index_K: Tensor, value_K: Tensor, count_1: Tensor, out_N: Tensor
         args = (index_K.contiguous(), value_K.contiguous(), count_1, np.uint32(num_kept))
         num_blocks = _num_blocks(num_kept, out_N.device)
         cuda_launch.launch("indices_scatter_add", num_blocks, _BLOCK_SIZE, *args, copy_N, np.uint32(copy_N.numel()))
-
-
-def _suffix(grad_N: Tensor) -> str:
-    return str(grad_N.dtype).removeprefix("torch.")
 
 
 def _max_blocks(device: torch.device) -> int:

@@ -2,7 +2,8 @@
 
 N elements of a gradient. Every tensor is 1-D, all tensors of a call are on one device; every format is little-endian.
 Gradients are float32, float16 or bfloat16, are read only, and autograd takes no note of any of this. CPU tensors that
-are not contiguous go to `reference`. The CPU kernels use `torch.get_num_threads()` threads, the CUDA kernels run on
+are not contiguous go to `reference`, and float16 and bfloat16 ones are converted whole before a CPU kernel reads them,
+into 4 bytes an element. The CPU kernels use `torch.get_num_threads()` threads, the CUDA kernels run on
 torch's current stream. Everything here raises TypeError or ValueError for arguments of another type, size or device.
 """
 
@@ -16,6 +17,7 @@ from .checks import (
     address,
     as_float32,
     check_gradient,
+    check_integer,
     check_key,
     check_tensor,
     is_contiguous,
@@ -31,7 +33,7 @@ _UINT64 = (1 << 64) - 1
 
 
 def crc32c(data: Tensor, seed: int = 0) -> int:
-    """Return the CRC-32C of `data`, uint8 on any device; `seed` is the CRC of the bytes before it."""
+    """Return the CRC-32C of `data`, uint8; `seed` is the CRC of the bytes before it."""
     check_tensor("data", data, torch.uint8)
     check_key("seed", seed)
     data = data.cpu().contiguous()
@@ -71,7 +73,8 @@ def qsgd_encode(
     grid        a key of GRIDS; grids around zero ("l2", "linf") need 2 bits or more
     stochastic  False rounds to nearest and ignores `key`
     residual_N  (N,) float32, what is owed; read only
-    next_N      (N,) float32, overwritten with what `out` does not hold; may be `residual_N`
+    next_N      (N,) float32, overwritten with what `out` does not hold; may be `residual_N`; other overlaps are not
+                allowed
 
     A bucket with NaN or Inf, or whose grid would overflow float32, decodes to NaN throughout.
     """
@@ -181,6 +184,7 @@ def sign_bytes(numel: int, bucket_size: int, kind: str) -> int:
 
 
 def _check_bucket_size(bucket_size: int) -> None:
+    check_integer("bucket_size", bucket_size)
     if not 8 <= bucket_size <= _MAX_BUCKET_SIZE or bucket_size % 8:
         raise ValueError(f"bucket_size {bucket_size} is not allowed; give 8 to {_MAX_BUCKET_SIZE}, a multiple of 8")
 
@@ -189,6 +193,7 @@ def _check_qsgd(name: str, payload: Tensor, grad_N: Tensor, bits: int, bucket_si
     check_tensor(name, payload, torch.uint8, device=grad_N.device)
     if grid not in GRIDS:
         raise ValueError(f"grid {grid!r} is not allowed; give {', '.join(GRIDS)}")
+    check_integer("bits", bits)
     low = 1 if grid == "max_min" else 2
     if not low <= bits <= 8:
         raise ValueError(f"bits {bits} is not allowed; give {low} to 8 with grid {grid}")

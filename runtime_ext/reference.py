@@ -5,8 +5,10 @@ N elements of a gradient, K kept ones, B quantization buckets, S elements of a b
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ MAX_MIN, L2, LINF = range(3)  # grids of qsgd
 EF_SIGNSGD, ONEBIT = range(2)  # kinds of one-bit codec
 HISTOGRAM_SHIFT = 19  # a histogram's bin is the exponent and the 4 bits after it
 NUM_BINS = 1 << 12
+
+_Number = TypeVar("_Number", int, Tensor)
 
 _UINT32 = 0xFFFFFFFF
 _MAGNITUDE = 0x7FFFFFFF
@@ -34,8 +38,8 @@ def crc32c(data: Tensor, seed: int) -> int:
     return crc ^ _UINT32
 
 
-def lowbias32(x: Tensor, key: Tensor | None = None) -> Tensor:
-    """Mix 32-bit numbers held as int64, with the constants of Chris Wellons' lowbias32.
+def lowbias32(x: _Number, key: _Number | None = None) -> _Number:
+    """Mix 32-bit numbers, an int or held as int64, with the constants of Chris Wellons' lowbias32.
 
     `key` enters between the two multiplications: there it makes the sequences of two keys differ by more
     than their order.
@@ -203,12 +207,15 @@ def bisect_thresholds(grad_N: Tensor, num_kept: int, num_rounds: int) -> tuple[i
     return sure, maybe
 
 
-def sidco_threshold(histogram: Tensor, ratios: Sequence[float]) -> int:
+def sidco_threshold(histogram: Tensor, ratios: Sequence[float], num_kept: int) -> int:
     """Magnitude that should leave the share prod(exp(-ratio)) of the elements, after one exponential fit a stage.
 
     SIDCo (Abdelmoniem et al. 2021, Algorithm 1, exponential fit): eta += mean excess over eta * ln(1 / share of the
-    stage). `ratios` are these logarithms. Departure: means come from the histogram (a bin counts as its middle), in
-    float64 and in the order of the bins, so they depend on no order of summation. Inf and NaN are not fitted.
+    stage). `ratios` are these logarithms. Departures: means come from the histogram (a bin counts as its middle), in
+    float64 and in the order of the bins, so they depend on no order of summation. Inf and NaN are not fitted. The
+    paper adapts the number of stages; here, where the bins above the threshold's hold less than half of `num_kept`
+    elements or more than twice as many, the threshold is the lower edge of the bin of the `num_kept`-th largest. Zeros
+    never pass.
     """
     num_finite = _INF_MAGNITUDE >> HISTOGRAM_SHIFT
     middle_bits = (torch.arange(num_finite, dtype=torch.int32) << HISTOGRAM_SHIFT) + (1 << HISTOGRAM_SHIFT - 1)
@@ -225,8 +232,12 @@ def sidco_threshold(histogram: Tensor, ratios: Sequence[float]) -> int:
             break
         eta = eta + excess / total * ratio
     # Beyond the largest float32 only Inf and NaN are left.
-    bits = torch.tensor([eta], dtype=torch.float64).to(torch.float32).view(torch.int32)
-    return int(bits.item())
+    bits = int(torch.tensor([eta], dtype=torch.float64).to(torch.float32).view(torch.int32))
+    num_above = int(histogram[(bits >> HISTOGRAM_SHIFT) + 1 :].sum())
+    if 2 * num_above < num_kept or num_above > 2 * num_kept:
+        num_reaching = histogram.flip(0).cumsum(0).tolist()
+        bits = NUM_BINS - 1 - bisect.bisect_left(num_reaching, num_kept) << HISTOGRAM_SHIFT
+    return max(bits, 1)
 
 
 def collect(grad_N: Tensor, thresholds: tuple[int, int], key: int, index_K: Tensor, value_K: Tensor) -> int:
@@ -287,16 +298,21 @@ def index_layout(numel: int, num_kept: int) -> tuple[str, int, int]:
 
 
 def pack_indices(index_K: Tensor, count: int, numel: int, out: Tensor) -> None:
-    """Write the first `count` of `index_K` into `out` as `index_layout(numel, K)` says; unused bits are zero."""
+    """Write the first `count` of `index_K` into `out` as `index_layout(numel, K)` says; unused bits are zero.
+
+    An index outside of [0, `numel`) gets no one in a bitmap or a block.
+    """
     num_kept = index_K.numel()
     kind, low_bits, num_bytes = index_layout(numel, num_kept)
+    count = min(max(count, 0), num_kept)
     index = index_K[:count].long()
+    is_inside = (index >= 0) & (index < numel)
     out.zero_()
     if kind == "raw":
         out[: 4 * count] = index_K[:count].contiguous().view(torch.uint8)
     elif kind == "bitmap":
         bit_M = torch.zeros(8 * num_bytes, dtype=torch.uint8, device=out.device)
-        bit_M[index] = 1
+        bit_M[index[is_inside]] = 1
         out.copy_(pack_levels(bit_M, 1))
     else:
         low_bytes = 4 * -(-num_kept * low_bits // 32)
@@ -305,7 +321,8 @@ def pack_indices(index_K: Tensor, count: int, numel: int, out: Tensor) -> None:
         bit_M[: count * low_bits] = (index[:, None] >> shift & 1).view(-1).to(torch.uint8)
         out[:low_bytes] = pack_levels(bit_M, 1)
         high_M = torch.zeros(8 * (num_bytes - low_bytes), dtype=torch.uint8, device=out.device)
-        high_M[(index >> low_bits) + torch.arange(count, device=out.device)] = 1
+        high = (index >> low_bits) + torch.arange(count, device=out.device)
+        high_M[high[is_inside]] = 1
         out[low_bytes:] = pack_levels(high_M, 1)
 
 
@@ -335,8 +352,10 @@ def unpack_indices(packed: Tensor, count: int, numel: int, index_K: Tensor) -> N
 
 
 def scatter_add(index_K: Tensor, value_K: Tensor, count: int, out_N: Tensor) -> None:
-    """Add the first `count` values to `out_N` at their indices, which are distinct."""
-    out_N.index_add_(0, index_K[:count], value_K[:count])
+    """Add the first `count` values to `out_N` at their indices, which are distinct; those outside are left out."""
+    count = min(max(count, 0), index_K.numel())
+    is_inside = (index_K[:count] >= 0) & (index_K[:count] < out_N.numel())
+    out_N.index_add_(0, index_K[:count][is_inside], value_K[:count][is_inside])
 
 
 def pack_levels(level_N: Tensor, bits: int) -> Tensor:
@@ -425,7 +444,7 @@ def _write(decoded_N: Tensor, out_N: Tensor, add: bool) -> None:
 
 def random_below(key: int, limit: int) -> int:
     """A number in [0, limit), 0 if that is empty: the hash of `key`, scaled."""
-    return int(lowbias32(torch.tensor([key], dtype=torch.int64))) * limit >> 32
+    return lowbias32(key) * limit >> 32
 
 
 def _flip_negative(bits: Tensor) -> Tensor:

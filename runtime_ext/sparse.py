@@ -16,6 +16,7 @@ from .checks import (
     address,
     as_float32,
     check_gradient,
+    check_integer,
     check_key,
     check_sized,
     check_tensor,
@@ -42,7 +43,7 @@ def topk_select(
     value_K     (K,) float32; overwritten with the elements there
     residual_N  (N,) float32, what is owed; read only
     next_N      (N,) float32, overwritten with the elements that were not selected, and zero where they were; may
-                be `residual_N`
+                be `residual_N`; other overlaps are not allowed
 
     NaN counts as largest, then Inf; ties go to the lowest index.
     """
@@ -113,8 +114,9 @@ def bisect_thresholds(grad_N: Tensor, num_kept: int, num_rounds: int) -> Tensor:
     MSTopk (Shi et al. 2021): `num_rounds`, 1 to 31, halvings of the range of the magnitudes.
     """
     check_tensor("grad_N", grad_N, *FLOATS)
-    if not 0 <= num_kept <= grad_N.numel():
-        raise ValueError(f"cannot keep {num_kept} of {grad_N.numel()} elements")
+    check_integer("num_kept", num_kept)
+    check_integer("num_rounds", num_rounds)
+    _check_num_kept(grad_N.numel(), num_kept)
     if not 1 <= num_rounds <= 31:
         raise ValueError(f"num_rounds {num_rounds} is not allowed; give 1 to 31")
     thresholds_2 = torch.empty(2, dtype=torch.int64, device=grad_N.device)
@@ -131,10 +133,14 @@ def bisect_thresholds(grad_N: Tensor, num_kept: int, num_rounds: int) -> Tensor:
 def sample_thresholds(grad_N: Tensor, num_kept: int, stride: int, key: int) -> Tensor:
     """(sure, maybe) for `collect`, (2,) int64, new: what is the threshold of every `stride`-th element, is maybe.
 
-    DGC (Lin et al. 2018, section 3.1): exact selection among a sample. `key` says where the sample starts.
+    DGC (Lin et al. 2018, section 3.1): exact selection among a sample. `key` says where the sample starts. Zeros never
+    reach `maybe`.
     """
     check_tensor("grad_N", grad_N, *FLOATS)
     check_key("key", key)
+    check_integer("num_kept", num_kept)
+    check_integer("stride", stride)
+    _check_num_kept(grad_N.numel(), num_kept)
     if stride < 1:
         raise ValueError(f"stride {stride} is not allowed; give 1 or more")
     numel = grad_N.numel()
@@ -147,21 +153,25 @@ def sample_thresholds(grad_N: Tensor, num_kept: int, stride: int, key: int) -> T
     topk_select(sample, index, value)
     thresholds_2 = torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
     if num_sampled:
-        thresholds_2[1] = reference.magnitudes(value).amin()
+        thresholds_2[1] = reference.magnitudes(value).amin().clamp(min=1)
     return thresholds_2
 
 
-def sidco_thresholds(grad_N: Tensor, ratios: Sequence[float]) -> Tensor:
+def sidco_thresholds(grad_N: Tensor, ratios: Sequence[float], num_kept: int) -> Tensor:
     """(sure, maybe) for `collect`, (2,) int64, new: nothing is sure, maybe is what an exponential fit says.
 
-    SIDCo (Abdelmoniem et al. 2021): `ratios` has ln(1 / share) of each stage; the shares' product is the density.
+    SIDCo (Abdelmoniem et al. 2021): `ratios` has ln(1 / share) of each stage; the shares' product is the density. Where
+    the fit misses `num_kept` by more than twice, the histogram says; zeros never reach `maybe`.
     """
+    check_tensor("grad_N", grad_N, *FLOATS)
+    check_integer("num_kept", num_kept)
+    _check_num_kept(grad_N.numel(), num_kept)
     counts = magnitude_histogram(grad_N)
     thresholds_2 = torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
     if runs_on_cuda(grad_N):
-        cuda_sparse.sidco_threshold(counts, tuple(ratios), thresholds_2)
+        cuda_sparse.sidco_threshold(counts, tuple(ratios), num_kept, thresholds_2)
     else:
-        thresholds_2[1] = native.sidco_threshold(address(counts), list(ratios))
+        thresholds_2[1] = native.sidco_threshold(address(counts), list(ratios), num_kept)
     return thresholds_2
 
 
@@ -198,6 +208,7 @@ def collect(
 def random_indices(numel: int, index_K: Tensor, *, key: int) -> None:
     """Overwrite `index_K`, (K,) int32, with one random index from each of K near-equal runs of [0, numel)."""
     check_tensor("index_K", index_K, torch.int32)
+    check_integer("numel", numel)
     check_key("key", key)
     _check_num_kept(numel, index_K.numel())
     if runs_on_cuda(index_K):
@@ -217,8 +228,10 @@ def pack_indices(index_K: Tensor, count_1: Tensor, numel: int, out: Tensor) -> N
     """Write the first `count_1` of `index_K`, ascending below `numel`, into the smallest of three layouts.
 
     index_K  (K,) int32; read only
-    count_1  (1,) int32, at most K; read only
+    count_1  (1,) int32, clamped to [0, K]; read only
     out      uint8, `index_bytes(numel, K)` of them; overwritten
+
+    With an index outside of [0, `numel`), which a block or a bitmap leaves out, `unpack_indices` refuses the message.
     """
     _check_indices(index_K, count_1, numel, "out", out)
     if runs_on_cuda(index_K):
@@ -247,14 +260,18 @@ def unpack_indices(packed: Tensor, count_1: Tensor, numel: int, index_K: Tensor)
 
 
 def scatter_add(index_K: Tensor, value_K: Tensor, count_1: Tensor, out_N: Tensor) -> None:
-    """Add the first `count_1` of `value_K` to `out_N`, float32, at their indices, distinct and below N."""
+    """Add the first `count_1` of `value_K` to `out_N`, float32, at their indices, which are distinct.
+
+    The count is clamped to [0, K]; what has an index outside of [0, N) is left out.
+    """
     check_tensor("out_N", out_N, torch.float32)
     _check_kept(out_N, index_K, value_K)
     check_sized("count_1", count_1, torch.int32, 1, out_N.device)
     if runs_on_cuda(out_N):
         cuda_sparse.scatter_add(index_K, value_K, count_1, out_N)
     elif is_contiguous(index_K, value_K, out_N):
-        native.scatter_add(address(index_K), address(value_K), address(count_1), address(out_N))
+        kept = (address(index_K), address(value_K), address(count_1), index_K.numel())
+        native.scatter_add(*kept, address(out_N), out_N.numel())
     else:
         reference.scatter_add(index_K, value_K, int(count_1), out_N)
 
@@ -268,12 +285,13 @@ def _check_kept(grad_N: Tensor, index_K: Tensor, value_K: Tensor) -> None:
 
 
 def _check_num_kept(numel: int, num_kept: int) -> None:
-    if num_kept > numel or numel >= 1 << 31:
+    if not 0 <= num_kept <= numel < 1 << 31:
         raise ValueError(f"cannot keep {num_kept} of {numel} elements; need K <= N < 2**31")
 
 
 def _check_indices(index_K: Tensor, count_1: Tensor, numel: int, name: str, packed: Tensor) -> None:
     check_tensor("index_K", index_K, torch.int32)
+    check_integer("numel", numel)
     _check_num_kept(numel, index_K.numel())
     check_sized("count_1", count_1, torch.int32, 1, index_K.device)
     check_sized(name, packed, torch.uint8, index_bytes(numel, index_K.numel()), index_K.device)

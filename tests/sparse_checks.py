@@ -147,6 +147,35 @@ def without_waiting(call: Callable[[], T], device: torch.device) -> T:
         torch.cuda.set_sync_debug_mode(before)
 
 
+def hostile_indices(num_kept: int, numel: int, seed: int) -> Tensor:
+    """Ascending, some of them outside of [0, numel): just so, or by as much as an int32 can be."""
+    generator = torch.Generator().manual_seed(seed)
+    near_K = torch.randperm(numel + 6, generator=generator)[:num_kept] - 3
+    far_K = torch.randint(-(1 << 31), MAX_NUMEL, (num_kept,), generator=generator)
+    is_far_K = torch.rand(num_kept, generator=generator) < 0.1
+    return torch.where(is_far_K, far_K, near_K).sort().values.to(torch.int32)
+
+
+def check_hostile_indices(index_K: Tensor, count: int, numel: int) -> None:
+    """Packs and adds them as the reference does, and changes nothing beside."""
+    num_kept = index_K.numel()
+    what = f"{count} of {num_kept} of {numel}, {reference.index_layout(numel, num_kept)}: {index_K[:9].tolist()}"
+    expected = torch.zeros(sparse.index_bytes(numel, num_kept), dtype=torch.uint8)
+    reference.pack_indices(index_K, count, numel, expected)
+    message = torch.full((expected.numel() + 8,), 0x5A, dtype=torch.uint8)
+    sparse.pack_indices(index_K, count_of(count), numel, message[4:-4])
+    assert_same(message[4:-4], expected, f"message with {what}")
+    assert (message[:4] == 0x5A).all(), what
+    assert (message[-4:] == 0x5A).all(), what
+    value_K, out = torch.randn(num_kept), torch.zeros(numel + 8)
+    sparse.scatter_add(index_K, value_K, count_of(count), out[4:-4])
+    expected_N = torch.zeros(numel)
+    reference.scatter_add(index_K, value_K, count, expected_N)
+    assert_same(out[4:-4], expected_N, f"sum of {what}")
+    assert not out[:4].any(), what
+    assert not out[-4:].any(), what
+
+
 def some_indices(num_kept: int, numel: int, device: torch.device = CPU) -> Tensor:
     index_K = torch.empty(num_kept, dtype=torch.int32, device=device)
     reference.random_indices(numel, KEY, index_K)

@@ -14,9 +14,11 @@ from sparse_checks import (
     MAX_NUMEL,
     SEVERAL_BLOCKS,
     assert_same,
+    check_hostile_indices,
     check_packing,
     count_of,
     emulated,
+    hostile_indices,
     outputs,
     some_indices,
     without_waiting,
@@ -103,6 +105,13 @@ def test_no_message_makes_a_kernel_leave_its_buffers(
     inside = index_K[:sent][(index_K[:sent] >= 0) & (index_K[:sent] < numel)].long()
     assert out_N[inside].all(), "an index inside of the gradient was left out"
     assert int((out_N != 0).sum()) == inside.unique().numel(), "an element was changed that no index names"
+
+
+@pytest.mark.usefixtures("emulated_cuda")
+@pytest.mark.parametrize(("numel", "num_kept"), [(1, 1), (1000, 2), (1000, 30), (4099, 300), (1000, 900)])
+def test_no_index_and_no_count_make_a_kernel_leave_its_buffers(numel: int, num_kept: int) -> None:
+    for seed, count in enumerate((-5, 0, num_kept // 2, num_kept, num_kept + 1, MAX_NUMEL)):
+        check_hostile_indices(hostile_indices(num_kept, numel, seed), count, numel)
 
 
 @pytest.mark.usefixtures("emulated_cuda")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cuda.bindings import nvrtc
 from cuda_emulator import EmulationError, Emulator
 
 from cgx_ray.runtime_ext import cuda_launch
@@ -67,10 +70,36 @@ def test_every_kernel_compiles_for_a100_and_h100(source: str, define: str | None
     assert f"{source}_".encode() in machine_code
 
 
-def test_compiled_arithmetic_keeps_denormal_numbers_and_fuses_nothing() -> None:
-    assert "--fmad=false" in cuda_launch.OPTIONS
-    changes = ("ftz", "fast", "prec-")
-    assert [option for option in cuda_launch.OPTIONS if any(change in option for change in changes)] == []
+def _ptx(source: str, define: str | None, options: Sequence[str]) -> str:
+    text = (cuda_launch.SOURCES / "cuda" / f"{source}.cu").read_bytes()
+    includes = [f"--include-path={cuda_launch.SOURCES / 'include'}"]
+    defines = [] if define is None else [f"--define-macro={define}"]
+    arguments = [option.encode() for option in [*options, *includes, *defines, "--gpu-architecture=compute_90"]]
+    _, program = nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], [])
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), arguments)
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    ptx = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(program)
+    return ptx.decode()
+
+
+# Fused, flushed to zero, or divided and rooted without correct rounding.
+_INEXACT = re.compile(r"\bfma\.\S+|\b\w+\S*\.(?:ftz|approx|full)\b\S*")
+
+
+@pytest.mark.parametrize(("source", "define"), BUILDS)
+def test_compiled_arithmetic_keeps_denormal_numbers_and_fuses_nothing(source: str, define: str | None) -> None:
+    assert _INEXACT.findall(_ptx(source, define, cuda_launch.OPTIONS)) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "instruction"),
+    [("--fmad=true", "fma.rn.f32"), ("--ftz=true", "add.rn.ftz.f32"), ("--prec-div=false", "div.full.f32")],
+)
+def test_other_options_would_show_in_the_compiled_arithmetic(option: str, instruction: str) -> None:
+    options = [given for given in cuda_launch.OPTIONS if given.partition("=")[0] != option.partition("=")[0]]
+    assert instruction in _INEXACT.findall(_ptx("qsgd", "CGX_BITS=4", [*options, option]))
 
 
 def test_a_source_that_does_not_compile_says_where() -> None:

@@ -156,8 +156,11 @@ def test_fitted_thresholds_are_those_of_the_reference(kind: str) -> None:
     for ratios in ((), (4.6,), (1.4, 1.4, 1.8), (200.0, 100.0)):
         for numel in (0, 1, 4099):
             grad_N = gradient(kind, numel)
-            expected = reference.sidco_threshold(reference.magnitude_histogram(grad_N), ratios)
-            assert sparse.sidco_thresholds(grad_N, ratios).tolist() == [sparse.NEVER, expected], (ratios, numel)
+            counts = reference.magnitude_histogram(grad_N)
+            for num_kept in {0, min(1, numel), numel // 100, numel}:
+                expected = [sparse.NEVER, reference.sidco_threshold(counts, ratios, num_kept)]
+                thresholds_2 = sparse.sidco_thresholds(grad_N, ratios, num_kept)
+                assert thresholds_2.tolist() == expected, f"{num_kept} of {numel}, ratios {ratios}"
 
 
 @pytest.mark.usefixtures("emulated_cuda")
@@ -219,14 +222,14 @@ def test_the_device_finds_the_thresholds_of_the_reference(numel: int, dtype: tor
         histogram, fitted_2, bisected_2 = without_waiting(
             lambda grad_N=grad_N, num_kept=num_kept, ratios=ratios: (
                 sparse.magnitude_histogram(grad_N),
-                sparse.sidco_thresholds(grad_N, ratios),
+                sparse.sidco_thresholds(grad_N, ratios, num_kept),
                 sparse.bisect_thresholds(grad_N, num_kept, 25),
             ),
             device,
         )
         counts = reference.magnitude_histogram(float_N)
         assert_same(histogram, counts, f"histogram of {kind}")
-        fitted = reference.sidco_threshold(counts, ratios)
+        fitted = reference.sidco_threshold(counts, ratios, num_kept)
         assert fitted_2.tolist() == [sparse.NEVER, fitted], kind
         bisected = reference.bisect_thresholds(float_N, num_kept, 25)
         assert tuple(bisected_2.tolist()) == bisected, kind

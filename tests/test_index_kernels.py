@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_checks import assert_same, outputs
+from sparse_checks import assert_same, check_hostile_indices, hostile_indices, outputs
 from torch import Tensor
 
 from cgx_ray.runtime_ext import ops, reference, sparse
@@ -186,6 +186,7 @@ def _check_unpacks_or_refuses_as_the_reference(packed: Tensor, count: int, numel
     assert all(low < high for low, high in pairwise(index))
 
 
+COUNTS = st.integers(-(1 << 31), MAX_NUMEL) | st.integers(-2, 62)
 SHAPES = st.tuples(st.integers(1, 3000) | st.integers(1, MAX_NUMEL), st.integers(1, 60) | st.integers(1, 3000)).filter(
     lambda shape: shape[1] <= shape[0]
 )
@@ -205,7 +206,7 @@ def test_messages_with_flipped_bits_are_refused_or_hold_ascending_indices(
 
 
 @settings(max_examples=200, deadline=None)
-@given(shape=SHAPES, count=st.integers(-(1 << 31), MAX_NUMEL) | st.integers(-2, 62), data=st.data())
+@given(shape=SHAPES, count=COUNTS, data=st.data())
 def test_any_bytes_and_any_count_are_refused_or_hold_ascending_indices(
     shape: tuple[int, int], count: int, data: st.DataObject
 ) -> None:
@@ -214,6 +215,23 @@ def test_any_bytes_and_any_count_are_refused_or_hold_ascending_indices(
     some = data.draw(st.binary(min_size=0, max_size=min(size, 200)))
     packed = torch.tensor(list((some * size + bytes(size))[:size]), dtype=torch.uint8)
     _check_unpacks_or_refuses_as_the_reference(packed, count, numel, num_kept)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shape=SHAPES.filter(lambda shape: shape[0] <= 3000), count=COUNTS, seed=st.integers(0, 1 << 30))
+def test_no_index_and_no_count_make_a_kernel_leave_its_buffers(shape: tuple[int, int], count: int, seed: int) -> None:
+    numel, num_kept = shape
+    check_hostile_indices(hostile_indices(num_kept, numel, seed), count, numel)
+
+
+@pytest.mark.parametrize("num_kept", [1, 30, 900])  # raw, offsets, bitmap
+@pytest.mark.parametrize("index", [-1, 1000, MAX_NUMEL])
+def test_a_message_with_an_index_that_cannot_be_is_refused(index: int, num_kept: int) -> None:
+    index_K, count_1 = _ascending(1000, num_kept, num_kept)
+    index_K[0 if index < 0 else -1] = index
+    packed = _pack(index_K, count_1, 1000)
+    with pytest.raises(ValueError, match=f"does not hold {num_kept} indices that ascend below 1000"):
+        sparse.unpack_indices(packed, count_1, 1000, index_K)
 
 
 @pytest.mark.parametrize("count", [-1, 11])

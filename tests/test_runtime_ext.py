@@ -58,6 +58,12 @@ def test_message_keys_of_neighbouring_messages_all_differ() -> None:
     assert max(abs(share - 0.5) for share in ones) < 5 * 0.5 / math.sqrt(len(keys)), ones
 
 
+def test_a_hash_is_the_same_of_an_int_and_of_a_tensor() -> None:
+    keys = [0, 1, KEY, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]
+    assert [reference.lowbias32(key) for key in keys] == reference.lowbias32(torch.tensor(keys)).tolist()
+    assert [reference.random_below(key, 1 << 32) for key in keys] == [reference.lowbias32(key) for key in keys]
+
+
 def _bytes(data: bytes) -> Tensor:
     return torch.tensor(list(data), dtype=torch.uint8)
 
@@ -129,6 +135,50 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         ops.qsgd_decode(out, grad_N.half(), bits=4, bucket_size=128)
     with pytest.raises(TypeError, match=r"data is torch\.float32"):
         ops.crc32c(grad_N)
+
+
+_WITHOUT_MORE_THREADS = """
+import os, resource, threading, torch
+from cgx_ray.runtime_ext import ops
+
+options = {"bits": 4, "bucket_size": 128, "key": 7}
+grad_N = torch.randn(1 << 20)
+torch.set_num_threads(1)
+
+
+def encoded(num_threads):
+    payload = torch.zeros(ops.qsgd_bytes(grad_N.numel(), 4, 128, "max_min"), dtype=torch.uint8)
+    torch.set_num_threads(num_threads)
+    ops.qsgd_encode(grad_N, payload, **options)
+    torch.set_num_threads(1)  # torch itself gives up if it cannot start threads
+    return payload
+
+
+alone = encoded(1)
+num_before = len(os.listdir("/proc/self/task"))
+soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+# Less than the stack of a thread, more than anything else needs.
+resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), hard))
+try:
+    threading.Thread(target=int).start()
+    raise AssertionError("a thread starts all the same")
+except RuntimeError as error:
+    assert "start new thread" in str(error), error
+assert torch.equal(encoded(4), alone)
+assert len(os.listdir("/proc/self/task")) == num_before
+resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+assert torch.equal(encoded(4), alone)
+num_after = len(os.listdir("/proc/self/task"))
+assert num_after == num_before + 3, (num_before, num_after)
+"""
+
+
+def test_a_kernel_works_without_threads_that_the_system_refuses_to_start() -> None:
+    # Stacks of 1 GiB, so that a limit of memory stops threads and nothing else.
+    command = ["sh", "-c", 'ulimit -S -s 1048576 && exec "$@"', "sh", sys.executable, "-c", _WITHOUT_MORE_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_missing_native_module_is_one_error_that_says_how_to_build_it() -> None:

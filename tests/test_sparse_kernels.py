@@ -297,15 +297,36 @@ def test_sample_threshold_of_every_element_is_the_kth_largest_and_of_a_tenth_is_
         assert max(abs(count - num_kept) for count in counts) < limit, f"{counts} for {num_kept}, limit {limit}"
 
 
+def test_zeros_never_reach_the_threshold_of_a_sample() -> None:
+    for stride in (1, 7):
+        assert sparse.sample_thresholds(torch.zeros(1000), 10, stride, KEY).tolist() == [sparse.NEVER, 1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sidco_threshold_equals_the_reference(kind: str) -> None:
     for numel in (0, 1, 5003):
         grad_N = _gradient(kind, numel)
-        for shares in ((0.1,), (0.25, 0.04), (0.25, 0.25, 0.16), (1.0,), (1e-30, 1e-30, 0.5)):
+        counts = reference.magnitude_histogram(grad_N)
+        for shares in ((), (0.1,), (0.25, 0.04), (0.25, 0.25, 0.16), (1.0,), (1e-30, 1e-30, 0.5)):
             ratios = [math.log(1 / share) for share in shares]
-            sure, maybe = sparse.sidco_thresholds(grad_N, ratios).tolist()
-            assert sure == sparse.NEVER
-            assert maybe == reference.sidco_threshold(reference.magnitude_histogram(grad_N), ratios)
+            for num_kept in {0, min(1, numel), numel // 100, numel}:
+                thresholds = sparse.sidco_thresholds(grad_N, ratios, num_kept).tolist()
+                expected = [sparse.NEVER, reference.sidco_threshold(counts, ratios, num_kept)]
+                assert thresholds == expected, f"{num_kept} of {numel} in shares of {shares}"
+
+
+@pytest.mark.parametrize("kind", ["all equal", "mostly zero", "ties", "inf", "zeros of both signs"])
+def test_half_of_k_at_least_reach_a_sidco_threshold_and_zeros_never_do(kind: str) -> None:
+    grad_N = _gradient(kind, 9001)
+    magnitude_N = reference.magnitudes(grad_N)
+    for num_kept in (1, 9, 90, 900):
+        for ratio in (0.01, -math.log(num_kept / 9001), 50.0):
+            maybe = int(sparse.sidco_thresholds(grad_N, [ratio], num_kept)[1])
+            num_reaching, what = int((magnitude_N >= maybe).sum()), f"{num_kept} of 9001, ratio {ratio}"
+            assert 2 * num_reaching >= min(num_kept, int((magnitude_N > 0).sum())), f"{what}: {num_reaching}"
+            # Beside the threshold's own bin, which spans a sixteenth of a power of two.
+            assert int((magnitude_N >> 19 > maybe >> 19).sum()) <= 2 * num_kept, what
+            assert maybe > 0
 
 
 @pytest.mark.parametrize("shares", [(0.1,), (0.25, 0.04), (0.25, 0.25, 0.016)])
@@ -316,9 +337,9 @@ def test_sidco_keeps_within_a_tenth_of_the_wanted_share_of_exponential_gradients
     numel = 1 << 20
     laplace_N = torch.distributions.Laplace(0.0, scale).sample((numel,))
     for grad_N in (laplace_N, torch.empty(numel).exponential_(1 / scale)):
-        maybe = int(sparse.sidco_thresholds(grad_N, [math.log(1 / share) for share in shares])[1])
-        kept = int((reference.magnitudes(grad_N) >= maybe).sum()) / numel
         wanted = math.prod(shares)
+        maybe = int(sparse.sidco_thresholds(grad_N, [math.log(1 / share) for share in shares], int(wanted * numel))[1])
+        kept = int((reference.magnitudes(grad_N) >= maybe).sum()) / numel
         assert abs(kept / wanted - 1) < 0.1, f"kept {kept}, wanted {wanted}"
 
 

@@ -89,7 +89,7 @@ class Sidco(Sparse):
 
     def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
         assert self.spec.density is not None
-        thresholds_2 = sparse.sidco_thresholds(fed_N, stage_ratios(self.spec.density))
+        thresholds_2 = sparse.sidco_thresholds(fed_N, stage_ratios(self.spec.density), selection.num_kept)
         sparse.collect(fed_N, thresholds_2, selection.index_K, selection.value_K, selection.count_1, key=key)
         selection.value_K[:1] += poison(fed_N)
 
@@ -99,7 +99,8 @@ class Dgc(Sparse):
 
     u = momentum u + g and v = v + u; v is sent where it is large, and both are cleared there. So the optimizer's own
     momentum must be off. `clip` limits the group's gradient to clip / sqrt(world size) before. Departures: a group is
-    clipped where the paper clips the whole model; without Nesterov's variant. Warm-up: `CodecSpec.at_step`.
+    clipped where the paper clips the whole model; without Nesterov's variant; where more than K elements pass, a run of
+    them from a random place is sent, where the paper selects again. Warm-up: `CodecSpec.at_step`.
     """
 
     def memory_of(self, numel: int, layer: Layer | None = None) -> dict[str, Tensor]:

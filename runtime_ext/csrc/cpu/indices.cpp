@@ -18,15 +18,21 @@ uint32_t load_word(const uint8_t* words, int64_t i) {
     return word;
 }
 
+int64_t clamp_count(int32_t count, int64_t num_kept) { return std::clamp<int64_t>(count, 0, num_kept); }
+
+bool is_below(int32_t index, int64_t numel) { return static_cast<uint32_t>(index) < numel; }
+
 void store_word(uint8_t* words, int64_t i, uint32_t word) { memcpy(words + 4 * i, &word, 4); }
 
 // Writes a one for each index: bit b stands for the block b of 2^shift elements. With unary counts each block
-// has as many ones as indices, then a zero, so the i-th one comes i bits later.
-void pack_ones(uint8_t* words, int64_t num_words, const int32_t* index, int64_t count, int shift,
-               bool unary) {
+// has as many ones as indices, then a zero, so the i-th one comes i bits later. An index that is not below
+// numel has no one.
+void pack_ones(uint8_t* words, int64_t num_words, const int32_t* index, int64_t count, int64_t numel,
+               int shift, bool unary) {
     int64_t at = 0;
     uint32_t word = 0;
     for (int64_t i = 0; i < count; ++i) {
+        if (!is_below(index[i], numel)) continue;
         const int64_t bit = (index[i] >> shift) + (unary ? i : 0);
         while (at < bit >> 5) {
             store_word(words, at++, word);
@@ -70,17 +76,19 @@ bool unpack_ones(const uint8_t* words, int64_t num_words, bool unary, int64_t co
 
 }  // namespace
 
-void pack_indices(const int32_t* index, const int32_t* count, int64_t num_kept, int64_t numel, uint8_t* out) {
+void pack_indices(const int32_t* index, const int32_t* count_1, int64_t num_kept, int64_t numel,
+                  uint8_t* out) {
     const IndexLayout layout = index_layout(numel, num_kept);
+    const int64_t count = clamp_count(*count_1, num_kept);
     if (layout.kind == IndexKind::kRaw) {
-        memcpy(out, index, 4 * *count);
-        memset(out + 4 * *count, 0, 4 * (num_kept - *count));
+        memcpy(out, index, 4 * count);
+        memset(out + 4 * count, 0, 4 * (num_kept - count));
         return;
     }
     const bool is_offsets = layout.kind == IndexKind::kOffsets;
-    pack_offsets(out, layout.low_words, index, *count, layout.low_bits);
-    pack_ones(out + 4 * layout.low_words, layout.num_words - layout.low_words, index, *count, layout.low_bits,
-              is_offsets);
+    pack_offsets(out, layout.low_words, index, count, layout.low_bits);
+    pack_ones(out + 4 * layout.low_words, layout.num_words - layout.low_words, index, count, numel,
+              layout.low_bits, is_offsets);
 }
 
 bool unpack_indices(const uint8_t* packed, const int32_t* count_1, int64_t num_kept, int64_t numel,
@@ -127,10 +135,13 @@ void random_indices(int64_t numel, uint32_t key, int32_t* index, int64_t num_kep
     }
 }
 
-void scatter_add(const int32_t* index, const float* value, const int32_t* count, float* out) {
-    for (int64_t i = 0; i < *count; ++i) {
-        if (i + kAhead < *count) __builtin_prefetch(out + index[i + kAhead], 1);
-        out[index[i]] += value[i];
+void scatter_add(const int32_t* index, const float* value, const int32_t* count_1, int64_t num_kept,
+                 float* out, int64_t numel) {
+    const int64_t count = clamp_count(*count_1, num_kept);
+    for (int64_t i = 0; i < count; ++i) {
+        // Harmless at any address.
+        if (i + kAhead < count) __builtin_prefetch(out + index[i + kAhead], 1);
+        if (is_below(index[i], numel)) out[index[i]] += value[i];
     }
 }
 

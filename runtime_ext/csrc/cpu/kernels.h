@@ -56,7 +56,7 @@ void bisect_thresholds(const float* grad, int64_t numel, int64_t num_kept, int n
                        int64_t* thresholds, int num_threads);
 
 // counts (4096,)
-int64_t sidco_threshold(const int64_t* counts, const std::vector<double>& ratios);
+int64_t sidco_threshold(const int64_t* counts, const std::vector<double>& ratios, int64_t num_kept);
 
 // thresholds (2,), index and value (num_kept,), count (1,)
 void collect(const float* grad, int64_t numel, const int64_t* thresholds, uint32_t key, int32_t* index,
@@ -65,7 +65,8 @@ void collect(const float* grad, int64_t numel, const int64_t* thresholds, uint32
 // index (num_kept,)
 void random_indices(int64_t numel, uint32_t key, int32_t* index, int64_t num_kept);
 
-// index (num_kept,), count (1,), out (index bytes,)
+// index (num_kept,), count (1,), out (index bytes,). Any count and any index may come: the count is clamped
+// to [0, num_kept], and of an index outside of [0, numel) the high bits are left out.
 void pack_indices(const int32_t* index, const int32_t* count, int64_t num_kept, int64_t numel, uint8_t* out);
 
 // packed (index bytes,), count (1,), index (num_kept,). False if there are not `count` indices that ascend
@@ -73,7 +74,9 @@ void pack_indices(const int32_t* index, const int32_t* count, int64_t num_kept, 
 bool unpack_indices(const uint8_t* packed, const int32_t* count, int64_t num_kept, int64_t numel,
                     int32_t* index);
 
-// index and value (num_kept,), of which the first `count`, count (1,)
-void scatter_add(const int32_t* index, const float* value, const int32_t* count, float* out);
+// index and value (num_kept,), of which the first `count`, count (1,), out (numel,). Any count and any index
+// may come: the count is clamped, an index outside of [0, numel) left out.
+void scatter_add(const int32_t* index, const float* value, const int32_t* count, int64_t num_kept, float* out,
+                 int64_t numel);
 
 }  // namespace cgx

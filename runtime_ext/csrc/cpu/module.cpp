@@ -95,8 +95,8 @@ NB_MODULE(_native, m) {
             cgx::bisect_thresholds(grad, numel, num_kept, num_rounds, thresholds, num_threads);
         },
         release());
-    m.def("sidco_threshold", [](Address counts, const std::vector<double>& ratios) {
-        return cgx::sidco_threshold(counts, ratios);
+    m.def("sidco_threshold", [](Address counts, const std::vector<double>& ratios, int64_t num_kept) {
+        return cgx::sidco_threshold(counts, ratios, num_kept);
     });
     m.def(
         "collect",
@@ -125,8 +125,8 @@ NB_MODULE(_native, m) {
         release());
     m.def(
         "scatter_add",
-        [](Address index, Address value, Address count, Address out) {
-            cgx::scatter_add(index, value, count, out);
+        [](Address index, Address value, Address count, int64_t num_kept, Address out, int64_t numel) {
+            cgx::scatter_add(index, value, count, num_kept, out, numel);
         },
         release());
 }

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace cgx {
@@ -24,7 +25,7 @@ class Pool {
   public:
     void run(Job& job) {
         std::unique_lock lock(mutex_);
-        for (; num_workers_ < job.num_parts - 1; ++num_workers_) std::thread([this] { work(); }).detach();
+        start_workers(job.num_parts - 1);
         jobs_.push_back(&job);
         for (int part = 1; part < job.num_parts; ++part) ready_.notify_one();
         // What no worker has taken up by now is done here, so a call never waits for those of others.
@@ -33,6 +34,14 @@ class Pool {
     }
 
   private:
+    void start_workers(int num_wanted) {
+        try {
+            for (; num_workers_ < num_wanted; ++num_workers_) std::thread([this] { work(); }).detach();
+        } catch (const std::system_error&) {
+            // The system gives no more threads: those there are, at least the caller, do all parts.
+        }
+    }
+
     void work() {
         std::unique_lock lock(mutex_);
         for (;;) {

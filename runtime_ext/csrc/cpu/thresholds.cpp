@@ -25,8 +25,9 @@ void bisect_thresholds(const float* grad, int64_t numel, int64_t num_kept, int n
     thresholds[1] = maybe;
 }
 
-int64_t sidco_threshold(const int64_t* counts, const std::vector<double>& ratios) {
-    return fit_threshold(counts, ratios.data(), static_cast<int64_t>(ratios.size()));
+int64_t sidco_threshold(const int64_t* counts, const std::vector<double>& ratios, int64_t num_kept) {
+    const Bin bin = descend({0, 0, 0}, counts, level_shift(0) - kHistogramShift, num_kept);
+    return fit_threshold(counts, ratios.data(), static_cast<int64_t>(ratios.size()), num_kept, bin.prefix);
 }
 
 void collect(const float* grad, int64_t numel, const int64_t* thresholds, uint32_t key, int32_t* index,

@@ -74,9 +74,10 @@ CGX_KERNEL indices_copy(const int32_t* from, const int32_t* count, uint32_t num_
 
 // index (num_kept,), count (1,), low (low_words,) or null, ones (num_words,) zero at first. Bit index >>
 // low_bits is set in a bitmap, where `is_unary` is 0; a code of blocks has the number of the index added to
-// it.
-CGX_KERNEL indices_pack(const int32_t* index, const int32_t* count, uint32_t num_kept, int32_t low_bits,
-                        int32_t is_unary, uint32_t* low, uint32_t low_words, uint32_t* ones) {
+// it. An index that is not below numel sets none.
+CGX_KERNEL indices_pack(const int32_t* index, const int32_t* count, uint32_t num_kept, uint32_t numel,
+                        int32_t low_bits, int32_t is_unary, uint32_t* low, uint32_t low_words,
+                        uint32_t* ones) {
     const uint32_t num_indices = clamp_count(*count, num_kept);
     for (uint32_t word = thread_in_grid(); word < low_words; word += grid_size()) {
         low[word] = pack_low_word(index, num_indices, word, low_bits);
@@ -84,8 +85,9 @@ CGX_KERNEL indices_pack(const int32_t* index, const int32_t* count, uint32_t num
     // Whole warps, also at the end: their lanes work together.
     for (uint32_t i = thread_in_grid(); i - static_cast<uint32_t>(lane_index()) < num_indices;
          i += grid_size()) {
-        const bool is_set = i < num_indices;
-        const uint32_t high = is_set ? static_cast<uint32_t>(index[i]) >> low_bits : 0;
+        const uint32_t at = i < num_indices ? static_cast<uint32_t>(index[i]) : numel;
+        const bool is_set = at < numel;
+        const uint32_t high = at >> low_bits;
         set_bits(ones, is_unary != 0 ? high + i : high, is_set);
     }
 }

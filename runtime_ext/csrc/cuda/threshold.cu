@@ -46,15 +46,14 @@ CGX_KERNEL threshold_bracket(const uint64_t* search, int32_t level, int32_t num_
 }
 
 // counts (kNumBins,), ratios (num_stages,), thresholds (2,), of which the second is written. One block.
-CGX_KERNEL threshold_fit(const int64_t* counts, const double* ratios, int32_t num_stages,
+CGX_KERNEL threshold_fit(const int64_t* counts, const double* ratios, int32_t num_stages, int64_t num_kept,
                          int64_t* thresholds) {
     // One thread adds, since the order counts: it had better find the counts near, and only those that are
     // not zero.
-    __shared__ int64_t near_counts[kNumFiniteBins];
-    __shared__ uint16_t bins[kNumFiniteBins];
+    __shared__ int64_t near_counts[kNumBins];
+    __shared__ uint16_t bins[kNumBins];
     constexpr int kBins = kNumBins / kBlockSize;
-    const int begin = static_cast<int>(threadIdx.x) * kBins;
-    const int end = begin + kBins < kNumFiniteBins ? begin + kBins : kNumFiniteBins;
+    const int begin = static_cast<int>(threadIdx.x) * kBins, end = begin + kBins;
     uint64_t num_used = 0, total;
     for (int bin = begin; bin < end; ++bin) {
         near_counts[bin] = counts[bin];
@@ -65,8 +64,10 @@ CGX_KERNEL threshold_fit(const int64_t* counts, const double* ratios, int32_t nu
         if (near_counts[bin] != 0) bins[next++] = static_cast<uint16_t>(bin);
     }
     __syncthreads();
-    if (threadIdx.x == 0)
-        thresholds[1] = fit_threshold(near_counts, ratios, num_stages, bins, static_cast<int>(total));
+    const Bin kept = descend_in_block({0, 0, 0}, near_counts, level_shift(0) - kHistogramShift, num_kept);
+    if (threadIdx.x != 0) return;
+    thresholds[1] =
+        fit_threshold(near_counts, ratios, num_stages, num_kept, kept.prefix, bins, static_cast<int>(total));
 }
 
 // grad (numel,) of each type, residual (numel,) or null; search (6,), bins (kNumBins,) and counts (kNumBins,)

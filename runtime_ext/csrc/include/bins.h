@@ -47,13 +47,14 @@ CGX_DEVICE void add_bins(const uint32_t* bins, Count* sums) {
 }
 
 // The bin of `rank` among the 2^num_bits, 256 or more, below `from`. Valid in thread 0. One block.
-CGX_DEVICE Bin descend_in_block(Bin from, const uint32_t* bins, int num_bits, int64_t rank) {
+template <typename Count>
+CGX_DEVICE Bin descend_in_block(Bin from, const Count* bins, int num_bits, int64_t rank) {
     __shared__ uint32_t sums[kNumBins / 16];           // of 16 bins
     __shared__ uint32_t sums_of_sums[kNumBins / 256];  // of 256 bins
     const int thread = static_cast<int>(threadIdx.x), num_bins = 1 << num_bits;
     if (thread < num_bins / 16) {
         uint32_t sum = 0;
-        for (int j = 0; j < 16; ++j) sum += bins[16 * thread + j];
+        for (int j = 0; j < 16; ++j) sum += static_cast<uint32_t>(bins[16 * thread + j]);
         sums[thread] = sum;
     }
     __syncthreads();

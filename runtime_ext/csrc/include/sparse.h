@@ -80,18 +80,21 @@ CGX_INLINE int64_t count_in_run(Run run, int64_t end) {
     return (end < wrapped ? end : wrapped) + (reached < first ? reached : first);
 }
 
-constexpr int kNumFiniteBins = kInfMagnitude >> kHistogramShift;
+constexpr uint32_t kNumFiniteBins = kInfMagnitude >> kHistogramShift;
 
-// counts (kNumBins,), ratios (num_stages,), bins (num_bins,) ascending, of which empty ones may be missing,
-// or null for all. The order of the additions is part of the specification.
+// counts (kNumBins,), ratios (num_stages,), kept_bin the bin of the num_kept-th largest, bins (num_bins,)
+// ascending, of which empty ones may be missing, or null for all. The order of the additions is part of the
+// specification.
 CGX_INLINE int64_t fit_threshold(const int64_t* counts, const double* ratios, int64_t num_stages,
-                                 const uint16_t* bins = nullptr, int num_bins = kNumFiniteBins) {
+                                 int64_t num_kept, uint32_t kept_bin, const uint16_t* bins = nullptr,
+                                 int num_bins = kNumBins) {
     double eta = 0.0;
     for (int64_t stage = 0; stage < num_stages; ++stage) {
         int64_t total = 0;
         double excess = 0.0;
         for (int i = 0; i < num_bins; ++i) {
             const uint32_t bin = bins == nullptr ? static_cast<uint32_t>(i) : bins[i];
+            if (bin >= kNumFiniteBins) break;
             const double middle = bits_float((bin << kHistogramShift) + (1u << (kHistogramShift - 1)));
             if (!(middle > eta)) continue;
             total += counts[bin];
@@ -100,7 +103,15 @@ CGX_INLINE int64_t fit_threshold(const int64_t* counts, const double* ratios, in
         if (total == 0) break;
         eta = eta + excess / static_cast<double>(total) * ratios[stage];
     }
-    return float_bits(static_cast<float>(eta));
+    uint32_t threshold = float_bits(static_cast<float>(eta));
+    int64_t num_above = 0;
+    for (int i = num_bins - 1; i >= 0; --i) {
+        const uint32_t bin = bins == nullptr ? static_cast<uint32_t>(i) : bins[i];
+        if (bin <= threshold >> kHistogramShift) break;
+        num_above += counts[bin];
+    }
+    if (2 * num_above < num_kept || num_above > 2 * num_kept) threshold = kept_bin << kHistogramShift;
+    return threshold > 0 ? threshold : 1;  // zeros never pass
 }
 
 enum class IndexKind { kOffsets, kBitmap, kRaw };
