@@ -11,14 +11,20 @@ from rich.table import Table
 
 from cgx_ray.bench.codec_numbers import DISTRIBUTIONS
 from cgx_ray.bench.kernel_goals import LATENCY_BYTES
-from cgx_ray.bench.kernels import SWEPT_CODECS, KernelNumbers, KernelOptions, format_bytes, measure_kernels
+from cgx_ray.bench.kernels import GOAL_NUMEL, SWEPT_CODECS, KernelNumbers, KernelOptions, format_bytes, measure_kernels
 from cgx_ray.bench.result import write_result
+from cgx_ray.errors import ConfigError
 
+PLOT_FORMATS = (".png", ".svg", ".pdf")
 _MET = {None: "", True: "yes", False: "no"}
 
 
 def kernels_command(options: KernelOptions, console: Console, json_path: str | None, plot_path: Path) -> None:
     """Measure, show what came out, draw it, and write the rows if `json_path` is given."""
+    if plot_path.suffix not in PLOT_FORMATS:
+        raise ConfigError(
+            f"picture {str(plot_path)!r} is not allowed; give a name that ends in {', '.join(PLOT_FORMATS)}"
+        )
     threads = f", {options.threads} thread{'s' if options.threads > 1 else ''}" if options.device == "cpu" else ""
     console.print(f"{options.numel:,} elements on {options.device}{threads}", highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -26,6 +32,8 @@ def kernels_command(options: KernelOptions, console: Console, json_path: str | N
         task = progress.add_task("", total=1.0)
         numbers = measure_kernels(options, lambda what, share: progress.update(task, description=what, completed=share))
     console.print(goal_table(numbers))
+    if not options.is_judged:
+        console.print(f"no goals: they are for {GOAL_NUMEL:,} elements and one thread", highlight=False)
     console.print(latency_table(numbers))
     console.print(codec_table(numbers))
     # Numbers first: they took minutes, and the picture needs a library more.
@@ -42,7 +50,9 @@ def goal_table(numbers: KernelNumbers) -> Table:
     for row in numbers.goals:
         peer = row.limit if row.baseline is None else row.baseline
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        table.add_row(row.name, *(f"{x:.2f} {row.unit}" for x in (row.value, peer)), ratio, row.goal, _MET[row.met])
+        table.add_row(
+            row.name, *(f"{x:.2f} {row.unit}" for x in (row.value, peer)), ratio, row.goal or "", _MET[row.met]
+        )
     return table
 
 

@@ -176,7 +176,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 def attach(
-    model: nn.Module, *, plan: Plan | None = None, codec: str | None = None, scheme: str | None = None
+    model: nn.Module, *, plan: Plan | None = None, codec: CodecSpec | str | None = None, scheme: str | None = None
 ) -> Attachment:
     """Average the gradients of `model` through cgx_ray from the next backward pass on.
 
@@ -198,15 +198,17 @@ def attach(
     return attachment
 
 
-def _settings(plan: Plan | None, codec: str | None, scheme: str | None) -> Settings:
+def _settings(plan: Plan | None, codec: CodecSpec | str | None, scheme: str | None) -> Settings:
     """The session's settings, or static ones; arguments of `attach` win."""
     settings = _session.settings if _session is not None else Settings(policy="static")
     if plan is not None and (codec is not None or scheme is not None):
         raise ConfigError("attach got a plan and a codec or scheme; the plan already says both, give one of them")
     if plan is not None or codec is not None or scheme is not None:
-        codec = codec or settings.codec
-        fitting = [s for s in (Scheme.SRA, *Scheme) if CodecSpec.parse(codec).name in CODECS_OF_SCHEME[s]]
-        settings = replace(settings, policy="static", codec=codec, scheme=scheme or fitting[0])
+        codec = codec or ("none" if scheme == Scheme.DENSE else settings.codec)
+        spec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
+        preferred = Scheme.DENSE if spec.name == "none" else Scheme.SRA
+        fitting = [s for s in (preferred, *Scheme) if spec.name in CODECS_OF_SCHEME[s]]
+        settings = replace(settings, policy="static", codec=str(spec), scheme=scheme or fitting[0])
     return settings
 
 

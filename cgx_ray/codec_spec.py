@@ -105,17 +105,24 @@ class CodecSpec:
     @classmethod
     def parse(cls, text: str) -> CodecSpec:
         """Read `"qsgd"`, `"qsgd:bits=4,bucket_size=128"` or `"topk:density=0.01,value_bits=16"`."""
+        if not isinstance(text, str):
+            raise ConfigError(f"codec {text!r} is not allowed; give text such as 'qsgd:bits=4' or a CodecSpec")
         name, _, rest = text.partition(":")
+        name = name.strip()
         parameters: dict[str, Any] = {}
         for item in filter(None, rest.split(",")):
             key, _, value = (part.strip() for part in item.partition("="))
             if key not in _PARAMETERS:
-                raise ConfigError(f"codec {text!r}: unknown parameter {key!r}; known: {', '.join(_PARAMETERS)}")
+                known = ", ".join(CODEC_DEFAULTS.get(name, _PARAMETERS)) or "none"
+                raise ConfigError(f"codec {text!r}: unknown parameter {key!r}; known: {known}")
+            if key in parameters:
+                raise ConfigError(f"codec {text!r}: {key} is given twice; give it once")
             try:
                 parameters[key] = _PARAMETERS[key].kind(value)
             except ValueError:
-                raise ConfigError(f"codec {text!r}: {key} needs a number, got {value!r}") from None
-        return cls(name=name.strip(), **parameters)
+                allowed = _PARAMETERS[key].allowed
+                raise ConfigError(f"codec {text!r}: {key} {value!r} is not allowed; give {allowed}") from None
+        return cls(name=name, **parameters)
 
     def at_step(self, step: int) -> CodecSpec:
         """The spec in force at `step`: dgc keeps more while it warms up, in four equal parts of `warmup_steps`."""

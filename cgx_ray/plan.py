@@ -175,10 +175,10 @@ def make_plan(
     *,
     version: int,
     world_size: int,
-    codec: CodecSpec = NONE,
-    scheme: Scheme = Scheme.DENSE,
+    codec: CodecSpec | str = NONE,
+    scheme: Scheme | str = Scheme.DENSE,
     group_bytes: int = DEFAULT_GROUP_BYTES,
-    overrides: Mapping[str, tuple[CodecSpec, Scheme]] | None = None,
+    overrides: Mapping[str, tuple[CodecSpec | str, Scheme | str]] | None = None,
 ) -> Plan:
     """One codec and scheme for the whole model but `overrides`; small layers go dense in extra groups at the end.
 
@@ -187,22 +187,22 @@ def make_plan(
 
     layers     in registration order; groups are filled in reverse, which is close to the order in which backward
                finishes them. The first group is small so that sending starts early, as in DDP.
+    codec      or text for `CodecSpec.parse`
     overrides  codec and scheme of the layers, small ones too, whose names match a pattern as in a shell
                (`"*embedding*"`), the first pattern that does. Only neighbours share a group, so each run of such
                layers ends the group before it.
 
     Raises ConfigError if a scheme cannot carry a codec, PlanError for a pattern without a layer.
     """
-    check_pair(codec, scheme)
-    overrides = overrides or {}
-    for pattern, choice in overrides.items():
-        check_pair(*choice)
+    codec, scheme = _choice((codec, scheme))
+    chosen_by_pattern = {pattern: _choice(choice) for pattern, choice in (overrides or {}).items()}
+    for pattern in chosen_by_pattern:
         if not any(fnmatchcase(layer.name, pattern) for layer in layers):
             raise PlanError(f"override {pattern!r} matches none of {len(layers)} layers; give a pattern of their names")
 
     def choose(layer: Layer) -> tuple[CodecSpec, Scheme] | None:
         """None: dense, at the end."""
-        for pattern, choice in overrides.items():
+        for pattern, choice in chosen_by_pattern.items():
             if fnmatchcase(layer.name, pattern):
                 return choice
         return None if layer.is_small and scheme is not Scheme.DENSE else (codec, scheme)
@@ -212,6 +212,20 @@ def make_plan(
     large = [(layer, choice) for layer, choice in chosen if choice is not None]
     groups = _fill_groups(large, group_bytes) + _fill_groups(small, group_bytes)
     return Plan(version=version, world_size=world_size, groups=tuple(groups))
+
+
+def _choice(choice: tuple[CodecSpec | str, Scheme | str]) -> tuple[CodecSpec, Scheme]:
+    """A codec and a scheme that can carry it, from objects or text."""
+    if not isinstance(choice, tuple) or len(choice) != 2:
+        raise ConfigError(
+            f"{choice!r} is not a codec and a scheme; give a pair such as ('topk:density=0.01', 'allgather')"
+        )
+    codec, scheme = choice
+    if scheme not in tuple(Scheme):
+        raise ConfigError(f"unknown scheme {scheme!r}; known: {', '.join(Scheme)}")
+    codec, scheme = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec), Scheme(scheme)
+    check_pair(codec, scheme)
+    return codec, scheme
 
 
 def _fill_groups(chosen: Sequence[tuple[Layer, tuple[CodecSpec, Scheme]]], group_bytes: int) -> list[GroupPlan]:

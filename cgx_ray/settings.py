@@ -19,7 +19,7 @@ class Settings:
     """Everything the workers of a run share. Raises ConfigError on a value that is not allowed.
 
     policy          "adaptive": start dense, measure, decide, decide again; "static": `codec` over `scheme` throughout
-    codec           text for `CodecSpec.parse`
+    codec, scheme   for policy "static"; the codec is a CodecSpec or text for `CodecSpec.parse`
     densities       what adaptive may choose from for top-k
     min_gain        adaptive leaves out codecs that keep less of the gradient than this share
     group_bytes     dense bytes that are encoded and sent together
@@ -50,11 +50,21 @@ class Settings:
             raise ConfigError(f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the squared gradient")
         if self.group_bytes < 1:
             raise ConfigError(f"group_bytes {self.group_bytes!r} is not allowed; give 1 or more")
-        check_pair(CodecSpec.parse(self.codec), Scheme(self.scheme))
+        self._check_choice()
         if not isinstance(self.densities, tuple | list):
             raise ConfigError(f"densities {self.densities!r} is not allowed; give a tuple such as (0.1, 0.01)")
         for density in self.densities:
             CodecSpec(name="topk", density=density)
+
+    def _check_choice(self) -> None:
+        if isinstance(self.codec, CodecSpec):
+            object.__setattr__(self, "codec", str(self.codec))
+        check_pair(CodecSpec.parse(self.codec), Scheme(self.scheme))
+        if self.policy == "adaptive" and (self.codec, self.scheme) != ("qsgd", "sra"):
+            raise ConfigError(
+                f"codec {self.codec!r} over {self.scheme!r} is not allowed with policy 'adaptive', which chooses both; "
+                "leave them out or give policy='static'"
+            )
 
     def static_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
         """`codec` over `scheme` for the whole model, as plan 0."""

@@ -119,6 +119,20 @@ def test_overrides_give_layers_another_codec_in_groups_of_their_own() -> None:
         make_plan(layers, version=0, world_size=2, overrides={"head.*": topk})
     with pytest.raises(ConfigError, match="scheme dense cannot carry codec topk"):
         make_plan(layers, version=0, world_size=2, overrides={"in": (topk[0], Scheme.DENSE)})
+    with pytest.raises(ConfigError, match="is not a codec and a scheme; give a pair"):
+        make_plan(layers, version=0, world_size=2, overrides={"in": topk[0]})
+    with pytest.raises(ConfigError, match="unknown scheme 'mesh'; known: dense"):
+        make_plan(layers, version=0, world_size=2, codec="qsgd", scheme="mesh")
+
+
+def test_a_plan_takes_codecs_and_schemes_as_text() -> None:
+    as_text = make_plan(
+        LAYERS, version=0, world_size=2, codec="qsgd", scheme="sra", overrides={"w1": ("topk", "allgather")}
+    )
+    choice = (CodecSpec(name="topk"), Scheme.ALLGATHER)
+    assert as_text == make_plan(
+        LAYERS, version=0, world_size=2, codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA, overrides={"w1": choice}
+    )
 
 
 def test_overrides_of_a_dense_plan_leave_the_other_layers_in_ddps_order() -> None:
