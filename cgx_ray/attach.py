@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.codecs.codec import KINDS
+from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.collectives.transport import Transport
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
@@ -176,7 +177,12 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 def attach(
-    model: nn.Module, *, plan: Plan | None = None, codec: CodecSpec | str | None = None, scheme: str | None = None
+    model: nn.Module,
+    *,
+    plan: Plan | None = None,
+    codec: CodecSpec | str | None = None,
+    scheme: str | None = None,
+    transport: str | None = None,
 ) -> Attachment:
     """Average the gradients of `model` through cgx_ray from the next backward pass on.
 
@@ -184,11 +190,12 @@ def attach(
     plan           fixed plan for the whole run, until `Attachment.hold` offers another one
     codec, scheme  the same for all layers and fixed, as in `CodecSpec.parse`; left out, CGXConfig decides in a Ray
                    Train worker, and elsewhere it is qsgd 4/128 over sra
+    transport      "tcp" or "gloo", see `Settings`; left out, CGXConfig's, and elsewhere "tcp"
 
     Raises ConfigError or PlanError, on all ranks, before training starts.
     """
     global _attached  # noqa: PLW0603 - add_state finds the engine of this process by it
-    settings = _settings(plan, codec, scheme)
+    settings = _settings(plan, codec, scheme, transport)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         attachment = Attachment(None)
     else:
@@ -198,9 +205,10 @@ def attach(
     return attachment
 
 
-def _settings(plan: Plan | None, codec: CodecSpec | str | None, scheme: str | None) -> Settings:
+def _settings(plan: Plan | None, codec: CodecSpec | str | None, scheme: str | None, transport: str | None) -> Settings:
     """The session's settings, or static ones; arguments of `attach` win."""
     settings = _session.settings if _session is not None else Settings(policy="static")
+    settings = replace(settings, transport=transport or settings.transport)
     if plan is not None and (codec is not None or scheme is not None):
         raise ConfigError("attach got a plan and a codec or scheme; the plan already says both, give one of them")
     if plan is not None or codec is not None or scheme is not None:
@@ -224,11 +232,12 @@ def _attach(model: nn.Module, plan: Plan | None, settings: Settings, *, asks_con
     except CGXError as error:
         layers, offer = [], error
     plan = _agree(layers, offer, group)
+    mesh = connect_mesh(group, settings.timeout_s) if settings.transport == "tcp" else None
     candidates = [codec for codec in candidate_codecs(settings.densities) if codec.name != "none"]
     engine = Engine(
         layers,
         plan,
-        Transport(group, settings.simulated_link),
+        Transport(group, settings.simulated_link, mesh, settings.timeout_s),
         seed=settings.seed,
         candidates=candidates if settings.policy == "adaptive" else (),
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cgx_ray.collectives.transport import SimulatedLink
+from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S, SimulatedLink
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme, check_pair, make_plan
 
 POLICIES = ("adaptive", "static")
+TRANSPORTS = ("tcp", "gloo")
 # Flexible Communication, section 3-E: candidate compression ratios.
 CANDIDATE_DENSITIES = (0.1, 0.033, 0.011, 0.004, 0.001)
 
@@ -24,6 +25,7 @@ class Settings:
     min_gain        adaptive leaves out codecs that keep less of the gradient than this share
     group_bytes     dense bytes that are encoded and sent together
     seed            of the random numbers of codecs
+    transport       of messages between two ranks: "tcp", connections of cgx_ray's own, or "gloo", torch.distributed's
     timeout_s       before a peer that does not answer counts as gone
     simulated_link  hold messages back as a slow link would; for demos and tests
     """
@@ -35,7 +37,8 @@ class Settings:
     min_gain: float = 0.8
     group_bytes: int = DEFAULT_GROUP_BYTES
     seed: int = 0
-    timeout_s: float = 1800
+    transport: str = "tcp"
+    timeout_s: float = DEFAULT_TIMEOUT_S
     simulated_link: SimulatedLink | None = None
 
     def __post_init__(self) -> None:
@@ -43,6 +46,8 @@ class Settings:
             raise ConfigError(f"unknown policy {self.policy!r}; known: {', '.join(POLICIES)}")
         if self.scheme not in tuple(Scheme):
             raise ConfigError(f"unknown scheme {self.scheme!r}; known: {', '.join(Scheme)}")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}")
         for name in ("group_bytes", "seed"):
             if not isinstance(getattr(self, name), int):
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give a whole number")

@@ -49,6 +49,7 @@ class CGXConfig(TorchConfig):
     min_gain: float = 0.8
     group_bytes: int = DEFAULT_GROUP_BYTES
     seed: int = 0
+    transport: str = "tcp"
     simulated_link: SimulatedLink | None = None
 
     def __post_init__(self) -> None:

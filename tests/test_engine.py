@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +70,40 @@ def _train_against_ddp(rank: int, accumulate: int) -> float:
     train(ours, rank, range(5), accumulate=accumulate)
     attachment.close()
     return max(float((a - b).abs().max()) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
+
+
+def _train_over(rank: int, transport: str) -> list[str]:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="qsgd", scheme="sra", transport=transport)
+    hashes = train(model, rank, range(4))
+    attachment.close()
+    return hashes
+
+
+def test_the_transport_does_not_change_what_is_learned() -> None:
+    tcp, gloo = run_ranks(3, _train_over, "tcp"), run_ranks(3, _train_over, "gloo")
+    assert tcp[0] == tcp[1] == tcp[2] == gloo[0]
+
+
+def _train_until_killed(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="qsgd", scheme="sra")
+    train(model, rank, range(2))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        train(model, rank, range(2, 4))
+    except (cgx_ray.TransportError, RuntimeError) as error:
+        (folder / f"rank{rank}").write_text(str(error))
+    attachment.close()
+
+
+def test_when_a_rank_is_killed_the_others_say_which_and_where(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9"):
+        run_ranks(3, _train_until_killed, tmp_path)
+    for rank in (0, 2):
+        said = (tmp_path / f"rank{rank}").read_text()
+        assert re.search(rf"rank {rank}, step 2, group 0: .* did not get through \(rank 1 hung up", said), said
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

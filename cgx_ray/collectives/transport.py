@@ -1,16 +1,21 @@
-"""Moving bytes between ranks over a torch.distributed group of its own."""
+"""Moving bytes between ranks: point to point over TCP, vendor collectives over a torch.distributed group of its own."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.errors import ConfigError, TransportError
+from cgx_ray.runtime_ext.mesh import Mesh
+
+# Torch's own for Gloo: half an hour.
+DEFAULT_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +46,38 @@ class SimulatedLink:
 
 
 class Transport:
-    """Point-to-point and vendor collectives of one engine. Used by its communication thread alone."""
+    """Point-to-point and vendor collectives of one engine. Used by its communication thread alone.
 
-    def __init__(self, group: dist.ProcessGroup, link: SimulatedLink | None = None) -> None:
+    step, group_index  what is under way, for messages of errors
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        link: SimulatedLink | None = None,
+        mesh: Mesh | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Without `mesh` messages go through `group` as well, which has a time-out of its own."""
         self._group = group
         self._link = link
+        self._mesh = mesh
+        self._timeout_s = timeout_s
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.step = 0
+        self.group_index = 0
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Send to and receive from every peer at once; returns when all of it is done. Keys are ranks.
 
-        Raises TransportError if a peer is gone or does not answer within the group's time-out.
+        Raises TransportError if a peer is gone or does not answer within the time-out.
         """
         self._hold(1, max(_total_bytes(sends), _total_bytes(receives)))
         try:
+            if self._mesh is not None:
+                self._mesh.wait(self._mesh.post(sends, receives), self._timeout_s)
+                return
             works = []
             for distance in range(1, self.world_size):
                 # Staggered, so that not everyone starts with the same peer.
@@ -89,17 +110,33 @@ class Transport:
         except RuntimeError as error:
             raise self._broken("a broadcast", error) from error
 
-    def start_minimum(self, values_K: Tensor) -> dist.Work:
-        """Begin an element-wise minimum over ranks, in place, and return at once."""
-        work: dist.Work | None = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-        assert work is not None
-        return work
+    def start_minimum(self, values_K: Tensor) -> Callable[[], Tensor]:
+        """Begin an element-wise minimum over ranks and return at once; what is returned waits for it.
 
-    def finish(self, work: dist.Work) -> None:
+        `values_K` must stay as it is until then.
+        """
+        if self._mesh is None:
+            work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+            assert work is not None
+            return lambda: self._minimum_of(work.wait, [values_K])
+        mesh, received = self._mesh, {peer: torch.empty_like(values_K) for peer in self._peers()}
+        ticket = mesh.post(dict.fromkeys(received, values_K), received)
+        return lambda: self._minimum_of(lambda: mesh.wait(ticket, self._timeout_s), [values_K, *received.values()])
+
+    def _minimum_of(self, wait: Callable[[], object], values: Sequence[Tensor]) -> Tensor:
         try:
-            work.wait()
+            wait()
         except RuntimeError as error:
             raise self._broken("the agreement", error) from error
+        return torch.stack(list(values)).amin(0)
+
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self.world_size) if peer != self.rank]
+
+    def close(self) -> None:
+        """Hang up: peers that still wait for this rank find out at once."""
+        if self._mesh is not None:
+            self._mesh.close()
 
     def _hold(self, num_hops: float, num_bytes: float) -> None:
         # Before sending, not after receiving: a late sender then also delays its peers, as on a real link.
@@ -108,7 +145,7 @@ class Transport:
 
     def _broken(self, what: str, error: RuntimeError) -> TransportError:
         return TransportError(
-            f"rank {self.rank}, step {self.step}: {what} did not get through ({error}); "
+            f"rank {self.rank}, step {self.step}, group {self.group_index}: {what} did not get through ({error}); "
             "look at the log of the other ranks for the first error"
         )
 

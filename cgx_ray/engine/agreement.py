@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.collectives import Transport
@@ -20,13 +21,12 @@ class Agreement:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._pending: tuple[dist.Work, Tensor] | None = None
+        self._pending: Callable[[], Tensor] | None = None
 
     def post(self, *, step: int, in_force: int, held: int) -> None:
         """Tell the others what this rank holds at the start of `step`."""
         assert self._pending is None
-        values_5 = torch.tensor([held, step, -step, in_force, -in_force])
-        self._pending = (self._transport.start_minimum(values_5), values_5)
+        self._pending = self._transport.start_minimum(torch.tensor([held, step, -step, in_force, -in_force]))
 
     def settle(self) -> int | None:
         """The newest version that every rank held when the last step started; None before the first step.
@@ -35,8 +35,7 @@ class Agreement:
         """
         if self._pending is None:
             return None
-        work, values_5 = self._pending
-        self._transport.finish(work)
+        values_5 = self._pending()
         self._pending = None
         held, step, minus_step, in_force, minus_in_force = values_5.tolist()
         if step != -minus_step or in_force != -minus_in_force:

@@ -129,6 +129,7 @@ class Engine:
         """Stop the thread once it has finished what was submitted."""
         self._inbox.put(None)
         self._thread.join()
+        self._transport.close()
         self._failure = self._failure or CGXError("the engine is closed; attach again to train on")
 
     # Called by the engine's own thread.
@@ -223,6 +224,7 @@ class Engine:
             self._failure = CGXError(f"rank {self._transport.rank}, step {self.step}: the engine stopped: {error!r}")
             self._failure.__cause__ = error
         logger.error("%s", self._failure, exc_info=error)
+        self._transport.close()
         for bucket in buckets:
             if not bucket.future.done():
                 bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor

@@ -63,6 +63,7 @@ class Group:
     def run(self, stamp: Stamp, seed: int, gain: GainMeter | None, *, checks_finite: bool) -> Phases:
         """Average this group over all ranks, in place in the gradients that arrived."""
         phases = Phases()
+        self._transport.group_index = self.index
         views = [self._arrived[name] for name in self._slices]
         # Every rank at the same step, so their messages keep the same size.
         if (spec := self.plan.codec.at_step(stamp.step)) != self._codec.spec:

@@ -1,9 +1,13 @@
 // Python bindings. Addresses arrive as integers because ops.py and sparse.py have checked the tensors
 // already.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "kernels.h"
+#include "mesh.h"
 
 namespace nb = nanobind;
 
@@ -35,8 +39,39 @@ struct type_caster<Address> {
 
 }  // namespace nanobind::detail
 
+namespace {
+
+// (peer, address, bytes)
+using Messages = std::vector<std::tuple<int, Address, int64_t>>;
+
+std::vector<cgx::Mesh::Part> to_parts(const Messages& messages) {
+    std::vector<cgx::Mesh::Part> parts;
+    for (const auto& [peer, data, num_bytes] : messages) parts.push_back({peer, data, num_bytes});
+    return parts;
+}
+
+}  // namespace
+
 NB_MODULE(_native, m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
+    // A mesh that is open when the interpreter ends ends with the process.
+    nb::set_leak_warnings(false);
+    nb::class_<cgx::Mesh> mesh(m, "Mesh");
+    mesh.attr("TOKEN_BYTES") = cgx::Mesh::kTokenBytes;
+    mesh.def("__init__", [](cgx::Mesh* self, int rank, int world_size, int num_streams,
+                            const std::string& address, nb::bytes token) {
+        new (self) cgx::Mesh(rank, world_size, num_streams, address, {token.c_str(), token.size()});
+    });
+    mesh.def_prop_ro("port", &cgx::Mesh::port);
+    mesh.def("connect", &cgx::Mesh::connect, release());
+    mesh.def(
+        "post",
+        [](cgx::Mesh& self, const Messages& sends, const Messages& receives) {
+            return self.post(to_parts(sends), to_parts(receives));
+        },
+        release());
+    mesh.def("wait", &cgx::Mesh::wait, release());
+    mesh.def("close", &cgx::Mesh::close, release());
     m.def(
         "crc32c",
         [](Address data, int64_t num_bytes, uint32_t seed) { return cgx::crc32c(data, num_bytes, seed); },

@@ -1,0 +1,515 @@
+#include "mesh.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+namespace cgx {
+namespace {
+
+// One visit to a stream moves at most this much, so that no peer starves the others.
+constexpr size_t kVisitBytes = 1 << 18;
+// Shorter messages are not worth cutting into one part a stream.
+constexpr int64_t kMinPartBytes = 1 << 16;
+constexpr size_t kHalfToken = Mesh::kTokenBytes / 2;
+
+struct Hello {
+    char magic[4];
+    uint32_t rank;
+    uint32_t index;
+    char token[kHalfToken];
+};
+constexpr char kMagic[4] = {'c', 'g', 'x', '1'};
+
+// Before every part: enough to notice that the two ends do not speak of the same message.
+struct Frame {
+    uint64_t number;
+    uint64_t num_bytes;
+};
+
+double now() {
+    using namespace std::chrono;
+    return duration<double>(steady_clock::now().time_since_epoch()).count();
+}
+
+int left_ms(double deadline) { return std::max(0, static_cast<int>((deadline - now()) * 1e3)); }
+
+[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
+
+[[noreturn]] void fail_errno(const std::string& what) { fail(what + ": " + std::strerror(errno)); }
+
+struct AddressInfo {
+    addrinfo* info = nullptr;
+
+    AddressInfo(const std::string& address, int port) {
+        addrinfo hints{};
+        hints.ai_socktype = SOCK_STREAM;
+        hints.ai_flags = AI_NUMERICHOST;
+        const int error = getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &info);
+        if (error != 0) fail("'" + address + "' is not a numeric IP address: " + gai_strerror(error));
+    }
+    ~AddressInfo() { freeaddrinfo(info); }
+    AddressInfo(const AddressInfo&) = delete;
+    AddressInfo& operator=(const AddressInfo&) = delete;
+};
+
+bool await(int fd, short events, double deadline) {
+    pollfd entry{fd, events, 0};
+    int ready;
+    do ready = poll(&entry, 1, left_ms(deadline));
+    while (ready < 0 && errno == EINTR && now() < deadline);
+    return ready > 0;
+}
+
+// All of `bytes` on a non-blocking socket; false if the peer hangs up or the deadline passes.
+template <typename Move>
+bool move_all(int fd, short events, void* data, size_t bytes, double deadline, Move move) {
+    auto* at = static_cast<char*>(data);
+    while (bytes > 0) {
+        const ssize_t moved = move(fd, at, bytes);
+        if (moved == 0) return false;
+        if (moved < 0) {
+            if (errno != EAGAIN && errno != EINTR) return false;
+            if (!await(fd, events, deadline)) return false;
+            continue;
+        }
+        at += moved;
+        bytes -= static_cast<size_t>(moved);
+    }
+    return true;
+}
+
+bool read_all(int fd, void* data, size_t bytes, double deadline) {
+    return move_all(fd, POLLIN, data, bytes, deadline,
+                    [](int f, char* at, size_t n) { return recv(f, at, n, 0); });
+}
+
+bool write_all(int fd, void* data, size_t bytes, double deadline) {
+    return move_all(fd, POLLOUT, data, bytes, deadline,
+                    [](int f, char* at, size_t n) { return ::send(f, at, n, MSG_NOSIGNAL); });
+}
+
+}  // namespace
+
+// What one `post` waits for.
+struct Mesh::Ticket {
+    std::vector<int> num_open;  // parts not done, by peer
+    int64_t num_left = 0;
+    std::string error;
+};
+
+struct Mesh::Message {
+    uint8_t* data;
+    size_t num_bytes;
+    std::shared_ptr<Ticket> ticket;
+    Frame frame;
+    size_t moved = 0;  // bytes of frame and data
+};
+
+struct Mesh::Stream {
+    int fd;
+    int peer;
+    std::mutex mutex;  // guards what is below
+    std::deque<Message> sends, receives;
+    uint64_t num_sends = 0, num_receives = 0;  // posted so far
+    std::string broken;                        // why, if it is
+
+    ~Stream() { ::close(fd); }
+};
+
+Mesh::Mesh(int rank, int world_size, int num_streams, const std::string& address, const std::string& token)
+    : rank_(rank), world_size_(world_size), num_streams_(num_streams), token_(token) {
+    if (token.size() != kTokenBytes) fail("a token has " + std::to_string(kTokenBytes) + " bytes");
+    if (num_streams < 1)
+        fail("num_streams " + std::to_string(num_streams) + " is not allowed; give 1 or more");
+    streams_.resize(static_cast<size_t>(world_size) * num_streams);
+    const AddressInfo target(address, 0);
+    listen_fd_ = socket(target.info->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (listen_fd_ < 0 || bind(listen_fd_, target.info->ai_addr, target.info->ai_addrlen) != 0 ||
+        listen(listen_fd_, SOMAXCONN) != 0) {
+        const std::string why = std::strerror(errno);
+        if (listen_fd_ >= 0) ::close(listen_fd_);
+        fail("cannot listen on " + address + ": " + why);
+    }
+    sockaddr_storage bound{};
+    socklen_t size = sizeof bound;
+    getsockname(listen_fd_, reinterpret_cast<sockaddr*>(&bound), &size);
+    port_ = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port
+                                              : reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
+    epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
+    wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    epoll_event event{};
+    event.events = EPOLLIN;
+    if (epoll_fd_ < 0 || wake_fd_ < 0 || epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, wake_fd_, &event) != 0) {
+        fail_errno("cannot make an epoll instance");
+    }
+}
+
+Mesh::~Mesh() {
+    close();
+    streams_.clear();
+    for (int fd : {listen_fd_, epoll_fd_, wake_fd_}) {
+        if (fd >= 0) ::close(fd);
+    }
+}
+
+void Mesh::connect(const std::vector<std::pair<std::string, int>>& addresses, double timeout_s) {
+    const double deadline = now() + timeout_s;
+    // The kernel completes connections before anyone accepts them, so everyone can dial first.
+    for (int peer = 0; peer < rank_; ++peer)
+        dial(peer, addresses[peer].first, addresses[peer].second, deadline);
+    accept_peers((world_size_ - 1 - rank_) * num_streams_, deadline);
+    ::close(listen_fd_);
+    listen_fd_ = -1;
+    // The answer comes once the peer has reached accept_peers.
+    for (int peer = 0; peer < rank_; ++peer) {
+        for (int index = 0; index < num_streams_; ++index) {
+            char answer[kHalfToken];
+            const int fd = streams_[peer * num_streams_ + index]->fd;
+            if (!read_all(fd, answer, sizeof answer, deadline) ||
+                std::memcmp(answer, token_.data() + kHalfToken, kHalfToken) != 0) {
+                fail("rank " + std::to_string(peer) + " at " + addresses[peer].first + " did not answer");
+            }
+        }
+    }
+    for (auto& stream : streams_) {
+        if (!stream) continue;
+        epoll_event event{};
+        event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+        event.data.ptr = stream.get();
+        if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, stream->fd, &event) != 0)
+            fail_errno("cannot watch a connection");
+    }
+    thread_ = std::thread([this] { run(); });
+}
+
+void Mesh::dial(int peer, const std::string& address, int port, double deadline) {
+    const AddressInfo target(address, port);
+    for (int index = 0; index < num_streams_; ++index) {
+        const int fd = socket(target.info->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        if (fd < 0) fail_errno("cannot make a socket");
+        add_stream(fd, peer, index);
+        int error = 0;
+        socklen_t size = sizeof error;
+        if (::connect(fd, target.info->ai_addr, target.info->ai_addrlen) != 0) error = errno;
+        if (error == EINPROGRESS) {
+            error = ETIMEDOUT;
+            if (await(fd, POLLOUT, deadline)) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+        }
+        Hello hello{{}, static_cast<uint32_t>(rank_), static_cast<uint32_t>(index), {}};
+        std::memcpy(hello.magic, kMagic, sizeof kMagic);
+        std::memcpy(hello.token, token_.data(), kHalfToken);
+        if (error != 0 || !write_all(fd, &hello, sizeof hello, deadline)) {
+            fail("cannot reach rank " + std::to_string(peer) + " at " + address + " port " +
+                 std::to_string(port) + ": " + std::strerror(error != 0 ? error : errno));
+        }
+    }
+}
+
+void Mesh::accept_peers(int num_expected, double deadline) {
+    struct Stranger {
+        int fd;
+        Hello hello;
+        size_t received = 0;
+    };
+    std::vector<Stranger> strangers;  // connected, and have not said everything yet
+    while (num_expected > 0 && now() < deadline) {
+        std::vector<pollfd> entries{{listen_fd_, POLLIN, 0}};
+        for (const Stranger& stranger : strangers) entries.push_back({stranger.fd, POLLIN, 0});
+        if (poll(entries.data(), entries.size(), left_ms(deadline)) < 0 && errno != EINTR) fail_errno("poll");
+        std::vector<Stranger> still;
+        for (Stranger& stranger : strangers) {
+            const ssize_t got =
+                recv(stranger.fd, reinterpret_cast<char*>(&stranger.hello) + stranger.received,
+                     sizeof(Hello) - stranger.received, 0);
+            if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+                still.push_back(stranger);
+                continue;
+            }
+            if (got > 0) stranger.received += static_cast<size_t>(got);
+            if (got > 0 && stranger.received < sizeof(Hello)) {
+                still.push_back(stranger);
+                continue;
+            }
+            const Hello& hello = stranger.hello;
+            const bool is_peer =
+                stranger.received == sizeof(Hello) && std::memcmp(hello.magic, kMagic, 4) == 0 &&
+                std::memcmp(hello.token, token_.data(), kHalfToken) == 0 &&
+                static_cast<int>(hello.rank) > rank_ && static_cast<int>(hello.rank) < world_size_ &&
+                static_cast<int>(hello.index) < num_streams_ &&
+                !streams_[hello.rank * num_streams_ + hello.index];
+            char answer[kHalfToken];
+            std::memcpy(answer, token_.data() + kHalfToken, kHalfToken);
+            if (!is_peer || !write_all(stranger.fd, answer, sizeof answer, deadline)) {
+                ::close(stranger.fd);
+                continue;
+            }
+            add_stream(stranger.fd, static_cast<int>(hello.rank), static_cast<int>(hello.index));
+            --num_expected;
+        }
+        strangers = std::move(still);
+        for (int fd; (fd = accept4(listen_fd_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
+            strangers.push_back({fd, {}});
+        }
+    }
+    for (const Stranger& stranger : strangers) ::close(stranger.fd);
+    if (num_expected == 0) return;
+    std::string missing;
+    for (int peer = rank_ + 1; peer < world_size_; ++peer) {
+        for (int index = 0; index < num_streams_; ++index) {
+            if (streams_[peer * num_streams_ + index]) continue;
+            missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+            break;
+        }
+    }
+    fail("ranks that did not connect: " + missing);
+}
+
+void Mesh::add_stream(int fd, int peer, int index) {
+    const int on = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    auto stream = std::make_unique<Stream>();
+    stream->fd = fd;
+    stream->peer = peer;
+    streams_[peer * num_streams_ + index] = std::move(stream);
+}
+
+int64_t Mesh::post(const std::vector<Part>& sends, const std::vector<Part>& receives) {
+    auto ticket = std::make_shared<Ticket>();
+    ticket->num_open.resize(world_size_);
+    int64_t number;
+    {
+        std::lock_guard lock(mutex_);
+        if (is_closing_) fail("the connections are closed");
+        number = ++last_ticket_;
+        tickets_.emplace_back(number, ticket);
+    }
+    // Receives first: what is sent below may be answered at once.
+    for (const Part& part : receives) enqueue(part, false, ticket);
+    for (const Part& part : sends) enqueue(part, true, ticket);
+    wake();
+    return number;
+}
+
+void Mesh::enqueue(const Part& part, bool is_send, const std::shared_ptr<Ticket>& ticket) {
+    const int64_t most = std::max<int64_t>(1, (part.num_bytes + kMinPartBytes - 1) / kMinPartBytes);
+    const int64_t num_parts = std::min<int64_t>(num_streams_, most);
+    {
+        std::lock_guard lock(mutex_);
+        ticket->num_open[part.peer] += static_cast<int>(num_parts);
+        ticket->num_left += num_parts;
+    }
+    for (int64_t i = 0; i < num_parts; ++i) {
+        const int64_t begin = part.num_bytes * i / num_parts, end = part.num_bytes * (i + 1) / num_parts;
+        Stream& stream = *streams_[part.peer * num_streams_ + i];
+        Message message{
+            static_cast<uint8_t*>(part.data) + begin, static_cast<size_t>(end - begin), ticket, {}};
+        std::unique_lock lock(stream.mutex);
+        if (!stream.broken.empty()) {
+            const std::string why = stream.broken;
+            lock.unlock();
+            std::lock_guard own(mutex_);
+            ticket->error = why;
+            continue;
+        }
+        message.frame = {is_send ? stream.num_sends++ : stream.num_receives++,
+                         static_cast<uint64_t>(end - begin)};
+        (is_send ? stream.sends : stream.receives).push_back(std::move(message));
+        // The socket's buffer takes the beginning now, without waiting for the other thread.
+        const bool goes_on = !is_send || (stream.sends.size() == 1 && send_some(stream) == Progress::kMore);
+        lock.unlock();
+        if (goes_on) {
+            std::lock_guard own(mutex_);
+            posted_.push_back(&stream);
+        }
+    }
+}
+
+void Mesh::wait(int64_t number, double timeout_s) {
+    std::unique_lock lock(mutex_);
+    const auto entry =
+        std::find_if(tickets_.begin(), tickets_.end(), [&](auto& e) { return e.first == number; });
+    if (entry == tickets_.end()) fail("ticket " + std::to_string(number) + " is not known");
+    const std::shared_ptr<Ticket> ticket = entry->second;
+    const bool is_over = changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                                           [&] { return ticket->num_left == 0 || !ticket->error.empty(); });
+    std::erase_if(tickets_, [&](auto& e) { return e.first == number; });
+    if (ticket->num_left == 0 && ticket->error.empty()) return;
+    std::string why = ticket->error;
+    if (!is_over) {
+        for (int peer = 0; peer < world_size_; ++peer) {
+            if (ticket->num_open[peer] > 0) why += (why.empty() ? "rank " : ", rank ") + std::to_string(peer);
+        }
+        why += " did not answer within " + std::to_string(static_cast<int64_t>(timeout_s * 1e3)) + " ms";
+    }
+    lock.unlock();
+    // Nobody may touch the posted memory after this returns.
+    close();
+    fail(why);
+}
+
+void Mesh::close() {
+    {
+        std::lock_guard lock(mutex_);
+        is_closing_ = true;
+    }
+    wake();
+    if (thread_.joinable()) thread_.join();
+    for (auto& stream : streams_) {
+        if (!stream) continue;
+        std::lock_guard lock(stream->mutex);
+        shutdown(stream->fd, SHUT_RDWR);
+        break_stream(*stream, "the connections are closed");
+    }
+}
+
+void Mesh::wake() {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof one);
+}
+
+void Mesh::run() {
+    std::vector<Stream*> ready;
+    std::vector<epoll_event> events(2 * streams_.size() + 1);
+    while (true) {
+        const int count =
+            epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), ready.empty() ? -1 : 0);
+        for (int i = 0; i < count; ++i) {
+            if (events[i].data.ptr != nullptr) {
+                ready.push_back(static_cast<Stream*>(events[i].data.ptr));
+                continue;
+            }
+            uint64_t number;
+            [[maybe_unused]] const ssize_t drained = read(wake_fd_, &number, sizeof number);
+        }
+        {
+            std::lock_guard lock(mutex_);
+            if (is_closing_) return;
+            ready.insert(ready.end(), posted_.begin(), posted_.end());
+            posted_.clear();
+        }
+        std::sort(ready.begin(), ready.end());
+        ready.erase(std::unique(ready.begin(), ready.end()), ready.end());
+        std::erase_if(ready, [this](Stream* stream) {
+            std::lock_guard lock(stream->mutex);
+            const bool more_to_send = send_some(*stream) == Progress::kMore;
+            const bool more_to_receive = receive_some(*stream) == Progress::kMore;
+            return !more_to_send && !more_to_receive;
+        });
+    }
+}
+
+Mesh::Progress Mesh::send_some(Stream& stream) {
+    size_t budget = kVisitBytes;
+    while (!stream.sends.empty()) {
+        Message& message = stream.sends.front();
+        const size_t total = sizeof(Frame) + message.num_bytes;
+        iovec pieces[2];
+        int num_pieces = 0;
+        const size_t body = message.moved > sizeof(Frame) ? message.moved - sizeof(Frame) : 0;
+        if (message.moved < sizeof(Frame)) {
+            pieces[num_pieces++] = {reinterpret_cast<char*>(&message.frame) + message.moved,
+                                    sizeof(Frame) - message.moved};
+        }
+        pieces[num_pieces++] = {message.data + body, std::min(message.num_bytes - body, kVisitBytes)};
+        msghdr header{};
+        header.msg_iov = pieces;
+        header.msg_iovlen = static_cast<size_t>(num_pieces);
+        const ssize_t sent = sendmsg(stream.fd, &header, MSG_NOSIGNAL);
+        if (sent < 0 && errno == EINTR) continue;
+        if (sent < 0 && errno == EAGAIN) return Progress::kWaiting;
+        if (sent < 0) {
+            break_stream(stream, "rank " + std::to_string(stream.peer) + " hung up: " + std::strerror(errno));
+            return Progress::kWaiting;
+        }
+        message.moved += static_cast<size_t>(sent);
+        if (message.moved == total) {
+            finish(message, stream.peer);
+            stream.sends.pop_front();
+        }
+        if (static_cast<size_t>(sent) >= budget)
+            return stream.sends.empty() ? Progress::kWaiting : Progress::kMore;
+        budget -= static_cast<size_t>(sent);
+    }
+    return Progress::kWaiting;
+}
+
+Mesh::Progress Mesh::receive_some(Stream& stream) {
+    size_t budget = kVisitBytes;
+    while (!stream.receives.empty()) {
+        Message& message = stream.receives.front();
+        Frame frame = message.frame;
+        ssize_t got;
+        if (message.moved < sizeof(Frame)) {
+            // Frames are read into a copy and compared as they come in: a peer that is out of step is found
+            // out early.
+            char* const expected = reinterpret_cast<char*>(&message.frame);
+            got = recv(stream.fd, reinterpret_cast<char*>(&frame) + message.moved,
+                       sizeof(Frame) - message.moved, 0);
+            if (got > 0 &&
+                std::memcmp(expected + message.moved, reinterpret_cast<char*>(&frame) + message.moved,
+                            static_cast<size_t>(got)) != 0) {
+                break_stream(stream, "rank " + std::to_string(stream.peer) +
+                                         " sent another message than the one of " +
+                                         std::to_string(message.num_bytes) + " bytes that was due");
+                return Progress::kWaiting;
+            }
+        } else {
+            const size_t body = message.moved - sizeof(Frame);
+            got = recv(stream.fd, message.data + body, std::min(message.num_bytes - body, budget), 0);
+        }
+        if (got == 0) {
+            break_stream(stream, "rank " + std::to_string(stream.peer) + " hung up");
+            return Progress::kWaiting;
+        }
+        if (got < 0) {
+            if (errno == EINTR) continue;
+            if (errno == EAGAIN) return Progress::kWaiting;
+            break_stream(stream, "rank " + std::to_string(stream.peer) + " hung up: " + std::strerror(errno));
+            return Progress::kWaiting;
+        }
+        message.moved += static_cast<size_t>(got);
+        if (message.moved == sizeof(Frame) + message.num_bytes) {
+            finish(message, stream.peer);
+            stream.receives.pop_front();
+        }
+        if (static_cast<size_t>(got) >= budget)
+            return stream.receives.empty() ? Progress::kWaiting : Progress::kMore;
+        budget -= static_cast<size_t>(got);
+    }
+    return Progress::kWaiting;
+}
+
+void Mesh::finish(const Message& message, int peer) {
+    std::lock_guard lock(mutex_);
+    --message.ticket->num_open[peer];
+    if (--message.ticket->num_left == 0) changed_.notify_all();
+}
+
+void Mesh::break_stream(Stream& stream, const std::string& why) {
+    if (!stream.broken.empty()) return;
+    stream.broken = why;
+    std::lock_guard lock(mutex_);
+    for (auto* queue : {&stream.sends, &stream.receives}) {
+        for (Message& message : *queue) {
+            if (message.ticket->error.empty()) message.ticket->error = why;
+        }
+        queue->clear();
+    }
+    changed_.notify_all();
+}
+
+}  // namespace cgx

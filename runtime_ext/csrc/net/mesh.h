@@ -1,0 +1,86 @@
+// TCP connections between all ranks of a run. Messages are pushed as soon as they are posted, nobody asks
+// first.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace cgx {
+
+// Messages between a pair of ranks arrive in the order in which they were posted, so the n-th receive from a
+// peer takes its n-th send. The memory of a posted message must stay as it is until `wait` returns or throws.
+class Mesh {
+  public:
+    struct Part {
+        int peer;
+        void* data;
+        int64_t num_bytes;
+    };
+
+    static constexpr size_t kTokenBytes = 32;
+
+    // Listens on `address`, a numeric IP address, at a port that the kernel picks. `token` has kTokenBytes:
+    // half of it is what a peer presents, the other half what it gets in return. Throws std::runtime_error if
+    // the address is not this machine's.
+    Mesh(int rank, int world_size, int num_streams, const std::string& address, const std::string& token);
+    ~Mesh();
+    Mesh(const Mesh&) = delete;
+    Mesh& operator=(const Mesh&) = delete;
+
+    int port() const { return port_; }
+
+    // Connects to every other rank, given its (address, port). Throws std::runtime_error that names the ranks
+    // that did not come within `timeout_s`. Whoever does not present the token is hung up on.
+    void connect(const std::vector<std::pair<std::string, int>>& addresses, double timeout_s);
+
+    // Starts to send and receive, and returns at once with a ticket for `wait`.
+    int64_t post(const std::vector<Part>& sends, const std::vector<Part>& receives);
+
+    // Returns when everything posted under `ticket` is done. Throws std::runtime_error that names the ranks
+    // that did not answer within `timeout_s`, hung up, or sent a message of another size; the mesh is closed
+    // then.
+    void wait(int64_t ticket, double timeout_s);
+
+    // Hangs up. What was posted and is not done fails.
+    void close();
+
+  private:
+    struct Ticket;
+    struct Message;
+    struct Stream;
+    enum class Progress { kWaiting, kMore };
+
+    void run();
+    void enqueue(const Part& part, bool is_send, const std::shared_ptr<Ticket>& ticket);
+    Progress send_some(Stream& stream);
+    Progress receive_some(Stream& stream);
+    void finish(const Message& message, int peer);
+    void break_stream(Stream& stream, const std::string& why);
+    void accept_peers(int num_expected, double deadline);
+    void dial(int peer, const std::string& address, int port, double deadline);
+    void add_stream(int fd, int peer, int index);
+    void wake();
+
+    const int rank_, world_size_, num_streams_;
+    const std::string token_;
+    int listen_fd_ = -1, epoll_fd_ = -1, wake_fd_ = -1, port_ = 0;
+    std::vector<std::unique_ptr<Stream>> streams_;  // peer * num_streams + index; null for this rank
+
+    std::mutex mutex_;  // guards what is below
+    std::condition_variable changed_;
+    std::vector<std::pair<int64_t, std::shared_ptr<Ticket>>> tickets_;
+    std::vector<Stream*> posted_;  // have something new to receive or to go on sending
+    int64_t last_ticket_ = 0;
+    bool is_closing_ = false;
+
+    std::thread thread_;
+};
+
+}  // namespace cgx

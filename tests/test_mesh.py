@@ -1,0 +1,192 @@
+"""TCP between ranks: what arrives, and what is said when nothing does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
+
+TOKEN = bytes(range(TOKEN_BYTES))
+TIMEOUT_S = 20.0
+
+
+def _in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
+    """Results, or what was raised, of functions that run at the same time."""
+    results: list[Any] = [None] * len(functions)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except RuntimeError as error:
+            results[index] = str(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * TIMEOUT_S)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def _meshes(world_size: int, num_streams: int = 1) -> list[Mesh]:
+    meshes = [Mesh(rank, world_size, num_streams, "127.0.0.1", TOKEN) for rank in range(world_size)]
+    addresses = [(mesh.address, mesh.port) for mesh in meshes]
+    assert _in_threads([lambda m=mesh: m.connect(addresses, TIMEOUT_S) for mesh in meshes]) == [None] * world_size
+    return meshes
+
+
+def _close(meshes: list[Mesh]) -> None:
+    for mesh in meshes:
+        mesh.close()
+
+
+def _message(sender: int, receiver: int, number: int, numel: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10_000 * sender + 100 * receiver + number)
+    return torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=generator)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    world_size=st.integers(1, 5),
+    num_streams=st.integers(1, 3),
+    sizes=st.lists(st.sampled_from([0, 1, 7, 1000, 65_536, 65_537, 300_001]), min_size=1, max_size=6),
+)
+def test_every_message_arrives_in_order_and_whole(world_size: int, num_streams: int, sizes: list[int]) -> None:
+    meshes = _meshes(world_size, num_streams)
+
+    def exchange_all(rank: int) -> list[tuple[int, int]]:
+        wrong = []
+        peers = [peer for peer in range(world_size) if peer != rank]
+        received = [{peer: torch.zeros(size, dtype=torch.uint8) for peer in peers} for size in sizes]
+        # All are under way at once.
+        tickets = [
+            meshes[rank].post({peer: _message(rank, peer, n, size) for peer in peers}, received[n])
+            for n, size in enumerate(sizes)
+        ]
+        for n, ticket in enumerate(tickets):
+            meshes[rank].wait(ticket, TIMEOUT_S)
+            wrong += [(p, n) for p in peers if not torch.equal(received[n][p], _message(p, rank, n, sizes[n]))]
+        return wrong
+
+    results = _in_threads([lambda r=rank: exchange_all(r) for rank in range(world_size)])
+    _close(meshes)
+    assert results == [[]] * world_size, f"(sender, number) of wrong messages by rank: {results}"
+
+
+def test_a_message_that_no_socket_buffer_holds_arrives_although_the_receiver_comes_late() -> None:
+    meshes = _meshes(2)
+    sent = _message(0, 1, 0, 40_000_000)
+    received = torch.zeros_like(sent)
+
+    def receive() -> None:
+        time.sleep(0.3)
+        meshes[1].wait(meshes[1].post({}, {0: received}), TIMEOUT_S)
+
+    results = _in_threads([lambda: meshes[0].wait(meshes[0].post({1: sent}, {}), TIMEOUT_S), receive])
+    _close(meshes)
+    assert results == [None, None]
+    assert torch.equal(received, sent)
+
+
+def test_a_time_out_names_the_ranks_that_did_not_answer_and_no_other() -> None:
+    meshes = _meshes(4)
+    buffers = {peer: torch.zeros(10, dtype=torch.uint8) for peer in (1, 2, 3)}
+    sent = torch.zeros(10, dtype=torch.uint8)
+    meshes[2].post({0: sent}, {})
+    with pytest.raises(RuntimeError, match=r"^rank 1, rank 3 did not answer within 300 ms$"):
+        meshes[0].wait(meshes[0].post({}, buffers), 0.3)
+    with pytest.raises(RuntimeError, match="closed"):
+        meshes[0].post({}, buffers)
+    _close(meshes)
+
+
+def test_a_rank_that_hangs_up_is_named_at_once() -> None:
+    meshes = _meshes(3)
+    buffer = torch.zeros(10, dtype=torch.uint8)
+    ticket = meshes[0].post({}, {2: buffer})
+    meshes[2].close()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 2 hung up"):
+        meshes[0].wait(ticket, TIMEOUT_S)
+    assert time.monotonic() - start < TIMEOUT_S, "it waited for the time-out"
+    _close(meshes)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 9, 11])
+def test_a_message_of_another_size_is_refused(num_bytes: int) -> None:
+    meshes = _meshes(2)
+    meshes[1].post({0: torch.zeros(num_bytes, dtype=torch.uint8)}, {})
+    with pytest.raises(RuntimeError, match="rank 1 sent another message than the one of 10 bytes"):
+        meshes[0].wait(meshes[0].post({}, {1: torch.zeros(10, dtype=torch.uint8)}), TIMEOUT_S)
+    _close(meshes)
+
+
+@pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"cgx1" + bytes(24), b"cgx1" + b"\x01" + bytes(23)])
+def test_strangers_are_hung_up_on_and_do_not_stand_in_the_way(says: bytes) -> None:
+    meshes = [Mesh(rank, 2, 1, "127.0.0.1", TOKEN) for rank in range(2)]
+    addresses = [(mesh.address, mesh.port) for mesh in meshes]
+    with socket.create_connection(addresses[0]) as stranger:
+        stranger.sendall(says)
+        assert _in_threads([lambda m=mesh: m.connect(addresses, TIMEOUT_S) for mesh in meshes]) == [None, None]
+        stranger.settimeout(TIMEOUT_S)
+        try:
+            answer = stranger.recv(100)
+        except ConnectionResetError:
+            answer = b""
+        assert answer == b"", "a stranger got an answer"
+    _close(meshes)
+
+
+def test_ranks_of_another_run_are_not_let_in() -> None:
+    ours, theirs = Mesh(0, 2, 1, "127.0.0.1", TOKEN), Mesh(1, 2, 1, "127.0.0.1", TOKEN[::-1])
+    addresses = [("127.0.0.1", ours.port), ("127.0.0.1", theirs.port)]
+    said = _in_threads([lambda: ours.connect(addresses, 1.0), lambda: theirs.connect(addresses, 5.0)])
+    assert said == ["ranks that did not connect: 1", "rank 0 at 127.0.0.1 did not answer"]
+
+
+def test_it_listens_on_its_own_address_only() -> None:
+    mesh = Mesh(0, 2, 1, "127.0.0.1", TOKEN)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", mesh.port), timeout=TIMEOUT_S)
+    with pytest.raises(RuntimeError, match=r"cannot listen on 192\.0\.2\.1"):
+        Mesh(0, 2, 1, "192.0.2.1", TOKEN)
+    with pytest.raises(RuntimeError, match="'localhost' is not a numeric IP address"):
+        Mesh(0, 2, 1, "localhost", TOKEN)
+
+
+def _exchange_then_die(rank: int, folder: Path) -> None:
+    mesh = connect_mesh(dist.group.WORLD, TIMEOUT_S, num_streams=2)
+    peers = [peer for peer in range(3) if peer != rank]
+    buffers = {peer: torch.zeros(100_000, dtype=torch.uint8) for peer in peers}
+    sent = torch.full((100_000,), rank, dtype=torch.uint8)
+    mesh.wait(mesh.post(dict.fromkeys(peers, sent), buffers), TIMEOUT_S)
+    assert all(bool((buffer == peer).all()) for peer, buffer in buffers.items())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        mesh.wait(mesh.post({}, {1: buffers[1]}), TIMEOUT_S)
+    except RuntimeError as error:
+        (folder / f"rank{rank}").write_text(str(error))
+
+
+def test_a_killed_process_is_named_by_the_others(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9"):
+        run_ranks(3, _exchange_then_die, tmp_path)
+    for rank in (0, 2):
+        assert "rank 1 hung up" in (tmp_path / f"rank{rank}").read_text()
