@@ -29,17 +29,26 @@ class Scheme(StrEnum):
     ALLREDUCE = "allreduce"
     ALLGATHER = "allgather"
     SRA = "sra"
+    RING = "ring"
+    TREE = "tree"
+    BROADCAST = "broadcast"
     ARTOPK_RING = "artopk_ring"
+    ARTOPK_RING_VAR = "artopk_ring_var"
+    ARTOPK_TREE = "artopk_tree"
+    ARTOPK_TREE_VAR = "artopk_tree_var"
 
 
-# An all-reduce sums messages as they are, sra re-encodes the sum of a chunk, AR-Topk shares one worker's indices: each
-# works for these codecs and no others.
+_REENCODED = frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"})
+_ARTOPK = (Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_VAR, Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR)
+_SELECTED = frozenset({"topk", "lwtopk", "mstopk", "dgc", "sidco"})
+# An all-reduce sums messages as they are, sra, ring, tree and broadcast encode sums again, AR-Topk shares one worker's
+# indices: each works for these codecs and no others.
 CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
     Scheme.DENSE: frozenset({"none"}),
     Scheme.ALLREDUCE: frozenset({"fp16", "bf16", "prefix", "randomk", "powersgd"}),
     Scheme.ALLGATHER: frozenset(CODEC_DEFAULTS),
-    Scheme.SRA: frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"}),
-    Scheme.ARTOPK_RING: frozenset({"topk", "lwtopk", "mstopk", "dgc", "sidco"}),
+    **dict.fromkeys((Scheme.SRA, Scheme.RING, Scheme.TREE, Scheme.BROADCAST), _REENCODED),
+    **dict.fromkeys(_ARTOPK, _SELECTED),
 }
 
 
@@ -99,7 +108,7 @@ def check_pair(codec: CodecSpec, scheme: Scheme) -> None:
             f"scheme {scheme} cannot carry codec {codec.name}; it carries {', '.join(sorted(allowed))}; "
             f"{codec.name} goes with {', '.join(fitting)}"
         )
-    if scheme is Scheme.ARTOPK_RING and codec.value_bits != 32:
+    if scheme in _ARTOPK and codec.value_bits != 32:
         raise ConfigError(f"scheme {scheme} sums values as they are, not with value_bits {codec.value_bits}; give 32")
 
 
@@ -140,7 +149,7 @@ class Plan:
 
     def describe(self) -> str:
         """`"qsgd:bits=4,bucket_size=128 over sra"`: what most of the layers use."""
-        kinds = [(group.codec, group.scheme) for group in self.groups if group.codec.name != "none"]
+        kinds = [(group.codec, group.scheme) for group in self.groups if group.scheme is not Scheme.DENSE]
         if not kinds:
             return "dense"
         codec, scheme = max(set(kinds), key=kinds.count)

@@ -155,9 +155,37 @@ def test_allreduce_costs_what_the_dense_ring_costs_for_its_wire_bytes() -> None:
     assert terms(Scheme.ALLREDUCE, 5, 0, 1000) == terms(Scheme.DENSE, 5, 1000, 0)
 
 
+def test_a_compressed_ring_costs_what_the_dense_ring_costs_for_its_wire_bytes() -> None:
+    assert terms(Scheme.RING, 5, 0, 1000) == terms(Scheme.DENSE, 5, 1000, 0)
+
+
+def test_a_tree_sends_what_a_ring_sends_in_fewer_hops_if_the_workers_are_a_power_of_two() -> None:
+    for num_workers, hops in ((2, 2), (4, 4), (8, 6), (16, 8)):
+        assert terms(Scheme.TREE, num_workers, 0, 1000) == (hops, terms(Scheme.RING, num_workers, 0, 1000)[1])
+
+
+def test_workers_beyond_a_power_of_two_cost_a_tree_two_hops_and_their_group_twice() -> None:
+    for num_workers, power in ((3, 2), (5, 4), (7, 4), (12, 8)):
+        hops, num_bytes = terms(Scheme.TREE, power, 0, 1000)
+        assert terms(Scheme.TREE, num_workers, 0, 1000) == (hops + 2, num_bytes + 2000)
+
+
+def test_a_broadcast_takes_two_hops_and_everything_crosses_the_link_of_its_root() -> None:
+    assert terms(Scheme.BROADCAST, 5, 0, 1000) == (2, 8000)
+
+
 def test_artopk_broadcasts_its_indices_and_sums_its_values() -> None:
-    """4 workers: 6 ring hops and 2 of the tree; 1.5 times the values, 2 times the indices."""
+    """4 workers: 6 ring hops or 4 of the tree, and 2 to broadcast; 1.5 times the values, 2 times the indices."""
     assert terms(Scheme.ARTOPK_RING, 4, 0, 100, 20) == (8, 1.5 * 80 + 2 * 20)
+    assert terms(Scheme.ARTOPK_TREE, 4, 0, 100, 20) == (6, 1.5 * 80 + 2 * 20)
+
+
+@pytest.mark.parametrize(
+    ("star", "var"), [(Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_VAR), (Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR)]
+)
+def test_to_find_the_largest_gradient_takes_artopk_one_hop(star: Scheme, var: Scheme) -> None:
+    hops, num_bytes = terms(star, 6, 0, 100, 20)
+    assert terms(var, 6, 0, 100, 20) == (hops + 1, num_bytes)
 
 
 # Timeline.
@@ -315,7 +343,11 @@ def test_estimate_of_dense_by_hand() -> None:
     [
         (Option(codec=CodecSpec(name="bf16"), scheme=Scheme.ALLGATHER), (1, 1), (4, 4)),
         (Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA), (4, 1), (7, 1.75)),
+        (Option(codec=CodecSpec(name="bf16"), scheme=Scheme.RING), (4, 1), (7, 1.75)),
+        (Option(codec=CodecSpec(name="bf16"), scheme=Scheme.TREE), (4, 1), (7, 1.75)),
+        (Option(codec=CodecSpec(name="bf16"), scheme=Scheme.BROADCAST), (2, 2), (4, 4)),
         (Option(codec=CodecSpec(name="topk", density=0.1), scheme=Scheme.ALLGATHER), (1, 1), (4, 4)),
+        (Option(codec=CodecSpec(name="topk", density=0.1), scheme=Scheme.ARTOPK_TREE), (1, 1), (1, 1)),
         (Option(codec=CodecSpec(name="topk", density=0.1), scheme=Scheme.ARTOPK_RING), (1, 1), (1, 1)),
         (Option(codec=CodecSpec(name="randomk"), scheme=Scheme.ALLREDUCE), (1, 1), (1, 1)),
     ],
@@ -336,6 +368,15 @@ def test_codec_time_counts_the_calls_and_elements_of_each_scheme(
     )
     expected_s = encodes[0] * 1e-3 + encodes[1] * 1e-3 + decodes[0] * 1e-4 + decodes[1] * 1e-4
     assert result.codec_s == pytest.approx(expected_s)
+
+
+def test_a_guest_and_its_host_encode_and_decode_a_group_more_over_a_tree() -> None:
+    """3 workers, 2 chunks: guest and host encode both. The host decode-adds two and one, and decodes two averages."""
+    cost = CodecCost(encode_a_s=1e-3, encode_b_s_per_element=1e-9, decode_a_s=1e-4, decode_b_s_per_element=1e-10)
+    option = Option(codec=CodecSpec(name="bf16"), scheme=Scheme.TREE)
+    groups = ((1_000_000, 4_000_000, True),)
+    result = estimate(inputs_with(world_size=3, groups=groups, ready_s=(0.2,), codec_costs={"bf16": cost}), option)
+    assert result.codec_s == pytest.approx(4 * 1e-3 + 2 * 1e-3 + 5 * 1e-4 + 2.5 * 1e-4)
 
 
 def test_one_worker_keeps_dense_at_the_time_of_its_compute() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,14 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import KINDS
-from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Scheme
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives import Phases, Transport, make_exchange
+from cgx_ray.plan import CODECS_OF_SCHEME, NONE, CodecSpec, Scheme
 
 # What a codec is tested with, where that is not its defaults.
 TEXTS = {name: f"{name}:density=0.05" for name in ("topk", "lwtopk", "mstopk", "dgc", "sidco", "randomk")}
 PAIRS = [(TEXTS.get(name, name), str(scheme)) for scheme, names in CODECS_OF_SCHEME.items() for name in sorted(names)]
 PAIRS += [
     ("qsgd:bits=8,bucket_size=64,grid=l2", "sra"),
-    ("qsgd:bits=3,rounding=nearest", "sra"),
+    *(("qsgd:bits=3,rounding=nearest", scheme) for scheme in ("sra", "ring", "tree", "broadcast")),
     ("qsgd:bits=3,grid=linf,rounding=nearest", "allgather"),
     ("topk:density=0.05,value_bits=4", "allgather"),
     ("dgc:density=0.05,value_bits=16,clip=0.1,warmup_steps=8", "allgather"),
@@ -56,7 +59,17 @@ def test_ranks_hold_identical_weights_after_every_step(codec: str, scheme: str) 
 @pytest.mark.parametrize("world_size", [4, 5])
 @pytest.mark.parametrize(
     ("codec", "scheme"),
-    [("randomk", "allreduce"), ("powersgd", "allreduce"), ("onebit", "sra"), ("dgc", "artopk_ring")],
+    [
+        ("randomk", "allreduce"),
+        ("powersgd", "allreduce"),
+        ("onebit", "sra"),
+        ("onebit", "ring"),
+        ("qsgd", "tree"),
+        ("onebit", "tree"),
+        ("qsgd", "broadcast"),
+        ("dgc", "artopk_ring"),
+        ("topk:density=0.05", "artopk_tree_var"),
+    ],
 )
 def test_more_ranks_hold_identical_weights_too(codec: str, scheme: str, world_size: int) -> None:
     first, *others = run_ranks(world_size, _train_pair, codec, scheme)
@@ -108,18 +121,21 @@ def _average_once(rank: int, codec: str, scheme: str) -> list[torch.Tensor]:
     return [averages(codec, scheme, [noise(rank, (1, numel))])[0][0] for numel in NUMELS]
 
 
-@pytest.mark.parametrize(("codec", "scheme"), UNBIASED)
-def test_average_is_within_the_codecs_error_of_a_float64_sum(codec: str, scheme: str) -> None:
-    results = run_ranks(3, _average_once, codec, scheme)
+@pytest.mark.parametrize(
+    ("codec", "scheme", "world_size"),
+    [*((*pair, 3) for pair in UNBIASED), *(("qsgd", scheme, 6) for scheme in ("sra", "ring", "tree", "broadcast"))],
+)
+def test_average_is_within_the_codecs_error_of_a_float64_sum(codec: str, scheme: str, world_size: int) -> None:
+    results = run_ranks(world_size, _average_once, codec, scheme)
     spec = CodecSpec.parse(codec)
     for numel, *of_ranks in zip(NUMELS, *results, strict=True):
-        inputs_RN = torch.stack([noise(rank, (1, numel))[0][0] for rank in range(3)]).double()
+        inputs_RN = torch.stack([noise(rank, (1, numel))[0][0] for rank in range(world_size)]).double()
         assert all(torch.equal(of_ranks[0], other) for other in of_ranks)
         mean_N, largest = inputs_RN.mean(0), float(inputs_RN.abs().max())
         if spec.name == "prefix":
-            # sra cuts each rank's chunk, so what is sent is not one run.
+            # The schemes with chunks cut each of them, so what is sent is not one run.
             sent_N = of_ranks[0] != 0
-            chunks = 3 if scheme == "sra" else 1
+            chunks = {"sra": 3, "ring": 3, "tree": 2}.get(scheme, 1)
             assert numel // 4 <= int(sent_N.sum()) <= spec.num_prefix(numel) + chunks
             mean_N = mean_N * sent_N
         # The largest error of one rounding, relative to the largest magnitude: 2^-11 for fp16, 2^-8 for bf16 and, for
@@ -134,8 +150,46 @@ def test_average_is_within_the_codecs_error_of_a_float64_sum(codec: str, scheme:
             "terngrad": 1 + 2**-7,
             "qsgd": 2 * root * (1 + 2**-6) / (2 ** (spec.bits or 2) - (1 if spec.grid == "max_min" else 2)),
         }[spec.name]
+        roundings = 2.0
+        if scheme in ("ring", "tree"):
+            # A ring rounds 1, 2, ... N of the N parts of an average: (1 + 2 + ... + N) / N times in all, and a tree
+            # rounds none of its sums with more parts. Each rounding may make a sum 2^-7 larger, its grid being wider.
+            roundings = (world_size + 1) / 2 * (1 + 2**-7) ** (world_size - 1)
         error = float((of_ranks[0].double() - mean_N).abs().max())
-        assert error <= 2 * step * largest + 3 * 2**-23 * largest, (numel, error, step)
+        assert error <= roundings * step * largest + world_size * 2**-23 * largest, (numel, error, step)
+
+
+def _average_of_large(rank: int, scheme: str) -> torch.Tensor:
+    return averages("fp16", scheme, [[torch.full((1, 300), 60000.0)]])[0][0]
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme, names in CODECS_OF_SCHEME.items() if "fp16" in names], ids=str)
+def test_sums_of_what_fp16_can_hold_do_not_overflow(scheme: str) -> None:
+    for average_N in run_ranks(4, _average_of_large, scheme):
+        # 60000 and its quarters are float16 numbers, three quarters of it are rounded once.
+        torch.testing.assert_close(average_N, torch.full((300,), 60000.0), rtol=2**-11, atol=0)
+
+
+EXACT_NUMELS = (1, 2, 5, 97, 1031)
+
+
+def _sum_integers(rank: int, scheme: str) -> list[torch.Tensor]:
+    return [averages("none", scheme, [integers(rank, numel)])[0][0] for numel in EXACT_NUMELS]
+
+
+def integers(rank: int, numel: int) -> list[torch.Tensor]:
+    """Element i is i + 1 times the rank from one on: over N ranks they sum to (i + 1) N (N + 1) / 2."""
+    return [torch.arange(1.0, numel + 1)[None] * (rank + 1) * dist.get_world_size()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("scheme", ["sra", "ring", "tree", "broadcast"])
+def test_integers_are_averaged_exactly(scheme: str, world_size: int) -> None:
+    """Whole numbers under 2^24, and multiples of the number of ranks, since they are divided before they are summed."""
+    for result in run_ranks(world_size, _sum_integers, scheme):
+        for numel, average_N in zip(EXACT_NUMELS, result, strict=True):
+            expected_N = torch.arange(1.0, numel + 1) * (world_size * (world_size + 1) // 2)
+            assert torch.equal(average_N, expected_N), (numel, average_N)
 
 
 SHAPES = ((60, 50), (7, 30))
@@ -153,15 +207,19 @@ def _accumulated(rank: int, codec: str, scheme: str) -> tuple[torch.Tensor, torc
 
 # With momentum a gradient is sent more than once, with clipping less.
 @pytest.mark.parametrize(
-    ("codec", "scheme"), [(c.replace("dgc:", "dgc:momentum=0,"), s) for c, s in FED_BACK if "clip" not in c]
+    ("codec", "scheme", "world_size"),
+    [
+        *((c.replace("dgc:", "dgc:momentum=0,"), s, 3) for c, s in FED_BACK if "clip" not in c),
+        *(("onebit", scheme, 6) for scheme in ("ring", "tree", "broadcast")),
+    ],
 )
-def test_what_was_not_sent_is_in_the_residuals(codec: str, scheme: str) -> None:
-    results = run_ranks(3, _accumulated, codec, scheme)
+def test_what_was_not_sent_is_in_the_residuals(codec: str, scheme: str, world_size: int) -> None:
+    results = run_ranks(world_size, _accumulated, codec, scheme)
     sent_N = results[0][0]
     given_N, owed_N = (torch.stack([result[i] for result in results]).mean(0) for i in (1, 2))
-    # A step adds what is owed, subtracts what is sent and adds 3 ranks' shares: float32 numbers under 40 in size, and
-    # for PowerSGD products of rank 4 of them. The owner's errors in sra count three times.
-    tolerance = 40 * NUM_STEPS * (3 + 3 + 4) * 2**-24
+    # A step adds what is owed, subtracts what is sent and adds all ranks' shares: float32 numbers under 40 in size, and
+    # for PowerSGD products of rank 4 of them. The errors of who encodes an average count once for every rank.
+    tolerance = 40 * NUM_STEPS * (2 * world_size + 4) * 2**-24
     torch.testing.assert_close(sent_N + owed_N, given_N, rtol=0, atol=tolerance)
     assert float(owed_N.norm()) > 0
     assert torch.equal(results[1][0], sent_N)
@@ -276,8 +334,12 @@ def _train_scaled(rank: int, codec: str, scheme: str) -> tuple[list[str], list[f
     [
         ("qsgd", "sra"),
         ("ef_signsgd", "sra"),
+        ("onebit", "ring"),
+        ("ef_signsgd", "tree"),
+        ("onebit", "broadcast"),
         ("topk:density=0.05", "allgather"),
         ("topk:density=0.05", "artopk_ring"),
+        ("topk:density=0.05", "artopk_tree_var"),
         ("dgc:density=0.05", "artopk_ring"),
         ("randomk:density=0.05", "allreduce"),
         ("powersgd", "allreduce"),
@@ -293,22 +355,73 @@ def test_gradscaler_skips_the_same_step_on_all_ranks(codec: str, scheme: str) ->
 
 
 def _topk_averages(rank: int, scheme: str) -> torch.Tensor:
-    return averages("topk:density=0.05", scheme, [noise(rank, *SHAPES)])[0][0]
+    return averages("topk:density=0.05", scheme, [_unequal(rank)])[0][0]
 
 
-@pytest.mark.parametrize("scheme", ["allgather", "artopk_ring"])
+def _unequal(rank: int) -> list[torch.Tensor]:
+    """Rank 1 has the largest gradient of three."""
+    return [(1 + rank % 2) * grad for grad in noise(rank, *SHAPES)]
+
+
+@pytest.mark.parametrize("scheme", ["allgather", "artopk_ring", "artopk_ring_var", "artopk_tree", "artopk_tree_var"])
 def test_topk_averages_the_largest_elements(scheme: str) -> None:
-    inputs_RN = torch.stack([torch.cat([g.view(-1) for g in noise(rank, *SHAPES)]) for rank in range(3)]).double()
+    inputs_RN = torch.stack([torch.cat([g.view(-1) for g in _unequal(rank)]) for rank in range(3)]).double()
     num_kept = CodecSpec(name="topk", density=0.05).num_kept(inputs_RN.shape[1])
     kept_RN = torch.zeros_like(inputs_RN)
     for rank, input_N in enumerate(inputs_RN):
-        # AR-Topk at step 0 uses the indices of rank 0.
-        chosen = inputs_RN[0] if scheme == "artopk_ring" else input_N
+        # AR-Topk at step 0 uses the indices of rank 0, with VAR those of the largest gradient.
+        chosen = input_N if scheme == "allgather" else inputs_RN[1 if scheme.endswith("var") else 0]
         index_K = chosen.abs().topk(num_kept).indices
         kept_RN[rank, index_K] = input_N[index_K]
     for average_N in run_ranks(3, _topk_averages, scheme):
-        # Two additions and a division of numbers under 5.
-        torch.testing.assert_close(average_N.double(), kept_RN.mean(0), rtol=0, atol=5 * 3 * 2**-24)
+        # A division each, two additions of numbers under 10.
+        torch.testing.assert_close(average_N.double(), kept_RN.mean(0), rtol=0, atol=10 * 3 * 2**-24)
+
+
+class Counting(Transport):
+    """Counts what `exchange` sends."""
+
+    num_sent = 0
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        self.num_sent += sum(message.numel() for message in sends.values())
+        super().exchange(sends, receives)
+
+
+DIRECT_NUMELS = (1, 3, 100_003)
+
+
+def _exchange_directly(rank: int, scheme: str) -> list[tuple[int, int, bool]]:
+    """Bytes that the exchange says it sends, those that it sent, and whether integers came out right."""
+    outcomes = []
+    world_size = dist.get_world_size()
+    for numel in DIRECT_NUMELS:
+        transport = Counting(dist.group.WORLD)
+        exchange = make_exchange(make_codec(NONE), Scheme(scheme), numel, 4, transport)
+        grad_N = integers(rank, numel)[0].view(-1)
+        exchange.run(grad_N, None, Stamp(plan_version=0, step=3, group=1, codec="none"), 0, Phases())
+        expected_N = torch.arange(1.0, numel + 1) * (world_size * (world_size + 1) // 2)
+        outcomes.append((exchange.sent_bytes, transport.num_sent, torch.equal(grad_N, expected_N)))
+    return outcomes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("scheme", ["sra", "ring", "tree", "broadcast"])
+def test_schemes_send_what_they_say(scheme: str, world_size: int) -> None:
+    results = run_ranks(world_size, _exchange_directly, scheme)
+    for said, sent, is_exact in (outcome for result in results for outcome in result):
+        assert said == sent
+        assert is_exact
+    group_bytes, num_places = 4 * DIRECT_NUMELS[-1], 1 << (world_size.bit_length() - 1)
+    most = {
+        "sra": 2 * (world_size - 1) / world_size,
+        "ring": 2 * (world_size - 1) / world_size,
+        "tree": 2 * (num_places - 1) / num_places + (num_places < world_size),
+        "broadcast": world_size - 1,
+    }[scheme] * group_bytes
+    # At most three messages a rank for each chunk: 32 bytes before each and one element that its chunk has more.
+    sent = max(result[-1][1] for result in results)
+    assert abs(sent - most) <= 3 * world_size * (32 + 4), (sent, most)
 
 
 def _dgc_averages(rank: int, text: str) -> list[torch.Tensor]:

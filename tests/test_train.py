@@ -170,7 +170,7 @@ def test_world_size_one_trains_as_if_nothing_was_attached(tmp_path: Path) -> Non
         ({"codec": "qsgd:bits=x"}, "bits 'x' is not allowed; give a whole number from 1 to 8"),
         ({"codec": "topk:density=0"}, "density 0.0 is not allowed; give a share in (0, 1]"),
         ({"codec": "topk", "scheme": "sra"}, "scheme sra cannot carry codec topk"),
-        ({"scheme": "mesh"}, "unknown scheme 'mesh'; known: dense, allreduce, allgather, sra, artopk_ring"),
+        ({"scheme": "mesh"}, "unknown scheme 'mesh'; known: dense, allreduce, allgather, sra, ring, tree, "),
         ({"codec": "topk", "scheme": "allgather"}, "not allowed with policy 'adaptive', which chooses both"),
         ({"densities": (2.0,)}, "density 2.0 is not allowed; give a share in (0, 1]"),
         ({"densities": 0.1}, "give a tuple such as"),

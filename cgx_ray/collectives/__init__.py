@@ -10,11 +10,14 @@ from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.allgather import Allgather
 from cgx_ray.collectives.allreduce import Allreduce, PowerSgdAllreduce
-from cgx_ray.collectives.artopk import ArTopkRing
+from cgx_ray.collectives.artopk import ArTopk
+from cgx_ray.collectives.broadcast import Broadcast
 from cgx_ray.collectives.dense import Dense
 from cgx_ray.collectives.phases import Phases
+from cgx_ray.collectives.ring import Ring
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.transport import Transport
+from cgx_ray.collectives.tree import Tree
 from cgx_ray.plan import Scheme
 
 
@@ -50,8 +53,16 @@ def make_exchange(codec: Codec, scheme: Scheme, numel: int, item_bytes: int, tra
             return Allgather(codec, numel, transport)
         case Scheme.SRA:
             return Sra(codec, numel, transport)
-        case Scheme.ARTOPK_RING:
-            return ArTopkRing(codec, numel, transport)
+        case Scheme.RING:
+            return Ring(codec, numel, transport)
+        case Scheme.TREE:
+            return Tree(codec, numel, transport)
+        case Scheme.BROADCAST:
+            return Broadcast(codec, numel, transport)
+        case Scheme.ARTOPK_RING | Scheme.ARTOPK_RING_VAR | Scheme.ARTOPK_TREE | Scheme.ARTOPK_TREE_VAR:
+            by_tree = scheme in (Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR)
+            by_norm = scheme in (Scheme.ARTOPK_RING_VAR, Scheme.ARTOPK_TREE_VAR)
+            return ArTopk(codec, numel, transport, by_tree=by_tree, by_norm=by_norm)
 
 
 __all__ = ["Exchange", "Phases", "Transport", "make_exchange"]

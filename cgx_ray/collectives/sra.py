@@ -21,6 +21,23 @@ def chunk_bounds(numel: int, num_chunks: int, granule: int) -> list[tuple[int, i
     return list(itertools.pairwise(cuts))
 
 
+def encode_share(
+    codec: Codec, average_N: Tensor, payload: Tensor, key: int, memory: Memory | None, world_size: int
+) -> None:
+    """Encode an average, or what some ranks' gradients are of it, together with what this rank owes.
+
+    average_N  (N,) float32, a sum divided by `world_size`; changed in place
+    memory     in units of the sum: what is owed goes in divided, and what the encoding drops comes out multiplied
+    """
+    if memory is None:
+        codec.encode(average_N, payload, key)
+        return
+    assert memory.residual_N is not None
+    average_N.add_(memory.residual_N, alpha=1 / world_size)
+    codec.encode(average_N, payload, key, memory.without_debt())
+    memory.next_N.mul_(world_size)
+
+
 class Sra:
     """Cost 2a + 2(N-1)/N m b. Rank j owns chunk j: it sums what the others send of it and sends the sum back.
 
@@ -65,7 +82,7 @@ class Sra:
             self._codec.decode(payload_of(self._of_own[peer]), own, add=True)
         phases.lap("decode")
         second = replace(stamp, phase=1)
-        self._encode_average(own, payload_of(total), keys[rank], memories[rank])
+        encode_share(self._codec, own.div_(world_size), payload_of(total), keys[rank], memories[rank], world_size)
         seal(total, second, own.numel())
         phases.lap("encode")
         self._transport.exchange(dict.fromkeys(peers, total), {peer: self._of_chunk[peer] for peer in peers})
@@ -76,14 +93,3 @@ class Sra:
             check(self._of_chunk[peer], second, chunks[peer].numel(), peer)
             self._codec.decode(payload_of(self._of_chunk[peer]), chunks[peer], add=False)
         phases.lap("decode")
-
-    def _encode_average(self, sum_N: Tensor, payload: Tensor, key: int, memory: Memory | None) -> None:
-        """Turn the sum of the own chunk into the average and encode it."""
-        world_size = self._transport.world_size
-        if memory is None:
-            self._codec.encode(sum_N.div_(world_size), payload, key)
-            return
-        assert memory.residual_N is not None
-        average_N = sum_N.add_(memory.residual_N).div_(world_size)
-        self._codec.encode(average_N, payload, key, memory.without_debt())
-        memory.next_N.mul_(world_size)

@@ -71,9 +71,27 @@ def terms(
             return 1.0, (N - 1.0) * wire_bytes
         case Scheme.SRA:
             return 2.0, 2 * (N - 1) / N * wire_bytes
-        case Scheme.ARTOPK_RING:
-            return 2 * (N - 1) + log_N, 2 * (N - 1) / N * (wire_bytes - index_bytes) + log_N * index_bytes
+        case Scheme.RING:
+            return 2.0 * (N - 1), 2 * (N - 1) / N * wire_bytes
+        case Scheme.TREE:
+            return _tree_terms(N, wire_bytes)
+        case Scheme.BROADCAST:
+            # The root's link carries everything.
+            return 2.0, 2.0 * (N - 1) * wire_bytes
+        case Scheme.ARTOPK_RING | Scheme.ARTOPK_RING_VAR | Scheme.ARTOPK_TREE | Scheme.ARTOPK_TREE_VAR:
+            by_tree = scheme in (Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR)
+            by_norm = scheme in (Scheme.ARTOPK_RING_VAR, Scheme.ARTOPK_TREE_VAR)
+            value_bytes = wire_bytes - index_bytes
+            hops, num_bytes = _tree_terms(N, value_bytes) if by_tree else (2.0 * (N - 1), 2 * (N - 1) / N * value_bytes)
+            return hops + log_N + by_norm, num_bytes + log_N * index_bytes
     raise ConfigError(f"no cost for scheme {scheme!r}; known: {', '.join(Scheme)}")
+
+
+def _tree_terms(N: int, wire_bytes: float) -> tuple[float, float]:
+    """Down and up among the largest power of two of workers; the others hand in their groups before and wait."""
+    P = 1 << (N.bit_length() - 1)
+    folds = 2 if P < N else 0
+    return 2 * math.log2(P) + folds, (2 * (P - 1) / P + folds) * wire_bytes
 
 
 def exchange_s(
@@ -90,14 +108,16 @@ def allgather_tree_s(num_workers: int, wire_bytes: float, link: Link) -> float:
 
 
 def dense_tree_s(num_workers: int, dense_bytes: float, link: Link) -> float:
-    """Dense all-reduce up and down a tree. For comparison: no scheme does it."""
+    """Dense all-reduce up and down a tree, the whole group at each level. For comparison: no scheme does it."""
     _check_exchange(num_workers, dense_bytes, 0)
     log_N = math.log2(num_workers)
     return link.seconds(2 * log_N, 2 * log_N * dense_bytes)
 
 
 def artopk_tree_s(num_workers: int, wire_bytes: float, link: Link, index_bytes: float = 0) -> float:
-    """AR-Topk with a tree all-reduce, arguments as in `terms`. For comparison: no scheme does it."""
+    """AR-Topk as the literature models it, all values up and down a tree; arguments as in `terms`. For comparison: ours
+    halves what it sends at each level.
+    """
     _check_exchange(num_workers, 0, wire_bytes, index_bytes)
     log_N = math.log2(num_workers)
     return link.seconds(3 * log_N, log_N * (2 * (wire_bytes - index_bytes) + index_bytes))

@@ -245,10 +245,19 @@ def _codec_work(option: Option, N: int, n: int) -> tuple[int, float, int, float]
     match option.scheme:
         case Scheme.ALLGATHER:
             return 1, n, N, N * n
-        case Scheme.SRA:
+        case Scheme.SRA | Scheme.RING:
             # Encode N-1 foreign chunks and the sum of the own one; decode-add N-1 chunks, decode all N sums.
             return N, n, 2 * N - 1, (N - 1) * n / N + n
+        case Scheme.TREE:
+            # The same with P chunks; before it a guest encodes all of its own and its host decodes that.
+            P = 1 << (N.bit_length() - 1)
+            folds = 1 if P < N else 0
+            return (1 + folds) * P, (1 + folds) * n, (2 + folds) * P - 1, (P - 1) * n / P + (1 + folds) * n
+        case Scheme.BROADCAST:
+            # One after the other: all but the root encode, it decode-adds N-1 of them and encodes the average, all
+            # decode that.
+            return 2, 2 * n, N, N * n
         case _:
-            # dense packs and unpacks, allreduce encodes and decodes one message; artopk_ring selects once and writes
+            # dense packs and unpacks, allreduce encodes and decodes one message; AR-Topk selects once and writes
             # one sum, the cost of one decode.
             return 1, n, 1, n
