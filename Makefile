@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-BENCH ?= step kernels
+BENCH ?= step kernels collectives
 
 BIN := .venv/bin
 CSRC := $(wildcard $(foreach e,cpp hpp h cu cuh,runtime_ext/csrc/*/*.$(e)))

@@ -1,4 +1,4 @@
-"""The command line: `cgx-ray demo`, `cgx-ray bench step`, `cgx-ray bench kernels`."""
+"""The command line: `cgx-ray demo`, `cgx-ray bench step`, `cgx-ray bench kernels`, `cgx-ray bench collectives`."""
 
 from __future__ import annotations
 
@@ -119,6 +119,18 @@ def kernels(device: str, numel: int, threads: int, seed: int, json_path: str | N
 
     options = KernelOptions(device=device, numel=numel, threads=threads, seed=seed)
     kernels_command(options, _console(json_path), json_path, plot)
+
+
+@bench.command()
+@click.option("--ranks", default=4, show_default=True, help="Processes, each on a host of its own; goals are for 4.")
+@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option("--quick", is_flag=True, help="4 MB, two rounds, not 100 Mbit/s, no goals: does it work?")
+def collectives(ranks: int, json_path: str | None, quick: bool) -> None:
+    """How long schemes take over our TCP and over Gloo, against Gloo's all-reduce and the bound."""
+    from cgx_ray.bench.collectives import CollectiveOptions  # noqa: PLC0415
+    from cgx_ray.bench.show_collectives import collectives_command  # noqa: PLC0415
+
+    collectives_command(CollectiveOptions(num_ranks=ranks, quick=quick), _console(json_path), json_path)
 
 
 if __name__ == "__main__":

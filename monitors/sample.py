@@ -11,8 +11,9 @@ class Transfer:
     """One exchange of one group as one rank saw it.
 
     index_bytes  of wire_bytes, those that say which elements are sent
-    seconds      from the moment this rank had its message ready to the moment it held everyone's. It contains the
-                 wait for late peers; the smallest value over all ranks is the network's share.
+    seconds      from the moment this rank had its first message ready to the moment it held everyone's. It contains the
+                 wait for late peers, and what was encoded and decoded meanwhile; the smallest value over all ranks is
+                 the network's share.
     """
 
     group: int
@@ -29,6 +30,8 @@ class StepSample:
 
     step_s     from the end of the previous exchange to the end of this one
     compute_s  step_s less the communication that compute did not hide
+    encode_s, exchange_s, decode_s
+               sums over groups; they overlap, so together they may be more than the time that passed
     ready_s    for each group, when backward had finished its last layer, from the start of the step
     gain       compression gain by codec (`str(CodecSpec)`), on the steps that measured it
     """

@@ -23,22 +23,33 @@ class Allgather:
 
     def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
         """See `Exchange.run`."""
-        rank, world_size = self._transport.rank, self._transport.world_size
+        transport = self._transport
+        rank, world_size = transport.rank, transport.world_size
         own = self._messages[rank]
         keys = [
             ops.message_key(seed, stamp.step, stamp.group, 0 if self._codec.shares_key else sender, 0)
             for sender in range(world_size)
         ]
+        # Posted before anything comes, so that it goes straight to where it belongs.
+        transport.begin_round()
+        incoming = {peer: transport.start({}, {peer: self._messages[peer]}) for peer in transport.peers}
         self._codec.encode(grad_N, payload_of(own), keys[rank], memory)
         seal(own, stamp, grad_N.numel())
         phases.lap("encode")
-        peers = [peer for peer in range(world_size) if peer != rank]
-        self._transport.exchange(dict.fromkeys(peers, own), {peer: self._messages[peer] for peer in peers})
-        phases.lap("exchange")
+        phases.begin_round()
+        outgoing = transport.start(dict.fromkeys(transport.peers, own), {})
 
-        for sender, message in enumerate(self._messages):
-            check(message, stamp, grad_N.numel(), sender)
-        for sender, message in enumerate(self._messages):
-            self._codec.decode(payload_of(message), grad_N, add=sender > 0, key=keys[sender])
+        # In rank order, whoever comes first: sums depend on it.
+        for sender in range(world_size):
+            if sender != rank:
+                transport.finish(incoming.pop(sender))
+                phases.lap("exchange")
+                if not incoming:
+                    phases.end_round()
+            check(self._messages[sender], stamp, grad_N.numel(), sender)
+            self._codec.decode(payload_of(self._messages[sender]), grad_N, add=sender > 0, key=keys[sender])
+            phases.lap("decode")
+        transport.finish(outgoing)
+        phases.lap("exchange")
         grad_N.div_(world_size)
         phases.lap("decode")

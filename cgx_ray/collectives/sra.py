@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import HEADER_BYTES, Stamp, check, new_message, payload_of, seal
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport import Transport
+from cgx_ray.collectives.transport import Handle, Transport
 from cgx_ray.runtime_ext import ops
+
+# Longer chunks are cut. LOG.md has what other sizes do.
+PIECE_BYTES = 1 << 19
 
 
 def chunk_bounds(numel: int, num_chunks: int, granule: int) -> list[tuple[int, int]]:
@@ -44,52 +48,136 @@ class Sra:
     The owner uses its own re-encoded chunk, as its peers do, so all ranks hold the same bits. With feedback a rank owes
     what its messages to the owners dropped and, of its own chunk, N times what encoding the average dropped: added to
     the next sum of N gradients, which is divided by N, that makes the average good.
+
+    Where many messages may be under way, long chunks are cut into pieces, one message each. The next piece is encoded
+    while one is under way; what has come in is summed, encoded again and sent back while the rest is still coming.
     """
 
     def __init__(self, codec: Codec, numel: int, transport: Transport) -> None:
-        self._codec = codec
         self._transport = transport
-        self._bounds = chunk_bounds(numel, transport.world_size, codec.granule)
-        sizes = [codec.payload_bytes(stop - start) for start, stop in self._bounds]
-        # By chunk: what this rank sends of it in the first phase and receives of it in the second.
-        self._of_chunk = [new_message(size) for size in sizes]
-        # By peer: what it sends of the chunk that this rank owns. The entry of this rank holds the encoded sum.
-        self._of_own = [new_message(sizes[transport.rank]) for _ in sizes]
-        others = sum(sizes) - sizes[transport.rank]
-        self.sent_bytes = others + (transport.world_size - 1) * (2 * HEADER_BYTES + sizes[transport.rank])
+        chunks = chunk_bounds(numel, transport.world_size, codec.granule)
+        longest_bytes = max(codec.payload_bytes(stop - start) for start, stop in chunks)
+        num_pieces = max(1, -(-longest_bytes // PIECE_BYTES)) if transport.takes_many else 1
+        cuts = [
+            [(start + first, start + last) for first, last in chunk_bounds(stop - start, num_pieces, codec.granule)]
+            for start, stop in chunks
+        ]
+        self._pieces = [_Piece(index, bounds, codec, transport) for index, bounds in enumerate(zip(*cuts, strict=True))]
+        self.sent_bytes = sum(piece.sent_bytes for piece in self._pieces)
 
     def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
         """See `Exchange.run`."""
-        rank, world_size = self._transport.rank, self._transport.world_size
-        peers = [peer for peer in range(world_size) if peer != rank]
-        chunks = [grad_N[start:stop] for start, stop in self._bounds]
-        memories = [memory.part(start, stop) if memory is not None else None for start, stop in self._bounds]
-        own, total = chunks[rank], self._of_own[rank]
+        step = _Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
+        self._transport.begin_round()
+        # Receives first: what comes early goes straight to where it belongs.
+        for piece in self._pieces:
+            piece.expect()
+        for piece in self._pieces:
+            piece.scatter(step)
+        self._transport.begin_round()
+        for piece in self._pieces:
+            piece.reduce(step)
+        for piece in self._pieces:
+            piece.gather(step)
+        phases.lap("decode")
 
-        # A rank encodes each chunk once a step, its own in the second phase: the chunk tells random numbers apart.
-        keys = [ops.message_key(seed, stamp.step, stamp.group, rank, chunk) for chunk in range(world_size)]
-        for peer in peers:
-            self._codec.encode(chunks[peer], payload_of(self._of_chunk[peer]), keys[peer], memories[peer])
-            seal(self._of_chunk[peer], stamp, chunks[peer].numel())
-        phases.lap("encode")
-        self._transport.exchange(
-            {peer: self._of_chunk[peer] for peer in peers}, {peer: self._of_own[peer] for peer in peers}
-        )
-        phases.lap("exchange")
 
-        for peer in peers:
-            check(self._of_own[peer], stamp, own.numel(), peer)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What `Exchange.run` gets."""
+
+    grad_N: Tensor  # noqa: N815 - tensors end in their dimensions
+    memory: Memory | None
+    stamp: Stamp
+    seed: int
+    phases: Phases
+
+    def memory_of(self, bounds: tuple[int, int]) -> Memory | None:
+        return self.memory.part(*bounds) if self.memory is not None else None
+
+
+class _Piece:
+    """The same piece of every chunk, from its first message to its last. Its methods are called in their order here."""
+
+    def __init__(self, index: int, bounds: Sequence[tuple[int, int]], codec: Codec, transport: Transport) -> None:
+        """`bounds`: of this piece of each chunk, in the gradient."""
+        rank, world_size = transport.rank, transport.world_size
+        sizes = [codec.payload_bytes(stop - start) for start, stop in bounds]
+        self._index = index
+        self._bounds = bounds
+        self._codec = codec
+        self._transport = transport
+        # By chunk: what this rank sends of it in the first phase and receives of it in the second.
+        self._of_chunk = [new_message(size) for size in sizes]
+        # By peer: what it sends of the chunk that this rank owns. The entry of this rank holds the encoded sum.
+        self._of_own = [new_message(sizes[rank]) for _ in sizes]
+        self._coming: dict[int, Handle] = {}
+        self._going: dict[int, Handle] = {}
+        self.sent_bytes = sum(sizes) - sizes[rank] + (world_size - 1) * (2 * HEADER_BYTES + sizes[rank])
+
+    def expect(self) -> None:
+        """Begin to receive what the others send of the own chunk."""
+        for peer in self._transport.peers:
+            self._coming[peer] = self._transport.start({}, {peer: self._of_own[peer]})
+
+    def scatter(self, step: _Step) -> None:
+        """Send the others what they own, each as soon as it is encoded."""
+        for peer in self._transport.peers:
+            message, (start, stop) = self._of_chunk[peer], self._bounds[peer]
+            self._codec.encode(
+                step.grad_N[start:stop], payload_of(message), self._key(step, peer), step.memory_of((start, stop))
+            )
+            seal(message, step.stamp, stop - start)
+            step.phases.lap("encode")
+            if not self._going:
+                step.phases.begin_round()
+            self._going[peer] = self._transport.start({peer: message}, {})
+            step.phases.lap("exchange")
+
+    def reduce(self, step: _Step) -> None:
+        """Average what the others sent, and send it to them."""
+        rank, phases = self._transport.rank, step.phases
+        start, stop = self._bounds[rank]
+        own, average = step.grad_N[start:stop], self._of_own[rank]
+        # In rank order, whoever comes first: sums depend on it.
+        for peer in sorted(self._transport.peers):
+            self._receive(peer, phases)
+            check(self._of_own[peer], step.stamp, own.numel(), peer)
             self._codec.decode(payload_of(self._of_own[peer]), own, add=True)
-        phases.lap("decode")
-        second = replace(stamp, phase=1)
-        encode_share(self._codec, own.div_(world_size), payload_of(total), keys[rank], memories[rank], world_size)
-        seal(total, second, own.numel())
+            phases.lap("decode")
+        key, memory, world_size = self._key(step, rank), step.memory_of((start, stop)), self._transport.world_size
+        encode_share(self._codec, own.div_(world_size), payload_of(average), key, memory, world_size)
+        seal(average, replace(step.stamp, phase=1), own.numel())
         phases.lap("encode")
-        self._transport.exchange(dict.fromkeys(peers, total), {peer: self._of_chunk[peer] for peer in peers})
+        phases.begin_round()
+        self._going[rank] = self._transport.start(dict.fromkeys(self._transport.peers, average), {})
+        for peer in self._transport.peers:
+            # Not before it is sent: what comes overwrites it.
+            self._transport.finish(self._going.pop(peer))
+            self._coming[peer] = self._transport.start({}, {peer: self._of_chunk[peer]})
         phases.lap("exchange")
-
-        self._codec.decode(payload_of(total), own, add=False)
-        for peer in peers:
-            check(self._of_chunk[peer], second, chunks[peer].numel(), peer)
-            self._codec.decode(payload_of(self._of_chunk[peer]), chunks[peer], add=False)
+        self._codec.decode(payload_of(average), own, add=False)
         phases.lap("decode")
+
+    def gather(self, step: _Step) -> None:
+        """Take over the averages of the others' chunks."""
+        second = replace(step.stamp, phase=1)
+        for peer in self._transport.peers:
+            start, stop = self._bounds[peer]
+            self._receive(peer, step.phases)
+            check(self._of_chunk[peer], second, stop - start, peer)
+            self._codec.decode(payload_of(self._of_chunk[peer]), step.grad_N[start:stop], add=False)
+            step.phases.lap("decode")
+        self._transport.finish(self._going.pop(self._transport.rank))
+        step.phases.lap("exchange")
+
+    def _receive(self, peer: int, phases: Phases) -> None:
+        self._transport.finish(self._coming.pop(peer))
+        phases.lap("exchange")
+        if not self._coming:
+            phases.end_round()
+
+    def _key(self, step: _Step, chunk: int) -> int:
+        """A rank encodes each piece once a step, its own in the second phase: the piece tells random numbers apart."""
+        rank, world_size = self._transport.rank, self._transport.world_size
+        return ops.message_key(step.seed, step.stamp.step, step.stamp.group, rank, self._index * world_size + chunk)

@@ -45,9 +45,25 @@ class SimulatedLink:
         return self.latency_s * num_hops + num_bytes * 8 / rate
 
 
+# A ticket of the mesh, or what torch.distributed waits on.
+Handle = int | list[dist.Work | None]
+
+
+@dataclass(slots=True)
+class _Round:
+    """What a simulated link carries and has held back of messages that are under way together."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    held_bytes: int = 0
+    hops_left: int = 1
+
+
 class Transport:
     """Point-to-point and vendor collectives of one engine. Used by its communication thread alone.
 
+    takes_many         many messages between two ranks may be under way at once; Gloo has hung with some dozens
+    peers              the other ranks, the next one first: where every rank starts with another
     step, group_index  what is under way, for messages of errors
     """
 
@@ -63,34 +79,59 @@ class Transport:
         self._link = link
         self._mesh = mesh
         self._timeout_s = timeout_s
+        self.takes_many = mesh is not None
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.step = 0
         self.group_index = 0
+        self._round = _Round()
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Send to and receive from every peer at once; returns when all of it is done. Keys are ranks.
+    def begin_round(self) -> None:
+        """What is started from now on is one round of messages: a simulated link counts one hop a round."""
+        self._round = _Round()
+
+    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Handle:
+        """Begin to send and receive, by rank, in that order, and return at once with what `finish` takes.
+
+        The n-th receive from a rank takes its n-th send. What is sent must stay as it is, and what is received into
+        must not be used, until `finish`.
+
+        Raises TransportError if a peer is gone.
+        """
+        self._hold_round(_total_bytes(sends), _total_bytes(receives))
+        try:
+            if self._mesh is not None:
+                return self._mesh.post(sends, receives)
+            works = [dist.irecv(buffer, group=self._group, group_src=peer) for peer, buffer in receives.items()]
+            works += [dist.isend(message, group=self._group, group_dst=peer) for peer, message in sends.items()]
+        except RuntimeError as error:
+            raise self._broken("a message", error) from error
+        return works
+
+    def finish(self, handle: Handle) -> None:
+        """Return when everything that `start` began under `handle` is done. Once a handle.
 
         Raises TransportError if a peer is gone or does not answer within the time-out.
         """
-        self._hold(1, max(_total_bytes(sends), _total_bytes(receives)))
         try:
-            if self._mesh is not None:
-                self._mesh.wait(self._mesh.post(sends, receives), self._timeout_s)
+            if isinstance(handle, int):
+                assert self._mesh is not None
+                self._mesh.wait(handle, self._timeout_s)
                 return
-            works = []
-            for distance in range(1, self.world_size):
-                # Staggered, so that not everyone starts with the same peer.
-                source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-                if source in receives:
-                    works.append(dist.irecv(receives[source], group=self._group, group_src=source))
-                if target in sends:
-                    works.append(dist.isend(sends[target], group=self._group, group_dst=target))
-            for work in works:
+            for work in handle:
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
             raise self._broken("a message", error) from error
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Send to and receive from every peer at once; returns when all of it is done. Keys are ranks.
+
+        Raises as `start` and `finish` do.
+        """
+        self.begin_round()
+        self.finish(self.start(sends, receives))
 
     def all_reduce(self, values_N: Tensor) -> None:
         """Sum over ranks, in place, by the vendor's ring."""
@@ -119,7 +160,7 @@ class Transport:
             work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
             assert work is not None
             return lambda: self._minimum_of(work.wait, [values_K])
-        mesh, received = self._mesh, {peer: torch.empty_like(values_K) for peer in self._peers()}
+        mesh, received = self._mesh, {peer: torch.empty_like(values_K) for peer in self.peers}
         ticket = mesh.post(dict.fromkeys(received, values_K), received)
         return lambda: self._minimum_of(lambda: mesh.wait(ticket, self._timeout_s), [values_K, *received.values()])
 
@@ -130,9 +171,6 @@ class Transport:
             raise self._broken("the agreement", error) from error
         return torch.stack(list(values)).amin(0)
 
-    def _peers(self) -> list[int]:
-        return [peer for peer in range(self.world_size) if peer != self.rank]
-
     def close(self) -> None:
         """Hang up: peers that still wait for this rank find out at once."""
         if self._mesh is not None:
@@ -142,6 +180,16 @@ class Transport:
         # Before sending, not after receiving: a late sender then also delays its peers, as on a real link.
         if self._link is not None:
             time.sleep(self._link.delay_s(self.step, num_hops, num_bytes))
+
+    def _hold_round(self, sent_bytes: int, received_bytes: int) -> None:
+        """Hold back one hop a round, and what its fuller direction carries. Receives posted ahead wait for a send."""
+        round_ = self._round
+        round_.sent_bytes += sent_bytes
+        round_.received_bytes += received_bytes
+        if round_.sent_bytes > 0:
+            due_bytes = max(round_.sent_bytes, round_.received_bytes)
+            self._hold(round_.hops_left, due_bytes - round_.held_bytes)
+            round_.hops_left, round_.held_bytes = 0, due_bytes
 
     def _broken(self, what: str, error: RuntimeError) -> TransportError:
         return TransportError(

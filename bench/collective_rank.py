@@ -1,0 +1,84 @@
+"""One rank of `cgx-ray bench collectives`: a process of its own, in a host of the lab or on loopback.
+
+Rank 0 writes the name of a case after each of its turns, and in the end {case: [seconds by round]} as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives import Phases, Transport, make_exchange
+from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.plan import CodecSpec, Scheme
+
+_TIMEOUT_S = 120.0
+# Takes a gradient, (N,) float32, and the number of the turn; leaves the average or, for the vendor, the sum there.
+Collective = Callable[[Tensor, int], None]
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    if job["is_loopback"]:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    rank, world_size, num_rounds = job["rank"], job["world_size"], job["num_rounds"]
+    store = dist.FileStore(job["store"], world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    assert dist.group.WORLD is not None
+    transports = {
+        "tcp": Transport(dist.group.WORLD, mesh=connect_mesh(dist.group.WORLD, _TIMEOUT_S), timeout_s=_TIMEOUT_S),
+        "gloo": Transport(dist.group.WORLD),
+    }
+    names = [case["name"] for case in job["cases"]]
+    collectives = [_collective(case, job["numel"], transports) for case in job["cases"]]
+    grad_N = torch.randn(job["numel"], generator=torch.Generator().manual_seed(rank))
+    # The first round makes pages and connections warm and is not counted.
+    seconds_TC = torch.zeros(1 + num_rounds, len(names), dtype=torch.float64)
+    for turn in range(1 + num_rounds):
+        # A B C, then C B A: none of them always has the better place.
+        for which in range(len(names)) if turn % 2 == 0 else reversed(range(len(names))):
+            seconds_TC[turn, which] = _time(collectives[which], grad_N.clone(), turn)
+            if rank == 0:
+                print(names[which], flush=True)
+    dist.all_reduce(seconds_TC, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        print(json.dumps(dict(zip(names, seconds_TC[1:].T.tolist(), strict=True))), flush=True)
+    dist.barrier()
+    transports["tcp"].close()
+    dist.destroy_process_group()
+
+
+def _time(collective: Collective, grad_N: Tensor, turn: int) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    collective(grad_N, turn)
+    return time.perf_counter() - start
+
+
+def _collective(case: dict[str, Any], numel: int, transports: dict[str, Transport]) -> Collective:
+    if case["transport"] == "vendor":
+        return lambda grad_N, turn: dist.all_reduce(grad_N)
+    codec = make_codec(CodecSpec.parse(case["codec"]))
+    exchange = make_exchange(codec, Scheme(case["scheme"]), numel, 4, transports[case["transport"]])
+    memory = codec.new_memory(numel)
+
+    def run(grad_N: Tensor, turn: int) -> None:
+        stamp = Stamp(plan_version=0, step=turn, group=0, codec=codec.spec.name)
+        exchange.run(grad_N, memory, stamp, 0, Phases())
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
