@@ -44,6 +44,8 @@ def _run_sra(
         grad_N = _gradient(rank, step)
         stamp = Stamp(plan_version=0, step=step, group=0, codec=made.spec.name)
         exchange.run(grad_N, memory, stamp, 0, Phases())
+        if memory is not None:
+            memory.commit()
         results.append(grad_N)
     dist.barrier()
     link.close()

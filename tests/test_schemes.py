@@ -18,6 +18,7 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
+from cgx_ray.collectives.transport import Handle
 from cgx_ray.plan import CODECS_OF_SCHEME, NONE, CodecSpec, Scheme
 
 # What a codec is tested with, where that is not its defaults.
@@ -379,13 +380,13 @@ def test_topk_averages_the_largest_elements(scheme: str) -> None:
 
 
 class Counting(Transport):
-    """Counts what `exchange` sends."""
+    """Counts what it sends."""
 
     num_sent = 0
 
-    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+    def start(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Handle:
         self.num_sent += sum(message.numel() for message in sends.values())
-        super().exchange(sends, receives)
+        return super().start(sends, receives)
 
 
 DIRECT_NUMELS = (1, 3, 100_003)
