@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -38,6 +39,23 @@ with socket.create_server((sys.argv[1], 5000)) as server:
         received += len(piece)
     print(received * 8 / (time.perf_counter() - start), flush=True)
 """
+_SEND_ON = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000)) as connection:
+    while True:
+        connection.sendall(bytes(1 << 20))
+"""
+# A dot for each megabyte.
+_RECEIVE_ON = """
+import os, socket, sys
+with socket.create_server((sys.argv[1], 5000)) as server:
+    os.write(1, b"ready")
+    connection, _ = server.accept()
+    received = 0
+    while piece := connection.recv(1 << 20):
+        os.write(1, b"." * ((received + len(piece) >> 20) - (received >> 20)))
+        received += len(piece)
+"""
 
 
 def measure_bit_per_s(lab: Lab, num_bytes: int) -> float:
@@ -64,6 +82,23 @@ def test_links_have_the_set_rate_and_a_new_one_holds_at_once():
     # Payload is 95 % of what tbf counts; below that only a busy machine takes it, above only the burst.
     assert 100e6 < fast < 205e6, f"200 Mbit/s set, {fast / 1e6:.0f} measured"
     assert 20e6 < slow < 43e6, f"40 Mbit/s set, {slow / 1e6:.0f} measured"
+
+
+@needs_lab
+def test_traffic_goes_on_whenever_the_rate_is_lowered():
+    with Lab(2, rate_bit_per_s=1e9) as lab:
+        address = lab.hosts[1].address
+        receiver = lab.popen(1, [sys.executable, "-c", _RECEIVE_ON, address], stdout=subprocess.PIPE)
+        assert receiver.stdout.read(5) == b"ready"
+        lab.popen(0, [sys.executable, "-c", _SEND_ON, address])
+        for change in range(24):
+            lab.set_rate(500e6 if change % 2 else 1e9)
+            received_mb = 0
+            while received_mb < 6:
+                ready, _, _ = select.select([receiver.stdout], [], [], 20)
+                assert ready, f"nothing gets through after change {change}"
+                received_mb += len(os.read(receiver.stdout.fileno(), 1 << 16))
+        receiver.stdout.close()
 
 
 @needs_lab
