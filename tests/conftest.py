@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from cuda_emulator import Emulator
 
 from cgx_ray.runtime_ext import cuda_launch, ops, sparse
@@ -24,3 +25,11 @@ def emulated_cuda(compiled_emulator: Emulator) -> Iterator[Emulator]:
         for module in (ops, sparse):
             patch.setattr(module, "runs_on_cuda", lambda tensor: True)
         yield compiled_emulator
+
+
+@pytest.fixture(params=[1, 2, 3, 5])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
