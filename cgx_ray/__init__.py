@@ -14,7 +14,7 @@ from cgx_ray.errors import (
     TransportError,
     WireError,
 )
-from cgx_ray.plan import CodecSpec, GroupPlan, Layer, Plan, Scheme, make_plan
+from cgx_ray.plan import CodecSpec, GroupPlan, Intra, Layer, Plan, Scheme, make_plan
 
 if TYPE_CHECKING:
     from cgx_ray.train import CGXConfig, add_state
@@ -38,6 +38,7 @@ __all__ = [
     "CodecSpec",
     "ConfigError",
     "GroupPlan",
+    "Intra",
     "Layer",
     "Plan",
     "PlanError",

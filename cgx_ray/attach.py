@@ -19,7 +19,7 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.errors import CGXError, ConfigError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
-from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Layer, Plan, Scheme
+from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Intra, Layer, Plan, Scheme
 from cgx_ray.planner.options import candidate_codecs
 from cgx_ray.settings import Settings
 
@@ -182,6 +182,7 @@ def attach(
     plan: Plan | None = None,
     codec: CodecSpec | str | None = None,
     scheme: str | None = None,
+    intra: str | None = None,
     transport: str | None = None,
 ) -> Attachment:
     """Average the gradients of `model` through cgx_ray from the next backward pass on.
@@ -190,33 +191,41 @@ def attach(
     plan           fixed plan for the whole run, until `Attachment.hold` offers another one
     codec, scheme  the same for all layers and fixed, as in `CodecSpec.parse`; left out, CGXConfig decides in a Ray
                    Train worker, and elsewhere it is qsgd 4/128 over sra
+    intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`; left out, "flat"
     transport      "tcp" or "gloo", see `Settings`; left out, CGXConfig's, and elsewhere "tcp"
 
     Raises ConfigError or PlanError, on all ranks, before training starts.
     """
     global _attached  # noqa: PLW0603 - add_state finds the engine of this process by it
-    settings = _settings(plan, codec, scheme, transport)
+    settings = _settings(plan, codec, scheme, intra, transport)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         attachment = Attachment(None)
     else:
-        is_chosen = plan is not None or codec is not None or scheme is not None
+        is_chosen = any(choice is not None for choice in (plan, codec, scheme, intra))
         attachment = _attach(model, plan, settings, asks_controller=not is_chosen)
     _attached = attachment
     return attachment
 
 
-def _settings(plan: Plan | None, codec: CodecSpec | str | None, scheme: str | None, transport: str | None) -> Settings:
+def _settings(
+    plan: Plan | None, codec: CodecSpec | str | None, scheme: str | None, intra: str | None, transport: str | None
+) -> Settings:
     """The session's settings, or static ones; arguments of `attach` win."""
     settings = _session.settings if _session is not None else Settings(policy="static")
     settings = replace(settings, transport=transport or settings.transport)
-    if plan is not None and (codec is not None or scheme is not None):
-        raise ConfigError("attach got a plan and a codec or scheme; the plan already says both, give one of them")
-    if plan is not None or codec is not None or scheme is not None:
+    is_chosen = any(choice is not None for choice in (codec, scheme, intra))
+    if plan is not None and is_chosen:
+        raise ConfigError(
+            "attach got a plan and a codec, scheme or intra; the plan already says all of them, leave one out"
+        )
+    if plan is not None or is_chosen:
         codec = codec or ("none" if scheme == Scheme.DENSE else settings.codec)
         spec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
         preferred = Scheme.DENSE if spec.name == "none" else Scheme.SRA
         fitting = [s for s in (preferred, *Scheme) if spec.name in CODECS_OF_SCHEME[s]]
-        settings = replace(settings, policy="static", codec=str(spec), scheme=scheme or fitting[0])
+        settings = replace(
+            settings, policy="static", codec=str(spec), scheme=scheme or fitting[0], intra=intra or Intra.FLAT
+        )
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Plans: for every group of layers which codec, which scheme and which device."""
+"""Plans: for every group of layers which codec, which scheme, flat or hierarchical, and which device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from typing import Any
 
 from cgx_ray.codec_spec import CODEC_DEFAULTS, CodecSpec
 from cgx_ray.errors import CGXError, ConfigError, PlanError
 
 __all__ = [
-    "CODECS_OF_SCHEME", "CODEC_DEFAULTS", "DEFAULT_GROUP_BYTES", "NONE", "CodecSpec", "GroupPlan", "Layer", "Plan",
-    "Scheme", "check_pair", "make_plan",
+    "CODECS_OF_SCHEME", "CODEC_DEFAULTS", "DEFAULT_GROUP_BYTES", "NONE", "CodecSpec", "GroupPlan", "Intra", "Layer",
+    "Plan", "Scheme", "check_intra", "check_pair", "make_plan",
 ]  # fmt: skip
 
 SMALL_LAYER_NUMEL = 1024
@@ -36,6 +37,14 @@ class Scheme(StrEnum):
     ARTOPK_RING_VAR = "artopk_ring_var"
     ARTOPK_TREE = "artopk_tree"
     ARTOPK_TREE_VAR = "artopk_tree_var"
+
+
+class Intra(StrEnum):
+    """What happens inside a node: nothing of its own, or ranks sum there first and the scheme runs between nodes."""
+
+    FLAT = "flat"
+    DENSE = "dense"
+    COMPRESSED = "compressed"
 
 
 _REENCODED = frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"})
@@ -89,6 +98,7 @@ class GroupPlan:
     layers: tuple[str, ...]
     codec: CodecSpec = NONE
     scheme: Scheme = Scheme.DENSE
+    intra: Intra = Intra.FLAT
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -97,6 +107,7 @@ class GroupPlan:
         if self.device != "cpu":
             raise PlanError(f"device {self.device!r} is not allowed; this version encodes on 'cpu'")
         check_pair(self.codec, self.scheme)
+        check_intra(self.codec, self.scheme, self.intra)
 
 
 def check_pair(codec: CodecSpec, scheme: Scheme) -> None:
@@ -110,6 +121,15 @@ def check_pair(codec: CodecSpec, scheme: Scheme) -> None:
         )
     if scheme in _ARTOPK and codec.value_bits != 32:
         raise ConfigError(f"scheme {scheme} sums values as they are, not with value_bits {codec.value_bits}; give 32")
+
+
+def check_intra(codec: CodecSpec, scheme: Scheme, intra: Intra) -> None:
+    """Raise ConfigError if ranks of a node cannot sum what they send as `intra` says."""
+    if intra is Intra.COMPRESSED and (scheme is Scheme.DENSE or codec.name not in _REENCODED):
+        raise ConfigError(
+            f"intra compressed encodes sums again, which codec {codec.name} over {scheme} does not allow; "
+            f"give intra='dense', or one of {', '.join(sorted(_REENCODED))} over another scheme than dense"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +168,12 @@ class Plan:
                 raise PlanError(f"plan {self.version}, group {index} mixes {', '.join(kinds)}; one dtype a group")
 
     def describe(self) -> str:
-        """`"qsgd:bits=4,bucket_size=128 over sra"`: what most of the layers use."""
-        kinds = [(group.codec, group.scheme) for group in self.groups if group.scheme is not Scheme.DENSE]
-        if not kinds:
-            return "dense"
-        codec, scheme = max(set(kinds), key=kinds.count)
-        return f"{codec} over {scheme}"
+        """`"qsgd:bits=4,bucket_size=128 over sra, dense inside nodes"`: what most of the layers use."""
+        kinds = [(group.codec, group.scheme, group.intra) for group in self.groups]
+        kinds = [kind for kind in kinds if kind[1] is not Scheme.DENSE] or kinds
+        codec, scheme, intra = max(kinds, key=kinds.count, default=(NONE, Scheme.DENSE, Intra.FLAT))
+        text = "dense" if scheme is Scheme.DENSE else f"{codec} over {scheme}"
+        return text if intra is Intra.FLAT else f"{text}, {intra} inside nodes"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -168,6 +188,7 @@ class Plan:
                     layers=tuple(group["layers"]),
                     codec=CodecSpec(**group["codec"]),
                     scheme=Scheme(group["scheme"]),
+                    intra=Intra(group.get("intra", Intra.FLAT)),
                     device=group["device"],
                 )
                 for group in raw["groups"]
@@ -186,8 +207,10 @@ def make_plan(
     world_size: int,
     codec: CodecSpec | str = NONE,
     scheme: Scheme | str = Scheme.DENSE,
+    intra: Intra | str = Intra.FLAT,
     group_bytes: int = DEFAULT_GROUP_BYTES,
-    overrides: Mapping[str, tuple[CodecSpec | str, Scheme | str]] | None = None,
+    overrides: Mapping[str, tuple[CodecSpec | str, Scheme | str] | tuple[CodecSpec | str, Scheme | str, Intra | str]]
+    | None = None,
 ) -> Plan:
     """One codec and scheme for the whole model but `overrides`; small layers go dense in extra groups at the end.
 
@@ -197,62 +220,71 @@ def make_plan(
     layers     in registration order; groups are filled in reverse, which is close to the order in which backward
                finishes them. The first group is small so that sending starts early, as in DDP.
     codec      or text for `CodecSpec.parse`
-    overrides  codec and scheme of the layers, small ones too, whose names match a pattern as in a shell
-               (`"*embedding*"`), the first pattern that does. Only neighbours share a group, so each run of such
-               layers ends the group before it.
+    intra      "dense" or "compressed": ranks of a node sum there first, see `collectives.hierarchical`. Small layers
+               are not compressed inside nodes either
+    overrides  codec, scheme and, if it is another, intra of the layers, small ones too, whose names match a pattern as
+               in a shell (`"*embedding*"`), the first pattern that does. Only neighbours share a group, so each run of
+               such layers ends the group before it.
 
     Raises ConfigError if a scheme cannot carry a codec, PlanError for a pattern without a layer.
     """
-    codec, scheme = _choice((codec, scheme))
-    chosen_by_pattern = {pattern: _choice(choice) for pattern, choice in (overrides or {}).items()}
+    codec, scheme, intra = _choice((codec, scheme, intra))
+    chosen_by_pattern = {pattern: _choice(choice, intra) for pattern, choice in (overrides or {}).items()}
+    small_choice = (NONE, Scheme.DENSE, Intra.FLAT if intra is Intra.FLAT else Intra.DENSE)
     for pattern in chosen_by_pattern:
         if not any(fnmatchcase(layer.name, pattern) for layer in layers):
             raise PlanError(f"override {pattern!r} matches none of {len(layers)} layers; give a pattern of their names")
 
-    def choose(layer: Layer) -> tuple[CodecSpec, Scheme] | None:
+    def choose(layer: Layer) -> _Choice | None:
         """None: dense, at the end."""
         for pattern, choice in chosen_by_pattern.items():
             if fnmatchcase(layer.name, pattern):
                 return choice
-        return None if layer.is_small and scheme is not Scheme.DENSE else (codec, scheme)
+        return None if layer.is_small and scheme is not Scheme.DENSE else (codec, scheme, intra)
 
     chosen = [(layer, choose(layer)) for layer in reversed(layers)]
-    small = [(layer, (NONE, Scheme.DENSE)) for layer, choice in chosen if choice is None]
+    small = [(layer, small_choice) for layer, choice in chosen if choice is None]
     large = [(layer, choice) for layer, choice in chosen if choice is not None]
     groups = _fill_groups(large, group_bytes) + _fill_groups(small, group_bytes)
     return Plan(version=version, world_size=world_size, groups=tuple(groups))
 
 
-def _choice(choice: tuple[CodecSpec | str, Scheme | str]) -> tuple[CodecSpec, Scheme]:
-    """A codec and a scheme that can carry it, from objects or text."""
-    if not isinstance(choice, tuple) or len(choice) != 2:
+_Choice = tuple[CodecSpec, Scheme, Intra]
+
+
+def _choice(choice: tuple[Any, ...], intra: Intra = Intra.FLAT) -> _Choice:
+    """A codec, a scheme that can carry it and `intra`, unless `choice` says another; from objects or text."""
+    if not isinstance(choice, tuple) or len(choice) not in (2, 3):
         raise ConfigError(
             f"{choice!r} is not a codec and a scheme; give a pair such as ('topk:density=0.01', 'allgather')"
         )
-    codec, scheme = choice
+    codec, scheme, given = (*choice, intra)[:3]
     if scheme not in tuple(Scheme):
         raise ConfigError(f"unknown scheme {scheme!r}; known: {', '.join(Scheme)}")
-    codec, scheme = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec), Scheme(scheme)
-    check_pair(codec, scheme)
-    return codec, scheme
+    if given not in tuple(Intra):
+        raise ConfigError(f"unknown intra {given!r}; known: {', '.join(Intra)}")
+    codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
+    check_pair(codec, Scheme(scheme))
+    check_intra(codec, Scheme(scheme), Intra(given))
+    return codec, Scheme(scheme), Intra(given)
 
 
-def _fill_groups(chosen: Sequence[tuple[Layer, tuple[CodecSpec, Scheme]]], group_bytes: int) -> list[GroupPlan]:
+def _fill_groups(chosen: Sequence[tuple[Layer, _Choice]], group_bytes: int) -> list[GroupPlan]:
     """Cut runs of one dtype and one choice, in the order of `chosen` within a dtype, into groups."""
     groups: list[GroupPlan] = []
     by_dtype = sorted(chosen, key=lambda pair: pair[0].dtype)
     for _, same_dtype in itertools.groupby(by_dtype, key=lambda pair: pair[0].dtype):
         cap = min(FIRST_GROUP_BYTES, group_bytes)
-        for (codec, scheme), run in itertools.groupby(same_dtype, key=lambda pair: pair[1]):
+        for (codec, scheme, intra), run in itertools.groupby(same_dtype, key=lambda pair: pair[1]):
             names: list[str] = []
             filled = 0
             for layer, _ in run:
                 names.append(layer.name)
                 filled += layer.dense_bytes
                 if filled >= cap:
-                    groups.append(GroupPlan(layers=tuple(names), codec=codec, scheme=scheme))
+                    groups.append(GroupPlan(layers=tuple(names), codec=codec, scheme=scheme, intra=intra))
                     names, filled, cap = [], 0, group_bytes
             if names:
-                groups.append(GroupPlan(layers=tuple(names), codec=codec, scheme=scheme))
+                groups.append(GroupPlan(layers=tuple(names), codec=codec, scheme=scheme, intra=intra))
                 cap = group_bytes
     return groups

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S, SimulatedLink
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme, check_pair, make_plan
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Intra, Layer, Plan, Scheme, check_intra, check_pair, make_plan
 
 POLICIES = ("adaptive", "static")
 TRANSPORTS = ("tcp", "gloo")
@@ -21,6 +21,7 @@ class Settings:
 
     policy          "adaptive": start dense, measure, decide, decide again; "static": `codec` over `scheme` throughout
     codec, scheme   for policy "static"; the codec is a CodecSpec or text for `CodecSpec.parse`
+    intra           for policy "static": "dense" or "compressed" sums inside nodes first, see `collectives.hierarchical`
     densities       what adaptive may choose from for top-k
     min_gain        adaptive leaves out codecs that keep less of the gradient than this share
     group_bytes     dense bytes that are encoded and sent together
@@ -33,6 +34,7 @@ class Settings:
     policy: str = "adaptive"
     codec: str = "qsgd"
     scheme: str = "sra"
+    intra: str = "flat"
     densities: tuple[float, ...] = CANDIDATE_DENSITIES
     min_gain: float = 0.8
     group_bytes: int = DEFAULT_GROUP_BYTES
@@ -42,12 +44,10 @@ class Settings:
     simulated_link: SimulatedLink | None = None
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"unknown policy {self.policy!r}; known: {', '.join(POLICIES)}")
-        if self.scheme not in tuple(Scheme):
-            raise ConfigError(f"unknown scheme {self.scheme!r}; known: {', '.join(Scheme)}")
-        if self.transport not in TRANSPORTS:
-            raise ConfigError(f"unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}")
+        names = {"policy": POLICIES, "scheme": tuple(Scheme), "intra": tuple(Intra), "transport": TRANSPORTS}
+        for name, known in names.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
         for name in ("group_bytes", "seed"):
             if not isinstance(getattr(self, name), int):
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give a whole number")
@@ -64,11 +64,13 @@ class Settings:
     def _check_choice(self) -> None:
         if isinstance(self.codec, CodecSpec):
             object.__setattr__(self, "codec", str(self.codec))
-        check_pair(CodecSpec.parse(self.codec), Scheme(self.scheme))
-        if self.policy == "adaptive" and (self.codec, self.scheme) != ("qsgd", "sra"):
+        codec, scheme, intra = CodecSpec.parse(self.codec), Scheme(self.scheme), Intra(self.intra)
+        check_pair(codec, scheme)
+        check_intra(codec, scheme, intra)
+        if self.policy == "adaptive" and (self.codec, scheme, intra) != ("qsgd", Scheme.SRA, Intra.FLAT):
             raise ConfigError(
-                f"codec {self.codec!r} over {self.scheme!r} is not allowed with policy 'adaptive', which chooses both; "
-                "leave them out or give policy='static'"
+                f"codec {self.codec!r} over {self.scheme!r}, intra {self.intra!r} is not allowed with policy "
+                "'adaptive', which chooses for itself; leave them out or give policy='static'"
             )
 
     def static_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
@@ -79,5 +81,6 @@ class Settings:
             world_size=world_size,
             codec=CodecSpec.parse(self.codec),
             scheme=Scheme(self.scheme),
+            intra=Intra(self.intra),
             group_bytes=self.group_bytes,
         )

@@ -45,6 +45,7 @@ class CGXConfig(TorchConfig):
     policy: str = "adaptive"
     codec: str = "qsgd"
     scheme: str = "sra"
+    intra: str = "flat"
     densities: tuple[float, ...] = CANDIDATE_DENSITIES
     min_gain: float = 0.8
     group_bytes: int = DEFAULT_GROUP_BYTES

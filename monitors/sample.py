@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 class Transfer:
     """One exchange of one group as one rank saw it.
 
+    intra        "flat", or what was summed inside nodes first: then seconds are those of two kinds of links
     index_bytes  of wire_bytes, those that say which elements are sent
     seconds      from the moment this rank had its first message ready to the moment it held everyone's. It contains the
                  wait for late peers, and what was encoded and decoded meanwhile; the smallest value over all ranks is
@@ -22,6 +23,7 @@ class Transfer:
     wire_bytes: int
     seconds: float
     index_bytes: int = 0
+    intra: str = "flat"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

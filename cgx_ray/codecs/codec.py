@@ -46,8 +46,11 @@ class Memory:
         return self.next[RESIDUALS]
 
     def part(self, start: int, stop: int) -> Memory:
-        """The residuals of the elements [start, stop), as views."""
-        now, next_ = ({RESIDUALS: kinds[RESIDUALS][start:stop]} for kinds in (self.now, self.next))
+        """What is remembered of the elements [start, stop), each for itself, as views."""
+        now, next_ = (
+            {kind: kinds[kind][start:stop] for kind in (RESIDUALS, MOMENTUM) if kind in kinds}
+            for kinds in (self.now, self.next)
+        )
         return Memory(now, next_)
 
     def without_debt(self) -> Memory:

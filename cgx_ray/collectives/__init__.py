@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
-
-from cgx_ray.codecs.codec import Codec, Memory
-from cgx_ray.codecs.wire import Stamp
+from cgx_ray.codecs.codec import Codec
 from cgx_ray.collectives.allgather import Allgather
 from cgx_ray.collectives.allreduce import Allreduce, PowerSgdAllreduce
 from cgx_ray.collectives.artopk import ArTopk
 from cgx_ray.collectives.broadcast import Broadcast
 from cgx_ray.collectives.dense import Dense
+from cgx_ray.collectives.exchange import Exchange
+from cgx_ray.collectives.hierarchical import Hierarchical, has_inside
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.ring import Ring
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.transport import Transport
 from cgx_ray.collectives.tree import Tree
-from cgx_ray.plan import Scheme
+from cgx_ray.plan import Intra, Scheme
 
 
-class Exchange(Protocol):
-    """One scheme for one group, with its buffers. Every rank must call `run` for the same groups in the same order.
+def make_exchange(
+    codec: Codec, scheme: Scheme, numel: int, item_bytes: int, transport: Transport, intra: Intra = Intra.FLAT
+) -> Exchange:
+    """The exchange for a group of `numel` elements of `item_bytes` each.
 
-    sent_bytes  what this rank sends a step, headers included
+    With one rank a node there is nothing inside, and dense on one node is what `Dense` does: both are flat.
     """
-
-    sent_bytes: int
-
-    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """Replace `grad_N` by its average over ranks.
-
-        grad_N  (N,) this rank's gradient; changed in place
-        memory  what the codec keeps of this group, None for codecs that keep nothing. `memory.next` gets what it will
-                keep; the caller commits it
-
-        Raises WireError on a message that is broken or of another plan, TransportError if a peer is gone.
-        """
+    if intra is not Intra.FLAT and has_inside(transport.nodes, scheme):
+        return Hierarchical(
+            codec, intra, numel, transport, lambda part, length, few: _flat(part, scheme, length, item_bytes, few)
+        )
+    return _flat(codec, scheme, numel, item_bytes, transport)
 
 
-def make_exchange(codec: Codec, scheme: Scheme, numel: int, item_bytes: int, transport: Transport) -> Exchange:
-    """The exchange for a group of `numel` elements of `item_bytes` each."""
+def _flat(codec: Codec, scheme: Scheme, numel: int, item_bytes: int, transport: Transport) -> Exchange:
     match scheme:
         case Scheme.DENSE:
             return Dense(numel * item_bytes, transport)

@@ -46,7 +46,7 @@ class Allgather:
                 phases.lap("exchange")
                 if not incoming:
                     phases.end_round()
-            check(self._messages[sender], stamp, grad_N.numel(), sender)
+            check(self._messages[sender], stamp, grad_N.numel(), transport.ranks[sender])
             self._codec.decode(payload_of(self._messages[sender]), grad_N, add=sender > 0, key=keys[sender])
             phases.lap("decode")
         transport.finish(outgoing)

@@ -56,7 +56,7 @@ class ArTopk:
         self._transport.broadcast(self._message, root)
         phases.lap("exchange")
 
-        check(self._message, stamp, numel, root)
+        check(self._message, stamp, numel, self._transport.ranks[root])
         selection.unpack(numel, payload_of(self._message))
         # Behind the last index there are zeros: what is summed for these is not used.
         index_K = selection.index_K.long()
@@ -84,6 +84,6 @@ class ArTopk:
         self._transport.exchange(dict.fromkeys(received, self._norms[rank]), received)
         phases.lap("exchange")
         for sender, norm in received.items():
-            check(norm, first, fed_N.numel(), sender)
+            check(norm, first, fed_N.numel(), self._transport.ranks[sender])
         norms = torch.cat([payload_of(norm).view(torch.float32) for norm in self._norms])
         return int(torch.where(norms.isnan(), math.inf, norms).argmax())

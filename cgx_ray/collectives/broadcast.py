@@ -43,7 +43,7 @@ class Broadcast:
             self._transport.exchange({}, {peer: self._messages[peer] for peer in peers})
             phases.lap("exchange")
             for peer in peers:
-                check(self._messages[peer], stamp, numel, peer)
+                check(self._messages[peer], stamp, numel, self._transport.ranks[peer])
                 self._codec.decode(payload_of(self._messages[peer]), grad_N, add=True)
             phases.lap("decode")
             encode_share(self._codec, grad_N.div_(world_size), payload_of(average), key, memory, world_size)
@@ -59,6 +59,6 @@ class Broadcast:
         phases.lap("exchange")
         self.sent_bytes = own.numel() * (len(peers) if rank == root else 1)
 
-        check(average, second, numel, root)
+        check(average, second, numel, self._transport.ranks[root])
         self._codec.decode(payload_of(average), grad_N, add=False)
         phases.lap("decode")

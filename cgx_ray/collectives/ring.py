@@ -53,7 +53,7 @@ class Ring:
             encode(sent, stamp)
             self._pass_on(sent, received)
             phases.lap("exchange")
-            check(self._of_chunk[received], stamp, chunks[received].numel(), before)
+            check(self._of_chunk[received], stamp, chunks[received].numel(), self._transport.ranks[before])
             self._codec.decode(payload_of(self._of_chunk[received]), chunks[received], add=True)
             phases.lap("decode")
 
@@ -63,7 +63,7 @@ class Ring:
             self._pass_on((rank - hop) % world_size, (rank - 1 - hop) % world_size)
         phases.lap("exchange")
         for owner, (message, chunk_N) in enumerate(zip(self._of_chunk, chunks, strict=True)):
-            check(message, second, chunk_N.numel(), owner)
+            check(message, second, chunk_N.numel(), self._transport.ranks[owner])
             self._codec.decode(payload_of(message), chunk_N, add=False)
         phases.lap("decode")
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLink:
-    """A link in software: messages are held back by latency and rate. For machines that cannot shape a real one.
+    """A link in software: messages between nodes are held back by latency and rate. For machines that cannot shape a
+    real one. In a run that has one, every rank counts as a node of its own.
 
     latency_s  one way
     schedule   (first step, bit/s) pairs, ascending by step, the first for step 0
@@ -64,6 +66,9 @@ class Transport:
 
     takes_many         many messages between two ranks may be under way at once; Gloo has hung with some dozens
     peers              the other ranks, the next one first: where every rank starts with another
+    ranks              what each rank is called in messages of errors: itself, but see `Subset`
+    nodes              by rank, the number of its node; every rank is one by itself if nothing else is known
+    local              collectives in shared memory among the ranks of this rank's node, if there are any
     step, group_index  what is under way, for messages of errors
     """
 
@@ -73,6 +78,8 @@ class Transport:
         link: SimulatedLink | None = None,
         mesh: Mesh | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        nodes: Sequence[int] | None = None,
+        local: Any = None,
     ) -> None:
         """Without `mesh` messages go through `group` as well, which has a time-out of its own."""
         self._group = group
@@ -83,6 +90,9 @@ class Transport:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        self.ranks: Sequence[int] = range(self.world_size)
+        self.nodes = self.ranks if nodes is None else nodes
+        self.local = local
         self.step = 0
         self.group_index = 0
         self._round = _Round()
@@ -99,7 +109,7 @@ class Transport:
 
         Raises TransportError if a peer is gone.
         """
-        self._hold_round(_total_bytes(sends), _total_bytes(receives))
+        self._hold_round(self._link_bytes(sends), self._link_bytes(receives))
         try:
             if self._mesh is not None:
                 return self._mesh.post(sends, receives)
@@ -176,6 +186,11 @@ class Transport:
         if self._mesh is not None:
             self._mesh.close()
 
+    def _link_bytes(self, messages: Mapping[int, Tensor]) -> int:
+        """Bytes of messages to or from other nodes."""
+        here = self.nodes[self.rank]
+        return sum(m.numel() * m.element_size() for peer, m in messages.items() if self.nodes[peer] != here)
+
     def _hold(self, num_hops: float, num_bytes: float) -> None:
         # Before sending, not after receiving: a late sender then also delays its peers, as on a real link.
         if self._link is not None:
@@ -196,7 +211,3 @@ class Transport:
             f"rank {self.rank}, step {self.step}, group {self.group_index}: {what} did not get through ({error}); "
             "look at the log of the other ranks for the first error"
         )
-
-
-def _total_bytes(messages: Mapping[int, Tensor]) -> int:
-    return sum(message.numel() * message.element_size() for message in messages.values())

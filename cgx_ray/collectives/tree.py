@@ -139,5 +139,5 @@ class Tree:
     def _decode(self, run: tuple[int, int], grad_N: Tensor, stamp: Stamp, sender: int, *, add: bool) -> None:
         for chunk in range(*run):
             start, stop = self._bounds[chunk]
-            check(self._of_chunk[chunk], stamp, stop - start, sender)
+            check(self._of_chunk[chunk], stamp, stop - start, self._transport.ranks[sender])
             self._codec.decode(payload_of(self._of_chunk[chunk]), grad_N[start:stop], add=add)

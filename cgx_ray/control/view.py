@@ -76,12 +76,13 @@ def join(samples: list[StepSample]) -> JoinedStep:
 def estimate_beta(steps: Iterable[JoinedStep], world_size: int, alpha_s: float) -> float | None:
     """Seconds per byte of the link, from the engine's own transfers: median over steps; None if nothing tells.
 
-    A step's transfers count together, so small groups, whose time is mostly latency, weigh little.
+    A step's transfers count together, so small groups, whose time is mostly latency, weigh little. Hierarchical ones
+    tell nothing: their time is that of two kinds of links.
     """
     betas = []
     for step in steps:
         hops = num_bytes = seconds = 0.0
-        for transfer in step.transfers:
+        for transfer in (transfer for transfer in step.transfers if transfer.intra == "flat"):
             group_hops, group_bytes = terms(
                 Scheme(transfer.scheme), world_size, transfer.wire_bytes, transfer.wire_bytes, transfer.index_bytes
             )

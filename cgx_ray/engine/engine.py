@@ -203,6 +203,7 @@ class Engine:
                 Transfer(
                     group=group.index,
                     scheme=str(group.plan.scheme),
+                    intra=str(group.plan.intra),
                     numel=group.numel,
                     wire_bytes=group.wire_bytes,
                     index_bytes=group.index_bytes,

@@ -13,7 +13,7 @@ from cgx_ray.codecs.codec import is_finite
 from cgx_ray.codecs.feedback import Memories, kept_energy, sample_blocks
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
-from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Scheme
+from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Scheme
 
 
 class Group:
@@ -38,6 +38,8 @@ class Group:
         self._use(plan.codec)
         self._memories = memories
         self._memory = memories.of_group(self._codec)
+        # Hierarchical: what a rank owes is of its node's gradients, so gains are those of gradients without it.
+        self._own_memory = self._memory if plan.intra is Intra.FLAT else None
         self._paid: list[str] = []
         self._arrived: dict[str, Tensor] = {}
         # Of the last average; True as well if nobody asked.
@@ -49,7 +51,9 @@ class Group:
         item_bytes = self._flat_N.element_size()
         self.wire_bytes = self.numel * item_bytes if spec == NONE else self._codec.payload_bytes(self.numel)
         self.index_bytes = spec.index_bytes(self.numel)
-        self.exchange = make_exchange(self._codec, self.plan.scheme, self.numel, item_bytes, self._transport)
+        self.exchange = make_exchange(
+            self._codec, self.plan.scheme, self.numel, item_bytes, self._transport, self.plan.intra
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -81,8 +85,8 @@ class Group:
             for view, part in zip(views, self._slices.values(), strict=True):
                 view.view(-1).copy_(part)
         self.is_finite = not checks_finite or is_finite(grad_N)
-        if metered is not None and self._memory is not None and energy > 0 and self.is_finite:
-            metered.correct(str(self.plan.codec), 1 - float(self._memory.next_N.norm()) ** 2 / energy)
+        if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
+            metered.correct(str(self.plan.codec), 1 - float(self._own_memory.next_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
         return phases
@@ -95,7 +99,7 @@ class Group:
             self._memories.forget(name)
 
     def _fed(self, grad_N: Tensor) -> Tensor:
-        return grad_N if self._memory is None else self._codec.feed(grad_N, self._memory)
+        return grad_N if self._own_memory is None else self._codec.feed(grad_N, self._own_memory)
 
     def _pay_residuals(self) -> None:
         """Add what an earlier plan's codec failed to send."""
