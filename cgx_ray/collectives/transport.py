@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.errors import ConfigError, TransportError
+from cgx_ray.runtime_ext import shm
 from cgx_ray.runtime_ext.mesh import Mesh
 
 # Torch's own for Gloo: half an hour.
@@ -64,6 +65,8 @@ class Transport:
 
     takes_many         many messages between two ranks may be under way at once; Gloo has hung with some dozens
     peers              the other ranks, the next one first: where every rank starts with another
+    nodes              index of the node of every rank: those of one node share memory
+    local              the ranks of this node, if they are several; none on a simulated link, which is between any two
     step, group_index  what is under way, for messages of errors
     """
 
@@ -83,6 +86,9 @@ class Transport:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        shares = mesh is not None and link is None
+        self.nodes = mesh.nodes if mesh is not None and shares else list(range(self.world_size))
+        self.local = mesh.local if mesh is not None and shares else None
         self.step = 0
         self.group_index = 0
         self._round = _Round()
@@ -134,10 +140,13 @@ class Transport:
         self.finish(self.start(sends, receives))
 
     def all_reduce(self, values_N: Tensor) -> None:
-        """Sum over ranks, in place, by the vendor's ring."""
+        """Sum over ranks, in place: through shared memory if all ranks are on one host, else by the vendor's ring."""
         ring = 2 * (self.world_size - 1)
         self._hold(ring, ring / self.world_size * values_N.numel() * values_N.element_size())
         try:
+            if self.local is not None and self.local.size == self.world_size and values_N.dtype in shm.DTYPES:
+                self.local.all_reduce(values_N)
+                return
             dist.all_reduce(values_N, group=self._group)
         except RuntimeError as error:
             raise self._broken("an all-reduce", error) from error
