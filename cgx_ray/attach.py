@@ -241,7 +241,9 @@ def _attach(model: nn.Module, plan: Plan | None, settings: Settings, *, asks_con
     except CGXError as error:
         layers, offer = [], error
     plan = _agree(layers, offer, group)
-    mesh = connect_mesh(group, settings.timeout_s) if settings.transport == "tcp" else None
+    mesh = None
+    if settings.transport == "tcp":
+        mesh = connect_mesh(group, settings.timeout_s, shared_memory=settings.shared_memory)
     candidates = [codec for codec in candidate_codecs(settings.densities) if codec.name != "none"]
     engine = Engine(
         layers,

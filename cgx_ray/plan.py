@@ -50,6 +50,8 @@ class Intra(StrEnum):
 _REENCODED = frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"})
 _ARTOPK = (Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_VAR, Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR)
 _SELECTED = frozenset({"topk", "lwtopk", "mstopk", "dgc", "sidco"})
+# What a node may sum in its encoding: prefix would keep other elements there than between nodes.
+_COMPRESSED_INSIDE = _REENCODED - {"none", "prefix"}
 # An all-reduce sums messages as they are, sra, ring, tree and broadcast encode sums again, AR-Topk shares one worker's
 # indices: each works for these codecs and no others.
 CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
@@ -107,7 +109,7 @@ class GroupPlan:
         if self.device != "cpu":
             raise PlanError(f"device {self.device!r} is not allowed; this version encodes on 'cpu'")
         check_pair(self.codec, self.scheme)
-        check_intra(self.codec, self.scheme, self.intra)
+        check_intra(self.codec, self.intra)
 
 
 def check_pair(codec: CodecSpec, scheme: Scheme) -> None:
@@ -123,12 +125,12 @@ def check_pair(codec: CodecSpec, scheme: Scheme) -> None:
         raise ConfigError(f"scheme {scheme} sums values as they are, not with value_bits {codec.value_bits}; give 32")
 
 
-def check_intra(codec: CodecSpec, scheme: Scheme, intra: Intra) -> None:
-    """Raise ConfigError if ranks of a node cannot sum what they send as `intra` says."""
-    if intra is Intra.COMPRESSED and (scheme is Scheme.DENSE or codec.name not in _REENCODED):
+def check_intra(codec: CodecSpec, intra: Intra) -> None:
+    """Raise ConfigError if ranks of a node cannot sum as `intra` says."""
+    if intra is Intra.COMPRESSED and codec.name not in _COMPRESSED_INSIDE:
         raise ConfigError(
-            f"intra compressed encodes sums again, which codec {codec.name} over {scheme} does not allow; "
-            f"give intra='dense', or one of {', '.join(sorted(_REENCODED))} over another scheme than dense"
+            f"codec {codec.name} cannot be summed inside a node; give intra='dense', or with 'compressed' one of "
+            f"{', '.join(sorted(_COMPRESSED_INSIDE))}"
         )
 
 
@@ -265,7 +267,7 @@ def _choice(choice: tuple[Any, ...], intra: Intra = Intra.FLAT) -> _Choice:
         raise ConfigError(f"unknown intra {given!r}; known: {', '.join(Intra)}")
     codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
     check_pair(codec, Scheme(scheme))
-    check_intra(codec, Scheme(scheme), Intra(given))
+    check_intra(codec, Intra(given))
     return codec, Scheme(scheme), Intra(given)
 
 

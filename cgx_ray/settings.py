@@ -27,6 +27,7 @@ class Settings:
     group_bytes     dense bytes that are encoded and sent together
     seed            of the random numbers of codecs
     transport       of messages between two ranks: "tcp", connections of cgx_ray's own, or "gloo", torch.distributed's
+    shared_memory   with "tcp": ranks of one host talk through shared memory, where they can, and not over TCP
     timeout_s       before a peer that does not answer counts as gone
     simulated_link  hold messages back as a slow link would; for demos and tests
     """
@@ -40,6 +41,7 @@ class Settings:
     group_bytes: int = DEFAULT_GROUP_BYTES
     seed: int = 0
     transport: str = "tcp"
+    shared_memory: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
     simulated_link: SimulatedLink | None = None
 
@@ -56,6 +58,7 @@ class Settings:
         if self.group_bytes < 1:
             raise ConfigError(f"group_bytes {self.group_bytes!r} is not allowed; give 1 or more")
         self._check_choice()
+        self._check_transport()
         if not isinstance(self.densities, tuple | list):
             raise ConfigError(f"densities {self.densities!r} is not allowed; give a tuple such as (0.1, 0.01)")
         for density in self.densities:
@@ -66,12 +69,16 @@ class Settings:
             object.__setattr__(self, "codec", str(self.codec))
         codec, scheme, intra = CodecSpec.parse(self.codec), Scheme(self.scheme), Intra(self.intra)
         check_pair(codec, scheme)
-        check_intra(codec, scheme, intra)
+        check_intra(codec, intra)
         if self.policy == "adaptive" and (self.codec, scheme, intra) != ("qsgd", Scheme.SRA, Intra.FLAT):
             raise ConfigError(
                 f"codec {self.codec!r} over {self.scheme!r}, intra {self.intra!r} is not allowed with policy "
                 "'adaptive', which chooses for itself; leave them out or give policy='static'"
             )
+
+    def _check_transport(self) -> None:
+        if not isinstance(self.shared_memory, bool):
+            raise ConfigError(f"shared_memory {self.shared_memory!r} is not allowed; give True or False")
 
     def static_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
         """`codec` over `scheme` for the whole model, as plan 0."""

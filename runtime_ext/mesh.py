@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from .checks import native
+from .shm import LocalGroup
 
 TOKEN_BYTES: int = native.Mesh.TOKEN_BYTES
 
@@ -18,11 +19,17 @@ class Mesh:
     address  numeric IP address to listen on, at `port`, which the kernel picks
     token    TOKEN_BYTES secret bytes that all ranks of the run have; whoever does not present them is hung up on
 
+    nodes    index of the node of every rank; ranks of one node share memory
+    local    the ranks of this node; None if this rank shares memory with no other
+
     Raises RuntimeError if the address is not this machine's.
     """
 
+    local: LocalGroup | None = None
+
     def __init__(self, rank: int, world_size: int, num_streams: int, address: str, token: bytes) -> None:
         self.address = address
+        self.nodes = list(range(world_size))
         self._native = native.Mesh(rank, world_size, num_streams, address, token)
         self._posted: dict[int, object] = {}
 
@@ -54,6 +61,8 @@ class Mesh:
 
     def close(self) -> None:
         """Hang up. What is under way fails, on both ends."""
+        if self.local is not None:
+            self.local.close()
         self._native.close()
 
 

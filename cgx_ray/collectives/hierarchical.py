@@ -24,6 +24,7 @@ from cgx_ray.collectives.subset import Direct, Subset
 from cgx_ray.collectives.transport import Transport
 from cgx_ray.plan import Intra, Layer, Scheme
 from cgx_ray.runtime_ext import ops
+from cgx_ray.runtime_ext.shm import LocalGroup
 
 # Which of a step's random numbers: those of the C exchanges between nodes, of each node, and of what all nodes encode.
 _BETWEEN, _INSIDE, _SHARED = range(3)
@@ -88,7 +89,7 @@ class Hierarchical:
         inside = Subset(transport, here)
         self._inside: _Dense | _Compressed
         if intra is Intra.DENSE:
-            self._inside = _Dense(transport.local or Direct(inside), bounds)
+            self._inside = _Dense(transport, transport.local or Direct(inside), bounds)
         else:
             self._inside = _Compressed(Sra(codec, numel, inside, bounds), numel, float(1 / self._scale), self._own)
 
@@ -142,7 +143,8 @@ class Hierarchical:
 class _Dense:
     """Inside a node: sums as they are, in shared memory or by messages."""
 
-    def __init__(self, local: Direct, bounds: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, transport: Transport, local: LocalGroup | Direct, bounds: Sequence[tuple[int, int]]) -> None:
+        self._transport = transport
         self._local = local
         self._bounds = bounds
         self._has_taken_over = False
@@ -150,30 +152,34 @@ class _Dense:
     def reduce(self, step: Step) -> None:
         """Replace the own chunk by its sum over the node."""
         if step.memory is not None:
-            self._take_over(step.memory)
+            if not self._has_taken_over:
+                self._take_over(step.memory)
             # Others' chunks are never encoded here.
             for kind, value in step.memory.next.items():
                 value.copy_(step.memory.now[kind]) if kind == POWERSGD_Q else value.zero_()
         step.phases.lap("encode")
-        self._local.reduce_scatter(step.grad_N, self._bounds)
+        self._reduce_scatter(step.grad_N)
         step.phases.lap("exchange")
 
     def share(self, step: Step) -> None:
         """Give the own chunk to the node."""
-        self._local.all_gather(step.grad_N, self._bounds)
+        with self._transport.reporting("a gathering inside the node"):
+            self._local.all_gather(step.grad_N, self._bounds)
         step.phases.lap("exchange")
 
     def _take_over(self, memory: Memory) -> None:
         """Once: give what is remembered to who carries it. No sum changes, so the step need not succeed."""
-        if self._has_taken_over:
-            return
         start, stop = self._bounds[self._local.rank]
         for kind, value in memory.now.items():
             if kind != POWERSGD_Q:
-                self._local.reduce_scatter(value, self._bounds)
+                self._reduce_scatter(value)
                 value[:start].zero_()
                 value[stop:].zero_()
         self._has_taken_over = True
+
+    def _reduce_scatter(self, values_N: Tensor) -> None:
+        with self._transport.reporting("a sum inside the node"):
+            self._local.reduce_scatter(values_N, self._bounds)
 
 
 class _Compressed:

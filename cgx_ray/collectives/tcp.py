@@ -1,29 +1,38 @@
-"""TCP connections between all ranks, beside torch.distributed: messages are pushed, nobody asks first.
+"""Connections between all ranks, beside torch.distributed: TCP between hosts, shared memory between ranks of one.
 
-Gloo's point-to-point messages wait until the receiver says that it is ready: one more latency each.
+Messages are pushed, nobody asks first: Gloo's wait until the receiver says that it is ready, one more latency each.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
+from typing import TypeVar
 
 import psutil
 import torch.distributed as dist
 
 from cgx_ray.errors import ConfigError, TransportError
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
+from cgx_ray.runtime_ext.shm import LocalGroup, Segment, host_key
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 # All ranks are there when they connect, so whoever takes longer cannot be reached.
 MAX_CONNECT_S = 60.0
 
 
-def connect_mesh(group: dist.ProcessGroup, timeout_s: float, num_streams: int = 1) -> Mesh:
+def connect_mesh(
+    group: dist.ProcessGroup, timeout_s: float, num_streams: int = 1, *, shared_memory: bool = True
+) -> Mesh:
     """Connect every rank of `group` with every other. Call it on all of them; addresses travel through the group.
 
-    timeout_s    at most a minute is waited for
-    num_streams  connections a pair; long messages are cut into one part for each
+    timeout_s      at most a minute is waited for connections; it is also that of `Mesh.local`
+    num_streams    connections a pair; long messages are cut into one part for each
+    shared_memory  let this rank share memory with others of its host that may too; if they cannot, that is logged
 
     Raises TransportError if a rank cannot be reached, ConfigError if this node has no usable address.
     """
@@ -31,8 +40,8 @@ def connect_mesh(group: dist.ProcessGroup, timeout_s: float, num_streams: int = 
     token = [secrets.token_bytes(TOKEN_BYTES)]
     dist.broadcast_object_list(token, group=group, group_src=0)
     mesh = Mesh(rank, world_size, num_streams, node_address(), token[0])
-    addresses = [("", 0)] * world_size
-    dist.all_gather_object(addresses, (mesh.address, mesh.port), group=group)
+    addresses = _gather((mesh.address, mesh.port), group)
+    ranks, segment = _share_memory(host_key() if shared_memory else None, group)
     try:
         mesh.connect(addresses, min(timeout_s, MAX_CONNECT_S))
     except RuntimeError as error:
@@ -42,7 +51,48 @@ def connect_mesh(group: dist.ProcessGroup, timeout_s: float, num_streams: int = 
             "set GLOO_SOCKET_IFNAME to the interface that they share, or go through torch.distributed with "
             'transport="gloo"'
         ) from error
+    leaders = _gather(ranks[0], group)
+    mesh.nodes = [list(dict.fromkeys(leaders)).index(leader) for leader in leaders]
+    if segment is not None:
+        mesh.local = LocalGroup(segment, ranks.index(rank), ranks, timeout_s, mesh.close)
     return mesh
+
+
+def _share_memory(key: str | None, group: dist.ProcessGroup) -> tuple[list[int], Segment | None]:
+    """The ranks that share memory with this one, ascending and with itself, and what they share."""
+    rank = dist.get_rank(group)
+    keys = _gather(key, group)
+    ranks = [other for other in range(len(keys)) if keys[other] == key] if key is not None else [rank]
+    segment, offer, problem = None, None, None
+    try:
+        if rank == ranks[0] and len(ranks) > 1:
+            try:
+                segment = Segment(len(ranks))
+                offer = (segment.name, segment.nonce)
+            except RuntimeError as error:
+                problem = str(error)
+        offer = _gather(offer, group)[ranks[0]]
+        if rank != ranks[0] and offer is not None:
+            try:
+                segment = Segment(len(ranks), *offer)
+            except RuntimeError as error:
+                problem = str(error)
+        problems = _gather(problem, group)
+    finally:
+        if segment is not None:
+            segment.unlink()
+    problem = next((problems[other] for other in ranks if problems[other] is not None), None)
+    if problem is None:
+        return ranks, segment
+    if rank == ranks[0]:
+        logger.warning("ranks %s share no memory and go over TCP: %s", ranks, problem)
+    return [rank], None
+
+
+def _gather(value: T, group: dist.ProcessGroup) -> list[T]:
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def node_address() -> str:

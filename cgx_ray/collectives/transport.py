@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cgx_ray.errors import ConfigError, TransportError
+from cgx_ray.errors import CGXError, ConfigError, TransportError
+from cgx_ray.runtime_ext import shm
 from cgx_ray.runtime_ext.mesh import Mesh
 
 # Torch's own for Gloo: half an hour.
@@ -21,8 +22,9 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLink:
-    """A link in software: messages between nodes are held back by latency and rate. For machines that cannot shape a
-    real one. In a run that has one, every rank counts as a node of its own.
+    """A link in software: messages are held back by latency and rate. For machines that cannot shape a real one.
+
+    It is between any two ranks: every rank counts as a node of its own, and hierarchical plans are flat.
 
     latency_s  one way
     schedule   (first step, bit/s) pairs, ascending by step, the first for step 0
@@ -67,8 +69,8 @@ class Transport:
     takes_many         many messages between two ranks may be under way at once; Gloo has hung with some dozens
     peers              the other ranks, the next one first: where every rank starts with another
     ranks              what each rank is called in messages of errors: itself, but see `Subset`
-    nodes              by rank, the number of its node; every rank is one by itself if nothing else is known
-    local              collectives in shared memory among the ranks of this rank's node, if there are any
+    nodes              index of the node of every rank: those of one node share memory
+    local              the ranks of this node, if they are several; none on a simulated link, which is between any two
     step, group_index  what is under way, for messages of errors
     """
 
@@ -78,8 +80,6 @@ class Transport:
         link: SimulatedLink | None = None,
         mesh: Mesh | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        nodes: Sequence[int] | None = None,
-        local: Any = None,
     ) -> None:
         """Without `mesh` messages go through `group` as well, which has a time-out of its own."""
         self._group = group
@@ -91,8 +91,9 @@ class Transport:
         self.world_size = dist.get_world_size(group)
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.ranks: Sequence[int] = range(self.world_size)
-        self.nodes = self.ranks if nodes is None else nodes
-        self.local = local
+        shares = mesh is not None and link is None
+        self.nodes = mesh.nodes if mesh is not None and shares else list(range(self.world_size))
+        self.local = mesh.local if mesh is not None and shares else None
         self.step = 0
         self.group_index = 0
         self._round = _Round()
@@ -109,7 +110,7 @@ class Transport:
 
         Raises TransportError if a peer is gone.
         """
-        self._hold_round(self._link_bytes(sends), self._link_bytes(receives))
+        self._hold_round(_total_bytes(sends), _total_bytes(receives))
         try:
             if self._mesh is not None:
                 return self._mesh.post(sends, receives)
@@ -144,10 +145,13 @@ class Transport:
         self.finish(self.start(sends, receives))
 
     def all_reduce(self, values_N: Tensor) -> None:
-        """Sum over ranks, in place, by the vendor's ring."""
+        """Sum over ranks, in place: through shared memory if all ranks are on one host, else by the vendor's ring."""
         ring = 2 * (self.world_size - 1)
         self._hold(ring, ring / self.world_size * values_N.numel() * values_N.element_size())
         try:
+            if self.local is not None and self.local.size == self.world_size and values_N.dtype in shm.DTYPES:
+                self.local.all_reduce(values_N)
+                return
             dist.all_reduce(values_N, group=self._group)
         except RuntimeError as error:
             raise self._broken("an all-reduce", error) from error
@@ -181,15 +185,20 @@ class Transport:
             raise self._broken("the agreement", error) from error
         return torch.stack(list(values)).amin(0)
 
+    @contextmanager
+    def reporting(self, what: str) -> Iterator[None]:
+        """Raise TransportError, with rank, step and group, in place of a library's error within."""
+        try:
+            yield
+        except CGXError:
+            raise
+        except RuntimeError as error:
+            raise self._broken(what, error) from error
+
     def close(self) -> None:
         """Hang up: peers that still wait for this rank find out at once."""
         if self._mesh is not None:
             self._mesh.close()
-
-    def _link_bytes(self, messages: Mapping[int, Tensor]) -> int:
-        """Bytes of messages to or from other nodes."""
-        here = self.nodes[self.rank]
-        return sum(m.numel() * m.element_size() for peer, m in messages.items() if self.nodes[peer] != here)
 
     def _hold(self, num_hops: float, num_bytes: float) -> None:
         # Before sending, not after receiving: a late sender then also delays its peers, as on a real link.
@@ -211,3 +220,7 @@ class Transport:
             f"rank {self.rank}, step {self.step}, group {self.group_index}: {what} did not get through ({error}); "
             "look at the log of the other ranks for the first error"
         )
+
+
+def _total_bytes(messages: Mapping[int, Tensor]) -> int:
+    return sum(message.numel() * message.element_size() for message in messages.values())

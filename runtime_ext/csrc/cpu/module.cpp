@@ -2,12 +2,14 @@
 // already.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "kernels.h"
 #include "mesh.h"
+#include "shm_group.h"
 
 namespace nb = nanobind;
 
@@ -72,6 +74,38 @@ NB_MODULE(_native, m) {
         release());
     mesh.def("wait", &cgx::Mesh::wait, release());
     mesh.def("close", &cgx::Mesh::close, release());
+    nb::class_<cgx::Segment> segment(m, "Segment");
+    segment.def(nb::init<int>(), release());
+    segment.def("__init__", [](cgx::Segment* self, int num_ranks, const std::string& name, nb::bytes nonce) {
+        new (self) cgx::Segment(num_ranks, name, {nonce.c_str(), nonce.size()});
+    });
+    segment.def_prop_ro("name", &cgx::Segment::name);
+    segment.def_prop_ro("nonce", [](const cgx::Segment& self) {
+        return nb::bytes(self.nonce().data(), self.nonce().size());
+    });
+    segment.def("unlink", &cgx::Segment::unlink);
+    using Group = cgx::LocalGroup;
+    nb::class_<Group> group(m, "LocalGroup");
+    group.def(nb::init<std::shared_ptr<cgx::Segment>, int, std::vector<int>, double>());
+    group.def(
+        "reduce_scatter",
+        [](Group& self, Address values, int type, const Group::Bounds& bounds) {
+            self.reduce_scatter(values, static_cast<Group::Type>(type), bounds);
+        },
+        release());
+    group.def(
+        "all_gather",
+        [](Group& self, Address values, int type, const Group::Bounds& bounds) {
+            self.all_gather(values, static_cast<Group::Type>(type), bounds);
+        },
+        release());
+    group.def(
+        "all_reduce",
+        [](Group& self, Address values, int64_t numel, int type) {
+            self.all_reduce(values, numel, static_cast<Group::Type>(type));
+        },
+        release());
+    group.def("close", &Group::close);
     m.def(
         "crc32c",
         [](Address data, int64_t num_bytes, uint32_t seed) { return cgx::crc32c(data, num_bytes, seed); },

@@ -1,0 +1,87 @@
+// One segment of POSIX shared memory for the ranks of a host: their counters, slots for collectives, and a
+// ring of bytes for each ordered pair.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace cgx {
+
+// A number that only grows, modulo 2^32, and that other processes can sleep on.
+struct alignas(64) Counter {
+    std::atomic<uint32_t> value;
+    std::atomic<uint32_t> num_sleepers;
+
+    void set(uint32_t to);
+    // Sleeps while the value is `seen`, at most `timeout_s`; may return early.
+    void sleep(uint32_t seen, double timeout_s);
+};
+
+// What one rank tells the others.
+struct RankState {
+    static constexpr int kNumSlots = 8;
+
+    Counter copied;   // pieces that are in its slots
+    Counter reduced;  // pieces of which its share of the sum is in its slot
+    Counter taken;    // pieces of which it needs nothing more from the others' slots
+    Counter doorbell;
+    std::atomic<uint32_t> has_left;
+    std::atomic<uint64_t> operation[kNumSlots];  // what the piece in the slot is part of
+};
+
+// Bytes from one rank to another. The positions only grow.
+struct Ring {
+    alignas(64) std::atomic<uint64_t> written;
+    std::atomic<uint32_t> reader_waits;
+    alignas(64) std::atomic<uint64_t> read;
+    std::atomic<uint32_t> writer_waits;
+};
+
+class Segment {
+  public:
+    static constexpr size_t kSlotBytes = 1 << 17;
+    static constexpr size_t kNonceBytes = 16;
+
+    // Makes a segment for `num_ranks` ranks and maps it. Throws std::runtime_error if /dev/shm has no room,
+    // saying how much it takes.
+    explicit Segment(int num_ranks);
+    // Maps the segment of that name, made by another process. Throws std::runtime_error if it is not there or
+    // does not begin with `nonce`.
+    Segment(int num_ranks, const std::string& name, const std::string& nonce);
+    ~Segment();
+    Segment(const Segment&) = delete;
+    Segment& operator=(const Segment&) = delete;
+
+    // Removes the name, so that the memory goes with the last process that has mapped it.
+    void unlink();
+
+    const std::string& name() const { return name_; }
+    const std::string& nonce() const { return nonce_; }
+    int num_ranks() const { return num_ranks_; }
+    size_t ring_bytes() const { return ring_bytes_; }
+
+    RankState& rank(int index) const;
+    uint8_t* slot(int rank, uint32_t piece) const;
+    Ring& ring(int from, int to) const;
+    uint8_t* ring_data(int from, int to) const;
+
+    // A rank that this process knows to be gone, as its connection is.
+    void set_gone(int rank) { gone_[rank].store(true); }
+    bool is_gone(int rank) const { return gone_[rank].load() || this->rank(rank).has_left.load() != 0; }
+
+  private:
+    void make();
+    void map(int fd);
+
+    const int num_ranks_;
+    const size_t ring_bytes_, num_bytes_;
+    std::string name_, nonce_;
+    int owner_fd_ = -1;  // holds the lock that says that the name is still needed
+    uint8_t* base_ = nullptr;
+    std::vector<std::atomic<bool>> gone_;
+};
+
+}  // namespace cgx
