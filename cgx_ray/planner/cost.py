@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import Scheme
+from cgx_ray.plan import Intra, Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,66 @@ def exchange_s(
 ) -> float:
     """Seconds to exchange one group, codec time left out; 0 with one worker. Arguments as in `terms`."""
     return link.seconds(*terms(scheme, num_workers, dense_bytes, wire_bytes, index_bytes))
+
+
+def hierarchical_terms(
+    scheme: Scheme,
+    intra: Intra,
+    *,
+    num_nodes: int,
+    ranks_per_node: int,
+    dense_bytes: float,
+    wire_bytes: float,
+    index_bytes: float = 0,
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Hops and bytes of a hierarchical exchange: those inside a node, and those between nodes.
+
+    Inside, the bytes are those of one rank's link: a reduce-scatter and an allgather of the group, dense or compressed.
+    Between nodes they are those of a node's network card, which its L ranks share: each exchanges an L-th of the group
+    with one rank of every other node, so together as much as one worker a node with the whole group. Where all ranks
+    have a card of their own, an L-th of these bytes crosses it.
+
+    With one rank a node it is the flat scheme. Other arguments as in `terms`.
+    """
+    if intra is Intra.FLAT:
+        raise ConfigError("intra flat is not hierarchical; ask `terms`, or give 'dense' or 'compressed'")
+    _check_exchange(ranks_per_node, dense_bytes, wire_bytes, index_bytes)
+    hops, num_bytes = terms(scheme, num_nodes, dense_bytes, wire_bytes, index_bytes)
+    n, L = num_nodes, ranks_per_node
+    if L == 1:
+        return (0.0, 0.0), (hops, num_bytes)
+    if n > 1 and scheme in _VENDOR_RINGS:
+        hops -= 2 * (n - 1) - 2  # between some of the ranks a sum is not the vendor's, but direct
+    inside_bytes = dense_bytes if intra is Intra.DENSE else wire_bytes
+    return (2.0, 2 * (L - 1) / L * inside_bytes), (hops, num_bytes)
+
+
+_VENDOR_RINGS = (Scheme.DENSE, Scheme.ALLREDUCE, Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_VAR)
+
+
+def hierarchical_s(
+    scheme: Scheme,
+    intra: Intra,
+    *,
+    num_nodes: int,
+    ranks_per_node: int,
+    dense_bytes: float,
+    wire_bytes: float,
+    inside: Link,
+    between: Link,
+    index_bytes: float = 0,
+) -> float:
+    """Seconds of a hierarchical exchange of one group, codec time left out. Arguments as in `hierarchical_terms`."""
+    of_inside, of_between = hierarchical_terms(
+        scheme,
+        intra,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        dense_bytes=dense_bytes,
+        wire_bytes=wire_bytes,
+        index_bytes=index_bytes,
+    )
+    return inside.seconds(*of_inside) + between.seconds(*of_between)
 
 
 def allgather_tree_s(num_workers: int, wire_bytes: float, link: Link) -> float:
