@@ -1,78 +1,23 @@
-"""Hierarchical schemes, on real processes. Nodes are emulated: ranks share memory with those that are given to be of
-their node, and with no others."""
+"""Hierarchical exchanges on real processes: every codec over every scheme, flat nodes and odd ones."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 
 import pytest
 import torch
 import torch.distributed as dist
-from branches import Branches, train
-from ranks import TIMEOUT_S, run_ranks
-from test_schemes import PAIRS, Given, noise
-from torch.nn.parallel import DistributedDataParallel
+from nodes import CASES, NUMEL, Nodes, connect, make, run
+from ranks import run_ranks
+from test_schemes import noise
 
 import cgx_ray
-from cgx_ray.codecs import Memory, make_codec
-from cgx_ray.codecs.codec import is_finite
-from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange, tcp
+from cgx_ray.codecs.codec import Memory, is_finite
+from cgx_ray.codecs.qsgd import Qsgd
 from cgx_ray.collectives.dense import Dense
 from cgx_ray.collectives.sra import Sra, chunk_bounds
-from cgx_ray.collectives.transport import Handle
-from cgx_ray.errors import ConfigError, WireError
-from cgx_ray.plan import CodecSpec, GroupPlan, Intra, Layer, Plan, Scheme, make_plan
-from cgx_ray.planner.cost import Link, hierarchical_s, hierarchical_terms, terms
-from cgx_ray.settings import Settings
-
-Nodes = tuple[int, ...]
-INSIDE_CODECS = ("fp16", "bf16", "qsgd", "terngrad", "ef_signsgd", "onebit")
-# Codec, scheme and what is done inside a node: all that is allowed.
-CASES = [(codec, scheme, "dense") for codec, scheme in PAIRS] + [
-    (codec, scheme, "compressed") for codec, scheme in PAIRS if codec.split(":")[0] in INSIDE_CODECS
-]
-NUMEL = 3001
-# 200 rows of 10, which powersgd may not cut, and the rest.
-LAYERS = [Layer(name="a", numel=2000, ndim=2, num_rows=200), Layer(name="b", numel=NUMEL - 2000, ndim=1)]
-
-
-class Counting(Transport):
-    """Counts the bytes it sends to other nodes."""
-
-    num_sent = 0
-
-    def start(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Handle:
-        here = self.nodes[self.rank]
-        self.num_sent += sum(m.numel() * m.element_size() for peer, m in sends.items() if self.nodes[peer] != here)
-        return super().start(sends, receives)
-
-
-def connect(nodes: Nodes, inside: str) -> Counting:
-    """`inside`: what ranks of a node talk through: "shm", or messages over "tcp" or "gloo"."""
-    assert dist.group.WORLD is not None
-    mesh = None
-    if inside != "gloo":
-        key = f"node {nodes[dist.get_rank()]}"
-        tcp.host_key = lambda: key
-        mesh = tcp.connect_mesh(dist.group.WORLD, TIMEOUT_S, shared_memory=inside == "shm")
-    transport = Counting(dist.group.WORLD, None, mesh, TIMEOUT_S)
-    if inside != "shm":
-        transport.nodes = list(nodes)
-    return transport
-
-
-def make(case: tuple[str, str, str], transport: Transport, numel: int = NUMEL) -> tuple[Exchange, Memory | None]:
-    text, scheme, intra = case
-    codec = make_codec(CodecSpec.parse(text), LAYERS if numel == NUMEL else [], transport.world_size)
-    return make_exchange(codec, Scheme(scheme), numel, 4, transport, Intra(intra)), codec.new_memory(numel)
-
-
-def run(exchange: Exchange, grad_N: torch.Tensor, memory: Memory | None, codec: str, step: int = 0) -> None:
-    stamp = Stamp(plan_version=0, step=step, group=1, codec=CodecSpec.parse(codec).name)
-    exchange.run(grad_N, memory, stamp, 0, Phases())
-
+from cgx_ray.errors import WireError
+from cgx_ray.plan import CodecSpec
 
 NUM_STEPS = 3
 Run = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]
@@ -278,129 +223,6 @@ def test_dgc_goes_on_with_the_sum_of_its_nodes_momenta_and_residuals(nodes: Node
             torch.testing.assert_close(result[step], sent_RN.sum(0) / 4, rtol=1e-5, atol=2e-6)
 
 
-def _switch_plans(rank: int, nodes: Nodes) -> tuple[list[str], torch.Tensor, torch.Tensor, list[str]]:
-    """Train through attach over flat and hierarchical plans in turn; weights, sums of averages and gradients, plans."""
-    tcp.host_key = lambda: f"node {nodes[rank]}"
-    shapes = ((60, 50), (7, 30))
-    model = DistributedDataParallel(Given(*shapes))
-    names = tuple(layer.name for layer in cgx_ray.layers_of(model))
-
-    def plan(version: int, codec: str, scheme: str, intra: str) -> Plan:
-        group = GroupPlan(layers=names, codec=CodecSpec.parse(codec), scheme=Scheme(scheme), intra=Intra(intra))
-        return Plan(version=version, world_size=len(nodes), groups=(group,))
-
-    choices = [
-        ("topk:density=0.05", "allgather", "flat"),
-        ("topk:density=0.05", "allgather", "dense"),
-        ("powersgd", "allreduce", "dense"),
-        ("powersgd", "allreduce", "flat"),
-        ("ef_signsgd", "sra", "compressed"),
-        ("onebit", "ring", "dense"),
-        ("topk:density=0.05", "artopk_tree_var", "dense"),
-        ("ef_signsgd", "tree", "flat"),
-    ]
-    attachment = cgx_ray.attach(model, plan=plan(0, *choices[0]))
-    sent_N = given_N = torch.zeros(60 * 50 + 7 * 30, dtype=torch.float64)
-    described = []
-    step = 0
-    for version, choice in enumerate(choices):
-        if version:
-            attachment.hold(plan(version, *choice))
-        for _ in range(4):
-            gradients = noise(rank, *shapes, step=step)
-            model.zero_grad()
-            model(*gradients).backward()
-            given_N = given_N + torch.cat([grad.view(-1) for grad in gradients])
-            sent_N = sent_N + torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
-            step += 1
-        assert attachment.plan is not None
-        described.append(attachment.plan.describe())
-    state = attachment.state_dict()
-    owed_N = torch.cat([value.view(-1) for value in state["residuals"].values()])
-    attachment.close()
-    return described, sent_N, given_N, owed_N.double()
-
-
-@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0)], ids=str)
-def test_nothing_owed_is_lost_when_plans_change_between_flat_and_hierarchical(nodes: Nodes) -> None:
-    results = run_ranks(len(nodes), _switch_plans, nodes)
-    described, sent_N, _, _ = results[0]
-    assert [text.endswith("inside nodes") for text in described] == [False, True, True, False, True, True, True, False]
-    assert all(torch.equal(sent_N, result[1]) for result in results[1:])
-    given_N, owed_N = (torch.stack([result[i] for result in results]).mean(0) for i in (2, 3))
-    torch.testing.assert_close(sent_N + owed_N, given_N, rtol=0, atol=40 * 32 * (2 * len(nodes) + 4) * 2**-24)
-    assert float(owed_N.norm()) > 0
-
-
-def _train(rank: int, nodes: Nodes, codec: str, scheme: str, intra: str) -> list[str]:
-    tcp.host_key = lambda: f"node {nodes[rank]}"
-    model = DistributedDataParallel(Branches().to(torch.bfloat16))
-    attachment = cgx_ray.attach(model, codec=codec, scheme=scheme, intra=intra)
-    hashes = train(model, rank, range(5))
-    assert attachment.last_step is not None
-    assert {transfer.intra for transfer in attachment.last_step.transfers} == {intra, "dense"}
-    attachment.close()
-    return hashes
-
-
-@pytest.mark.parametrize(
-    ("codec", "scheme", "intra"),
-    [("qsgd", "sra", "compressed"), ("dgc", "artopk_ring", "dense"), ("none", "dense", "dense")],
-)
-def test_ranks_hold_identical_weights_after_every_step(codec: str, scheme: str, intra: str) -> None:
-    first, *others = run_ranks(4, _train, (0, 0, 1, 1), codec, scheme, intra)
-    assert others == [first] * 3
-    assert len(set(first)) == 5, "weights did not move"
-
-
-SENT_NUMEL = 60_000
-SENT_CASES = [
-    (codec, scheme, intra)
-    for codec, intra in (("none", "dense"), ("qsgd", "dense"), ("qsgd", "compressed"), ("bf16", "dense"))
-    for scheme in ("dense", "allreduce", "allgather", "sra", "ring", "tree", "broadcast")
-    if codec in cgx_ray.plan.CODECS_OF_SCHEME[Scheme(scheme)]
-]
-
-
-def _sent(rank: int, nodes: Nodes) -> list[tuple[int, int]]:
-    """For each case what the exchange says it sends to other nodes, and what it sends."""
-    transport = connect(nodes, "shm")
-    sent = []
-    for case in SENT_CASES:
-        exchange, memory = make(case, transport, SENT_NUMEL)
-        transport.num_sent = 0
-        run(exchange, torch.ones(SENT_NUMEL), memory, case[0])
-        sent.append((exchange.sent_bytes, transport.num_sent))
-    dist.barrier()
-    transport.close()
-    return sent
-
-
-@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
-def test_what_is_sent_between_nodes_is_what_is_said_and_what_the_model_costs(nodes: Nodes) -> None:
-    results = run_ranks(len(nodes), _sent, nodes)
-    num_nodes = len(set(nodes))
-    for index, (text, scheme, intra) in enumerate(SENT_CASES):
-        said, sent = zip(*(result[index] for result in results), strict=True)
-        assert said == sent, (text, scheme)
-        by_node = [sum(s for s, node in zip(sent, nodes, strict=True) if node == wanted) for wanted in set(nodes)]
-        _, (_, num_bytes) = hierarchical_terms(
-            Scheme(scheme),
-            Intra(intra),
-            num_nodes=num_nodes,
-            ranks_per_node=len(nodes) // num_nodes,
-            dense_bytes=4 * SENT_NUMEL,
-            wire_bytes=CodecSpec.parse(text).payload_bytes(SENT_NUMEL),
-        )
-        # One direction: the root of a broadcast sends half of what crosses its card, and whoever has a guest in a tree
-        # sends one of two folds. A header for each message, and chunks that are a granule of 128 elements longer.
-        expected = num_bytes / 2 if scheme == "broadcast" else num_bytes
-        if scheme == "tree" and num_nodes == 3:
-            expected -= CodecSpec.parse(text).payload_bytes(SENT_NUMEL)
-        slack = len(nodes) * 2 * num_nodes * (32 + 4 * 128)
-        assert abs(max(by_node) - expected) <= slack, (text, scheme, by_node, expected)
-
-
 def _meet_another_step(rank: int, nodes: Nodes, intra: str) -> str:
     transport = connect(nodes, "shm")
     exchange, memory = make(("qsgd", "sra", intra), transport)
@@ -463,79 +285,32 @@ def test_on_one_node_with_dense_inside_nothing_stays_owed() -> None:
         torch.testing.assert_close(total_N, given_N / 3, rtol=0, atol=40 * 3 * 10 * 2**-24)
 
 
-MODEL = [Layer(name="w", numel=4096, ndim=2), Layer(name="b", numel=64, ndim=1), Layer(name="e", numel=4096, ndim=2)]
+def _keys(rank: int, nodes: Nodes, intra: str) -> list[int]:
+    """Of the random numbers that this rank draws in a step."""
+    transport = connect(nodes, "shm")
+    exchange, memory = make(("qsgd", "sra", intra), transport)
+    keys = []
+    encode = Qsgd.encode
+
+    def recording(
+        self: Qsgd, grad_N: torch.Tensor, payload: torch.Tensor, key: int, memory: Memory | None = None
+    ) -> None:
+        keys.append(key)
+        encode(self, grad_N, payload, key, memory)
+
+    Qsgd.encode = recording  # type: ignore[method-assign]
+    run(exchange, torch.ones(NUMEL), memory, "qsgd")
+    dist.barrier()
+    transport.close()
+    return keys
 
 
-def test_intra_holds_for_all_groups_unless_an_override_says_another_and_survives_json() -> None:
-    overrides = {"e": ("topk", "allgather", "dense")}
-    plan = make_plan(
-        MODEL, version=0, world_size=4, codec="qsgd", scheme="sra", intra="compressed", overrides=overrides
-    )
-    assert [(group.layers, group.intra) for group in plan.groups] == [
-        (("e",), Intra.DENSE),
-        (("w",), Intra.COMPRESSED),
-        (("b",), Intra.DENSE),
-    ]
-    assert Plan.from_json(plan.to_json()) == plan
-    assert (
-        "compressed inside nodes"
-        in make_plan(MODEL, version=0, world_size=4, codec="qsgd", scheme="sra", intra="compressed").describe()
-    )
-    older = make_plan(MODEL, version=0, world_size=4, codec="qsgd", scheme="sra")
-    assert Plan.from_json(older.to_json().replace('"intra": "flat", ', "")) == older
-
-
-@pytest.mark.parametrize("codec", ["none", "prefix", "topk", "powersgd"])
-def test_codecs_whose_sums_cannot_be_encoded_inside_a_node_are_refused(codec: str) -> None:
-    with pytest.raises(ConfigError, match=f"codec {codec} cannot be summed inside a node.*intra='dense'"):
-        GroupPlan(layers=("w",), codec=CodecSpec(name=codec), scheme=Scheme.ALLGATHER, intra=Intra.COMPRESSED)
-    with pytest.raises(ConfigError, match="cannot be summed"):
-        Settings(policy="static", codec=codec, scheme="allgather", intra="compressed")
-
-
-def test_an_unknown_intra_is_refused_and_adaptive_chooses_for_itself() -> None:
-    with pytest.raises(ConfigError, match="unknown intra 'sparse'; known: flat, dense, compressed"):
-        make_plan(MODEL, version=0, world_size=4, intra="sparse")
-    with pytest.raises(ConfigError, match="unknown intra 'sparse'; known: flat, dense, compressed"):
-        Settings(policy="static", intra="sparse")
-    with pytest.raises(ConfigError, match="intra 'dense' is not allowed with policy 'adaptive'"):
-        Settings(intra="dense")
-
-
-LAN, BUS = Link.from_rates(bandwidth_gbps=1, latency_ms=1), Link.from_rates(bandwidth_gbps=80, latency_ms=0.01)
-
-
-@pytest.mark.parametrize("intra", [Intra.DENSE, Intra.COMPRESSED])
-def test_cost_of_four_ranks_a_node_by_hand(intra: Intra) -> None:
-    seconds = hierarchical_s(
-        Scheme.SRA,
-        intra,
-        num_nodes=2,
-        ranks_per_node=4,
-        dense_bytes=100e6,
-        wire_bytes=12.5e6,
-        inside=BUS,
-        between=LAN,
-    )
-    inside = 2e-5 + 2 * 3 / 4 * (100e6 if intra is Intra.DENSE else 12.5e6) / 10e9
-    assert seconds == pytest.approx(inside + 2e-3 + 2 * 1 / 2 * 12.5e6 / 125e6)
-
-
-@pytest.mark.parametrize("scheme", list(Scheme), ids=str)
-def test_cost_with_one_rank_a_node_is_flat_and_with_one_node_all_inside(scheme: Scheme) -> None:
-    sizes = {"dense_bytes": 1e6, "wire_bytes": 1e5, "index_bytes": 1e4}
-    spread = hierarchical_terms(scheme, Intra.DENSE, num_nodes=5, ranks_per_node=1, **sizes)
-    assert spread == ((0, 0), terms(scheme, 5, *sizes.values()))
-    together = hierarchical_terms(scheme, Intra.DENSE, num_nodes=1, ranks_per_node=5, **sizes)
-    assert together == ((2, 2 * 4 / 5 * 1e6), (0, 0))
-
-
-@pytest.mark.parametrize("scheme", [Scheme.DENSE, Scheme.ALLREDUCE, Scheme.ARTOPK_RING], ids=str)
-def test_sums_between_nodes_take_two_hops_and_not_a_ring(scheme: Scheme) -> None:
-    _, (hops, _) = hierarchical_terms(scheme, Intra.DENSE, num_nodes=8, ranks_per_node=2, dense_bytes=1, wire_bytes=1)
-    assert hops == 2 + (3 if scheme is Scheme.ARTOPK_RING else 0)
-
-
-def test_flat_has_no_hierarchical_cost() -> None:
-    with pytest.raises(ConfigError, match="ask `terms`"):
-        hierarchical_terms(Scheme.SRA, Intra.FLAT, num_nodes=2, ranks_per_node=2, dense_bytes=1, wire_bytes=1)
+@pytest.mark.parametrize(("intra", "num_keys", "num_different"), [("dense", 2, 8), ("compressed", 4, 14)])
+def test_no_two_messages_share_random_numbers_but_those_that_must_be_alike(
+    intra: str, num_keys: int, num_different: int
+) -> None:
+    """Between nodes a rank encodes twice, inside once a half: the average as its colleague on the other node does."""
+    keys = run_ranks(4, _keys, (0, 0, 1, 1), intra)
+    assert [len(of_rank) for of_rank in keys] == [num_keys] * 4
+    assert len(set().union(*keys)) == num_different, keys
+    assert [keys[0][-1], keys[1][-1]] == [keys[2][-1], keys[3][-1]] or intra == "dense"
