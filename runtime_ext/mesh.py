@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from .checks import native
-from .shm import LocalGroup
+from .shm import LocalGroup, Segment
 
 TOKEN_BYTES: int = native.Mesh.TOKEN_BYTES
 
@@ -37,9 +37,19 @@ class Mesh:
     def port(self) -> int:
         return self._native.port
 
-    def connect(self, addresses: Sequence[tuple[str, int]], timeout_s: float) -> None:
-        """Connect to all ranks at `addresses`, by rank. Raises RuntimeError that names those who did not come."""
-        self._native.connect(list(addresses), timeout_s)
+    def connect(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        timeout_s: float,
+        segment: Segment | None = None,
+        sharers: Sequence[int] = (),
+    ) -> None:
+        """Connect to all ranks at `addresses`, by rank. Raises RuntimeError that names those who did not come.
+
+        segment  has been mapped by `sharers`, ascending, this rank among them; messages between them go through it, and
+                 one connection a pair is left as a sign of life
+        """
+        self._native.connect(list(addresses), timeout_s, segment, list(sharers))
 
     def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> int:
         """Begin to send and receive contiguous CPU tensors, by rank, and return a ticket for `wait`.
@@ -61,8 +71,6 @@ class Mesh:
 
     def close(self) -> None:
         """Hang up. What is under way fails, on both ends."""
-        if self.local is not None:
-            self.local.close()
         self._native.close()
 
 

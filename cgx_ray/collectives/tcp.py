@@ -43,7 +43,7 @@ def connect_mesh(
     addresses = _gather((mesh.address, mesh.port), group)
     ranks, segment = _share_memory(host_key() if shared_memory else None, group)
     try:
-        mesh.connect(addresses, min(timeout_s, MAX_CONNECT_S))
+        mesh.connect(addresses, min(timeout_s, MAX_CONNECT_S), segment, ranks)
     except RuntimeError as error:
         mesh.close()
         raise TransportError(

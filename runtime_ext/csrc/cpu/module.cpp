@@ -65,7 +65,7 @@ NB_MODULE(_native, m) {
         new (self) cgx::Mesh(rank, world_size, num_streams, address, {token.c_str(), token.size()});
     });
     mesh.def_prop_ro("port", &cgx::Mesh::port);
-    mesh.def("connect", &cgx::Mesh::connect, release());
+    mesh.def("connect", &cgx::Mesh::connect, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), release());
     mesh.def(
         "post",
         [](cgx::Mesh& self, const Messages& sends, const Messages& receives) {

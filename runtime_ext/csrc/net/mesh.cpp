@@ -24,6 +24,8 @@ namespace {
 constexpr size_t kVisitBytes = 1 << 18;
 // Shorter messages are not worth cutting into one part a stream.
 constexpr int64_t kMinPartBytes = 1 << 16;
+// Of the thread that moves messages through rings. The bell wakes it.
+constexpr double kNapS = 1.0;
 constexpr size_t kHalfToken = Mesh::kTokenBytes / 2;
 
 struct Hello {
@@ -109,6 +111,9 @@ struct Mesh::Ticket {
     std::vector<int> num_open;  // parts not done, by peer
     int64_t num_left = 0;
     std::string error;
+    std::thread::id waiter;  // the thread in `wait`, if there is one
+
+    bool is_over() const { return num_left == 0 || !error.empty(); }
 };
 
 struct Mesh::Message {
@@ -122,16 +127,44 @@ struct Mesh::Message {
 struct Mesh::Stream {
     int fd;
     int peer;
+    Segment* segment = nullptr;  // if messages go through its rings
+    int own_place = -1, place = -1;
     std::mutex mutex;  // guards what is below
     std::deque<Message> sends, receives;
     uint64_t num_sends = 0, num_receives = 0;  // posted so far
     std::string broken;                        // why, if it is
 
     ~Stream() { ::close(fd); }
+
+    // As sendmsg and recv do, on a socket that does not block.
+    ssize_t send(iovec* pieces, int num_pieces) {
+        if (segment == nullptr) {
+            msghdr header{};
+            header.msg_iov = pieces;
+            header.msg_iovlen = static_cast<size_t>(num_pieces);
+            return sendmsg(fd, &header, MSG_NOSIGNAL);
+        }
+        if (segment->is_gone(place)) {
+            errno = EPIPE;
+            return -1;
+        }
+        const size_t moved = segment->put(own_place, place, pieces, num_pieces);
+        errno = EAGAIN;
+        return moved > 0 ? static_cast<ssize_t>(moved) : -1;
+    }
+
+    ssize_t receive(void* data, size_t num_bytes) {
+        if (segment == nullptr) return recv(fd, data, num_bytes, 0);
+        // Looked at before the ring: what a rank sent before it left is still good.
+        const bool is_gone = segment->is_gone(place);
+        const size_t moved = segment->take(place, own_place, data, num_bytes);
+        errno = EAGAIN;
+        return moved > 0 || is_gone ? static_cast<ssize_t>(moved) : -1;
+    }
 };
 
 Mesh::Mesh(int rank, int world_size, int num_streams, const std::string& address, const std::string& token)
-    : rank_(rank), world_size_(world_size), num_streams_(num_streams), token_(token) {
+    : rank_(rank), world_size_(world_size), num_streams_(num_streams), token_(token), place_(world_size, -1) {
     if (token.size() != kTokenBytes) fail("a token has " + std::to_string(kTokenBytes) + " bytes");
     if (num_streams < 1)
         fail("num_streams " + std::to_string(num_streams) + " is not allowed; give 1 or more");
@@ -166,17 +199,25 @@ Mesh::~Mesh() {
     }
 }
 
-void Mesh::connect(const std::vector<std::pair<std::string, int>>& addresses, double timeout_s) {
+void Mesh::connect(const std::vector<std::pair<std::string, int>>& addresses, double timeout_s,
+                   std::shared_ptr<Segment> segment, const std::vector<int>& sharers) {
     const double deadline = now() + timeout_s;
+    segment_ = std::move(segment);
+    if (segment_) {
+        for (size_t place = 0; place < sharers.size(); ++place)
+            place_[sharers[place]] = static_cast<int>(place);
+    }
     // The kernel completes connections before anyone accepts them, so everyone can dial first.
     for (int peer = 0; peer < rank_; ++peer)
         dial(peer, addresses[peer].first, addresses[peer].second, deadline);
-    accept_peers((world_size_ - 1 - rank_) * num_streams_, deadline);
+    int num_expected = 0;
+    for (int peer = rank_ + 1; peer < world_size_; ++peer) num_expected += num_streams_to(peer);
+    accept_peers(num_expected, deadline);
     ::close(listen_fd_);
     listen_fd_ = -1;
     // The answer comes once the peer has reached accept_peers.
     for (int peer = 0; peer < rank_; ++peer) {
-        for (int index = 0; index < num_streams_; ++index) {
+        for (int index = 0; index < num_streams_to(peer); ++index) {
             char answer[kHalfToken];
             const int fd = streams_[peer * num_streams_ + index]->fd;
             if (!read_all(fd, answer, sizeof answer, deadline) ||
@@ -194,11 +235,12 @@ void Mesh::connect(const std::vector<std::pair<std::string, int>>& addresses, do
             fail_errno("cannot watch a connection");
     }
     thread_ = std::thread([this] { run(); });
+    if (segment_) ring_thread_ = std::thread([this] { run_rings(); });
 }
 
 void Mesh::dial(int peer, const std::string& address, int port, double deadline) {
     const AddressInfo target(address, port);
-    for (int index = 0; index < num_streams_; ++index) {
+    for (int index = 0; index < num_streams_to(peer); ++index) {
         const int fd = socket(target.info->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
         if (fd < 0) fail_errno("cannot make a socket");
         add_stream(fd, peer, index);
@@ -249,7 +291,7 @@ void Mesh::accept_peers(int num_expected, double deadline) {
                 stranger.received == sizeof(Hello) && std::memcmp(hello.magic, kMagic, 4) == 0 &&
                 std::memcmp(hello.token, token_.data(), kHalfToken) == 0 &&
                 static_cast<int>(hello.rank) > rank_ && static_cast<int>(hello.rank) < world_size_ &&
-                static_cast<int>(hello.index) < num_streams_ &&
+                static_cast<int>(hello.index) < num_streams_to(static_cast<int>(hello.rank)) &&
                 !streams_[hello.rank * num_streams_ + hello.index];
             char answer[kHalfToken];
             std::memcpy(answer, token_.data() + kHalfToken, kHalfToken);
@@ -269,7 +311,7 @@ void Mesh::accept_peers(int num_expected, double deadline) {
     if (num_expected == 0) return;
     std::string missing;
     for (int peer = rank_ + 1; peer < world_size_; ++peer) {
-        for (int index = 0; index < num_streams_; ++index) {
+        for (int index = 0; index < num_streams_to(peer); ++index) {
             if (streams_[peer * num_streams_ + index]) continue;
             missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
             break;
@@ -284,6 +326,11 @@ void Mesh::add_stream(int fd, int peer, int index) {
     auto stream = std::make_unique<Stream>();
     stream->fd = fd;
     stream->peer = peer;
+    if (place_[peer] >= 0) {
+        stream->segment = segment_.get();
+        stream->own_place = place_[rank_];
+        stream->place = place_[peer];
+    }
     streams_[peer * num_streams_ + index] = std::move(stream);
 }
 
@@ -306,7 +353,7 @@ int64_t Mesh::post(const std::vector<Part>& sends, const std::vector<Part>& rece
 
 void Mesh::enqueue(const Part& part, bool is_send, const std::shared_ptr<Ticket>& ticket) {
     const int64_t most = std::max<int64_t>(1, (part.num_bytes + kMinPartBytes - 1) / kMinPartBytes);
-    const int64_t num_parts = std::min<int64_t>(num_streams_, most);
+    const int64_t num_parts = std::min<int64_t>(num_streams_to(part.peer), most);
     {
         std::lock_guard lock(mutex_);
         ticket->num_open[part.peer] += static_cast<int>(num_parts);
@@ -327,11 +374,20 @@ void Mesh::enqueue(const Part& part, bool is_send, const std::shared_ptr<Ticket>
         }
         message.frame = {is_send ? stream.num_sends++ : stream.num_receives++,
                          static_cast<uint64_t>(end - begin)};
-        (is_send ? stream.sends : stream.receives).push_back(std::move(message));
-        // The socket's buffer takes the beginning now, without waiting for the other thread.
-        const bool goes_on = !is_send || (stream.sends.size() == 1 && send_some(stream) == Progress::kMore);
+        auto& queue = is_send ? stream.sends : stream.receives;
+        queue.push_back(std::move(message));
+        // The socket's buffer or the ring takes the beginning now, and the ring gives it, without waiting for
+        // the other thread.
+        bool goes_on = true;
+        if (is_send) {
+            goes_on = queue.size() == 1 && send_some(stream) == Progress::kMore;
+        } else if (stream.segment != nullptr) {
+            goes_on = queue.size() == 1 && receive_some(stream) == Progress::kMore;
+        }
         lock.unlock();
-        if (goes_on) {
+        if (goes_on && stream.segment != nullptr) {
+            segment_->ring_bell(stream.own_place);
+        } else if (goes_on) {
             std::lock_guard own(mutex_);
             posted_.push_back(&stream);
         }
@@ -344,8 +400,17 @@ void Mesh::wait(int64_t number, double timeout_s) {
         std::find_if(tickets_.begin(), tickets_.end(), [&](auto& e) { return e.first == number; });
     if (entry == tickets_.end()) fail("ticket " + std::to_string(number) + " is not known");
     const std::shared_ptr<Ticket> ticket = entry->second;
-    const bool is_over = changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
-                                           [&] { return ticket->num_left == 0 || !ticket->error.empty(); });
+    ticket->waiter = std::this_thread::get_id();
+    bool is_over = ticket->is_over();
+    if (!is_over && segment_) {
+        lock.unlock();
+        move_until_done(*ticket, timeout_s);
+        lock.lock();
+        is_over = ticket->is_over();
+    } else if (!is_over) {
+        is_over = changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                                    [&] { return ticket->is_over(); });
+    }
     std::erase_if(tickets_, [&](auto& e) { return e.first == number; });
     if (ticket->num_left == 0 && ticket->error.empty()) return;
     std::string why = ticket->error;
@@ -367,7 +432,10 @@ void Mesh::close() {
         is_closing_ = true;
     }
     wake();
+    if (segment_) segment_->rank(place_[rank_]).bell.add_one();
     if (thread_.joinable()) thread_.join();
+    if (ring_thread_.joinable()) ring_thread_.join();
+    if (segment_) segment_->rank(place_[rank_]).has_left.store(1);
     for (auto& stream : streams_) {
         if (!stream) continue;
         std::lock_guard lock(stream->mutex);
@@ -388,8 +456,10 @@ void Mesh::run() {
         const int count =
             epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), ready.empty() ? -1 : 0);
         for (int i = 0; i < count; ++i) {
-            if (events[i].data.ptr != nullptr) {
-                ready.push_back(static_cast<Stream*>(events[i].data.ptr));
+            if (auto* stream = static_cast<Stream*>(events[i].data.ptr); stream != nullptr) {
+                const bool hung_up = (events[i].events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+                if (hung_up && stream->segment != nullptr) segment_->set_gone(stream->place);
+                ready.push_back(stream);
                 continue;
             }
             uint64_t number;
@@ -412,6 +482,51 @@ void Mesh::run() {
     }
 }
 
+void Mesh::run_rings() {
+    Counter& bell = segment_->rank(place_[rank_]).bell;
+    while (true) {
+        const uint32_t seen = bell.value.load();
+        {
+            std::lock_guard lock(mutex_);
+            if (is_closing_) return;
+        }
+        if (!move_rings()) bell.sleep(seen, kNapS);
+    }
+}
+
+// Moves some of every message that goes through a ring; false if nothing more can be moved now.
+bool Mesh::move_rings() {
+    bool is_more = false;
+    for (auto& stream : streams_) {
+        if (!stream || stream->segment == nullptr) continue;
+        std::lock_guard lock(stream->mutex);
+        is_more |= send_some(*stream) == Progress::kMore;
+        is_more |= receive_some(*stream) == Progress::kMore;
+    }
+    return is_more;
+}
+
+// A thread that waits moves messages itself: nobody needs to wake it when the other thread has done so.
+void Mesh::move_until_done(const Ticket& ticket, double timeout_s) {
+    const double deadline = now() + timeout_s;
+    RankState& own = segment_->rank(place_[rank_]);
+    ++own.num_waiters;
+    uint32_t seen;
+    bool is_more = true;
+    for (double left_s = timeout_s; left_s > 0; left_s = deadline - now()) {
+        seen = own.waiter_bell.value.load();
+        is_more = move_rings();
+        {
+            std::lock_guard lock(mutex_);
+            if (ticket.is_over()) break;
+        }
+        if (!is_more) own.waiter_bell.sleep(seen, left_s);
+    }
+    --own.num_waiters;
+    // What has come up since then is for the next one that moves.
+    if (is_more || own.waiter_bell.value.load() != seen) segment_->ring_bell(place_[rank_]);
+}
+
 Mesh::Progress Mesh::send_some(Stream& stream) {
     size_t budget = kVisitBytes;
     while (!stream.sends.empty()) {
@@ -425,10 +540,7 @@ Mesh::Progress Mesh::send_some(Stream& stream) {
                                     sizeof(Frame) - message.moved};
         }
         pieces[num_pieces++] = {message.data + body, std::min(message.num_bytes - body, kVisitBytes)};
-        msghdr header{};
-        header.msg_iov = pieces;
-        header.msg_iovlen = static_cast<size_t>(num_pieces);
-        const ssize_t sent = sendmsg(stream.fd, &header, MSG_NOSIGNAL);
+        const ssize_t sent = stream.send(pieces, num_pieces);
         if (sent < 0 && errno == EINTR) continue;
         if (sent < 0 && errno == EAGAIN) return Progress::kWaiting;
         if (sent < 0) {
@@ -457,8 +569,8 @@ Mesh::Progress Mesh::receive_some(Stream& stream) {
             // Frames are read into a copy and compared as they come in: a peer that is out of step is found
             // out early.
             char* const expected = reinterpret_cast<char*>(&message.frame);
-            got = recv(stream.fd, reinterpret_cast<char*>(&frame) + message.moved,
-                       sizeof(Frame) - message.moved, 0);
+            got = stream.receive(reinterpret_cast<char*>(&frame) + message.moved,
+                                 sizeof(Frame) - message.moved);
             if (got > 0 &&
                 std::memcmp(expected + message.moved, reinterpret_cast<char*>(&frame) + message.moved,
                             static_cast<size_t>(got)) != 0) {
@@ -469,7 +581,7 @@ Mesh::Progress Mesh::receive_some(Stream& stream) {
             }
         } else {
             const size_t body = message.moved - sizeof(Frame);
-            got = recv(stream.fd, message.data + body, std::min(message.num_bytes - body, budget), 0);
+            got = stream.receive(message.data + body, std::min(message.num_bytes - body, budget));
         }
         if (got == 0) {
             break_stream(stream, "rank " + std::to_string(stream.peer) + " hung up");
@@ -496,7 +608,7 @@ Mesh::Progress Mesh::receive_some(Stream& stream) {
 void Mesh::finish(const Message& message, int peer) {
     std::lock_guard lock(mutex_);
     --message.ticket->num_open[peer];
-    if (--message.ticket->num_left == 0) changed_.notify_all();
+    if (--message.ticket->num_left == 0) tell(*message.ticket);
 }
 
 void Mesh::break_stream(Stream& stream, const std::string& why) {
@@ -506,10 +618,17 @@ void Mesh::break_stream(Stream& stream, const std::string& why) {
     for (auto* queue : {&stream.sends, &stream.receives}) {
         for (Message& message : *queue) {
             if (message.ticket->error.empty()) message.ticket->error = why;
+            tell(*message.ticket);
         }
         queue->clear();
     }
+}
+
+// Wakes the thread that waits for the ticket, if there is another.
+void Mesh::tell(const Ticket& ticket) {
+    if (ticket.waiter == std::thread::id{} || ticket.waiter == std::this_thread::get_id()) return;
     changed_.notify_all();
+    if (segment_) segment_->rank(place_[rank_]).waiter_bell.add_one();
 }
 
 }  // namespace cgx

@@ -1,5 +1,5 @@
-// TCP connections between all ranks of a run. Messages are pushed as soon as they are posted, nobody asks
-// first.
+// Connections between all ranks of a run: TCP, or rings of shared memory between ranks of one host. Messages
+// are pushed as soon as they are posted, nobody asks first.
 #pragma once
 
 #include <condition_variable>
@@ -11,6 +11,8 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "shm_segment.h"
 
 namespace cgx {
 
@@ -37,8 +39,11 @@ class Mesh {
     int port() const { return port_; }
 
     // Connects to every other rank, given its (address, port). Throws std::runtime_error that names the ranks
-    // that did not come within `timeout_s`. Whoever does not present the token is hung up on.
-    void connect(const std::vector<std::pair<std::string, int>>& addresses, double timeout_s);
+    // that did not come within `timeout_s`. Whoever does not present the token is hung up on. `sharers`,
+    // ascending, have mapped `segment`, this rank among them; null: none have. Their connection is a sign of
+    // life only.
+    void connect(const std::vector<std::pair<std::string, int>>& addresses, double timeout_s,
+                 std::shared_ptr<Segment> segment, const std::vector<int>& sharers);
 
     // Starts to send and receive, and returns at once with a ticket for `wait`.
     int64_t post(const std::vector<Part>& sends, const std::vector<Part>& receives);
@@ -58,6 +63,11 @@ class Mesh {
     enum class Progress { kWaiting, kMore };
 
     void run();
+    void run_rings();
+    bool move_rings();
+    void move_until_done(const Ticket& ticket, double timeout_s);
+    void tell(const Ticket& ticket);
+    int num_streams_to(int peer) const { return place_[peer] >= 0 ? 1 : num_streams_; }
     void enqueue(const Part& part, bool is_send, const std::shared_ptr<Ticket>& ticket);
     Progress send_some(Stream& stream);
     Progress receive_some(Stream& stream);
@@ -72,6 +82,8 @@ class Mesh {
     const std::string token_;
     int listen_fd_ = -1, epoll_fd_ = -1, wake_fd_ = -1, port_ = 0;
     std::vector<std::unique_ptr<Stream>> streams_;  // peer * num_streams + index; null for this rank
+    std::shared_ptr<Segment> segment_;
+    std::vector<int> place_;  // of each rank in the segment, or -1
 
     std::mutex mutex_;  // guards what is below
     std::condition_variable changed_;
@@ -80,7 +92,7 @@ class Mesh {
     int64_t last_ticket_ = 0;
     bool is_closing_ = false;
 
-    std::thread thread_;
+    std::thread thread_, ring_thread_;
 };
 
 }  // namespace cgx

@@ -96,6 +96,12 @@ void Counter::set(uint32_t to) {
     syscall(SYS_futex, &value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+void Counter::add_one() {
+    ++value;
+    if (num_sleepers.load() == 0) return;
+    syscall(SYS_futex, &value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
 void Counter::sleep(uint32_t seen, double timeout_s) {
     const double whole = std::floor(std::max(timeout_s, 0.0));
     const timespec timeout{static_cast<time_t>(whole),
@@ -183,6 +189,57 @@ void Segment::map(int fd) {
     void* base = mmap(nullptr, num_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
     if (base == MAP_FAILED) fail_errno("cannot map shared memory " + name_, errno);
     base_ = static_cast<uint8_t*>(base);
+}
+
+size_t Segment::put(int from, int to, const iovec* pieces, int num_pieces) {
+    Ring& ring = this->ring(from, to);
+    uint64_t written = ring.written.load(std::memory_order_relaxed);
+    size_t room = ring_bytes_ - (written - ring.read.load());
+    if (room == 0) {
+        ring.writer_waits.store(1);
+        room = ring_bytes_ - (written - ring.read.load());
+        if (room == 0) return 0;
+        ring.writer_waits.store(0);
+    }
+    size_t moved = 0;
+    for (int i = 0; i < num_pieces && moved < room; ++i) {
+        const size_t count = std::min(pieces[i].iov_len, room - moved);
+        const size_t at = (written + moved) % ring_bytes_, before_end = std::min(count, ring_bytes_ - at);
+        const auto* data = static_cast<const uint8_t*>(pieces[i].iov_base);
+        std::memcpy(ring_data(from, to) + at, data, before_end);
+        std::memcpy(ring_data(from, to), data + before_end, count - before_end);
+        moved += count;
+    }
+    ring.written.store(written + moved);
+    if (ring.reader_waits.load() != 0 && ring.reader_waits.exchange(0) != 0) ring_bell(to);
+    return moved;
+}
+
+size_t Segment::take(int from, int to, void* data, size_t num_bytes) {
+    Ring& ring = this->ring(from, to);
+    const uint64_t read = ring.read.load(std::memory_order_relaxed);
+    size_t there = ring.written.load() - read;
+    if (there == 0) {
+        ring.reader_waits.store(1);
+        there = ring.written.load() - read;
+        if (there == 0) return 0;
+        ring.reader_waits.store(0);
+    }
+    const size_t count = std::min(num_bytes, there);
+    const size_t at = read % ring_bytes_, before_end = std::min(count, ring_bytes_ - at);
+    std::memcpy(data, ring_data(from, to) + at, before_end);
+    std::memcpy(static_cast<uint8_t*>(data) + before_end, ring_data(from, to), count - before_end);
+    ring.read.store(read + count);
+    // Not for every bit of room: a reader that lacks data has emptied the ring, so half of it comes in any
+    // case.
+    const bool has_room = there - count <= ring_bytes_ / 2;
+    if (has_room && ring.writer_waits.load() != 0 && ring.writer_waits.exchange(0) != 0) ring_bell(from);
+    return count;
+}
+
+void Segment::ring_bell(int rank) {
+    RankState& state = this->rank(rank);
+    (state.num_waiters.load() > 0 ? state.waiter_bell : state.bell).add_one();
 }
 
 RankState& Segment::rank(int index) const { return reinterpret_cast<RankState*>(base_ + kStatesAt)[index]; }

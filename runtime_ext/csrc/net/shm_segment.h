@@ -2,6 +2,8 @@
 // ring of bytes for each ordered pair.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -10,12 +12,13 @@
 
 namespace cgx {
 
-// A number that only grows, modulo 2^32, and that other processes can sleep on.
+// A number that only grows, modulo 2^32, and that threads of all processes can sleep on.
 struct alignas(64) Counter {
     std::atomic<uint32_t> value;
     std::atomic<uint32_t> num_sleepers;
 
     void set(uint32_t to);
+    void add_one();
     // Sleeps while the value is `seen`, at most `timeout_s`; may return early.
     void sleep(uint32_t seen, double timeout_s);
 };
@@ -27,12 +30,17 @@ struct RankState {
     Counter copied;   // pieces that are in its slots
     Counter reduced;  // pieces of which its share of the sum is in its slot
     Counter taken;    // pieces of which it needs nothing more from the others' slots
-    Counter doorbell;
+
+    Counter bell;         // for the thread that moves messages: there is something in a ring, or room
+    Counter waiter_bell;  // rung instead while threads wait for messages, as they move them themselves
+    std::atomic<uint32_t> num_waiters;
+
     std::atomic<uint32_t> has_left;
     std::atomic<uint64_t> operation[kNumSlots];  // what the piece in the slot is part of
 };
 
-// Bytes from one rank to another. The positions only grow.
+// Bytes from one rank to another. The positions only grow. Who finds nothing to do says so, and gets the bell
+// rung.
 struct Ring {
     alignas(64) std::atomic<uint64_t> written;
     std::atomic<uint32_t> reader_waits;
@@ -61,12 +69,15 @@ class Segment {
     const std::string& name() const { return name_; }
     const std::string& nonce() const { return nonce_; }
     int num_ranks() const { return num_ranks_; }
-    size_t ring_bytes() const { return ring_bytes_; }
 
     RankState& rank(int index) const;
     uint8_t* slot(int rank, uint32_t piece) const;
-    Ring& ring(int from, int to) const;
-    uint8_t* ring_data(int from, int to) const;
+
+    // Move what there is room for, or what there is, and return how many bytes that was. After 0 the bell of
+    // `from`, or of `to`, rings when it is worth trying again.
+    size_t put(int from, int to, const iovec* pieces, int num_pieces);
+    size_t take(int from, int to, void* data, size_t num_bytes);
+    void ring_bell(int rank);
 
     // A rank that this process knows to be gone, as its connection is.
     void set_gone(int rank) { gone_[rank].store(true); }
@@ -75,6 +86,8 @@ class Segment {
   private:
     void make();
     void map(int fd);
+    Ring& ring(int from, int to) const;
+    uint8_t* ring_data(int from, int to) const;
 
     const int num_ranks_;
     const size_t ring_bytes_, num_bytes_;
