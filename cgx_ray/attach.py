@@ -19,7 +19,7 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.errors import CGXError, ConfigError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
-from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Intra, Layer, Plan, Scheme
+from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Layer, Plan, Scheme
 from cgx_ray.planner.options import candidate_codecs
 from cgx_ray.settings import Settings
 
@@ -191,7 +191,8 @@ def attach(
     plan           fixed plan for the whole run, until `Attachment.hold` offers another one
     codec, scheme  the same for all layers and fixed, as in `CodecSpec.parse`; left out, CGXConfig decides in a Ray
                    Train worker, and elsewhere it is qsgd 4/128 over sra
-    intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`; left out, "flat"
+    intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`; left out, CGXConfig's,
+                   and elsewhere "flat"
     transport      "tcp" or "gloo", see `Settings`; left out, CGXConfig's, and elsewhere "tcp"
 
     Raises ConfigError or PlanError, on all ranks, before training starts.
@@ -223,9 +224,8 @@ def _settings(
         spec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
         preferred = Scheme.DENSE if spec.name == "none" else Scheme.SRA
         fitting = [s for s in (preferred, *Scheme) if spec.name in CODECS_OF_SCHEME[s]]
-        settings = replace(
-            settings, policy="static", codec=str(spec), scheme=scheme or fitting[0], intra=intra or Intra.FLAT
-        )
+        scheme, intra = scheme or fitting[0], intra or settings.intra
+        settings = replace(settings, policy="static", codec=str(spec), scheme=scheme, intra=intra)
     return settings
 
 

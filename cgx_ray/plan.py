@@ -173,7 +173,7 @@ class Plan:
         """`"qsgd:bits=4,bucket_size=128 over sra, dense inside nodes"`: what most of the layers use."""
         kinds = [(group.codec, group.scheme, group.intra) for group in self.groups]
         kinds = [kind for kind in kinds if kind[1] is not Scheme.DENSE] or kinds
-        codec, scheme, intra = max(kinds, key=kinds.count, default=(NONE, Scheme.DENSE, Intra.FLAT))
+        codec, scheme, intra = max(dict.fromkeys(kinds), key=kinds.count, default=(NONE, Scheme.DENSE, Intra.FLAT))
         text = "dense" if scheme is Scheme.DENSE else f"{codec} over {scheme}"
         return text if intra is Intra.FLAT else f"{text}, {intra} inside nodes"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,17 @@ from nodes import Nodes, connect, make, run
 from ranks import run_ranks
 from test_lab import needs_lab
 from test_schemes import Given, noise
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.collectives import tcp
+from cgx_ray.control.view import JoinedStep, estimate_beta
+from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
+from cgx_ray.monitors.sample import Transfer
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, GroupPlan, Intra, Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, hierarchical_s, hierarchical_terms, terms
 from cgx_ray.settings import Settings
@@ -99,6 +105,41 @@ def test_ranks_hold_identical_weights_after_every_step(codec: str, scheme: str, 
     first, *others = run_ranks(4, _train, (0, 0, 1, 1), codec, scheme, intra)
     assert others == [first] * 3
     assert len(set(first)) == 5, "weights did not move"
+
+
+def _gain(rank: int, nodes: Nodes) -> tuple[float, float]:
+    """Gain of top-k that the engine reports while ranks owe something, and that of this rank's gradient."""
+    spec = CodecSpec(name="topk", density=0.1)
+    layer = nn.Linear(3000, 1, bias=False)
+    model = DistributedDataParallel(layer)
+    group = GroupPlan(layers=("weight",), codec=spec, scheme=Scheme.ALLGATHER, intra=Intra.DENSE)
+    plan = Plan(version=0, world_size=len(nodes), groups=(group,))
+    engine = Engine(cgx_ray.layers_of(model), plan, connect(nodes, "shm"), candidates=[spec])
+    model.register_comm_hook(DdpBuckets(model, engine), cgx_hook)
+    x_1N = torch.randn(1, 3000, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        layer.weight.grad = None
+        model(x_1N).sum().backward()
+    dist.barrier()
+    engine.close()
+    assert engine.last_step is not None
+    kept = x_1N.abs().topk(300).values.square().sum() / x_1N.square().sum()
+    return engine.last_step.gain[str(spec)], float(kept)
+
+
+def test_gains_are_those_of_a_ranks_gradient_without_what_it_owes_of_its_nodes() -> None:
+    for reported, of_gradient in run_ranks(4, _gain, (0, 0, 1, 1)):
+        assert reported == pytest.approx(of_gradient, rel=1e-5)
+
+
+def test_hierarchical_transfers_tell_nothing_of_the_link() -> None:
+    flat = Transfer(group=0, scheme="sra", numel=1000, wire_bytes=4000, seconds=0.1)
+    inside = replace(flat, seconds=9.0, intra="dense")
+    times = {"step_s": 1.0, "compute_s": 1.0, "codec_s": 0.0, "ready_s": (0.0,), "gain": {}}
+    steps = [
+        JoinedStep(step=0, plan_version=0, transfers=transfers, **times) for transfers in ((flat, inside), (flat,))
+    ]
+    assert estimate_beta(steps[:1], 4, 0.0) == estimate_beta(steps[1:], 4, 0.0)
 
 
 SENT_NUMEL = 60_000
