@@ -217,7 +217,7 @@ def _settings(
     is_chosen = any(choice is not None for choice in (codec, scheme, intra))
     if plan is not None and is_chosen:
         raise ConfigError(
-            "attach got a plan and a codec, scheme or intra; the plan already says all of them, leave one out"
+            "attach got a plan and a codec, scheme or intra; the plan already says all three, give one of them"
         )
     if plan is not None or is_chosen:
         codec = codec or ("none" if scheme == Scheme.DENSE else settings.codec)
