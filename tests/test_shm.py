@@ -29,8 +29,9 @@ from cgx_ray.attach import open_session
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.errors import ConfigError
+from cgx_ray.lab.namespaces import Lab
 from cgx_ray.runtime_ext.mesh import Mesh
-from cgx_ray.runtime_ext.shm import DTYPES, LocalGroup, Segment
+from cgx_ray.runtime_ext.shm import DTYPES, LocalGroup, Segment, host_key
 from cgx_ray.settings import Settings
 
 TIMEOUT_S = 30.0
@@ -425,6 +426,21 @@ def test_ranks_without_shared_memory_are_nodes_of_their_own_and_reach_the_others
     nodes = [0, 1, 0, 0]
     assert run_ranks(4, _connect_with, _all_but_the_second) == [(nodes, 3), (nodes, 1), (nodes, 3), (nodes, 3)]
     assert run_ranks(2, _connect_with, _none) == [([0, 1], 1)] * 2
+
+
+_LAB_REASON = Lab.available()
+
+
+@pytest.mark.skipif(_LAB_REASON is not None, reason=_LAB_REASON or "")
+def test_hosts_of_a_lab_do_not_share_although_they_are_one_machine() -> None:
+    script = "from cgx_ray.runtime_ext.shm import host_key; print(host_key())"
+    with Lab(2, rate_bit_per_s=1e9) as lab:
+        asked = [
+            lab.popen(host, [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for host in (0, 0, 1)
+        ]
+        keys = [process.communicate()[0].strip() for process in asked]
+    assert keys[0] == keys[1], "one host sees two folders"
+    assert len({*keys, host_key()}) == 3, f"keys of host 0, 0, 1: {keys}, of this one: {host_key()}"
 
 
 def _connect_without_room(rank: int) -> tuple[list[int], list[str], bool]:
