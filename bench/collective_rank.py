@@ -36,8 +36,9 @@ def main() -> None:
     store = dist.FileStore(job["store"], world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     assert dist.group.WORLD is not None
+    mesh = connect_mesh(dist.group.WORLD, _TIMEOUT_S, shared_memory=False)
     transports = {
-        "tcp": Transport(dist.group.WORLD, mesh=connect_mesh(dist.group.WORLD, _TIMEOUT_S), timeout_s=_TIMEOUT_S),
+        "tcp": Transport(dist.group.WORLD, mesh=mesh, timeout_s=_TIMEOUT_S),
         "gloo": Transport(dist.group.WORLD),
     }
     names = [case["name"] for case in job["cases"]]

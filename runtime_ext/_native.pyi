@@ -16,6 +16,8 @@ class Mesh:
     def close(self) -> None: ...
 
 class Segment:
+    SLOT_BYTES: int
+
     @overload
     def __init__(self, num_ranks: int) -> None: ...
     @overload

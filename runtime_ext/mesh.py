@@ -28,6 +28,7 @@ class Mesh:
     local: LocalGroup | None = None
 
     def __init__(self, rank: int, world_size: int, num_streams: int, address: str, token: bytes) -> None:
+        self._rank = rank
         self.address = address
         self.nodes = list(range(world_size))
         self._native = native.Mesh(rank, world_size, num_streams, address, token)
@@ -50,6 +51,11 @@ class Mesh:
                  one connection a pair is left as a sign of life
         """
         self._native.connect(list(addresses), timeout_s, segment, list(sharers))
+
+    def open_group(self, segment: Segment, ranks: Sequence[int], timeout_s: float) -> None:
+        """Make `local` of those who have mapped `segment`. An operation of it that fails hangs up."""
+        # Of the native mesh: a cycle with this one would keep connections open after the last use.
+        self.local = LocalGroup(segment, ranks.index(self._rank), ranks, timeout_s, self._native.close)
 
     def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> int:
         """Begin to send and receive contiguous CPU tensors, by rank, and return a ticket for `wait`.

@@ -1,4 +1,4 @@
-"""TCP between ranks: what arrives, and what is said when nothing does."""
+"""Messages between ranks, over TCP and through shared memory: what arrives, and what is said when nothing does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ranks import run_ranks
 
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
+from cgx_ray.runtime_ext.shm import Segment
 
 TOKEN = bytes(range(TOKEN_BYTES))
 TIMEOUT_S = 20.0
@@ -44,11 +45,26 @@ def _in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def _meshes(world_size: int, num_streams: int = 1) -> list[Mesh]:
+def _meshes(world_size: int, num_streams: int = 1, sharers: Sequence[int] = ()) -> list[Mesh]:
+    """Connected; those of `sharers` with each other through shared memory."""
     meshes = [Mesh(rank, world_size, num_streams, "127.0.0.1", TOKEN) for rank in range(world_size)]
     addresses = [(mesh.address, mesh.port) for mesh in meshes]
-    assert _in_threads([lambda m=mesh: m.connect(addresses, TIMEOUT_S) for mesh in meshes]) == [None] * world_size
+    segments: list[Segment | None] = [None] * world_size
+    if sharers:
+        made = Segment(len(sharers))
+        for rank in sharers:
+            segments[rank] = Segment(len(sharers), made.name, made.nonce)
+        made.unlink()
+    connects = [
+        lambda m=mesh, s=segment: m.connect(addresses, TIMEOUT_S, s, sharers)
+        for mesh, segment in zip(meshes, segments, strict=True)
+    ]
+    assert _in_threads(connects) == [None] * world_size
     return meshes
+
+
+# Nobody shares memory; all do; some do, so that messages of one ticket go either way.
+OVER = pytest.mark.parametrize("sharers", [(), (0, 1, 2, 3), (0, 2)], ids=["tcp", "rings", "mixed"])
 
 
 def _close(meshes: list[Mesh]) -> None:
@@ -65,10 +81,15 @@ def _message(sender: int, receiver: int, number: int, numel: int) -> torch.Tenso
 @given(
     world_size=st.integers(1, 5),
     num_streams=st.integers(1, 3),
-    sizes=st.lists(st.sampled_from([0, 1, 7, 1000, 65_536, 65_537, 300_001]), min_size=1, max_size=6),
+    # A ring of two ranks holds 262,144 bytes, and 16 more go before each part.
+    sizes=st.lists(st.sampled_from([0, 1, 7, 1000, 65_536, 262_128, 262_129, 300_001]), min_size=1, max_size=6),
+    shares=st.lists(st.booleans(), min_size=5, max_size=5),
 )
-def test_every_message_arrives_in_order_and_whole(world_size: int, num_streams: int, sizes: list[int]) -> None:
-    meshes = _meshes(world_size, num_streams)
+def test_every_message_arrives_in_order_and_whole(
+    world_size: int, num_streams: int, sizes: list[int], shares: list[bool]
+) -> None:
+    sharers = [rank for rank in range(world_size) if shares[rank]]
+    meshes = _meshes(world_size, num_streams, sharers if len(sharers) > 1 else ())
 
     def exchange_all(rank: int) -> list[tuple[int, int]]:
         wrong = []
@@ -89,8 +110,9 @@ def test_every_message_arrives_in_order_and_whole(world_size: int, num_streams: 
     assert results == [[]] * world_size, f"(sender, number) of wrong messages by rank: {results}"
 
 
-def test_a_message_that_no_socket_buffer_holds_arrives_although_the_receiver_comes_late() -> None:
-    meshes = _meshes(2)
+@pytest.mark.parametrize("sharers", [(), (0, 1)], ids=["tcp", "rings"])
+def test_a_message_that_no_buffer_holds_arrives_although_the_receiver_comes_late(sharers: Sequence[int]) -> None:
+    meshes = _meshes(2, 1, sharers)
     sent = _message(0, 1, 0, 40_000_000)
     received = torch.zeros_like(sent)
 
@@ -104,8 +126,23 @@ def test_a_message_that_no_socket_buffer_holds_arrives_although_the_receiver_com
     assert torch.equal(received, sent)
 
 
-def test_a_time_out_names_the_ranks_that_did_not_answer_and_no_other() -> None:
-    meshes = _meshes(4)
+@pytest.mark.parametrize("sharers", [(), (0, 1)], ids=["tcp", "rings"])
+def test_messages_move_while_nobody_waits_for_them(sharers: Sequence[int]) -> None:
+    meshes = _meshes(2, 1, sharers)
+    sent, received = _message(0, 1, 0, 5_000_000), torch.zeros(5_000_000, dtype=torch.uint8)
+    tickets = meshes[0].post({1: sent}, {}), meshes[1].post({}, {0: received})
+    deadline = time.monotonic() + TIMEOUT_S
+    while not torch.equal(received, sent) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert torch.equal(received, sent)
+    for mesh, ticket in zip(meshes, tickets, strict=True):
+        mesh.wait(ticket, TIMEOUT_S)
+    _close(meshes)
+
+
+@OVER
+def test_a_time_out_names_the_ranks_that_did_not_answer_and_no_other(sharers: Sequence[int]) -> None:
+    meshes = _meshes(4, 1, sharers)
     buffers = {peer: torch.zeros(10, dtype=torch.uint8) for peer in (1, 2, 3)}
     sent = torch.zeros(10, dtype=torch.uint8)
     meshes[2].post({0: sent}, {})
@@ -116,8 +153,9 @@ def test_a_time_out_names_the_ranks_that_did_not_answer_and_no_other() -> None:
     _close(meshes)
 
 
-def test_a_rank_that_hangs_up_is_named_at_once() -> None:
-    meshes = _meshes(3)
+@OVER
+def test_a_rank_that_hangs_up_is_named_at_once(sharers: Sequence[int]) -> None:
+    meshes = _meshes(4, 1, sharers)
     buffer = torch.zeros(10, dtype=torch.uint8)
     ticket = meshes[0].post({}, {2: buffer})
     meshes[2].close()
@@ -128,9 +166,22 @@ def test_a_rank_that_hangs_up_is_named_at_once() -> None:
     _close(meshes)
 
 
+def test_what_a_rank_sent_before_it_hung_up_still_arrives() -> None:
+    meshes = _meshes(2, 1, (0, 1))
+    sent, received = _message(0, 1, 0, 1000), torch.zeros(1000, dtype=torch.uint8)
+    meshes[0].wait(meshes[0].post({1: sent}, {}), TIMEOUT_S)
+    meshes[0].close()
+    meshes[1].wait(meshes[1].post({}, {0: received}), TIMEOUT_S)
+    assert torch.equal(received, sent)
+    with pytest.raises(RuntimeError, match="rank 0 hung up"):
+        meshes[1].wait(meshes[1].post({}, {0: received}), TIMEOUT_S)
+    _close(meshes)
+
+
+@pytest.mark.parametrize("sharers", [(), (0, 1)], ids=["tcp", "rings"])
 @pytest.mark.parametrize("num_bytes", [0, 9, 11])
-def test_a_message_of_another_size_is_refused(num_bytes: int) -> None:
-    meshes = _meshes(2)
+def test_a_message_of_another_size_is_refused(num_bytes: int, sharers: Sequence[int]) -> None:
+    meshes = _meshes(2, 1, sharers)
     meshes[1].post({0: torch.zeros(num_bytes, dtype=torch.uint8)}, {})
     with pytest.raises(RuntimeError, match="rank 1 sent another message than the one of 10 bytes"):
         meshes[0].wait(meshes[0].post({}, {1: torch.zeros(10, dtype=torch.uint8)}), TIMEOUT_S)
@@ -170,8 +221,8 @@ def test_it_listens_on_its_own_address_only() -> None:
         Mesh(0, 2, 1, "localhost", TOKEN)
 
 
-def _exchange_then_die(rank: int, folder: Path) -> None:
-    mesh = connect_mesh(dist.group.WORLD, TIMEOUT_S, num_streams=2)
+def _exchange_then_die(rank: int, folder: Path, shared_memory: bool) -> None:
+    mesh = connect_mesh(dist.group.WORLD, TIMEOUT_S, num_streams=2, shared_memory=shared_memory)
     peers = [peer for peer in range(3) if peer != rank]
     buffers = {peer: torch.zeros(100_000, dtype=torch.uint8) for peer in peers}
     sent = torch.full((100_000,), rank, dtype=torch.uint8)
@@ -185,8 +236,9 @@ def _exchange_then_die(rank: int, folder: Path) -> None:
         (folder / f"rank{rank}").write_text(str(error))
 
 
-def test_a_killed_process_is_named_by_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_a_killed_process_is_named_by_the_others(shared_memory: bool, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9"):
-        run_ranks(3, _exchange_then_die, tmp_path)
+        run_ranks(3, _exchange_then_die, tmp_path, shared_memory)
     for rank in (0, 2):
         assert "rank 1 hung up" in (tmp_path / f"rank{rank}").read_text()

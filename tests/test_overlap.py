@@ -24,7 +24,9 @@ NUMEL = 10_000
 
 def _transport(kind: str, link: cgx_ray.SimulatedLink | None = None) -> Transport:
     assert dist.group.WORLD is not None
-    mesh = connect_mesh(dist.group.WORLD, TIMEOUT_S) if kind == "tcp" else None
+    mesh = None
+    if kind != "gloo":
+        mesh = connect_mesh(dist.group.WORLD, TIMEOUT_S, shared_memory=kind == "shm")
     return Transport(dist.group.WORLD, link, mesh, TIMEOUT_S)
 
 
@@ -53,7 +55,7 @@ def _run_sra(
     return results, owed_N if owed_N is not None else torch.zeros(NUMEL)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "gloo"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "gloo"])
 @pytest.mark.parametrize("codec", ["none", "bf16", "qsgd:bits=4,rounding=nearest"])
 def test_pieces_change_no_bit_where_no_random_numbers_are_drawn(codec: str, kind: str) -> None:
     whole = run_ranks(WORLD, _run_sra, codec, WHOLE, kind, 3)
@@ -89,7 +91,7 @@ def test_sums_are_made_in_rank_order_whoever_comes_first(scheme: str) -> None:
         assert torch.equal(average_N, torch.cat(parts))
 
 
-@pytest.mark.parametrize("kind", ["tcp", "gloo"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "gloo"])
 def test_in_pieces_what_was_not_sent_is_in_the_residuals_and_ranks_agree(kind: str) -> None:
     results = run_ranks(WORLD, _run_sra, "onebit:bucket_size=64", CUT, kind, 4)
     sent_N, owed_N = (torch.stack(results[0][0]).double().sum(0), torch.stack([o for _, o in results]).double().mean(0))
@@ -135,7 +137,7 @@ def _finish_backwards(rank: int, kind: str) -> list[bool]:
     return [bool((of[peer] == 10 * peer + n).all()) for n, of in enumerate(received) for peer in link.peers]
 
 
-@pytest.mark.parametrize("kind", ["tcp", "gloo"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "gloo"])
 def test_the_nth_receive_takes_the_nth_send_in_whatever_order_they_are_finished(kind: str) -> None:
     assert run_ranks(WORLD, _finish_backwards, kind) == [[True] * 4 * (WORLD - 1)] * WORLD
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from cgx_ray.errors import ConfigError, TransportError
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
-from cgx_ray.runtime_ext.shm import LocalGroup, Segment, host_key
+from cgx_ray.runtime_ext.shm import Segment, host_key
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def connect_mesh(
     leaders = _gather(ranks[0], group)
     mesh.nodes = [list(dict.fromkeys(leaders)).index(leader) for leader in leaders]
     if segment is not None:
-        mesh.local = LocalGroup(segment, ranks.index(rank), ranks, timeout_s, mesh.close)
+        mesh.open_group(segment, ranks, timeout_s)
     return mesh
 
 

@@ -75,6 +75,7 @@ NB_MODULE(_native, m) {
     mesh.def("wait", &cgx::Mesh::wait, release());
     mesh.def("close", &cgx::Mesh::close, release());
     nb::class_<cgx::Segment> segment(m, "Segment");
+    segment.attr("SLOT_BYTES") = cgx::Segment::kSlotBytes;
     segment.def(nb::init<int>(), release());
     segment.def("__init__", [](cgx::Segment* self, int num_ranks, const std::string& name, nb::bytes nonce) {
         new (self) cgx::Segment(num_ranks, name, {nonce.c_str(), nonce.size()});

@@ -30,9 +30,9 @@ double now() {
     return duration<double>(steady_clock::now().time_since_epoch()).count();
 }
 
-bool has_a_core_for_each(int num_ranks) {
+bool has_cores_to_spare(int num_ranks) {
     cpu_set_t cores;
-    return sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) >= num_ranks;
+    return sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) > num_ranks;
 }
 
 void relax() {
@@ -170,7 +170,7 @@ LocalGroup::LocalGroup(std::shared_ptr<Segment> segment, int rank, std::vector<i
       size_(segment_->num_ranks()),
       names_(std::move(names)),
       timeout_s_(timeout_s),
-      spins_(has_a_core_for_each(size_)) {}
+      spins_(has_cores_to_spare(size_)) {}
 
 void LocalGroup::reduce_scatter(void* values, Type type, const Bounds& bounds) {
     operation_ = operation_of(Kind::kReduceScatter, type, bounds);
@@ -290,6 +290,7 @@ template <typename CopyIn, typename Reduce, typename CopyOut>
 void LocalGroup::run_pieces(int64_t num_pieces, CopyIn copy_in, Reduce reduce, CopyOut copy_out) {
     static_assert(RankState::kNumSlots > 2 * kLag);
     RankState& own = segment_->rank(rank_);
+    if (segment_->is_gone(rank_)) give_up("the connections are closed");
     const auto is_piece = [&](int64_t index) { return 0 <= index && index < num_pieces; };
     for (int64_t round = 0; round < num_pieces + 2 * kLag; ++round) {
         if (is_piece(round)) {

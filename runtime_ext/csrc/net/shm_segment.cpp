@@ -239,7 +239,12 @@ size_t Segment::take(int from, int to, void* data, size_t num_bytes) {
 
 void Segment::ring_bell(int rank) {
     RankState& state = this->rank(rank);
-    (state.num_waiters.load() > 0 ? state.waiter_bell : state.bell).add_one();
+    if (state.num_waiters.load() > 0) {
+        state.waiter_bell.add_one();
+        // Who stops waiting says so and then looks at its bell: if it has not said so by now, it finds this.
+        if (state.num_waiters.load() > 0) return;
+    }
+    state.bell.add_one();
 }
 
 RankState& Segment::rank(int index) const { return reinterpret_cast<RankState*>(base_ + kStatesAt)[index]; }
