@@ -16,11 +16,18 @@ from typing import Any, Unpack
 from cgx_ray.errors import LabError
 from cgx_ray.lab.link import DIRECTIONS, Direction, LinkChange, LinkState
 from cgx_ray.lab.switch import Counters, SwitchNetwork
-from cgx_ray.lab.system import is_alive
+from cgx_ray.lab.system import start_time
 from cgx_ray.lab.tc import TcNetwork
 
 RUN = Path("/run")
 OWNED = re.compile(r"cgx(\d+)-\w+")
+
+
+def owner_lives(pid: int) -> bool:
+    """Whether the process that made a lab runs, and not another that got its number."""
+    now = start_time(pid)
+    owner = RUN / f"cgx{pid}-lab" / "owner"
+    return now is not None and (not owner.exists() or owner.read_text() == now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +70,7 @@ class LabHandle:
     def running() -> list[int]:
         """Processes that run a lab."""
         names = [OWNED.fullmatch(path.parent.name) for path in RUN.glob("cgx*-lab/lab.json")]
-        return sorted(pid for name in names if name and is_alive(pid := int(name[1])))
+        return sorted(pid for name in names if name and owner_lives(pid := int(name[1])))
 
     @staticmethod
     def find(pid: int | None = None) -> LabHandle:

@@ -26,10 +26,10 @@ from types import TracebackType
 from typing import Unpack
 
 from cgx_ray.errors import LabError
-from cgx_ray.lab.handle import OWNED, RUN, Host, LabHandle
+from cgx_ray.lab.handle import OWNED, RUN, Host, LabHandle, owner_lives
 from cgx_ray.lab.link import DIRECTIONS, LinkChange, LinkState
 from cgx_ray.lab.switch import SwitchNetwork, program
-from cgx_ray.lab.system import NAMESPACES, ip_batch, is_alive, remove_namespace, run
+from cgx_ray.lab.system import NAMESPACES, ip_batch, remove_namespace, run, start_time, wait_for_first
 
 __all__ = ["Host", "Lab", "LinkState", "remove_leftovers", "uninterrupted"]
 
@@ -119,6 +119,11 @@ class Lab(LabHandle):
     ) -> None:
         self.close()
 
+    def wait(self) -> None:
+        """Wait until a part of the lab fails, which no part should. Raises LabError then."""
+        ended = wait_for_first(self._held)
+        raise LabError(f"the lab fell apart: `{' '.join(map(str, ended.args))}` ended with status {ended.returncode}")
+
     def close(self) -> None:
         """End every process in the lab and remove its namespaces. Can be called twice."""
         with uninterrupted():
@@ -134,6 +139,7 @@ class Lab(LabHandle):
 
     def _write_files(self) -> None:
         self.temp_dir.mkdir(parents=True)
+        (self.state_dir / "owner").write_text(start_time(self.pid) or "")
         names = "".join(f"{host.address} {host.name}\n" for host in self.hosts)
         (self.state_dir / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
         # No name server: a look-up that the hosts file does not answer fails at once instead of after 10 s.
@@ -194,7 +200,7 @@ def remove_leftovers() -> None:
     names = [path.name for path in (*NAMESPACES.glob("cgx*-*"), *RUN.glob("cgx*-lab"))]
     for name in names:
         match = OWNED.fullmatch(name)
-        if match is None or is_alive(int(match[1])):
+        if match is None or owner_lives(int(match[1])):
             continue
         if (NAMESPACES / name).exists():
             remove_namespace(name)

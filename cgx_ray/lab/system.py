@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from cgx_ray.errors import LabError
 
@@ -31,6 +34,14 @@ def tc_batch(namespace: str, lines: Sequence[str]) -> None:
     run("tc", "-netns", namespace, "-batch", "-", text="\n".join(lines))
 
 
+def start_time(pid: int) -> str | None:
+    """When the process was started, in ticks; with its id the name of a process for good. None: there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
 def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -46,3 +57,15 @@ def remove_namespace(name: str) -> None:
             raise LabError(f"processes {', '.join(pids)} in namespace {name} do not end; end them by hand")
         time.sleep(0.02)
     run("ip", "netns", "delete", name)
+
+
+def wait_for_first(processes: Collection[subprocess.Popen[Any]]) -> subprocess.Popen[Any]:
+    """Wait until one of them has ended, and give that one."""
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        for process in processes:
+            descriptor = os.pidfd_open(process.pid)
+            stack.callback(os.close, descriptor)
+            selector.register(descriptor, selectors.EVENT_READ, process)
+        ended: subprocess.Popen[Any] = selector.select()[0][0].data
+    ended.wait()
+    return ended
