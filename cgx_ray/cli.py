@@ -1,4 +1,4 @@
-"""The command line: `cgx-ray demo`, `cgx-ray lab`, and `cgx-ray bench` step, kernels and collectives."""
+"""The command line: `cgx-ray demo`, `cgx-ray lab`, and `cgx-ray bench` step, kernels, collectives and lab."""
 
 from __future__ import annotations
 
@@ -135,6 +135,15 @@ def collectives(ranks: int, json_path: str | None, quick: bool) -> None:
     from cgx_ray.bench.show_collectives import collectives_command  # noqa: PLC0415
 
     collectives_command(CollectiveOptions(num_ranks=ranks, quick=quick), _console(json_path), json_path)
+
+
+@bench.command("lab")
+@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+def bench_lab(json_path: str | None) -> None:
+    """How faithful the lab is on this machine: Gloo's all-reduce against the alpha-beta model."""
+    from cgx_ray.bench.lab import lab_command  # noqa: PLC0415
+
+    lab_command(_console(json_path), json_path)
 
 
 if __name__ == "__main__":

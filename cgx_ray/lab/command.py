@@ -69,14 +69,14 @@ def up(hosts: int, seed: int, detach: bool, **words: str | None) -> None:
         _start_detached()
         return
     # A latency, even 0, asks for a back end that can set everything later.
-    with Lab(hosts, seed=seed, **_change_of(words)) as started:
-        click.echo(f"lab {started.pid} is up: {hosts} hosts, {_describe_backend(started)}")
-        click.echo(f"all links: {started.link(0, 'up')}")
-        sys.stdout.flush()
-        try:
+    try:
+        with Lab(hosts, seed=seed, **_change_of(words)) as started:
+            click.echo(f"lab {started.pid} is up: {hosts} hosts, {_describe_backend(started)}")
+            click.echo(f"all links: {started.link(0, 'up')}")
+            sys.stdout.flush()
             started.wait()
-        except KeyboardInterrupt:
-            click.echo(f"lab {started.pid} ends")
+    except KeyboardInterrupt:
+        click.echo(f"lab {os.getpid()} ends")
 
 
 def _start_detached() -> None:

@@ -54,6 +54,8 @@ cd /proc/sys/net/ipv4
 echo "4096 131072 268435456" > tcp_rmem
 echo "4096 65536 268435456" > tcp_wmem
 if grep -qw cubic tcp_allowed_congestion_control; then echo cubic > tcp_congestion_control; fi
+# The switch knows IPv4 only; IPv6 would greet nobody and show up in its counters.
+if [ -e ../ipv6/conf/eth0 ]; then echo 1 > ../ipv6/conf/eth0/disable_ipv6; fi
 cd /
 mount --bind "$2/hosts" /etc/hosts
 if [ -e /etc/resolv.conf ]; then mount --bind "$2/resolv.conf" /etc/resolv.conf; fi
@@ -122,7 +124,7 @@ class Lab(LabHandle):
     def wait(self) -> None:
         """Wait until a part of the lab fails, which no part should. Raises LabError then."""
         ended = wait_for_first(self._held)
-        raise LabError(f"the lab fell apart: `{' '.join(map(str, ended.args))}` ended with status {ended.returncode}")
+        raise LabError(f"the lab fell apart: {ended.args} ended with status {ended.returncode}")
 
     def close(self) -> None:
         """End every process in the lab and remove its namespaces. Can be called twice."""

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from cgx_ray.errors import LabError
 from cgx_ray.lab.handle import LabHandle
@@ -116,7 +116,7 @@ def parse_schedule(name: str, text: str) -> Schedule:
             if not words:
                 continue
             if words[0] == "unit" and len(words) == 2 and words[1] in UNITS and unit is None:
-                unit = words[1]  # type: ignore[assignment]
+                unit = words[1]
             elif unit is None:
                 raise LabError(f"the first line has to say the unit: 'unit s', {' or '.join(UNITS)}")
             elif words[1:] == ["end"]:
@@ -152,7 +152,7 @@ def _event(at: float, words: list[str]) -> Event:
         elif key == "host" and value.isdecimal():
             host = int(value)
         elif key == "direction" and value in DIRECTIONS:
-            direction = cast(Direction, value)
+            direction = value
         elif key in ("host", "direction"):
             raise LabError(f"{word!r} is not allowed; write host=2, direction=up or direction=down")
         else:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cgx_ray.errors import LabError
-from cgx_ray.lab.link import MTU_BYTES, Direction, LinkState
+from cgx_ray.lab.link import DIRECTIONS, MTU_BYTES, Direction, LinkState
 from cgx_ray.lab.system import ip_batch, tc_batch
 from cgx_ray.lab.tc import qdisc_line, queue_line, rate_line
 
@@ -106,7 +106,7 @@ class SwitchNetwork:
     def counters(self) -> Counters:
         answer: dict[str, Any] = json.loads(self._ask("counters"))
         late = answer["late_ms"]
-        hosts = tuple({way: LinkCounters(**links[way]) for way in ("up", "down")} for links in answer["hosts"])
+        hosts = tuple({way: LinkCounters(**links[way]) for way in DIRECTIONS} for links in answer["hosts"])
         return Counters(
             delivered=answer["delivered"],
             late_p50_ms=late["p50"],
