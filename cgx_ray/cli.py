@@ -1,4 +1,4 @@
-"""The command line: `cgx-ray demo`, `cgx-ray bench step`, `cgx-ray bench kernels`, `cgx-ray bench collectives`."""
+"""The command line: `cgx-ray demo`, `cgx-ray lab`, and `cgx-ray bench` step, kernels, collectives and lab."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from cgx_ray.errors import CGXError
+from cgx_ray.lab.command import lab
 
 # Commands import what they need when they run: `cgx-ray --help` loads no PyTorch.
 
@@ -36,6 +37,9 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
 @click.version_option(package_name="cgx-ray")
 def main() -> None:
     """Adaptive gradient compression for Ray Train and PyTorch DDP."""
+
+
+main.add_command(lab)
 
 
 def _console(json_path: str | None) -> Console:
@@ -131,6 +135,15 @@ def collectives(ranks: int, json_path: str | None, quick: bool) -> None:
     from cgx_ray.bench.show_collectives import collectives_command  # noqa: PLC0415
 
     collectives_command(CollectiveOptions(num_ranks=ranks, quick=quick), _console(json_path), json_path)
+
+
+@bench.command("lab")
+@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+def bench_lab(json_path: str | None) -> None:
+    """How faithful the lab is on this machine: Gloo's all-reduce against the alpha-beta model."""
+    from cgx_ray.bench.lab import lab_command  # noqa: PLC0415
+
+    lab_command(_console(json_path), json_path)
 
 
 if __name__ == "__main__":
