@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from .checks import native
 
 TOKEN_BYTES: int = native.Mesh.TOKEN_BYTES
+# What goes to a rank or comes from it: a tensor, or several that go one after the other as messages of their own.
+Parts = Tensor | tuple[Tensor, ...]
 
 
 class Mesh:
@@ -34,7 +36,7 @@ class Mesh:
         """Connect to all ranks at `addresses`, by rank. Raises RuntimeError that names those who did not come."""
         self._native.connect(list(addresses), timeout_s)
 
-    def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> int:
+    def post(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> int:
         """Begin to send and receive contiguous CPU tensors, by rank, and return a ticket for `wait`.
 
         Sent tensors must stay as they are until `wait` returns.
@@ -57,10 +59,17 @@ class Mesh:
         self._native.close()
 
 
-def _parts(messages: Mapping[int, Tensor]) -> list[tuple[int, int, int]]:
-    for rank, tensor in messages.items():
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError(
-                f"the message for rank {rank} is on {tensor.device} or strided; give contiguous CPU tensors"
-            )
-    return [(rank, tensor.data_ptr(), tensor.numel() * tensor.element_size()) for rank, tensor in messages.items()]
+def flat(messages: Mapping[int, Parts]) -> Iterator[tuple[int, Tensor]]:
+    """Every tensor of `messages` with its rank."""
+    for rank, parts in messages.items():
+        for part in (parts,) if isinstance(parts, Tensor) else parts:
+            yield rank, part
+
+
+def _parts(messages: Mapping[int, Parts]) -> list[tuple[int, int, int]]:
+    found = []
+    for rank, part in flat(messages):
+        if part.device.type != "cpu" or not part.is_contiguous():
+            raise ValueError(f"the message for rank {rank} is on {part.device} or strided; give contiguous CPU tensors")
+        found.append((rank, part.data_ptr(), part.numel() * part.element_size()))
+    return found

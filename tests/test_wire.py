@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import CODEC_IDS, Stamp, check, new_message, payload_of, seal
-from cgx_ray.collectives.sra import chunk_bounds
+from cgx_ray.collectives.parcel import chunk_bounds
 from cgx_ray.errors import ConfigError, PlanError, WireError
 from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec, GroupPlan, Layer, Plan, Scheme, make_plan
 
