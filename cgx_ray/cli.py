@@ -1,4 +1,4 @@
-"""The command line: `cgx-ray demo`, `cgx-ray bench step`, `cgx-ray bench kernels`, `cgx-ray bench collectives`."""
+"""The command line: `cgx-ray demo`, `cgx-ray lab`, and `cgx-ray bench` step, kernels and collectives."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from cgx_ray.errors import CGXError
+from cgx_ray.lab.command import lab
 
 # Commands import what they need when they run: `cgx-ray --help` loads no PyTorch.
 
@@ -36,6 +37,9 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
 @click.version_option(package_name="cgx-ray")
 def main() -> None:
     """Adaptive gradient compression for Ray Train and PyTorch DDP."""
+
+
+main.add_command(lab)
 
 
 def _console(json_path: str | None) -> Console:

@@ -169,7 +169,7 @@ def test_bad_arguments_are_refused():
     with pytest.raises(LabError, match="give 1 to 64"):
         Lab(0, rate_bit_per_s=1e9)
     with pytest.raises(LabError, match="at least 1e5"):
-        Lab(1, rate_bit_per_s=1e9).set_rate(0)
+        Lab(1, rate_bit_per_s=0)
 
 
 @needs_lab

@@ -1,9 +1,9 @@
-"""Hosts as Linux network namespaces behind one switch, with a rate limit on every link.
+"""Hosts as Linux network namespaces behind one switch.
 
     host 0 (cgx<pid>-0)      host 1 (cgx<pid>-1)   ...
-      eth0 | tbf uplink        eth0 |
+      eth0 | uplink            eth0 |
     ---------------------------------------
-      v0   | tbf downlink      v1   |          bridge in a namespace of its own (cgx<pid>-sw)
+           | downlink               |             the switch, in a namespace of its own (cgx<pid>-sw)
 
 Nothing touches the machine's own network. Each host has its own host name, /etc/hosts, process ids, temporary
 folder and /dev/shm. All of it ends with this process: by `__exit__`, by parent-death signals when this process
@@ -14,49 +14,48 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Unpack
 
 from cgx_ray.errors import LabError
+from cgx_ray.lab.handle import OWNED, RUN, Host, LabHandle, owner_lives
+from cgx_ray.lab.link import DIRECTIONS, LinkChange, LinkState
+from cgx_ray.lab.switch import SwitchNetwork, program
+from cgx_ray.lab.system import NAMESPACES, ip_batch, remove_namespace, run, start_time, wait_for_first
+
+__all__ = ["Host", "Lab", "LinkState", "remove_leftovers", "uninterrupted"]
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "env", "mount")
-_NAMESPACES = Path("/run/netns")
-_RUN = Path("/run")
-_OWNED = re.compile(r"cgx(\d+)-\w+")
-_START_TIMEOUT_S = 20.0
-
-# A network card: its own kernel waits instead of dropping, so the queue must hold what all sockets of a host
-# may have in flight. Drops would make a rate change look like loss.
-_QUEUE_BYTES = 16 << 20
-# The largest GSO packet with the headers of its segments, 64 KiB + 45 * 66. With smaller bursts tbf cuts each, which
-# costs CPU time; and one that is queued when the burst gets smaller than it never goes out, nor does what is behind it.
-_MIN_BURST_BYTES = 80 << 10
-_BURST_S = 0.001
-
-_TRIAL = """
-ip link add b type bridge && ip link add v0 type veth peer name v1
-tc qdisc add dev lo root tbf rate 1mbit burst 32kb limit 64kb
-"""
+_TRIAL = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "sh", "-ec"]
+_HAS_HTB = "tc qdisc add dev lo root handle 1: htb default 1"
+_HAS_VETH = "ip link add br0 type bridge && ip link add v0 type veth peer name v1"
+_TRIALS = {
+    "netem": f"{_HAS_VETH} && {_HAS_HTB} && tc qdisc add dev v0 root netem delay 1ms",
+    "switch": f"{_HAS_HTB} && : < /dev/net/tun",
+    "tc": f"{_HAS_VETH} && {_HAS_HTB}",
+}
 
 # Becomes process 1 of the host: when it dies, the kernel ends every process there. SIGCHLD is ignored so that
-# orphans are reaped.
+# orphans are reaped. Windows as large as 256 MB fill fat long links. Which congestion control a machine has as default
+# differs, so it is cubic, as on most machines, where a namespace may choose it.
 _INIT = """
 set -e
 echo "$1" > /proc/sys/kernel/hostname
 ip link set lo up
+cd /proc/sys/net/ipv4
+echo "4096 131072 268435456" > tcp_rmem
+echo "4096 65536 268435456" > tcp_wmem
 # What stock hosts have; BBR, which some machines hand on, is 20 % over the bound at 100 Mbit/s. Without cubic, reno.
-cc=/proc/sys/net/ipv4/tcp_congestion_control
-{ echo cubic > $cc; } 2> /dev/null || echo reno > $cc
+{ echo cubic > tcp_congestion_control; } 2> /dev/null || echo reno > tcp_congestion_control
+cd /
 mount --bind "$2/hosts" /etc/hosts
 if [ -e /etc/resolv.conf ]; then mount --bind "$2/resolv.conf" /etc/resolv.conf; fi
 mount -t tmpfs -o mode=1777 tmpfs "$2/tmp"
@@ -66,71 +65,51 @@ exec env --ignore-signal=CHLD sleep infinity
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """One emulated machine."""
+class Lab(LabHandle):
+    """`num_hosts` hosts behind a switch; a context manager. `link`: the fields of `LinkState`, of all links at first.
 
-    index: int
-    name: str
-    address: str
-    namespace: str
+        with Lab(4, rate_bit_per_s=1e9, latency_s=5e-3) as lab:
+            lab.set(host=2, direction="up", rate_bit_per_s=1e8)
 
+    seed  of loss and jitter
 
-class Lab:
-    """`num_hosts` hosts behind a switch; a context manager.
-
-    rate_bit_per_s  of every uplink and every downlink; `set_rate` changes it while traffic flows
-    temp_dir        a path that exists in every host and is private to it: give it to programs as their temporary
-                    folder
-
-    Raises LabError if this machine cannot do it; `Lab.available()` says so beforehand.
+    If only a rate is given, nothing but rates can be set later on a kernel without netem. Raises LabError if this
+    machine cannot do it; `Lab.available()` says so beforehand.
     """
 
-    def __init__(self, num_hosts: int, *, rate_bit_per_s: float) -> None:
+    def __init__(self, num_hosts: int, *, seed: int = 0, **link: Unpack[LinkChange]) -> None:
         if not 1 <= num_hosts <= 64:
             raise LabError(f"num_hosts {num_hosts} is not allowed; give 1 to 64")
-        prefix = f"cgx{os.getpid()}-"
-        self.rate_bit_per_s = rate_bit_per_s
-        self.switch = f"{prefix}sw"
-        self.state_dir = _RUN / f"{prefix}lab"
-        self.temp_dir = self.state_dir / "tmp"
-        self.hosts = tuple(
-            Host(index=i, name=f"cgx-host-{i}", address=f"10.77.0.{i + 1}", namespace=f"{prefix}{i}")
-            for i in range(num_hosts)
-        )
-        self._holders: list[subprocess.Popen[str]] = []
-        self._init_pids: list[int] = []
-        self._started: list[subprocess.Popen[Any]] = []
+        self._first_link = LinkState(**link)
+        self._rates_only = link.keys() == {"rate_bit_per_s"}
+        self._seed = seed
+        self._held: list[subprocess.Popen[str]] = []
+        super().__init__(os.getpid(), num_hosts, "tc")
 
     @staticmethod
-    def available() -> str | None:
-        """Why this machine cannot run a lab, or None if it can."""
-        if platform.system() != "Linux":
-            return f"a lab needs Linux, this is {platform.system()}"
-        if os.geteuid() != 0:
-            return "a lab needs root: network namespaces are made by `ip netns`"
-        missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
-        if missing:
-            return f"a lab needs {', '.join(missing)}; install iproute2, util-linux and coreutils"
-        trial = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "sh", "-ec", _TRIAL]
-        done = subprocess.run(trial, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return f"a lab needs namespaces, veth and tbf, but: {done.stderr.strip()}"
+    def available(*, rates_only: bool = True) -> str | None:
+        """Why this machine cannot run a lab, one with rates only or one with everything, or None if it can."""
+        try:
+            choose_backend(rates_only=rates_only)
+        except LabError as error:
+            return str(error)
         return None
 
     def __enter__(self) -> Lab:
-        reason = Lab.available()
-        if reason:
-            raise LabError(reason)
+        backend = choose_backend(rates_only=self._rates_only)
         remove_leftovers()
         if self.state_dir.exists():
             raise LabError(f"{self.state_dir} exists: this process already runs a lab; leave that one first")
+        super().__init__(self.pid, len(self.hosts), backend)
         try:
             self._write_files()
             self._make_network()
-            for host in self.hosts:
-                self._start_host(host)
-            self.set_rate(self.rate_bit_per_s)
+            init_pids = [self._start_host(host) for host in self.hosts]
+            link = asdict(self._first_link)
+            links = [dict.fromkeys(DIRECTIONS, link) for _ in self.hosts]
+            connected = [True] * len(self.hosts)
+            self._write({"backend": backend, "links": links, "connected": connected, "init_pids": init_pids})
+            self.set()
         except BaseException:
             self.close()
             raise
@@ -141,132 +120,93 @@ class Lab:
     ) -> None:
         self.close()
 
+    def wait(self) -> None:
+        """Wait until a part of the lab fails, which no part should. Raises LabError then."""
+        ended = wait_for_first(self._held)
+        raise LabError(f"the lab fell apart: `{' '.join(map(str, ended.args))}` ended with status {ended.returncode}")
+
     def close(self) -> None:
         """End every process in the lab and remove its namespaces. Can be called twice."""
         with uninterrupted():
-            for holder in self._holders:
-                holder.kill()
-            for process in (*self._holders, *self._started):
+            for process in self._held:
+                process.kill()
+            for process in (*self._held, *self._started):
                 process.wait()
             for name in (*(host.namespace for host in self.hosts), self.switch):
-                if (_NAMESPACES / name).exists():
-                    _remove_namespace(name)
+                if (NAMESPACES / name).exists():
+                    remove_namespace(name)
             shutil.rmtree(self.state_dir, ignore_errors=True)
-            self._holders, self._init_pids, self._started = [], [], []
-
-    def set_rate(self, bit_per_s: float) -> None:
-        """Limit every uplink and downlink to `bit_per_s`, now, with traffic flowing."""
-        if bit_per_s < 1e5:
-            raise LabError(f"rate {bit_per_s:g} bit/s is not allowed; give at least 1e5 (100 kbit/s)")
-        burst = max(_MIN_BURST_BYTES, int(bit_per_s / 8 * _BURST_S))
-        shape = f"root tbf rate {int(bit_per_s)}bit burst {burst} limit {_QUEUE_BYTES}"
-        for host in self.hosts:
-            _tc_batch(host.namespace, [f"qdisc replace dev eth0 {shape}"])
-        _tc_batch(self.switch, [f"qdisc replace dev v{host.index} {shape}" for host in self.hosts])
-        self.rate_bit_per_s = bit_per_s
-
-    def popen(
-        self,
-        host: int,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        **popen_options: Any,
-    ) -> subprocess.Popen[Any]:
-        """Start a process in a host, in this process's folder; it ends with the lab.
-
-        env            added to this process's environment
-        popen_options  of `subprocess.Popen`: stdin, stdout, stderr, text ...
-
-        The returned handle waits for the process and has its exit status; signals sent through it do not reach it.
-        """
-        enter = ["nsenter", "--target", str(self._init_pids[host]), "--net", "--mount", "--uts", "--pid"]
-        # nsenter starts in /, so the folder has to be entered again inside.
-        inside = ["env", "-C", os.getcwd(), f"TMPDIR={self.temp_dir}"]
-        process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *enter, *inside, *argv],
-            env={**os.environ, **(env or {})},
-            start_new_session=True,  # Ctrl-C reaches this process only, which then ends the lab in order
-            **popen_options,
-        )
-        self._started.append(process)
-        return process
+            self._held, self._started = [], []
 
     def _write_files(self) -> None:
         self.temp_dir.mkdir(parents=True)
+        (self.state_dir / "owner").write_text(start_time(self.pid) or "")
         names = "".join(f"{host.address} {host.name}\n" for host in self.hosts)
         (self.state_dir / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
         # No name server: a look-up that the hosts file does not answer fails at once instead of after 10 s.
         (self.state_dir / "resolv.conf").write_text("")
 
     def _make_network(self) -> None:
-        _run("ip", "netns", "add", self.switch)
-        lines = ["link add br0 type bridge", "link set br0 up"]
+        for name in (self.switch, *(host.namespace for host in self.hosts)):
+            run("ip", "netns", "add", name)
+        if isinstance(self._network, SwitchNetwork):
+            self._held.append(self._network.make(self._seed))
+        else:
+            self._network.make()
         for host in self.hosts:
-            _run("ip", "netns", "add", host.namespace)
-            port = f"v{host.index}"
-            lines.append(f"link add {port} type veth peer name eth0 netns {host.namespace}")
-            lines.append(f"link set {port} master br0 up")
-        _run("ip", "-netns", self.switch, "-batch", "-", text="\n".join(lines))
-        for host in self.hosts:
-            lines = [f"address add {host.address}/24 dev eth0", "link set eth0 up"]
-            _run("ip", "-netns", host.namespace, "-batch", "-", text="\n".join(lines))
+            ip_batch(host.namespace, [f"address add {host.address}/24 dev eth0", "link set eth0 up"])
 
-    def _start_host(self, host: Host) -> None:
+    def _start_host(self, host: Host) -> int:
         argv = ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", host.namespace]
         argv += ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         argv += ["sh", "-c", _INIT, "init", host.name, str(self.state_dir)]
         holder = subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-        self._holders.append(holder)
+        self._held.append(holder)
         assert holder.stdout is not None
         with holder.stdout:
             first = holder.stdout.readline().strip()
         if first != "ready":
             raise LabError(f"host {host.index} did not start: {first or 'no output'}")
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
-        self._init_pids.append(int(children[0]))
+        return int(children[0])
+
+
+def choose_backend(*, rates_only: bool) -> str:
+    """The back end for a lab that sets rates only, or everything. Raises LabError if there is none.
+
+    For everything "tc" where the kernel has netem, else "switch". For rates "tc" whenever it works: it costs less
+    processor time.
+    """
+    if platform.system() != "Linux":
+        raise LabError(f"a lab needs Linux, this is {platform.system()}")
+    if os.geteuid() != 0:
+        raise LabError("a lab needs root: network namespaces are made by `ip netns`")
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise LabError(f"a lab needs {', '.join(missing)}; install iproute2, util-linux and coreutils")
+    reasons = []
+    for name in ("tc",) if rates_only else ("netem", "switch"):
+        done = subprocess.run([*_TRIAL, _TRIALS[name]], capture_output=True, text=True, check=False)
+        if done.returncode == 0 and (name != "switch" or program() is not None):
+            return "switch" if name == "switch" else "tc"
+        reasons.append(f"{name}: {done.stderr.strip() or 'cgx-switch was not built'}")
+    needed = "veth and htb" if rates_only else "htb and either netem or /dev/net/tun"
+    raise LabError(f"a lab needs namespaces, {needed}, but: {'; '.join(reasons)}")
 
 
 def remove_leftovers() -> None:
     """Remove labs whose process is gone: their processes, namespaces and files."""
-    names = [path.name for path in (*_NAMESPACES.glob("cgx*-*"), *_RUN.glob("cgx*-lab"))]
+    names = [path.name for path in (*NAMESPACES.glob("cgx*-*"), *RUN.glob("cgx*-lab"))]
     for name in names:
-        match = _OWNED.fullmatch(name)
-        if match is None or _is_alive(int(match[1])):
+        match = OWNED.fullmatch(name)
+        if match is None or owner_lives(int(match[1])):
             continue
-        if (_NAMESPACES / name).exists():
-            _remove_namespace(name)
+        if (NAMESPACES / name).exists():
+            remove_namespace(name)
         else:
-            shutil.rmtree(_RUN / name, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-def _remove_namespace(name: str) -> None:
-    """End the processes in it, wait until they are gone, delete it."""
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while pids := _run("ip", "netns", "pids", name).split():
-        for pid in pids:
-            if _is_alive(int(pid)):
-                os.kill(int(pid), signal.SIGKILL)
-        if time.monotonic() > deadline:
-            raise LabError(f"processes {', '.join(pids)} in namespace {name} do not end; end them by hand")
-        time.sleep(0.02)
-    _run("ip", "netns", "delete", name)
-
-
-def _tc_batch(namespace: str, lines: list[str]) -> None:
-    _run("tc", "-netns", namespace, "-batch", "-", text="\n".join(lines))
-
-
-def _run(*argv: str, text: str = "") -> str:
-    done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise LabError(f"`{' '.join(argv)}` failed: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+            shutil.rmtree(RUN / name, ignore_errors=True)
 
 
 @contextmanager

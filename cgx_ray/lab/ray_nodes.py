@@ -5,15 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from cgx_ray.errors import LabError
-from cgx_ray.lab.namespaces import Lab
+from cgx_ray.lab.handle import LabHandle
 
 GCS_PORT = 6379
+_DASHBOARD_PORT = 8265
 _START_TIMEOUT_S = 180.0
+
+# In front of a command: all processes that come of it end with it, even those that left their parents.
+OWN_PROCESS_TREE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 # Cheap: imports nothing of Ray. The other nodes can start as soon as the head's port answers.
 _WAIT_FOR_HEAD = """
@@ -41,20 +46,35 @@ class RayNodes:
 
     Inside it the head answers; `wait` for the others. All of it ends with the lab.
 
-    address  what `ray.init(address=...)` takes inside the lab
-    log_dir  one log a node, kept
+    address       what `ray.init(address=...)` takes inside the lab
+    log_dir       one log a node, kept
+    jobs_address  what `ray job submit --address` takes inside the lab, if it `takes_jobs`; all nodes then also end
+                  when this context does, and drivers that are not jobs cannot connect
     """
 
-    def __init__(self, lab: Lab, log_dir: Path, *, cpus_per_node: int = 1) -> None:
+    def __init__(
+        self,
+        lab: LabHandle,
+        log_dir: Path,
+        *,
+        cpus_per_node: int = 1,
+        takes_jobs: bool = False,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.lab = lab
         self.log_dir = log_dir
         self.cpus_per_node = cpus_per_node
         self.address = f"{lab.hosts[0].address}:{GCS_PORT}"
+        self.jobs_address = f"http://{lab.hosts[0].address}:{_DASHBOARD_PORT}"
+        self._takes_jobs = takes_jobs
+        self._env = {**(env or {}), **ray_env()}
         self._nodes: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> RayNodes:
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        head = ["--head", f"--port={GCS_PORT}", "--include-dashboard=false", f"--temp-dir={self.lab.temp_dir}/ray"]
+        head = ["--head", f"--port={GCS_PORT}", f"--temp-dir={self.lab.temp_dir}/ray"]
+        head += [f"--include-dashboard={str(self._takes_jobs).lower()}"]
+        head += [f"--dashboard-host={self.lab.hosts[0].address}", f"--dashboard-port={_DASHBOARD_PORT}"]
         self._start(0, head)
         self._wait(_WAIT_FOR_HEAD, self.lab.hosts[0].address, str(GCS_PORT))
         for host in self.lab.hosts[1:]:
@@ -64,24 +84,34 @@ class RayNodes:
     def wait(self) -> None:
         """Wait until all nodes are up. Whoever connects to the head before that finds fewer."""
         self._wait(_WAIT_FOR_NODES, self.address, str(len(self.lab.hosts)))
+        if self._takes_jobs:
+            self._wait(_WAIT_FOR_HEAD, self.lab.hosts[0].address, str(_DASHBOARD_PORT))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing to do: `ray stop` would reach beyond the lab, whose end is the nodes' end too."""
+        """End the nodes that are process trees of their own; the others end with the lab.
+
+        `ray stop` would reach beyond the lab.
+        """
+        if self._takes_jobs:
+            for node in self._nodes:
+                node.kill()
+                node.wait()
 
     def _start(self, host: int, role: list[str]) -> None:
-        argv = [sys.executable, "-m", "ray.scripts.scripts", "start", *role, "--block", "--disable-usage-stats"]
+        argv = [*OWN_PROCESS_TREE] if self._takes_jobs else []
+        argv += [sys.executable, "-m", "ray.scripts.scripts", "start", *role, "--block", "--disable-usage-stats"]
         argv += [f"--node-ip-address={self.lab.hosts[host].address}", f"--num-cpus={self.cpus_per_node}"]
         argv += [f"--object-store-memory={128 << 20}"]
         with self._log(host).open("w") as log:
-            node = self.lab.popen(host, argv, ray_env(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            node = self.lab.popen(host, argv, self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self._nodes.append(node)
 
     def _wait(self, script: str, *arguments: str) -> None:
         argv = [sys.executable, "-c", script, *arguments]
         silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        probe = self.lab.popen(0, argv, ray_env(), **silent)
+        probe = self.lab.popen(0, argv, self._env, **silent)
         deadline = time.monotonic() + _START_TIMEOUT_S
         while probe.poll() is None:
             for host, node in enumerate(self._nodes):

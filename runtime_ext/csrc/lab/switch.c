@@ -1,0 +1,427 @@
+// A switch between TUN devices, one a host: rate, delay, jitter, loss and queue for each host and direction.
+//
+//   cgx-switch NUM_HOSTS SOCKET SEED
+//
+// Makes the devices cgx0, cgx1, ... in its network namespace (the lab then moves each into its host), serves
+// SOCKET and writes "ready". Host i has the address 10.77.0.(i + 1); packets to other addresses are dropped.
+// A packet passes two links, its sender's uplink and its receiver's downlink. Each is a wire that is busy for
+// bytes / rate a packet (virtual finish time), then a delay. Order is kept, whatever the jitter.
+//
+// SOCKET is SOCK_SEQPACKET, a command a message, an answer to each:
+//   set HOST up|down NS_PER_BYTE DELAY_NS JITTER_NS LOSS QUEUE_BYTES   jitter is uniform in +-JITTER_NS, loss
+//   a
+//                                 probability, queue 0 unbounded                                    -> ok
+//   connect HOST 0|1              0: what goes to and from the host, or is on its way, is lost      -> ok
+//   counters                      -> JSON: how late packets were delivered, and packets of each link
+//   clear                         counters start again                                              -> ok
+
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <linux/if_tun.h>
+#include <linux/virtio_net.h>
+#include <net/if.h>
+#include <netinet/ip.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MAX_HOSTS = 64, MAX_CLIENTS = 16, MAX_PACKET = 65536 + 64, UP = 0, DOWN = 1 };
+enum { LISTENER = MAX_HOSTS, FIRST_CLIENT, NUM_FDS = FIRST_CLIENT + MAX_CLIENTS };
+// Read at most this many packets of a host before the others and what is due get their turn.
+enum { READ_BATCH = 16 };
+// Lateness is counted in steps of 1 us; the last one holds the rest.
+enum { LATE_STEP_NS = 1000, NUM_LATE = 100000 };
+// A sleep ends some 50 us late on a virtual machine: what is due sooner is waited for awake.
+enum { SPIN_NS = 20000 };
+static const uint32_t NETWORK = 10u << 24 | 77u << 16;
+
+typedef int64_t ns_t;
+
+struct packet {
+    struct packet* next;
+    ns_t leaves;     // its last byte leaves the wire of the link it is on
+    ns_t due;        // and comes out at the end of that link
+    ns_t span;       // from the end of its first segment to the end of its last, at the rate of the uplink
+    uint32_t bytes;  // on the wire: all segments with their headers
+    uint32_t head;   // of them, the first segment
+    uint32_t size;   // of data
+    char data[];     // struct virtio_net_hdr, IP packet
+};
+
+struct link {
+    double ns_per_byte;
+    ns_t delay, jitter;
+    double loss;
+    int64_t queue_bytes;
+    uint64_t random;
+    ns_t free_at;   // when the wire has sent what it has
+    ns_t last_due;  // order is kept
+    struct packet *head, **tail;
+    uint64_t packets, bytes, dropped_queue, dropped_loss, dropped_cut;
+};
+
+static int num_hosts;
+static struct pollfd fds[NUM_FDS];
+static struct link links[MAX_HOSTS][2];
+static bool connected[MAX_HOSTS];
+static bool offloads = true;
+static uint64_t late[NUM_LATE], num_delivered;
+static ns_t latest;
+
+static void die(const char* what) {
+    fprintf(stderr, "cgx-switch: %s: %s\n", what, strerror(errno));
+    exit(1);
+}
+
+static ns_t now_ns(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000LL + time.tv_nsec;
+}
+
+// SplitMix64, as a number in [0, 1).
+static double uniform(uint64_t* state) {
+    uint64_t z = *state += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return (double)((z ^ z >> 31) >> 11) * 0x1p-53;
+}
+
+static ns_t max_ns(ns_t a, ns_t b) { return a > b ? a : b; }
+
+// What segmentation will make of the packet on a wire. Senders leave it to the receiver, as on a veth: 64 KiB
+// in one piece cost little more than 9 KB. A wire is still busy for all of it, and the first segment goes
+// ahead.
+static void count_segments(struct packet* packet) {
+    const struct virtio_net_hdr* header = (const void*)packet->data;
+    const char* ip = packet->data + sizeof *header;
+    packet->bytes = packet->head = packet->size - sizeof *header;
+    if (header->gso_type == VIRTIO_NET_HDR_GSO_NONE || header->gso_size == 0) return;
+    const struct tcphdr* tcp = (const void*)(ip + header->csum_start);
+    if (header->csum_start + sizeof *tcp > packet->bytes) return;
+    uint32_t headers = header->csum_start + 4 * tcp->doff;
+    if (headers >= packet->bytes) return;
+    uint32_t segments = (packet->bytes - headers + header->gso_size - 1) / header->gso_size;
+    packet->bytes += (segments - 1) * headers;
+    packet->head = segments > 1 ? headers + header->gso_size : packet->bytes;
+}
+
+// Put the packet on a link, whose wire it may have from `from` on; its last byte is here at `here`. False:
+// dropped.
+static bool enter(struct link* link, struct packet* packet, ns_t from, ns_t here) {
+    if (link->loss > 0 && uniform(&link->random) < link->loss) {
+        link->dropped_loss++;
+        return false;
+    }
+    double waiting = (double)max_ns(link->free_at - here, 0);
+    if (link->queue_bytes > 0 &&
+        waiting + packet->bytes * link->ns_per_byte > link->queue_bytes * link->ns_per_byte) {
+        link->dropped_queue++;
+        return false;
+    }
+    ns_t start = max_ns(link->free_at, from);
+    packet->leaves = max_ns(start + (ns_t)(packet->bytes * link->ns_per_byte), here);
+    link->free_at = packet->leaves;
+    ns_t delay = link->delay;
+    if (link->jitter > 0) delay += (ns_t)((2 * uniform(&link->random) - 1) * (double)link->jitter);
+    link->last_due = packet->due = max_ns(packet->leaves + max_ns(delay, 0), link->last_due);
+    packet->next = NULL;
+    *link->tail = packet;
+    link->tail = &packet->next;
+    link->packets++;
+    link->bytes += packet->bytes;
+    return true;
+}
+
+static struct packet* leave(struct link* link, ns_t now) {
+    struct packet* packet = link->head;
+    if (!packet || packet->due > now) return NULL;
+    link->head = packet->next;
+    if (!link->head) link->tail = &link->head;
+    return packet;
+}
+
+static void read_host(int host, ns_t now) {
+    for (int i = 0; i < READ_BATCH; i++) {
+        struct packet* packet = malloc(sizeof *packet + MAX_PACKET);
+        if (!packet) die("malloc");
+        ssize_t size = read(fds[host].fd, packet->data, MAX_PACKET);
+        if (size < 0 && errno != EAGAIN) die("read of a TUN device");
+        struct link* up = &links[host][UP];
+        if (size >= (ssize_t)(sizeof(struct virtio_net_hdr) + sizeof(struct iphdr)) && connected[host]) {
+            packet = realloc(packet, sizeof *packet + size);  // it shrinks in place
+            if (!packet) die("realloc");
+            packet->size = size;
+            count_segments(packet);
+            packet->span = (ns_t)((packet->bytes - packet->head) * up->ns_per_byte);
+            if (enter(up, packet, now, now)) continue;
+        } else if (size >= 0) {
+            up->dropped_cut += !connected[host];
+        }
+        free(packet);
+        if (size < 0) return;
+    }
+}
+
+static int receiver_of(const struct packet* packet) {
+    const struct iphdr* ip = (const void*)(packet->data + sizeof(struct virtio_net_hdr));
+    uint32_t index = ntohl(ip->daddr) - NETWORK - 1;
+    return ip->version == 4 && index < (uint32_t)num_hosts ? (int)index : -1;
+}
+
+// From an uplink to a downlink. The downlink takes the first segment as soon as it is there.
+static void forward(struct packet* packet) {
+    int host = receiver_of(packet);
+    if (host >= 0 && !connected[host]) links[host][DOWN].dropped_cut++;
+    if (host < 0 || !connected[host]) {
+        free(packet);
+        return;
+    }
+    struct link* down = &links[host][DOWN];
+    ns_t last_segment = (ns_t)(packet->head * down->ns_per_byte);
+    if (!enter(down, packet, packet->due - packet->span, packet->due + last_segment)) free(packet);
+}
+
+static void deliver(int host, struct packet* packet, ns_t now) {
+    ns_t lateness = now - packet->due;
+    if (!connected[host]) {
+        links[host][DOWN].dropped_cut++;
+    } else if (write(fds[host].fd, packet->data, packet->size) < 0 && errno != ENOBUFS && errno != EIO &&
+               errno != EAGAIN && errno != ENOMEM && errno != EINVAL) {
+        die("write to a TUN device");  // EIO: it is down
+    }
+    late[lateness / LATE_STEP_NS < NUM_LATE ? lateness / LATE_STEP_NS : NUM_LATE - 1]++;
+    num_delivered++;
+    latest = max_ns(latest, lateness);
+    free(packet);
+}
+
+// Move what is due, return when the next is.
+static ns_t advance(void) {
+    struct packet* packet;
+    ns_t next = INT64_MAX;
+    for (int host = 0; host < num_hosts; host++) {
+        while ((packet = leave(&links[host][UP], now_ns()))) forward(packet);
+        if (links[host][UP].head && links[host][UP].head->due < next) next = links[host][UP].head->due;
+    }
+    for (int host = 0; host < num_hosts; host++) {
+        for (ns_t now = now_ns(); (packet = leave(&links[host][DOWN], now)); now = now_ns())
+            deliver(host, packet, now);
+        if (links[host][DOWN].head && links[host][DOWN].head->due < next) next = links[host][DOWN].head->due;
+    }
+    return next;
+}
+
+// Give the link a new rate: what still waits for the wire, waits in proportion.
+static void change_rate(struct link* link, double ns_per_byte, ns_t now) {
+    double factor = ns_per_byte / link->ns_per_byte;
+    ns_t shift = 0;
+    for (struct packet* packet = link->head; packet; packet = packet->next) {
+        if (packet->leaves > now) shift = (ns_t)((double)(packet->leaves - now) * (factor - 1));
+        packet->leaves += shift;
+        link->last_due = packet->due += shift;
+    }
+    if (link->free_at > now) link->free_at = now + (ns_t)((double)(link->free_at - now) * factor);
+    link->ns_per_byte = ns_per_byte;
+}
+
+// Loss and full queues hit single packets, so while there are such links senders segment.
+static void set_offloads(void) {
+    bool wanted = true;
+    for (int host = 0; host < num_hosts; host++)
+        for (int way = UP; way <= DOWN; way++)
+            wanted &= links[host][way].loss == 0 && links[host][way].queue_bytes == 0;
+    if (wanted == offloads) return;
+    offloads = wanted;
+    for (int host = 0; host < num_hosts; host++)
+        if (ioctl(fds[host].fd, TUNSETOFFLOAD, offloads ? TUN_F_CSUM | TUN_F_TSO4 : 0)) die("TUNSETOFFLOAD");
+}
+
+struct text {
+    char data[MAX_HOSTS * 512];
+    size_t size;
+};
+
+__attribute__((format(printf, 2, 3))) static void add(struct text* text, const char* format, ...) {
+    va_list list;
+    va_start(list, format);
+    text->size += vsnprintf(text->data + text->size, sizeof text->data - text->size, format, list);
+    va_end(list);
+}
+
+// In milliseconds: `share` of the packets came no later.
+static double lateness_ms(double share) {
+    uint64_t seen = 0;
+    for (int i = 0; i < NUM_LATE; i++) {
+        seen += late[i];
+        if ((double)seen >= share * (double)num_delivered) return (i + 1) * (LATE_STEP_NS * 1e-6);
+    }
+    return latest * 1e-6;
+}
+
+static void add_counters(struct text* text) {
+    double p50 = num_delivered ? lateness_ms(0.5) : 0, p99 = num_delivered ? lateness_ms(0.99) : 0;
+    add(text,
+        "{\"delivered\": %" PRIu64
+        ", \"late_ms\": {\"p50\": %.3f, \"p99\": %.3f, \"max\": %.3f}, \"hosts\": [",
+        num_delivered, p50, p99, (double)latest * 1e-6);
+    for (int host = 0; host < num_hosts; host++) {
+        for (int way = UP; way <= DOWN; way++) {
+            struct link* link = &links[host][way];
+            add(text, "%s\"%s\": {\"packets\": %" PRIu64 ", \"bytes\": %" PRIu64,
+                way    ? ", "
+                : host ? ", {"
+                       : "{",
+                way ? "down" : "up", link->packets, link->bytes);
+            add(text,
+                ", \"dropped_queue\": %" PRIu64 ", \"dropped_loss\": %" PRIu64 ", \"dropped_cut\": %" PRIu64
+                "}",
+                link->dropped_queue, link->dropped_loss, link->dropped_cut);
+        }
+        add(text, "}");
+    }
+    add(text, "]}");
+}
+
+static void clear_counters(void) {
+    memset(late, 0, sizeof late);
+    num_delivered = 0;
+    latest = 0;
+    for (int host = 0; host < num_hosts; host++)
+        for (int way = UP; way <= DOWN; way++) {
+            struct link* link = &links[host][way];
+            link->packets = link->bytes = link->dropped_queue = link->dropped_loss = link->dropped_cut = 0;
+        }
+}
+
+static bool obey(const char* command, struct text* answer) {
+    int host, value, end = 0;
+    char way[5];
+    struct link new;
+    if (sscanf(command, "set %d %4s %lf %" SCNd64 " %" SCNd64 " %lf %" SCNd64 "%n", &host, way,
+               &new.ns_per_byte, &new.delay, &new.jitter, &new.loss, &new.queue_bytes, &end) == 7) {
+        bool is_up = !strcmp(way, "up");
+        if (command[end] || host < 0 || host >= num_hosts || !(is_up || !strcmp(way, "down"))) return false;
+        if (!(new.ns_per_byte > 0)) return false;
+        struct link* link = &links[host][is_up ? UP : DOWN];
+        change_rate(link, new.ns_per_byte, now_ns());
+        link->delay = new.delay, link->jitter = new.jitter;
+        link->loss = new.loss, link->queue_bytes = new.queue_bytes;
+        set_offloads();
+    } else if (sscanf(command, "connect %d %d%n", &host, &value, &end) == 2) {
+        if (command[end] || host < 0 || host >= num_hosts) return false;
+        connected[host] = value;
+    } else if (!strcmp(command, "counters")) {
+        add_counters(answer);
+        return true;
+    } else if (!strcmp(command, "clear")) {
+        clear_counters();
+    } else {
+        return false;
+    }
+    add(answer, "ok");
+    return true;
+}
+
+static void serve(struct pollfd* client) {
+    static struct text answer;
+    char command[256];
+    ssize_t size = recv(client->fd, command, sizeof command - 1, 0);
+    if (size <= 0) {
+        close(client->fd);
+        client->fd = -1;
+        return;
+    }
+    command[size] = 0;
+    answer.size = 0;
+    if (!obey(command, &answer)) add(&answer, "not a command: %s", command);
+    // Who does not read answers loses them: the switch waits for nobody.
+    (void)!send(client->fd, answer.data, answer.size, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+static void welcome(void) {
+    int fd = accept4(fds[LISTENER].fd, NULL, NULL, SOCK_CLOEXEC);
+    if (fd < 0) return;
+    for (int i = FIRST_CLIENT; i < NUM_FDS; i++)
+        if (fds[i].fd < 0) {
+            fds[i] = (struct pollfd){.fd = fd, .events = POLLIN};
+            return;
+        }
+    close(fd);
+}
+
+static int open_tun(int host) {
+    struct ifreq request = {.ifr_flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR};
+    snprintf(request.ifr_name, sizeof request.ifr_name, "cgx%d", host);
+    int fd = open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC);
+    if (fd < 0) die("/dev/net/tun");
+    if (ioctl(fd, TUNSETIFF, &request)) die(request.ifr_name);
+    if (ioctl(fd, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)) die("TUNSETOFFLOAD");
+    return fd;
+}
+
+static int listen_at(const char* path) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0 || bind(fd, (struct sockaddr*)&address, sizeof address) || listen(fd, MAX_CLIENTS)) die(path);
+    return fd;
+}
+
+int main(int argc, char** argv) {
+    if (argc != 4) {
+        fprintf(stderr, "usage: cgx-switch NUM_HOSTS SOCKET SEED\n");
+        return 2;
+    }
+    num_hosts = atoi(argv[1]);
+    uint64_t seed = strtoull(argv[3], NULL, 10);
+    if (num_hosts < 1 || num_hosts > MAX_HOSTS) return 2;
+    for (int i = 0; i < NUM_FDS; i++) fds[i].fd = -1;
+    for (int host = 0; host < num_hosts; host++) {
+        fds[host] = (struct pollfd){.fd = open_tun(host), .events = POLLIN};
+        connected[host] = true;
+        for (int way = UP; way <= DOWN; way++) {
+            struct link* link = &links[host][way];
+            link->tail = &link->head;
+            link->ns_per_byte = 8;
+            link->random = (seed << 8 | (uint64_t)(2 * host + way)) * 0xd1342543de82ef95;
+        }
+    }
+    fds[LISTENER] = (struct pollfd){.fd = listen_at(argv[2]), .events = POLLIN};
+    // Ahead of the programs in the hosts: it is the hardware of the network, and late it would be wrong. It
+    // sleeps whenever nothing is due. Where real-time scheduling is not allowed it works as well, only later.
+    struct sched_param priority = {.sched_priority = 1};
+    if (sched_setscheduler(0, SCHED_FIFO, &priority)) prctl(PR_SET_TIMERSLACK, 1);
+    printf("ready\n");
+    fflush(stdout);
+    for (;;) {
+        ns_t next = advance();
+        ns_t wait = max_ns(next == INT64_MAX ? 1000000000 : next - now_ns(), 0);
+        if (wait < SPIN_NS) wait = 0;
+        struct timespec timeout = {.tv_sec = wait / 1000000000, .tv_nsec = wait % 1000000000};
+        int ready = ppoll(fds, NUM_FDS, &timeout, NULL);
+        if (ready < 0 && errno != EINTR) die("ppoll");
+        if (ready <= 0) continue;
+        ns_t now = now_ns();
+        for (int host = 0; host < num_hosts; host++)
+            if (fds[host].revents) read_host(host, now);
+        if (fds[LISTENER].revents) welcome();
+        for (int i = FIRST_CLIENT; i < NUM_FDS; i++)
+            if (fds[i].fd >= 0 && fds[i].revents) serve(&fds[i]);
+    }
+}
