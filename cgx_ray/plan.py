@@ -34,12 +34,18 @@ class Scheme(StrEnum):
     BROADCAST = "broadcast"
     ARTOPK_RING = "artopk_ring"
     ARTOPK_RING_VAR = "artopk_ring_var"
+    ARTOPK_RING_AUTO = "artopk_ring_auto"
     ARTOPK_TREE = "artopk_tree"
     ARTOPK_TREE_VAR = "artopk_tree_var"
+    ARTOPK_TREE_AUTO = "artopk_tree_auto"
+
+    @property
+    def is_artopk(self) -> bool:
+        """Shares one rank's indices and sums everyone's values at them."""
+        return self.startswith("artopk_")
 
 
 _REENCODED = frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"})
-_ARTOPK = (Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_VAR, Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR)
 _SELECTED = frozenset({"topk", "lwtopk", "mstopk", "dgc", "sidco"})
 # An all-reduce sums messages as they are, sra, ring, tree and broadcast encode sums again, AR-Topk shares one worker's
 # indices: each works for these codecs and no others.
@@ -48,7 +54,7 @@ CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
     Scheme.ALLREDUCE: frozenset({"fp16", "bf16", "prefix", "randomk", "powersgd"}),
     Scheme.ALLGATHER: frozenset(CODEC_DEFAULTS),
     **dict.fromkeys((Scheme.SRA, Scheme.RING, Scheme.TREE, Scheme.BROADCAST), _REENCODED),
-    **dict.fromkeys(_ARTOPK, _SELECTED),
+    **{scheme: _SELECTED for scheme in Scheme if scheme.is_artopk},
 }
 
 
@@ -108,7 +114,7 @@ def check_pair(codec: CodecSpec, scheme: Scheme) -> None:
             f"scheme {scheme} cannot carry codec {codec.name}; it carries {', '.join(sorted(allowed))}; "
             f"{codec.name} goes with {', '.join(fitting)}"
         )
-    if scheme in _ARTOPK and codec.value_bits != 32:
+    if scheme.is_artopk and codec.value_bits != 32:
         raise ConfigError(f"scheme {scheme} sums values as they are, not with value_bits {codec.value_bits}; give 32")
 
 
