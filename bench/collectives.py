@@ -1,8 +1,8 @@
 """`cgx-ray bench collectives`: how long schemes take between real processes, against Gloo's all-reduce and the bound.
 
 A time is the slowest rank's, from a barrier until it holds the average, codecs included; the median of several rounds.
-All cases take turns in every round. The bound is the alpha-beta cost at the set rate, with no latency: nothing here
-can set one, so there are no rows for slow paths. The rate counts whole frames, of which some 96 % is payload.
+All cases take turns in every round. The bound is the alpha-beta cost at the set rate and latency. The rate counts whole
+frames, of which 96 % is payload in labs with rates only, and 99 % in those with latency, whose frames are larger.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from cgx_ray.bench.result import Row
 from cgx_ray.errors import CGXError, ConfigError
+from cgx_ray.lab.link import LinkChange
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, exchange_s
@@ -55,33 +56,69 @@ CASES = (
         for transport in ("tcp", "gloo")
     ),
 )
+# Schemes of our own with nothing compressed. Not broadcast: 600 MB cross the link of its root.
+UNCOMPRESSED = (
+    PEER,
+    *(
+        Case(name=f"{scheme}_none_tcp", codec="none", scheme=scheme, transport="tcp")
+        for scheme in ("sra", "ring", "tree", "allgather")
+    ),
+)
+DIRECT = (PEER, UNCOMPRESSED[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A network and what is sent over it. `rate_bit_per_s`: None is loopback, which has no rate to set."""
+    """A network and what is sent over it.
+
+    rate_bit_per_s  None is loopback, which has none to set
+    latency_s       one way
+    """
 
     name: str
     rate_bit_per_s: float | None
     numel: int
     num_rounds: int
+    latency_s: float = 0.0
+    cases: tuple[Case, ...] = CASES
 
 
 LOOPBACK = Setting(name="loopback", rate_bit_per_s=None, numel=_GOAL_NUMEL, num_rounds=5)
 GIGABIT = Setting(name="1gbit", rate_bit_per_s=1e9, numel=_GOAL_NUMEL, num_rounds=5)
 # A tenth of the gradient: the same seconds.
 SLOW = Setting(name="100mbit", rate_bit_per_s=1e8, numel=_GOAL_NUMEL // 10, num_rounds=3)
-QUICK = tuple(
-    Setting(name=setting.name, rate_bit_per_s=setting.rate_bit_per_s, numel=1 << 20, num_rounds=2)
-    for setting in (LOOPBACK, GIGABIT)
+# 1 MB and 40 MB of gradient, the issue's rows.
+FAR = Setting(name="1mb_10ms", rate_bit_per_s=1e9, numel=250_000, num_rounds=5, latency_s=0.01, cases=DIRECT)
+FARTHER = Setting(name="40mb_25ms", rate_bit_per_s=1e9, numel=10_000_000, num_rounds=5, latency_s=0.025, cases=DIRECT)
+GRID = tuple(
+    Setting(
+        name=f"{rate_name}_{latency_ms:g}ms",
+        rate_bit_per_s=rate,
+        numel=numel,
+        num_rounds=2,
+        latency_s=latency_ms / 1e3,
+        cases=UNCOMPRESSED,
+    )
+    for rate_name, rate, numel in (("1gbit", 1e9, _GOAL_NUMEL), ("100mbit", 1e8, _GOAL_NUMEL // 10))
+    for latency_ms in (0.05, 1, 10, 25)
+)
+SETTINGS = (LOOPBACK, GIGABIT, SLOW, FAR, FARTHER, *GRID)
+QUICK = (
+    *(replace(setting, numel=1 << 20, num_rounds=2) for setting in (LOOPBACK, GIGABIT)),
+    replace(FAR, num_rounds=2),
 )
 
-# By case and setting, for GOAL_RANKS and 100 MB: times faster than Gloo's all-reduce, times the bound.
-_SPEEDUP_GOALS = {("sra_qsgd_tcp", "1gbit"): ">= 6.5"}
+# By case and setting, for GOAL_RANKS and whole gradients: times faster than Gloo's all-reduce, times the bound.
+_SPEEDUP_GOALS = {
+    ("sra_qsgd_tcp", "1gbit"): ">= 6.5",
+    ("sra_none_tcp", FAR.name): ">= 4",
+    ("sra_none_tcp", FARTHER.name): ">= 2.2",
+}
 _BOUND_GOALS = {
     ("sra_qsgd_tcp", "1gbit"): "<= 1.25",
     ("sra_none_tcp", "1gbit"): "<= 1.1",
     ("sra_none_tcp", "100mbit"): "<= 1.1",
+    **{(case.name, setting.name): "<= 1.1" for setting in GRID for case in UNCOMPRESSED[1:]},
 }
 
 
@@ -133,23 +170,26 @@ class Timing:
         return rows
 
 
-def settings_of(options: CollectiveOptions, lab_reason: str | None) -> tuple[Setting, ...]:
-    """The settings to measure; only loopback where there is a `lab_reason` against a lab."""
-    settings = QUICK if options.quick else (LOOPBACK, GIGABIT, SLOW)
-    return tuple(setting for setting in settings if setting.rate_bit_per_s is None or lab_reason is None)
+def settings_of(options: CollectiveOptions, lab_reason: str | None, latency_reason: str | None) -> tuple[Setting, ...]:
+    """The settings to measure, without those that need a lab, or one with latency, if there is a reason against it."""
+
+    def is_possible(setting: Setting) -> bool:
+        return setting.rate_bit_per_s is None or (latency_reason if setting.latency_s else lab_reason) is None
+
+    return tuple(setting for setting in (QUICK if options.quick else SETTINGS) if is_possible(setting))
 
 
 def measure_collectives(
     options: CollectiveOptions, settings: Sequence[Setting], on_turn: Callable[[str, float], None]
 ) -> list[Timing]:
-    """Measure all cases at all `settings`, some 100 s.
+    """Measure the cases of all `settings`, some 8 minutes.
 
     on_turn  gets, before each setting and after each turn of a case, where it is and the share of turns that are done
 
     Raises BenchError if a rank ends before its time, LabError if the lab cannot be made.
     """
     timings = []
-    num_turns = sum(1 + setting.num_rounds for setting in settings) * len(CASES)
+    num_turns = sum((1 + setting.num_rounds) * len(setting.cases) for setting in settings)
     done = 0
     for setting in settings:
         on_turn(setting.name, done / num_turns)
@@ -169,7 +209,7 @@ def measure_collectives(
                 gloo_s=gloo_s,
                 bound_s=_bound_s(case, setting, options.num_ranks),
             )
-            for case in CASES
+            for case in setting.cases
         ]
     return timings
 
@@ -192,7 +232,7 @@ def _bound_s(case: Case, setting: Setting, num_ranks: int) -> float | None:
         num_workers=num_ranks,
         dense_bytes=4 * setting.numel,
         wire_bytes=CodecSpec.parse(case.codec).payload_bytes(setting.numel),
-        link=Link(alpha_s=0, beta_s_per_byte=8 / setting.rate_bit_per_s),
+        link=Link(alpha_s=setting.latency_s, beta_s_per_byte=8 / setting.rate_bit_per_s),
     )
 
 
@@ -206,7 +246,7 @@ def _run_ranks(num_ranks: int, setting: Setting) -> Iterator[str]:
             # Hosts of a lab share the file system, but for their temporary folders.
             "store": str(Path(folder) / "store"),
             "is_loopback": setting.rate_bit_per_s is None,
-            "cases": [asdict(case) for case in CASES],
+            "cases": [asdict(case) for case in setting.cases],
         }
         with _starter(num_ranks, setting) as start, _logs(Path(folder), num_ranks) as logs:
             ranks = [
@@ -243,7 +283,9 @@ def _logs(folder: Path, num_ranks: int) -> Iterator[list[Any]]:
 def _starter(num_ranks: int, setting: Setting) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """What starts the process of a rank, given rank, argv and options of `subprocess.Popen`; all end with it."""
     if setting.rate_bit_per_s is not None:
-        with Lab(num_ranks, rate_bit_per_s=setting.rate_bit_per_s) as lab:
+        # A lab with rates only is cheaper, and its frames are those of stock hosts.
+        latency = LinkChange(latency_s=setting.latency_s) if setting.latency_s else LinkChange()
+        with Lab(num_ranks, rate_bit_per_s=setting.rate_bit_per_s, **latency) as lab:
             yield lab.popen
         return
     started: list[subprocess.Popen[str]] = []

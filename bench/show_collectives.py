@@ -18,8 +18,8 @@ _MET = {None: "", True: "yes", False: "no"}
 
 def collectives_command(options: CollectiveOptions, console: Console, json_path: str | None) -> None:
     """Measure, show what came out, and write the rows if `json_path` is given."""
-    lab_reason = Lab.available()
-    settings = settings_of(options, lab_reason)
+    lab_reason, latency_reason = Lab.available(), Lab.available(rates_only=False)
+    settings = settings_of(options, lab_reason, latency_reason)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=1.0)
@@ -32,18 +32,16 @@ def collectives_command(options: CollectiveOptions, console: Console, json_path:
         if row.goal is not None:
             judged = row.value if row.ratio is None else row.ratio
             console.print(f"{row.name}: {judged:.2f}, goal {row.goal}: {_MET[row.met]}", highlight=False)
-    for note in notes(lab_reason):
+    for note in notes(lab_reason, latency_reason):
         console.print(note, highlight=False)
     if json_path:
         write_result("collectives", rows, json_path)
 
 
-def notes(lab_reason: str | None) -> list[str]:
+def notes(lab_reason: str | None, latency_reason: str | None) -> list[str]:
     """What is not measured, and why."""
-    left_out = ["Left out: paths of 10 ms and more; the lab sets rates, not latency."]
-    if lab_reason is not None:
-        left_out.append(f"Left out: 1 Gbit/s and 100 Mbit/s; {lab_reason}.")
-    return left_out
+    reasons = {"1 Gbit/s and 100 Mbit/s": lab_reason, "paths with latency": latency_reason}
+    return [f"Left out: {what}; {reason}." for what, reason in reasons.items() if reason is not None]
 
 
 def timing_table(options: CollectiveOptions, timings: Sequence[Timing]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -21,6 +22,10 @@ __all__ = [
 SMALL_LAYER_NUMEL = 1024
 FIRST_GROUP_BYTES = 1 << 20
 DEFAULT_GROUP_BYTES = 4 << 20
+# What the header of a message has room for.
+MAX_GROUPS = 1 << 16
+# Indices are int32.
+MAX_INDEXED_NUMEL = 2**31 - 1
 
 
 class Scheme(StrEnum):
@@ -35,8 +40,15 @@ class Scheme(StrEnum):
     BROADCAST = "broadcast"
     ARTOPK_RING = "artopk_ring"
     ARTOPK_RING_VAR = "artopk_ring_var"
+    ARTOPK_RING_AUTO = "artopk_ring_auto"
     ARTOPK_TREE = "artopk_tree"
     ARTOPK_TREE_VAR = "artopk_tree_var"
+    ARTOPK_TREE_AUTO = "artopk_tree_auto"
+
+    @property
+    def is_artopk(self) -> bool:
+        """Shares one rank's indices and sums everyone's values at them."""
+        return self.startswith("artopk_")
 
 
 class Intra(StrEnum):
@@ -48,7 +60,6 @@ class Intra(StrEnum):
 
 
 _REENCODED = frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"})
-_ARTOPK = (Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_VAR, Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR)
 _SELECTED = frozenset({"topk", "lwtopk", "mstopk", "dgc", "sidco"})
 # What a node may sum in its encoding: prefix would keep other elements there than between nodes.
 _COMPRESSED_INSIDE = _REENCODED - {"none", "prefix"}
@@ -59,7 +70,7 @@ CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
     Scheme.ALLREDUCE: frozenset({"fp16", "bf16", "prefix", "randomk", "powersgd"}),
     Scheme.ALLGATHER: frozenset(CODEC_DEFAULTS),
     **dict.fromkeys((Scheme.SRA, Scheme.RING, Scheme.TREE, Scheme.BROADCAST), _REENCODED),
-    **dict.fromkeys(_ARTOPK, _SELECTED),
+    **{scheme: _SELECTED for scheme in Scheme if scheme.is_artopk},
 }
 
 
@@ -121,7 +132,7 @@ def check_pair(codec: CodecSpec, scheme: Scheme) -> None:
             f"scheme {scheme} cannot carry codec {codec.name}; it carries {', '.join(sorted(allowed))}; "
             f"{codec.name} goes with {', '.join(fitting)}"
         )
-    if scheme in _ARTOPK and codec.value_bits != 32:
+    if scheme.is_artopk and codec.value_bits != 32:
         raise ConfigError(f"scheme {scheme} sums values as they are, not with value_bits {codec.value_bits}; give 32")
 
 
@@ -145,6 +156,11 @@ class Plan:
     def __post_init__(self) -> None:
         if self.version < 0 or self.world_size < 1:
             raise PlanError(f"version {self.version} and world_size {self.world_size}: need >= 0 and >= 1")
+        if len(self.groups) > MAX_GROUPS:
+            raise PlanError(
+                f"plan {self.version} has {len(self.groups)} groups; messages can tell {MAX_GROUPS} apart, so give "
+                "larger groups (group_bytes)"
+            )
         names = [name for group in self.groups for name in group.layers]
         twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
         if twice:
@@ -157,6 +173,7 @@ class Plan:
                 f"plan {self.version} is for world size {self.world_size}, this run has {world_size}; make a new plan"
             )
         dtypes = {layer.name: layer.dtype for layer in layers}
+        numels = {layer.name: layer.numel for layer in layers}
         planned = {name for group in self.groups for name in group.layers}
         if planned != dtypes.keys():
             odd = sorted(planned ^ dtypes.keys())
@@ -168,6 +185,12 @@ class Plan:
             kinds = sorted({dtypes[name] for name in group.layers})
             if len(kinds) > 1:
                 raise PlanError(f"plan {self.version}, group {index} mixes {', '.join(kinds)}; one dtype a group")
+            numel = sum(numels[name] for name in group.layers)
+            if group.codec.density is not None and numel > MAX_INDEXED_NUMEL:
+                raise PlanError(
+                    f"plan {self.version}, group {index} has {numel} elements; {group.codec.name} counts with 32 bits, "
+                    f"so give it groups of at most {MAX_INDEXED_NUMEL}"
+                )
 
     def describe(self) -> str:
         """`"qsgd:bits=4,bucket_size=128 over sra, dense inside nodes"`: what most of the layers use."""
@@ -213,6 +236,7 @@ def make_plan(
     group_bytes: int = DEFAULT_GROUP_BYTES,
     overrides: Mapping[str, tuple[CodecSpec | str, Scheme | str] | tuple[CodecSpec | str, Scheme | str, Intra | str]]
     | None = None,
+    uniform: bool = False,
 ) -> Plan:
     """One codec and scheme for the whole model but `overrides`; small layers go dense in extra groups at the end.
 
@@ -227,10 +251,19 @@ def make_plan(
     overrides  codec, scheme and, if it is another, intra of the layers, small ones too, whose names match a pattern as
                in a shell (`"*embedding*"`), the first pattern that does. Only neighbours share a group, so each run of
                such layers ends the group before it.
+    uniform    for comparison: one group a dtype, small layers and all, whatever `group_bytes` says. QNCL compresses
+               like that, one buffer of the whole model without a look at its layers (CGX, section 6); nothing is sent
+               before backward is done, and norms and biases share buckets with their neighbours
 
     Raises ConfigError if a scheme cannot carry a codec, PlanError for a pattern without a layer.
     """
     codec, scheme, intra = _choice((codec, scheme, intra))
+    if uniform:
+        if overrides:
+            raise ConfigError("a uniform plan has one codec for all layers; leave out overrides or uniform")
+        whole = sys.maxsize
+        groups = _fill_groups([(layer, (codec, scheme, intra)) for layer in reversed(layers)], whole, first_bytes=whole)
+        return Plan(version=version, world_size=world_size, groups=tuple(groups))
     chosen_by_pattern = {pattern: _choice(choice, intra) for pattern, choice in (overrides or {}).items()}
     small_choice = (NONE, Scheme.DENSE, Intra.FLAT if intra is Intra.FLAT else Intra.DENSE)
     for pattern in chosen_by_pattern:
@@ -271,12 +304,14 @@ def _choice(choice: tuple[Any, ...], intra: Intra = Intra.FLAT) -> _Choice:
     return codec, Scheme(scheme), Intra(given)
 
 
-def _fill_groups(chosen: Sequence[tuple[Layer, _Choice]], group_bytes: int) -> list[GroupPlan]:
+def _fill_groups(
+    chosen: Sequence[tuple[Layer, _Choice]], group_bytes: int, first_bytes: int = FIRST_GROUP_BYTES
+) -> list[GroupPlan]:
     """Cut runs of one dtype and one choice, in the order of `chosen` within a dtype, into groups."""
     groups: list[GroupPlan] = []
     by_dtype = sorted(chosen, key=lambda pair: pair[0].dtype)
     for _, same_dtype in itertools.groupby(by_dtype, key=lambda pair: pair[0].dtype):
-        cap = min(FIRST_GROUP_BYTES, group_bytes)
+        cap = min(first_bytes, group_bytes)
         for (codec, scheme, intra), run in itertools.groupby(same_dtype, key=lambda pair: pair[1]):
             names: list[str] = []
             filled = 0

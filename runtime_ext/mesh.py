@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -10,6 +10,8 @@ from .checks import native
 from .shm import LocalGroup, Segment
 
 TOKEN_BYTES: int = native.Mesh.TOKEN_BYTES
+# What goes to a rank or comes from it: a tensor, or several that go one after the other as messages of their own.
+Parts = Tensor | tuple[Tensor, ...]
 
 
 class Mesh:
@@ -57,7 +59,7 @@ class Mesh:
         # Of the native mesh: a cycle with this one would keep connections open after the last use.
         self.local = LocalGroup(segment, ranks.index(self._rank), ranks, timeout_s, self._native.close)
 
-    def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> int:
+    def post(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> int:
         """Begin to send and receive contiguous CPU tensors, by rank, and return a ticket for `wait`.
 
         Sent tensors must stay as they are until `wait` returns.
@@ -80,10 +82,17 @@ class Mesh:
         self._native.close()
 
 
-def _parts(messages: Mapping[int, Tensor]) -> list[tuple[int, int, int]]:
-    for rank, tensor in messages.items():
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError(
-                f"the message for rank {rank} is on {tensor.device} or strided; give contiguous CPU tensors"
-            )
-    return [(rank, tensor.data_ptr(), tensor.numel() * tensor.element_size()) for rank, tensor in messages.items()]
+def flat(messages: Mapping[int, Parts]) -> Iterator[tuple[int, Tensor]]:
+    """Every tensor of `messages` with its rank."""
+    for rank, parts in messages.items():
+        for part in (parts,) if isinstance(parts, Tensor) else parts:
+            yield rank, part
+
+
+def _parts(messages: Mapping[int, Parts]) -> list[tuple[int, int, int]]:
+    found = []
+    for rank, part in flat(messages):
+        if part.device.type != "cpu" or not part.is_contiguous():
+            raise ValueError(f"the message for rank {rank} is on {part.device} or strided; give contiguous CPU tensors")
+        found.append((rank, part.data_ptr(), part.numel() * part.element_size()))
+    return found

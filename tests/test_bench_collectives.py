@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,31 @@ import pytest
 from click.testing import CliRunner
 
 from cgx_ray.bench import collectives
-from cgx_ray.bench.collectives import CASES, GIGABIT, LOOPBACK, PEER, SLOW, CollectiveOptions, Timing, settings_of
+from cgx_ray.bench.collectives import (
+    CASES,
+    DIRECT,
+    FAR,
+    FARTHER,
+    GIGABIT,
+    GRID,
+    LOOPBACK,
+    PEER,
+    QUICK,
+    SETTINGS,
+    SLOW,
+    UNCOMPRESSED,
+    CollectiveOptions,
+    Timing,
+    settings_of,
+)
 from cgx_ray.bench.show_collectives import notes
 from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 
 NO_LAB = Lab.available()
-CASE_OF = {case.name: case for case in CASES}
+NO_LATENCY = Lab.available(rates_only=False)
+CASE_OF = {case.name: case for case in (*CASES, *UNCOMPRESSED)}
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +51,19 @@ def test_every_case_has_its_row_at_every_setting(run):
     written, output = run
     assert written["bench"] == "collectives"
     names = [row["name"] for row in written["rows"]]
-    places = ["loopback"] if NO_LAB else ["loopback", "1gbit"]
-    wanted = {"ranks", *(f"{what}_{place}" for place in places for what in ("gradient", "rounds", *CASE_OF))}
+    settings = settings_of(CollectiveOptions(quick=True), NO_LAB, NO_LATENCY)
+    wanted = {"ranks", *(f"{what}_{setting.name}" for setting in settings for what in ("gradient", "rounds"))}
+    wanted |= {f"{case.name}_{setting.name}" for setting in settings for case in setting.cases}
     over_bound = {name for name in names if name.endswith("_over_bound")}
     assert set(names) - over_bound == wanted
-    assert over_bound == (
-        {f"{name}_1gbit_over_bound" for name in CASE_OF if name != PEER.name} if not NO_LAB else set()
-    )
+    assert over_bound == {
+        f"{case.name}_{setting.name}_over_bound"
+        for setting in settings
+        for case in setting.cases
+        if setting.rate_bit_per_s is not None and case != PEER
+    }
     assert len(names) == len(set(names))
-    assert all(name in output for name in CASE_OF)
+    assert all(case.name in output for setting in settings for case in setting.cases)
 
 
 def test_the_numbers_hang_together_and_a_quick_run_judges_nothing(run):
@@ -57,6 +79,10 @@ def test_the_numbers_hang_together_and_a_quick_run_judges_nothing(run):
         # 2 ranks, 4 MB: each sends and receives 4 MB at 1 Gbit/s, and nothing can be faster but for tbf's burst.
         assert rows["sra_none_tcp_1gbit"]["limit"] == pytest.approx(4 * (1 << 20) * 8e-9)
         assert rows["sra_none_tcp_1gbit_over_bound"]["value"] > 0.9
+    if not NO_LATENCY:
+        # Each sends and receives 1 MB, in two rounds of 10 ms.
+        assert rows["sra_none_tcp_1mb_10ms"]["limit"] == pytest.approx(1e6 * 8e-9 + 0.02)
+        assert rows["sra_none_tcp_1mb_10ms_over_bound"]["value"] > 0.9
 
 
 def _rows(case: str, setting: collectives.Setting, seconds: float) -> list[tuple[str, str | None, bool | None]]:
@@ -76,12 +102,26 @@ def test_goals_are_those_of_the_issue():
     assert [goal for _, goal, _ in _rows("sra_qsgd_gloo", GIGABIT, 1.0)] == [None, None]
 
 
-def test_without_a_lab_only_loopback_is_measured_and_the_output_says_so():
-    options = CollectiveOptions()
-    assert settings_of(options, None) == (LOOPBACK, GIGABIT, SLOW)
-    assert settings_of(options, "a lab needs root") == (LOOPBACK,)
-    assert len(notes(None)) == 1
-    assert "a lab needs root" in notes("a lab needs root")[-1]
+def test_every_scheme_is_held_to_its_bound_and_direct_exchange_to_gloo_on_long_paths():
+    for setting in GRID:
+        assert setting.latency_s > 0
+        for case in UNCOMPRESSED[1:]:
+            name = f"{case.name}_{setting.name}"
+            assert _rows(case.name, setting, 1.0) == [(name, None, None), (f"{name}_over_bound", "<= 1.1", False)]
+    for setting, seconds, goal in ((FAR, 6.5 / 4, ">= 4"), (FARTHER, 6.5 / 2.2, ">= 2.2")):
+        assert setting.cases == DIRECT
+        assert _rows("sra_none_tcp", setting, 0.99 * seconds)[0][1:] == (goal, True)
+        assert _rows("sra_none_tcp", setting, 1.01 * seconds)[0][1:] == (goal, False)
+
+
+def test_what_this_machine_cannot_emulate_is_not_measured_and_the_output_says_so():
+    options, no = CollectiveOptions(), "a lab needs root"
+    assert settings_of(options, None, None) == SETTINGS
+    assert settings_of(options, None, no) == (LOOPBACK, GIGABIT, SLOW)
+    assert settings_of(options, no, no) == (LOOPBACK,)
+    assert settings_of(CollectiveOptions(quick=True), None, None) == QUICK
+    assert notes(None, None) == []
+    assert [no in note for note in notes(no, no)] == [True, True]
 
 
 def test_one_rank_has_nobody_to_send_to():
@@ -90,9 +130,8 @@ def test_one_rank_has_nobody_to_send_to():
 
 
 def test_a_rank_that_fails_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(
-        collectives, "CASES", (PEER, collectives.Case(name="x", codec="lzma", scheme="sra", transport="tcp"))
-    )
+    broken = collectives.Case(name="x", codec="lzma", scheme="sra", transport="tcp")
+    monkeypatch.setattr(collectives, "QUICK", (replace(QUICK[0], cases=(PEER, broken)),))
     done = CliRunner().invoke(main, ["bench", "collectives", "--quick", "--ranks", "2"])
     assert done.exit_code == 1
     assert "loopback: rank 0 ended with status 1" in done.output

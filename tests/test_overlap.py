@@ -10,7 +10,7 @@ from ranks import TIMEOUT_S, run_ranks
 import cgx_ray
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import HEADER_BYTES, Stamp
-from cgx_ray.collectives import Phases, Transport, make_exchange, sra, transport
+from cgx_ray.collectives import Phases, Transport, make_exchange, parcel, transport
 from cgx_ray.collectives import phases as phases_module
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.plan import CodecSpec, Scheme
@@ -34,13 +34,17 @@ def _gradient(rank: int, step: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def _run_sra(
-    rank: int, codec: str, piece_bytes: int, kind: str, num_steps: int
+# A tree of five has a guest.
+WORLD_OF = {"sra": 3, "ring": 3, "tree": 5, "broadcast": 3, "allgather": 3}
+
+
+def _run_scheme(
+    rank: int, scheme: str, codec: str, piece_bytes: int, kind: str, num_steps: int
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Averages by step, and what this rank owes in the end."""
-    sra.PIECE_BYTES = piece_bytes
+    parcel.PIECE_BYTES = piece_bytes
     made, link = make_codec(CodecSpec.parse(codec)), _transport(kind)
-    exchange, memory = make_exchange(made, Scheme.SRA, NUMEL, 4, link), made.new_memory(NUMEL)
+    exchange, memory = make_exchange(made, Scheme(scheme), NUMEL, 4, link), made.new_memory(NUMEL)
     results = []
     for step in range(num_steps):
         grad_N = _gradient(rank, step)
@@ -55,18 +59,20 @@ def _run_sra(
     return results, owed_N if owed_N is not None else torch.zeros(NUMEL)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp", "gloo"])
 @pytest.mark.parametrize("codec", ["none", "bf16", "qsgd:bits=4,rounding=nearest"])
-def test_pieces_change_no_bit_where_no_random_numbers_are_drawn(codec: str, kind: str) -> None:
-    whole = run_ranks(WORLD, _run_sra, codec, WHOLE, kind, 3)
-    cut = run_ranks(WORLD, _run_sra, codec, CUT, kind, 3)
+@pytest.mark.parametrize(
+    ("scheme", "kind"), [("sra", "gloo"), ("sra", "shm"), *((scheme, "tcp") for scheme in WORLD_OF)]
+)
+def test_pieces_change_no_bit_where_no_random_numbers_are_drawn(codec: str, scheme: str, kind: str) -> None:
+    whole = run_ranks(WORLD_OF[scheme], _run_scheme, scheme, codec, WHOLE, kind, 3)
+    cut = run_ranks(WORLD_OF[scheme], _run_scheme, scheme, codec, CUT, kind, 3)
     for (averages, owed_N), (cut_averages, cut_owed_N) in zip(whole, cut, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(averages, cut_averages, strict=True))
         assert torch.equal(owed_N, cut_owed_N)
 
 
 def _average_exactly(rank: int, scheme: str) -> torch.Tensor:
-    sra.PIECE_BYTES = CUT
+    parcel.PIECE_BYTES = CUT
     codec, link = make_codec(CodecSpec.parse("none")), _transport("tcp")
     grad_N = _gradient(rank, 0)
     stamp = Stamp(plan_version=0, step=0, group=0, codec="none")
@@ -81,7 +87,7 @@ def test_sums_are_made_in_rank_order_whoever_comes_first(scheme: str) -> None:
     """In sra the owner of a chunk begins with its own."""
     inputs = [_gradient(rank, 0) for rank in range(4)]
     parts = []
-    for owner, (start, stop) in enumerate(sra.chunk_bounds(NUMEL, 4, 1)):
+    for owner, (start, stop) in enumerate(parcel.chunk_bounds(NUMEL, 4, 1)):
         order = sorted(range(4), key=lambda rank: (rank != owner, rank)) if scheme == "sra" else range(4)
         total = torch.zeros(stop - start)
         for rank in order:
@@ -91,13 +97,18 @@ def test_sums_are_made_in_rank_order_whoever_comes_first(scheme: str) -> None:
         assert torch.equal(average_N, torch.cat(parts))
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp", "gloo"])
-def test_in_pieces_what_was_not_sent_is_in_the_residuals_and_ranks_agree(kind: str) -> None:
-    results = run_ranks(WORLD, _run_sra, "onebit:bucket_size=64", CUT, kind, 4)
+@pytest.mark.parametrize(
+    ("scheme", "kind"), [("sra", "gloo"), ("sra", "shm"), *((scheme, "tcp") for scheme in WORLD_OF)]
+)
+def test_in_pieces_what_was_not_sent_is_in_the_residuals_and_ranks_agree(scheme: str, kind: str) -> None:
+    world_size = WORLD_OF[scheme]
+    results = run_ranks(world_size, _run_scheme, scheme, "onebit:bucket_size=64", CUT, kind, 4)
     sent_N, owed_N = (torch.stack(results[0][0]).double().sum(0), torch.stack([o for _, o in results]).double().mean(0))
-    given_N = torch.stack([_gradient(rank, step) for rank in range(WORLD) for step in range(4)]).double().sum(0) / WORLD
-    # Float32 numbers under 40 in size; a step adds, subtracts, and sums 3 ranks' shares, the owner's three times.
-    torch.testing.assert_close(sent_N + owed_N, given_N, rtol=0, atol=40 * 4 * 10 * 2**-24)
+    given_RN = torch.stack([_gradient(rank, step) for rank in range(world_size) for step in range(4)]).double()
+    given_N = given_RN.sum(0) / world_size
+    # Float32 numbers under 40 in size; a step adds, subtracts, and sums the ranks' shares, which those who encode
+    # averages owe once for every rank.
+    torch.testing.assert_close(sent_N + owed_N, given_N, rtol=0, atol=40 * 4 * (2 * world_size + 4) * 2**-24)
     assert float(owed_N.norm()) > 0
     for averages, _ in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(averages, results[0][0], strict=True))
@@ -105,7 +116,7 @@ def test_in_pieces_what_was_not_sent_is_in_the_residuals_and_ranks_agree(kind: s
 
 def _average_of_alike(rank: int) -> torch.Tensor:
     """Two ranks with the same bucket again and again: pieces of one bucket each differ by their random numbers only."""
-    sra.PIECE_BYTES = 1
+    parcel.PIECE_BYTES = 1
     codec = make_codec(CodecSpec.parse("qsgd:bits=2,bucket_size=128"))
     link = _transport("tcp")
     grad_N = torch.randn(128, generator=torch.Generator().manual_seed(0)).repeat(8)
@@ -150,7 +161,7 @@ def _held_back(rank: int, scheme: str, piece_bytes: int) -> tuple[float, int]:
         sleep = staticmethod(held_s.append)
 
     transport.time = Clock  # type: ignore[attr-defined,assignment]
-    sra.PIECE_BYTES = piece_bytes
+    parcel.PIECE_BYTES = piece_bytes
     codec = make_codec(CodecSpec.parse("none"))
     link = _transport("tcp", cgx_ray.SimulatedLink(latency_s=1000.0, schedule=((0, 8.0),)))
     exchange = make_exchange(codec, Scheme(scheme), 3 * 1000, 4, link)
@@ -162,7 +173,7 @@ def _held_back(rank: int, scheme: str, piece_bytes: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("piece_bytes", [WHOLE, CUT])
-@pytest.mark.parametrize(("scheme", "num_hops"), [("sra", 2), ("allgather", 1)])
+@pytest.mark.parametrize(("scheme", "num_hops"), [("sra", 2), ("allgather", 1), ("ring", 4)])
 def test_a_simulated_link_holds_back_one_hop_a_round_and_every_byte(
     scheme: str, num_hops: int, piece_bytes: int
 ) -> None:
@@ -172,7 +183,7 @@ def test_a_simulated_link_holds_back_one_hop_a_round_and_every_byte(
 
 
 def _sent_bytes(rank: int, piece_bytes: int, kind: str) -> int:
-    sra.PIECE_BYTES = piece_bytes
+    parcel.PIECE_BYTES = piece_bytes
     link = _transport(kind)
     sent_bytes = make_exchange(make_codec(CodecSpec.parse("none")), Scheme.SRA, 3000, 4, link).sent_bytes
     dist.barrier()

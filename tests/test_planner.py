@@ -181,7 +181,13 @@ def test_artopk_broadcasts_its_indices_and_sums_its_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("star", "var"), [(Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_VAR), (Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR)]
+    ("star", "var"),
+    [
+        (Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_VAR),
+        (Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_AUTO),
+        (Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR),
+        (Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_AUTO),
+    ],
 )
 def test_to_find_the_largest_gradient_takes_artopk_one_hop(star: Scheme, var: Scheme) -> None:
     hops, num_bytes = terms(star, 6, 0, 100, 20)

@@ -20,6 +20,7 @@ from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
 from cgx_ray.collectives.transport import Handle
 from cgx_ray.plan import CODECS_OF_SCHEME, NONE, CodecSpec, Scheme
+from cgx_ray.runtime_ext.mesh import Parts, flat
 
 # What a codec is tested with, where that is not its defaults.
 TEXTS = {name: f"{name}:density=0.05" for name in ("topk", "lwtopk", "mstopk", "dgc", "sidco", "randomk")}
@@ -384,8 +385,8 @@ class Counting(Transport):
 
     num_sent = 0
 
-    def start(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Handle:
-        self.num_sent += sum(message.numel() for message in sends.values())
+    def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
+        self.num_sent += sum(part.numel() for _, part in flat(sends))
         return super().start(sends, receives)
 
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.wire import CODEC_IDS, Stamp, check, new_message, payload_of, seal
-from cgx_ray.collectives.sra import chunk_bounds
+from cgx_ray.codecs.wire import CODEC_IDS, HEADER_BYTES, MAX_PAYLOAD_BYTES, Stamp, check, new_message, payload_of, seal
+from cgx_ray.collectives.parcel import Parcel, chunk_bounds
 from cgx_ray.errors import ConfigError, PlanError, WireError
-from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec, GroupPlan, Layer, Plan, Scheme, make_plan
+from cgx_ray.plan import CODEC_DEFAULTS, MAX_GROUPS, CodecSpec, GroupPlan, Layer, Plan, Scheme, make_plan
 
 STAMP = Stamp(plan_version=3, step=100, group=2, codec="qsgd")
 SPECS = [CodecSpec(name=name) for name in CODEC_DEFAULTS] + [CodecSpec.parse("qsgd:bits=1,bucket_size=8")]
@@ -133,6 +133,32 @@ def test_a_plan_takes_codecs_and_schemes_as_text() -> None:
     assert as_text == make_plan(
         LAYERS, version=0, world_size=2, codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA, overrides={"w1": choice}
     )
+
+
+def test_a_uniform_plan_is_one_group_a_dtype_small_layers_and_all() -> None:
+    layers = [*LAYERS, Layer(name="half", numel=5, ndim=1, dtype="float16")]
+    plan = make_plan(layers, version=0, world_size=2, codec="qsgd", scheme="sra", group_bytes=1, uniform=True)
+    names = {layer.dtype: [each.name for each in reversed(layers) if each.dtype == layer.dtype] for layer in layers}
+    assert sorted(group.layers for group in plan.groups) == sorted(tuple(names[dtype]) for dtype in names)
+    assert {(str(group.codec), group.scheme) for group in plan.groups} == {(str(CodecSpec(name="qsgd")), Scheme.SRA)}
+    with pytest.raises(ConfigError, match="leave out overrides or uniform"):
+        make_plan(layers, version=0, world_size=2, overrides={"half": ("none", "dense")}, uniform=True)
+
+
+def test_what_a_header_cannot_say_is_refused_when_the_plan_is_made() -> None:
+    groups = tuple(GroupPlan(layers=(str(i),)) for i in range(MAX_GROUPS))
+    Plan(version=0, world_size=2, groups=groups)
+    with pytest.raises(PlanError, match="65537 groups; messages can tell 65536 apart, so give larger groups"):
+        Plan(version=0, world_size=2, groups=(*groups, GroupPlan(layers=("one too many",))))
+    codec = make_codec(CodecSpec(name="none"))
+    # Not a byte of it is touched, so none is allocated.
+    assert Parcel(codec, MAX_PAYLOAD_BYTES // 4).num_bytes == MAX_PAYLOAD_BYTES - 3 + HEADER_BYTES
+    with pytest.raises(PlanError, match=r"1073741824 elements make a message of 4294967296 bytes with codec none"):
+        Parcel(codec, 1 << 30)
+    huge = [Layer(name="huge", numel=1 << 31, ndim=2)]
+    make_plan(huge, version=0, world_size=2, codec="qsgd", scheme="sra").check(huge, 2)
+    with pytest.raises(PlanError, match="2147483648 elements; topk counts with 32 bits"):
+        make_plan(huge, version=0, world_size=2, codec="topk", scheme="allgather").check(huge, 2)
 
 
 def test_overrides_of_a_dense_plan_leave_the_other_layers_in_ddps_order() -> None:

@@ -18,6 +18,8 @@ from cgx_ray.runtime_ext import ops
 MAGIC = b"CG"
 FORMAT_VERSION = 2
 HEADER_BYTES = 32
+# What its field in the header holds.
+MAX_PAYLOAD_BYTES = 2**32 - 1
 CODEC_IDS = {
     "none": 0, "bf16": 1, "qsgd": 2, "topk": 3, "fp16": 4, "prefix": 5, "terngrad": 6, "lwtopk": 7, "mstopk": 8,
     "dgc": 9, "sidco": 10, "randomk": 11, "ef_signsgd": 12, "onebit": 13, "powersgd": 14,
@@ -49,25 +51,27 @@ def payload_of(message: Tensor) -> Tensor:
     return message[HEADER_BYTES:]
 
 
-def seal(message: Tensor, stamp: Stamp, numel: int) -> None:
-    """Write the header of a message whose payload is complete."""
-    _FIELDS.pack_into(message.numpy().data, 0, *_fields(stamp, numel, message))
-    _CRC.pack_into(message.numpy().data, _FIELDS.size, _checksum(message))
+def seal(message: Tensor, stamp: Stamp, numel: int, payload: Tensor | None = None) -> None:
+    """Write the header of a message whose payload is complete. `payload`: if it does not lie behind the header."""
+    payload = payload_of(message) if payload is None else payload
+    _FIELDS.pack_into(message.numpy().data, 0, *_fields(stamp, numel, payload))
+    _CRC.pack_into(message.numpy().data, _FIELDS.size, _checksum(message, payload))
 
 
-def check(message: Tensor, stamp: Stamp, numel: int, sender: int) -> None:
-    """Raise WireError unless the message is whole and carries what `stamp` and `numel` say."""
+def check(message: Tensor, stamp: Stamp, numel: int, sender: int, payload: Tensor | None = None) -> None:
+    """Raise WireError unless the message is whole and carries what `stamp` and `numel` say. `payload` as in `seal`."""
+    payload = payload_of(message) if payload is None else payload
     found = _FIELDS.unpack_from(message.numpy().data, 0)
-    wanted = _fields(stamp, numel, message)
+    wanted = _fields(stamp, numel, payload)
     if found != wanted:
         names = ("magic", "format", "codec", "dtype", "phase", "group", "numel", "plan", "step", "payload_bytes")
         odd = "; ".join(f"{n} is {f!r}, expected {w!r}" for n, f, w in zip(names, found, wanted, strict=True) if f != w)
         raise WireError(f"step {stamp.step}, group {stamp.group}: message of rank {sender} does not fit: {odd}")
-    if _CRC.unpack_from(message.numpy().data, _FIELDS.size)[0] != _checksum(message):
+    if _CRC.unpack_from(message.numpy().data, _FIELDS.size)[0] != _checksum(message, payload):
         raise WireError(f"step {stamp.step}, group {stamp.group}: message of rank {sender} was damaged (CRC-32C)")
 
 
-def _fields(stamp: Stamp, numel: int, message: Tensor) -> tuple[bytes, int, int, int, int, int, int, int, int, int]:
+def _fields(stamp: Stamp, numel: int, payload: Tensor) -> tuple[bytes, int, int, int, int, int, int, int, int, int]:
     return (
         MAGIC,
         FORMAT_VERSION,
@@ -78,9 +82,9 @@ def _fields(stamp: Stamp, numel: int, message: Tensor) -> tuple[bytes, int, int,
         numel,
         stamp.plan_version,
         stamp.step,
-        message.numel() - HEADER_BYTES,
+        payload.numel(),
     )
 
 
-def _checksum(message: Tensor) -> int:
-    return ops.crc32c(payload_of(message), seed=ops.crc32c(message[: _FIELDS.size]))
+def _checksum(message: Tensor, payload: Tensor) -> int:
+    return ops.crc32c(payload, seed=ops.crc32c(message[: _FIELDS.size]))

@@ -50,10 +50,10 @@ def _flat(codec: Codec, scheme: Scheme, numel: int, item_bytes: int, transport: 
             return Tree(codec, numel, transport)
         case Scheme.BROADCAST:
             return Broadcast(codec, numel, transport)
-        case Scheme.ARTOPK_RING | Scheme.ARTOPK_RING_VAR | Scheme.ARTOPK_TREE | Scheme.ARTOPK_TREE_VAR:
-            by_tree = scheme in (Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR)
-            by_norm = scheme in (Scheme.ARTOPK_RING_VAR, Scheme.ARTOPK_TREE_VAR)
-            return ArTopk(codec, numel, transport, by_tree=by_tree, by_norm=by_norm)
+        case _:
+            assert scheme.is_artopk
+            choice = scheme.removeprefix("artopk_").partition("_")[2] or "star"
+            return ArTopk(codec, numel, transport, choice, by_tree=scheme.startswith("artopk_tree"))
 
 
 __all__ = ["Exchange", "Phases", "Transport", "make_exchange"]

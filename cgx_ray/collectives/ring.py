@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
-from cgx_ray.codecs.wire import HEADER_BYTES, Stamp, check, new_message, payload_of, seal
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives.parcel import Parcel, Step, chunk_bounds, cut, run_lanes
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.sra import chunk_bounds, encode_share
-from cgx_ray.collectives.transport import Transport
-from cgx_ray.runtime_ext import ops
+from cgx_ray.collectives.transport import Handle, Transport
 
 
 class Ring:
@@ -20,56 +21,70 @@ class Ring:
     Gradients are divided before they are summed: fp16 would overflow first. The last encoding, the owner's, travels on
     unchanged and the owner uses it too, so all ranks hold the same bits. Every rank encodes every chunk once a step;
     with feedback it owes what its own encodings dropped, N times because it is an average that they are part of.
+    Long chunks go in pieces, as in `Sra`: while one is coded the others travel.
     """
 
     def __init__(self, codec: Codec, numel: int, transport: Transport) -> None:
-        self._codec = codec
         self._transport = transport
-        rank, world_size = transport.rank, transport.world_size
-        self._bounds = chunk_bounds(numel, world_size, codec.granule)
-        sizes = [codec.payload_bytes(stop - start) for start, stop in self._bounds]
-        # A chunk comes in, is encoded again with this rank's part and goes out, then comes once more, from its owner.
-        self._of_chunk = [new_message(size) for size in sizes]
-        unsent = sizes[rank] + sizes[(rank + 1) % world_size]
-        self.sent_bytes = 2 * sum(sizes) - unsent + 2 * (world_size - 1) * HEADER_BYTES
+        pieces = cut(codec, chunk_bounds(numel, transport.world_size, codec.granule), transport)
+        self._lanes = [_Lane(index, len(pieces), bounds, codec, transport) for index, bounds in enumerate(pieces)]
+        self.sent_bytes = sum(lane.sent_bytes for lane in self._lanes)
 
     def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
         """See `Exchange.run`."""
-        rank, world_size = self._transport.rank, self._transport.world_size
-        before = (rank - 1) % world_size
-        grad_N.div_(world_size)
-        chunks = [grad_N[start:stop] for start, stop in self._bounds]
-        memories = [memory.part(start, stop) if memory is not None else None for start, stop in self._bounds]
+        step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
+        run_lanes([lane.hops(step) for lane in self._lanes], self._transport, phases)
 
-        def encode(chunk: int, stamp: Stamp) -> None:
-            key = ops.message_key(seed, stamp.step, stamp.group, rank, chunk)
-            payload = payload_of(self._of_chunk[chunk])
-            encode_share(self._codec, chunks[chunk], payload, key, memories[chunk], world_size)
-            seal(self._of_chunk[chunk], stamp, chunks[chunk].numel())
+
+class _Lane:
+    """The same piece of every chunk, on its way around the ring."""
+
+    def __init__(
+        self, index: int, num_pieces: int, bounds: Sequence[tuple[int, int]], codec: Codec, transport: Transport
+    ) -> None:
+        self._index, self._num_pieces = index, num_pieces
+        self._bounds = bounds
+        self._transport = transport
+        numels = [stop - start for start, stop in bounds]
+        # By chunk: with this rank's part on its way out, and then from its owner.
+        self._of_chunk = [Parcel(codec, numel) for numel in numels]
+        sizes = [parcel.num_bytes for parcel in self._of_chunk]
+        room = torch.empty(max(sizes), dtype=torch.uint8)
+        self._coming = [Parcel(codec, numel, room) for numel in numels]
+        rank, world_size = transport.rank, transport.world_size
+        self.sent_bytes = 2 * sum(sizes) - sizes[rank] - sizes[(rank + 1) % world_size]
+
+    def hops(self, step: Step) -> Iterator[Handle]:
+        """Take the piece through both phases; gives out what it waits for."""
+        rank, world_size, phases = self._transport.rank, self._transport.world_size, step.phases
+        before, second = (rank - 1) % world_size, replace(step.stamp, phase=1)
+        runs = [step.run_of(bounds) for bounds in self._bounds]
+        for run_N, parcel in zip(runs, self._of_chunk, strict=True):
+            run_N.div_(world_size)
+            parcel.borrow(run_N)
+
+        def encode(chunk: int, stamp: Stamp) -> Parcel:
+            key, memory = step.key(rank, chunk * self._num_pieces + self._index), step.memory_of(self._bounds[chunk])
+            self._of_chunk[chunk].encode_share(runs[chunk], stamp, key, memory, world_size)
             phases.lap("encode")
+            return self._of_chunk[chunk]
 
         for hop in range(world_size - 1):
-            sent, received = (rank - 1 - hop) % world_size, (rank - 2 - hop) % world_size
-            encode(sent, stamp)
-            self._pass_on(sent, received)
-            phases.lap("exchange")
-            check(self._of_chunk[received], stamp, chunks[received].numel(), self._transport.ranks[before])
-            self._codec.decode(payload_of(self._of_chunk[received]), chunks[received], add=True)
+            received = (rank - 2 - hop) % world_size
+            yield self._pass_on(encode((rank - 1 - hop) % world_size, step.stamp), self._coming[received])
+            self._coming[received].decode(runs[received], step.stamp, self._transport.ranks[before], add=True)
             phases.lap("decode")
 
-        second = replace(stamp, phase=1)
-        encode(rank, second)
+        encode(rank, second).use(runs[rank])
         for hop in range(world_size - 1):
-            self._pass_on((rank - hop) % world_size, (rank - 1 - hop) % world_size)
-        phases.lap("exchange")
-        for owner, (message, chunk_N) in enumerate(zip(self._of_chunk, chunks, strict=True)):
-            check(message, second, chunk_N.numel(), self._transport.ranks[owner])
-            self._codec.decode(payload_of(message), chunk_N, add=False)
-        phases.lap("decode")
+            received = (rank - 1 - hop) % world_size
+            yield self._pass_on(self._of_chunk[(rank - hop) % world_size], self._of_chunk[received])
+            self._of_chunk[received].decode(runs[received], second, self._transport.ranks[received], add=False)
+            phases.lap("decode")
 
-    def _pass_on(self, sent: int, received: int) -> None:
-        """Send one chunk's message to the next rank while another's comes from the one before."""
+    def _pass_on(self, sent: Parcel, received: Parcel) -> Handle:
+        """Send one to the next rank while another comes from the one before."""
         rank, world_size = self._transport.rank, self._transport.world_size
-        self._transport.exchange(
-            {(rank + 1) % world_size: self._of_chunk[sent]}, {(rank - 1) % world_size: self._of_chunk[received]}
-        )
+        if self._index == 0:
+            self._transport.begin_round()
+        return self._transport.start({(rank + 1) % world_size: sent.parts}, {(rank - 1) % world_size: received.parts})

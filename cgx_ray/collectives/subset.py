@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from cgx_ray.collectives.transport import Handle, Transport
+from cgx_ray.runtime_ext.mesh import Parts
 
 
 class Subset(Transport):
@@ -29,7 +30,7 @@ class Subset(Transport):
     def begin_round(self) -> None:
         self._whole.begin_round()
 
-    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Handle:
+    def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         sent, received = ({self.ranks[peer]: m for peer, m in messages.items()} for messages in (sends, receives))
         return self._whole.start(sent, received)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cgx_ray.errors import CGXError, ConfigError, TransportError
 from cgx_ray.runtime_ext import shm
-from cgx_ray.runtime_ext.mesh import Mesh
+from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
 
 # Torch's own for Gloo: half an hour.
 DEFAULT_TIMEOUT_S = 1800.0
@@ -102,7 +102,7 @@ class Transport:
         """What is started from now on is one round of messages: a simulated link counts one hop a round."""
         self._round = _Round()
 
-    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Handle:
+    def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         """Begin to send and receive, by rank, in that order, and return at once with what `finish` takes.
 
         The n-th receive from a rank takes its n-th send. What is sent must stay as it is, and what is received into
@@ -114,8 +114,8 @@ class Transport:
         try:
             if self._mesh is not None:
                 return self._mesh.post(sends, receives)
-            works = [dist.irecv(buffer, group=self._group, group_src=peer) for peer, buffer in receives.items()]
-            works += [dist.isend(message, group=self._group, group_dst=peer) for peer, message in sends.items()]
+            works = [dist.irecv(part, group=self._group, group_src=peer) for peer, part in flat(receives)]
+            works += [dist.isend(part, group=self._group, group_dst=peer) for peer, part in flat(sends)]
         except RuntimeError as error:
             raise self._broken("a message", error) from error
         return works
@@ -136,7 +136,7 @@ class Transport:
         except RuntimeError as error:
             raise self._broken("a message", error) from error
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+    def exchange(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> None:
         """Send to and receive from every peer at once; returns when all of it is done. Keys are ranks.
 
         Raises as `start` and `finish` do.
@@ -222,5 +222,5 @@ class Transport:
         )
 
 
-def _total_bytes(messages: Mapping[int, Tensor]) -> int:
-    return sum(message.numel() * message.element_size() for message in messages.values())
+def _total_bytes(messages: Mapping[int, Parts]) -> int:
+    return sum(part.numel() * part.element_size() for _, part in flat(messages))

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
-from cgx_ray.codecs.wire import HEADER_BYTES, Stamp, check, payload_of, seal
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives.parcel import Parcel, Step, chunk_bounds, cut, parts_of, run_lanes
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.sra import chunk_bounds, encode_share
-from cgx_ray.collectives.transport import Transport
-from cgx_ray.runtime_ext import ops
-
-# Payloads are viewed as numbers of up to 4 bytes, in a buffer that they share.
-_ALIGNMENT = 4
+from cgx_ray.collectives.transport import Handle, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,87 +52,120 @@ class Tree:
 
     Each of P ranks owns one chunk of P. On the way down it exchanges halves of what it still has: it gives one away and
     adds what comes to the other, until only its chunk is left; on the way up the same peers give it everything back.
-    Division, encodings and feedback are those of `Ring`: chunk by chunk, so that what `prefix` keeps of one is the same
-    at each level.
+    Division, encodings, feedback and pieces are those of `Ring`: chunk by chunk, so that what `prefix` keeps of one is
+    the same at each level.
     """
 
     def __init__(self, codec: Codec, numel: int, transport: Transport) -> None:
-        self._codec = codec
         self._transport = transport
-        rank, world_size = transport.rank, transport.world_size
-        self._owners = ranks = [_rank_at(place, world_size) for place in range(_num_places(world_size))]
-        # A guest has a host, the next rank, and no place of its own; a host may have a guest, the rank before.
-        self._host = rank + 1 if rank not in ranks else None
-        self._guest = rank - 1 if rank > 0 and rank - 1 not in ranks else None
-        self._own = ranks.index(rank) if self._host is None else 0
-        self._halvings = _halvings(self._own, world_size) if self._host is None else []
-        self._bounds = chunk_bounds(numel, len(ranks), codec.granule)
-        sizes = [HEADER_BYTES + codec.payload_bytes(stop - start) for start, stop in self._bounds]
-        self._offsets = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
-        # One message a chunk, side by side, so that any run of them can be sent as it lies.
-        self._messages = torch.zeros(self._offsets[-1], dtype=torch.uint8)
-        self._of_chunk = [self._messages[at : at + size] for at, size in zip(self._offsets, sizes, strict=False)]
-        exchanged = sum(self._run(*run).numel() for halving in self._halvings for run in (halving.given, halving.kept))
-        folded = self._messages.numel() * ((self._host is not None) + (self._guest is not None))
-        self.sent_bytes = exchanged + folded
+        place = _Place(transport.rank, transport.world_size)
+        pieces = cut(codec, chunk_bounds(numel, len(place.owners), codec.granule), transport)
+        self._lanes = [
+            _Lane(index, len(pieces), bounds, place, codec, transport) for index, bounds in enumerate(pieces)
+        ]
+        self.sent_bytes = sum(lane.sent_bytes for lane in self._lanes)
 
     def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
         """See `Exchange.run`."""
-        grad_N.div_(self._transport.world_size)
-        second = replace(stamp, phase=1)
-        if self._host is not None:
-            self._encode((0, len(self._bounds)), grad_N, memory, stamp, seed)
-            phases.lap("encode")
-            self._transport.exchange({self._host: self._messages}, {})
-            self._transport.exchange({}, {self._host: self._messages})
-        else:
-            self._reduce(grad_N, memory, stamp, seed, phases)
-            self._encode((self._own, self._own + 1), grad_N, memory, second, seed)
-            phases.lap("encode")
-            for halving in reversed(self._halvings):
-                self._transport.exchange(
-                    {halving.peer: self._run(*halving.kept)}, {halving.peer: self._run(*halving.given)}
-                )
-            if self._guest is not None:
-                self._transport.exchange({self._guest: self._messages}, {})
-        phases.lap("exchange")
-        for chunk, owner in enumerate(self._owners):
-            self._decode((chunk, chunk + 1), grad_N, second, owner, add=False)
-        phases.lap("decode")
+        step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
+        run_lanes([lane.down_and_up(step) for lane in self._lanes], self._transport, phases)
 
-    def _reduce(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """Add to the own chunk of `grad_N` what all others have of it."""
-        if self._guest is not None:
-            self._transport.exchange({}, {self._guest: self._messages})
-            phases.lap("exchange")
-            self._decode((0, len(self._bounds)), grad_N, stamp, self._guest, add=True)
-            phases.lap("decode")
-        for halving in self._halvings:
-            self._encode(halving.given, grad_N, memory, stamp, seed)
-            phases.lap("encode")
-            self._transport.exchange(
-                {halving.peer: self._run(*halving.given)}, {halving.peer: self._run(*halving.kept)}
-            )
-            phases.lap("exchange")
-            self._decode(halving.kept, grad_N, stamp, halving.peer, add=True)
-            phases.lap("decode")
 
-    def _run(self, start: int, stop: int) -> Tensor:
-        """The messages of chunks [start, stop)."""
-        return self._messages[self._offsets[start] : self._offsets[stop]]
+class _Place:
+    """Where a rank is in the tree.
 
-    def _encode(self, run: tuple[int, int], grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int) -> None:
+    owners  the rank that owns each chunk
+    host    of a guest, the next rank; a guest has no place of its own
+    guest   of a host, the rank before, if it has one
+    own     the chunk that this rank owns
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.owners = [_rank_at(place, world_size) for place in range(_num_places(world_size))]
+        self.host = rank + 1 if rank not in self.owners else None
+        self.guest = rank - 1 if rank > 0 and rank - 1 not in self.owners else None
+        self.own = self.owners.index(rank) if self.host is None else 0
+        self.halvings = _halvings(self.own, world_size) if self.host is None else []
+
+
+class _Lane:
+    """The same piece of every chunk, on its way down and up the tree."""
+
+    def __init__(
+        self,
+        index: int,
+        num_pieces: int,
+        bounds: Sequence[tuple[int, int]],
+        place: _Place,
+        codec: Codec,
+        transport: Transport,
+    ) -> None:
+        self._index, self._num_pieces = index, num_pieces
+        self._bounds = bounds
+        self._place = place
+        self._transport = transport
+        # By chunk: with this rank's part on its way out, and then from its owner; and what is added to that part.
+        self._of_chunk = [Parcel(codec, stop - start) for start, stop in bounds]
+        self._coming = [Parcel(codec, stop - start) for start, stop in bounds]
+        sizes = [parcel.num_bytes for parcel in self._of_chunk]
+        exchanged = sum(sum(sizes[slice(*run)]) for h in place.halvings for run in (h.given, h.kept))
+        self.sent_bytes = exchanged + sum(sizes) * ((place.host is not None) + (place.guest is not None))
+
+    def down_and_up(self, step: Step) -> Iterator[Handle]:
+        """Take the piece through both phases; gives out what it waits for."""
+        for bounds, parcel in zip(self._bounds, self._of_chunk, strict=True):
+            run_N = step.run_of(bounds).div_(self._transport.world_size)
+            parcel.borrow(run_N)
+        place, everything, second = self._place, (0, len(self._bounds)), replace(step.stamp, phase=1)
+        if place.host is not None:
+            self._encode(everything, step, step.stamp)
+            yield self._exchange(place.host, self._of_chunk, [])
+            yield self._exchange(place.host, [], self._of_chunk)
+            self._take_over(everything, step, second)
+            return
+        yield from self._reduce(step)
+        self._encode((place.own, place.own + 1), step, second)
+        self._of_chunk[place.own].use(step.run_of(self._bounds[place.own]))
+        for halving in reversed(place.halvings):
+            kept, given = slice(*halving.kept), slice(*halving.given)
+            yield self._exchange(halving.peer, self._of_chunk[kept], self._of_chunk[given])
+            self._take_over(halving.given, step, second)
+        if place.guest is not None:
+            yield self._exchange(place.guest, self._of_chunk, [])
+
+    def _reduce(self, step: Step) -> Iterator[Handle]:
+        """Add to the own chunk what all others have of it."""
+        if self._place.guest is not None:
+            yield self._exchange(self._place.guest, [], self._coming)
+            self._add((0, len(self._bounds)), step, self._place.guest)
+        for halving in self._place.halvings:
+            self._encode(halving.given, step, step.stamp)
+            kept, given = slice(*halving.kept), slice(*halving.given)
+            yield self._exchange(halving.peer, self._of_chunk[given], self._coming[kept])
+            self._add(halving.kept, step, halving.peer)
+
+    def _exchange(self, peer: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Handle:
+        if self._index == 0:
+            self._transport.begin_round()
+        sent, received = ({peer: parts_of(parcels)} if parcels else {} for parcels in (sends, receives))
+        return self._transport.start(sent, received)
+
+    def _encode(self, run: tuple[int, int], step: Step, stamp: Stamp) -> None:
         rank, world_size = self._transport.rank, self._transport.world_size
         for chunk in range(*run):
-            start, stop = self._bounds[chunk]
-            # A rank encodes each chunk once a step: the chunk tells random numbers apart.
-            key = ops.message_key(seed, stamp.step, stamp.group, rank, chunk)
-            part = memory.part(start, stop) if memory is not None else None
-            encode_share(self._codec, grad_N[start:stop], payload_of(self._of_chunk[chunk]), key, part, world_size)
-            seal(self._of_chunk[chunk], stamp, stop - start)
+            # A rank encodes each piece of a chunk once a step: which one it is tells random numbers apart.
+            key, bounds = step.key(rank, chunk * self._num_pieces + self._index), self._bounds[chunk]
+            self._of_chunk[chunk].encode_share(step.run_of(bounds), stamp, key, step.memory_of(bounds), world_size)
+        step.phases.lap("encode")
 
-    def _decode(self, run: tuple[int, int], grad_N: Tensor, stamp: Stamp, sender: int, *, add: bool) -> None:
+    def _add(self, run: tuple[int, int], step: Step, sender: int) -> None:
         for chunk in range(*run):
-            start, stop = self._bounds[chunk]
-            check(self._of_chunk[chunk], stamp, stop - start, self._transport.ranks[sender])
-            self._codec.decode(payload_of(self._of_chunk[chunk]), grad_N[start:stop], add=add)
+            run_N = step.run_of(self._bounds[chunk])
+            self._coming[chunk].decode(run_N, step.stamp, self._transport.ranks[sender], add=True)
+        step.phases.lap("decode")
+
+    def _take_over(self, run: tuple[int, int], step: Step, stamp: Stamp) -> None:
+        for chunk in range(*run):
+            owner = self._transport.ranks[self._place.owners[chunk]]
+            self._of_chunk[chunk].decode(step.run_of(self._bounds[chunk]), stamp, owner, add=False)
+        step.phases.lap("decode")

@@ -44,8 +44,8 @@ _TRIALS = {
 }
 
 # Becomes process 1 of the host: when it dies, the kernel ends every process there. SIGCHLD is ignored so that
-# orphans are reaped. Windows as large as 256 MB fill fat long links. Which congestion control a machine has as default
-# differs, so it is cubic, as on most machines, where a namespace may choose it.
+# orphans are reaped. Windows as large as 256 MB fill fat long links. Congestion control is that of stock hosts, cubic,
+# or reno: BBR, which some machines hand on, is 20 % over the bound at 100 Mbit/s.
 _INIT = """
 set -e
 echo "$1" > /proc/sys/kernel/hostname
@@ -53,7 +53,7 @@ ip link set lo up
 cd /proc/sys/net/ipv4
 echo "4096 131072 268435456" > tcp_rmem
 echo "4096 65536 268435456" > tcp_wmem
-if grep -qw cubic tcp_allowed_congestion_control; then echo cubic > tcp_congestion_control; fi
+{ echo cubic > tcp_congestion_control; } 2> /dev/null || echo reno > tcp_congestion_control
 # The switch knows IPv4 only; IPv6 would greet nobody and show up in its counters.
 if [ -e ../ipv6/conf/eth0 ]; then echo 1 > ../ipv6/conf/eth0/disable_ipv6; fi
 cd /

@@ -78,9 +78,10 @@ def terms(
         case Scheme.BROADCAST:
             # The root's link carries everything.
             return 2.0, 2.0 * (N - 1) * wire_bytes
-        case Scheme.ARTOPK_RING | Scheme.ARTOPK_RING_VAR | Scheme.ARTOPK_TREE | Scheme.ARTOPK_TREE_VAR:
-            by_tree = scheme in (Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR)
-            by_norm = scheme in (Scheme.ARTOPK_RING_VAR, Scheme.ARTOPK_TREE_VAR)
+        case _ if scheme.is_artopk:
+            by_tree = scheme in (Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR, Scheme.ARTOPK_TREE_AUTO)
+            # At most: `auto` looks for the largest gradient in some steps only.
+            by_norm = scheme not in (Scheme.ARTOPK_RING, Scheme.ARTOPK_TREE)
             value_bytes = wire_bytes - index_bytes
             hops, num_bytes = _tree_terms(N, value_bytes) if by_tree else (2.0 * (N - 1), 2 * (N - 1) / N * value_bytes)
             return hops + log_N + by_norm, num_bytes + log_N * index_bytes
