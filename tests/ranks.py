@@ -17,14 +17,17 @@ import torch.distributed as dist
 TIMEOUT_S = 120
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Results of `function(rank, *args)` by rank. A rank that raises fails the caller with that rank's error."""
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, in_group: bool = True) -> list[Any]:
+    """Results of `function(rank, *args)` by rank. A rank that raises fails the caller with that rank's error.
+
+    in_group  False: without a process group, for a `function` that makes its own
+    """
     context = multiprocessing.get_context("forkserver")
     # Importing torch, and what DDP imports when it is first made, costs seconds: the server does it once for all ranks.
     context.set_forkserver_preload(["pytest", "cgx_ray.attach", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank_main, args=(rank, world_size, Path(folder), function, args))
+            context.Process(target=_rank_main, args=(rank, world_size, Path(folder), function, args, in_group))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -50,19 +53,22 @@ def _outcome(folder: Path, rank: int, exitcode: int | None) -> Any:
     return pickle.loads(path.read_bytes())
 
 
-def _rank_main(rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...], in_group: bool
+) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S / 2)
-    )
+    if in_group:
+        store = dist.FileStore(str(folder / "store"), world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S / 2)
+        )
     try:
         outcome = function(rank, *args)
     except Exception as error:  # noqa: BLE001 - raised again in the parent
         outcome = error
     (folder / f"out{rank}.part").write_bytes(pickle.dumps(outcome))
     (folder / f"out{rank}.part").rename(folder / f"out{rank}")
-    if not isinstance(outcome, BaseException):
+    if not isinstance(outcome, BaseException) and dist.is_initialized():
         dist.destroy_process_group()
 
 

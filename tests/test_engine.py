@@ -502,6 +502,6 @@ def test_importing_cgx_ray_does_not_import_ray() -> None:
 def test_public_names_are_frozen() -> None:
     assert sorted(cgx_ray.__all__) == [
         "Attachment", "CGXConfig", "CGXError", "CodecSpec", "ConfigError", "GroupPlan", "Layer", "Plan", "PlanError",
-        "Scheme", "SimulatedLink", "StateError", "TransportError", "WireError", "add_state", "attach", "layers_of",
-        "make_plan",
+        "Scheme", "SimulatedLink", "StateError", "TransportError", "WireError", "add_state", "attach",
+        "configure_backend", "exclude_layers", "layers_of", "make_plan", "register_model",
     ]  # fmt: skip

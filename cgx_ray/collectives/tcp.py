@@ -5,9 +5,11 @@ Gloo's point-to-point messages wait until the receiver says that it is ready: on
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 
 import psutil
 import torch.distributed as dist
@@ -33,16 +35,34 @@ def connect_mesh(group: dist.ProcessGroup, timeout_s: float, num_streams: int = 
     mesh = Mesh(rank, world_size, num_streams, node_address(), token[0])
     addresses = [("", 0)] * world_size
     dist.all_gather_object(addresses, (mesh.address, mesh.port), group=group)
+    _connect(mesh, rank, addresses, timeout_s, 'go through torch.distributed with transport="gloo"')
+    return mesh
+
+
+def connect_mesh_by_store(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Mesh:
+    """As `connect_mesh`, for ranks that share a store of their own but no process group yet."""
+    if rank == 0:
+        store.set("token", secrets.token_hex(TOKEN_BYTES))
+    mesh = Mesh(rank, world_size, 1, node_address(), bytes.fromhex(store.get("token").decode()))
+    try:
+        store.set(f"address{rank}", json.dumps([mesh.address, mesh.port]))
+        addresses = [tuple(json.loads(store.get(f"address{peer}"))) for peer in range(world_size)]
+    except RuntimeError:
+        mesh.close()
+        raise
+    _connect(mesh, rank, addresses, timeout_s, "use backend gloo")
+    return mesh
+
+
+def _connect(mesh: Mesh, rank: int, addresses: Sequence[tuple[str, int]], timeout_s: float, way_out: str) -> None:
     try:
         mesh.connect(addresses, min(timeout_s, MAX_CONNECT_S))
     except RuntimeError as error:
         mesh.close()
         raise TransportError(
             f"rank {rank} at {mesh.address} cannot connect to the others ({error}); let TCP through between the nodes, "
-            "set GLOO_SOCKET_IFNAME to the interface that they share, or go through torch.distributed with "
-            'transport="gloo"'
+            f"set GLOO_SOCKET_IFNAME to the interface that they share, or {way_out}"
         ) from error
-    return mesh
 
 
 def node_address() -> str:
