@@ -62,9 +62,9 @@ def register_model(model: nn.Module) -> None:
         )
 
 
-def uncompressed_runs(numel: int, min_numel: int) -> list[Run]:
-    """What to leave uncompressed of a tensor of `numel` elements whose turn it is to be reduced."""
-    bucket = _registered.take(numel) if _registered is not None else None
+def uncompressed_runs(group: dist.ProcessGroup, numel: int, min_numel: int) -> list[Run]:
+    """What to leave uncompressed of a tensor of `numel` elements whose turn it is to be reduced in `group`."""
+    bucket = _registered.take(group, numel) if _registered is not None else None
     return _runs(bucket, min_numel) if bucket is not None else []
 
 
@@ -84,8 +84,12 @@ class RegisteredModel:
     def forget(self) -> None:
         self._handle.remove()
 
-    def take(self, numel: int) -> list[Layer] | None:
+    def take(self, group: dist.ProcessGroup, numel: int) -> list[Layer] | None:
         """The bucket of `numel` elements whose turn it is, in order of its layers; None if there is none."""
+        model = self._model()
+        # Turns count in the model's group only: not every rank knows of what happens in another one.
+        if model is None or model.process_group is not group:
+            return None
         same = [bucket for bucket in self._buckets if sum(layer.numel for layer in bucket) == numel]
         if not same:
             return None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, SMALL_LAYER_NUMEL, CodecSpec, Scheme, check_pair
+from cgx_ray.plan import NONE, SMALL_LAYER_NUMEL, CodecSpec, Scheme
 
 # A process group sees tensors, not layers: nothing to keep residuals by, so nothing that needs them.
 CODECS = ("none", "fp16", "bf16", "qsgd", "terngrad", "prefix")
 SCHEMES = (Scheme.SRA, Scheme.ALLGATHER)
+DEFAULT_CODEC = CodecSpec(name="qsgd")
 
 # CGX's names.
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
@@ -30,11 +30,11 @@ class BackendOptions:
     """What one process group does. Raises ConfigError on a value that is not allowed.
 
     codec      for the tensors that are compressed; none: everything goes through Gloo
-    scheme     how their messages travel
+    scheme     how their messages travel, one of SCHEMES
     min_numel  tensors, and layers of a registered model, with fewer elements are not compressed
     """
 
-    codec: CodecSpec
+    codec: CodecSpec = DEFAULT_CODEC
     scheme: Scheme = Scheme.SRA
     min_numel: int = SMALL_LAYER_NUMEL
 
@@ -44,53 +44,42 @@ class BackendOptions:
                 f"codec {self.codec} is not for backend cgx, which keeps no error feedback; give one of "
                 f"{', '.join(CODECS)} (qsgd with rounding=stochastic), or use cgx_ray.attach, which has all codecs"
             )
-        if self.scheme not in SCHEMES:
-            raise ConfigError(f"scheme {self.scheme} is not for backend cgx; give one of {', '.join(SCHEMES)}")
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 0:
             raise ConfigError(
                 f"min_numel {self.min_numel!r} is not allowed; give a whole number of elements, 0 or more"
             )
-        if self.codec != NONE:
-            check_pair(self.codec, self.scheme)
 
     def __str__(self) -> str:
         return f"{self.codec} over {self.scheme} from {self.min_numel} elements on"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
-    """Arguments of `configure_backend`; None: not given."""
-
-    codec: CodecSpec | None = None
-    scheme: Scheme = Scheme.SRA
-    min_numel: int | None = None
+_given: dict[str, Any] = {}  # fields of BackendOptions, from arguments
 
 
-_given = _Given()
-
-
-def configure_backend(*, codec: str | None = None, scheme: str = "sra", min_numel: int | None = None) -> None:
+def configure_backend(
+    *, codec: CodecSpec | str | None = None, scheme: str | None = None, min_numel: int | None = None
+) -> None:
     """Set what backend "cgx" does in groups made from now on, whatever CGX's environment variables say.
 
     codec      as in `CodecSpec.parse`: none, fp16, bf16, qsgd, terngrad or prefix. Left out: what
                CGX_COMPRESSION_QUANTIZATION_BITS, _BUCKET_SIZE and _FAKE_RATIO say, else qsgd 4/128
-    scheme     sra or allgather
+    scheme     sra or allgather. Left out: sra
     min_numel  tensors with fewer elements go through Gloo. Left out: CGX_COMPRESSION_MINIMAL_SIZE, else 1,024
 
     Call it on every rank, alike, before init_process_group. Raises ConfigError on a value that is not allowed.
     """
     global _given  # noqa: PLW0603 - torch makes the groups, and passes nothing of ours on
-    if scheme not in tuple(Scheme):
-        raise ConfigError(f"unknown scheme {scheme!r}; backend cgx has {', '.join(SCHEMES)}")
-    given = _Given(
-        codec=CodecSpec.parse(codec) if codec is not None else None, scheme=Scheme(scheme), min_numel=min_numel
-    )
+    given: dict[str, Any] = {}
+    if codec is not None:
+        given["codec"] = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
+    if scheme is not None:
+        if scheme not in SCHEMES:
+            raise ConfigError(f"scheme {scheme!r} is not for backend cgx; give one of {', '.join(SCHEMES)}")
+        given["scheme"] = Scheme(scheme)
+    if min_numel is not None:
+        given["min_numel"] = min_numel
     # Checked here, where it was written, and not first when torch makes a group.
-    BackendOptions(
-        codec=given.codec or CodecSpec(name="qsgd"),
-        scheme=given.scheme,
-        min_numel=SMALL_LAYER_NUMEL if min_numel is None else min_numel,
-    )
+    BackendOptions(**given)
     _given = given
 
 
@@ -99,16 +88,21 @@ def current_options() -> BackendOptions:
 
     Raises ConfigError if one of those that are needed has a value that is not allowed.
     """
-    minimal = _given.min_numel
-    if minimal is None:
-        minimal = _read(MINIMAL_SIZE, int, SMALL_LAYER_NUMEL, lambda x: x >= 0, "a whole number of elements, 0 or more")
-    return BackendOptions(codec=_given.codec or _codec_of_environment(), scheme=_given.scheme, min_numel=minimal)
+    options = dict(_given)
+    if "codec" not in options:
+        options["codec"] = _codec_of_environment()
+    if "min_numel" not in options:
+        allowed = "a whole number of elements, 0 or more"
+        options["min_numel"] = _read(MINIMAL_SIZE, int, SMALL_LAYER_NUMEL, lambda x: x >= 0, allowed)
+    return BackendOptions(**options)
 
 
 def _codec_of_environment() -> CodecSpec:
-    ratio = _read(FAKE_RATIO, float, 1.0, lambda x: 1 <= x < math.inf, "1 (off) or more; 4 sends the first quarter")
-    if ratio > 1:
-        return CodecSpec(name="prefix", ratio=ratio)
+    # A share in CGX's code, where its paper divides by the ratio.
+    allowed = "the share of elements to send: 1 (all of them: off) or less, such as 0.25"
+    share = _read(FAKE_RATIO, float, 1.0, lambda x: 0 < x <= 1, allowed)
+    if share < 1:
+        return CodecSpec(name="prefix", ratio=1 / share)
     bits = _read(BITS, int, 4, lambda x: 1 <= x <= 8 or x == BITS_OFF, f"1 to 8, or {BITS_OFF} for no compression")
     if bits == BITS_OFF:
         return NONE

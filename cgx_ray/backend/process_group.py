@@ -6,7 +6,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,27 +67,35 @@ def _agree(store: dist.Store, rank: int, world_size: int) -> BackendOptions:
     return own
 
 
+def _passed_through(name: str) -> Callable[..., Any]:
+    def call(group: CgxProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(group._plain, name)(*args, **kwargs)
+
+    return call
+
+
 class CgxProcessGroup(dist.ProcessGroup):
     """All-reduces (SUM, AVG) of contiguous float32, float16 and bfloat16 tensors from `min_numel` elements on are
-    compressed, in order of calls, by a thread of its own over TCP connections of its own. Everything else is Gloo's.
+    compressed, in order of calls, by a thread of its own over TCP connections of its own. Everything else is Gloo's, by
+    way of a plain ProcessGroup, whose methods release the interpreter lock before they wait for anything.
     """
 
     def __init__(self, options: Any, cgx_options: BackendOptions) -> None:
-        rank, world_size = options.group_rank, options.group_size
+        store, rank, world_size = options.store, options.group_rank, options.group_size
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # torch's stub has only the one for C++
         self._options = cgx_options
-        self._timeout_s = options.timeout.total_seconds()
-        # Any: torch's stub leaves the collectives of a backend out.
-        self._gloo: Any = dist.ProcessGroupGloo(options.store, rank, world_size, timeout=options.timeout)
-        self._gloo.options.global_ranks_in_group = options.global_ranks_in_group
-        self._gloo.options.group_name = options.group_id
-        self._gloo._set_sequence_number_for_group()
-        # What this class does not override, ProcessGroup's own methods in C++ hand to Gloo.
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout=options.timeout)
+        gloo.options.global_ranks_in_group = options.global_ranks_in_group
+        gloo.options.group_name = options.group_id
+        gloo._set_sequence_number_for_group()
+        # Any: torch's stub leaves some collectives out.
+        self._plain: Any = dist.ProcessGroup(store, rank, world_size)
+        for group in (self, self._plain):
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._lane: _Lane | None = None
         if world_size > 1 and cgx_options.codec != NONE:
-            self._lane = _Lane(self, options.store, cgx_options, self._timeout_s)
+            self._lane = _Lane(self, store, cgx_options, options.timeout.total_seconds())
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "cgx"
@@ -102,13 +110,13 @@ class CgxProcessGroup(dist.ProcessGroup):
             op, opts = opts, dist.AllreduceOptions()
             opts.reduceOp = dist.ReduceOp.SUM if op is None else op
         if self._lane is None or not self._is_compressible(tensors, opts):
-            return self._gloo.allreduce(tensors, opts)
+            return self._plain.allreduce(tensors, opts)
         tensor_N = tensors[0].detach().view(-1)
-        exact_runs = uncompressed_runs(tensor_N.numel(), self._options.min_numel)
+        exact_runs = uncompressed_runs(self, tensor_N.numel(), self._options.min_numel)
         if exact_runs == [(0, tensor_N.numel())]:
-            return self._gloo.allreduce(tensors, opts)
+            return self._plain.allreduce(tensors, opts)
         # In this thread, so that Gloo gets its work in the same order on all ranks.
-        exact = ExactPart(tensor_N, exact_runs, self._gloo, opts) if exact_runs else None
+        exact = ExactPart(tensor_N, exact_runs, self._plain, opts) if exact_runs else None
         return self._lane.submit(CompressedWork(tensors[0], opts.reduceOp, exact))
 
     def _is_compressible(self, tensors: Sequence[Tensor], opts: Any) -> bool:
@@ -123,17 +131,34 @@ class CgxProcessGroup(dist.ProcessGroup):
             and tensor.is_contiguous()
         )
 
+    # What torch's C++ side of a Python subclass, PyProcessGroup, looks up in Python. What it does not find it runs in C++
+    # with the interpreter lock held, and waits with it for the mutex of Gloo's queue. Gloo's threads free finished works
+    # under that mutex and need the lock for it, to let go of tensors that Python knows: a deadlock.
+    all_gather_single_coalesced = _passed_through("all_gather_single_coalesced")
+    all_to_all_single = _passed_through("all_to_all_single")
+    allgather = _passed_through("allgather")
+    allgather_into_tensor_coalesced = _passed_through("allgather_into_tensor_coalesced")
+    allreduce_coalesced = _passed_through("allreduce_coalesced")
+    alltoall_base = _passed_through("alltoall_base")
+    barrier = _passed_through("barrier")
+    broadcast = _passed_through("broadcast")
+    recv = _passed_through("recv")
+    reduce_scatter = _passed_through("reduce_scatter")
+    reduce_scatter_single_coalesced = _passed_through("reduce_scatter_single_coalesced")
+    reduce_scatter_tensor_coalesced = _passed_through("reduce_scatter_tensor_coalesced")
+    send = _passed_through("send")
+
     def shutdown(self) -> None:
         """Finish what was submitted, then hang up."""
         if self._lane is not None:
             self._lane.close()
-        self._gloo.shutdown()
+        self._plain.shutdown()
 
     def abort(self) -> None:
         """Hang up at once: what is under way fails, here and on the other ranks."""
         if self._lane is not None:
             self._lane.abort()
-        self._gloo.abort()
+        self._plain.abort()
 
 
 class _Lane:

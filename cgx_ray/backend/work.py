@@ -78,10 +78,10 @@ class CompressedWork(dist.Work):
 class ExactPart:
     """Runs of a flat tensor that go through Gloo, beside each other in a buffer of their own."""
 
-    def __init__(self, tensor_N: Tensor, runs: Sequence[Run], gloo: Any, options: Any) -> None:
+    def __init__(self, tensor_N: Tensor, runs: Sequence[Run], group: Any, options: Any) -> None:
         self.runs = runs
         self._sum_K = torch.cat([tensor_N[start:stop] for start, stop in runs])
-        self._work = gloo.allreduce([self._sum_K], options)
+        self._work = group.allreduce([self._sum_K], options)
 
     def finish(self, tensor_N: Tensor) -> None:
         """Wait for Gloo and put the results where they belong."""
