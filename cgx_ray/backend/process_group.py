@@ -131,8 +131,8 @@ class CgxProcessGroup(dist.ProcessGroup):
             and tensor.is_contiguous()
         )
 
-    # What torch's C++ side of a Python subclass, PyProcessGroup, looks up in Python. What it does not find it runs in C++
-    # with the interpreter lock held, and waits with it for the mutex of Gloo's queue. Gloo's threads free finished works
+    # What torch's C++ side of a Python subclass, PyProcessGroup, looks up in Python. What it does not find it runs with
+    # the interpreter lock held, and waits with it for the mutex of Gloo's queue. Gloo's threads free finished works
     # under that mutex and need the lock for it, to let go of tensors that Python knows: a deadlock.
     all_gather_single_coalesced = _passed_through("all_gather_single_coalesced")
     all_to_all_single = _passed_through("all_to_all_single")
