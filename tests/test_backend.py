@@ -1,51 +1,29 @@
-"""The backend "cgx" of torch.distributed, on real processes."""
+"""The backend "cgx" of torch.distributed: what it reduces, and what it passes through. On real processes."""
 
 from __future__ import annotations
 
-import gc
-import os
 import re
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from branches import Branches, batch, weights_hash
-from ranks import run_ranks
+from ranks import join_group, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.backend import CgxProcessGroup
-from cgx_ray.backend.options import current_options
-from cgx_ray.plan import CodecSpec
 
 NUMELS = (5000, 1024, 40_001)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-
-
-def _in_cgx(rank: int, folder: Path, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` in a group of backend cgx."""
-    store = dist.FileStore(str(folder / "cgx"), world_size)
-    dist.init_process_group("cgx", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    # Whoever is through at once must not hang up on ranks that are still connecting.
-    dist.barrier()
-    return function(rank, *args)
-
-
-def run_cgx(folder: Path, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    return run_ranks(world_size, _in_cgx, folder, world_size, function, *args, in_group=False)
 
 
 def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -80,7 +58,8 @@ def _reduced(rank: int) -> list[torch.Tensor]:
 
 def _reduced_by(rank: int, folder: Path, codec: str, scheme: str) -> list[torch.Tensor]:
     cgx_ray.configure_backend(codec=codec, scheme=scheme)
-    return _in_cgx(rank, folder, 3, _reduced)
+    join_group(rank, 3, folder, "cgx")
+    return _reduced(rank)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +68,7 @@ def _reduced_by(rank: int, folder: Path, codec: str, scheme: str) -> list[torch.
 def test_all_reduce_is_within_the_codecs_error_and_the_same_on_all_ranks(
     tmp_path: Path, codec: str, scheme: str
 ) -> None:
-    results = run_ranks(3, _reduced_by, tmp_path, codec, scheme, in_group=False)
+    results = run_ranks(3, _reduced_by, tmp_path, codec, scheme, backend=None)
     cases = [(numel, dtype, op) for numel in NUMELS for dtype in DTYPES for op in OPS]
     for (numel, dtype, op), first, *others in zip(cases, *results, strict=True):
         assert all(torch.equal(first, other) for other in others)
@@ -121,8 +100,8 @@ def _edges(rank: int) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def test_sums_overflow_only_where_their_type_cannot_hold_them(tmp_path: Path) -> None:
-    for got in run_cgx(tmp_path, 3, _edges):
+def test_sums_overflow_only_where_their_type_cannot_hold_them() -> None:
+    for got in run_ranks(3, _edges, backend="cgx"):
         # All elements are equal, so the grid's ends are exact up to their bfloat16.
         assert (got["sum fits"] - 60_000).abs().max() <= 60_000 * 2**-7
         assert got["sum overflows"].isinf().all()
@@ -173,8 +152,8 @@ def _passed_through(rank: int) -> None:
     dist.barrier()
 
 
-def test_everything_but_large_float_sums_passes_through_exactly(tmp_path: Path) -> None:
-    assert run_cgx(tmp_path, 3, _passed_through) == [None] * 3
+def test_everything_but_large_float_sums_passes_through_exactly() -> None:
+    assert run_ranks(3, _passed_through, backend="cgx") == [None] * 3
 
 
 def _collectives_while_works_are_freed(rank: int) -> int:
@@ -212,9 +191,9 @@ def _collectives_while_works_are_freed(rank: int) -> int:
     return len(collectives)
 
 
-def test_no_collective_waits_for_gloo_with_the_interpreter_lock(tmp_path: Path) -> None:
+def test_no_collective_waits_for_gloo_with_the_interpreter_lock() -> None:
     """A hang is what fails here: Gloo's threads free works under the mutex of their queue, with that lock."""
-    assert run_cgx(tmp_path, 1, _collectives_while_works_are_freed) == [17]
+    assert run_ranks(1, _collectives_while_works_are_freed, backend="cgx") == [17]
 
 
 def test_all_methods_that_torch_would_run_with_the_interpreter_lock_are_overridden() -> None:
@@ -245,8 +224,8 @@ def _with_a_sub_group(rank: int) -> tuple[float, float, list[int]]:
     return error, float((exact - 0.6).abs().max()), everyone.unique().tolist()
 
 
-def test_a_sub_group_compresses_among_its_own_ranks(tmp_path: Path) -> None:
-    (error, exact, everyone), left_out, *_ = run_cgx(tmp_path, 3, _with_a_sub_group)
+def test_a_sub_group_compresses_among_its_own_ranks() -> None:
+    (error, exact, everyone), left_out, *_ = run_ranks(3, _with_a_sub_group, backend="cgx")
     assert 1e-3 < error <= 2 * 2 * ERRORS["qsgd"] * 5
     assert left_out[0] == 0.0
     assert exact <= 1e-6
@@ -267,8 +246,8 @@ def _train(rank: int) -> tuple[list[str], list[float]]:
     return hashes, losses
 
 
-def test_ddp_holds_identical_weights_and_its_loss_falls(tmp_path: Path) -> None:
-    results = run_cgx(tmp_path, 3, _train)
+def test_ddp_holds_identical_weights_and_its_loss_falls() -> None:
+    results = run_ranks(3, _train, backend="cgx")
     for hashes, losses in results:
         assert hashes == results[0][0]
         assert len(set(hashes)) == 12, "weights did not move"
@@ -313,8 +292,8 @@ def _gradients(rank: int, bucket_cap_mb: float) -> list[dict[str, tuple[torch.Te
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [0.009, 25])
-def test_small_and_excluded_layers_of_a_registered_model_are_exact(tmp_path: Path, bucket_cap_mb: float) -> None:
-    first, second = run_cgx(tmp_path, 2, _gradients, bucket_cap_mb)
+def test_small_and_excluded_layers_of_a_registered_model_are_exact(bucket_cap_mb: float) -> None:
+    first, second = run_ranks(2, _gradients, bucket_cap_mb, backend="cgx")
     for step, (of_first, of_second) in enumerate(zip(first, second, strict=True)):
         for name, (got, exact) in of_first.items():
             assert torch.equal(got, of_second[name][0]), (step, name)
@@ -323,304 +302,24 @@ def test_small_and_excluded_layers_of_a_registered_model_are_exact(tmp_path: Pat
             assert is_exact == (name not in ("first.weight", "last.weight")), (step, name)
 
 
-def _variables(patch: pytest.MonkeyPatch, **variables: str) -> None:
-    for name in ("QUANTIZATION_BITS", "BUCKET_SIZE", "MINIMAL_SIZE", "FAKE_RATIO"):
-        patch.delenv(f"CGX_COMPRESSION_{name}", raising=False)
-    for name, value in variables.items():
-        patch.setenv(f"CGX_COMPRESSION_{name}", value)
-
-
-@pytest.fixture
-def _fresh_options() -> Any:
-    yield
-    cgx_ray.configure_backend()
-
-
-@pytest.mark.usefixtures("_fresh_options")
-def test_variables_of_cgx_are_honoured_and_an_argument_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    _variables(monkeypatch)
-    assert str(current_options()) == "qsgd:bits=4,bucket_size=128 over sra from 1024 elements on"
-    _variables(monkeypatch, QUANTIZATION_BITS="2", BUCKET_SIZE="512", MINIMAL_SIZE="16")
-    assert str(current_options()) == "qsgd:bits=2,bucket_size=512 over sra from 16 elements on"
-    _variables(monkeypatch, QUANTIZATION_BITS="32", BUCKET_SIZE="")
-    assert current_options().codec.name == "none"
-    _variables(monkeypatch, QUANTIZATION_BITS="8", FAKE_RATIO="0.25")
-    assert current_options().codec == CodecSpec(name="prefix", ratio=4.0)
-    _variables(monkeypatch, QUANTIZATION_BITS="8", FAKE_RATIO="1")
-    assert str(current_options().codec) == "qsgd:bits=8,bucket_size=128"
-    _variables(monkeypatch, QUANTIZATION_BITS="9", MINIMAL_SIZE="16")
-    cgx_ray.configure_backend(codec="qsgd:bits=8", scheme="allgather", min_numel=7)
-    assert str(current_options()) == "qsgd:bits=8,bucket_size=128 over allgather from 7 elements on"
-    cgx_ray.configure_backend(codec="fp16")
-    assert str(current_options()) == "fp16 over sra from 16 elements on"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "allowed"),
-    [
-        ("QUANTIZATION_BITS", "9", "1 to 8, or 32"),
-        ("QUANTIZATION_BITS", "four", "1 to 8, or 32"),
-        ("BUCKET_SIZE", "100", "a multiple of 8"),
-        ("MINIMAL_SIZE", "-1", "0 or more"),
-        ("FAKE_RATIO", "4", "or less, such as 0.25"),
-        ("FAKE_RATIO", "nan", "share of elements"),
-    ],
-)
-def test_a_variable_with_a_wrong_value_is_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str
-) -> None:
-    _variables(monkeypatch, **{name: value})
-    with pytest.raises(cgx_ray.ConfigError, match=f"CGX_COMPRESSION_{name} is '{value}'.*{allowed}"):
-        current_options()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"codec": "topk"}, "keeps no error feedback.*cgx_ray.attach"),
-        ({"codec": "qsgd:rounding=nearest"}, "rounding=stochastic"),
-        ({"codec": "zip"}, "unknown codec"),
-        ({"scheme": "dense"}, "give one of sra, allgather"),
-        ({"scheme": "star"}, "scheme 'star' is not for"),
-        ({"min_numel": -1}, "min_numel -1"),
-        ({"min_numel": 1.5}, "min_numel 1.5"),
-    ],
-)
-def test_a_wrong_argument_is_one_clear_error(arguments: dict[str, Any], message: str) -> None:
-    before = current_options()
-    with pytest.raises(cgx_ray.ConfigError, match=message):
-        cgx_ray.configure_backend(**arguments)
-    assert current_options() == before
-
-
-def test_wrong_layers_and_models_are_refused() -> None:
-    with pytest.raises(cgx_ray.ConfigError, match="parts of parameter names"):
-        cgx_ray.exclude_layers("")
-
-
-def _register_an_unwrapped_model(rank: int) -> str:
-    with pytest.raises(cgx_ray.ConfigError) as error:
-        cgx_ray.register_model(nn.Linear(2, 2))
-    return str(error.value)
-
-
-def test_a_registered_model_must_be_wrapped(tmp_path: Path) -> None:
-    for message in run_cgx(tmp_path, 2, _register_an_unwrapped_model):
-        assert "register_model got a Linear; wrap it first" in message
-
-
-def _switched_off(rank: int, folder: Path) -> list[float]:
-    os.environ["CGX_COMPRESSION_QUANTIZATION_BITS"] = "32"
-    return _in_cgx(rank, folder, 2, _sum_of_noise)
-
-
-def _sum_of_noise(rank: int) -> list[float]:
-    values = noise(rank, 5000)
-    dist.all_reduce(values)
-    return values.tolist()
-
-
-def test_32_bits_switch_compression_off(tmp_path: Path) -> None:
-    for got in run_ranks(2, _switched_off, tmp_path, in_group=False):
-        assert got == (noise(0, 5000) + noise(1, 5000)).tolist()
-
-
-def _disagree(rank: int, folder: Path, values: tuple[str, str]) -> str:
-    os.environ["CGX_COMPRESSION_QUANTIZATION_BITS"] = values[rank]
-    with pytest.raises(cgx_ray.ConfigError) as error:
-        _in_cgx(rank, folder, 2, _sum_of_noise)
-    return str(error.value)
-
-
-def test_ranks_with_other_options_find_out_before_they_exchange(tmp_path: Path) -> None:
-    for rank, message in enumerate(run_ranks(2, _disagree, tmp_path, ("4", "32"), in_group=False)):
-        assert f"on rank {rank}" in message
-        assert "qsgd:bits=4" in message
-        assert "none over sra" in message
-
-
-def test_a_wrong_variable_on_one_rank_stops_all(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _disagree, tmp_path, ("4", "12"), in_group=False)
-    assert "on rank 1" in first
-    for message in (first, second):
-        assert "CGX_COMPRESSION_QUANTIZATION_BITS is '12'" in message
-
-
-def _hang_up(rank: int) -> tuple[str, str, str]:
-    model = DistributedDataParallel(nn.Linear(100, 100))
-    loss = model(torch.ones(2, 100)).sum()
-    if rank == 1:
-        group = dist.group.WORLD
-        assert group is not None
-        group.abort()
-    # Through DDP's C++, through Work and through its future.
-    with pytest.raises(RuntimeError) as of_ddp:
-        loss.backward()
-    with pytest.raises(cgx_ray.TransportError) as of_wait:
-        dist.all_reduce(torch.ones(5000))
-    work = dist.all_reduce(torch.ones(5000), async_op=True)
-    assert work is not None
-    with pytest.raises(RuntimeError) as of_future:
-        work.get_future().wait()
-    assert not work.is_success()
-    assert isinstance(work.exception(), cgx_ray.TransportError)
-    return str(of_ddp.value), str(of_wait.value), str(of_future.value)
-
-
-def test_a_rank_that_hangs_up_is_an_error_and_no_hang_on_the_others(tmp_path: Path) -> None:
-    for rank, messages in enumerate(run_cgx(tmp_path, 2, _hang_up)):
-        for message in messages:
-            assert f"rank {rank}, step 0, group 0: a message did not get through" in message
-            assert rank == 1 or "rank 1 hung up" in message
-
-
-def _reduce_until_killed(rank: int, folder: Path) -> None:
-    dist.all_reduce(torch.ones(5000))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(cgx_ray.TransportError) as error:
-        dist.all_reduce(torch.ones(5000))
-    (folder / f"rank{rank}").write_text(str(error.value))
-    dist.destroy_process_group()
-
-
-def test_when_a_rank_is_killed_the_others_say_which(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9"):
-        run_cgx(tmp_path, 3, _reduce_until_killed, tmp_path)
-    for rank in (0, 2):
-        said = (tmp_path / f"rank{rank}").read_text()
-        assert re.search(rf"rank {rank}, step 1, group 0: .* did not get through \(rank \d hung up", said), said
-
-
-def _threads_with_groups(rank: int) -> list[list[float]]:
-    """Each thread reduces in a group of its own, all at once; results by thread."""
-    groups = [dist.new_group() for _ in range(3)]
-    results: list[list[float]] = [[] for _ in groups]
-
-    def reduce(index: int) -> None:
-        for step in range(20):
-            tensors = [torch.full((2000 + index,), float(rank + step)), torch.full((10,), float(rank + step))]
-            works = [dist.all_reduce(tensor, group=groups[index], async_op=True) for tensor in tensors]
-            for work in works:
-                assert work is not None
-                work.wait()
-            assert tensors[0].unique().numel() == 1
-            results[index] += [float(tensor[0]) for tensor in tensors]
-
-    threads = [threading.Thread(target=reduce, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-def test_threads_reduce_in_groups_of_their_own_at_once(tmp_path: Path) -> None:
-    sums = [float(3 * step + 3) for step in range(20) for _ in range(2)]
-    for results in run_cgx(tmp_path, 3, _threads_with_groups):
-        # The ends of a bucket's grid are bfloat16: exact for these.
-        assert results == [sums] * 3
-
-
-def _make_and_destroy(rank: int, folder: Path) -> list[int]:
-    """Threads, and open files, when there was no group and after each of three."""
-    counts = []
-    for attempt in range(3):
-        store = dist.FileStore(str(folder / f"store{attempt}"), 2)
-        dist.init_process_group("cgx", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-        dist.all_reduce(torch.ones(5000))
-        dist.barrier()
-        dist.destroy_process_group()
-        gc.collect()
-        counts += [threading.active_count(), psutil.Process().num_fds()]
-    return counts
-
-
-def test_a_destroyed_group_leaves_no_thread_and_no_connection(tmp_path: Path) -> None:
-    for counts in run_ranks(2, _make_and_destroy, tmp_path, in_group=False):
-        assert counts[0::2] == [1, 1, 1]
-        assert counts[1] == counts[3] == counts[5], counts
-
-
-def _reduce_after_shutdown(rank: int) -> str:
-    group = dist.group.WORLD
-    assert group is not None
-    group.shutdown()
-    with pytest.raises(cgx_ray.CGXError) as error:
-        dist.all_reduce(torch.ones(5000))
-    return str(error.value)
-
-
-def test_a_group_that_is_shut_down_says_so(tmp_path: Path) -> None:
-    for message in run_cgx(tmp_path, 2, _reduce_after_shutdown):
-        assert "shut down" in message
-
-
-def _alone(rank: int) -> list[float]:
-    values = noise(0, 5000)
-    dist.all_reduce(values)
-    model = DistributedDataParallel(nn.Linear(50, 50))
+def _with_turns_in_a_sub_group(rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Wide(), bucket_cap_mb=0.009)
     cgx_ray.register_model(model)
-    cgx_ray.register_model(nn.Linear(2, 2))
-    model(torch.ones(1, 50)).sum().backward()
-    assert torch.equal(model.module.weight.grad, torch.ones(50, 50))
-    return values.tolist()
+    cgx_ray.exclude_layers("exempt")
+    group = dist.new_group([0, 1])
+    for step in range(3):
+        model.zero_grad()
+        loss = model(noise(10 * step + rank, 960).view(16, 60)).square().sum()
+        if rank < 2:
+            # As large as two of the model's buckets, of which one is excluded.
+            dist.all_reduce(torch.ones(3660), group=group)
+        loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
 
 
-def test_one_rank_keeps_what_it_has(tmp_path: Path) -> None:
-    assert run_cgx(tmp_path, 1, _alone) == [noise(0, 5000).tolist()]
-
-
-def _reduce_ever_new_sizes(rank: int) -> int:
-    for numel in range(2000, 2080):
-        dist.all_reduce(torch.ones(numel))
-    group: Any = dist.group.WORLD
-    return len(group._lane._exchanges)
-
-
-def test_buffers_of_old_sizes_are_let_go(tmp_path: Path) -> None:
-    assert run_cgx(tmp_path, 2, _reduce_ever_new_sizes) == [32, 32]
-
-
-def run_python(*arguments: str) -> str:
-    """What a new interpreter prints. Entry points are those of the last installation."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_backend_is_there_without_an_import_of_cgx_ray(tmp_path: Path) -> None:
-    code = f"""
-import sys, torch
-import torch.distributed as dist
-print("cgx" in dist.Backend.backend_list, "cgx_ray" in sys.modules, "ray" in sys.modules, "psutil" in sys.modules)
-dist.init_process_group("cgx", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
-print(type(dist.group.WORLD).__name__, dist.get_backend(), "ray" in sys.modules, "matplotlib" in sys.modules)
-dist.destroy_process_group()
-"""
-    assert run_python("-c", code).split("\n")[:2] == ["True False False False", "CgxProcessGroup cgx False False"]
-
-
-def test_cgx_ray_may_be_imported_before_torch() -> None:
-    code = """
-import sys, cgx_ray
-import torch.distributed as dist
-print("cgx_ray_autoload" in sys.modules, dist.Backend._plugins["CGX"].creator_fn.__module__)
-"""
-    assert run_python("-c", code).strip() == "True cgx_ray.backend.process_group"
-
-
-def test_a_script_under_torchrun_needs_no_import_of_cgx_ray(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    # Without destroy_process_group, as many scripts end.
-    script.write_text("""
-import sys, torch
-import torch.distributed as dist
-dist.init_process_group("cgx")
-values = torch.linspace(-1, 1, 5000)
-dist.all_reduce(values)
-error = (values - 2 * torch.linspace(-1, 1, 5000)).abs().max().item()
-print(dist.get_backend(), 0 < error < 1e-2)
-""")
-    output = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
-    assert output.split("\n")[:2] == ["cgx True", "cgx True"]
+def test_a_sub_group_does_not_take_a_models_turn() -> None:
+    first, second, third = run_ranks(3, _with_turns_in_a_sub_group, backend="cgx")
+    for of_first, of_second, of_third in zip(first, second, third, strict=True):
+        assert torch.equal(of_first, of_second)
+        assert torch.equal(of_first, of_third)
