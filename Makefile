@@ -44,9 +44,9 @@ check: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(if $(CSRC),$(BIN)/clang-format --dry-run -Werror $(CSRC))
-	@rm -rf build/check/cgx_ray && mkdir -p build/check && cp -r cgx_ray build/check/
+	@rm -rf build/check/cgx_ray* && mkdir -p build/check && cp -r cgx_ray cgx_ray_autoload build/check/
 	@cp -r monitors runtime_ext bench build/check/cgx_ray/
-	cd build/check && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p cgx_ray
+	cd build/check && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p cgx_ray -p cgx_ray_autoload
 	cd build/check && PYTHONPATH=.:$(SITE) ../../$(BIN)/python -S ../../$(BIN)/lint-imports --no-logo --config ../../pyproject.toml
 
 # The build backend comes first and build isolation is off, so that constraints.txt pins it as well.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cgx_ray.attach import Attachment, attach, layers_of
+from cgx_ray.backend import configure_backend, exclude_layers, register_model
 from cgx_ray.collectives.transport import SimulatedLink
 from cgx_ray.errors import (
     CGXError,
@@ -49,6 +50,9 @@ __all__ = [
     "WireError",
     "add_state",
     "attach",
+    "configure_backend",
+    "exclude_layers",
     "layers_of",
     "make_plan",
+    "register_model",
 ]

@@ -62,8 +62,10 @@ def attached() -> Attachment | None:
 class Attachment:
     """An engine at work behind a model. Does nothing at world size 1."""
 
-    def __init__(self, engine: Engine | None) -> None:
+    def __init__(self, engine: Engine | None, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: made for the engine alone, and destroyed with it."""
         self._engine = engine
+        self._group = group
 
     @property
     def plan(self) -> Plan | None:
@@ -113,9 +115,13 @@ class Attachment:
         self._engine.load_state(*merge_states(given))
 
     def close(self) -> None:
-        """Stop the communication thread. The model cannot be trained further."""
+        """Stop the communication thread and let its process group go. The model cannot be trained further."""
         if self._engine is not None:
             self._engine.close()
+        group, self._group = self._group, None
+        # Torch may have destroyed it already, with all others.
+        if group is not None and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def check_complete(states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -240,6 +246,9 @@ def _attach(model: nn.Module, plan: Plan | None, settings: Settings, *, asks_con
         offer: str | CGXError | None = plan.to_json() if plan is not None else None
     except CGXError as error:
         layers, offer = [], error
+    except Exception as error:  # noqa: BLE001 - raised again by _agree, on all ranks
+        layers, offer = [], CGXError(f"rank {dist.get_rank()} cannot attach: {error!r}")
+        offer.__cause__ = error
     plan = _agree(layers, offer, group)
     mesh = None
     if settings.transport == "tcp":
@@ -258,7 +267,7 @@ def _attach(model: nn.Module, plan: Plan | None, settings: Settings, *, asks_con
     except RuntimeError as error:
         engine.close()
         raise ConfigError(f"this model already has a communication hook ({error}); attach once a model") from error
-    attachment = Attachment(engine)
+    attachment = Attachment(engine, group)
     if _session is not None:
         _session.start(attachment)
     return attachment
@@ -284,6 +293,8 @@ def _agree(layers: Sequence[Layer], offer: str | CGXError | None, group: dist.Pr
     """The plan of rank 0 if all ranks have the same layers and no error, else the same error on all ranks."""
     offers: list[tuple[Sequence[Layer], str | CGXError | None] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(offers, (layers, offer), group=group)
+    # This rank's own error has its cause, which does not travel.
+    offers[dist.get_rank(group)] = layers, offer
     known = [entry for entry in offers if entry is not None]
     for _, other in known:
         if isinstance(other, CGXError):

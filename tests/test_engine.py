@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,13 +19,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.attach import merge_states
+from cgx_ray.attach import merge_states, open_session
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.codecs.wire import HEADER_BYTES
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
-from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.plan import CodecSpec, Plan, Scheme
+from cgx_ray.settings import Settings
 
 COMPRESSED = [("qsgd", "sra"), ("topk:density=0.05", "allgather"), ("topk:density=0.05", "artopk_ring")]
 
@@ -285,6 +288,16 @@ def test_a_rejected_plan_leaves_the_old_one_in_force() -> None:
     assert "not newer" in stale
 
 
+class NoPlan:
+    settings = Settings()
+
+    def first_plan(self, layers: Any, world_size: int) -> Plan:
+        raise OSError("the disk is full")
+
+    def start(self, attachment: cgx_ray.Attachment) -> None:
+        raise AssertionError("there is nothing to start with")
+
+
 def _attach_wrong(rank: int, case: str) -> str:
     model: nn.Module = DistributedDataParallel(Branches())
     arguments: dict[str, Any] = {}
@@ -307,6 +320,8 @@ def _attach_wrong(rank: int, case: str) -> str:
         arguments["plan"] = cgx_ray.make_plan(cgx_ray.layers_of(model), version=version, world_size=2)
     elif case == "one rank alone is wrong" and rank == 1:
         model = Branches()
+    elif case == "no plan":
+        open_session(NoPlan())
     with pytest.raises(cgx_ray.CGXError) as caught:
         cgx_ray.attach(model, **arguments)
     return str(caught.value)
@@ -323,6 +338,7 @@ def _attach_wrong(rank: int, case: str) -> str:
         ("other world", "world size 3"),
         ("one rank has another plan", "different plans"),
         ("one rank alone is wrong", "wrap it first"),
+        ("no plan", "rank 0 cannot attach: OSError('the disk is full')"),
     ],
 )
 def test_a_wrong_attach_fails_on_all_ranks_with_one_clear_error(case: str, says: str) -> None:
@@ -481,6 +497,30 @@ def test_dgc_sends_less_and_less_while_it_warms_up() -> None:
         assert sizes == expected
 
 
+def _attach_and_close(rank: int) -> list[int]:
+    """Open files after each of some attachments."""
+    counts = []
+    for _ in range(4):
+        model = DistributedDataParallel(Branches())
+        attachment = cgx_ray.attach(model, codec="qsgd", scheme="sra")
+        train(model, rank, range(2))
+        attachment.close()
+        attachment.close()
+        del model
+        gc.collect()
+        # Nobody hangs up on a rank that is still in its last step.
+        dist.barrier()
+        counts.append(psutil.Process().num_fds())
+    dist.destroy_process_group()
+    attachment.close()
+    return counts
+
+
+def test_a_closed_attachment_lets_its_connections_go() -> None:
+    for counts in run_ranks(2, _attach_and_close):
+        assert counts[1] == counts[2] == counts[3], counts
+
+
 def test_world_size_one_is_a_clean_no_op() -> None:
     model = Branches()
     attachment = cgx_ray.attach(model)
@@ -504,5 +544,5 @@ def test_public_names_are_frozen() -> None:
     assert sorted(cgx_ray.__all__) == [
         "Attachment", "CGXConfig", "CGXError", "CodecSpec", "ConfigError", "GroupPlan", "Intra", "Layer", "Plan",
         "PlanError", "Scheme", "SimulatedLink", "StateError", "TransportError", "WireError", "add_state", "attach",
-        "layers_of", "make_plan",
+        "configure_backend", "exclude_layers", "layers_of", "make_plan", "register_model",
     ]  # fmt: skip

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import plain_script
 import pytest
 import ray
 import ray.train
 import train_functions
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.state import list_actors
 
 import cgx_ray
@@ -159,6 +160,24 @@ def test_training_goes_on_when_controller_and_monitor_are_killed(tmp_path: Path)
 def test_world_size_one_trains_as_if_nothing_was_attached(tmp_path: Path) -> None:
     fit(tmp_path, workers=1, steps=5, report_at=(5,))
     assert len(log_of(tmp_path, 0)) == 6
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(tmp_path: Path) -> None:
+    TorchTrainer(
+        plain_script.train,
+        train_loop_config={"log": str(tmp_path)},
+        torch_config=TorchConfig(backend="cgx"),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    ).fit()
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first["backend"] == "cgx"
+    assert first["hash"] == second["hash"]
+    for losses in (first["losses"], second["losses"]):
+        assert losses[-1] < 0.9 * losses[0], losses
+    # Two roundings to a 15th of a bucket's range at most, of numbers within a bucket of 128 of 5,000.
+    assert 0 < first["error"] <= 2 * 2 * (2 * 128 / 5000 + 2 * 2**-7) / 15, first["error"]
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ Messages are pushed, nobody asks first: Gloo's wait until the receiver says that
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import pickle
 import secrets
 import socket
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -18,11 +21,14 @@ from cgx_ray.errors import ConfigError, TransportError
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
 from cgx_ray.runtime_ext.shm import Segment, host_key
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 # All ranks are there when they connect, so whoever takes longer cannot be reached.
 MAX_CONNECT_S = 60.0
+
+
+# Gives what it is given by every rank, in rank order; all ranks call it alike.
+Gather = Callable[[Any], list[Any]]
 
 
 def connect_mesh(
@@ -37,31 +43,69 @@ def connect_mesh(
     Raises TransportError if a rank cannot be reached, ConfigError if this node has no usable address.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    token = [secrets.token_bytes(TOKEN_BYTES)]
-    dist.broadcast_object_list(token, group=group, group_src=0)
-    mesh = Mesh(rank, world_size, num_streams, node_address(), token[0])
-    addresses = _gather((mesh.address, mesh.port), group)
-    ranks, segment = _share_memory(host_key() if shared_memory else None, group)
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * world_size
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    way_out = 'go through torch.distributed with transport="gloo"'
+    return _connect(rank, gather, timeout_s, num_streams, shared_memory=shared_memory, way_out=way_out)
+
+
+def connect_mesh_by_store(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Mesh:
+    """As `connect_mesh`, for ranks that share a store of their own but no process group yet."""
+    rounds = itertools.count()
+
+    def gather(value: Any) -> list[Any]:
+        round_ = next(rounds)
+        store.set(f"{round_}/{rank}", pickle.dumps(value))
+        return [pickle.loads(store.get(f"{round_}/{peer}")) for peer in range(world_size)]
+
+    return _connect(rank, gather, timeout_s, 1, shared_memory=True, way_out="use backend gloo")
+
+
+def _connect(
+    rank: int, gather: Gather, timeout_s: float, num_streams: int, *, shared_memory: bool, way_out: str
+) -> Mesh:
+    tokens = gather(secrets.token_bytes(TOKEN_BYTES) if rank == 0 else None)
+    mesh = Mesh(rank, len(tokens), num_streams, node_address(), tokens[0])
     try:
-        mesh.connect(addresses, min(timeout_s, MAX_CONNECT_S), segment, ranks)
-    except RuntimeError as error:
+        addresses = gather((mesh.address, mesh.port))
+        ranks, segment = _share_memory(rank, gather, shared_memory=shared_memory)
+        _dial(mesh, rank, addresses, timeout_s, segment, ranks, way_out)
+        leaders = gather(ranks[0])
+    except BaseException:
         mesh.close()
-        raise TransportError(
-            f"rank {rank} at {mesh.address} cannot connect to the others ({error}); let TCP through between the nodes, "
-            "set GLOO_SOCKET_IFNAME to the interface that they share, or go through torch.distributed with "
-            'transport="gloo"'
-        ) from error
-    leaders = _gather(ranks[0], group)
+        raise
     mesh.nodes = [list(dict.fromkeys(leaders)).index(leader) for leader in leaders]
     if segment is not None:
         mesh.open_group(segment, ranks, timeout_s)
     return mesh
 
 
-def _share_memory(key: str | None, group: dist.ProcessGroup) -> tuple[list[int], Segment | None]:
+def _dial(
+    mesh: Mesh,
+    rank: int,
+    addresses: Sequence[tuple[str, int]],
+    timeout_s: float,
+    segment: Segment | None,
+    sharers: Sequence[int],
+    way_out: str,
+) -> None:
+    try:
+        mesh.connect(addresses, min(timeout_s, MAX_CONNECT_S), segment, sharers)
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank {rank} at {mesh.address} cannot connect to the others ({error}); let TCP through between the nodes, "
+            f"set GLOO_SOCKET_IFNAME to the interface that they share, or {way_out}"
+        ) from error
+
+
+def _share_memory(rank: int, gather: Gather, *, shared_memory: bool) -> tuple[list[int], Segment | None]:
     """The ranks that share memory with this one, ascending and with itself, and what they share."""
-    rank = dist.get_rank(group)
-    keys = _gather(key, group)
+    keys = gather(host_key() if shared_memory else None)
+    key = keys[rank]
     ranks = [other for other in range(len(keys)) if keys[other] == key] if key is not None else [rank]
     segment, offer, problem = None, None, None
     try:
@@ -71,13 +115,13 @@ def _share_memory(key: str | None, group: dist.ProcessGroup) -> tuple[list[int],
                 offer = (segment.name, segment.nonce)
             except RuntimeError as error:
                 problem = str(error)
-        offer = _gather(offer, group)[ranks[0]]
+        offer = gather(offer)[ranks[0]]
         if rank != ranks[0] and offer is not None:
             try:
                 segment = Segment(len(ranks), *offer)
             except RuntimeError as error:
                 problem = str(error)
-        problems = _gather(problem, group)
+        problems = gather(problem)
     finally:
         if segment is not None:
             segment.unlink()
@@ -87,12 +131,6 @@ def _share_memory(key: str | None, group: dist.ProcessGroup) -> tuple[list[int],
     if rank == ranks[0]:
         logger.warning("ranks %s share no memory and go over TCP: %s", ranks, problem)
     return [rank], None
-
-
-def _gather(value: T, group: dist.ProcessGroup) -> list[T]:
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def node_address() -> str:

@@ -1,0 +1,134 @@
+"""Which parts of DDP's buckets are layers that are better left uncompressed.
+
+A process group gets flat tensors. DDP tells how it cuts its buckets, so a tensor is recognised by its size and by its
+turn among DDP's calls since the last forward pass. Both are the same on all ranks, as addresses would not be. A tensor
+that is taken for a bucket by mistake is still reduced rightly: only what is left uncompressed of it is another part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import Layer
+
+Run = tuple[int, int]  # elements [start, stop)
+
+_excluded_names: list[str] = []
+_registered: RegisteredModel | None = None
+
+
+def exclude_layers(*substrings: str) -> None:
+    """Leave layers of a registered model uncompressed whose names contain one of `substrings`: `"bn"`, `"bias"`.
+
+    In addition to those named before and to layers that are small. Call it on every rank, alike.
+    Raises ConfigError for anything but non-empty strings.
+    """
+    for substring in substrings:
+        if not isinstance(substring, str) or not substring:
+            raise ConfigError(f"exclude_layers got {substring!r}; give parts of parameter names, such as 'bias'")
+    _excluded_names.extend(substrings)
+
+
+def register_model(model: nn.Module) -> None:
+    """Let backend "cgx" tell the layers in this model's buckets apart, from the next forward pass on.
+
+    Layers of one dimension (biases, norms), with fewer than `min_numel` elements, and those of `exclude_layers` then go
+    through Gloo as they are; the rest of a bucket is compressed as one. Without it a bucket is compressed as a whole.
+
+    model  a DistributedDataParallel; call it on every rank. A second one takes the place of the first. Anything at
+           world size 1: nothing happens
+
+    Raises ConfigError for another kind of model.
+    """
+    global _registered  # noqa: PLW0603 - a process group gets tensors, and no word on whose
+    if isinstance(model, DistributedDataParallel):
+        if _registered is not None:
+            _registered.forget()
+        _registered = RegisteredModel(model)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"register_model got a {type(model).__name__}; wrap it first, with "
+            "torch.nn.parallel.DistributedDataParallel: only DDP says how it cuts its buckets"
+        )
+
+
+def uncompressed_runs(group: dist.ProcessGroup, numel: int, min_numel: int) -> list[Run]:
+    """What to leave uncompressed of a tensor of `numel` elements whose turn it is to be reduced in `group`."""
+    bucket = _registered.take(group, numel) if _registered is not None else None
+    return _runs(bucket, min_numel) if bucket is not None else []
+
+
+class RegisteredModel:
+    """The buckets of a DDP model, read again when DDP has rebuilt them."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        # Not kept alive by being registered.
+        self._model = weakref.ref(model)
+        self._buckets: list[list[Layer]] = []
+        self._turns: Counter[int] = Counter()  # by size, tensors of that size since the last forward pass
+        self._num_taken = 0
+        self._is_final = False
+        # Of the inner module: DDP's own forward has rebuilt its buckets by then.
+        self._handle = model.module.register_forward_pre_hook(self._before_forward)
+
+    def forget(self) -> None:
+        self._handle.remove()
+
+    def take(self, group: dist.ProcessGroup, numel: int) -> list[Layer] | None:
+        """The bucket of `numel` elements whose turn it is, in order of its layers; None if there is none."""
+        model = self._model()
+        # Turns count in the model's group only: not every rank knows of what happens in another one.
+        if model is None or model.process_group is not group:
+            return None
+        same = [bucket for bucket in self._buckets if sum(layer.numel for layer in bucket) == numel]
+        if not same:
+            return None
+        bucket = same[self._turns[numel] % len(same)]
+        self._turns[numel] += 1
+        self._num_taken += 1
+        return bucket
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        model = self._model()
+        # Who calls the inner module by itself comes before DDP has rebuilt its buckets.
+        if model is None or DistributedDataParallel._get_active_ddp_module() is not model:
+            return
+        self._turns.clear()
+        # DDP rebuilds its buckets once, in the first forward pass with gradients after a whole backward pass, if ever.
+        has_reduced = bool(self._buckets) and self._num_taken >= len(self._buckets)
+        if self._is_final or not torch.is_grad_enabled() or (self._buckets and not has_reduced):
+            return
+        self._buckets = _buckets_of(model)
+        self._is_final = has_reduced
+
+
+def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    return [
+        [Layer(name=names[id(p)], numel=p.numel(), ndim=p.ndim) for p in bucket.parameters()]
+        for bucket in model.reducer._get_zeros_like_grad_buckets()
+    ]
+
+
+def _runs(bucket: Sequence[Layer], min_numel: int) -> list[Run]:
+    """Neighbours are one run."""
+    starts = itertools.accumulate((layer.numel for layer in bucket), initial=0)
+    runs: list[Run] = []
+    for start, layer in zip(starts, bucket, strict=False):
+        if not (layer.ndim <= 1 or layer.numel < min_numel or any(part in layer.name for part in _excluded_names)):
+            continue
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], start + layer.numel)
+        else:
+            runs.append((start, start + layer.numel))
+    return runs

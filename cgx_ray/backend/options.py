@@ -1,0 +1,125 @@
+"""What the backend compresses, and how: from arguments, else from CGX's environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import NONE, SMALL_LAYER_NUMEL, CodecSpec, Scheme
+
+# A process group sees tensors, not layers: nothing to keep residuals by, so nothing that needs them.
+CODECS = ("none", "fp16", "bf16", "qsgd", "terngrad", "prefix")
+SCHEMES = (Scheme.SRA, Scheme.ALLGATHER)
+DEFAULT_CODEC = CodecSpec(name="qsgd")
+
+# CGX's names.
+BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
+BUCKET_SIZE = "CGX_COMPRESSION_BUCKET_SIZE"
+MINIMAL_SIZE = "CGX_COMPRESSION_MINIMAL_SIZE"
+FAKE_RATIO = "CGX_COMPRESSION_FAKE_RATIO"
+BITS_OFF = 32
+
+T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """What one process group does. Raises ConfigError on a value that is not allowed.
+
+    codec      for the tensors that are compressed; none: everything goes through Gloo
+    scheme     how their messages travel, one of SCHEMES
+    min_numel  tensors, and layers of a registered model, with fewer elements are not compressed
+    """
+
+    codec: CodecSpec = DEFAULT_CODEC
+    scheme: Scheme = Scheme.SRA
+    min_numel: int = SMALL_LAYER_NUMEL
+
+    def __post_init__(self) -> None:
+        if self.codec.name not in CODECS or self.codec.rounding == "nearest":
+            raise ConfigError(
+                f"codec {self.codec} is not for backend cgx, which keeps no error feedback; give one of "
+                f"{', '.join(CODECS)} (qsgd with rounding=stochastic), or use cgx_ray.attach, which has all codecs"
+            )
+        if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 0:
+            raise ConfigError(
+                f"min_numel {self.min_numel!r} is not allowed; give a whole number of elements, 0 or more"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.codec} over {self.scheme} from {self.min_numel} elements on"
+
+
+_given: dict[str, Any] = {}  # fields of BackendOptions, from arguments
+
+
+def configure_backend(
+    *, codec: CodecSpec | str | None = None, scheme: str | None = None, min_numel: int | None = None
+) -> None:
+    """Set what backend "cgx" does in groups made from now on, whatever CGX's environment variables say.
+
+    codec      as in `CodecSpec.parse`: none, fp16, bf16, qsgd, terngrad or prefix. Left out: what
+               CGX_COMPRESSION_QUANTIZATION_BITS, _BUCKET_SIZE and _FAKE_RATIO say, else qsgd 4/128
+    scheme     sra or allgather. Left out: sra
+    min_numel  tensors with fewer elements go through Gloo. Left out: CGX_COMPRESSION_MINIMAL_SIZE, else 1,024
+
+    Call it on every rank, alike, before init_process_group. Raises ConfigError on a value that is not allowed.
+    """
+    global _given  # noqa: PLW0603 - torch makes the groups, and passes nothing of ours on
+    given: dict[str, Any] = {}
+    if codec is not None:
+        given["codec"] = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
+    if scheme is not None:
+        if scheme not in SCHEMES:
+            raise ConfigError(f"scheme {scheme!r} is not for backend cgx; give one of {', '.join(SCHEMES)}")
+        given["scheme"] = Scheme(scheme)
+    if min_numel is not None:
+        given["min_numel"] = min_numel
+    # Checked here, where it was written, and not first when torch makes a group.
+    BackendOptions(**given)
+    _given = given
+
+
+def current_options() -> BackendOptions:
+    """What a group made now does. The only reader of the environment variables.
+
+    Raises ConfigError if one of those that are needed has a value that is not allowed.
+    """
+    options = dict(_given)
+    if "codec" not in options:
+        options["codec"] = _codec_of_environment()
+    if "min_numel" not in options:
+        allowed = "a whole number of elements, 0 or more"
+        options["min_numel"] = _read(MINIMAL_SIZE, int, SMALL_LAYER_NUMEL, lambda x: x >= 0, allowed)
+    return BackendOptions(**options)
+
+
+def _codec_of_environment() -> CodecSpec:
+    # A share in CGX's code, where its paper divides by the ratio.
+    allowed = "the share of elements to send: 1 (all of them: off) or less, such as 0.25"
+    share = _read(FAKE_RATIO, float, 1.0, lambda x: 0 < x <= 1, allowed)
+    if share < 1:
+        return CodecSpec(name="prefix", ratio=1 / share)
+    bits = _read(BITS, int, 4, lambda x: 1 <= x <= 8 or x == BITS_OFF, f"1 to 8, or {BITS_OFF} for no compression")
+    if bits == BITS_OFF:
+        return NONE
+    allowed = "a multiple of 8 from 8 to 65536"
+    bucket_size = _read(BUCKET_SIZE, int, 128, lambda x: 8 <= x <= 1 << 16 and x % 8 == 0, allowed)
+    return CodecSpec(name="qsgd", bits=bits, bucket_size=bucket_size)
+
+
+def _read(name: str, kind: type[T], default: T, is_allowed: Callable[[T], bool], allowed: str) -> T:
+    """The variable `name`; `default` if it is unset or empty."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}; give {allowed}") from None
+    if not is_allowed(value):
+        raise ConfigError(f"{name} is {text!r}; give {allowed}")
+    return value
