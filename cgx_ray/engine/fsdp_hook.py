@@ -31,6 +31,8 @@ from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import CodecSpec, Layer
 
 GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# What messages call the outermost module, which has no name.
+ROOT = "(root)"
 
 
 def param_groups(model: nn.Module) -> dict[str, FSDPParamGroup]:
@@ -44,7 +46,7 @@ def param_groups(model: nn.Module) -> dict[str, FSDPParamGroup]:
             raise ConfigError(f"module {name!r} shards over several meshes; this version takes one mesh")
         # Modules that were given to one `fully_shard` share a group.
         if found and not any(group is found[0] for group in groups.values()):
-            _check(name, found[0])
+            _check(name or ROOT, found[0])
             groups[name] = found[0]
     meshes = {ranks_of_mesh(group) for group in groups.values()}
     if len(meshes) != 1:
@@ -117,7 +119,7 @@ def make_units(
                     is_trained=sharded.requires_grad,
                 )
             )
-        units.append(Unit(index, module, layers, len(ranks_of_mesh(group)[0]), codec, parameter_codec))
+        units.append(Unit(index, module or ROOT, layers, len(ranks_of_mesh(group)[0]), codec, parameter_codec))
     return units
 
 
