@@ -262,12 +262,12 @@ def _overlapped(rank: int) -> dict[str, torch.Tensor]:
     """Rank 1 begins backward when rank 0 tells that it is about to do that of its first layer."""
     model = shard(nn.Sequential(nn.Linear(33, 131), nn.Linear(131, 33)), make_mesh(), reshard_after_forward=False)
     attachment = cgx_ray.attach(model, codec="qsgd")
-    loss = model(batch(rank, 0)).square().mean()
     token = torch.zeros(1)
     if rank == 0:
         # By then the layer behind it is being reduced, which takes rank 1.
         model[0].register_full_backward_pre_hook(lambda *_: dist.send(token, 1))
-    else:
+    loss = model(batch(rank, 0)).square().mean()
+    if rank == 1:
         dist.recv(token, 0)
     loss.backward()
     attachment.close()
