@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.collectives.transport import Transport
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
+from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.errors import CGXError, ConfigError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Layer, Plan, Scheme
@@ -62,10 +63,16 @@ def attached() -> Attachment | None:
 class Attachment:
     """An engine at work behind a model. Does nothing at world size 1."""
 
-    def __init__(self, engine: Engine | None, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: made for the engine alone, and destroyed with it."""
+    def __init__(
+        self,
+        engine: Engine | ShardedEngine | None,
+        groups: Sequence[dist.ProcessGroup] = (),
+        detach: Callable[[], None] | None = None,
+    ) -> None:
+        """`groups`: made for the engine alone, and destroyed with it. `detach` takes the hooks out of the model."""
         self._engine = engine
-        self._group = group
+        self._groups = groups
+        self._detach = detach
 
     @property
     def plan(self) -> Plan | None:
@@ -115,13 +122,19 @@ class Attachment:
         self._engine.load_state(*merge_states(given))
 
     def close(self) -> None:
-        """Stop the communication thread and let its process group go. The model cannot be trained further."""
+        """Stop the communication thread and let its process group go.
+
+        A DDP model cannot be trained further, an FSDP2 model goes on uncompressed.
+        """
+        if self._detach is not None:
+            self._detach()
         if self._engine is not None:
             self._engine.close()
-        group, self._group = self._group, None
-        # Torch may have destroyed it already, with all others.
-        if group is not None and group in dist.distributed_c10d._world.pg_map:
-            dist.destroy_process_group(group)
+        groups, self._groups = self._groups, ()
+        for group in groups:
+            # Torch may have destroyed it already, with all others.
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
 
 
 def check_complete(states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -190,16 +203,20 @@ def attach(
     scheme: str | None = None,
     intra: str | None = None,
     transport: str | None = None,
+    parameters: CodecSpec | str | None = None,
 ) -> Attachment:
     """Average the gradients of `model` through cgx_ray from the next backward pass on.
 
-    model          a DistributedDataParallel; call it on every rank. Anything at world size 1: nothing happens
+    model          a DistributedDataParallel, or what `fully_shard` (FSDP2) made of a whole model, whose codec is fixed
+                   and goes over sra; call it on every rank. Anything at world size 1: nothing happens
     plan           fixed plan for the whole run, until `Attachment.hold` offers another one
     codec, scheme  the same for all layers and fixed, as in `CodecSpec.parse`; left out, CGXConfig decides in a Ray
                    Train worker, and elsewhere it is qsgd 4/128 over sra
     intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`; left out, CGXConfig's,
                    and elsewhere "flat"
     transport      "tcp" or "gloo", see `Settings`; left out, CGXConfig's, and elsewhere "tcp"
+    parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
+                   All ranks compute with what it leaves of them, and update their own shards, which stay as they are
 
     Raises ConfigError or PlanError, on all ranks, before training starts.
     """
@@ -208,8 +225,12 @@ def attach(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         attachment = Attachment(None)
     else:
-        is_chosen = any(choice is not None for choice in (plan, codec, scheme, intra))
-        attachment = _attach(model, plan, settings, asks_controller=not is_chosen)
+        # Importing FSDP2 to ask for its class would cost 0.7 s.
+        if hasattr(model, "set_custom_reduce_scatter"):
+            attachment = _attach_sharded(model, plan, settings, parameters)
+        else:
+            is_chosen = any(choice is not None for choice in (plan, codec, scheme, intra))
+            attachment = _attach(model, plan, settings, parameters, asks_controller=not is_chosen)
     _attached = attachment
     return attachment
 
@@ -235,29 +256,32 @@ def _settings(
     return settings
 
 
-def _attach(model: nn.Module, plan: Plan | None, settings: Settings, *, asks_controller: bool) -> Attachment:
+def _attach(
+    model: nn.Module,
+    plan: Plan | None,
+    settings: Settings,
+    parameters: CodecSpec | str | None,
+    *,
+    asks_controller: bool,
+) -> Attachment:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
     try:
+        if parameters is not None:
+            raise ConfigError("DDP gathers no parameters; leave `parameters` out, or shard the model with fully_shard")
         layers = _check_model(model)
         if plan is None and dist.get_rank() == 0:
             asked = _session if asks_controller else None
             world_size = dist.get_world_size()
             plan = asked.first_plan(layers, world_size) if asked else settings.static_plan(layers, world_size)
         offer: str | CGXError | None = plan.to_json() if plan is not None else None
-    except CGXError as error:
-        layers, offer = [], error
-    except Exception as error:  # noqa: BLE001 - raised again by _agree, on all ranks
-        layers, offer = [], CGXError(f"rank {dist.get_rank()} cannot attach: {error!r}")
-        offer.__cause__ = error
-    plan = _agree(layers, offer, group)
-    mesh = None
-    if settings.transport == "tcp":
-        mesh = connect_mesh(group, settings.timeout_s, shared_memory=settings.shared_memory)
+    except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
+        layers, offer = [], as_own(error)
+    plan = agree(layers, offer, group)
     candidates = [codec for codec in candidate_codecs(settings.densities) if codec.name != "none"]
     engine = Engine(
         layers,
         plan,
-        Transport(group, settings.simulated_link, mesh, settings.timeout_s),
+        connect(group, settings),
         seed=settings.seed,
         candidates=candidates if settings.policy == "adaptive" else (),
     )
@@ -267,17 +291,36 @@ def _attach(model: nn.Module, plan: Plan | None, settings: Settings, *, asks_con
     except RuntimeError as error:
         engine.close()
         raise ConfigError(f"this model already has a communication hook ({error}); attach once a model") from error
-    attachment = Attachment(engine, group)
+    return _start(Attachment(engine, [group]))
+
+
+def connect(group: dist.ProcessGroup, settings: Settings) -> Transport:
+    """A transport between the ranks of `group`; call it on all of them."""
+    mesh = None
+    if settings.transport == "tcp":
+        mesh = connect_mesh(group, settings.timeout_s, shared_memory=settings.shared_memory)
+    return Transport(group, settings.simulated_link, mesh, settings.timeout_s)
+
+
+def _start(attachment: Attachment) -> Attachment:
     if _session is not None:
         _session.start(attachment)
     return attachment
 
 
+def _attach_sharded(
+    model: nn.Module, plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None
+) -> Attachment:
+    from cgx_ray.fsdp import make_engine  # noqa: PLC0415 - see `attach`
+
+    return _start(Attachment(*make_engine(model, plan, settings, parameters)))
+
+
 def _check_model(model: nn.Module) -> list[Layer]:
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
-            f"attach got a {type(model).__name__}; wrap it first, with ray.train.torch.prepare_model or "
-            "torch.nn.parallel.DistributedDataParallel"
+            f"attach got a {type(model).__name__}; wrap it first, with ray.train.torch.prepare_model, "
+            "torch.nn.parallel.DistributedDataParallel or torch.distributed.fsdp.fully_shard"
         )
     if dist.get_world_size(model.process_group) != dist.get_world_size():
         raise ConfigError(
@@ -289,16 +332,33 @@ def _check_model(model: nn.Module) -> list[Layer]:
     return layers_of(model)
 
 
-def _agree(layers: Sequence[Layer], offer: str | CGXError | None, group: dist.ProcessGroup) -> Plan:
-    """The plan of rank 0 if all ranks have the same layers and no error, else the same error on all ranks."""
-    offers: list[tuple[Sequence[Layer], str | CGXError | None] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(offers, (layers, offer), group=group)
+def as_own(error: Exception) -> CGXError:
+    """`error` as one that all ranks can be told of."""
+    if isinstance(error, CGXError):
+        return error
+    own = CGXError(f"rank {dist.get_rank()} cannot attach: {error!r}")
+    own.__cause__ = error
+    return own
+
+
+def agree(
+    layers: Sequence[Layer], offer: str | CGXError | None, group: dist.ProcessGroup, parameters: str = ""
+) -> Plan:
+    """The plan of rank 0 if all ranks have the same layers and no error, else the same error on all ranks.
+
+    offer       a plan as JSON, or what is wrong on this rank; None to take that of rank 0
+    parameters  must be the same as well
+    """
+    offers: list[tuple[Sequence[Layer], str | CGXError | None, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(offers, (layers, offer, parameters), group=group)
     # This rank's own error has its cause, which does not travel.
-    offers[dist.get_rank(group)] = layers, offer
+    offers[dist.get_rank(group)] = layers, offer, parameters
     known = [entry for entry in offers if entry is not None]
-    for _, other in known:
+    for _, other, _ in known:
         if isinstance(other, CGXError):
             raise other
+    if len({entry[2] for entry in known}) > 1:
+        raise PlanError("ranks were given different `parameters`; give every rank the same")
     if any(entry[0] != known[0][0] for entry in known):
         rank = next(rank for rank, entry in enumerate(known) if entry[0] != known[0][0])
         raise PlanError(f"rank {rank} has other layers than rank 0; every rank must build the same model")
