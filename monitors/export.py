@@ -70,7 +70,20 @@ METRICS: dict[str, Metric] = {
     # By the controller.
     "cgx_ray_decisions": Metric(metrics.Counter, "Decisions so far; kind is keep, replace or disable.", (RUN, "kind")),
     "cgx_ray_link_bandwidth_bits_per_second": Metric(
-        metrics.Gauge, "Bandwidth between workers in bits a second, estimated from exchanges.", (RUN,)
+        metrics.Gauge, "Bandwidth of a worker's link in bits a second, estimated from exchanges.", (RUN,)
+    ),
+    "cgx_ray_link_bandwidth_error": Metric(
+        metrics.Gauge, "Half the width of the bandwidth's 95 % interval over the bandwidth. No unit.", (RUN,)
+    ),
+    "cgx_ray_worker_latency_seconds": Metric(
+        metrics.Gauge, "One-way latency in seconds between workers that are not near each other.", (RUN,)
+    ),
+    "cgx_ray_link_changes": Metric(metrics.Counter, "How often latency or bandwidth has changed.", (RUN,)),
+    "cgx_ray_slow_link_bits_per_second": Metric(
+        metrics.Gauge, "Bandwidth in bits a second of a rank whose link is much slower than the others'.", (RUN, RANK)
+    ),
+    "cgx_ray_slow_rank": Metric(
+        metrics.Gauge, "1 while a rank's compute takes much longer than the others'. No unit.", (RUN, RANK)
     ),
     "cgx_ray_predicted_step_seconds": Metric(
         metrics.Gauge, "Seconds a step that the planner predicts for the plan in force.", (RUN,)
@@ -139,6 +152,16 @@ class ControllerFacts(Protocol):
     @property
     def bandwidth_bits_per_s(self) -> float | None: ...
     @property
+    def bandwidth_error(self) -> float | None: ...
+    @property
+    def latency_s(self) -> float | None: ...
+    @property
+    def num_link_changes(self) -> int: ...
+    @property
+    def slow_link_bits_per_s(self) -> Mapping[int, float]: ...
+    @property
+    def slow_ranks(self) -> frozenset[int]: ...
+    @property
     def predicted_step_s(self) -> float | None: ...
     @property
     def measured_step_s(self) -> float | None: ...
@@ -150,6 +173,7 @@ class ControllerMetrics:
     def __init__(self, run_name: str) -> None:
         self._run = {RUN: run_name}
         self._num_journal_errors = 0
+        self._num_link_changes = 0
 
     def count_decision(self, kind: str) -> None:
         _increase("cgx_ray_decisions", 1, {**self._run, "kind": kind})
@@ -158,12 +182,20 @@ class ControllerMetrics:
         """Set the gauges; `num_journal_errors` is the total so far."""
         values = {
             "cgx_ray_link_bandwidth_bits_per_second": facts.bandwidth_bits_per_s,
+            "cgx_ray_link_bandwidth_error": facts.bandwidth_error,
+            "cgx_ray_worker_latency_seconds": facts.latency_s,
             "cgx_ray_predicted_step_seconds": facts.predicted_step_s,
             "cgx_ray_measured_step_seconds": facts.measured_step_s,
         }
         for name, value in values.items():
             if value is not None:
                 _get(name).set(value, self._run)
+        for rank, rate in facts.slow_link_bits_per_s.items():
+            _get("cgx_ray_slow_link_bits_per_second").set(rate, {**self._run, RANK: str(rank)})
+        for rank in facts.slow_ranks:
+            _get("cgx_ray_slow_rank").set(1, {**self._run, RANK: str(rank)})
+        _increase("cgx_ray_link_changes", facts.num_link_changes - self._num_link_changes, self._run)
+        self._num_link_changes = facts.num_link_changes
         _increase("cgx_ray_journal_errors", num_journal_errors - self._num_journal_errors, self._run)
         self._num_journal_errors = num_journal_errors
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,17 @@ class Transfer:
     index_bytes: int = 0
 
 
+class Burst(NamedTuple):
+    """Bytes of long messages, from all ranks together, and how long the kernel took to get them."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.num_bytes / self.seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
     """One step of one rank. All times in seconds.
@@ -34,6 +46,11 @@ class StepSample:
                sums over groups; they overlap, so together they may be more than the time that passed
     ready_s    for each group, when backward had finished its last layer, from the start of the step
     gain       compression gain by codec (`str(CodecSpec)`), on the steps that measured it
+    bursts     what this rank's link brought while long messages were under way, some 50 ms each
+    rate_from  by rank, bytes a second at which its long messages came; 0 where none did
+    lag_s      by rank, from when this rank sent its agreement to when the other's came, by this rank's clock; so what
+               two ranks have of each other adds up to a round trip, whichever of them was late and whatever their
+               clocks say. Empty without a mesh.
     """
 
     rank: int
@@ -49,6 +66,9 @@ class StepSample:
     ready_s: tuple[float, ...]
     transfers: tuple[Transfer, ...]
     gain: Mapping[str, float] = field(default_factory=dict)
+    bursts: tuple[Burst, ...] = ()
+    rate_from: tuple[float, ...] = ()
+    lag_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

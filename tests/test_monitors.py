@@ -8,7 +8,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -244,6 +244,11 @@ def served_metrics() -> str:
 
     class Facts:
         bandwidth_bits_per_s = 1e9
+        bandwidth_error = 0.05
+        latency_s = 1e-3
+        num_link_changes = 1
+        slow_link_bits_per_s: ClassVar = {1: 1e8}
+        slow_ranks = frozenset({1})
         predicted_step_s = 0.2
         measured_step_s = 0.25
 

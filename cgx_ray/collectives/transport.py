@@ -65,6 +65,7 @@ class Transport:
     takes_many         many messages between two ranks may be under way at once; Gloo has hung with some dozens
     peers              the other ranks, the next one first: where every rank starts with another
     step, group_index  what is under way, for messages of errors
+    lag_s              by rank, from this rank's last `start_minimum` to when the other's came; over TCP only
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Transport:
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.step = 0
         self.group_index = 0
+        self.lag_s: tuple[float, ...] = ()
         self._round = _Round()
 
     def begin_round(self) -> None:
@@ -162,7 +164,11 @@ class Transport:
             return lambda: self._minimum_of(work.wait, [values_K])
         mesh, received = self._mesh, {peer: torch.empty_like(values_K) for peer in self.peers}
         ticket = mesh.post(dict.fromkeys(received, values_K), received)
-        return lambda: self._minimum_of(lambda: mesh.wait(ticket, self._timeout_s), [values_K, *received.values()])
+
+        def wait() -> None:
+            self.lag_s = tuple(mesh.wait(ticket, self._timeout_s))
+
+        return lambda: self._minimum_of(wait, [values_K, *received.values()])
 
     def _minimum_of(self, wait: Callable[[], object], values: Sequence[Tensor]) -> Tensor:
         try:
@@ -170,6 +176,10 @@ class Transport:
         except RuntimeError as error:
             raise self._broken("the agreement", error) from error
         return torch.stack(list(values)).amin(0)
+
+    def take_bursts(self) -> list[tuple[int, int, float]]:
+        """See `Mesh.take_bursts`. None if messages go through torch.distributed."""
+        return self._mesh.take_bursts() if self._mesh is not None else []
 
     def close(self) -> None:
         """Hang up: peers that still wait for this rank find out at once."""
