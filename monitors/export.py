@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ray.util import metrics
 
-from cgx_ray.monitors.sample import NodeSample, StepSample
+from cgx_ray.monitors.sample import CURVE_DENSITIES, NodeSample, StepSample
 
 # Labels that Ray Train gives its own metrics, so that panels can join the two.
 RUN = "ray_train_run_name"
@@ -58,6 +58,14 @@ METRICS: dict[str, Metric] = {
         "Compression gain of a codec when last measured: energy of the compressed over that of the error-fed "
         "gradient. No unit.",
         (RUN, RANK, "codec"),
+    ),
+    "cgx_ray_gradient_norm": Metric(
+        metrics.Gauge, "Norm of a rank's error-fed gradient when last measured, small layers left out.", (RUN, RANK)
+    ),
+    "cgx_ray_gain_at_density": Metric(
+        metrics.Gauge,
+        "Compression gain of top-k at a density when last measured, mean over the node's ranks. No unit.",
+        (RUN, "density"),
     ),
     "cgx_ray_link_latency_seconds": Metric(
         metrics.Gauge, "One-way latency in seconds from this node to the node `peer`.", (RUN, "peer")
@@ -104,6 +112,7 @@ class NodeMetrics:
     def __init__(self, run_name: str) -> None:
         self._run = {RUN: run_name}
         self._gauges_of_rank: dict[int, dict[tuple[str, str, str], float]] = {}
+        self._curve_of_rank: dict[int, tuple[float, ...]] = {}
 
     def export(self, sample: NodeSample) -> None:
         """Count the new steps, then set every gauge of the node."""
@@ -113,10 +122,16 @@ class NodeMetrics:
         for rank, steps in steps_of_rank.items():
             self._count(steps, {**self._run, RANK: str(rank)})
             self._gauges_of_rank.setdefault(rank, {}).update(_gauges(steps))
+            for step in steps:
+                if step.gain_curve:
+                    self._curve_of_rank[rank] = step.gain_curve
         for rank, gauges in self._gauges_of_rank.items():
             for (name, tag, value_of_tag), value in gauges.items():
                 extra = {tag: value_of_tag} if tag else {}
                 _get(name).set(value, {**self._run, RANK: str(rank), **extra})
+        columns = zip(*self._curve_of_rank.values(), strict=True)
+        for density, gains in zip(CURVE_DENSITIES, columns, strict=False):
+            _get("cgx_ray_gain_at_density").set(fmean(gains), {**self._run, "density": f"{density:.2g}"})
         for peer, latency_s in sample.latency_s.items():
             _get("cgx_ray_link_latency_seconds").set(latency_s, {**self._run, "peer": peer})
         rates = {"sent": sample.sent_bytes_per_s, "received": sample.received_bytes_per_s}
@@ -142,6 +157,8 @@ def _gauges(steps: list[StepSample]) -> dict[tuple[str, str, str], float]:
     if encoded_bytes:
         gauges["cgx_ray_compression_ratio", "", ""] = last.dense_bytes / encoded_bytes
     for step in steps:
+        if step.norm is not None:
+            gauges["cgx_ray_gradient_norm", "", ""] = step.norm
         gauges.update({("cgx_ray_gain", "codec", codec): gain for codec, gain in step.gain.items()})
     return gauges
 

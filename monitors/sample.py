@@ -25,6 +25,10 @@ class Transfer:
     index_bytes: int = 0
 
 
+# Where gain curves are sampled: four a decade.
+CURVE_DENSITIES = tuple(10 ** (-quarter / 4) for quarter in range(16, -1, -1))
+
+
 class Burst(NamedTuple):
     """Bytes of long messages, from all ranks together, and how long the kernel took to get them."""
 
@@ -46,6 +50,7 @@ class StepSample:
                sums over groups; they overlap, so together they may be more than the time that passed
     ready_s    for each group, when backward had finished its last layer, from the start of the step
     gain       compression gain by codec (`str(CodecSpec)`), on the steps that measured it
+    gain_curve gain of top-k at CURVE_DENSITIES, and `norm`, |g| of the groups worth compressing, on the same steps
     bursts     what this rank's link brought while long messages were under way, some 50 ms each
     rate_from  by rank, bytes a second at which its long messages came; 0 where none did
     lag_s      by rank, from when this rank sent its agreement to when the other's came, by this rank's clock; so what
@@ -66,6 +71,8 @@ class StepSample:
     ready_s: tuple[float, ...]
     transfers: tuple[Transfer, ...]
     gain: Mapping[str, float] = field(default_factory=dict)
+    gain_curve: tuple[float, ...] = ()
+    norm: float | None = None
     bursts: tuple[Burst, ...] = ()
     rate_from: tuple[float, ...] = ()
     lag_s: tuple[float, ...] = ()

@@ -18,7 +18,7 @@ from cgx_ray.monitors.agent import NodeAgent
 from cgx_ray.monitors.export import METRICS, RUN, ControllerMetrics
 from cgx_ray.monitors.host import NicBytes, NicRates, read_nics
 from cgx_ray.monitors.network import EchoServer, round_trip_s
-from cgx_ray.monitors.sample import NodeSample, StepSample, Transfer
+from cgx_ray.monitors.sample import CURVE_DENSITIES, NodeSample, StepSample, Transfer
 
 HOST = "127.0.0.1"
 
@@ -38,6 +38,8 @@ def step_sample(rank: int, step: int) -> StepSample:
         ready_s=(0.1,),
         transfers=(Transfer(group=0, scheme="sra", numel=1000, wire_bytes=1000, seconds=0.2),),
         gain={"bf16": 0.99},
+        gain_curve=tuple(0.5 + rank / 10 for _ in CURVE_DENSITIES),
+        norm=2.5,
     )
 
 
@@ -236,6 +238,8 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
     ratios = [line for line in text.splitlines() if line.startswith("ray_cgx_ray_compression_ratio{")]
     assert len(ratios) == 2
     assert all(f'{RUN}="run"' in line and line.endswith(" 4.0") for line in ratios), ratios
+    # Ranks 0 and 1 have 0.5 and 0.6 at every density.
+    assert values(text, "ray_cgx_ray_gain_at_density{") == pytest.approx([0.55] * len(CURVE_DENSITIES))
     ray.get(actor.stop.remote())
 
 
@@ -330,6 +334,6 @@ def missing(text: str) -> list[str]:
 
 
 def test_no_metric_has_a_label_for_steps_tensors_or_groups() -> None:
-    allowed = {RUN, "ray_train_worker_world_rank", "phase", "codec", "peer", "direction", "kind"}
+    allowed = {RUN, "ray_train_worker_world_rank", "phase", "codec", "peer", "direction", "kind", "density"}
     assert {tag for metric in METRICS.values() for tag in metric.tags} == allowed
     assert all(metric.tags[0] == RUN for metric in METRICS.values())

@@ -212,6 +212,8 @@ class Engine:
                 for group, phases in zip(self._groups, step.phases, strict=True)
             ),
             gain=step.meter.gains() if step.meter is not None else {},
+            gain_curve=step.meter.curve() if step.meter is not None else (),
+            norm=step.meter.norm if step.meter is not None else None,
             bursts=bursts,
             rate_from=rate_from,
             # Of the step before, whose agreement this one has read; so it is on all ranks.

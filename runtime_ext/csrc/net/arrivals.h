@@ -44,7 +44,8 @@ class ArrivalMeter {
         if (pending_.seconds >= kMinBurstS) out.push_back(pending_);
         pending_ = {};
         const double seconds = last_ - first_;
-        if (num_to_skip_ > 0 || seconds < kMinBurstS || (seconds < kBurstS && num_bytes_ < kBurstBytes)) return;
+        if (num_to_skip_ > 0 || seconds < kMinBurstS || (seconds < kBurstS && num_bytes_ < kBurstBytes))
+            return;
         out.push_back({peer_, num_bytes_, seconds});
         start(last_);
     }
