@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ray.util import metrics
 
-from cgx_ray.monitors.sample import CURVE_DENSITIES, NodeSample, StepSample
+from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, NodeSample, StepSample
 
 # Labels that Ray Train gives its own metrics, so that panels can join the two.
 RUN = "ray_train_run_name"
@@ -75,6 +75,24 @@ METRICS: dict[str, Metric] = {
         "Bytes a second through the node's network cards, loopback left out; direction is sent or received.",
         (RUN, "direction"),
     ),
+    "cgx_ray_nic_speed_bits_per_second": Metric(
+        metrics.Gauge,
+        "Speed in bits a second of the node's fastest network card; 0 if its driver does not say.",
+        (RUN,),
+    ),
+    "cgx_ray_nic_errors": Metric(
+        metrics.Counter, "Packets that the node's network cards dropped or found broken.", (RUN,)
+    ),
+    "cgx_ray_neighbour_bytes_per_second": Metric(
+        metrics.Gauge, "Bytes a second that others than this run put on the node's link, over half a minute.", (RUN,)
+    ),
+    "cgx_ray_cpu_share": Metric(metrics.Gauge, "Share of the node's processors in use, 0 to 1. No unit.", (RUN,)),
+    "cgx_ray_memory_share": Metric(metrics.Gauge, "Share of the node's memory in use, 0 to 1. No unit.", (RUN,)),
+    "cgx_ray_pressure": Metric(
+        metrics.Gauge,
+        "Share of the last 10 s in which something on the node waited for a resource, cpu or memory. No unit.",
+        (RUN, "resource"),
+    ),
     # By the controller.
     "cgx_ray_decisions": Metric(metrics.Counter, "Decisions so far; kind is keep, replace or disable.", (RUN, "kind")),
     "cgx_ray_link_bandwidth_bits_per_second": Metric(
@@ -113,6 +131,7 @@ class NodeMetrics:
         self._run = {RUN: run_name}
         self._gauges_of_rank: dict[int, dict[tuple[str, str, str], float]] = {}
         self._curve_of_rank: dict[int, tuple[float, ...]] = {}
+        self._num_nic_errors = 0
 
     def export(self, sample: NodeSample) -> None:
         """Count the new steps, then set every gauge of the node."""
@@ -134,9 +153,19 @@ class NodeMetrics:
             _get("cgx_ray_gain_at_density").set(fmean(gains), {**self._run, "density": f"{density:.2g}"})
         for peer, latency_s in sample.latency_s.items():
             _get("cgx_ray_link_latency_seconds").set(latency_s, {**self._run, "peer": peer})
-        rates = {"sent": sample.sent_bytes_per_s, "received": sample.received_bytes_per_s}
-        for direction, rate in rates.items():
+        self._export_host(sample.host)
+
+    def _export_host(self, host: HostLoad) -> None:
+        for direction, rate in (("sent", host.sent_bytes_per_s), ("received", host.received_bytes_per_s)):
             _get("cgx_ray_nic_bytes_per_second").set(rate, {**self._run, "direction": direction})
+        for resource, share in host.pressure.items():
+            _get("cgx_ray_pressure").set(share, {**self._run, "resource": resource})
+        _get("cgx_ray_neighbour_bytes_per_second").set(host.neighbour_bytes_per_s, self._run)
+        _get("cgx_ray_nic_speed_bits_per_second").set(host.nic_speed_bits_per_s, self._run)
+        _get("cgx_ray_cpu_share").set(host.cpu_share, self._run)
+        _get("cgx_ray_memory_share").set(host.memory_share, self._run)
+        _increase("cgx_ray_nic_errors", host.num_nic_errors - self._num_nic_errors, self._run)
+        self._num_nic_errors = host.num_nic_errors
 
     def _count(self, steps: list[StepSample], tags: Mapping[str, str]) -> None:
         for step in steps:

@@ -79,17 +79,37 @@ class StepSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostLoad:
+    """What a node is busy with. Rates are of its network cards together, loopback left out.
+
+    neighbour_bytes_per_s  what others than this run put on its link, mean over half a minute
+    nic_speed_bits_per_s   of its fastest card, as the driver has it; 0 if it does not say
+    num_nic_errors         packets dropped or broken so far
+    cpu_share, memory_share
+                           in use, 0 to 1
+    pressure               by resource (cpu, memory) the share of the last 10 s in which something waited for it
+    """
+
+    sent_bytes_per_s: float
+    received_bytes_per_s: float
+    neighbour_bytes_per_s: float = 0.0
+    nic_speed_bits_per_s: float = 0.0
+    num_nic_errors: int = 0
+    cpu_share: float = 0.0
+    memory_share: float = 0.0
+    pressure: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSample:
     """What one node saw since its last report.
 
-    steps              of all ranks on the node, oldest first
-    latency_s          one-way latency to other nodes by node id: half the smallest TCP round trip
-    sent_bytes_per_s   network cards of the node together, loopback left out
+    steps      of all ranks on the node, oldest first
+    latency_s  one-way latency to other nodes by node id: half the smallest TCP round trip
     """
 
     node_id: str
     time_s: float
     steps: tuple[StepSample, ...]
     latency_s: Mapping[str, float]
-    sent_bytes_per_s: float
-    received_bytes_per_s: float
+    host: HostLoad

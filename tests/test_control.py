@@ -15,7 +15,7 @@ from cgx_ray.control.loop import JUDGED_STEPS, LINK_STEPS, WARM_UP_STEPS, Contro
 from cgx_ray.control.policy import AdaptivePolicy, Decision, Disable, Keep, Replace, StaticPolicy
 from cgx_ray.control.view import StepBook
 from cgx_ray.monitors.passive import PassiveLink
-from cgx_ray.monitors.sample import NodeSample, StepSample, Transfer
+from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample, Transfer
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.planner.options import CodecCost, candidate_options
@@ -60,8 +60,7 @@ class FakeRun:
                 time_s=float(self.step),
                 steps=samples,
                 latency_s={"other": self.latency_s},
-                sent_bytes_per_s=0.0,
-                received_bytes_per_s=0.0,
+                host=HostLoad(sent_bytes_per_s=0.0, received_bytes_per_s=0.0),
             )
             decisions += self.loop.observe(sample)
         return decisions

@@ -166,7 +166,8 @@ class Transport:
         ticket = mesh.post(dict.fromkeys(received, values_K), received)
 
         def wait() -> None:
-            self.lag_s = tuple(mesh.wait(ticket, self._timeout_s))
+            lag_s = mesh.wait(ticket, self._timeout_s)
+            self.lag_s = tuple(lag_s) if self._link is None else ()
 
         return lambda: self._minimum_of(wait, [values_K, *received.values()])
 
@@ -178,8 +179,8 @@ class Transport:
         return torch.stack(list(values)).amin(0)
 
     def take_bursts(self) -> list[tuple[int, int, float]]:
-        """See `Mesh.take_bursts`. None if messages go through torch.distributed."""
-        return self._mesh.take_bursts() if self._mesh is not None else []
+        """See `Mesh.take_bursts`. None of torch.distributed, nor of a simulated link, whose bytes come at full speed."""
+        return self._mesh.take_bursts() if self._mesh is not None and self._link is None else []
 
     def close(self) -> None:
         """Hang up: peers that still wait for this rank find out at once."""
