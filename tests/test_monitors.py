@@ -139,8 +139,8 @@ def test_echo_server_answers_several_clients_and_then_closes() -> None:
     server.close()
 
 
-def test_round_trip_is_the_smallest_of_its_probes() -> None:
-    delays_s = [0.6, 0.02, 0.3]
+def test_a_busy_peer_does_not_make_a_round_trip_longer() -> None:
+    delays_s = [0.6, 0.4, 0.3]
 
     def answer_late(listener: socket.socket) -> None:
         client, _ = listener.accept()
@@ -155,8 +155,8 @@ def test_round_trip_is_the_smallest_of_its_probes() -> None:
         thread.start()
         found_s = round_trip_s(HOST, listener.getsockname()[1], num_probes=3, timeout_s=10, gap_s=0)
         thread.join()
-    # A busy machine adds to a delay but never takes from it; 0.3 would mean that another probe was taken.
-    assert 0.02 <= found_s < 0.3, found_s
+    # The kernel shook hands at once.
+    assert 0 < found_s < 0.3, found_s
 
 
 def test_a_peer_that_accepts_and_never_answers_times_out() -> None:

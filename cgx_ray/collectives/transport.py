@@ -179,7 +179,7 @@ class Transport:
         return torch.stack(list(values)).amin(0)
 
     def take_bursts(self) -> list[tuple[int, int, float]]:
-        """See `Mesh.take_bursts`. None of torch.distributed, nor of a simulated link, whose bytes come at full speed."""
+        """See `Mesh.take_bursts`. Empty over torch.distributed or a simulated link, whose bytes come at full speed."""
         return self._mesh.take_bursts() if self._mesh is not None and self._link is None else []
 
     def close(self) -> None:
