@@ -40,7 +40,8 @@ class ChangeDetector:
             raise ValueError(f"value {value!r} has no logarithm; give a positive number")
         log_value, seconds = math.log(value), min(seconds, MAX_SAMPLE_S)
         if self._level is None or self._seconds < LEARN_S:
-            return self._learn(log_value, seconds)
+            self._learn(log_value, seconds)
+            return None
         for suspicion, sign in ((self._up, 1), (self._down, -1)):
             suspicion.add(sign * (log_value - self._level), log_value, seconds)
             if suspicion.evidence >= ALARM:

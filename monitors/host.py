@@ -29,20 +29,26 @@ class NicBytes(NamedTuple):
 
 def read_nics() -> dict[str, NicBytes]:
     """Counters by card, loopback left out. Empty if the node has nothing but loopback."""
+    cards = _speeds()
     return {
         name: NicBytes(count.bytes_sent, count.bytes_recv, count.errin + count.errout + count.dropin + count.dropout)
         for name, count in psutil.net_io_counters(pernic=True).items()
-        if name in _cards()
+        if name in cards
     }
 
 
 def nic_speed_bits_per_s() -> float:
     """Of the fastest card that is up, as its driver has it; 0 if none says."""
-    return max((card.speed * 1e6 for card in _cards().values() if card.isup), default=0.0)
+    return max(_speeds().values(), default=0.0)
 
 
-def _cards() -> dict[str, psutil._common.snicstats]:
-    return {name: card for name, card in psutil.net_if_stats().items() if "loopback" not in card.flags.split(",")}
+def _speeds() -> dict[str, float]:
+    """Bits a second by card, loopback left out; 0 of one that is down or does not say."""
+    return {
+        name: card.speed * 1e6 if card.isup else 0.0
+        for name, card in psutil.net_if_stats().items()
+        if "loopback" not in card.flags.split(",")
+    }
 
 
 class NicRates:

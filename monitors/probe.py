@@ -111,7 +111,7 @@ def _receive_bulk(client: socket.socket) -> float:
     has_stamps = sys.platform == "linux"
     if has_stamps:
         client.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
-    arrivals = []
+    arrivals: list[tuple[float, int]] = []
     while True:
         data, extra, _, _ = client.recvmsg(_PIECE_BYTES, socket.CMSG_SPACE(_TIMESPEC.size))
         if not data:

@@ -144,7 +144,7 @@ class GainMeter:
             spec = codec.spec
             if spec == NONE or not sample_energy:
                 return 1.0
-            if spec.name == "topk" and spec.value_bits == 32:
+            if spec.name == "topk" and spec.value_bits == 32 and spec.density is not None:
                 return curve.gain([spec.density])[0]
             return kept_energy(codec, sample_N, self._key) / sample_energy
 
