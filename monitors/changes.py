@@ -10,8 +10,9 @@ from collections.abc import Sequence
 DRIFT = math.log(1.2)
 CLIP = math.log(3)
 ALARM = 1.25
-# Until then the level is being learned.
+# Until either, the level is being learned.
 LEARN_S = 2.0
+LEARN_SAMPLES = 10
 # How fast what is normal follows what is seen, as long as nothing is suspected.
 MEMORY_S = 10.0
 # One sample says this much and no more, however long it took to take.
@@ -28,6 +29,7 @@ class ChangeDetector:
     def __init__(self) -> None:
         self._level: float | None = None
         self._seconds = 0.0
+        self._num_samples = 0
         self._up = _Suspicion()
         self._down = _Suspicion()
 
@@ -39,7 +41,8 @@ class ChangeDetector:
         if not 0 < value < math.inf:
             raise ValueError(f"value {value!r} has no logarithm; give a positive number")
         log_value, seconds = math.log(value), min(seconds, MAX_SAMPLE_S)
-        if self._level is None or self._seconds < LEARN_S:
+        self._num_samples += 1
+        if self._level is None or (self._seconds < LEARN_S and self._num_samples <= LEARN_SAMPLES):
             self._learn(log_value, seconds)
             return None
         for suspicion, sign in ((self._up, 1), (self._down, -1)):

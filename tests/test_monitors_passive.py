@@ -224,6 +224,13 @@ def test_one_sample_says_as_much_as_several_that_cover_the_same_time() -> None:
     assert [since_s is not None for since_s in found].index(True) in (23, 24)
 
 
+def test_a_run_of_steps_of_20_ms_is_learned_in_ten_of_them() -> None:
+    detector = ChangeDetector()
+    assert [detector.add(1.0, 0.02) for _ in range(60)] == [None] * 60
+    found = [detector.add(0.1, 0.03) for _ in range(60)]
+    assert [since_s is not None for since_s in found].index(True) <= 46
+
+
 def test_a_slow_drift_is_followed_without_alarm() -> None:
     detector = ChangeDetector()
     assert all(detector.add(2.0 ** (second / 120), 1.0) is None for second in range(600))
