@@ -1,4 +1,4 @@
-"""The command line: `cgx-ray demo`, `cgx-ray lab`, and `cgx-ray bench` step, kernels, collectives and lab."""
+"""The command line: `cgx-ray demo`, `cgx-ray lab`, `cgx-ray probe`, and `cgx-ray bench` with what it measures."""
 
 from __future__ import annotations
 
@@ -85,6 +85,20 @@ def demo(
         force_simulated=simulated_link,
     )
     demo_command(options, _console(json_path), json_path, num_bench_rounds=bench_rounds)
+
+
+@main.command()
+@click.option("--address", default="auto", show_default=True, help="Of a running Ray cluster.")
+@click.option("--hops", is_flag=True, help="Count network hops as well; each takes up to a second.")
+@click.option("--json", "json_path", metavar="FILE", help="Write the matrix as JSON; - is standard output.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), default="network.png", show_default=True, help="Where the picture goes."
+)
+def probe(address: str, hops: bool, json_path: str | None, plot: Path) -> None:
+    """Measure latency and bandwidth between all nodes of a running Ray cluster."""
+    from cgx_ray.report.ways import probe_command  # noqa: PLC0415
+
+    probe_command(address, _console(json_path), json_path, plot, counts_hops=hops)
 
 
 @main.group()

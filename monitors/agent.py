@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from cgx_ray.monitors.export import NodeMetrics
-from cgx_ray.monitors.host import NicRates
+from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.network import EchoServer, round_trip_s
 from cgx_ray.monitors.sample import NodeSample, StepSample
 
@@ -46,7 +46,7 @@ class NodeAgent:
         """Listen on `host`, this node's address. Raises OSError if it is not of this node."""
         self._node_id, self._run_name, self._clock = node_id, run_name, clock
         self._server = EchoServer(host)
-        self._nic_rates = NicRates()
+        self._host = HostMonitor()
         self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
         # `start` replaces these three whole, so the threads need no lock: each works on the one it picked up.
         self._peers = _Peers({})
@@ -99,14 +99,13 @@ class NodeAgent:
         self._peers.measure(self._stopping)
 
     def _publish(self) -> None:
-        sent_bytes_per_s, received_bytes_per_s = self._nic_rates.read()
+        steps = tuple(self._steps.popleft() for _ in range(len(self._steps)))
         sample = NodeSample(
             node_id=self._node_id,
             time_s=self._clock(),
-            steps=tuple(self._steps.popleft() for _ in range(len(self._steps))),
+            steps=steps,
             latency_s=self._peers.latency_s,
-            sent_bytes_per_s=sent_bytes_per_s,
-            received_bytes_per_s=received_bytes_per_s,
+            host=self._host.read(sum(step.wire_bytes for step in steps)),
         )
         self._metrics.export(sample)
         self._outbox.send(sample)

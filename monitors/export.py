@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ray.util import metrics
 
-from cgx_ray.monitors.sample import NodeSample, StepSample
+from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, NodeSample, StepSample
 
 # Labels that Ray Train gives its own metrics, so that panels can join the two.
 RUN = "ray_train_run_name"
@@ -59,6 +59,14 @@ METRICS: dict[str, Metric] = {
         "gradient. No unit.",
         (RUN, RANK, "codec"),
     ),
+    "cgx_ray_gradient_norm": Metric(
+        metrics.Gauge, "Norm of a rank's error-fed gradient when last measured, small layers left out.", (RUN, RANK)
+    ),
+    "cgx_ray_gain_at_density": Metric(
+        metrics.Gauge,
+        "Compression gain of top-k at a density when last measured, mean over the node's ranks. No unit.",
+        (RUN, "density"),
+    ),
     "cgx_ray_link_latency_seconds": Metric(
         metrics.Gauge, "One-way latency in seconds from this node to the node `peer`.", (RUN, "peer")
     ),
@@ -67,10 +75,41 @@ METRICS: dict[str, Metric] = {
         "Bytes a second through the node's network cards, loopback left out; direction is sent or received.",
         (RUN, "direction"),
     ),
+    "cgx_ray_nic_speed_bits_per_second": Metric(
+        metrics.Gauge,
+        "Speed in bits a second of the node's fastest network card; 0 if its driver does not say.",
+        (RUN,),
+    ),
+    "cgx_ray_nic_errors": Metric(
+        metrics.Counter, "Packets that the node's network cards dropped or found broken.", (RUN,)
+    ),
+    "cgx_ray_neighbour_bytes_per_second": Metric(
+        metrics.Gauge, "Bytes a second that others than this run put on the node's link, over half a minute.", (RUN,)
+    ),
+    "cgx_ray_cpu_share": Metric(metrics.Gauge, "Share of the node's processors in use, 0 to 1. No unit.", (RUN,)),
+    "cgx_ray_memory_share": Metric(metrics.Gauge, "Share of the node's memory in use, 0 to 1. No unit.", (RUN,)),
+    "cgx_ray_pressure": Metric(
+        metrics.Gauge,
+        "Share of the last 10 s in which something on the node waited for a resource, cpu or memory. No unit.",
+        (RUN, "resource"),
+    ),
     # By the controller.
     "cgx_ray_decisions": Metric(metrics.Counter, "Decisions so far; kind is keep, replace or disable.", (RUN, "kind")),
     "cgx_ray_link_bandwidth_bits_per_second": Metric(
-        metrics.Gauge, "Bandwidth between workers in bits a second, estimated from exchanges.", (RUN,)
+        metrics.Gauge, "Bandwidth of a worker's link in bits a second, estimated from exchanges.", (RUN,)
+    ),
+    "cgx_ray_link_bandwidth_error": Metric(
+        metrics.Gauge, "Half the width of the bandwidth's 95 % interval over the bandwidth. No unit.", (RUN,)
+    ),
+    "cgx_ray_worker_latency_seconds": Metric(
+        metrics.Gauge, "One-way latency in seconds between workers that are not near each other.", (RUN,)
+    ),
+    "cgx_ray_link_changes": Metric(metrics.Counter, "How often latency or bandwidth has changed.", (RUN,)),
+    "cgx_ray_slow_link_bits_per_second": Metric(
+        metrics.Gauge, "Bandwidth in bits a second of a rank whose link is much slower than the others'.", (RUN, RANK)
+    ),
+    "cgx_ray_slow_rank": Metric(
+        metrics.Gauge, "1 while a rank's compute takes much longer than the others'. No unit.", (RUN, RANK)
     ),
     "cgx_ray_predicted_step_seconds": Metric(
         metrics.Gauge, "Seconds a step that the planner predicts for the plan in force.", (RUN,)
@@ -91,6 +130,8 @@ class NodeMetrics:
     def __init__(self, run_name: str) -> None:
         self._run = {RUN: run_name}
         self._gauges_of_rank: dict[int, dict[tuple[str, str, str], float]] = {}
+        self._curve_of_rank: dict[int, tuple[float, ...]] = {}
+        self._num_nic_errors = 0
 
     def export(self, sample: NodeSample) -> None:
         """Count the new steps, then set every gauge of the node."""
@@ -100,15 +141,31 @@ class NodeMetrics:
         for rank, steps in steps_of_rank.items():
             self._count(steps, {**self._run, RANK: str(rank)})
             self._gauges_of_rank.setdefault(rank, {}).update(_gauges(steps))
+            for step in steps:
+                if step.gain_curve:
+                    self._curve_of_rank[rank] = step.gain_curve
         for rank, gauges in self._gauges_of_rank.items():
             for (name, tag, value_of_tag), value in gauges.items():
                 extra = {tag: value_of_tag} if tag else {}
                 _get(name).set(value, {**self._run, RANK: str(rank), **extra})
+        columns = zip(*self._curve_of_rank.values(), strict=True)
+        for density, gains in zip(CURVE_DENSITIES, columns, strict=False):
+            _get("cgx_ray_gain_at_density").set(fmean(gains), {**self._run, "density": f"{density:.2g}"})
         for peer, latency_s in sample.latency_s.items():
             _get("cgx_ray_link_latency_seconds").set(latency_s, {**self._run, "peer": peer})
-        rates = {"sent": sample.sent_bytes_per_s, "received": sample.received_bytes_per_s}
-        for direction, rate in rates.items():
+        self._export_host(sample.host)
+
+    def _export_host(self, host: HostLoad) -> None:
+        for direction, rate in (("sent", host.sent_bytes_per_s), ("received", host.received_bytes_per_s)):
             _get("cgx_ray_nic_bytes_per_second").set(rate, {**self._run, "direction": direction})
+        for resource, share in host.pressure.items():
+            _get("cgx_ray_pressure").set(share, {**self._run, "resource": resource})
+        _get("cgx_ray_neighbour_bytes_per_second").set(host.neighbour_bytes_per_s, self._run)
+        _get("cgx_ray_nic_speed_bits_per_second").set(host.nic_speed_bits_per_s, self._run)
+        _get("cgx_ray_cpu_share").set(host.cpu_share, self._run)
+        _get("cgx_ray_memory_share").set(host.memory_share, self._run)
+        _increase("cgx_ray_nic_errors", host.num_nic_errors - self._num_nic_errors, self._run)
+        self._num_nic_errors = host.num_nic_errors
 
     def _count(self, steps: list[StepSample], tags: Mapping[str, str]) -> None:
         for step in steps:
@@ -129,6 +186,8 @@ def _gauges(steps: list[StepSample]) -> dict[tuple[str, str, str], float]:
     if encoded_bytes:
         gauges["cgx_ray_compression_ratio", "", ""] = last.dense_bytes / encoded_bytes
     for step in steps:
+        if step.norm is not None:
+            gauges["cgx_ray_gradient_norm", "", ""] = step.norm
         gauges.update({("cgx_ray_gain", "codec", codec): gain for codec, gain in step.gain.items()})
     return gauges
 
@@ -138,6 +197,16 @@ class ControllerFacts(Protocol):
 
     @property
     def bandwidth_bits_per_s(self) -> float | None: ...
+    @property
+    def bandwidth_error(self) -> float | None: ...
+    @property
+    def latency_s(self) -> float | None: ...
+    @property
+    def num_link_changes(self) -> int: ...
+    @property
+    def slow_link_bits_per_s(self) -> Mapping[int, float]: ...
+    @property
+    def slow_ranks(self) -> frozenset[int]: ...
     @property
     def predicted_step_s(self) -> float | None: ...
     @property
@@ -150,6 +219,7 @@ class ControllerMetrics:
     def __init__(self, run_name: str) -> None:
         self._run = {RUN: run_name}
         self._num_journal_errors = 0
+        self._num_link_changes = 0
 
     def count_decision(self, kind: str) -> None:
         _increase("cgx_ray_decisions", 1, {**self._run, "kind": kind})
@@ -158,12 +228,20 @@ class ControllerMetrics:
         """Set the gauges; `num_journal_errors` is the total so far."""
         values = {
             "cgx_ray_link_bandwidth_bits_per_second": facts.bandwidth_bits_per_s,
+            "cgx_ray_link_bandwidth_error": facts.bandwidth_error,
+            "cgx_ray_worker_latency_seconds": facts.latency_s,
             "cgx_ray_predicted_step_seconds": facts.predicted_step_s,
             "cgx_ray_measured_step_seconds": facts.measured_step_s,
         }
         for name, value in values.items():
             if value is not None:
                 _get(name).set(value, self._run)
+        for rank, rate in facts.slow_link_bits_per_s.items():
+            _get("cgx_ray_slow_link_bits_per_second").set(rate, {**self._run, RANK: str(rank)})
+        for rank in facts.slow_ranks:
+            _get("cgx_ray_slow_rank").set(1, {**self._run, RANK: str(rank)})
+        _increase("cgx_ray_link_changes", facts.num_link_changes - self._num_link_changes, self._run)
+        self._num_link_changes = facts.num_link_changes
         _increase("cgx_ray_journal_errors", num_journal_errors - self._num_journal_errors, self._run)
         self._num_journal_errors = num_journal_errors
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 
 _PROBE = struct.Struct("<Q")
 _MAX_READ_BYTES = 4096
+_MIN_RTT_OFFSET = 148  # of tcpi_min_rtt in Linux's struct tcp_info
 
 
 class EchoServer:
@@ -72,7 +75,10 @@ def _echo(client: socket.socket) -> bool:
 
 
 def round_trip_s(host: str, port: int, *, num_probes: int = 5, timeout_s: float = 1.0, gap_s: float = 0.02) -> float:
-    """Smallest of `num_probes` round trips to an `EchoServer`, in seconds. Connecting is not counted.
+    """Smallest of `num_probes` round trips to an `EchoServer`, in seconds.
+
+    On Linux those that the kernel saw count too, the handshake among them: processes that wait for a processor, at
+    either end, do not make them longer.
 
     gap_s  pause between probes. Back to back they would all stand in one queue behind the same gradients, and the
            smallest would be no closer to the latency of the idle link.
@@ -92,7 +98,17 @@ def round_trip_s(host: str, port: int, *, num_probes: int = 5, timeout_s: float 
             best_s = min(best_s, time.perf_counter() - start_s)
             if answer != message:
                 raise ConnectionError(f"{host}:{port} answered {answer!r} to {message!r}: not an echo server")
-    return best_s
+        return min(best_s, _kernel_round_trip_s(sock))
+
+
+def _kernel_round_trip_s(sock: socket.socket) -> float:
+    """The smallest that the kernel has seen on this connection; infinite if it does not say."""
+    if sys.platform != "linux":
+        return math.inf
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_OFFSET + 4)
+    microseconds = int.from_bytes(info[_MIN_RTT_OFFSET:], sys.byteorder)
+    # ~0 before there is one; kernels before 4.6 have a shorter structure.
+    return microseconds * 1e-6 if 0 < microseconds < 0xFFFFFFFF else math.inf
 
 
 def _receive(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytes:

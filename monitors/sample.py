@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,21 @@ class Transfer:
     intra: str = "flat"
 
 
+# Where gain curves are sampled: four a decade.
+CURVE_DENSITIES = tuple(10 ** (-quarter / 4) for quarter in range(16, -1, -1))
+
+
+class Burst(NamedTuple):
+    """Bytes of long messages, from all ranks together, and how long the kernel took to get them."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.num_bytes / self.seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
     """One step of one rank. All times in seconds.
@@ -36,6 +52,12 @@ class StepSample:
                sums over groups; they overlap, so together they may be more than the time that passed
     ready_s    for each group, when backward had finished its last layer, from the start of the step
     gain       compression gain by codec (`str(CodecSpec)`), on the steps that measured it
+    gain_curve gain of top-k at CURVE_DENSITIES, and `norm`, |g| of the groups worth compressing, on the same steps
+    bursts     what this rank's link brought while long messages were under way, some 50 ms each
+    rate_from  by rank, bytes a second at which its long messages came; 0 where none did
+    lag_s      by rank, from when this rank sent its agreement to when the other's came, by this rank's clock; so what
+               two ranks have of each other adds up to a round trip, whichever of them was late and whatever their
+               clocks say. Empty without a mesh.
     """
 
     rank: int
@@ -51,20 +73,45 @@ class StepSample:
     ready_s: tuple[float, ...]
     transfers: tuple[Transfer, ...]
     gain: Mapping[str, float] = field(default_factory=dict)
+    gain_curve: tuple[float, ...] = ()
+    norm: float | None = None
+    bursts: tuple[Burst, ...] = ()
+    rate_from: tuple[float, ...] = ()
+    lag_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLoad:
+    """What a node is busy with. Rates are of its network cards together, loopback left out.
+
+    neighbour_bytes_per_s  what others than this run put on its link, mean over half a minute
+    nic_speed_bits_per_s   of its fastest card, as the driver has it; 0 if it does not say
+    num_nic_errors         packets dropped or broken so far
+    cpu_share, memory_share
+                           in use, 0 to 1
+    pressure               by resource (cpu, memory) the share of the last 10 s in which something waited for it
+    """
+
+    sent_bytes_per_s: float
+    received_bytes_per_s: float
+    neighbour_bytes_per_s: float = 0.0
+    nic_speed_bits_per_s: float = 0.0
+    num_nic_errors: int = 0
+    cpu_share: float = 0.0
+    memory_share: float = 0.0
+    pressure: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSample:
     """What one node saw since its last report.
 
-    steps              of all ranks on the node, oldest first
-    latency_s          one-way latency to other nodes by node id: half the smallest TCP round trip
-    sent_bytes_per_s   network cards of the node together, loopback left out
+    steps      of all ranks on the node, oldest first
+    latency_s  one-way latency to other nodes by node id: half the smallest TCP round trip
     """
 
     node_id: str
     time_s: float
     steps: tuple[StepSample, ...]
     latency_s: Mapping[str, float]
-    sent_bytes_per_s: float
-    received_bytes_per_s: float
+    host: HostLoad

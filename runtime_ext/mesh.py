@@ -68,14 +68,24 @@ class Mesh:
         self._posted[ticket] = (sends, receives)
         return ticket
 
-    def wait(self, ticket: int, timeout_s: float) -> None:
-        """Return when everything posted under `ticket` is done.
+    def wait(self, ticket: int, timeout_s: float) -> list[float]:
+        """Return when everything posted under `ticket` is done: by rank, the seconds from `post` to when the kernel got
+        the end of its last message; less than 0 if that was before, 0 without a message.
 
         Raises RuntimeError that names the ranks that did not answer within `timeout_s`, hung up, or sent a message of
         another size; all connections are closed then.
         """
-        self._native.wait(ticket, timeout_s)
+        arrived_s = self._native.wait(ticket, timeout_s)
         del self._posted[ticket]
+        return arrived_s
+
+    def take_bursts(self) -> list[tuple[int, int, float]]:
+        """(rank, bytes, seconds) of what arrived in long messages since the last call, some 50 ms each.
+
+        By the kernel's time stamps, so neither late ranks nor busy processors count. Rank -1 is all of them together,
+        which is what this rank's link carries. The newest 1,024 if nobody called for long.
+        """
+        return self._native.take_bursts()
 
     def close(self) -> None:
         """Hang up. What is under way fails, on both ends."""

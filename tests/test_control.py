@@ -13,8 +13,9 @@ import pytest
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import JUDGED_STEPS, LINK_STEPS, WARM_UP_STEPS, ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy, Decision, Disable, Keep, Replace, StaticPolicy
-from cgx_ray.control.view import StepBook, estimate_beta
-from cgx_ray.monitors.sample import NodeSample, StepSample, Transfer
+from cgx_ray.control.view import StepBook
+from cgx_ray.monitors.passive import PassiveLink
+from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample, Transfer
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.planner.options import CodecCost, candidate_options
@@ -59,8 +60,7 @@ class FakeRun:
                 time_s=float(self.step),
                 steps=samples,
                 latency_s={"other": self.latency_s},
-                sent_bytes_per_s=0.0,
-                received_bytes_per_s=0.0,
+                host=HostLoad(sent_bytes_per_s=0.0, received_bytes_per_s=0.0),
             )
             decisions += self.loop.observe(sample)
         return decisions
@@ -268,9 +268,10 @@ def test_steps_join_when_the_last_rank_reports_and_the_shortest_transfer_counts(
     book = StepBook(WORLD)
     assert book.add(samples[1:]) == []
     (joined,) = book.add(samples[:1])
-    beta = estimate_beta([joined], WORLD, alpha_s=1e-4)
-    assert beta is not None
-    assert 8 / beta == pytest.approx(1e9)
+    link = PassiveLink()
+    link.add(joined.seen, probed_latency_s=1e-4)
+    assert link.bandwidth is not None
+    assert 8 * link.bandwidth.value == pytest.approx(1e9)
 
 
 def test_bandwidth_is_told_from_the_indices_and_values_of_artopk(tmp_path: Path) -> None:
@@ -278,9 +279,10 @@ def test_bandwidth_is_told_from_the_indices_and_values_of_artopk(tmp_path: Path)
     topk = CodecSpec(name="topk", density=0.1)
     run.loop.plans.append(make_plan(LAYERS, version=1, world_size=WORLD, codec=topk, scheme=Scheme.ARTOPK_RING))
     (joined,) = StepBook(WORLD).add([run._sample(rank) for rank in range(WORLD)])
-    beta = estimate_beta([joined], WORLD, alpha_s=1e-4)
-    assert beta is not None
-    assert 8 / beta == pytest.approx(1e9)
+    link = PassiveLink()
+    link.add(joined.seen, probed_latency_s=1e-4)
+    assert link.bandwidth is not None
+    assert 8 * link.bandwidth.value == pytest.approx(1e9)
 
 
 def test_a_plan_survives_json() -> None:

@@ -9,7 +9,7 @@ import torch
 from codec_cases import FED_BACK, decoded, encoded, noise
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.feedback import Memories, kept_energy, sample_blocks
+from cgx_ray.codecs.feedback import GainCurve, Memories, kept_energy, sample_blocks
 from cgx_ray.errors import StateError
 from cgx_ray.plan import CodecSpec, Layer
 
@@ -134,3 +134,22 @@ def test_a_sample_is_made_of_whole_evenly_spaced_blocks() -> None:
     assert torch.equal(blocks[:, 0] % 1024, torch.zeros(64, dtype=torch.int64))
     assert torch.equal(blocks - blocks[:, :1], torch.arange(1024).expand(64, 1024))
     assert sample_blocks(grad_N[:100]).numel() == 100
+
+
+@pytest.mark.parametrize("tail", [0, 2, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_histogram_gives_the_gain_of_exact_topk_at_every_density_within_1_percent(
+    tail: int, dtype: torch.dtype
+) -> None:
+    grad_N = (noise(200_000) * torch.rand(200_000, generator=torch.Generator().manual_seed(1)) ** tail).to(dtype)
+    densities = [0.0005, 0.001, 0.004, 0.011, 0.033, 0.1, 0.5, 1.0]
+    square_N = grad_N.double().square().sort(descending=True).values
+    exact = [float(square_N[: round(density * 200_000)].sum() / square_N.sum()) for density in densities]
+    assert GainCurve(grad_N).gain(densities) == pytest.approx(exact, rel=0.01)
+
+
+def test_a_gain_curve_of_nothing_of_equal_elements_and_of_nan() -> None:
+    assert GainCurve(torch.zeros(1000)).gain([0.001, 1.0]) == [1.0, 1.0]
+    assert GainCurve(torch.full((1000,), -3.0)).gain([0.25, 1.0]) == pytest.approx([0.25, 1.0])
+    for value in (float("nan"), float("inf")):
+        assert all(math.isnan(gain) for gain in GainCurve(torch.tensor([1.0, value])).gain([0.5, 1.0]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,10 +12,13 @@ from torch import Tensor
 from cgx_ray.codecs.codec import KINDS, POWERSGD_Q, RESIDUALS, Codec, Memory
 from cgx_ray.errors import StateError
 from cgx_ray.plan import Layer
+from cgx_ray.runtime_ext import reference, sparse
 
 # Gains are measured on blocks, because neighbours share a scale that a bucketed codec makes use of.
 GAIN_BLOCK = 1024
 GAIN_SAMPLE_NUMEL = 1 << 16
+# Counting is cheap, and of a large sample 0.1 % are many enough.
+CURVE_SAMPLE_NUMEL = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +104,10 @@ class Memories:
         return entry.now() if isinstance(entry, _Place) else entry
 
 
-def sample_blocks(grad_N: Tensor) -> Tensor:
-    """At most `GAIN_SAMPLE_NUMEL` elements of `grad_N`: whole blocks, evenly spaced."""
+def sample_blocks(grad_N: Tensor, max_numel: int = GAIN_SAMPLE_NUMEL) -> Tensor:
+    """About `max_numel` elements of `grad_N`, or all if it has fewer: whole blocks, evenly spaced."""
     num_blocks = grad_N.numel() // GAIN_BLOCK
-    stride = num_blocks * GAIN_BLOCK // GAIN_SAMPLE_NUMEL
+    stride = num_blocks * GAIN_BLOCK // max_numel
     if stride <= 1:
         return grad_N
     return grad_N[: num_blocks * GAIN_BLOCK].view(num_blocks, GAIN_BLOCK)[::stride].reshape(-1)
@@ -122,3 +126,45 @@ def kept_energy(codec: Codec, grad_N: Tensor, key: int) -> float:
     codec.decode(payload, decoded_N, add=False, key=key)
     grad_N = grad_N.double()
     return float(grad_N.square().sum() - (grad_N - decoded_N).square().sum())
+
+
+class GainCurve:
+    """Gain of top-k at every density, from one histogram of magnitudes (Flexible Communication, section 2-C3).
+
+    The elements of a bin, which is at most 1/16 of its magnitudes wide, count as spread evenly over it. That is exact
+    but for the bins' ends: within 0.2 % on gradients with light and heavy tails.
+    """
+
+    def __init__(self, grad_N: Tensor) -> None:
+        """`grad_N`: the error-fed gradient or a sample of it, of any float type and device."""
+        counts = sparse.magnitude_histogram(grad_N).cpu().double()
+        # Largest first. Empty bins of NaN and Inf would be 0 * inf.
+        energy = torch.where(counts > 0, counts * _bin_squares(), 0.0)
+        self._numel = torch.cat((torch.zeros(1), counts.flip(0).cumsum(0)))
+        self._energy = torch.cat((torch.zeros(1), energy.flip(0).cumsum(0)))
+
+    def gain(self, densities: Sequence[float]) -> list[float]:
+        """By density, the share of |g|^2 that so many of the largest hold; 1 of nothing, NaN if |g| is not finite."""
+        total = float(self._energy[-1])
+        if total == 0:
+            return [1.0] * len(densities)
+        kept_D = torch.tensor(densities, dtype=torch.float64) * self._numel[-1]
+        # The first bin that reaches so far down.
+        last_D = torch.searchsorted(self._numel, kept_D).clamp(1, len(self._numel) - 1)
+        first_D = last_D - 1
+        share_D = (kept_D - self._numel[first_D]) / (self._numel[last_D] - self._numel[first_D])
+        gain_D: list[float] = (torch.lerp(self._energy[first_D], self._energy[last_D], share_D) / total).tolist()
+        return gain_D
+
+
+@cache
+def _bin_squares() -> Tensor:
+    """(NUM_BINS,) float64, mean square of magnitudes that are spread evenly over a bin."""
+    edges = torch.arange(reference.NUM_BINS + 1, dtype=torch.int64) << reference.HISTOGRAM_SHIFT
+    edges[-1] -= 1
+    edge = edges.to(torch.int32).view(torch.float32).double()
+    low, high = edge[:-1], edge[1:]
+    squares = (low * low + low * high + high * high) / 3
+    # Where zeros are counted, there are only denormals besides.
+    squares[0] = 0
+    return squares

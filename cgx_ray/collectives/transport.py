@@ -72,6 +72,7 @@ class Transport:
     nodes              index of the node of every rank: those of one node share memory
     local              the ranks of this node, if they are several; none on a simulated link, which is between any two
     step, group_index  what is under way, for messages of errors
+    lag_s              by rank, from this rank's last `start_minimum` to when the other's came; over TCP only
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Transport:
         self.local = mesh.local if mesh is not None and shares else None
         self.step = 0
         self.group_index = 0
+        self.lag_s: tuple[float, ...] = ()
         self._round = _Round()
 
     def begin_round(self) -> None:
@@ -176,7 +178,12 @@ class Transport:
             return lambda: self._minimum_of(work.wait, [values_K])
         mesh, received = self._mesh, {peer: torch.empty_like(values_K) for peer in self.peers}
         ticket = mesh.post(dict.fromkeys(received, values_K), received)
-        return lambda: self._minimum_of(lambda: mesh.wait(ticket, self._timeout_s), [values_K, *received.values()])
+
+        def wait() -> None:
+            lag_s = mesh.wait(ticket, self._timeout_s)
+            self.lag_s = tuple(lag_s) if self._link is None else ()
+
+        return lambda: self._minimum_of(wait, [values_K, *received.values()])
 
     def _minimum_of(self, wait: Callable[[], object], values: Sequence[Tensor]) -> Tensor:
         try:
@@ -194,6 +201,10 @@ class Transport:
             raise
         except RuntimeError as error:
             raise self._broken(what, error) from error
+
+    def take_bursts(self) -> list[tuple[int, int, float]]:
+        """See `Mesh.take_bursts`. Empty over torch.distributed or a simulated link, whose bytes come at full speed."""
+        return self._mesh.take_bursts() if self._mesh is not None and self._link is None else []
 
     def close(self) -> None:
         """Hang up: peers that still wait for this rank find out at once."""

@@ -9,7 +9,9 @@ from typing import Any
 
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Policy, Replace, View, next_plan, option_of
-from cgx_ray.control.view import JoinedStep, StepBook, estimate_beta
+from cgx_ray.control.view import JoinedStep, StepBook
+from cgx_ray.monitors.changes import SlowRanks
+from cgx_ray.monitors.passive import PassiveLink
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link
@@ -32,9 +34,19 @@ DEFAULT_LATENCY_S = 50e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopFacts:
-    """What is known at the moment, for metrics; None if not yet."""
+    """What is known at the moment, for metrics; None if not yet.
+
+    bandwidth_error   half the width of its 95 % interval, as a share of it
+    slow_link_bits_per_s, slow_ranks
+                      ranks whose link, or whose compute, is much slower than the others'
+    """
 
     bandwidth_bits_per_s: float | None
+    bandwidth_error: float | None
+    latency_s: float | None
+    num_link_changes: int
+    slow_link_bits_per_s: Mapping[int, float]
+    slow_ranks: frozenset[int]
     predicted_step_s: float | None
     measured_step_s: float | None
 
@@ -84,8 +96,10 @@ class ControlLoop:
         self._codec_slowdown = 1.0
         self._book = StepBook(first_plan.world_size)
         self._recent: list[JoinedStep] = []
-        self._window_alpha_s = DEFAULT_LATENCY_S
-        self._latency_s: dict[str, float] = {}
+        self._link = PassiveLink()
+        self._slow_ranks = SlowRanks(first_plan.world_size)
+        self._probed_s = DEFAULT_LATENCY_S
+        self._probed_of_node: dict[str, float] = {}
         self._gain: dict[str, float] = {}
         self._decided: StepInputs | None = None
         self._decided_step = 0
@@ -99,13 +113,18 @@ class ControlLoop:
         """Take in a report of one node; returns the decisions it led to, already journalled."""
         if not self.is_registered:
             return []
-        self._latency_s[sample.node_id] = median(sample.latency_s.values()) if sample.latency_s else 0.0
-        if _latency_moved(self._window_alpha_s, self._alpha_s()):
-            # Transfers from before the change would be read with the wrong latency.
+        self._probed_of_node[sample.node_id] = median(sample.latency_s.values()) if sample.latency_s else 0.0
+        known = [latency for latency in self._probed_of_node.values() if latency > 0]
+        probed_s = median(known) if known else DEFAULT_LATENCY_S
+        if _latency_moved(self._probed_s, probed_s) and self._link.latency_s is None:
+            # Exchanges from before the change would be read with the wrong latency.
             self._recent = []
-        self._window_alpha_s = self._alpha_s()
+            self._link = PassiveLink()
+        self._probed_s = probed_s
         decisions = []
         for step in self._book.add(sample.steps):
+            self._link.add(step.seen, self._probed_s)
+            self._slow_ranks.add(step.slowness, step.step_s)
             self._gain.update({codec: gain for codec, gain in step.gain.items() if gain > 0})
             if step.plan_version != self.plans[-1].version:
                 continue
@@ -117,10 +136,15 @@ class ControlLoop:
         return decisions
 
     def facts(self) -> LoopFacts:
-        """Bandwidth, predicted and measured step time under the plan in force."""
-        beta = self._beta()
+        """The network now, predicted and measured step time under the plan in force."""
+        rate, latency = self._link.bandwidth, self._link.latency_s
         return LoopFacts(
-            bandwidth_bits_per_s=8 / beta if beta is not None else None,
+            bandwidth_bits_per_s=8 * rate.value if rate is not None else None,
+            bandwidth_error=(rate.high - rate.low) / (2 * rate.value) if rate is not None else None,
+            latency_s=latency.value if latency is not None else None,
+            num_link_changes=self._link.num_changes,
+            slow_link_bits_per_s={rank: 8 * rate for rank, rate in self._link.slow.items()},
+            slow_ranks=self._slow_ranks.ranks,
             predicted_step_s=self._predicted_s,
             measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
         )
@@ -251,9 +275,10 @@ class ControlLoop:
 
     def _inputs(self) -> StepInputs | None:
         """What is known now, in the planner's terms; None while something is missing."""
-        recent, beta = self._recent, self._beta()
-        if len(recent) < LINK_STEPS or beta is None or not self._gain:
+        recent, rate, latency = self._recent, self._link.bandwidth, self._link.latency_s
+        if len(recent) < LINK_STEPS or rate is None or not self._gain:
             return None
+        alpha_s = latency.value if latency is not None else self._probed_s
         planned = self.plans[-1].groups
         measured = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
         ready_s = {name: ready for group, ready in zip(planned, measured, strict=True) for name in group.layers}
@@ -262,17 +287,10 @@ class ControlLoop:
             groups=tuple(size for size, _ in self._layout),
             ready_s=tuple(max(ready_s[name] for name in names) for _, names in self._layout),
             compute_s=median(one.compute_s for one in recent),
-            link=Link(alpha_s=self._alpha_s(), beta_s_per_byte=beta),
+            link=Link(alpha_s=alpha_s, beta_s_per_byte=1 / rate.value),
             codec_costs={name: _slowed(cost, self._codec_slowdown) for name, cost in self._codec_costs.items()},
             gain=dict(self._gain),
         )
-
-    def _alpha_s(self) -> float:
-        known = [latency for latency in self._latency_s.values() if latency > 0]
-        return median(known) if known else DEFAULT_LATENCY_S
-
-    def _beta(self) -> float | None:
-        return estimate_beta(self._recent, self.plans[-1].world_size, self._alpha_s())
 
 
 def describe_inputs(inputs: StepInputs) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from cgx_ray.monitors.passive import Exchange, Seen
 from cgx_ray.monitors.sample import StepSample, Transfer
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms
@@ -21,7 +22,8 @@ class JoinedStep:
 
     compute_s  of the slowest rank: the others wait for it
     ready_s    for each group, when the last rank had it
-    transfers  for each group, the shortest any rank saw: what is left is the wait for late ranks
+    slowness   by rank, its compute time over the median of all
+    seen       of the network; of each group the shortest exchange any rank saw: what is left is the wait for late ranks
     gain       mean over ranks, on steps that measured it
     """
 
@@ -31,7 +33,8 @@ class JoinedStep:
     compute_s: float
     codec_s: float
     ready_s: tuple[float, ...]
-    transfers: tuple[Transfer, ...]
+    slowness: tuple[float, ...]
+    seen: Seen
     gain: Mapping[str, float]
 
 
@@ -56,38 +59,46 @@ class StepBook:
 
 def join(samples: list[StepSample]) -> JoinedStep:
     """Combine what the ranks saw of one step."""
+    samples = sorted(samples, key=lambda sample: sample.rank)
     measured = [sample.gain for sample in samples if sample.gain]
     codecs = {codec for gain in measured for codec in gain}
+    step_s = median(sample.step_s for sample in samples)
+    usual_s = median(sample.compute_s for sample in samples)
     return JoinedStep(
         step=samples[0].step,
         plan_version=samples[0].plan_version,
-        step_s=median(sample.step_s for sample in samples),
+        step_s=step_s,
         compute_s=max(sample.compute_s for sample in samples),
         codec_s=median(sample.encode_s + sample.decode_s for sample in samples),
         ready_s=tuple(max(times) for times in zip(*(sample.ready_s for sample in samples), strict=True)),
-        transfers=tuple(
-            min(transfers, key=lambda transfer: transfer.seconds)
-            for transfers in zip(*(sample.transfers for sample in samples), strict=True)
-        ),
+        slowness=tuple(sample.compute_s / usual_s if usual_s > 0 else 1.0 for sample in samples),
+        seen=_seen(samples, step_s),
         gain={codec: fmean(gain[codec] for gain in measured if codec in gain) for codec in codecs},
     )
 
 
-def estimate_beta(steps: Iterable[JoinedStep], world_size: int, alpha_s: float) -> float | None:
-    """Seconds per byte of the link, from the engine's own transfers: median over steps; None if nothing tells.
+def _seen(samples: list[StepSample], step_s: float) -> Seen:
+    lag_s = {(one.rank, peer): lag for one in samples for peer, lag in enumerate(one.lag_s)}
+    trips = {(a, b): lag + lag_s[b, a] for (a, b), lag in lag_s.items() if a < b and (b, a) in lag_s}
+    return Seen(
+        seconds=step_s,
+        exchanges=tuple(
+            _exchange(min(transfers, key=lambda transfer: transfer.seconds), len(samples))
+            for transfers in zip(*(sample.transfers for sample in samples), strict=True)
+            # The time of a hierarchical one is that of two kinds of links.
+            if transfers[0].intra == "flat"
+        ),
+        bursts={sample.rank: sample.bursts for sample in samples},
+        pair_rate={
+            (peer, sample.rank): rate for sample in samples for peer, rate in enumerate(sample.rate_from) if rate > 0
+        },
+        # A clock that was set in between makes nonsense.
+        round_trip_s={pair: seconds for pair, seconds in trips.items() if seconds > 0},
+    )
 
-    A step's transfers count together, so small groups, whose time is mostly latency, weigh little. Hierarchical ones
-    tell nothing: their time is that of two kinds of links.
-    """
-    betas = []
-    for step in steps:
-        hops = num_bytes = seconds = 0.0
-        for transfer in (transfer for transfer in step.transfers if transfer.intra == "flat"):
-            group_hops, group_bytes = terms(
-                Scheme(transfer.scheme), world_size, transfer.wire_bytes, transfer.wire_bytes, transfer.index_bytes
-            )
-            hops, num_bytes, seconds = hops + group_hops, num_bytes + group_bytes, seconds + transfer.seconds
-        # Never less than a tenth of what was measured: latency is a guess when ranks wait for the processor.
-        if num_bytes > 0 and seconds > 0:
-            betas.append(max(seconds - hops * alpha_s, 0.1 * seconds) / num_bytes)
-    return median(betas) if betas else None
+
+def _exchange(transfer: Transfer, world_size: int) -> Exchange:
+    hops, num_bytes = terms(
+        Scheme(transfer.scheme), world_size, transfer.wire_bytes, transfer.wire_bytes, transfer.index_bytes
+    )
+    return Exchange(hops=hops, num_bytes=num_bytes, seconds=transfer.seconds)

@@ -21,7 +21,7 @@ from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.group import GainMeter, Group
 from cgx_ray.engine.step import Bucket, StepRun
 from cgx_ray.errors import CGXError, PlanError, StateError
-from cgx_ray.monitors.sample import StepSample, Transfer
+from cgx_ray.monitors.sample import Burst, StepSample, Transfer
 from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
 
@@ -187,6 +187,7 @@ class Engine:
     def _end(self, step: StepRun) -> None:
         now = time.perf_counter()
         step_s = now - self._last_end_s
+        bursts, rate_from = _rates(self._transport.take_bursts(), self._transport.world_size)
         sample = StepSample(
             rank=self._transport.rank,
             step=self.step,
@@ -212,6 +213,12 @@ class Engine:
                 for group, phases in zip(self._groups, step.phases, strict=True)
             ),
             gain=step.meter.gains() if step.meter is not None else {},
+            gain_curve=step.meter.curve() if step.meter is not None else (),
+            norm=step.meter.norm if step.meter is not None else None,
+            bursts=bursts,
+            rate_from=rate_from,
+            # Of the step before, whose agreement this one has read; so it is on all ranks.
+            lag_s=self._transport.lag_s,
         )
         self.last_step = sample
         self._samples.append(sample)
@@ -229,3 +236,14 @@ class Engine:
         for bucket in buckets:
             if not bucket.future.done():
                 bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
+
+
+def _rates(arrived: Sequence[tuple[int, int, float]], world_size: int) -> tuple[tuple[Burst, ...], tuple[float, ...]]:
+    """Of (rank, bytes, seconds): the bursts of all ranks together, and each rank's mean rate."""
+    num_bytes, seconds = [0] * world_size, [0.0] * world_size
+    for peer, count, took_s in arrived:
+        if peer >= 0:
+            num_bytes[peer] += count
+            seconds[peer] += took_s
+    bursts = tuple(Burst(count, took_s) for peer, count, took_s in arrived if peer < 0)
+    return bursts, tuple(n / s if s > 0 else 0.0 for n, s in zip(num_bytes, seconds, strict=True))

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from cgx_ray.codecs import Codec, make_codec
 from cgx_ray.codecs.codec import is_finite
-from cgx_ray.codecs.feedback import Memories, kept_energy, sample_blocks
+from cgx_ray.codecs.feedback import CURVE_SAMPLE_NUMEL, GainCurve, Memories, kept_energy, sample_blocks
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
+from cgx_ray.monitors.sample import CURVE_DENSITIES
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Scheme
 
 
@@ -134,19 +135,26 @@ class GainMeter:
     def __init__(self, candidates: Mapping[str, Codec], key: int) -> None:
         self._candidates = candidates
         self._key = key
-        # For each group its energy and, by codec, the share of it that is kept.
-        self._groups: list[tuple[float, dict[str, float]]] = []
+        # For each group its energy, by codec the share of it that is kept, and the gains at CURVE_DENSITIES.
+        self._groups: list[tuple[float, dict[str, float], list[float]]] = []
 
     def measure(self, grad_N: Tensor) -> float:
         """Try all candidates on a sample of a group; returns the whole group's energy |g|^2."""
         sample_N = sample_blocks(grad_N).float()
         sample_energy = float(sample_N.double().square().sum())
-        kept = {
-            name: kept_energy(codec, sample_N, self._key) / sample_energy if sample_energy else 1.0
-            for name, codec in self._candidates.items()
-        }
+        curve = GainCurve(sample_blocks(grad_N, CURVE_SAMPLE_NUMEL))
+
+        def gain(codec: Codec) -> float:
+            spec = codec.spec
+            if spec == NONE or not sample_energy:
+                return 1.0
+            if spec.name == "topk" and spec.value_bits == 32 and spec.density is not None:
+                return curve.gain([spec.density])[0]
+            return kept_energy(codec, sample_N, self._key) / sample_energy
+
+        kept = {name: gain(codec) for name, codec in self._candidates.items()}
         energy = float(grad_N.float().norm()) ** 2
-        self._groups.append((energy, kept))
+        self._groups.append((energy, kept, curve.gain(CURVE_DENSITIES)))
         return energy
 
     def correct(self, name: str, kept: float) -> None:
@@ -158,10 +166,27 @@ class GainMeter:
 
     def gains(self) -> dict[str, float]:
         """Gain by `str(CodecSpec)`, each group weighted by its energy; empty if that is zero or not finite."""
-        total = sum(energy for energy, _ in self._groups)
+        total = self._energy
         if not 0 < total < math.inf:
             return {}
         return {
-            name: sum(energy * kept.get(name, 0.0) for energy, kept in self._groups) / total
+            name: sum(energy * kept.get(name, 0.0) for energy, kept, _ in self._groups) / total
             for name in self._candidates
         }
+
+    def curve(self) -> tuple[float, ...]:
+        """Gain of top-k at CURVE_DENSITIES, weighted likewise; empty if `gains` is."""
+        total = self._energy
+        if not 0 < total < math.inf:
+            return ()
+        weighted = [[energy * gain for gain in gains] for energy, _, gains in self._groups]
+        return tuple(sum(column) / total for column in zip(*weighted, strict=True))
+
+    @property
+    def norm(self) -> float:
+        """|g| of the groups that were measured."""
+        return math.sqrt(self._energy)
+
+    @property
+    def _energy(self) -> float:
+        return sum(energy for energy, _, _ in self._groups)

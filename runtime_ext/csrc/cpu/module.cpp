@@ -73,6 +73,12 @@ NB_MODULE(_native, m) {
         },
         release());
     mesh.def("wait", &cgx::Mesh::wait, release());
+    mesh.def("take_bursts", [](cgx::Mesh& self) {
+        std::vector<std::tuple<int, int64_t, double>> bursts;
+        for (const auto& [peer, num_bytes, seconds] : self.take_bursts())
+            bursts.emplace_back(peer, num_bytes, seconds);
+        return bursts;
+    });
     mesh.def("close", &cgx::Mesh::close, release());
     nb::class_<cgx::Segment> segment(m, "Segment");
     segment.attr("SLOT_BYTES") = cgx::Segment::kSlotBytes;

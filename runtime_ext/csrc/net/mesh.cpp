@@ -15,6 +15,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <ctime>
 #include <stdexcept>
 
 namespace cgx {
@@ -45,6 +46,35 @@ struct Frame {
 double now() {
     using namespace std::chrono;
     return duration<double>(steady_clock::now().time_since_epoch()).count();
+}
+
+// The clock of the kernel's time stamps.
+double wall_clock() {
+    using namespace std::chrono;
+    return duration<double>(system_clock::now().time_since_epoch()).count();
+}
+
+// As recv, and `at` is when the kernel got the last of these bytes.
+ssize_t receive_stamped(int fd, void* data, size_t bytes, double& at) {
+    iovec piece{data, bytes};
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(timespec))];
+    msghdr header{};
+    header.msg_iov = &piece;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+    const ssize_t got = recvmsg(fd, &header, 0);
+    at = 0;
+    if (got <= 0) return got;
+    for (cmsghdr* c = CMSG_FIRSTHDR(&header); c != nullptr; c = CMSG_NXTHDR(&header, c)) {
+        if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_TIMESTAMPNS) continue;
+        timespec stamp;
+        std::memcpy(&stamp, CMSG_DATA(c), sizeof stamp);
+        at = static_cast<double>(stamp.tv_sec) + 1e-9 * static_cast<double>(stamp.tv_nsec);
+    }
+    // Stamps start a moment after they are asked for.
+    if (at == 0) at = wall_clock();
+    return got;
 }
 
 int left_ms(double deadline) { return std::max(0, static_cast<int>((deadline - now()) * 1e3)); }
@@ -108,7 +138,9 @@ bool write_all(int fd, void* data, size_t bytes, double deadline) {
 
 // What one `post` waits for.
 struct Mesh::Ticket {
-    std::vector<int> num_open;  // parts not done, by peer
+    std::vector<int> num_open;      // parts not done, by peer
+    std::vector<double> arrived_s;  // of the last part, by peer, after `posted_at`
+    double posted_at = 0;
     int64_t num_left = 0;
     std::string error;
     std::thread::id waiter;  // the thread in `wait`, if there is one
@@ -153,8 +185,10 @@ struct Mesh::Stream {
         return moved > 0 ? static_cast<ssize_t>(moved) : -1;
     }
 
-    ssize_t receive(void* data, size_t num_bytes) {
-        if (segment == nullptr) return recv(fd, data, num_bytes, 0);
+    // `at`: when it came, if through a socket.
+    ssize_t receive(void* data, size_t num_bytes, double& at) {
+        at = 0;
+        if (segment == nullptr) return receive_stamped(fd, data, num_bytes, at);
         // Looked at before the ring: what a rank sent before it left is still good.
         const bool is_gone = segment->is_gone(place);
         const size_t moved = segment->take(place, own_place, data, num_bytes);
@@ -169,6 +203,8 @@ Mesh::Mesh(int rank, int world_size, int num_streams, const std::string& address
     if (num_streams < 1)
         fail("num_streams " + std::to_string(num_streams) + " is not allowed; give 1 or more");
     streams_.resize(static_cast<size_t>(world_size) * num_streams);
+    for (int peer = 0; peer < world_size; ++peer) meters_.emplace_back(peer);
+    meters_.emplace_back(-1);
     const AddressInfo target(address, 0);
     listen_fd_ = socket(target.info->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (listen_fd_ < 0 || bind(listen_fd_, target.info->ai_addr, target.info->ai_addrlen) != 0 ||
@@ -323,6 +359,7 @@ void Mesh::accept_peers(int num_expected, double deadline) {
 void Mesh::add_stream(int fd, int peer, int index) {
     const int on = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPNS, &on, sizeof on);
     auto stream = std::make_unique<Stream>();
     stream->fd = fd;
     stream->peer = peer;
@@ -337,6 +374,8 @@ void Mesh::add_stream(int fd, int peer, int index) {
 int64_t Mesh::post(const std::vector<Part>& sends, const std::vector<Part>& receives) {
     auto ticket = std::make_shared<Ticket>();
     ticket->num_open.resize(world_size_);
+    ticket->arrived_s.resize(world_size_);
+    ticket->posted_at = wall_clock();
     int64_t number;
     {
         std::lock_guard lock(mutex_);
@@ -394,7 +433,7 @@ void Mesh::enqueue(const Part& part, bool is_send, const std::shared_ptr<Ticket>
     }
 }
 
-void Mesh::wait(int64_t number, double timeout_s) {
+std::vector<double> Mesh::wait(int64_t number, double timeout_s) {
     std::unique_lock lock(mutex_);
     const auto entry =
         std::find_if(tickets_.begin(), tickets_.end(), [&](auto& e) { return e.first == number; });
@@ -412,7 +451,7 @@ void Mesh::wait(int64_t number, double timeout_s) {
                                     [&] { return ticket->is_over(); });
     }
     std::erase_if(tickets_, [&](auto& e) { return e.first == number; });
-    if (ticket->num_left == 0 && ticket->error.empty()) return;
+    if (ticket->num_left == 0 && ticket->error.empty()) return ticket->arrived_s;
     std::string why = ticket->error;
     if (!is_over) {
         for (int peer = 0; peer < world_size_; ++peer) {
@@ -424,6 +463,11 @@ void Mesh::wait(int64_t number, double timeout_s) {
     // Nobody may touch the posted memory after this returns.
     close();
     fail(why);
+}
+
+std::vector<Burst> Mesh::take_bursts() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(bursts_, {});
 }
 
 void Mesh::close() {
@@ -479,6 +523,7 @@ void Mesh::run() {
             const bool more_to_receive = receive_some(*stream) == Progress::kMore;
             return !more_to_send && !more_to_receive;
         });
+        if (ready.empty()) settle_meters();
     }
 }
 
@@ -565,12 +610,13 @@ Mesh::Progress Mesh::receive_some(Stream& stream) {
         Message& message = stream.receives.front();
         Frame frame = message.frame;
         ssize_t got;
+        double at;
         if (message.moved < sizeof(Frame)) {
             // Frames are read into a copy and compared as they come in: a peer that is out of step is found
             // out early.
             char* const expected = reinterpret_cast<char*>(&message.frame);
             got = stream.receive(reinterpret_cast<char*>(&frame) + message.moved,
-                                 sizeof(Frame) - message.moved);
+                                 sizeof(Frame) - message.moved, at);
             if (got > 0 &&
                 std::memcmp(expected + message.moved, reinterpret_cast<char*>(&frame) + message.moved,
                             static_cast<size_t>(got)) != 0) {
@@ -581,7 +627,7 @@ Mesh::Progress Mesh::receive_some(Stream& stream) {
             }
         } else {
             const size_t body = message.moved - sizeof(Frame);
-            got = stream.receive(message.data + body, std::min(message.num_bytes - body, budget));
+            got = stream.receive(message.data + body, std::min(message.num_bytes - body, budget), at);
         }
         if (got == 0) {
             break_stream(stream, "rank " + std::to_string(stream.peer) + " hung up");
@@ -593,9 +639,12 @@ Mesh::Progress Mesh::receive_some(Stream& stream) {
             break_stream(stream, "rank " + std::to_string(stream.peer) + " hung up: " + std::strerror(errno));
             return Progress::kWaiting;
         }
+        const bool is_first = message.moved == 0;
         message.moved += static_cast<size_t>(got);
-        if (message.moved == sizeof(Frame) + message.num_bytes) {
-            finish(message, stream.peer);
+        const bool is_last = message.moved == sizeof(Frame) + message.num_bytes;
+        if (stream.segment == nullptr) meter(stream, at, got, is_first - is_last);
+        if (is_last) {
+            finish(message, stream.peer, at);
             stream.receives.pop_front();
         }
         if (static_cast<size_t>(got) >= budget)
@@ -605,8 +654,23 @@ Mesh::Progress Mesh::receive_some(Stream& stream) {
     return Progress::kWaiting;
 }
 
-void Mesh::finish(const Message& message, int peer) {
+void Mesh::meter(const Stream& stream, double at, ssize_t got, int opened) {
+    meters_[stream.peer].add(at, got, opened);
+    meters_[world_size_].add(at, got, opened);
+}
+
+void Mesh::settle_meters() {
+    std::vector<Burst> done;
+    for (ArrivalMeter& meter : meters_) meter.settle(done);
+    if (done.empty()) return;
     std::lock_guard lock(mutex_);
+    bursts_.insert(bursts_.end(), done.begin(), done.end());
+    if (bursts_.size() > kMaxBursts) bursts_.erase(bursts_.begin(), bursts_.end() - kMaxBursts);
+}
+
+void Mesh::finish(const Message& message, int peer, double at) {
+    std::lock_guard lock(mutex_);
+    if (at > 0) message.ticket->arrived_s[peer] = at - message.ticket->posted_at;
     --message.ticket->num_open[peer];
     if (--message.ticket->num_left == 0) tell(*message.ticket);
 }

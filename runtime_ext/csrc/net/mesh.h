@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "arrivals.h"
 #include "shm_segment.h"
 
 namespace cgx {
@@ -27,6 +28,7 @@ class Mesh {
     };
 
     static constexpr size_t kTokenBytes = 32;
+    static constexpr size_t kMaxBursts = 1024;
 
     // Listens on `address`, a numeric IP address, at a port that the kernel picks. `token` has kTokenBytes:
     // half of it is what a peer presents, the other half what it gets in return. Throws std::runtime_error if
@@ -48,10 +50,13 @@ class Mesh {
     // Starts to send and receive, and returns at once with a ticket for `wait`.
     int64_t post(const std::vector<Part>& sends, const std::vector<Part>& receives);
 
-    // Returns when everything posted under `ticket` is done. Throws std::runtime_error that names the ranks
-    // that did not answer within `timeout_s`, hung up, or sent a message of another size; the mesh is closed
-    // then.
-    void wait(int64_t ticket, double timeout_s);
+    // Returns when everything posted under `ticket` is done: by peer the seconds from `post` to the arrival
+    // of its last message, 0 without one. Throws std::runtime_error that names the ranks that did not answer
+    // within `timeout_s`, hung up, or sent a message of another size; the mesh is closed then.
+    std::vector<double> wait(int64_t ticket, double timeout_s);
+
+    // Bursts since the last call, the newest kMaxBursts.
+    std::vector<Burst> take_bursts();
 
     // Hangs up. What was posted and is not done fails.
     void close();
@@ -71,7 +76,9 @@ class Mesh {
     void enqueue(const Part& part, bool is_send, const std::shared_ptr<Ticket>& ticket);
     Progress send_some(Stream& stream);
     Progress receive_some(Stream& stream);
-    void finish(const Message& message, int peer);
+    void finish(const Message& message, int peer, double at = 0);
+    void meter(const Stream& stream, double at, ssize_t got, int opened);
+    void settle_meters();
     void break_stream(Stream& stream, const std::string& why);
     void accept_peers(int num_expected, double deadline);
     void dial(int peer, const std::string& address, int port, double deadline);
@@ -91,7 +98,9 @@ class Mesh {
     std::vector<Stream*> posted_;  // have something new to receive or to go on sending
     int64_t last_ticket_ = 0;
     bool is_closing_ = false;
+    std::vector<Burst> bursts_;
 
+    std::vector<ArrivalMeter> meters_;  // of sockets, by peer, then of all; the socket thread's own
     std::thread thread_, ring_thread_;
 };
 

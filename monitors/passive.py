@@ -1,0 +1,254 @@
+"""Latency and bandwidth of the network, from what the engine's own messages show. No probes, no clock, no sockets.
+
+Processors that are busy, ranks that are late and queues that are full only ever make a message slower. So everything
+here looks at the fast side of what was seen: low quantiles of times, high quantiles of rates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from cgx_ray.monitors.changes import ChangeDetector
+from cgx_ray.monitors.sample import Burst
+from cgx_ray.monitors.topology import clusters, slow_links
+
+# What is remembered; a change of the network cuts it short.
+WINDOW_S = 10.0
+MIN_STEPS = 3
+# How often estimates are made anew: with many ranks they take milliseconds.
+REFRESH_S = 0.5
+FAST_RATE = 0.9
+FAST_TIME = 0.1
+MIN_BURSTS = 8
+# Groups tell bandwidth from latency if their bytes a hop differ by this much.
+SIZE_FACTOR = 4.0
+FITTED_PER_SIZE = 5
+# An estimate whose interval is wider than this says little.
+SURE_FACTOR = 1.25
+# Changes of latencies below this are of processors, not of the network.
+LATENCY_FLOOR_S = 5e-4
+_Z = 1.96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A number, its 95 % interval, and what it was made from."""
+
+    value: float
+    low: float
+    high: float
+    source: str
+
+    @property
+    def is_sure(self) -> bool:
+        return 0 < self.high <= SURE_FACTOR * self.low
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """One group's, without the wait for late ranks: seconds = hops * alpha + num_bytes * beta, and contention."""
+
+    hops: float
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What all ranks saw of the network in one step, which took `seconds`.
+
+    bursts        by rank that received them
+    pair_rate     bytes a second by (sender, receiver), where long messages went
+    round_trip_s  between the ranks of a pair (a, b)
+    """
+
+    seconds: float
+    exchanges: Sequence[Exchange] = ()
+    bursts: Mapping[int, Sequence[Burst]] = field(default_factory=dict)
+    pair_rate: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    round_trip_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+
+class PassiveLink:
+    """The link between two workers as the last ten seconds of training show it. `add` once a step.
+
+    latency_s    one way, between ranks that are not near each other; None if nobody saw round trips
+    bandwidth    payload bytes a second that a worker's link carries, the slowest's where some are slow; None at first
+    near         ranks that share a host or a switch
+    slow         bytes a second of the ranks whose link, up or down, is much slower than the others'
+    num_changes  how often the network has changed
+    """
+
+    def __init__(self) -> None:
+        self.latency_s: Estimate | None = None
+        self.bandwidth: Estimate | None = None
+        self.near: list[list[int]] = []
+        self.slow: dict[int, float] = {}
+        self.num_changes = 0
+        self._window: deque[Seen] = deque()
+        self._detectors: dict[str, ChangeDetector] = defaultdict(ChangeDetector)
+        self._stale_s = 0.0
+
+    def add(self, seen: Seen, probed_latency_s: float) -> None:
+        """Take in a step. If the network has changed, what is older than the change is forgotten.
+
+        probed_latency_s  one way, used where messages do not tell
+        """
+        self._window.append(seen)
+        self._keep(WINDOW_S, MIN_STEPS)
+        self._stale_s += seen.seconds
+        latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
+        for name, value in _watched(seen, latency_s):
+            since_s = self._detectors[name].add(value, seen.seconds)
+            if since_s is not None:
+                self.num_changes += 1
+                self._keep(since_s, 1)
+                self._stale_s = REFRESH_S
+        if self._stale_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
+            self._stale_s = 0.0
+            self._refresh(probed_latency_s)
+
+    def _keep(self, seconds: float, num_steps: int) -> None:
+        """Forget the oldest steps, so long as others cover `seconds` and are `num_steps`."""
+        covered_s = sum(seen.seconds for seen in self._window)
+        while len(self._window) > num_steps and covered_s - self._window[0].seconds >= seconds * (1 - 1e-9):
+            covered_s -= self._window.popleft().seconds
+
+    def _refresh(self, probed_latency_s: float) -> None:
+        trips: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for seen in self._window:
+            for pair, seconds in seen.round_trip_s.items():
+                trips[pair].append(seconds)
+        fast = {pair: quantile_interval(times, FAST_TIME) for pair, times in trips.items()}
+        self.near = clusters({pair: trip[1] for pair, trip in fast.items()})
+        self.latency_s = _latency(fast, self.near)
+        bursts: dict[int, list[float]] = defaultdict(list)
+        pairs: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for seen in self._window:
+            for rank, new in seen.bursts.items():
+                bursts[rank].extend(burst.rate for burst in new)
+            for pair, rate in seen.pair_rate.items():
+                pairs[pair].append(rate)
+        down, up = _rates(bursts, {pair: median(rates) for pair, rates in pairs.items()})
+        self.slow = {**slow_links(up), **slow_links(down)}
+        latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
+        steps = [seen.exchanges for seen in self._window]
+        self.bandwidth = (
+            _burst_rate(bursts, down, self.slow)
+            or fit_exchanges(list(itertools.chain(*steps)))
+            or _rate_at(latency_s, steps)
+        )
+
+
+def _watched(seen: Seen, latency_s: float) -> list[tuple[str, float]]:
+    """What must not change from step to step, if the network does not."""
+    watched = []
+    if seen.round_trip_s:
+        watched.append(("latency", quantile(list(seen.round_trip_s.values()), 0.5) / 2 + LATENCY_FLOOR_S))
+    rates = {rank: [burst.rate for burst in bursts] for rank, bursts in seen.bursts.items() if bursts}
+    if sum(map(len, rates.values())) >= MIN_BURSTS:
+        down, up = _rates(rates, seen.pair_rate)
+        watched.append(("bursts", _slowest(down, {**slow_links(up), **slow_links(down)})))
+    elif seen.exchanges:
+        # One at a time, and the fastest counts: processors are rarely busy during all of them.
+        most = max(one.num_bytes for one in seen.exchanges)
+        rate = _rate_at(latency_s, [[one] for one in seen.exchanges if 2 * one.num_bytes >= most])
+        watched += [("exchanges", rate.value)] if rate is not None else []
+    return watched
+
+
+def _latency(fast: Mapping[tuple[int, int], tuple[float, float, float]], near: list[list[int]]) -> Estimate | None:
+    if not fast:
+        return None
+    group_of = {rank: index for index, group in enumerate(near) for rank in group}
+    far = [trip for (a, b), trip in fast.items() if group_of[a] != group_of[b]] or list(fast.values())
+    low, value, high = (median(column) / 2 for column in zip(*far, strict=True))
+    return Estimate(value=value, low=low, high=high, source="agreement")
+
+
+def _rates(
+    bursts: Mapping[int, Sequence[float]], pair_rate: Mapping[tuple[int, int], float]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Bytes a second that each rank's link brings, and takes: to all others at once, so what they see of it adds up."""
+    down = {rank: quantile(rates, FAST_RATE) for rank, rates in bursts.items() if rates}
+    sent: dict[int, list[float]] = defaultdict(list)
+    for (sender, _), rate in pair_rate.items():
+        sent[sender].append(rate)
+    return down, {sender: sum(rates) / len(rates) * (len(sent) - 1) for sender, rates in sent.items()}
+
+
+def _burst_rate(
+    bursts: Mapping[int, Sequence[float]], down: Mapping[int, float], slow: Mapping[int, float]
+) -> Estimate | None:
+    rates = [rate for rates in bursts.values() for rate in rates]
+    if len(rates) < MIN_BURSTS:
+        return None
+    low, usual, high = quantile_interval(rates, FAST_RATE)
+    value = _slowest(down, slow)
+    return Estimate(value=value, low=value * low / usual, high=value * high / usual, source="bursts")
+
+
+def _slowest(down: Mapping[int, float], slow: Mapping[int, float]) -> float:
+    # Not the least of all: that would be the rank whose processor is busiest.
+    return min([median(down.values()), *slow.values()])
+
+
+def fit_exchanges(exchanges: Sequence[Exchange]) -> Estimate | None:
+    """Bytes a second by Theil and Sen from groups of different size; None if they differ too little, or are too few.
+
+    seconds / hops = alpha + beta * bytes / hops: of each size the fastest few, then the median slope between those
+    whose bytes differ by SIZE_FACTOR, so that no latency needs to be known. Its interval is Sen's (1968).
+    """
+    by_size: dict[float, list[float]] = defaultdict(list)
+    for one in exchanges:
+        if one.hops > 0 and one.num_bytes > 0:
+            by_size[one.num_bytes / one.hops].append(one.seconds / one.hops)
+    points = [(x, t) for x, times in by_size.items() for t in sorted(times)[: -(-len(times) // 3)][:FITTED_PER_SIZE]]
+    slopes = sorted(
+        (tb - ta) / (xb - xa)
+        for (xa, ta), (xb, tb) in itertools.combinations(sorted(points), 2)
+        if xb >= SIZE_FACTOR * xa
+    )
+    if not slopes:
+        return None
+    n = len(points)
+    # Half of the interval's width as a share of all slopes.
+    reach = _Z * math.sqrt(n * (n - 1) * (2 * n + 5) / 18) / (n * (n - 1))
+    slow, beta, fast = (quantile(slopes, share) for share in (0.5 + reach, 0.5, 0.5 - reach))
+    if fast <= 0:
+        return None
+    fitted = Estimate(value=1 / beta, low=1 / slow, high=1 / fast, source="fit")
+    return fitted if fitted.is_sure else None
+
+
+def _rate_at(latency_s: float, steps: Iterable[Sequence[Exchange]]) -> Estimate | None:
+    """Bytes a second if messages have this latency. A step's exchanges count together: small ones tell little."""
+    rates = []
+    for exchanges in steps:
+        hops, num_bytes, seconds = (
+            sum(getattr(one, name) for one in exchanges) for name in ("hops", "num_bytes", "seconds")
+        )
+        # Never less than a tenth of what was measured: ranks that wait for a processor make latency a guess.
+        if num_bytes > 0 and seconds > 0:
+            rates.append(num_bytes / max(seconds - hops * latency_s, 0.1 * seconds))
+    if not rates:
+        return None
+    low, value, high = quantile_interval(rates, FAST_RATE)
+    return Estimate(value=value, low=low, high=high, source="exchanges")
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of `values` lie below, one of them; `share` outside of [0, 1] gives the outermost."""
+    ordered = sorted(values)
+    return ordered[min(max(round(share * (len(ordered) - 1)), 0), len(ordered) - 1)]
+
+
+def quantile_interval(values: Sequence[float], share: float) -> tuple[float, float, float]:
+    """A quantile between the ends of its 95 % interval: order statistics, whatever the distribution."""
+    reach = _Z * math.sqrt(share * (1 - share) / len(values))
+    return quantile(values, share - reach), quantile(values, share), quantile(values, share + reach)

@@ -1,0 +1,274 @@
+"""Active probes of bandwidth and distance, for links that nobody uses. Round trips are in `network`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from cgx_ray.monitors.network import EchoServer, round_trip_s
+from cgx_ray.monitors.passive import quantile
+
+# A probe costs at most this share of a link over this long.
+BUDGET_SHARE = 0.01
+BUDGET_S = 60.0
+# What a link is taken for before anyone has measured it: 100 Mbit/s.
+FIRST_GUESS_BYTES_PER_S = 12.5e6
+MAX_PROBE_S = 5.0
+MAX_HOPS = 30
+_PIECE_BYTES = 1 << 18
+_RESULT = struct.Struct("<d")
+# Rates are taken over this long, and the fast ones count: at first TCP itself is slow, and processors may be busy.
+_WINDOW_S = 0.02
+_FAST = 0.9
+# In queues and token buckets before the link: faster than it.
+_SKIPPED_BYTES = 1 << 17
+_SO_TIMESTAMPNS = 35  # Python has no name for it
+_TIMESPEC = struct.Struct("@qq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidth:
+    """Payload bytes a second into a node, and the tool that says so: iperf3 or tcp."""
+
+    bytes_per_s: float
+    tool: str
+
+
+def budget_bytes(bytes_per_s: float | None) -> int:
+    """What a probe may send, once a minute, over a link of that rate; None if it is unknown."""
+    return int(BUDGET_SHARE * BUDGET_S * (bytes_per_s or FIRST_GUESS_BYTES_PER_S))
+
+
+def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Every ordered pair of nodes once, in rounds in which no node takes part twice (the circle method)."""
+    seats: list[int | None] = [*range(num_nodes), *[None] * (num_nodes % 2)]
+    schedule = []
+    for _ in range(len(seats) - 1):
+        met = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
+        pairs = [(a, b) for a, b in met if a is not None and b is not None]
+        schedule += [pairs, [(b, a) for a, b in pairs]]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return schedule
+
+
+class BulkServer:
+    """Takes in what `measure_tcp` sends and answers with the rate at which it came; one probe after the other."""
+
+    def __init__(self, host: str) -> None:
+        """Listen on `host`, on a port that the system chooses. Raises OSError if `host` is not of this node."""
+        self._listener = socket.create_server((host, 0))
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._serve, name="cgx-ray-bulk", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more probes; waits for one that is under way. May be called again."""
+        if self._thread.is_alive():
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with client:
+                client.settimeout(MAX_PROBE_S)
+                try:
+                    client.sendall(_RESULT.pack(_receive_bulk(client)))
+                except OSError:
+                    continue  # the client is gone or stuck; it finds out itself
+
+
+def measure_tcp(host: str, port: int, num_bytes: int) -> Bandwidth:
+    """Send `num_bytes` to a `BulkServer`, for at most MAX_PROBE_S.
+
+    Raises OSError if it does not answer, or another probe is under way there for longer than MAX_PROBE_S.
+    """
+    piece = bytes(_PIECE_BYTES)
+    with socket.create_connection((host, port), timeout=2 * MAX_PROBE_S) as sock:
+        end_s = time.perf_counter() + MAX_PROBE_S
+        while num_bytes > 0 and time.perf_counter() < end_s:
+            num_bytes -= sock.send(memoryview(piece)[:num_bytes])
+        sock.shutdown(socket.SHUT_WR)
+        answer = sock.recv(_RESULT.size, socket.MSG_WAITALL)
+    if len(answer) < _RESULT.size:
+        raise ConnectionError(f"{host}:{port} hung up before it said how fast it was")
+    return Bandwidth(bytes_per_s=_RESULT.unpack(answer)[0], tool="tcp")
+
+
+def _receive_bulk(client: socket.socket) -> float:
+    """Read until the client has no more; returns bytes a second, by the kernel's time stamps where it has them."""
+    has_stamps = sys.platform == "linux"
+    if has_stamps:
+        client.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+    arrivals: list[tuple[float, int]] = []
+    while True:
+        data, extra, _, _ = client.recvmsg(_PIECE_BYTES, socket.CMSG_SPACE(_TIMESPEC.size))
+        if not data:
+            return _fast_rate(arrivals)
+        stamps = [_TIMESPEC.unpack(value) for _, kind, value in extra if kind == _SO_TIMESTAMPNS]
+        arrivals.append((stamps[0][0] + stamps[0][1] * 1e-9 if stamps else time.time(), len(data)))
+
+
+def _fast_rate(arrivals: list[tuple[float, int]]) -> float:
+    """Of (time, bytes): the rate over windows, at their fast side. 0 if it is too little to say."""
+    rates, start_s, received, skipped = [], 0.0, 0, 0
+    for at_s, num_bytes in arrivals:
+        if skipped < _SKIPPED_BYTES:
+            skipped += num_bytes
+            start_s = at_s
+            continue
+        received += num_bytes
+        if at_s - start_s >= _WINDOW_S:
+            rates.append(received / (at_s - start_s))
+            start_s, received = at_s, 0
+    if not rates and received and arrivals[-1][0] > start_s:
+        rates.append(received / (arrivals[-1][0] - start_s))
+    return quantile(rates, _FAST) if rates else 0.0
+
+
+class Iperf3Server:
+    """`iperf3 --server` for one test, on a port that the system chooses.
+
+    The program, not the library: that redirects the standard output of the whole process while it measures.
+    """
+
+    @staticmethod
+    def available() -> bool:
+        return shutil.which("iperf3") is not None
+
+    def __init__(self, host: str) -> None:
+        with socket.create_server((host, 0)) as probe:
+            self.address: tuple[str, int] = (host, probe.getsockname()[1])
+        argv = ["iperf3", "--server", "--one-off", "--bind", host, "--port", str(self.address[1]), "--forceflush"]
+        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if "listening" in line:
+                return
+        raise OSError(f"iperf3 does not listen on {host}:{self.address[1]}; it ended with {self._process.wait()}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def measure_iperf3(host: str, port: int, num_bytes: int) -> Bandwidth:
+    """Send `num_bytes` to an `Iperf3Server`. Raises OSError if iperf3 says that it failed or takes too long."""
+    argv = ["iperf3", "--client", host, "--port", str(port), "--bytes", str(num_bytes), "--interval", "0.1", "--json"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=4 * MAX_PROBE_S)
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"iperf3 to {host}:{port} took longer than {error.timeout} s") from error
+    found = json.loads(done.stdout or "{}")
+    if "error" in found or "end" not in found:
+        raise OSError(f"iperf3 to {host}:{port}: {found.get('error', done.stderr.strip())}")
+    return Bandwidth(bytes_per_s=found["end"]["sum_received"]["bits_per_second"] / 8, tool="iperf3")
+
+
+def count_hops(host: str, port: int, timeout_s: float = 1.0) -> int | None:
+    """Network hops to a listening port: the smallest time-to-live that reaches it; None if MAX_HOPS do not.
+
+    Needs neither traceroute nor root. Each router on the way costs `timeout_s`. Raises ConnectionRefusedError if nobody
+    listens.
+    """
+    is_v6 = ":" in host
+    limit = (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS) if is_v6 else (socket.IPPROTO_IP, socket.IP_TTL)
+    for hops in range(1, MAX_HOPS + 1):
+        with socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(*limit, hops)
+            sock.settimeout(timeout_s)
+            try:
+                sock.connect((host, port))
+            except ConnectionRefusedError:
+                raise
+            except OSError:
+                continue  # a router on the way dropped it
+            return hops
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """What probes found of the way from one node to another.
+
+    error  half the spread of the bandwidth over the probes, as a share of it
+    hops   None if they were not counted
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    error: float
+    tool: str
+    hops: int | None
+
+
+class Prober:
+    """Answers other nodes' probes from construction on, and probes them. A plain class, to be made an actor."""
+
+    def __init__(self, host: str) -> None:
+        """Listen on `host`, this node's address. Raises OSError if it is not of this node."""
+        self._host = host
+        self._echo = EchoServer(host)
+        self._bulk = BulkServer(host)
+        self._iperf3: Iperf3Server | None = None
+
+    def addresses(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Where it echoes, and where it takes in bulk data."""
+        return self._echo.address, self._bulk.address
+
+    def start_iperf3(self) -> tuple[str, int] | None:
+        """Serve one iperf3 test, until `stop_iperf3`; returns where. None if iperf3 is not installed here."""
+        if Iperf3Server.available():
+            self._iperf3 = Iperf3Server(self._host)
+        return self._iperf3.address if self._iperf3 is not None else None
+
+    def stop_iperf3(self) -> None:
+        if self._iperf3 is not None:
+            self._iperf3.close()
+            self._iperf3 = None
+
+    def probe(
+        self,
+        echo: tuple[str, int],
+        bulk: tuple[str, int],
+        iperf3: tuple[str, int] | None = None,
+        *,
+        counts_hops: bool = False,
+    ) -> Way:
+        """Probe the way to another node. All probes together keep to the budget of a minute.
+
+        iperf3  where the other serves it; used if it is installed here as well
+
+        Raises OSError if the other does not answer.
+        """
+        latency_s = round_trip_s(*echo) / 2
+        spent = budget_bytes(None) // 5
+        first = measure_tcp(*bulk, spent)
+        left = max(0, budget_bytes(first.bytes_per_s) - spent) or spent
+        found = [measure_tcp(*bulk, left // 3) for _ in range(2)]
+        if iperf3 is not None and Iperf3Server.available():
+            found.append(measure_iperf3(*iperf3, left // 3))
+        rates = [one.bytes_per_s for one in found]
+        return Way(
+            latency_s=latency_s,
+            bytes_per_s=rates[-1],
+            error=(max(rates) - min(rates)) / (2 * rates[-1]),
+            tool=found[-1].tool,
+            hops=count_hops(*echo) if counts_hops else None,
+        )
+
+    def close(self) -> None:
+        self.stop_iperf3()
+        self._bulk.close()
+        self._echo.close()

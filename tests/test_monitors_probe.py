@@ -1,0 +1,174 @@
+"""Active probes over real sockets: what they find, what they cost, and that no node is probed twice at once."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from cgx_ray.lab.namespaces import Lab
+from cgx_ray.monitors import probe
+from cgx_ray.monitors.probe import (
+    BulkServer,
+    Iperf3Server,
+    Prober,
+    budget_bytes,
+    count_hops,
+    measure_iperf3,
+    measure_tcp,
+    rounds,
+)
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def bulk() -> Iterator[BulkServer]:
+    server = BulkServer(HOST)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 2, 3, 4, 7, 16])
+def test_rounds_have_every_pair_once_and_no_node_twice_at_a_time(num_nodes: int) -> None:
+    schedule = rounds(num_nodes)
+    assert sorted(itertools.chain(*schedule)) == sorted(itertools.permutations(range(num_nodes), 2))
+    for pairs in schedule:
+        nodes = list(itertools.chain(*pairs))
+        assert len(nodes) == len(set(nodes)), pairs
+
+
+def test_a_probe_a_minute_costs_1_percent_of_the_link() -> None:
+    for bytes_per_s in (12.5e6, 125e6, 1.25e9):
+        assert budget_bytes(bytes_per_s) <= 0.01 * 60 * bytes_per_s
+    assert budget_bytes(None) == budget_bytes(12.5e6)
+
+
+def test_the_rate_is_that_of_the_fast_windows_after_the_queues_have_run_empty() -> None:
+    # 128 KiB at once, then 10 MB/s with a pause of half a second.
+    times_s = [1e-6 * i for i in range(2)] + [0.001 * i for i in range(1, 101)] + [0.6 + 0.001 * i for i in range(100)]
+    sizes = [1 << 16] * 2 + [10_000] * 200
+    assert probe._fast_rate(list(zip(times_s, sizes, strict=True))) == pytest.approx(10e6, rel=0.06)
+    assert probe._fast_rate([]) == 0.0
+    assert probe._fast_rate([(1.0, 1 << 20)]) == 0.0
+
+
+def test_probes_into_one_node_take_turns(bulk: BulkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: list[int] = []
+    most: list[int] = []
+    receive = probe._receive_bulk
+
+    def watched(client: socket.socket) -> float:
+        under_way.append(1)
+        most.append(len(under_way))
+        rate = receive(client)
+        under_way.pop()
+        return rate
+
+    monkeypatch.setattr(probe, "_receive_bulk", watched)
+    found: list[float] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(measure_tcp(*bulk.address, 20_000_000).bytes_per_s))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(rate > 0 for rate in found), found
+    assert most == [1] * 4
+
+
+def test_a_client_that_vanishes_leaves_the_server_at_work(bulk: BulkServer) -> None:
+    with socket.create_connection(bulk.address) as client:
+        client.sendall(bytes(100_000))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closes with a reset
+    assert measure_tcp(*bulk.address, 10_000_000).bytes_per_s > 0
+
+
+def test_a_closed_server_refuses_and_one_that_hangs_up_is_an_error(bulk: BulkServer) -> None:
+    bulk.close()
+    bulk.close()
+    with pytest.raises(ConnectionRefusedError):
+        measure_tcp(*bulk.address, 1000)
+
+    def hang_up(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client:
+            while client.recv(1 << 16):
+                pass
+
+    with closing(socket.create_server((HOST, 0))) as listener:
+        thread = threading.Thread(target=hang_up, args=(listener,))
+        thread.start()
+        with pytest.raises(ConnectionError, match="hung up"):
+            measure_tcp(HOST, listener.getsockname()[1], 1000)
+        thread.join()
+
+
+def test_iperf3_measures_once_and_ends_with_its_server() -> None:
+    server = Iperf3Server(HOST)
+    found = measure_iperf3(*server.address, 10_000_000)
+    server.close()
+    assert found.tool == "iperf3"
+    assert found.bytes_per_s > 0
+    with pytest.raises(OSError, match=f"{server.address[1]}"):
+        measure_iperf3(*server.address, 1000)
+
+
+def test_a_prober_finds_its_way_to_another() -> None:
+    here, there = Prober(HOST), Prober(HOST)
+    echo, bulk_address = there.addresses()
+    way = here.probe(echo, bulk_address, there.start_iperf3(), counts_hops=True)
+    here.close()
+    there.close()
+    assert way.hops == 1
+    assert way.tool == "iperf3"
+    assert way.bytes_per_s > 0
+    assert 0 < way.latency_s < 0.1
+
+
+def test_hops_to_a_port_where_nobody_listens_are_refused() -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+        assert count_hops(HOST, port) == 1
+    with pytest.raises(ConnectionRefusedError):
+        count_hops(HOST, port)
+
+
+@pytest.mark.skipif(Lab.available() is not None, reason=Lab.available() or "")
+def test_probes_find_the_rate_of_the_lab_within_5_percent() -> None:
+    with Lab(2, rate_bit_per_s=1e8) as lab:
+        address = lab.hosts[1].address
+        server = lab.popen(
+            1, [sys.executable, "-c", _SERVE, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        ports = server.stdout.readline().split()
+        client = lab.popen(0, [sys.executable, "-c", _PROBE, address, *ports], stdout=subprocess.PIPE, text=True)
+        rates = [float(rate) for rate in client.communicate()[0].split()]
+        server.communicate("")
+    assert len(rates) == 2
+    # 1448 of 1514 bytes are payload.
+    assert [8 * rate for rate in rates] == pytest.approx([0.956e8] * 2, rel=0.05)
+
+
+_SERVE = """
+import sys
+from cgx_ray.monitors.probe import BulkServer, Iperf3Server
+bulk, iperf3 = BulkServer(sys.argv[1]), Iperf3Server(sys.argv[1])
+print(bulk.address[1], iperf3.address[1], flush=True)
+input()
+"""
+_PROBE = """
+import sys
+from cgx_ray.monitors.probe import measure_iperf3, measure_tcp
+for measure, port in ((measure_tcp, sys.argv[2]), (measure_iperf3, sys.argv[3])):
+    print(measure(sys.argv[1], int(port), 7_500_000).bytes_per_s)
+"""
