@@ -224,7 +224,7 @@ def _group_cost(inputs: StepInputs, group: GroupSize, option: Option) -> _GroupC
         return _GroupCost(encode_s=0.0, exchange_s=0.0, decode_s=0.0, wire_bytes=wire_bytes)
     cost = inputs.cost_of(used.codec)
     N, n = inputs.world_size, group.numel
-    encode_calls, encode_numel, decode_calls, decode_numel = _codec_work(used, N, n)
+    encode_calls, encode_numel, decode_calls, decode_numel = codec_work(used, N, n)
     return _GroupCost(
         encode_s=cost.encode_s(encode_calls, encode_numel),
         exchange_s=exchange_s(
@@ -240,7 +240,7 @@ def _group_cost(inputs: StepInputs, group: GroupSize, option: Option) -> _GroupC
     )
 
 
-def _codec_work(option: Option, N: int, n: int) -> tuple[int, float, int, float]:
+def codec_work(option: Option, N: int, n: int) -> tuple[int, float, int, float]:
     """Calls and elements that one rank encodes, then decodes, for a group of n elements among N workers."""
     match option.scheme:
         case Scheme.ALLGATHER:
