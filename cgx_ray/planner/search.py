@@ -70,6 +70,4 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
     groups = tuple(Group(end, option) for end, option in found)
     finish_s = pipeline.finish_s(groups)
     is_best = math.isclose(bound_s, finish_s, rel_tol=1e-12)
-    return JointPlan(
-        groups=groups, finish_s=finish_s, bound_s=finish_s if is_best else bound_s, num_labels=num_labels
-    )
+    return JointPlan(groups=groups, finish_s=finish_s, bound_s=finish_s if is_best else bound_s, num_labels=num_labels)
