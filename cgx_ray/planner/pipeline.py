@@ -21,12 +21,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import Scheme
+from cgx_ray.plan import GroupPlan, Layer, Plan, Scheme
 from cgx_ray.planner.cost import Link, terms
 from cgx_ray.planner.options import CodecCost, Option, codec_work
-
-# These decode and send on while messages come in, so that of codec and network only the slower one counts.
-OVERLAPPED = frozenset({Scheme.SRA, Scheme.ALLGATHER})
 
 
 class Group(NamedTuple):
@@ -115,8 +112,8 @@ def group_cost(
     numel       elements for which it is exact. Wire bytes are taken as proportional to the elements, which they are
                 but for rounding up, and for powersgd, whose bytes grow with the square root.
 
-    Of sra and allgather, which overlap codec and network, an element takes the longer of the two; what passes until the
-    first piece is encoded is left out.
+    An element takes the longer of what overlaps (codec and network in sra, decoding and network in allgather); what
+    passes until the first piece is there is left out.
     """
     hops, num_bytes = terms(
         option.scheme,
@@ -129,16 +126,42 @@ def group_cost(
         return GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0, network_b_s_per_element=0)
     encode_calls, encoded, decode_calls, decoded = codec_work(option, num_workers, numel)
     encode_a_s, encode_b_s = codec_cost.encode_s(encode_calls, 0), codec_cost.encode_s(0, encoded / numel)
-    codec_a_s, codec_b_s = codec_cost.decode_s(decode_calls, 0), codec_cost.decode_s(0, decoded / numel)
-    holds_up = encodes_on == "backward"
-    if not holds_up:
-        codec_a_s, codec_b_s = codec_a_s + encode_a_s, codec_b_s + encode_b_s
+    decode_a_s, decode_b_s = codec_cost.decode_s(decode_calls, 0), codec_cost.decode_s(0, decoded / numel)
     link_b_s = num_bytes / numel * link.beta_s_per_byte
+    held_up = (encode_a_s, encode_b_s) if encodes_on == "backward" else (0.0, 0.0)
+    encode_a_s, encode_b_s = encode_a_s - held_up[0], encode_b_s - held_up[1]
+    match option.scheme:
+        case Scheme.SRA:
+            network_b_s = max(link_b_s, encode_b_s + decode_b_s)
+        case Scheme.ALLGATHER:
+            network_b_s = encode_b_s + max(link_b_s, decode_b_s)
+        case _:
+            network_b_s = encode_b_s + link_b_s + decode_b_s
     return GroupCost(
-        compute_a_s=encode_a_s if holds_up else 0.0,
-        compute_b_s_per_element=encode_b_s if holds_up else 0.0,
-        network_a_s=hops * link.alpha_s + codec_a_s,
-        network_b_s_per_element=max(link_b_s, codec_b_s) if option.scheme in OVERLAPPED else link_b_s + codec_b_s,
+        compute_a_s=held_up[0],
+        compute_b_s_per_element=held_up[1],
+        network_a_s=hops * link.alpha_s + encode_a_s + decode_a_s,
+        network_b_s_per_element=network_b_s,
+    )
+
+
+def make_plan_of(
+    groups: Sequence[Group], layers: Sequence[Layer], options: Sequence[Option], *, version: int, world_size: int
+) -> Plan:
+    """The plan for ranks: `layers` in registration order, whose reverse is the order of the groups."""
+    names = [layer.name for layer in reversed(layers)]
+    starts = [0, *(group.end for group in groups)]
+    return Plan(
+        version=version,
+        world_size=world_size,
+        groups=tuple(
+            GroupPlan(
+                layers=tuple(names[start : group.end]),
+                codec=options[group.option].codec,
+                scheme=options[group.option].scheme,
+            )
+            for start, group in zip(starts, groups, strict=False)
+        ),
     )
 
 

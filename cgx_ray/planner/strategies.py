@@ -13,7 +13,7 @@ DDP_BUCKET_NUMEL = 25 * (1 << 20) // 4
 # Cupcake, section 5.3: thresholds of 2 to 64 MB, 2 to 32 groups, the best of each.
 BUCKET_NUMELS = tuple((1 << 20) * megabytes // 4 for megabytes in (2, 4, 8, 16, 32, 64))
 NUM_EVEN_GROUPS = range(2, 33)
-CUPCAKE_MAX_NODES = 20_000
+CUPCAKE_MAX_NODES = 5_000
 BYTECOMP_MAX_TRIALS = 4096
 
 Groups = tuple[Group, ...]
