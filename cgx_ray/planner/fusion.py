@@ -28,7 +28,7 @@ def fuse(pipeline: Pipeline, option: int = 0) -> tuple[tuple[Group, ...], float]
     cost, N = pipeline.costs[option], pipeline.num_layers
     backward_s, numel = (np.concatenate(([0.0], np.cumsum(each))) for each in (pipeline.backward_s, pipeline.numel))
     # Row k, column j: a group of the layers after j up to k.
-    network_s = cost.network_s(numel[:, None] - numel[None, :])
+    network_s = cost.network_a_s + cost.network_b_s_per_element * (numel[:, None] - numel[None, :])
     network_s[np.triu_indices(N + 1)] = np.inf
     one_group_s = backward_s + cost.compute_b_s_per_element * numel
 

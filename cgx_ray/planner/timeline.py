@@ -204,17 +204,17 @@ def _backward(seconds: float) -> Stage:
 
 
 def _schedule(spans: Sequence[StageSpan], causes: Sequence[int | None]) -> Schedule:
-    at: int | None = max(range(len(spans)), key=lambda index: spans[index].end_s)
-    finish_s = spans[at].end_s
+    last = max(range(len(spans)), key=lambda index: spans[index].end_s)
     critical: list[StageSpan] = []
     parts_s: dict[Part, float] = {"compute": 0.0, "codec": 0.0, "bandwidth": 0.0, "latency": 0.0}
+    at: int | None = last
     while at is not None:
         stage = spans[at].stage
         critical.append(spans[at])
         parts_s["latency"] += stage.latency_s
         parts_s[_part(stage)] += stage.duration_s - stage.latency_s
         at = causes[at]
-    return Schedule(finish_s=finish_s, spans=tuple(spans), critical=tuple(reversed(critical)), parts_s=parts_s)
+    return Schedule(finish_s=spans[last].end_s, spans=tuple(spans), critical=tuple(reversed(critical)), parts_s=parts_s)
 
 
 def _part(stage: Stage) -> Part:
