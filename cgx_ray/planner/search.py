@@ -9,7 +9,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.planner import _search
 from cgx_ray.planner.pipeline import Group, Pipeline
 
-# Of one pass of the search, of which there are four at most: about 30 ms each.
+# Of the last pass of the search: about 50 ms.
 MAX_LABELS = 30_000
 
 
@@ -37,8 +37,8 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
     """Decide where groups end and which option each takes.
 
     max_gap     share of the finish that may be left; the search ends as soon as it is proven
-    max_labels  partial plans that a pass may keep; when they are spent the next pass has a finer bound, and after the
-                fourth the best plan so far is returned with its gap
+    max_labels  partial plans that the last of four passes may keep, the others a quarter of it each; when they are spent
+                the next pass has a finer bound, and after the last the best plan so far is returned with its gap
 
     A label is a plan of the first k layers: compute finish C, network finish D. Both of two labels at k are needed only
     if one has the smaller C and the other the smaller D, since what follows never ends earlier when C or D rises.
@@ -52,8 +52,9 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
     V_N, and the recursion keeps them), so from values at the multiples of q, V_k(s) >= max(V_k(i q), V_k((i+1) q) -
     ((i+1) q - s)), and the recursion over these is a lower bound everywhere, exact where V_k is flat or has slope 1:
     what is lost is lost at kinks. s beyond the time that compute takes is never waited for, so there V_k(s) = s + the
-    least network time left. The four passes have 64, 256, 1,024 and 4,096 multiples; each leaves out what the plan
-    found by the one before rules out: for w in [0, 1], w C + (1 - w) D is at least that of the cheapest single group.
+    least network time left. The passes have 64, 256, 1,024 and 4,096 multiples. Each leaves out what cannot be part of
+    a plan better than the one found before it, by its bound and because, for w in [0, 1], w C + (1 - w) D of the first
+    k layers is at least that of one group under the cheapest option for w.
 
     Costs are affine in the elements (`GroupCost`), so splitting a group never makes w compute_s + (1 - w) network_s
     less. Finishes that differ by less than 1e-12 of them are taken for equal.

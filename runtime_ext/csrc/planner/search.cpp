@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <memory>
 #include <queue>
 
 namespace cgx::planner {
@@ -48,8 +49,8 @@ std::vector<double> prefix_sums(const std::vector<double>& values) {
 class Bound {
   public:
     // finish_s: of a plan that is known. What cannot be part of a better one is not told apart.
-    Bound(const Problem& problem, int num_cells, double finish_s)
-        : problem_(problem), num_cells_(num_cells), table_(problem.num_layers + 1) {
+    Bound(const Problem& problem, int num_cells, double finish_s, const Bound* coarser)
+        : problem_(problem), num_cells_(num_cells), coarser_(coarser), table_(problem.num_layers + 1) {
         int n = problem.num_layers;
         // Work for longer than compute lasts, in one group with the least network time, is never waited for.
         double longest_s = 0;
@@ -86,29 +87,39 @@ class Bound {
             for (int i = 0; i <= num_cells_; ++i)
                 row[i] = std::min(row[i], finish_s - least_s + (1 - w) * i * cell_s_);
         }
+        // Where the coarser bound says as much, nothing is left to find.
+        int first = 0, last = num_cells_;
+        while (first <= last && !may_improve(row, k, first)) ++first;
+        while (first <= last && !may_improve(row, k, last)) --last;
+        if (first > last) return;
         for (int end = k + 1; end <= n; ++end)
-            for (const Option& option : problem_.options) relax(row, k, end, option);
+            for (const Option& option : problem_.options) relax(row, k, end, option, first, last);
     }
 
-    void relax(std::vector<double>& row, int k, int end, const Option& option) {
+    bool may_improve(const std::vector<double>& row, int k, int i) const {
+        return coarser_ == nullptr || coarser_->at(k, i * cell_s_) < row[i];
+    }
+
+    void relax(std::vector<double>& row, int k, int end, const Option& option, int first, int last) {
         double compute = problem_.compute_s(k, end, option), network = problem_.network_s(k, end, option);
         double idle = compute + at(end, network);  // the network is idle when the group comes
-        if (idle >= row[num_cells_]) return;
+        if (idle >= row[last]) return;
         const double* next = table_[end].data();
         double* out = row.data();
-        int i = std::lower_bound(row.begin(), row.end(), idle) - row.begin();
-        int idle_end = static_cast<int>(std::min<double>(num_cells_, compute / cell_s_));
+        int i = std::lower_bound(row.begin() + first, row.begin() + last, idle) - row.begin();
+        int idle_end = static_cast<int>(std::min<double>(last, compute / cell_s_));
         for (; i <= idle_end; ++i) out[i] = std::min(out[i], idle);
         double shift = (network - compute) / cell_s_;
         int whole = static_cast<int>(std::floor(std::min(shift, 1e9)));
         double back = (1 - (shift - whole)) * cell_s_;
-        for (int last = std::min(num_cells_, num_cells_ - 1 - whole); i <= last; ++i)
+        for (int inside = std::min(last, num_cells_ - 1 - whole); i <= inside; ++i)
             out[i] = std::min(out[i], compute + std::max(next[i + whole], next[i + whole + 1] - back));
-        for (; i <= num_cells_; ++i) out[i] = std::min(out[i], i * cell_s_ + network + least_network_[end]);
+        for (; i <= last; ++i) out[i] = std::min(out[i], i * cell_s_ + network + least_network_[end]);
     }
 
     const Problem& problem_;
     int num_cells_;
+    const Bound* coarser_;
     double cell_s_;
     std::vector<double> least_network_;
     std::vector<std::vector<double>> table_;
@@ -236,8 +247,11 @@ Answer search(const std::vector<double>& backward_s, const std::vector<double>& 
     }
     Search search(problem, best);
     max_gap = std::max(max_gap, kRounding);
+    std::unique_ptr<Bound> bound;
     for (int num_cells : kNumCells) {
-        search.run(Bound(problem, num_cells, best.finish_s), max_gap, max_labels);
+        bound = std::make_unique<Bound>(problem, num_cells, best.finish_s, bound.get());
+        // Labels are worth more where the bound is better.
+        search.run(*bound, max_gap, num_cells == kNumCells[3] ? max_labels : max_labels / 4);
         if (best.bound_s >= best.finish_s * (1 - max_gap)) break;
     }
     return best;
