@@ -1,7 +1,8 @@
-"""The command line: `cgx-ray demo`, `cgx-ray lab`, `cgx-ray probe`, and `cgx-ray bench` with what it measures."""
+"""The command line: `cgx-ray demo`, `lab`, `probe`, `collective`, and `bench` with what it measures."""
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -99,6 +100,31 @@ def probe(address: str, hops: bool, json_path: str | None, plot: Path) -> None:
     from cgx_ray.report.ways import probe_command  # noqa: PLC0415
 
     probe_command(address, _console(json_path), json_path, plot, counts_hops=hops)
+
+
+@main.command()
+@click.option("--numel", type=int, required=True, help="Elements of the gradient, float32.")
+@click.option("--density", type=float, required=True, help="Kept share, in (0, 1]: 0.01 sends 1 %.")
+@click.option("--workers", type=int, required=True)
+@click.option("--latency", required=True, help="One way, such as 4ms or 50us.")
+@click.option("--bandwidth", required=True, help="Of a worker's link, such as 10gbps or 100mbit.")
+@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+def collective(numel: int, density: float, workers: int, latency: str, bandwidth: str, json_path: str | None) -> None:
+    """Which collective is the fastest for a top-k gradient, and what each costs."""
+    from rich.table import Table  # noqa: PLC0415
+
+    from cgx_ray.planner.what_if import compare_schemes, parse_link  # noqa: PLC0415
+
+    link = parse_link(latency, bandwidth)
+    result = compare_schemes(numel=numel, density=density, num_workers=workers, link=link)
+    table = Table("scheme", "literature, ms", "here, ms", title=f"fastest: {result.scheme}")
+    for scheme, cost_ms in sorted(result.costs_ms.items(), key=lambda item: item[1]):
+        table.add_row(scheme, f"{cost_ms:.2f}", f"{result.ours_ms[scheme]:.2f}")
+    _console(json_path).print(table)
+    if json_path:
+        text = json.dumps({"scheme": result.scheme, "costs_ms": result.costs_ms, "ours_ms": result.ours_ms}, indent=2)
+        with click.open_file(json_path, "w") as file:
+            file.write(text + "\n")
 
 
 @main.group()

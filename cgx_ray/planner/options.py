@@ -9,8 +9,11 @@ from typing import Literal, NamedTuple
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE, CodecSpec, Scheme, check_pair
-from cgx_ray.planner.cost import Link, exchange_s
-from cgx_ray.planner.timeline import Timeline, predict_step
+from cgx_ray.planner.cost import Link, exchange_s, terms
+from cgx_ray.planner.timeline import Resource, Stage, Timeline, predict_step
+
+# As collectives/sra.py cuts chunks.
+SRA_PIECE_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +211,34 @@ def choose(inputs: StepInputs, options: Iterable[Option], *, min_gain: float) ->
     return tuple(sorted(estimates, key=lambda e: (e.score, e.option != DENSE, e.wire_bytes, str(e.option))))
 
 
+def option_stages(inputs: StepInputs, group: GroupSize, option: Option) -> tuple[Stage, ...]:
+    """A group's way under `option`, for `timeline.simulate`, overlapped inside the exchange as the engine does it.
+
+    sra encodes, sends, sums and sends back piece by piece; allgather decodes messages while later ones come. Such an
+    exchange lasts as long as the longer of codec and network, and one piece or message more.
+    """
+    used = option if group.compressible else DENSE
+    N, n = inputs.world_size, group.numel
+    wire_bytes = used.codec.payload_bytes(n, group.dense_bytes // n)
+    hops, num_bytes = terms(used.scheme, N, group.dense_bytes, wire_bytes, used.codec.index_bytes(n))
+    cost, parts = inputs.cost_of(used.codec), _group_cost(inputs, group, option)
+    latency_s, network_s = hops * inputs.link.alpha_s, num_bytes * inputs.link.beta_s_per_byte
+    encode = Stage(name="encode", busy_s={Resource.CODEC: parts.encode_s})
+    if N > 1 and used.scheme is Scheme.SRA:
+        piece = min(n / N, SRA_PIECE_BYTES * n / wire_bytes)
+        codec_s = parts.encode_s + parts.decode_s
+        waits_s = latency_s + cost.encode_s(1, piece) + cost.decode_s(1, piece)
+        return (Stage(name="exchange", busy_s={Resource.CODEC: codec_s, Resource.INTER: network_s}, latency_s=waits_s),)
+    if N > 1 and used.scheme is Scheme.ALLGATHER:
+        busy_s = {Resource.CODEC: parts.decode_s, Resource.INTER: network_s}
+        return encode, Stage(name="exchange", busy_s=busy_s, latency_s=latency_s + cost.decode_s(1, n))
+    return (
+        encode,
+        Stage(name="exchange", busy_s={Resource.INTER: network_s}, latency_s=latency_s),
+        Stage(name="decode", busy_s={Resource.CODEC: parts.decode_s}),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GroupCost:
     encode_s: float
@@ -224,7 +255,7 @@ def _group_cost(inputs: StepInputs, group: GroupSize, option: Option) -> _GroupC
         return _GroupCost(encode_s=0.0, exchange_s=0.0, decode_s=0.0, wire_bytes=wire_bytes)
     cost = inputs.cost_of(used.codec)
     N, n = inputs.world_size, group.numel
-    encode_calls, encode_numel, decode_calls, decode_numel = _codec_work(used, N, n)
+    encode_calls, encode_numel, decode_calls, decode_numel = codec_work(used, N, n)
     return _GroupCost(
         encode_s=cost.encode_s(encode_calls, encode_numel),
         exchange_s=exchange_s(
@@ -240,7 +271,7 @@ def _group_cost(inputs: StepInputs, group: GroupSize, option: Option) -> _GroupC
     )
 
 
-def _codec_work(option: Option, N: int, n: int) -> tuple[int, float, int, float]:
+def codec_work(option: Option, N: int, n: int) -> tuple[int, float, int, float]:
     """Calls and elements that one rank encodes, then decodes, for a group of n elements among N workers."""
     match option.scheme:
         case Scheme.ALLGATHER:

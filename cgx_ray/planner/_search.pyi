@@ -1,0 +1,10 @@
+# runtime_ext/csrc/planner: its own module, so that the planner imports no torch. Nothing here checks its arguments.
+from collections.abc import Sequence
+
+def search(
+    backward_s: Sequence[float],
+    numel: Sequence[float],
+    costs: Sequence[tuple[float, float, float, float]],
+    max_gap: float,
+    max_labels: int,
+) -> tuple[float, float, list[tuple[int, int]], int]: ...

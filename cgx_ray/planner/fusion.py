@@ -1,0 +1,59 @@
+"""The best grouping of layers under one option, exact in polynomial time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cgx_ray.planner.pipeline import Group, Pipeline
+
+
+def fuse(pipeline: Pipeline, option: int = 0) -> tuple[tuple[Group, ...], float]:
+    """Groups with the earliest finish when all use `option`, and that finish in seconds.
+
+    The problem of Cupcake (Wang et al. 2023, equations 2 and 3), which searches 2^(N-1) groupings, by the recursion
+
+        D(k, y) = min over j < k of max(D(j, y-1), C(k, y)) + network_s(j..k)
+
+    where D(k, y) is the earliest network finish of the first k layers in y groups. It is exact because:
+    1. Encoding costs a + b x, so all ways to make y groups of the first k layers finish compute at the same time
+       C(k, y) = backward(1..k) + y a + b x(1..k), wherever they are cut.
+    2. So what comes after k depends on these ways by their network finish alone, and
+    3. every later finish is max(that, ...) + ..., which never falls when it rises. The earliest one is the best.
+    Without 1 (options that differ by group, encoding that is not affine) an earlier network finish can cost a later
+    compute finish, and neither is better: `search` keeps both. Network times may be any function of the group.
+
+    O(N^2 Y) time for N layers and Y groups. With more groups neither C(N, y) nor the network's total gets less, so
+    counting up stops when they alone reach the best finish.
+    """
+    cost, N = pipeline.costs[option], pipeline.num_layers
+    backward_s, numel = (np.concatenate(([0.0], np.cumsum(each))) for each in (pipeline.backward_s, pipeline.numel))
+    # Row k, column j: a group of the layers after j up to k.
+    network_s = cost.network_a_s + cost.network_b_s_per_element * (numel[:, None] - numel[None, :])
+    network_s[np.triu_indices(N + 1)] = np.inf
+    one_group_s = backward_s + cost.compute_b_s_per_element * numel
+
+    finish_s = np.full(N + 1, np.inf)
+    finish_s[0] = 0.0
+    last_starts: list[np.ndarray] = []
+    best_s, best_y = np.inf, 0
+    for y in range(1, N + 1):
+        compute_s = one_group_s + y * cost.compute_a_s
+        least_s = max(
+            compute_s[N] + network_s[N, N - 1],
+            backward_s[1] + cost.compute_s(numel[1]) + y * cost.network_a_s + cost.network_b_s_per_element * numel[N],
+        )
+        if least_s >= best_s:
+            break
+        # y groups need y layers, and y - 1 of them lie before the last group.
+        table = np.maximum(finish_s[None, y - 1 : N], compute_s[y:, None])
+        table += network_s[y:, y - 1 : N]
+        starts = table.argmin(axis=1)
+        finish_s = np.concatenate((np.full(y, np.inf), table[np.arange(len(starts)), starts]))
+        last_starts.append(np.concatenate((np.zeros(y, dtype=int), starts + y - 1)))
+        if finish_s[N] < best_s:
+            best_s, best_y = float(finish_s[N]), y
+
+    ends = [N]
+    for starts in reversed(last_starts[1:best_y]):
+        ends.append(int(starts[ends[-1]]))
+    return tuple(Group(end, option) for end in reversed(ends)), best_s

@@ -1,0 +1,170 @@
+"""A step as a pipeline of two resources: where backward runs, and the network.
+
+Layers come in backward order. A group, one or more consecutive layers under one option, first takes `compute_s` where
+backward runs (its layers' backward, then its encoding, before the backward of the next group), then `network_s` on the
+network, which serves groups in order, one at a time:
+
+    compute finish  C := C + backward + compute_a + compute_b x        x elements in the group
+    network finish  D := max(D, C) + network_a + network_b x
+
+and the step is over at the last D. This is the model of Cupcake (Wang et al. 2023, section 4.1), which leaves decoding
+out; here it is part of `network_s`. Work of a codec that takes nothing from backward (the engine's thread, a CPU beside
+the GPU) is part of `network_s` as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import GroupPlan, Layer, Plan, Scheme
+from cgx_ray.planner.cost import Link, terms
+from cgx_ray.planner.options import CodecCost, Option, codec_work
+
+
+class Group(NamedTuple):
+    """The layers after those of the group before it, up to but not including `end`; `option` is an index."""
+
+    end: int
+    option: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCost:
+    """Seconds of a group of x elements under one option: a + b x on either resource, as in the module's docstring."""
+
+    compute_a_s: float
+    compute_b_s_per_element: float
+    network_a_s: float
+    network_b_s_per_element: float
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            _check_seconds(name, getattr(self, name))
+
+    def compute_s(self, numel: float) -> float:
+        return self.compute_a_s + self.compute_b_s_per_element * numel
+
+    def network_s(self, numel: float) -> float:
+        return self.network_a_s + self.network_b_s_per_element * numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """What is to be planned.
+
+    backward_s  of each layer, in backward order; what comes before the first gradient (forward) is part of the first
+    numel       elements of each layer
+    costs       of the options that every group may choose from
+    """
+
+    backward_s: tuple[float, ...]
+    numel: tuple[int, ...]
+    costs: tuple[GroupCost, ...]
+
+    def __post_init__(self) -> None:
+        if not self.numel or len(self.backward_s) != len(self.numel):
+            raise ConfigError(
+                f"{len(self.backward_s)} backward times and {len(self.numel)} layers; give one each, for at least one"
+            )
+        if not self.costs:
+            raise ConfigError("no option to choose from; give at least one, such as dense")
+        for index, (backward_s, numel) in enumerate(zip(self.backward_s, self.numel, strict=True)):
+            _check_seconds(f"backward_s of layer {index}", backward_s)
+            if numel < 1:
+                raise ConfigError(f"layer {index} has {numel} elements; need at least one")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.numel)
+
+    def finish_s(self, groups: Sequence[Group]) -> float:
+        """When the step with `groups` is over. Raises ConfigError unless they hold every layer once, in order."""
+        ends = [0, *(group.end for group in groups)]
+        if ends[-1] != self.num_layers or any(end <= start for start, end in itertools.pairwise(ends)):
+            raise ConfigError(f"groups end before {ends[1:]}; give rising ends, the last of them {self.num_layers}")
+        compute_s = network_s = 0.0
+        for start, group in zip(ends, groups, strict=False):
+            cost, numel = self.costs[group.option], sum(self.numel[start : group.end])
+            compute_s += math.fsum(self.backward_s[start : group.end]) + cost.compute_s(numel)
+            network_s = max(network_s, compute_s) + cost.network_s(numel)
+        return network_s
+
+
+def group_cost(
+    option: Option,
+    *,
+    num_workers: int,
+    link: Link,
+    codec_cost: CodecCost,
+    item_bytes: int = 4,
+    encodes_on: Literal["backward", "thread"] = "thread",
+    numel: int = 1 << 24,
+) -> GroupCost:
+    """Cost of `option` for groups of any size.
+
+    encodes_on  "backward": encoding holds up backward (a codec on the GPU that trains); "thread": it does not (the
+                engine's thread, today)
+    numel       elements for which it is exact. Wire bytes are taken as proportional to the elements, which they are
+                but for rounding up, and for powersgd, whose bytes grow with the square root.
+
+    An element takes the longer of what overlaps (codec and network in sra, decoding and network in allgather); what
+    passes until the first piece is there is left out.
+    """
+    hops, num_bytes = terms(
+        option.scheme,
+        num_workers,
+        numel * item_bytes,
+        option.codec.payload_bytes(numel, item_bytes),
+        option.codec.index_bytes(numel),
+    )
+    if num_workers == 1:
+        return GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0, network_b_s_per_element=0)
+    encode_calls, encoded, decode_calls, decoded = codec_work(option, num_workers, numel)
+    encode_a_s, encode_b_s = codec_cost.encode_s(encode_calls, 0), codec_cost.encode_s(0, encoded / numel)
+    decode_a_s, decode_b_s = codec_cost.decode_s(decode_calls, 0), codec_cost.decode_s(0, decoded / numel)
+    link_b_s = num_bytes / numel * link.beta_s_per_byte
+    held_up = (encode_a_s, encode_b_s) if encodes_on == "backward" else (0.0, 0.0)
+    encode_a_s, encode_b_s = encode_a_s - held_up[0], encode_b_s - held_up[1]
+    match option.scheme:
+        case Scheme.SRA:
+            network_b_s = max(link_b_s, encode_b_s + decode_b_s)
+        case Scheme.ALLGATHER:
+            network_b_s = encode_b_s + max(link_b_s, decode_b_s)
+        case _:
+            network_b_s = encode_b_s + link_b_s + decode_b_s
+    return GroupCost(
+        compute_a_s=held_up[0],
+        compute_b_s_per_element=held_up[1],
+        network_a_s=hops * link.alpha_s + encode_a_s + decode_a_s,
+        network_b_s_per_element=network_b_s,
+    )
+
+
+def make_plan_of(
+    groups: Sequence[Group], layers: Sequence[Layer], options: Sequence[Option], *, version: int, world_size: int
+) -> Plan:
+    """The plan for ranks: `layers` in registration order, whose reverse is the order of the groups."""
+    names = [layer.name for layer in reversed(layers)]
+    starts = [0, *(group.end for group in groups)]
+    return Plan(
+        version=version,
+        world_size=world_size,
+        groups=tuple(
+            GroupPlan(
+                layers=tuple(names[start : group.end]),
+                codec=options[group.option].codec,
+                scheme=options[group.option].scheme,
+            )
+            for start, group in zip(starts, groups, strict=False)
+        ),
+    )
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name} {value!r} is not allowed; give finite seconds, 0 or more")

@@ -1,0 +1,61 @@
+"""Random planning problems, and the answers of brute force."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from cgx_ray.planner.pipeline import GroupCost, Pipeline
+
+
+def random_pipeline(rng: random.Random, num_layers: int, num_options: int) -> Pipeline:
+    """Sizes over four decades; backward, network and codec times of like magnitude, some of them 0."""
+    numel = [int(10 ** rng.uniform(2, 6)) for _ in range(num_layers)]
+    backward_s = [rng.choice((0.0, 1.0, 1.0)) * rng.expovariate(1) for _ in numel]
+    dense_s = 10 ** rng.uniform(-1, 1) * num_layers / sum(numel)
+    costs = [
+        GroupCost(
+            compute_a_s=rng.choice((0.0, rng.uniform(0, 0.5))),
+            compute_b_s_per_element=rng.choice((0.0, dense_s * 10 ** rng.uniform(-2, 0))),
+            network_a_s=rng.choice((0.0, rng.uniform(0, 0.5))),
+            network_b_s_per_element=dense_s * 10 ** rng.uniform(-2, 0),
+        )
+        for _ in range(num_options)
+    ]
+    return Pipeline(backward_s=tuple(backward_s), numel=tuple(numel), costs=tuple(costs))
+
+
+def earliest_finish_s(pipeline: Pipeline) -> float:
+    """Of all groupings and all options of each group; none is left out."""
+    # Compute and network finishes of all plans of the first k layers.
+    ways: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(1), np.zeros(1))]
+    for end in range(1, pipeline.num_layers + 1):
+        compute, network = [], []
+        for start in range(end):
+            numel, backward_s = sum(pipeline.numel[start:end]), sum(pipeline.backward_s[start:end])
+            for cost in pipeline.costs:
+                done_s = ways[start][0] + backward_s + cost.compute_s(numel)
+                compute.append(done_s)
+                network.append(np.maximum(ways[start][1], done_s) + cost.network_s(numel))
+        ways.append((np.concatenate(compute), np.concatenate(network)))
+    assert len(ways[-1][0]) == len(pipeline.costs) * (1 + len(pipeline.costs)) ** (pipeline.num_layers - 1)
+    return float(ways[-1][1].min())
+
+
+def earliest_finish_by_fronts_s(pipeline: Pipeline) -> float:
+    """The same, leaving out only plans of the first k layers that another one is no worse than in either finish."""
+    fronts: list[list[tuple[float, float]]] = [[(0.0, 0.0)]]
+    for end in range(1, pipeline.num_layers + 1):
+        found = []
+        for start in range(end):
+            numel, backward_s = sum(pipeline.numel[start:end]), sum(pipeline.backward_s[start:end])
+            for cost in pipeline.costs:
+                compute_s, network_s = backward_s + cost.compute_s(numel), cost.network_s(numel)
+                found += [(c + compute_s, max(d, c + compute_s) + network_s) for c, d in fronts[start]]
+        front: list[tuple[float, float]] = []
+        for label in sorted(found):
+            if not front or label[1] < front[-1][1]:
+                front.append(label)
+        fronts.append(front)
+    return min(d for _, d in fronts[-1])

@@ -1,0 +1,141 @@
+"""The model files: sizes that are public facts, and plans that no named strategy beats on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.planner.cost import Link
+from cgx_ray.planner.fusion import fuse
+from cgx_ray.planner.models import MODEL_NAMES, generate, load_model
+from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option
+from cgx_ray.planner.pipeline import Pipeline, group_cost, make_plan_of
+from cgx_ray.planner.search import search
+from cgx_ray.planner.strategies import named_strategies
+
+ROUNDING = 1e-12
+QSGD = Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
+TOPK = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER)
+BF16 = Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA)
+# Dense, three that encode where backward runs, and two of these beside it: ByteComp's GPU and CPU.
+OPTIONS = (DENSE, BF16, QSGD, TOPK, QSGD, TOPK)
+GPU = CodecCost(encode_a_s=3e-5, encode_b_s_per_element=4e-11, decode_a_s=1e-5, decode_b_s_per_element=2e-11)
+CPU = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=1e-9, decode_a_s=2e-5, decode_b_s_per_element=3e-10)
+
+
+def pipeline_of(model: str, gbps: float, compute_s: float = 0.2, num_workers: int = 8) -> Pipeline:
+    description, link = load_model(model), Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.05)
+    costs = [group_cost(DENSE, num_workers=num_workers, link=link, codec_cost=FREE)]
+    costs += [
+        group_cost(option, num_workers=num_workers, link=link, codec_cost=GPU, encodes_on="backward")
+        for option in OPTIONS[1:4]
+    ]
+    costs += [group_cost(option, num_workers=num_workers, link=link, codec_cost=CPU) for option in OPTIONS[4:]]
+    return Pipeline(
+        backward_s=description.backward_s(compute_s),
+        numel=tuple(layer.numel for layer in reversed(description.layers)),
+        costs=tuple(costs),
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "num_layers", "numel", "gmacs"),
+    [
+        ("alexnet", 16, 61_100_840, 0.71),
+        ("gpt2", 148, 124_439_808, None),
+        ("resnet18", 62, 11_689_512, 1.82),
+        ("resnet50", 161, 25_557_032, 4.11),
+        ("resnet101", 314, 44_549_160, 7.83),
+        ("transformer_xl_base", 182, 151_107_538, None),
+        ("vgg16", 32, 138_357_544, 15.48),
+        ("vit_b_16", 152, 86_567_656, 17.58),
+    ],
+)
+def test_models_have_the_published_sizes(model: str, num_layers: int, numel: int, gmacs: float | None) -> None:
+    """Multiply-adds of the image models as torchvision's model cards have them."""
+    description = load_model(model)
+    assert (len(description.layers), description.numel) == (num_layers, numel)
+    if gmacs is not None:
+        assert sum(description.forward_macs) / 1e9 == pytest.approx(gmacs, rel=0.01)
+
+
+def test_bert_has_its_published_size_and_207_tensors_with_the_heads() -> None:
+    layers = load_model("bert_base").layers
+    encoder = [layer for layer in layers if layer.name.startswith("bert.")]
+    assert (len(layers), len(encoder), sum(layer.numel for layer in encoder)) == (207, 199, 109_482_240)
+
+
+def test_model_files_are_what_the_generator_writes(tmp_path: Path) -> None:
+    generate.write(tmp_path)
+    written = {path.stem: path.read_text() for path in tmp_path.iterdir()}
+    assert written.keys() == set(MODEL_NAMES)
+    folder = Path(generate.__file__).parent
+    assert written == {path.stem: path.read_text() for path in folder.glob("*.csv")}
+
+
+def test_backward_times_are_shares_of_the_multiply_adds_from_the_last_layer_to_the_first() -> None:
+    description = load_model("vgg16")
+    backward_s = description.backward_s(3.0)
+    assert sum(backward_s) == pytest.approx(3.0)
+    assert backward_s[-1] / backward_s[0] == pytest.approx(description.forward_macs[0] / description.forward_macs[-1])
+    with pytest.raises(ConfigError, match="total_s -1"):
+        description.backward_s(-1)
+
+
+@pytest.mark.parametrize("model", MODEL_NAMES)
+@pytest.mark.parametrize("gbps", [1, 25])
+def test_joint_plan_is_never_behind_a_named_strategy_on_a_model(model: str, gbps: float) -> None:
+    pipeline = pipeline_of(model, gbps)
+    plan = search(pipeline)
+    assert plan.gap <= 0.01, plan
+    strategies = named_strategies(pipeline, dense=0, compressing=(1, 2, 3), offloaded={2: 4, 3: 5})
+    print(f"{model} at {gbps} Gbit/s: {1e3 * plan.finish_s:.1f} ms, gap {plan.gap:.2%}")
+    for name, groups in strategies.items():
+        finish_s = pipeline.finish_s(groups)
+        print(f"  {name}: +{finish_s / plan.finish_s - 1:.1%}, {len(groups)} groups")
+        assert plan.finish_s <= finish_s * (1 + ROUNDING), (name, finish_s, plan.finish_s)
+
+
+def test_fusion_of_resnet101_is_never_behind_any_bucket_size() -> None:
+    pipeline = pipeline_of("resnet101", 10)
+    for option in range(len(OPTIONS)):
+        groups, finish_s = fuse(pipeline, option)
+        assert pipeline.finish_s(groups) == pytest.approx(finish_s, rel=ROUNDING)
+        assert finish_s >= search(pipeline).bound_s * (1 - ROUNDING)
+
+
+def test_a_joint_plan_becomes_a_plan_that_fits_the_model() -> None:
+    description = load_model("resnet18")
+    joint = search(pipeline_of("resnet18", 1))
+    plan = make_plan_of(joint.groups, description.layers, OPTIONS, version=3, world_size=8)
+    plan.check(description.layers, 8)
+    assert len(plan.groups[0].layers) == joint.groups[0].end
+    assert plan.groups[0].layers[0] == "fc.bias"
+    assert [(group.codec, group.scheme) for group in plan.groups] == [
+        (OPTIONS[group.option].codec, OPTIONS[group.option].scheme) for group in joint.groups
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name,shape\nw,3x3\n", "line 2"),
+        ("name,shape,forward_macs\nw,3xa,9\n", "line 2"),
+        ("name,shape,forward_macs\nw,3x0,9\n", "line 2: sizes"),
+        ("name,shape,forward_macs\n", "0 layers"),
+        ("name,shape,forward_macs\nw,3x3,0\n", "0 multiply-adds"),
+    ],
+)
+def test_files_that_are_no_model_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "model.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_model(path)
+
+
+def test_an_unknown_model_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"no model 'resnet34'; known: alexnet"):
+        load_model("resnet34")

@@ -1,0 +1,110 @@
+"""The joint search: exact against brute force, its gap a proof, and never behind what others do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from plans import earliest_finish_by_fronts_s, earliest_finish_s, random_pipeline
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline
+from cgx_ray.planner.search import search
+from cgx_ray.planner.strategies import bytecomp, cupcake, named_strategies
+
+ROUNDING = 1e-12
+
+
+def test_joint_search_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_options() -> None:
+    rng = random.Random(0)
+    for case in range(300):
+        pipeline = random_pipeline(rng, rng.randint(1, 8), 6)
+        plan = search(pipeline)
+        assert plan.finish_s == pytest.approx(earliest_finish_s(pipeline), rel=ROUNDING), (case, pipeline)
+        assert plan.gap == 0, (case, plan)
+
+
+def test_joint_search_equals_label_setting_without_bounds_on_25_layers() -> None:
+    rng = random.Random(7)
+    for case in range(20):
+        pipeline = random_pipeline(rng, 25, 3)
+        plan = search(pipeline)
+        assert plan.finish_s == pytest.approx(earliest_finish_by_fronts_s(pipeline), rel=ROUNDING), (case, pipeline)
+        assert plan.gap == 0, (case, plan)
+
+
+def test_bound_holds_and_the_gap_is_kept_when_the_search_may_end_early() -> None:
+    """With next to no labels the answer may be off, the bound may not."""
+    rng = random.Random(1)
+    for case in range(200):
+        pipeline = random_pipeline(rng, rng.randint(4, 7), 6)
+        best_s = earliest_finish_s(pipeline)
+        for max_gap, max_labels in ((0.0, 1), (0.05, 30_000), (0.05, 10)):
+            plan = search(pipeline, max_gap=max_gap, max_labels=max_labels)
+            assert plan.bound_s <= best_s * (1 + ROUNDING), (case, plan, best_s)
+            assert plan.finish_s >= best_s * (1 - ROUNDING), (case, plan, best_s)
+            assert plan.finish_s == pipeline.finish_s(plan.groups)
+            if max_labels == 30_000:
+                assert plan.gap <= max_gap, (case, plan)
+
+
+def test_every_dropped_option_is_a_loss_or_nothing() -> None:
+    rng = random.Random(2)
+    for case in range(20):
+        pipeline = random_pipeline(rng, 60, 6)
+        all_s = search(pipeline)
+        for left_out in range(6):
+            costs = tuple(cost for index, cost in enumerate(pipeline.costs) if index != left_out)
+            fewer = search(Pipeline(backward_s=pipeline.backward_s, numel=pipeline.numel, costs=costs))
+            assert fewer.finish_s >= all_s.bound_s * (1 - ROUNDING), (case, left_out, fewer.finish_s, all_s)
+
+
+def test_314_layers_with_6_options_are_planned_exactly_or_within_1_percent() -> None:
+    rng = random.Random(3)
+    gaps = [search(random_pipeline(rng, 314, 6)).gap for _ in range(10)]
+    assert max(gaps) <= 0.01, gaps
+
+
+def test_joint_plan_is_never_behind_a_named_strategy_on_random_models() -> None:
+    rng = random.Random(4)
+    for case in range(20):
+        pipeline = random_pipeline(rng, rng.randint(1, 30), 4)
+        free = GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0.01, network_b_s_per_element=1e-5)
+        pipeline = Pipeline(backward_s=pipeline.backward_s, numel=pipeline.numel, costs=(free, *pipeline.costs))
+        plan = search(pipeline)
+        for name, groups in named_strategies(pipeline, dense=0, compressing=(1, 2), offloaded={1: 3}).items():
+            assert plan.finish_s <= pipeline.finish_s(groups) * (1 + ROUNDING), (case, name, plan.gap)
+
+
+def test_bytecomp_keeps_the_layer_dense_that_hides_behind_backward_and_compresses_the_last() -> None:
+    """Two equal layers; the first is sent while the second is computed, so only compressing the second pays."""
+    dense = GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0, network_b_s_per_element=1)
+    gpu = GroupCost(compute_a_s=1, compute_b_s_per_element=0, network_a_s=0, network_b_s_per_element=0.1)
+    cpu = GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0.5, network_b_s_per_element=0.1)
+    pipeline = Pipeline(backward_s=(1, 20), numel=(10, 10), costs=(dense, gpu, cpu))
+    groups = bytecomp(pipeline, dense=0, compressing=(1,), offloaded={})
+    assert groups == (Group(1, 0), Group(2, 1))
+    assert pipeline.finish_s(groups) == 23
+    groups = bytecomp(pipeline, dense=0, compressing=(1,), offloaded={1: 2})
+    assert groups == (Group(1, 0), Group(2, 2))
+    assert bytecomp(pipeline, dense=0, compressing=(1,), offloaded={1: 2}, max_trials=1) == groups
+    with pytest.raises(ConfigError, match="option 1 takes compute time"):
+        bytecomp(pipeline, dense=1, compressing=(), offloaded={})
+
+
+def test_cupcakes_search_gives_its_best_so_far_when_it_gives_up() -> None:
+    pipeline = random_pipeline(random.Random(5), 30, 1)
+    few, many = (pipeline.finish_s(cupcake(pipeline, 0, max_nodes=nodes)) for nodes in (1, 20_000))
+    assert search(pipeline).finish_s * (1 - ROUNDING) <= many <= few
+
+
+def test_a_step_without_time_has_no_gap() -> None:
+    nothing = GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0, network_b_s_per_element=0)
+    plan = search(Pipeline(backward_s=(0, 0), numel=(1, 1), costs=(nothing,)))
+    assert (plan.finish_s, plan.gap) == (0, 0)
+
+
+@pytest.mark.parametrize("changes", [{"max_gap": -0.1}, {"max_gap": 1.0}, {"max_labels": 0}])
+def test_impossible_limits_are_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        search(random_pipeline(random.Random(6), 2, 1), **changes)

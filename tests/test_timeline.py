@@ -1,0 +1,171 @@
+"""Steps played through over several resources: by hand, and against the models that need only one or two of them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from plans import random_pipeline
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.planner.cost import Link
+from cgx_ray.planner.options import DENSE, CodecCost, GroupSize, Option, StepInputs, option_stages
+from cgx_ray.planner.pipeline import Group
+from cgx_ray.planner.timeline import Resource, Stage, predict_step, simulate
+
+
+def stage(name: str, latency_s: float = 0.0, **busy_s: float) -> Stage:
+    return Stage(
+        name=name, busy_s={Resource(resource): seconds for resource, seconds in busy_s.items()}, latency_s=latency_s
+    )
+
+
+def test_one_group_at_a_time_is_what_the_engines_thread_does() -> None:
+    """Whole numbers: sums are exact."""
+    rng = random.Random(0)
+    for case in range(300):
+        num_groups = rng.randint(1, 8)
+        backward_s, encode_s, exchange_s, decode_s = (
+            [float(rng.randint(0, 20)) for _ in range(num_groups)] for _ in range(4)
+        )
+        ready_s = [sum(backward_s[: index + 1]) for index in range(num_groups)]
+        engine = predict_step(ready_s, encode_s, exchange_s, decode_s)
+        stages = [
+            (stage("encode", codec=encode), stage("exchange", inter=exchange), stage("decode", codec=decode))
+            for encode, exchange, decode in zip(encode_s, exchange_s, decode_s, strict=True)
+        ]
+        played = simulate(backward_s, stages, one_group_at_a_time=True)
+        ends = {(span.group, span.stage.name): span.end_s for span in played.spans}
+        assert played.finish_s == engine.step_s, (case, played, engine)
+        for index, span in enumerate(engine.spans):
+            found = [ends[index, name] for name in ("backward", "encode", "exchange", "decode")]
+            assert found == [span.ready_s, span.encoded_s, span.exchanged_s, span.decoded_s], (case, index)
+
+
+def test_encoding_on_compute_and_one_network_is_the_pipeline_of_the_search() -> None:
+    rng = random.Random(1)
+    for case in range(200):
+        pipeline = random_pipeline(rng, rng.randint(1, 12), 3)
+        ends = sorted({pipeline.num_layers, *rng.sample(range(1, 13), 4)} & set(range(1, pipeline.num_layers + 1)))
+        groups = [Group(end, rng.randrange(3)) for end in ends]
+        backward_s, stages, start = [], [], 0
+        for group in groups:
+            cost, numel = pipeline.costs[group.option], sum(pipeline.numel[start : group.end])
+            backward_s.append(sum(pipeline.backward_s[start : group.end]))
+            stages.append(
+                (stage("encode", compute=cost.compute_s(numel)), stage("exchange", inter=cost.network_s(numel)))
+            )
+            start = group.end
+        finish_s = simulate(backward_s, stages).finish_s
+        assert finish_s == pytest.approx(pipeline.finish_s(groups), rel=1e-12), (case, groups)
+
+
+def test_critical_path_has_no_gap_and_its_parts_are_the_step() -> None:
+    rng = random.Random(2)
+    for case in range(200):
+        num_groups = rng.randint(1, 6)
+        stages = [
+            tuple(
+                stage(
+                    f"stage {index}", rng.random(), **{rng.choice(("compute", "codec", "intra", "inter")): rng.random()}
+                )
+                for index in range(rng.randint(1, 4))
+            )
+            for _ in range(num_groups)
+        ]
+        for alone in (False, True):
+            played = simulate([rng.random() for _ in stages], stages, one_group_at_a_time=alone)
+            path = played.critical
+            starts = [0.0, *(span.end_s for span in path[:-1])]
+            assert [span.start_s for span in path] == starts, (case, alone, path)
+            assert path[-1].end_s == played.finish_s == max(span.end_s for span in played.spans)
+            assert math.fsum(played.parts_s.values()) == pytest.approx(played.finish_s, rel=1e-12)
+            assert len(played.spans) == num_groups + sum(map(len, stages))
+
+
+def test_links_inside_and_between_nodes_work_on_two_groups_at_once() -> None:
+    """Group 1 is summed inside (4 to 8) while group 0 crosses (4 to 9); it crosses at 9, and gathers at 14."""
+    way = (stage("reduce", intra=3), stage("exchange", inter=5), stage("gather", intra=1))
+    played = simulate([1, 1], [way, (stage("reduce", intra=4), *way[1:])])
+    times = {(span.group, span.stage.name): (span.start_s, span.end_s) for span in played.spans}
+    assert times == {
+        (0, "backward"): (0, 1),
+        (1, "backward"): (1, 2),
+        (0, "reduce"): (1, 4),
+        (1, "reduce"): (4, 8),
+        (0, "exchange"): (4, 9),
+        (0, "gather"): (9, 10),
+        (1, "exchange"): (9, 14),
+        (1, "gather"): (14, 15),
+    }
+    assert [span.stage.name for span in played.critical] == ["backward", "reduce", "exchange", "exchange", "gather"]
+
+
+@pytest.mark.parametrize(
+    ("backward_s", "stages", "bound_by"),
+    [
+        ((50, 50), (stage("exchange", 1, inter=10),), "compute"),
+        ((1, 1), (stage("exchange", 1, inter=10),), "bandwidth"),
+        ((1, 1), (stage("exchange", 1, intra=10),), "bandwidth"),
+        ((1, 1), (stage("exchange", 20, inter=10),), "latency"),
+        ((1, 1), (stage("encode", codec=9), stage("exchange", 1, inter=2)), "codec"),
+        ((1, 1), (stage("encode", compute=9), stage("exchange", 1, inter=2)), "codec"),
+        ((1, 1), (stage("exchange", 1, codec=9, inter=2),), "codec"),
+    ],
+)
+def test_bound_by_is_what_most_of_the_critical_path_is_spent_on(
+    backward_s: tuple[float, ...], stages: tuple[Stage, ...], bound_by: str
+) -> None:
+    assert simulate(backward_s, [stages, stages]).bound_by == bound_by
+
+
+@pytest.mark.parametrize(("backward_s", "stages"), [((), ()), ((1,), ()), ((1,), ((),))])
+def test_impossible_steps_are_refused(backward_s: tuple[float, ...], stages: tuple[tuple[Stage, ...], ...]) -> None:
+    with pytest.raises(ConfigError, match="every group a stage"):
+        simulate(backward_s, stages)
+
+
+# Stages of an option: 4 workers, 4 ns a byte, 1 ms a hop; 1 us and 1 ns an element to encode, half of it to decode.
+
+COST = CodecCost(encode_a_s=1e-6, encode_b_s_per_element=1e-9, decode_a_s=5e-7, decode_b_s_per_element=5e-10)
+
+
+def stages_of(option: Option, numel: int, world_size: int = 4) -> tuple[Stage, ...]:
+    inputs = StepInputs(
+        world_size=world_size,
+        groups=((numel, 4 * numel, True),),
+        ready_s=(0.0,),
+        compute_s=0,
+        link=Link.from_rates(bandwidth_gbps=2, latency_ms=1),
+        codec_costs={option.codec.name: COST},
+        gain={},
+    )
+    return option_stages(inputs, GroupSize(numel, 4 * numel, True), option)
+
+
+def test_sra_lasts_as_long_as_codec_or_network_and_a_piece_more() -> None:
+    """bf16: 1.5 x 2 bytes an element cross; 512 KiB pieces of 2^18 elements."""
+    numel = 1 << 24
+    (exchange,) = stages_of(Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA), numel)
+    assert exchange.busy_s[Resource.INTER] == pytest.approx(numel * 3 * 4e-9)
+    assert exchange.busy_s[Resource.CODEC] == pytest.approx(4e-6 + numel * 1e-9 + 7 * 5e-7 + 1.75 * numel * 5e-10)
+    piece_s = 1e-6 + 2**18 * 1e-9 + 5e-7 + 2**18 * 5e-10
+    assert exchange.latency_s == pytest.approx(2e-3 + piece_s)
+    assert exchange.duration_s == pytest.approx(numel * 3 * 4e-9 + 2e-3 + piece_s)
+
+
+def test_allgather_decodes_all_but_the_last_message_while_they_come() -> None:
+    numel = 1 << 20
+    encode, exchange = stages_of(Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER), numel)
+    assert encode.duration_s == pytest.approx(1e-6 + numel * 1e-9)
+    assert exchange.busy_s[Resource.CODEC] == pytest.approx(4 * (5e-7 + numel * 5e-10))
+    assert exchange.latency_s == pytest.approx(1e-3 + 5e-7 + numel * 5e-10)
+
+
+def test_one_worker_and_dense_groups_overlap_nothing() -> None:
+    names = [stage.name for stage in stages_of(DENSE, 1000)]
+    assert names == ["encode", "exchange", "decode"]
+    alone = stages_of(Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA), 1000, world_size=1)
+    assert [stage.duration_s for stage in alone] == [0, 0, 0]
