@@ -25,8 +25,9 @@ namespace {
 constexpr size_t kVisitBytes = 1 << 18;
 // Shorter messages are not worth cutting into one part a stream.
 constexpr int64_t kMinPartBytes = 1 << 16;
-// Of the thread that moves messages through rings. The bell wakes it.
-constexpr double kNapS = 1.0;
+// The bell wakes the thread that moves messages through rings; a time-out would only hide a bell that is not
+// rung.
+constexpr double kForeverS = 1e6;
 constexpr size_t kHalfToken = Mesh::kTokenBytes / 2;
 
 struct Hello {
@@ -535,7 +536,7 @@ void Mesh::run_rings() {
             std::lock_guard lock(mutex_);
             if (is_closing_) return;
         }
-        if (!move_rings()) bell.sleep(seen, kNapS);
+        if (!move_rings()) bell.sleep(seen, kForeverS);
     }
 }
 
