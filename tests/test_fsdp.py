@@ -143,7 +143,7 @@ def _losses(rank: int, num_replicas: int) -> tuple[dict[str, float], list[str]]:
     fresh_BD = torch.randn(256, 33, generator=torch.Generator().manual_seed(6))
     losses, digests = {}, []
     for codec, parameters in [("dense", None), *LIMITS]:
-        model = shard(Branches(), mesh)
+        model = fully_shard(Branches(), mesh=mesh)
         attachment = cgx_ray.attach(model, codec=codec, parameters=parameters) if codec != "dense" else None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         for step in range(150):
