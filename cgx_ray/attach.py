@@ -224,13 +224,12 @@ def attach(
     settings = _settings(plan, codec, scheme, intra, transport)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         attachment = Attachment(None)
+    # Importing FSDP2 to ask for its class would cost 0.7 s.
+    elif hasattr(model, "set_custom_reduce_scatter"):
+        attachment = _attach_sharded(model, plan, settings, parameters)
     else:
-        # Importing FSDP2 to ask for its class would cost 0.7 s.
-        if hasattr(model, "set_custom_reduce_scatter"):
-            attachment = _attach_sharded(model, plan, settings, parameters)
-        else:
-            is_chosen = any(choice is not None for choice in (plan, codec, scheme, intra))
-            attachment = _attach(model, plan, settings, parameters, asks_controller=not is_chosen)
+        is_chosen = any(choice is not None for choice in (plan, codec, scheme, intra))
+        attachment = _attach(model, plan, settings, parameters, asks_controller=not is_chosen)
     _attached = attachment
     return attachment
 

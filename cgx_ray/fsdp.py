@@ -63,7 +63,7 @@ def _check(
 ) -> tuple[CodecSpec, CodecSpec | None]:
     """The codec of gradients and, if asked for, that of parameters."""
     if settings.intra != Intra.FLAT:
-        raise ConfigError(f"an FSDP2 model cannot use intra {settings.intra!r}; shard inside nodes and replicate between")
+        raise ConfigError(f"an FSDP2 model cannot use intra {settings.intra!r}; shard within nodes, replicate between")
     if plan is not None or settings.policy != "static":
         given = "a plan" if plan is not None else f"policy {settings.policy!r}"
         raise ConfigError(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from branches import Branches, batch
 from ranks import run_ranks
-from sharded import BITS8, backward, gradients_of, largest_difference, make_mesh, shard, weights_of
+from sharded import BITS8, backward, gradients_of, largest_difference, make_mesh, shard, train, weights_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -143,7 +143,7 @@ def _losses(rank: int, num_replicas: int) -> tuple[dict[str, float], list[str]]:
     fresh_BD = torch.randn(256, 33, generator=torch.Generator().manual_seed(6))
     losses, digests = {}, []
     for codec, parameters in [("dense", None), *LIMITS]:
-        model = shard(Branches(), mesh)
+        model = fully_shard(Branches(), mesh=mesh)
         attachment = cgx_ray.attach(model, codec=codec, parameters=parameters) if codec != "dense" else None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         for step in range(150):
@@ -256,6 +256,19 @@ def test_all_ranks_compute_with_the_same_8_bits_and_keep_their_shards_as_they_ar
             is_small = parameter.ndim == 1
             error = float((seen[name] - parameter).abs().max())
             assert error == 0 if is_small else 0 < error <= step / 2 + 1e-7, (name, error, step)
+
+
+def _train_over(rank: int, transport: str) -> dict[str, torch.Tensor]:
+    model = shard(Branches(), make_mesh(2))
+    attachment = cgx_ray.attach(model, codec="qsgd", parameters=BITS8, transport=transport)
+    weights = train(model, rank, range(3))
+    attachment.close()
+    return weights
+
+
+def test_the_transport_does_not_change_what_is_learned() -> None:
+    tcp, gloo = run_ranks(4, _train_over, "tcp"), run_ranks(4, _train_over, "gloo")
+    assert largest_difference(tcp[0], gloo[0]) == 0.0
 
 
 def _overlapped(rank: int) -> dict[str, torch.Tensor]:

@@ -18,8 +18,8 @@ from cgx_ray.codecs.codec import POWERSGD_Q, RESIDUALS, Codec, Memory
 from cgx_ray.codecs.powersgd import PowerSgd
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.exchange import Exchange
-from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.parcel import Step, chunk_bounds
+from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.subset import Direct, Subset
 from cgx_ray.collectives.transport import Transport

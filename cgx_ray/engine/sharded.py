@@ -316,6 +316,8 @@ class ShardedEngine:
 
     def _fail(self, what: str, error: Exception) -> CGXError:
         where = f"rank {self._rank}, step {self.step}" + (f", module {what!r}" if what else "")
+        if self._replicas is not None:
+            where += ", in which ranks count from 0 along each dimension of the mesh"
         kind = type(error) if isinstance(error, CGXError) else CGXError
         self._failure = kind(f"{where}: {error if isinstance(error, CGXError) else repr(error)}")
         self._failure.__cause__ = error

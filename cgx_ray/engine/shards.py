@@ -60,9 +60,19 @@ class Part:
     """Layers of one module that share a codec, and what is owed to them."""
 
     def __init__(
-        self, index: int, spec: CodecSpec, layers: Sequence[ShardedLayer], offsets: Sequence[int], num_ranks: int
+        self,
+        index: int,
+        spec: CodecSpec,
+        layers: Sequence[ShardedLayer],
+        offsets: Sequence[int],
+        num_ranks: int,
+        *,
+        feeds_back: bool,
     ) -> None:
-        """`index` tells the messages of parts apart; `offsets` are those of the layers in the module's shard."""
+        """Make room for what will be owed if it `feeds_back` what its codec drops and the codec needs that.
+
+        `index` tells the messages of parts apart; `offsets` are those of the layers in the module's shard.
+        """
         self.index = index
         self.codec = make_codec(spec)
         self.layers = layers
@@ -74,8 +84,8 @@ class Part:
             (there, here, layer.width) for there, here, layer in zip(offsets, starts, layers, strict=False)
         ]
         # Every rank drops some of every shard; of its own only if replicas exchange it.
-        kinds = {RESIDUALS: torch.zeros(num_ranks * self.width)} if self.codec.needs_feedback else {}
-        self.memory = Memory.joined([kinds])
+        remembers = feeds_back and self.codec.needs_feedback
+        self.memory = Memory.joined([{RESIDUALS: torch.zeros(num_ranks * self.width)}] if remembers else [])
 
     def room(self, rows_RT: Tensor) -> Tensor:
         """Where `gather` can go, (R, S) float32: `rows_RT` itself if it has no other columns, else new memory."""
@@ -145,14 +155,19 @@ class Unit:
         self.name = name
         self.layers = [layer.layer for layer in layers if layer.is_trained]
         trained = [layer for layer in layers if layer.is_trained]
-        self.gradients = _split(4 * index, trained, codec, num_ranks)
-        self.parameters = [] if parameter_codec is None else _split(4 * index + 2, layers, parameter_codec, num_ranks)
+        self.gradients = _split(4 * index, trained, codec, num_ranks, feeds_back=True)
+        self.parameters = []
+        if parameter_codec is not None:
+            # Shards stay as they are, so nothing adds up that would have to be made good.
+            self.parameters = _split(4 * index + 2, layers, parameter_codec, num_ranks, feeds_back=False)
         self.gradient_width = sum(layer.width for layer in trained)
         self.parameter_width = sum(layer.width for layer in layers)
         self.dense_bytes = sum(layer.layer.dense_bytes for layer in trained)
 
 
-def _split(index: int, layers: Sequence[ShardedLayer], codec: CodecSpec, num_ranks: int) -> list[Part]:
+def _split(
+    index: int, layers: Sequence[ShardedLayer], codec: CodecSpec, num_ranks: int, *, feeds_back: bool
+) -> list[Part]:
     """Large layers go encoded, small ones as they are."""
     offsets = [0, *itertools.accumulate(layer.width for layer in layers)][: len(layers)]
     parts = []
@@ -160,7 +175,7 @@ def _split(index: int, layers: Sequence[ShardedLayer], codec: CodecSpec, num_ran
         chosen = [n for n, layer in enumerate(layers) if (layer.layer.is_small and codec != NONE) is is_small]
         if chosen:
             own_layers, own_offsets = [layers[n] for n in chosen], [offsets[n] for n in chosen]
-            parts.append(Part(index + is_small, spec, own_layers, own_offsets, num_ranks))
+            parts.append(Part(index + is_small, spec, own_layers, own_offsets, num_ranks, feeds_back=feeds_back))
     return parts
 
 

@@ -134,7 +134,9 @@ def hierarchical_terms(
     return (2.0, 2 * (L - 1) / L * inside_bytes), (hops, num_bytes)
 
 
-_VENDOR_RINGS = (Scheme.DENSE, Scheme.ALLREDUCE, Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_VAR)
+_VENDOR_RINGS = (
+    Scheme.DENSE, Scheme.ALLREDUCE, Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_VAR, Scheme.ARTOPK_RING_AUTO
+)  # fmt: skip
 
 
 def hierarchical_s(
