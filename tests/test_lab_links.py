@@ -13,6 +13,7 @@ import subprocess
 import pytest
 from lab_probe import exchange, receiver, send
 
+from cgx_ray.bench.lab import measure_lab
 from cgx_ray.errors import LabError
 from cgx_ray.lab.link import LinkState, parse_change
 from cgx_ray.lab.namespaces import Lab, choose_backend
@@ -224,6 +225,16 @@ def test_the_switch_refuses_what_it_does_not_understand():
     usage = subprocess.run([str(program())], capture_output=True, text=True, check=False)
     assert usage.returncode == 2
     assert "usage" in usage.stderr
+
+
+@needs_lab
+def test_an_all_reduce_in_the_lab_is_never_faster_than_its_links():
+    seen = []
+    (point,) = measure_lab([2e8], [0.005], seen.append)
+    assert seen == [point]
+    assert point.model_s == pytest.approx(0.4 + 6 * 0.005, rel=1e-3)
+    assert point.seconds > point.model_s, f"{point.seconds:.3f} s"
+    assert [row.name for row in point.rows()] == ["gloo_allreduce_200mbit_5ms", "gloo_allreduce_200mbit_5ms_late_p99"]
 
 
 @pytest.mark.parametrize(
