@@ -130,7 +130,8 @@ def test_nothing_is_left_when_the_body_raises():
 @needs_lab
 def test_what_a_killed_owner_leaves_is_removed_by_the_next_start():
     code = (
-        "import time; from cgx_ray.lab.namespaces import Lab; lab = Lab(2, rate_bit_per_s=1e9).__enter__();"
+        "import time; from cgx_ray.lab.namespaces import Lab;"
+        "lab = Lab(2, rate_bit_per_s=1e9, latency_s=0).__enter__();"
         "lab.popen(1, ['sleep', '1000']); print('ready', flush=True); time.sleep(1000)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:

@@ -13,6 +13,7 @@ import subprocess
 import pytest
 from lab_probe import exchange, receiver, send
 
+from cgx_ray.bench.lab import measure_lab
 from cgx_ray.errors import LabError
 from cgx_ray.lab.link import LinkState, parse_change
 from cgx_ray.lab.namespaces import Lab, choose_backend
@@ -151,8 +152,9 @@ def test_one_slow_host_of_four_slows_only_its_own_packets():
 
 
 @needs_lab
-def test_a_cut_host_gets_and_sends_nothing_until_it_returns():
-    with Lab(3, rate_bit_per_s=1e9, latency_s=0.001) as lab:
+@pytest.mark.parametrize("link", [{"latency_s": 0.001}, {}], ids=["switch", "tc with rates only"])
+def test_a_cut_host_gets_and_sends_nothing_until_it_returns(link):
+    with Lab(3, rate_bit_per_s=1e9, **link) as lab:
         with receiver(lab, 1) as got:
             for first, is_end in ((0, False), (10, False), (20, True)):
                 (lab.cut if first == 10 else lab.reconnect)(1)
@@ -160,6 +162,8 @@ def test_a_cut_host_gets_and_sends_nothing_until_it_returns():
                 if first == 10:
                     assert exchange(lab, 0, 2, 5).numbers == list(range(5)), "others go on"
             assert got.arrivals().numbers == [*range(10), *range(20, 30)]
+        if lab.backend == "tc":
+            return
         assert lab.counters().hosts[1]["down"].dropped_cut == 10
         lab.cut(1)
         send(lab, 1, 0, range(5), end=False)
@@ -214,7 +218,6 @@ def test_the_switch_refuses_what_it_does_not_understand():
             "set 0 in 8 0 0 0 0",
             "set 0 up 0 0 0 0 0",
             "connect 2 1",
-            "",
             "counters x",
         ):
             with pytest.raises(LabError, match="not a command"):
@@ -222,6 +225,16 @@ def test_the_switch_refuses_what_it_does_not_understand():
     usage = subprocess.run([str(program())], capture_output=True, text=True, check=False)
     assert usage.returncode == 2
     assert "usage" in usage.stderr
+
+
+@needs_lab
+def test_an_all_reduce_in_the_lab_is_never_faster_than_its_links():
+    seen = []
+    (point,) = measure_lab([2e8], [0.005], seen.append)
+    assert seen == [point]
+    assert point.model_s == pytest.approx(0.4 + 6 * 0.005, rel=1e-3)
+    assert point.seconds > point.model_s, f"{point.seconds:.3f} s"
+    assert [row.name for row in point.rows()] == ["gloo_allreduce_200mbit_5ms", "gloo_allreduce_200mbit_5ms_late_p99"]
 
 
 @pytest.mark.parametrize(

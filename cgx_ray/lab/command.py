@@ -205,7 +205,8 @@ def run(
                 code = run_on_ray(handle, command, log_dir, cpus_per_node, env)
             else:
                 everywhere = tuple(host.index for host in handle.hosts)
-                code = run_in_hosts(handle, hosts or everywhere, command, _echo_line, env)
+                chosen = [handle.check(host) for host in hosts or everywhere]
+                code = run_in_hosts(handle, chosen, command, _echo_line, env)
     raise SystemExit(code)
 
 

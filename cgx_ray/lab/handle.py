@@ -93,7 +93,7 @@ class LabHandle:
     def set(self, host: int | None = None, direction: Direction | None = None, **change: Unpack[LinkChange]) -> None:
         """Change what is given, now, with traffic flowing: of one host or all, of one direction or both."""
         if host is not None:
-            self._check(host)
+            self.check(host)
         with self._changed() as state:
             for index in range(len(self.hosts)) if host is None else (host,):
                 for way in DIRECTIONS if direction is None else (direction,):
@@ -130,7 +130,7 @@ class LabHandle:
         The returned handle waits for the process, has its exit status and can `kill` it; other signals do not reach it.
         """
         die = ["setpriv", "--pdeathsig", "KILL"]
-        init_pid = self._state()["init_pids"][self._check(host)]
+        init_pid = self._state()["init_pids"][self.check(host)]
         enter = ["nsenter", "--target", str(init_pid), "--net", "--mount", "--uts", "--pid"]
         # nsenter starts in /, so the folder has to be entered again inside. It forks, so the program has to be told
         # again to end with its parent.
@@ -144,13 +144,14 @@ class LabHandle:
         self._started.append(process)
         return process
 
-    def _check(self, host: int) -> int:
+    def check(self, host: int) -> int:
+        """`host` if the lab has it; LabError if not."""
         if not 0 <= host < len(self.hosts):
             raise LabError(f"host {host} is not in the lab; it has 0 to {len(self.hosts) - 1}")
         return host
 
     def _connect(self, host: int, is_connected: bool) -> None:
-        self._check(host)
+        self.check(host)
         with self._changed() as state:
             self._network.connect(host, is_connected)
             state["connected"][host] = is_connected

@@ -124,7 +124,7 @@ class Lab(LabHandle):
     def wait(self) -> None:
         """Wait until a part of the lab fails, which no part should. Raises LabError then."""
         ended = wait_for_first(self._held)
-        raise LabError(f"the lab fell apart: {ended.args} ended with status {ended.returncode}")
+        raise LabError(f"the lab fell apart: {ended.args!r} ended with status {ended.returncode}")
 
     def close(self) -> None:
         """End every process in the lab and remove its namespaces. Can be called twice."""

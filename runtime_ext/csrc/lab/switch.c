@@ -121,21 +121,20 @@ static void count_segments(struct packet* packet) {
     packet->head = segments > 1 ? headers + header->gso_size : packet->bytes;
 }
 
-// Put the packet on a link, whose wire it may have from `from` on; its last byte is here at `here`. False:
+// Put the packet on a link, whose wire it may have from `from` on and leaves at `earliest` or later. False:
 // dropped.
-static bool enter(struct link* link, struct packet* packet, ns_t from, ns_t here) {
+static bool enter(struct link* link, struct packet* packet, ns_t from, ns_t earliest) {
     if (link->loss > 0 && uniform(&link->random) < link->loss) {
         link->dropped_loss++;
         return false;
     }
-    double waiting = (double)max_ns(link->free_at - here, 0);
-    if (link->queue_bytes > 0 &&
-        waiting + packet->bytes * link->ns_per_byte > link->queue_bytes * link->ns_per_byte) {
+    double waiting_bytes = (double)max_ns(link->free_at - from, 0) / link->ns_per_byte;
+    if (link->queue_bytes > 0 && waiting_bytes + packet->bytes > (double)link->queue_bytes) {
         link->dropped_queue++;
         return false;
     }
     ns_t start = max_ns(link->free_at, from);
-    packet->leaves = max_ns(start + (ns_t)(packet->bytes * link->ns_per_byte), here);
+    packet->leaves = max_ns(start + (ns_t)(packet->bytes * link->ns_per_byte), earliest);
     link->free_at = packet->leaves;
     ns_t delay = link->delay;
     if (link->jitter > 0) delay += (ns_t)((2 * uniform(&link->random) - 1) * (double)link->jitter);
@@ -211,18 +210,39 @@ static void deliver(int host, struct packet* packet, ns_t now) {
     free(packet);
 }
 
+// The uplink whose next packet comes out first, if that is at `now` or before; -1: none.
+static int first_up(ns_t now) {
+    int first = -1;
+    for (int host = 0; host < num_hosts; host++) {
+        struct packet* packet = links[host][UP].head;
+        if (packet && packet->due <= now && (first < 0 || packet->due < links[first][UP].head->due))
+            first = host;
+    }
+    return first;
+}
+
+// When the next packet of an uplink could be delivered at the earliest. To have forwarded it by then is soon
+// enough, as long as packets are forwarded in order of time: that spares a third of the wake-ups.
+static ns_t needed(const struct packet* packet) {
+    int host = receiver_of(packet);
+    if (host < 0) return packet->due;
+    struct link* down = &links[host][DOWN];
+    return packet->due + (ns_t)(packet->head * down->ns_per_byte) + max_ns(down->delay - down->jitter, 0);
+}
+
 // Move what is due, return when the next is.
 static ns_t advance(void) {
-    struct packet* packet;
-    ns_t next = INT64_MAX;
+    ns_t now = now_ns(), next = INT64_MAX;
+    for (int host; (host = first_up(now)) >= 0;) forward(leave(&links[host][UP], now));
     for (int host = 0; host < num_hosts; host++) {
-        while ((packet = leave(&links[host][UP], now_ns()))) forward(packet);
-        if (links[host][UP].head && links[host][UP].head->due < next) next = links[host][UP].head->due;
-    }
-    for (int host = 0; host < num_hosts; host++) {
-        for (ns_t now = now_ns(); (packet = leave(&links[host][DOWN], now)); now = now_ns())
+        struct packet* packet;
+        while ((packet = leave(&links[host][DOWN], now))) {
             deliver(host, packet, now);
-        if (links[host][DOWN].head && links[host][DOWN].head->due < next) next = links[host][DOWN].head->due;
+            now = now_ns();
+        }
+        struct packet *up = links[host][UP].head, *down = links[host][DOWN].head;
+        if (up) next = needed(up) < next ? needed(up) : next;
+        if (down) next = down->due < next ? down->due : next;
     }
     return next;
 }
