@@ -258,8 +258,8 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
         assert latest.latency_s.keys() == {"b"}
         assert 0 < latest.latency_s["b"] < 0.5
 
-        # Of broken packets there are none to count.
-        wait_until(lambda: set(missing(served_metrics())) <= {"cgx_ray_nic_errors"}, "every metric")
+        # There may be no broken packets to count, and no pressure on older kernels.
+        wait_until(lambda: set(missing(served_metrics())) <= {"cgx_ray_nic_errors", "cgx_ray_pressure"}, "every metric")
         # Both ranks, 20 steps of 1,500 bytes each.
         sent = "ray_cgx_ray_wire_bytes_total{"
         wait_until(lambda: values(served_metrics(), sent) == [30_000, 30_000], "all bytes")
