@@ -37,8 +37,8 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
     """Decide where groups end and which option each takes.
 
     max_gap     share of the finish that may be left; the search ends as soon as it is proven
-    max_labels  partial plans that the last of four passes may keep, the others a quarter of it each; when they are spent
-                the next pass has a finer bound, and after the last the best plan so far is returned with its gap
+    max_labels  partial plans that the last of four passes may keep, the others a quarter of it each. When they are
+                spent the next pass has a finer bound; after the last the best plan so far is returned with its gap
 
     A label is a plan of the first k layers: compute finish C, network finish D. Both of two labels at k are needed only
     if one has the smaller C and the other the smaller D, since what follows never ends earlier when C or D rises.

@@ -48,9 +48,10 @@ std::vector<double> prefix_sums(const std::vector<double>& values) {
 // cells where it has a kink.
 class Bound {
   public:
-    // finish_s: of a plan that is known. What cannot be part of a better one is not told apart.
+    // finish_s: of a plan that is known; what cannot be part of a better one is not told apart.
+    // coarser: of the same problem, or null.
     Bound(const Problem& problem, int num_cells, double finish_s, const Bound* coarser)
-        : problem_(problem), num_cells_(num_cells), coarser_(coarser), table_(problem.num_layers + 1) {
+        : problem_(problem), num_cells_(num_cells), table_(problem.num_layers + 1) {
         int n = problem.num_layers;
         // Work for longer than compute lasts, in one group with the least network time, is never waited for.
         double longest_s = 0;
@@ -61,7 +62,7 @@ class Bound {
                     longest_s = std::max(longest_s, problem.compute_s(k, n, option));
         }
         cell_s_ = longest_s / num_cells + std::numeric_limits<double>::min();
-        for (int k = n; k >= 0; --k) fill(k, finish_s);
+        for (int k = n; k >= 0; --k) fill(k, finish_s, coarser);
     }
 
     double at(int k, double s) const {
@@ -72,7 +73,7 @@ class Bound {
     }
 
   private:
-    void fill(int k, double finish_s) {
+    void fill(int k, double finish_s, const Bound* coarser) {
         int n = problem_.num_layers;
         std::vector<double>& row = table_[k];
         row.resize(num_cells_ + 1);
@@ -88,18 +89,16 @@ class Bound {
                 row[i] = std::min(row[i], finish_s - least_s + (1 - w) * i * cell_s_);
         }
         // Where the coarser bound says as much, nothing is left to find.
+        auto is_open = [&](int i) { return coarser == nullptr || coarser->at(k, i * cell_s_) < row[i]; };
         int first = 0, last = num_cells_;
-        while (first <= last && !may_improve(row, k, first)) ++first;
-        while (first <= last && !may_improve(row, k, last)) --last;
+        while (first <= last && !is_open(first)) ++first;
+        while (first <= last && !is_open(last)) --last;
         if (first > last) return;
         for (int end = k + 1; end <= n; ++end)
             for (const Option& option : problem_.options) relax(row, k, end, option, first, last);
     }
 
-    bool may_improve(const std::vector<double>& row, int k, int i) const {
-        return coarser_ == nullptr || coarser_->at(k, i * cell_s_) < row[i];
-    }
-
+    // Lower row[first..last] to what comes of `option` for layers k to end.
     void relax(std::vector<double>& row, int k, int end, const Option& option, int first, int last) {
         double compute = problem_.compute_s(k, end, option), network = problem_.network_s(k, end, option);
         double idle = compute + at(end, network);  // the network is idle when the group comes
@@ -119,7 +118,6 @@ class Bound {
 
     const Problem& problem_;
     int num_cells_;
-    const Bound* coarser_;
     double cell_s_;
     std::vector<double> least_network_;
     std::vector<std::vector<double>> table_;
@@ -200,7 +198,7 @@ class Search {
         return true;
     }
 
-    // Follow the bound from a label to the end.
+    // Follow the bound from a label to the end, of equal next groups the longest: fewer groups.
     void complete(int64_t start, const Bound& bound) {
         std::vector<Group> tail;
         Label now = labels_[start];
