@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ray.codecs.codec import KINDS
+from cgx_ray.codecs.codec import HOST, KINDS
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.collectives.transport import Transport
 from cgx_ray.engine.engine import Engine
@@ -25,6 +25,7 @@ from cgx_ray.planner.options import candidate_codecs
 from cgx_ray.settings import Settings
 
 STATE_FORMAT = 2
+DEVICE_TYPES = ("cpu", "cuda")
 GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -174,12 +175,11 @@ def layers_of(model: nn.Module) -> list[Layer]:
     ignored = getattr(model, "parameters_to_ignore", ())
     module = model.module if isinstance(model, DistributedDataParallel) else model
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+    devices = {str(parameter.device): name for name, parameter in parameters.items()}
+    if len(devices) > 1 or any(torch.device(device).type not in DEVICE_TYPES for device in devices):
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ConfigError(f"the model has {places}; this version takes models on one device, the CPU or a CUDA device")
     for name, parameter in parameters.items():
-        if parameter.device.type != "cpu":
-            raise ConfigError(
-                f"{name} is on {parameter.device}; this version compresses gradients on the CPU only; "
-                "train with use_gpu=False or leave cgx_ray.attach out"
-            )
         if parameter.dtype not in GRADIENT_DTYPES:
             known = ", ".join(str(dtype) for dtype in GRADIENT_DTYPES)
             raise ConfigError(f"{name} is {parameter.dtype}; gradients must be one of {known}")
@@ -276,13 +276,16 @@ def _attach(
     except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
         layers, offer = [], as_own(error)
     plan = agree(layers, offer, group)
+    device = next((parameter.device for parameter in model.parameters() if parameter.requires_grad), HOST)
+    cuda_group = _make_cuda_group(device, group, settings)
     candidates = [codec for codec in candidate_codecs(settings.densities) if codec.name != "none"]
     engine = Engine(
         layers,
         plan,
-        connect(group, settings),
+        connect(group, settings, cuda_group),
         seed=settings.seed,
         candidates=candidates if settings.policy == "adaptive" else (),
+        device=device,
     )
     assert isinstance(model, DistributedDataParallel)
     try:
@@ -290,15 +293,34 @@ def _attach(
     except RuntimeError as error:
         engine.close()
         raise ConfigError(f"this model already has a communication hook ({error}); attach once a model") from error
-    return _start(Attachment(engine, [group]))
+    return _start(Attachment(engine, [group] if cuda_group is None else [group, cuda_group]))
 
 
-def connect(group: dist.ProcessGroup, settings: Settings) -> Transport:
-    """A transport between the ranks of `group`; call it on all of them."""
+def _make_cuda_group(device: torch.device, group: dist.ProcessGroup, settings: Settings) -> dist.ProcessGroup | None:
+    """NCCL between all ranks if each has a GPU of its own: it refuses two ranks on one.
+
+    Raises ConfigError, on all ranks, if some are on the CPU and others are not.
+    """
+    own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+    places = [own] * dist.get_world_size(group)
+    dist.all_gather_object(places, own, group=group)
+    if set(places) == {"cpu"}:
+        return None
+    if "cpu" in places:
+        ranks = ", ".join(str(rank) for rank, place in enumerate(places) if place == "cpu")
+        raise ConfigError(f"the model is on the CPU on ranks {ranks} and on a GPU on the others; put all on one kind")
+    if len(set(places)) < len(places) or not dist.is_nccl_available():
+        return None
+    nccl: dist.ProcessGroup = dist.new_group(backend="nccl", timeout=timedelta(seconds=settings.timeout_s))
+    return nccl
+
+
+def connect(group: dist.ProcessGroup, settings: Settings, cuda_group: dist.ProcessGroup | None = None) -> Transport:
+    """A transport between the ranks of `group`; call it on all of them. `cuda_group` as in `Transport`."""
     mesh = None
     if settings.transport == "tcp":
         mesh = connect_mesh(group, settings.timeout_s, shared_memory=settings.shared_memory)
-    return Transport(group, settings.simulated_link, mesh, settings.timeout_s)
+    return Transport(group, settings.simulated_link, mesh, settings.timeout_s, cuda_group)
 
 
 def _start(attachment: Attachment) -> Attachment:

@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,6 +19,7 @@ __all__ = [
     "Plan", "Scheme", "check_intra", "check_pair", "make_plan",
 ]  # fmt: skip
 
+DEVICES = ("auto", "cpu")
 SMALL_LAYER_NUMEL = 1024
 FIRST_GROUP_BYTES = 1 << 20
 DEFAULT_GROUP_BYTES = 4 << 20
@@ -106,19 +107,23 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
-    """Layers that are encoded and sent together, and how."""
+    """Layers that are encoded and sent together, and how.
+
+    device  where codecs work: "auto", where the gradients are, or "cpu", on the host, whose processors then encode what
+            a CUDA device has computed
+    """
 
     layers: tuple[str, ...]
     codec: CodecSpec = NONE
     scheme: Scheme = Scheme.DENSE
     intra: Intra = Intra.FLAT
-    device: str = "cpu"
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("a group needs at least one layer")
-        if self.device != "cpu":
-            raise PlanError(f"device {self.device!r} is not allowed; this version encodes on 'cpu'")
+        if self.device not in DEVICES:
+            raise PlanError(f"device {self.device!r} is not allowed; known: {', '.join(DEVICES)}")
         check_pair(self.codec, self.scheme)
         check_intra(self.codec, self.intra)
 
@@ -237,6 +242,7 @@ def make_plan(
     overrides: Mapping[str, tuple[CodecSpec | str, Scheme | str] | tuple[CodecSpec | str, Scheme | str, Intra | str]]
     | None = None,
     uniform: bool = False,
+    device: str = "auto",
 ) -> Plan:
     """One codec and scheme for the whole model but `overrides`; small layers go dense in extra groups at the end.
 
@@ -254,6 +260,7 @@ def make_plan(
     uniform    for comparison: one group a dtype, small layers and all, whatever `group_bytes` says. QNCL compresses
                like that, one buffer of the whole model without a look at its layers (CGX, section 6); nothing is sent
                before backward is done, and norms and biases share buckets with their neighbours
+    device     "auto" or "cpu", see `GroupPlan`
 
     Raises ConfigError if a scheme cannot carry a codec, PlanError for a pattern without a layer.
     """
@@ -263,7 +270,7 @@ def make_plan(
             raise ConfigError("a uniform plan has one codec for all layers; leave out overrides or uniform")
         whole = sys.maxsize
         groups = _fill_groups([(layer, (codec, scheme, intra)) for layer in reversed(layers)], whole, first_bytes=whole)
-        return Plan(version=version, world_size=world_size, groups=tuple(groups))
+        return _plan_of(groups, version, world_size, device)
     chosen_by_pattern = {pattern: _choice(choice, intra) for pattern, choice in (overrides or {}).items()}
     small_choice = (NONE, Scheme.DENSE, Intra.FLAT if intra is Intra.FLAT else Intra.DENSE)
     for pattern in chosen_by_pattern:
@@ -281,7 +288,12 @@ def make_plan(
     small = [(layer, small_choice) for layer, choice in chosen if choice is None]
     large = [(layer, choice) for layer, choice in chosen if choice is not None]
     groups = _fill_groups(large, group_bytes) + _fill_groups(small, group_bytes)
-    return Plan(version=version, world_size=world_size, groups=tuple(groups))
+    return _plan_of(groups, version, world_size, device)
+
+
+def _plan_of(groups: Sequence[GroupPlan], version: int, world_size: int, device: str) -> Plan:
+    on_device = tuple(replace(group, device=device) for group in groups)
+    return Plan(version=version, world_size=world_size, groups=on_device)
 
 
 _Choice = tuple[CodecSpec, Scheme, Intra]

@@ -39,11 +39,11 @@ WORLD_OF = {"sra": 3, "ring": 3, "tree": 5, "broadcast": 3, "allgather": 3}
 
 
 def _run_scheme(
-    rank: int, scheme: str, codec: str, piece_bytes: int, kind: str, num_steps: int
+    rank: int, scheme: str, codec: str, piece_bytes: int, kind: str, num_steps: int, device: str = "cpu"
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Averages by step, and what this rank owes in the end."""
     parcel.PIECE_BYTES = piece_bytes
-    made, link = make_codec(CodecSpec.parse(codec)), _transport(kind)
+    made, link = make_codec(CodecSpec.parse(codec), device=torch.device(device)), _transport(kind)
     exchange, memory = make_exchange(made, Scheme(scheme), NUMEL, 4, link), made.new_memory(NUMEL)
     results = []
     for step in range(num_steps):
@@ -57,6 +57,18 @@ def _run_scheme(
     link.close()
     owed_N = memory.residual_N if memory is not None else None
     return results, owed_N if owed_N is not None else torch.zeros(NUMEL)
+
+
+@pytest.mark.parametrize("codec", ["none", "qsgd", "onebit:bucket_size=64"])
+@pytest.mark.parametrize("scheme", WORLD_OF)
+def test_payloads_on_another_device_than_their_messages_change_no_bit(codec: str, scheme: str) -> None:
+    # "cpu:0" is the same memory, but not the device that messages lie on: payloads are copied as those of a GPU are.
+    host, device = (
+        run_ranks(WORLD_OF[scheme], _run_scheme, scheme, codec, CUT, "tcp", 2, at) for at in ("cpu", "cpu:0")
+    )
+    for (averages, owed_N), (copied_averages, copied_owed_N) in zip(host, device, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(averages, copied_averages, strict=True))
+        assert torch.equal(owed_N, copied_owed_N)
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "qsgd:bits=4,rounding=nearest"])

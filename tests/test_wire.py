@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.wire import CODEC_IDS, HEADER_BYTES, MAX_PAYLOAD_BYTES, Stamp, check, new_message, payload_of, seal
+from cgx_ray.codecs.wire import CODEC_IDS, HEADER_BYTES, MAX_PAYLOAD_BYTES, Message, Stamp
 from cgx_ray.collectives.parcel import Parcel, chunk_bounds
 from cgx_ray.errors import ConfigError, PlanError, WireError
 from cgx_ray.plan import CODEC_DEFAULTS, MAX_GROUPS, CodecSpec, GroupPlan, Layer, Plan, Scheme, make_plan
@@ -20,12 +20,12 @@ STAMP = Stamp(plan_version=3, step=100, group=2, codec="qsgd")
 SPECS = [CodecSpec(name=name) for name in CODEC_DEFAULTS] + [CodecSpec.parse("qsgd:bits=1,bucket_size=8")]
 
 
-def sealed(spec: CodecSpec, numel: int) -> torch.Tensor:
+def sealed(spec: CodecSpec, numel: int) -> Message:
     codec = make_codec(spec)
-    message = new_message(codec.payload_bytes(numel))
+    message = Message(codec.payload_bytes(numel))
     grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(1))
-    codec.encode(grad_N, payload_of(message), key=7)
-    seal(message, replace(STAMP, codec=spec.name), numel)
+    codec.encode(grad_N, message.payload, key=7)
+    message.seal(replace(STAMP, codec=spec.name), numel)
     return message
 
 
@@ -34,11 +34,11 @@ def sealed(spec: CodecSpec, numel: int) -> torch.Tensor:
 def test_any_flipped_bit_is_noticed(spec: CodecSpec, numel: int, data: st.DataObject) -> None:
     message = sealed(spec, numel)
     stamp = replace(STAMP, codec=spec.name)
-    check(message, stamp, numel, sender=1)
-    position = data.draw(st.integers(0, message.numel() - 1))
-    message[position] ^= 1 << data.draw(st.integers(0, 7))
+    message.check(stamp, numel, sender=1)
+    position = data.draw(st.integers(0, message.wire.numel() - 1))
+    message.wire[position] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(WireError, match="rank 1"):
-        check(message, stamp, numel, sender=1)
+        message.check(stamp, numel, sender=1)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_any_flipped_bit_is_noticed(spec: CodecSpec, numel: int, data: st.DataOb
 def test_a_message_of_another_plan_step_group_codec_or_phase_is_refused(change: dict[str, object], says: str) -> None:
     message = sealed(CodecSpec(name="qsgd"), 300)
     with pytest.raises(WireError, match=says):
-        check(message, replace(STAMP, **change), 300, sender=0)
+        message.check(replace(STAMP, **change), 300, sender=0)
 
 
 def test_the_numbers_of_codecs_never_change() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from cgx_ray.codecs.cast import Bf16, Fp16, Prefix, Raw
-from cgx_ray.codecs.codec import Codec, Memory
+from cgx_ray.codecs.codec import HOST, Codec, Memory
 from cgx_ray.codecs.powersgd import PowerSgd
 from cgx_ray.codecs.qsgd import Qsgd, Sign
 from cgx_ray.codecs.selectors import Dgc, LwTopK, MsTopK, Sidco, TopK
@@ -31,9 +33,16 @@ _CODECS: dict[str, type[Codec]] = {
 }
 
 
-def make_codec(spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> Codec:
-    """The codec that `spec` names, for a group of `layers`; without them it takes a group as one layer."""
-    return _CODECS[spec.name](spec, layers, world_size)
+def make_codec(
+    spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1, device: torch.device = HOST
+) -> Codec:
+    """The codec that `spec` names, for a group of `layers`; without them it takes a group as one layer.
+
+    device  of the gradients
+    """
+    codec = _CODECS[spec.name](spec, layers, world_size)
+    codec.device = device
+    return codec
 
 
 __all__ = ["Codec", "Memory", "make_codec"]

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cgx_ray.plan import CodecSpec, Layer
 
+HOST = torch.device("cpu")
+
 # Kinds of memory, as they are called in a checkpoint.
 RESIDUALS = "residuals"
 MOMENTUM = "momentum"
@@ -32,7 +34,7 @@ class Memory:
         """Memory that begins with `parts`, one a layer and all of the same kinds; None if there is no kind."""
         if not parts or not parts[0]:
             return None
-        now = {kind: torch.cat([part[kind] for part in parts]).to(device) for kind in parts[0]}
+        now = {kind: torch.cat([part[kind].to(device) for part in parts]) for kind in parts[0]}
         return cls(now, {kind: torch.zeros_like(buffer) for kind, buffer in now.items()})
 
     @property
@@ -65,11 +67,13 @@ class Memory:
 class Codec:
     """Encodes a flat gradient, float32 unless said otherwise, to a payload, flat uint8, and decodes it.
 
+    device          where the gradients are
     granule         chunks of a gradient may be cut at multiples of this many elements
     needs_feedback  True if what it drops must be added to the next step's gradient to converge
     shares_key      True if all ranks must encode with the same key
     """
 
+    device = HOST
     granule = 1
     needs_feedback = False
     shares_key = False

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cgx_ray.codecs.codec import HOST
 from cgx_ray.errors import WireError
 from cgx_ray.runtime_ext import ops
 
@@ -41,50 +42,66 @@ class Stamp:
     phase: int = 0
 
 
-def new_message(payload_bytes: int) -> Tensor:
-    """An uninitialised message with room for header and payload."""
-    return torch.empty(HEADER_BYTES + payload_bytes, dtype=torch.uint8)
+class Message:
+    """Header and payload of one message.
 
+    wire     (32 + payload bytes,) uint8 on the host
+    header   its first 32 bytes
+    body     the rest; or other memory on the host that `borrow` was given
+    payload  what codecs write and read, on the device that was asked for: `body` on the host, memory of its own on any
+             other device, which `seal` copies to `body`, and `check` back, waiting for the device
+    """
 
-def payload_of(message: Tensor) -> Tensor:
-    """The part behind the header, as a view."""
-    return message[HEADER_BYTES:]
+    def __init__(self, payload_bytes: int, device: torch.device = HOST, room: Tensor | None = None) -> None:
+        """Uninitialised. `room`: bytes on the host to lie in; own ones without."""
+        num_bytes = HEADER_BYTES + payload_bytes
+        # Pinned: a CUDA device then copies at full speed.
+        is_pinned = device.type == "cuda"
+        self.wire = (
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned) if room is None else room[:num_bytes]
+        )
+        self.header = self.wire[:HEADER_BYTES]
+        self.body = self.wire[HEADER_BYTES:]
+        self.payload = self.body if device == HOST else torch.empty_like(self.body, device=device)
 
+    def borrow(self, body: Tensor) -> None:
+        """Have the payload in `body`, on the host, from now on."""
+        self.body = self.payload = body
 
-def seal(message: Tensor, stamp: Stamp, numel: int, payload: Tensor | None = None) -> None:
-    """Write the header of a message whose payload is complete. `payload`: if it does not lie behind the header."""
-    payload = payload_of(message) if payload is None else payload
-    _FIELDS.pack_into(message.numpy().data, 0, *_fields(stamp, numel, payload))
-    _CRC.pack_into(message.numpy().data, _FIELDS.size, _checksum(message, payload))
+    def seal(self, stamp: Stamp, numel: int) -> None:
+        """Write the header: the payload is complete."""
+        if self.payload is not self.body:
+            self.body.copy_(self.payload)
+        _FIELDS.pack_into(self.header.numpy().data, 0, *self._fields(stamp, numel))
+        _CRC.pack_into(self.header.numpy().data, _FIELDS.size, self._checksum())
 
+    def check(self, stamp: Stamp, numel: int, sender: int) -> None:
+        """Raise WireError unless what came is whole and carries what `stamp` and `numel` say."""
+        found = _FIELDS.unpack_from(self.header.numpy().data, 0)
+        wanted = self._fields(stamp, numel)
+        if found != wanted:
+            names = ("magic", "format", "codec", "dtype", "phase", "group", "numel", "plan", "step", "payload_bytes")
+            pairs = zip(names, found, wanted, strict=True)
+            odd = "; ".join(f"{n} is {f!r}, expected {w!r}" for n, f, w in pairs if f != w)
+            raise WireError(f"step {stamp.step}, group {stamp.group}: message of rank {sender} does not fit: {odd}")
+        if _CRC.unpack_from(self.header.numpy().data, _FIELDS.size)[0] != self._checksum():
+            raise WireError(f"step {stamp.step}, group {stamp.group}: message of rank {sender} was damaged (CRC-32C)")
+        if self.payload is not self.body:
+            self.payload.copy_(self.body)
 
-def check(message: Tensor, stamp: Stamp, numel: int, sender: int, payload: Tensor | None = None) -> None:
-    """Raise WireError unless the message is whole and carries what `stamp` and `numel` say. `payload` as in `seal`."""
-    payload = payload_of(message) if payload is None else payload
-    found = _FIELDS.unpack_from(message.numpy().data, 0)
-    wanted = _fields(stamp, numel, payload)
-    if found != wanted:
-        names = ("magic", "format", "codec", "dtype", "phase", "group", "numel", "plan", "step", "payload_bytes")
-        odd = "; ".join(f"{n} is {f!r}, expected {w!r}" for n, f, w in zip(names, found, wanted, strict=True) if f != w)
-        raise WireError(f"step {stamp.step}, group {stamp.group}: message of rank {sender} does not fit: {odd}")
-    if _CRC.unpack_from(message.numpy().data, _FIELDS.size)[0] != _checksum(message, payload):
-        raise WireError(f"step {stamp.step}, group {stamp.group}: message of rank {sender} was damaged (CRC-32C)")
+    def _fields(self, stamp: Stamp, numel: int) -> tuple[bytes, int, int, int, int, int, int, int, int, int]:
+        return (
+            MAGIC,
+            FORMAT_VERSION,
+            CODEC_IDS[stamp.codec],
+            FLOAT32_ID,
+            stamp.phase,
+            stamp.group,
+            numel,
+            stamp.plan_version,
+            stamp.step,
+            self.body.numel(),
+        )
 
-
-def _fields(stamp: Stamp, numel: int, payload: Tensor) -> tuple[bytes, int, int, int, int, int, int, int, int, int]:
-    return (
-        MAGIC,
-        FORMAT_VERSION,
-        CODEC_IDS[stamp.codec],
-        FLOAT32_ID,
-        stamp.phase,
-        stamp.group,
-        numel,
-        stamp.plan_version,
-        stamp.step,
-        payload.numel(),
-    )
-
-
-def _checksum(message: Tensor, payload: Tensor) -> int:
-    return ops.crc32c(payload, seed=ops.crc32c(message[: _FIELDS.size]))
+    def _checksum(self) -> int:
+        return ops.crc32c(self.body, seed=ops.crc32c(self.header[: _FIELDS.size]))

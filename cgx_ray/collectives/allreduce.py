@@ -22,7 +22,7 @@ class Allreduce:
         assert isinstance(codec, Fp16 | Bf16 | Prefix | RandomK)
         self._codec = codec
         self._transport = transport
-        self._payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8)
+        self._payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8, device=codec.device)
         self._values = self._payload.view(codec.wire_dtype)
         self.sent_bytes = 2 * (transport.world_size - 1) * self._payload.numel() // transport.world_size
 
@@ -50,7 +50,7 @@ class PowerSgdAllreduce:
         assert isinstance(codec, PowerSgd)
         self._codec = codec
         self._transport = transport
-        self._payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8)
+        self._payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8, device=codec.device)
         self.sent_bytes = 2 * (transport.world_size - 1) * self._payload.numel() // transport.world_size
 
     def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:

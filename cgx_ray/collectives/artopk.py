@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.cast import Raw
+from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import Codec, Memory, is_finite, poison
 from cgx_ray.codecs.sparse import Selection, Sparse
-from cgx_ray.codecs.wire import HEADER_BYTES, Stamp, check, new_message, payload_of, seal
+from cgx_ray.codecs.wire import HEADER_BYTES, Message, Stamp
 from cgx_ray.collectives.dense import Dense
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport import Transport
@@ -72,19 +72,20 @@ class ArTopk:
         self._codec = codec
         self._transport = transport
         num_kept = codec.spec.num_kept(numel)
-        self._message = new_message(codec.spec.index_bytes(numel))
-        self._selection = Selection(num_kept, torch.device("cpu"))
+        self._message = Message(codec.spec.index_bytes(numel), codec.device)
+        self._selection = Selection(num_kept, codec.device)
         self._choice = choice
         self.trials = Trials(transport.world_size) if choice == "auto" else None
         # Values, poison, and for the trials |g_e|^2: what all ranks must see the same sum of.
         num_sums = num_kept + 1 + (self.trials is not None)
-        self._sums = torch.empty(num_sums)
-        self._average = Tree(Raw(NONE), num_sums, transport) if by_tree else Dense(4 * num_sums, transport)
-        self._norms = [new_message(4) for _ in range(transport.world_size)]
+        self._sums = torch.empty(num_sums, device=codec.device)
+        raw = make_codec(NONE, device=codec.device)
+        self._average = Tree(raw, num_sums, transport) if by_tree else Dense(4 * num_sums, transport)
+        self._norms = [Message(4) for _ in range(transport.world_size)]
         self.sent_bytes = self._sent_bytes(by_norm=choice == "var")
 
     def _sent_bytes(self, *, by_norm: bool) -> int:
-        indices = math.log2(self._transport.world_size) * self._message.numel()
+        indices = math.log2(self._transport.world_size) * self._message.wire.numel()
         norms = (HEADER_BYTES + 4) * len(self._transport.peers) if by_norm else 0
         return round(self._average.sent_bytes + indices + norms)
 
@@ -99,14 +100,14 @@ class ArTopk:
         root = self._largest(fed_N, stamp, phases) if by_norm else stamp.step % self._transport.world_size
         if root == self._transport.rank:
             self._codec.select(fed_N, selection, ops.message_key(seed, stamp.step, stamp.group, root, 0))
-            selection.pack(numel, payload_of(self._message))
-            seal(self._message, stamp, numel)
+            selection.pack(numel, self._message.payload)
+            self._message.seal(stamp, numel)
         phases.lap("encode")
-        self._transport.broadcast(self._message, root)
+        self._transport.broadcast(self._message.wire, root)
         phases.lap("exchange")
 
-        check(self._message, stamp, numel, self._transport.ranks[root])
-        selection.unpack(numel, payload_of(self._message))
+        self._message.check(stamp, numel, self._transport.ranks[root])
+        selection.unpack(numel, self._message.payload)
         # Behind the last index there are zeros: what is summed for these is not used.
         index_K = selection.index_K.long()
         torch.index_select(fed_N, 0, index_K, out=values_K)
@@ -130,15 +131,17 @@ class ArTopk:
     def _largest(self, fed_N: Tensor, stamp: Stamp, phases: Phases) -> int:
         """The rank with the largest gradient, the first one of equals. One that is not finite counts as larger."""
         rank, first = self._transport.rank, replace(stamp, phase=1)
-        payload_of(self._norms[rank]).view(torch.float32).copy_(fed_N.norm())
-        seal(self._norms[rank], first, fed_N.numel())
+        self._norms[rank].payload.view(torch.float32).copy_(fed_N.norm())
+        self._norms[rank].seal(first, fed_N.numel())
         phases.lap("encode")
         received = {peer: norm for peer, norm in enumerate(self._norms) if peer != rank}
-        self._transport.exchange(dict.fromkeys(received, self._norms[rank]), received)
+        self._transport.exchange(
+            dict.fromkeys(received, self._norms[rank].wire), {peer: norm.wire for peer, norm in received.items()}
+        )
         phases.lap("exchange")
         for sender, norm in received.items():
-            check(norm, first, fed_N.numel(), self._transport.ranks[sender])
-        norms = torch.cat([payload_of(norm).view(torch.float32) for norm in self._norms])
+            norm.check(first, fed_N.numel(), self._transport.ranks[sender])
+        norms = torch.cat([norm.payload.view(torch.float32) for norm in self._norms])
         return int(torch.where(norms.isnan(), math.inf, norms).argmax())
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs.cast import Raw
-from cgx_ray.codecs.codec import Codec, Memory
-from cgx_ray.codecs.wire import HEADER_BYTES, MAX_PAYLOAD_BYTES, Stamp, check, seal
+from cgx_ray.codecs.codec import HOST, Codec, Memory
+from cgx_ray.codecs.wire import HEADER_BYTES, MAX_PAYLOAD_BYTES, Message, Stamp
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport import Handle, Transport
 from cgx_ray.errors import PlanError
@@ -74,7 +74,7 @@ class Parcel:
     """
 
     def __init__(self, codec: Codec, numel: int, room: Tensor | None = None) -> None:
-        """`room`: bytes to lie in, at least `num_bytes`; own ones without. Not both borrowed and with room."""
+        """`room`: bytes on the host to lie in, `num_bytes` or more, if not its own. Not both borrowed and with room."""
         payload_bytes = codec.payload_bytes(numel)
         if payload_bytes > MAX_PAYLOAD_BYTES:
             raise PlanError(
@@ -83,27 +83,27 @@ class Parcel:
             )
         self.num_bytes = HEADER_BYTES + payload_bytes
         self._codec = codec
-        self._message = torch.empty(self.num_bytes, dtype=torch.uint8) if room is None else room[: self.num_bytes]
-        self._payload = self._message[HEADER_BYTES:]
+        self._message = Message(payload_bytes, codec.device, room)
         # Two messages, on both ends, although only one of them may have borrowed. Gloo sends nothing that is empty.
-        self._can_borrow = isinstance(codec, Raw) and numel > 0
+        is_two = isinstance(codec, Raw) and numel > 0
+        self._can_borrow = is_two and codec.device == HOST
         self._is_borrowed = False
-        self.parts: tuple[Tensor, ...] = (self._message,)
-        if self._can_borrow:
-            self.parts = (self._message[:HEADER_BYTES], self._payload)
+        self.parts: tuple[Tensor, ...] = (self._message.wire,)
+        if is_two:
+            self.parts = (self._message.header, self._message.body)
 
     def borrow(self, run_N: Tensor) -> None:
         """Codec none: have the payload in `run_N` itself from now on. Other codecs need memory of their own."""
         if self._can_borrow:
-            self._payload = run_N.view(torch.uint8)
+            self._message.borrow(run_N.view(torch.uint8))
             self._is_borrowed = True
-            self.parts = (self._message[:HEADER_BYTES], self._payload)
+            self.parts = (self._message.header, self._message.body)
 
     def encode(self, run_N: Tensor, stamp: Stamp, key: int, memory: Memory | None) -> None:
         """Fill in `run_N`, and what is owed of it."""
         if not self._is_borrowed:
-            self._codec.encode(run_N, self._payload, key, memory)
-        seal(self._message, stamp, run_N.numel(), self._payload)
+            self._codec.encode(run_N, self._message.payload, key, memory)
+        self._message.seal(stamp, run_N.numel())
 
     def encode_share(self, share_N: Tensor, stamp: Stamp, key: int, memory: Memory | None, num_debtors: float) -> None:
         """Fill in an average, or what some ranks' gradients are of it, together with what this rank owes.
@@ -121,13 +121,13 @@ class Parcel:
 
     def decode(self, run_N: Tensor, stamp: Stamp, sender: int, *, add: bool, key: int = 0) -> None:
         """Write what came to `run_N`, or add it. Raises WireError if it is broken or of another plan."""
-        check(self._message, stamp, run_N.numel(), sender, self._payload)
+        self._message.check(stamp, run_N.numel(), sender)
         self.use(run_N, add=add, key=key)
 
     def use(self, run_N: Tensor, *, add: bool = False, key: int = 0) -> None:
         """As `decode`, of what this rank encoded itself."""
         if not self._is_borrowed:
-            self._codec.decode(self._payload, run_N, add=add, key=key)
+            self._codec.decode(self._message.payload, run_N, add=add, key=key)
 
 
 def parts_of(parcels: Iterable[Parcel]) -> tuple[Tensor, ...]:

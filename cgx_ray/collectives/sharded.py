@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
-from cgx_ray.codecs.wire import Stamp, check, new_message, payload_of, seal
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives.parcel import PIECE_BYTES, Parcel, chunk_bounds
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.sra import PIECE_BYTES, chunk_bounds
 from cgx_ray.collectives.transport import Handle, Transport
 from cgx_ray.runtime_ext import ops
 
@@ -42,11 +42,11 @@ class _Piece:
         self._seed = seed
         self._rank = rank
 
-    def new_message(self) -> Tensor:
+    def new_message(self) -> Parcel:
         start, stop = self._bounds
-        return new_message(self._rows.codec.payload_bytes(stop - start))
+        return Parcel(self._rows.codec, stop - start)
 
-    def encoded(self, row: int) -> Tensor:
+    def encoded(self, row: int) -> Parcel:
         """The message that holds this piece of `row`."""
         rows, (start, stop) = self._rows, self._bounds
         num_rows, numel = rows.rows_RS.shape
@@ -54,15 +54,13 @@ class _Piece:
         key = ops.message_key(self._seed, rows.stamp.step, rows.stamp.group, self._rank, self._index * num_rows + row)
         memory = rows.memory.part(row * numel + start, row * numel + stop) if rows.memory is not None else None
         message = self.new_message()
-        rows.codec.encode(rows.rows_RS[row, start:stop], payload_of(message), key, memory)
-        seal(message, rows.stamp, stop - start)
+        message.encode(rows.rows_RS[row, start:stop], rows.stamp, key, memory)
         return message
 
-    def decode(self, message: Tensor, sender: int, row: int, *, add: bool) -> None:
+    def decode(self, message: Parcel, sender: int, row: int, *, add: bool) -> None:
         """Write what `sender` sent to this piece of `row`, or add it."""
         start, stop = self._bounds
-        check(message, self._rows.stamp, stop - start, sender)
-        self._rows.codec.decode(payload_of(message), self._rows.rows_RS[row, start:stop], add=add)
+        message.decode(self._rows.rows_RS[row, start:stop], self._rows.stamp, sender, add=add)
 
 
 def _cut(parts: Sequence[Rows], transport: Transport, seed: int) -> list[_Piece]:
@@ -87,21 +85,21 @@ class _Round:
         transport.begin_round()
         # Receives first: what comes early goes straight to where it belongs.
         self._coming = {
-            (piece, peer): (message := piece.new_message(), transport.start({}, {peer: message}))
+            (piece, peer): (message := piece.new_message(), transport.start({}, {peer: message.parts}))
             for piece in pieces
             for peer in transport.peers
         }
 
-    def send(self, message: Tensor, peers: Sequence[int]) -> None:
+    def send(self, message: Parcel, peers: Sequence[int]) -> None:
         """Begin to send a message that has just been encoded."""
         self._phases.lap("encode")
         if not self._going:
             self._phases.begin_round()
-        self._going.append(self._transport.start(dict.fromkeys(peers, message), {}))
-        self._sent_bytes += len(peers) * message.numel()
+        self._going.append(self._transport.start(dict.fromkeys(peers, message.parts), {}))
+        self._sent_bytes += len(peers) * message.num_bytes
         self._phases.lap("exchange")
 
-    def receive(self, piece: _Piece, peer: int) -> Tensor:
+    def receive(self, piece: _Piece, peer: int) -> Parcel:
         message, handle = self._coming.pop((piece, peer))
         self._transport.finish(handle)
         self._phases.lap("exchange")

@@ -59,8 +59,8 @@ def connect_mesh_by_store(store: dist.Store, rank: int, world_size: int, timeout
 
     def gather(value: Any) -> list[Any]:
         round_ = next(rounds)
-        store.set(f"{round_}/{rank}", pickle.dumps(value))
-        return [pickle.loads(store.get(f"{round_}/{peer}")) for peer in range(world_size)]
+        store.set(f"{round_}/{rank}", pickle.dumps(value).hex())
+        return [pickle.loads(bytes.fromhex(store.get(f"{round_}/{peer}").decode())) for peer in range(world_size)]
 
     return _connect(rank, gather, timeout_s, 1, shared_memory=True, way_out="use backend gloo")
 

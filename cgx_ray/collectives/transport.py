@@ -81,9 +81,14 @@ class Transport:
         link: SimulatedLink | None = None,
         mesh: Mesh | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        cuda_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Without `mesh` messages go through `group` as well, which has a time-out of its own."""
+        """
+        group       Gloo's; without `mesh` messages go through it as well. It has a time-out of its own
+        cuda_group  the same ranks', for sums of what is on CUDA devices; `group` copies it to the host
+        """
         self._group = group
+        self._cuda_group = cuda_group if cuda_group is not None else group
         self._link = link
         self._mesh = mesh
         self._timeout_s = timeout_s
@@ -147,14 +152,18 @@ class Transport:
         self.finish(self.start(sends, receives))
 
     def all_reduce(self, values_N: Tensor) -> None:
-        """Sum over ranks, in place: through shared memory if all ranks are on one host, else by the vendor's ring."""
+        """Sum over ranks, in place: through shared memory if all ranks are on one host, else by the vendor's ring.
+
+        What is on a CUDA device always by the vendor.
+        """
         ring = 2 * (self.world_size - 1)
         self._hold(ring, ring / self.world_size * values_N.numel() * values_N.element_size())
+        is_local = self.local is not None and self.local.size == self.world_size
         try:
-            if self.local is not None and self.local.size == self.world_size and values_N.dtype in shm.DTYPES:
+            if self.local is not None and is_local and values_N.is_cpu and values_N.dtype in shm.DTYPES:
                 self.local.all_reduce(values_N)
                 return
-            dist.all_reduce(values_N, group=self._group)
+            dist.all_reduce(values_N, group=self._cuda_group if values_N.is_cuda else self._group)
         except RuntimeError as error:
             raise self._broken("an all-reduce", error) from error
 

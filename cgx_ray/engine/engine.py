@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import KINDS, POWERSGD_Q
+from cgx_ray.codecs.codec import HOST, KINDS, POWERSGD_Q
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.agreement import Agreement
@@ -49,8 +49,12 @@ class Engine:
         *,
         seed: int = 0,
         candidates: Sequence[CodecSpec] = (),
+        device: torch.device = HOST,
     ) -> None:
-        """Start the thread. `candidates`: codecs whose gain is measured now and then.
+        """Start the thread.
+
+        candidates  codecs whose gain is measured now and then
+        device      where the gradients are; work on a CUDA device goes to a stream of the engine's own
 
         Raises PlanError if `plan` is for other layers or another world size.
         """
@@ -58,6 +62,7 @@ class Engine:
         self._layers = {layer.name: layer for layer in layers}
         self._transport = transport
         self._seed = seed
+        self._device = device
         self._candidates = {str(spec): make_codec(spec) for spec in candidates}
         self._agreement = Agreement(transport)
         self._memories = Memories()
@@ -135,6 +140,10 @@ class Engine:
     # Called by the engine's own thread.
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            # Both are this thread's own.
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(torch.cuda.Stream(self._device))
         step: StepRun | None = None
         while (bucket := self._inbox.get()) is not None:
             if self._failure is not None:
@@ -180,9 +189,12 @@ class Engine:
     def _enter(self, plan: Plan) -> None:
         self.plan = plan
         self._groups = [
-            Group(index, group, self._layers, self._transport, self._memories)
+            Group(index, group, self._layers, self._transport, self._memories, self._device)
             for index, group in enumerate(plan.groups)
         ]
+        if self._device.type == "cuda":
+            # Their memory is filled on this thread's stream, and used on the engine's.
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _end(self, step: StepRun) -> None:
         now = time.perf_counter()

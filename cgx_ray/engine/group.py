@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs import Codec, make_codec
-from cgx_ray.codecs.codec import is_finite
+from cgx_ray.codecs.codec import HOST, is_finite
 from cgx_ray.codecs.feedback import CURVE_SAMPLE_NUMEL, GainCurve, Memories, kept_energy, sample_blocks
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
@@ -21,8 +21,15 @@ class Group:
     """Buffers and state of one GroupPlan. Lives from one plan switch to the next."""
 
     def __init__(
-        self, index: int, plan: GroupPlan, layers: Mapping[str, Layer], transport: Transport, memories: Memories
+        self,
+        index: int,
+        plan: GroupPlan,
+        layers: Mapping[str, Layer],
+        transport: Transport,
+        memories: Memories,
+        device: torch.device = HOST,
     ) -> None:
+        """`device`: where the gradients are."""
         numels = [layers[name].numel for name in plan.layers]
         self.index = index
         self.plan = plan
@@ -33,12 +40,15 @@ class Group:
         self._is_compressible = not all(layer.is_small for layer in self._layers)
         # Dense groups are summed in the gradient's own type, as DDP would; codecs work on float32.
         dtype = getattr(torch, self._layers[0].dtype) if plan.scheme is Scheme.DENSE else torch.float32
+        if plan.device == "cpu" or plan.intra is not Intra.FLAT:
+            # Sums inside a node are made on the host.
+            device = HOST
         # Dense groups rarely need it; memory that is never touched is never really allocated.
-        self._flat_N = torch.empty(self.numel, dtype=dtype)
+        self._flat_N = torch.empty(self.numel, dtype=dtype, device=device)
         self._slices = dict(zip(plan.layers, self._flat_N.split(numels), strict=True))
         self._use(plan.codec)
         self._memories = memories
-        self._memory = memories.of_group(self._codec)
+        self._memory = memories.of_group(self._codec, self._flat_N.device)
         # Hierarchical: what a rank owes is of its node's gradients, so gains are those of gradients without it.
         self._own_memory = self._memory if plan.intra is Intra.FLAT else None
         self._paid: list[str] = []
@@ -48,7 +58,7 @@ class Group:
 
     def _use(self, spec: CodecSpec) -> None:
         """Encode by `spec` from now on; the memory stays."""
-        self._codec = make_codec(spec, self._layers, self._transport.world_size)
+        self._codec = make_codec(spec, self._layers, self._transport.world_size, self._flat_N.device)
         item_bytes = self._flat_N.element_size()
         self.wire_bytes = self.numel * item_bytes if spec == NONE else self._codec.payload_bytes(self.numel)
         self.index_bytes = spec.index_bytes(self.numel)
@@ -108,7 +118,7 @@ class Group:
         for name, view in self._arrived.items():
             owed = self._memories.owed(name)
             if owed is not None:
-                view.view(-1).add_(owed)
+                view.view(-1).add_(owed.to(view.device))
                 self._paid.append(name)
 
     def _gather(self, views: Sequence[Tensor]) -> Tensor:

@@ -20,15 +20,25 @@ class DdpBuckets:
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        buffer = bucket.buffer()
+        on_cuda = buffer.device.type == "cuda"
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if on_cuda else None)
         self._engine.submit(
             Bucket(
                 gradients=dict(zip(names, bucket.gradients(), strict=True)),
-                buffer=bucket.buffer(),
+                buffer=buffer,
                 future=future,
+                computed=_end_of_kernels(buffer.device) if on_cuda else None,
             )
         )
         return future
+
+
+def _end_of_kernels(device: torch.device) -> torch.cuda.Event:
+    """Comes when the current stream has done what it has been given: backward runs ahead of the device."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def cgx_hook(state: DdpBuckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

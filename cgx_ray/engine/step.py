@@ -16,11 +16,15 @@ from cgx_ray.engine.group import GainMeter, Group
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
-    """Gradients that became ready together, at `arrived_s`. `future` gets `buffer` once all of them are averaged."""
+    """Gradients that became ready together, at `arrived_s`. `future` gets `buffer` once all of them are averaged.
+
+    computed  on a CUDA device, when they are there
+    """
 
     gradients: Mapping[str, Tensor]
     buffer: Tensor
     future: torch.futures.Future[Tensor]
+    computed: torch.cuda.Event | None = None
     arrived_s: float = field(default_factory=time.perf_counter)
     num_waiting: int = 0
 
@@ -52,6 +56,9 @@ class StepRun:
 
     def take(self, bucket: Bucket) -> None:
         """Take in a bucket and run what has become runnable. Buckets go back when their last layer is done."""
+        if bucket.computed is not None:
+            bucket.computed.synchronize()
+            bucket.arrived_s = time.perf_counter()
         self.last_arrival = bucket.arrived_s
         self.buckets.append(bucket)
         bucket.num_waiting = len(bucket.gradients)
