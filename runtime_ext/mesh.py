@@ -1,4 +1,4 @@
-"""TCP connections between all ranks of a run, moved by a thread of their own in C++."""
+"""Messages between all ranks of a run, over TCP or through shared memory, moved by threads of their own in C++."""
 
 from __future__ import annotations
 

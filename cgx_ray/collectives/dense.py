@@ -1,4 +1,4 @@
-"""Dense: the vendor's all-reduce, nothing compressed."""
+"""Dense: an all-reduce, nothing compressed; the vendor's, or through shared memory if all ranks are on one host."""
 
 from __future__ import annotations
 

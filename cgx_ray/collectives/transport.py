@@ -1,4 +1,4 @@
-"""Moving bytes between ranks: point to point over TCP, vendor collectives over a torch.distributed group of its own."""
+"""Moving bytes between ranks: messages over a mesh, vendor collectives over a torch.distributed group of its own."""
 
 from __future__ import annotations
 

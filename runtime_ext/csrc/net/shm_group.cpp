@@ -338,11 +338,17 @@ void LocalGroup::await(int peer, Phase phase, uint32_t at_least, double& deadlin
     }
     if (deadline == 0) deadline = now() + timeout_s_;
     while (true) {
-        // Looked at before the counter: what a rank did before it left is still good.
-        const bool is_gone = segment_->is_gone(peer), is_closed = segment_->is_gone(rank_);
+        // All are needed, so any that is gone ends it. One that gave up has said so, and is not where it
+        // began.
+        int gone = -1;
+        for (int other = 0; other < size_; ++other) {
+            // Looked at before the counter: what a rank did before it left is still good.
+            if (!segment_->is_gone(other) || (other != rank_ && is_there(other))) continue;
+            if (other == rank_) give_up("the connections are closed");
+            if (gone < 0 || !segment_->has_left(other)) gone = other;
+        }
         if (is_there(peer)) return;
-        if (is_closed) give_up("the connections are closed");
-        if (is_gone) give_up("rank " + std::to_string(names_[peer]) + " hung up");
+        if (gone >= 0) give_up("rank " + std::to_string(names_[gone]) + " hung up");
         const double left_s = deadline - now();
         if (left_s <= 0) break;
         counter.sleep(seen, std::min(kLookS, left_s));

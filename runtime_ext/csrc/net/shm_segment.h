@@ -81,7 +81,8 @@ class Segment {
 
     // A rank that this process knows to be gone, as its connection is.
     void set_gone(int rank) { gone_[rank].store(true); }
-    bool is_gone(int rank) const { return gone_[rank].load() || this->rank(rank).has_left.load() != 0; }
+    bool is_gone(int rank) const { return gone_[rank].load() || has_left(rank); }
+    bool has_left(int rank) const { return this->rank(rank).has_left.load() != 0; }
 
   private:
     void make();
