@@ -284,8 +284,10 @@ def _starter(num_ranks: int, setting: Setting) -> Iterator[Callable[..., subproc
     """What starts the process of a rank, given rank, argv and options of `subprocess.Popen`; all end with it."""
     if setting.rate_bit_per_s is not None:
         # A lab with rates only is cheaper, and its frames are those of stock hosts.
-        latency = LinkChange(latency_s=setting.latency_s) if setting.latency_s else LinkChange()
-        with Lab(num_ranks, rate_bit_per_s=setting.rate_bit_per_s, **latency) as lab:
+        link = LinkChange(rate_bit_per_s=setting.rate_bit_per_s)
+        if setting.latency_s:
+            link["latency_s"] = setting.latency_s
+        with Lab(num_ranks, **link) as lab:
             yield lab.popen
         return
     started: list[subprocess.Popen[str]] = []
