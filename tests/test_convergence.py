@@ -28,6 +28,7 @@ LIMITS = {
     ("topk:density=0.05", "allgather"): 1.05,
     ("topk:density=0.05", "artopk_ring"): 1.1,
     ("topk:density=0.05", "artopk_tree_var"): 1.1,
+    ("topk:density=0.05", "artopk_tree_auto"): 1.1,
     ("topk:density=0.05,value_bits=4", "allgather"): 1.05,
     ("lwtopk:density=0.05", "allgather"): 1.05,
     ("mstopk:density=0.05", "allgather"): 1.05,

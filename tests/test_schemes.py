@@ -194,6 +194,35 @@ def test_integers_are_averaged_exactly(scheme: str, world_size: int) -> None:
             assert torch.equal(average_N, expected_N), (numel, average_N)
 
 
+# Codecs that lose nothing of small integers, with every scheme that carries them.
+LOSSLESS = [
+    (text, str(scheme))
+    for scheme, names in CODECS_OF_SCHEME.items()
+    for text in ("none", "fp16", "bf16", "prefix:ratio=1.0", *(f"{name}:density=1.0" for name in TEXTS))
+    if text.partition(":")[0] in names
+]
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def _average_small_integers(rank: int) -> list[tuple[str, str, str]]:
+    """What did not come out as the exact average of 0 to 3 times N times the rank from one on."""
+    world_size, wrong = dist.get_world_size(), []
+    pattern_N = torch.arange(1031.0) % 4
+    for codec, scheme in LOSSLESS:
+        for dtype in DTYPES:
+            given = (pattern_N * (rank + 1) * world_size).to(dtype)[None]
+            average_N = averages(codec, scheme, [[given]])[0][0]
+            if not torch.equal(average_N, (pattern_N * (world_size * (world_size + 1) // 2)).to(dtype)):
+                wrong.append((codec, scheme, str(dtype)))
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_small_integers_are_averaged_exactly_in_every_scheme_and_type(world_size: int) -> None:
+    """Under 2^8, the numbers of bfloat16 without gaps, and so are all sums on the way."""
+    assert run_ranks(world_size, _average_small_integers) == [[]] * world_size
+
+
 SHAPES = ((60, 50), (7, 30))
 NUM_STEPS = 7
 
