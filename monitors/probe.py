@@ -103,7 +103,12 @@ def measure_tcp(host: str, port: int, num_bytes: int) -> Bandwidth:
         answer = sock.recv(_RESULT.size, socket.MSG_WAITALL)
     if len(answer) < _RESULT.size:
         raise ConnectionError(f"{host}:{port} hung up before it said how fast it was")
-    return Bandwidth(bytes_per_s=_RESULT.unpack(answer)[0], tool="tcp")
+    (bytes_per_s,) = _RESULT.unpack(answer)
+    if bytes_per_s == 0:
+        raise ConnectionError(
+            f"too little got to {host}:{port} to say at which rate; send more than {_SKIPPED_BYTES} bytes"
+        )
+    return Bandwidth(bytes_per_s=bytes_per_s, tool="tcp")
 
 
 def _receive_bulk(client: socket.socket) -> float:
