@@ -24,9 +24,10 @@ MAX_PROBE_S = 5.0
 MAX_HOPS = 30
 _PIECE_BYTES = 1 << 18
 _RESULT = struct.Struct("<d")
-# Rates are taken over this long, and the fast ones count: at first TCP itself is slow, and processors may be busy.
-_WINDOW_S = 0.02
-_FAST = 0.9
+# Rates are taken over this long, and the faster ones count: at first TCP itself is slow, and processors may be busy.
+# After a stall queues let some 80 KB through at once, which must not be much of a window.
+_WINDOW_S = 0.05
+_FAST = 0.75
 # In queues and token buckets before the link: faster than it.
 _SKIPPED_BYTES = 1 << 17
 _SO_TIMESTAMPNS = 35  # Python has no name for it
