@@ -24,9 +24,10 @@ MAX_PROBE_S = 5.0
 MAX_HOPS = 30
 _PIECE_BYTES = 1 << 18
 _RESULT = struct.Struct("<d")
-# Rates are taken over this long, and the fast ones count: at first TCP itself is slow, and processors may be busy.
-_WINDOW_S = 0.02
-_FAST = 0.9
+# Rates are taken over this long, and the faster ones count: at first TCP itself is slow, and processors may be busy.
+# After a stall queues let some 80 KB through at once, which must not be much of a window.
+_WINDOW_S = 0.05
+_FAST = 0.75
 # In queues and token buckets before the link: faster than it.
 _SKIPPED_BYTES = 1 << 17
 _SO_TIMESTAMPNS = 35  # Python has no name for it
@@ -103,7 +104,12 @@ def measure_tcp(host: str, port: int, num_bytes: int) -> Bandwidth:
         answer = sock.recv(_RESULT.size, socket.MSG_WAITALL)
     if len(answer) < _RESULT.size:
         raise ConnectionError(f"{host}:{port} hung up before it said how fast it was")
-    return Bandwidth(bytes_per_s=_RESULT.unpack(answer)[0], tool="tcp")
+    (bytes_per_s,) = _RESULT.unpack(answer)
+    if bytes_per_s == 0:
+        raise ConnectionError(
+            f"too little got to {host}:{port} to say at which rate; send more than {_SKIPPED_BYTES} bytes"
+        )
+    return Bandwidth(bytes_per_s=bytes_per_s, tool="tcp")
 
 
 def _receive_bulk(client: socket.socket) -> float:
