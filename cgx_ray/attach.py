@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.collectives.transport import Transport
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
+from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.errors import CGXError, ConfigError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Layer, Plan, Scheme
@@ -62,8 +63,10 @@ def attached() -> Attachment | None:
 class Attachment:
     """An engine at work behind a model. Does nothing at world size 1."""
 
-    def __init__(self, engine: Engine | None) -> None:
+    def __init__(self, engine: Engine | ShardedEngine | None, detach: Callable[[], None] | None = None) -> None:
+        """`detach` takes the hooks out of the model."""
         self._engine = engine
+        self._detach = detach
 
     @property
     def plan(self) -> Plan | None:
@@ -113,7 +116,9 @@ class Attachment:
         self._engine.load_state(*merge_states(given))
 
     def close(self) -> None:
-        """Stop the communication thread. The model cannot be trained further."""
+        """Stop the communication thread. A DDP model cannot be trained further, an FSDP2 model goes on uncompressed."""
+        if self._detach is not None:
+            self._detach()
         if self._engine is not None:
             self._engine.close()
 
@@ -183,14 +188,18 @@ def attach(
     codec: CodecSpec | str | None = None,
     scheme: str | None = None,
     transport: str | None = None,
+    parameters: CodecSpec | str | None = None,
 ) -> Attachment:
     """Average the gradients of `model` through cgx_ray from the next backward pass on.
 
-    model          a DistributedDataParallel; call it on every rank. Anything at world size 1: nothing happens
+    model          a DistributedDataParallel, or what `fully_shard` (FSDP2) made of a whole model, whose codec is fixed
+                   and goes over sra; call it on every rank. Anything at world size 1: nothing happens
     plan           fixed plan for the whole run, until `Attachment.hold` offers another one
     codec, scheme  the same for all layers and fixed, as in `CodecSpec.parse`; left out, CGXConfig decides in a Ray
                    Train worker, and elsewhere it is qsgd 4/128 over sra
     transport      "tcp" or "gloo", see `Settings`; left out, CGXConfig's, and elsewhere "tcp"
+    parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
+                   All ranks compute with what it leaves of them, and update their own shards, which stay as they are
 
     Raises ConfigError or PlanError, on all ranks, before training starts.
     """
@@ -200,7 +209,11 @@ def attach(
         attachment = Attachment(None)
     else:
         is_chosen = plan is not None or codec is not None or scheme is not None
-        attachment = _attach(model, plan, settings, asks_controller=not is_chosen)
+        # Importing FSDP2 to ask for its class would cost 0.7 s.
+        if hasattr(model, "set_custom_reduce_scatter"):
+            attachment = _attach_sharded(model, plan, settings, parameters)
+        else:
+            attachment = _attach(model, plan, settings, parameters, asks_controller=not is_chosen)
     _attached = attachment
     return attachment
 
@@ -220,9 +233,18 @@ def _settings(plan: Plan | None, codec: CodecSpec | str | None, scheme: str | No
     return settings
 
 
-def _attach(model: nn.Module, plan: Plan | None, settings: Settings, *, asks_controller: bool) -> Attachment:
+def _attach(
+    model: nn.Module,
+    plan: Plan | None,
+    settings: Settings,
+    parameters: CodecSpec | str | None,
+    *,
+    asks_controller: bool,
+) -> Attachment:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
     try:
+        if parameters is not None:
+            raise ConfigError("DDP gathers no parameters; leave `parameters` out, or shard the model with fully_shard")
         layers = _check_model(model)
         if plan is None and dist.get_rank() == 0:
             asked = _session if asks_controller else None
@@ -231,7 +253,7 @@ def _attach(model: nn.Module, plan: Plan | None, settings: Settings, *, asks_con
         offer: str | CGXError | None = plan.to_json() if plan is not None else None
     except CGXError as error:
         layers, offer = [], error
-    plan = _agree(layers, offer, group)
+    plan = agree(layers, offer, group)
     mesh = connect_mesh(group, settings.timeout_s) if settings.transport == "tcp" else None
     candidates = [codec for codec in candidate_codecs(settings.densities) if codec.name != "none"]
     engine = Engine(
@@ -247,17 +269,28 @@ def _attach(model: nn.Module, plan: Plan | None, settings: Settings, *, asks_con
     except RuntimeError as error:
         engine.close()
         raise ConfigError(f"this model already has a communication hook ({error}); attach once a model") from error
-    attachment = Attachment(engine)
+    return _start(Attachment(engine))
+
+
+def _start(attachment: Attachment) -> Attachment:
     if _session is not None:
         _session.start(attachment)
     return attachment
 
 
+def _attach_sharded(
+    model: nn.Module, plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None
+) -> Attachment:
+    from cgx_ray.fsdp import make_engine  # noqa: PLC0415 - see `attach`
+
+    return _start(Attachment(*make_engine(model, plan, settings, parameters)))
+
+
 def _check_model(model: nn.Module) -> list[Layer]:
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
-            f"attach got a {type(model).__name__}; wrap it first, with ray.train.torch.prepare_model or "
-            "torch.nn.parallel.DistributedDataParallel"
+            f"attach got a {type(model).__name__}; wrap it first, with ray.train.torch.prepare_model, "
+            "torch.nn.parallel.DistributedDataParallel or torch.distributed.fsdp.fully_shard"
         )
     if dist.get_world_size(model.process_group) != dist.get_world_size():
         raise ConfigError(
@@ -269,14 +302,22 @@ def _check_model(model: nn.Module) -> list[Layer]:
     return layers_of(model)
 
 
-def _agree(layers: Sequence[Layer], offer: str | CGXError | None, group: dist.ProcessGroup) -> Plan:
-    """The plan of rank 0 if all ranks have the same layers and no error, else the same error on all ranks."""
-    offers: list[tuple[Sequence[Layer], str | CGXError | None] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(offers, (layers, offer), group=group)
+def agree(
+    layers: Sequence[Layer], offer: str | CGXError | None, group: dist.ProcessGroup, parameters: str = ""
+) -> Plan:
+    """The plan of rank 0 if all ranks have the same layers and no error, else the same error on all ranks.
+
+    offer       a plan as JSON, or what is wrong on this rank; None to take that of rank 0
+    parameters  must be the same as well
+    """
+    offers: list[tuple[Sequence[Layer], str | CGXError | None, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(offers, (layers, offer, parameters), group=group)
     known = [entry for entry in offers if entry is not None]
-    for _, other in known:
+    for _, other, _ in known:
         if isinstance(other, CGXError):
             raise other
+    if len({entry[2] for entry in known}) > 1:
+        raise PlanError("ranks were given different `parameters`; give every rank the same")
     if any(entry[0] != known[0][0] for entry in known):
         rank = next(rank for rank, entry in enumerate(known) if entry[0] != known[0][0])
         raise PlanError(f"rank {rank} has other layers than rank 0; every rank must build the same model")

@@ -1,0 +1,193 @@
+"""How FSDP2 lays out the layers of a module: which elements are whose, and which travel encoded.
+
+R ranks that share the parameters, T elements of a module's shard, S of them in one part
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.codec import RESIDUALS, Memory
+from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Plan, Scheme
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedLayer:
+    """A parameter cut along dimension `dim` into one shard a rank, all padded to `shard_shape`.
+
+    is_trained  its gradient is reduced
+    """
+
+    layer: Layer
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    dim: int
+    is_trained: bool = True
+
+    @property
+    def width(self) -> int:
+        """Elements of a shard, the padding too."""
+        return math.prod(self.shard_shape)
+
+    def whole(self, rows_RS: Tensor) -> Tensor:
+        """The parameter's elements as one flat tensor, in their own order and without the padding."""
+        shards = [row.view(self.shard_shape) for row in rows_RS.unbind()]
+        return torch.cat(shards, self.dim).narrow(self.dim, 0, self.shape[self.dim]).flatten()
+
+    def cut(self, whole_N: Tensor, rows_RS: Tensor) -> None:
+        """Undo `whole`. The padding gets zeros."""
+        rows_RS.zero_()
+        shards = whole_N.view(self.shape).split(self.shard_shape[self.dim], self.dim)
+        # The last ranks may have nothing.
+        for row, shard in zip(rows_RS, shards, strict=False):
+            row.view(self.shard_shape).narrow(self.dim, 0, shard.shape[self.dim]).copy_(shard)
+
+    def padding(self, num_ranks: int) -> list[tuple[int, int]]:
+        """(rank, first element) of each row that ends in padding. FSDP2 pads along the first dimension only."""
+        num_rows, row_numel = self.shard_shape[0], math.prod(self.shard_shape[1:])
+        filled = [min(max(self.shape[0] - rank * num_rows, 0), num_rows) for rank in range(num_ranks)]
+        return [(rank, n * row_numel) for rank, n in enumerate(filled) if n < num_rows] if self.dim == 0 else []
+
+
+class Part:
+    """Layers of one module that share a codec, and what is owed to them."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: CodecSpec,
+        layers: Sequence[ShardedLayer],
+        offsets: Sequence[int],
+        num_ranks: int,
+        *,
+        feeds_back: bool,
+    ) -> None:
+        """Make room for what will be owed if it `feeds_back` what its codec drops and the codec needs that.
+
+        `index` tells the messages of parts apart; `offsets` are those of the layers in the module's shard.
+        """
+        self.index = index
+        self.codec = make_codec(spec)
+        self.layers = layers
+        self.num_ranks = num_ranks
+        self.width = sum(layer.width for layer in layers)
+        starts = [0, *itertools.accumulate(layer.width for layer in layers)]
+        # (start in the module's shard, start here, width)
+        self._columns = [
+            (there, here, layer.width) for there, here, layer in zip(offsets, starts, layers, strict=False)
+        ]
+        # Every rank drops some of every shard; of its own only if replicas exchange it.
+        remembers = feeds_back and self.codec.needs_feedback
+        self.memory = Memory.joined([{RESIDUALS: torch.zeros(num_ranks * self.width)}] if remembers else [])
+
+    def room(self, rows_RT: Tensor) -> Tensor:
+        """Where `gather` can go, (R, S) float32: `rows_RT` itself if it has no other columns, else new memory."""
+        if self.width == rows_RT.shape[1] and rows_RT.dtype == torch.float32:
+            return rows_RT
+        return torch.empty(rows_RT.shape[0], self.width)
+
+    def gather(self, rows_RT: Tensor, rows_RS: Tensor) -> None:
+        """Copy this part's columns of a module's rows."""
+        if rows_RS.data_ptr() == rows_RT.data_ptr():
+            return
+        for there, here, width in self._columns:
+            rows_RS[:, here : here + width] = rows_RT[:, there : there + width]
+
+    def scatter(self, rows_RS: Tensor, rows_RT: Tensor) -> None:
+        """Undo `gather`."""
+        if rows_RS.data_ptr() == rows_RT.data_ptr():
+            return
+        for there, here, width in self._columns:
+            rows_RT[:, there : there + width] = rows_RS[:, here : here + width]
+
+    def forgive_padding(self) -> None:
+        """Owe nothing to the padding: nobody reads it."""
+        if self.memory is None:
+            return
+        next_RS = self.memory.next_N.view(self.num_ranks, self.width)
+        for layer, (_, here, width) in zip(self.layers, self._columns, strict=True):
+            for rank, first in layer.padding(self.num_ranks):
+                next_RS[rank, here + first : here + width] = 0
+
+    def owed(self) -> dict[str, Tensor]:
+        """Copies of what is owed, by layer, as the layer's gradient lies: whatever the number of ranks."""
+        if self.memory is None:
+            return {}
+        rows_RS = self.memory.now[RESIDUALS].view(self.num_ranks, self.width)
+        return {
+            layer.layer.name: layer.whole(rows_RS[:, here : here + width])
+            for layer, (_, here, width) in zip(self.layers, self._columns, strict=True)
+        }
+
+    def owe(self, owed: Mapping[str, Tensor]) -> None:
+        """Undo `owed`. Nothing is owed to layers that are not there."""
+        if self.memory is None:
+            return
+        rows_RS = self.memory.now[RESIDUALS].view(self.num_ranks, self.width).zero_()
+        for layer, (_, here, width) in zip(self.layers, self._columns, strict=True):
+            if layer.layer.name in owed:
+                layer.cut(owed[layer.layer.name], rows_RS[:, here : here + width])
+
+
+class Unit:
+    """What FSDP2 reduces and gathers in one call: the parameters of a module but for those of modules in it.
+
+    gradients   parts of a reduce-scatter's rows, which hold the trained layers
+    parameters  parts of an all-gather's rows, which hold all layers; empty if these are left to FSDP2
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        layers: Sequence[ShardedLayer],
+        num_ranks: int,
+        codec: CodecSpec,
+        parameter_codec: CodecSpec | None,
+    ) -> None:
+        self.name = name
+        self.layers = [layer.layer for layer in layers if layer.is_trained]
+        trained = [layer for layer in layers if layer.is_trained]
+        self.gradients = _split(4 * index, trained, codec, num_ranks, feeds_back=True)
+        self.parameters = []
+        if parameter_codec is not None:
+            # Shards stay as they are, so nothing adds up that would have to be made good.
+            self.parameters = _split(4 * index + 2, layers, parameter_codec, num_ranks, feeds_back=False)
+        self.gradient_width = sum(layer.width for layer in trained)
+        self.parameter_width = sum(layer.width for layer in layers)
+        self.dense_bytes = sum(layer.layer.dense_bytes for layer in trained)
+
+
+def _split(
+    index: int, layers: Sequence[ShardedLayer], codec: CodecSpec, num_ranks: int, *, feeds_back: bool
+) -> list[Part]:
+    """Large layers go encoded, small ones as they are."""
+    offsets = [0, *itertools.accumulate(layer.width for layer in layers)][: len(layers)]
+    parts = []
+    for is_small, spec in ((False, codec), (True, NONE)):
+        chosen = [n for n, layer in enumerate(layers) if (layer.layer.is_small and codec != NONE) is is_small]
+        if chosen:
+            own_layers, own_offsets = [layers[n] for n in chosen], [offsets[n] for n in chosen]
+            parts.append(Part(index + is_small, spec, own_layers, own_offsets, num_ranks, feeds_back=feeds_back))
+    return parts
+
+
+def plan_of(units: Sequence[Unit], world_size: int) -> Plan:
+    """What travels how, as a plan: one group a part."""
+    groups = [
+        GroupPlan(
+            layers=tuple(layer.layer.name for layer in part.layers),
+            codec=part.codec.spec,
+            scheme=Scheme.DENSE if part.codec.spec == NONE else Scheme.SRA,
+        )
+        for unit in units
+        for part in unit.gradients
+    ]
+    return Plan(version=0, world_size=world_size, groups=tuple(groups))
