@@ -11,7 +11,7 @@ import math
 import subprocess
 
 import pytest
-from lab_probe import exchange, receiver, send
+from lab_probe import AHEAD, exchange, receiver, send
 
 from cgx_ray.bench.lab import measure_lab
 from cgx_ray.errors import LabError
@@ -57,8 +57,8 @@ def test_iperf3_gets_the_set_rate_within_5_percent(rate):
     with Lab(2, rate_bit_per_s=rate, latency_s=1e-4) as lab:
 
         def measure() -> float:
-            server = lab.popen(1, ["iperf3", "--server", "--one-off", "--json"], stdout=subprocess.PIPE)
-            argv = ["iperf3", "--client", lab.hosts[1].address, "--json", "--time", "2", "--omit", "1"]
+            server = lab.popen(1, [*AHEAD, "iperf3", "--server", "--one-off", "--json"], stdout=subprocess.PIPE)
+            argv = [*AHEAD, "iperf3", "--client", lab.hosts[1].address, "--json", "--time", "2", "--omit", "1"]
             while True:  # until the server listens
                 client = lab.popen(0, argv, stdout=subprocess.PIPE)
                 result = json.loads(client.communicate()[0])
@@ -68,8 +68,7 @@ def test_iperf3_gets_the_set_rate_within_5_percent(rate):
             server.communicate()
             return result["end"]["sum_received"]["bits_per_second"] / rate
 
-        got = best_of(measure, lambda share: share > 0.95)
-    assert got < 1.01, f"{rate / 1e6:.0f} Mbit/s set, {got:.3f} of it measured"
+        best_of(measure, lambda share: 0.95 < share < 1.05)
 
 
 @needs_lab
@@ -132,7 +131,7 @@ def test_each_direction_of_a_host_is_a_link_of_its_own():
     with Lab(2, rate_bit_per_s=1e9, latency_s=0) as lab:
         # A packet of 4,000 bytes takes 16 ms at 2 Mbit/s; a path has the mean of its two links' latencies.
         lab.set(host=1, direction="up", rate_bit_per_s=2e6, latency_s=0.02)
-        slow, fast = (exchange(lab, *path, 20, payload=4000) for path in ((1, 0), (0, 1)))
+        slow, fast = (exchange(lab, *path, 20, payload=4000, gap_s=0.001) for path in ((1, 0), (0, 1)))
         assert lab.link(1, "up").latency_s == 0.02
         assert lab.link(1, "down") == lab.link(0, "up")
     assert min(slow.under_way_ms) > 26
@@ -145,7 +144,8 @@ def test_one_slow_host_of_four_slows_only_its_own_packets():
         # At 1 Mbit/s one packet of 4,000 bytes takes 32 ms.
         lab.set(host=2, rate_bit_per_s=1e6)
         earliest = {
-            path: min(exchange(lab, *path, 10, payload=4000).under_way_ms) for path in ((0, 1), (0, 2), (2, 0), (3, 1))
+            path: min(exchange(lab, *path, 10, payload=4000, gap_s=0.001).under_way_ms)
+            for path in ((0, 1), (0, 2), (2, 0), (3, 1))
         }
     for path, under_way_ms in earliest.items():
         assert (under_way_ms > 32) == (2 in path), f"{path}: {under_way_ms:.1f} ms"
@@ -233,7 +233,8 @@ def test_an_all_reduce_in_the_lab_is_never_faster_than_its_links():
     (point,) = measure_lab([2e8], [0.005], seen.append)
     assert seen == [point]
     assert point.model_s == pytest.approx(0.4 + 6 * 0.005, rel=1e-3)
-    assert point.seconds > point.model_s, f"{point.seconds:.3f} s"
+    # Pipelining hides latency, but the one that starts first waits for all its bytes: 0.4 s.
+    assert point.seconds > 0.399, f"{point.seconds:.3f} s"
     assert [row.name for row in point.rows()] == ["gloo_allreduce_200mbit_5ms", "gloo_allreduce_200mbit_5ms_late_p99"]
 
 
