@@ -319,7 +319,7 @@ def connect(group: dist.ProcessGroup, settings: Settings, cuda_group: dist.Proce
     """A transport between the ranks of `group`; call it on all of them. `cuda_group` as in `Transport`."""
     mesh = None
     if settings.transport == "tcp":
-        mesh = connect_mesh(group, settings.timeout_s, shared_memory=settings.shared_memory)
+        mesh = connect_mesh(group, settings.timeout_s, settings.num_streams, shared_memory=settings.shared_memory)
     return Transport(group, settings.simulated_link, mesh, settings.timeout_s, cuda_group)
 
 

@@ -27,6 +27,8 @@ class Settings:
     group_bytes     dense bytes that are encoded and sent together
     seed            of the random numbers of codecs
     transport       of messages between two ranks: "tcp", connections of cgx_ray's own, or "gloo", torch.distributed's
+    num_streams     with "tcp": connections between ranks of different hosts. More than one helped nowhere yet; it may
+                    where the window of one is too small for a long fat path
     shared_memory   with "tcp": ranks of one host talk through shared memory, where they can, and not over TCP
     timeout_s       before a peer that does not answer counts as gone
     simulated_link  hold messages back as a slow link would; for demos and tests
@@ -41,6 +43,7 @@ class Settings:
     group_bytes: int = DEFAULT_GROUP_BYTES
     seed: int = 0
     transport: str = "tcp"
+    num_streams: int = 1
     shared_memory: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
     simulated_link: SimulatedLink | None = None
@@ -50,13 +53,14 @@ class Settings:
         for name, known in names.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
-        for name in ("group_bytes", "seed"):
+        for name in ("group_bytes", "num_streams", "seed"):
             if not isinstance(getattr(self, name), int):
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give a whole number")
         if not isinstance(self.min_gain, int | float) or not 0 <= self.min_gain <= 1:
             raise ConfigError(f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the squared gradient")
-        if self.group_bytes < 1:
-            raise ConfigError(f"group_bytes {self.group_bytes!r} is not allowed; give 1 or more")
+        for name in ("group_bytes", "num_streams"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give 1 or more")
         self._check_choice()
         self._check_transport()
         if not isinstance(self.densities, tuple | list):

@@ -51,6 +51,7 @@ class CGXConfig(TorchConfig):
     group_bytes: int = DEFAULT_GROUP_BYTES
     seed: int = 0
     transport: str = "tcp"
+    num_streams: int = 1
     shared_memory: bool = True
     simulated_link: SimulatedLink | None = None
 

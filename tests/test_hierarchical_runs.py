@@ -15,13 +15,14 @@ from branches import Branches, train
 from nodes import Nodes, connect, make, run
 from ranks import run_ranks
 from test_lab import needs_lab
+from test_monitors import step_sample
 from test_schemes import Given, noise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.collectives import tcp
-from cgx_ray.control.view import JoinedStep, estimate_beta
+from cgx_ray.control.view import join
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.errors import ConfigError
@@ -135,11 +136,12 @@ def test_gains_are_those_of_a_ranks_gradient_without_what_it_owes_of_its_nodes()
 def test_hierarchical_transfers_tell_nothing_of_the_link() -> None:
     flat = Transfer(group=0, scheme="sra", numel=1000, wire_bytes=4000, seconds=0.1)
     inside = replace(flat, seconds=9.0, intra="dense")
-    times = {"step_s": 1.0, "compute_s": 1.0, "codec_s": 0.0, "ready_s": (0.0,), "gain": {}}
-    steps = [
-        JoinedStep(step=0, plan_version=0, transfers=transfers, **times) for transfers in ((flat, inside), (flat,))
+    seen = [
+        join([replace(step_sample(rank, 0), transfers=transfers) for rank in range(4)]).seen.exchanges
+        for transfers in ((flat, inside), (flat,))
     ]
-    assert estimate_beta(steps[:1], 4, 0.0) == estimate_beta(steps[1:], 4, 0.0)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 1
 
 
 SENT_NUMEL = 60_000
