@@ -36,11 +36,10 @@ def main() -> None:
     store = dist.FileStore(job["store"], world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     assert dist.group.WORLD is not None
-    mesh = connect_mesh(dist.group.WORLD, _TIMEOUT_S, shared_memory=False)
-    transports = {
-        "tcp": Transport(dist.group.WORLD, mesh=mesh, timeout_s=_TIMEOUT_S),
-        "gloo": Transport(dist.group.WORLD),
-    }
+    transports = {"gloo": Transport(dist.group.WORLD)}
+    for kind in ("tcp", "shm"):
+        mesh = connect_mesh(dist.group.WORLD, _TIMEOUT_S, shared_memory=kind == "shm")
+        transports[kind] = Transport(dist.group.WORLD, mesh=mesh, timeout_s=_TIMEOUT_S)
     names = [case["name"] for case in job["cases"]]
     collectives = [_collective(case, job["numel"], transports) for case in job["cases"]]
     grad_N = torch.randn(job["numel"], generator=torch.Generator().manual_seed(rank))
@@ -56,7 +55,8 @@ def main() -> None:
     if rank == 0:
         print(json.dumps(dict(zip(names, seconds_TC[1:].T.tolist(), strict=True))), flush=True)
     dist.barrier()
-    transports["tcp"].close()
+    for transport in transports.values():
+        transport.close()
     dist.destroy_process_group()
 
 

@@ -35,7 +35,7 @@ class BenchError(CGXError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is measured. `transport`: "tcp" or "gloo", of messages between ranks; "vendor": Gloo's own all-reduce."""
+    """What is measured. `transport`: "tcp", "shm" or "gloo", of messages between ranks; "vendor": all of it is Gloo's."""
 
     name: str
     codec: str
@@ -55,6 +55,15 @@ CASES = (
         )
         for transport in ("tcp", "gloo")
     ),
+)
+# Of ranks that share memory, on loopback only: hosts of a lab do not.
+SHARED = tuple(
+    Case(name=f"{name}_shm", codec=codec, scheme=scheme, transport="shm")
+    for name, codec, scheme in (
+        ("dense", "none", "dense"),
+        ("sra_qsgd", "qsgd:bits=4,bucket_size=128", "sra"),
+        ("sra_none", "none", "sra"),
+    )
 )
 # Schemes of our own with nothing compressed. Not broadcast: 600 MB cross the link of its root.
 UNCOMPRESSED = (
@@ -83,7 +92,7 @@ class Setting:
     cases: tuple[Case, ...] = CASES
 
 
-LOOPBACK = Setting(name="loopback", rate_bit_per_s=None, numel=_GOAL_NUMEL, num_rounds=5)
+LOOPBACK = Setting(name="loopback", rate_bit_per_s=None, numel=_GOAL_NUMEL, num_rounds=5, cases=(*CASES, *SHARED))
 GIGABIT = Setting(name="1gbit", rate_bit_per_s=1e9, numel=_GOAL_NUMEL, num_rounds=5)
 # A tenth of the gradient: the same seconds.
 SLOW = Setting(name="100mbit", rate_bit_per_s=1e8, numel=_GOAL_NUMEL // 10, num_rounds=3)
@@ -110,6 +119,7 @@ QUICK = (
 
 # By case and setting, for GOAL_RANKS and whole gradients: times faster than Gloo's all-reduce, times the bound.
 _SPEEDUP_GOALS = {
+    ("dense_shm", "loopback"): ">= 2",
     ("sra_qsgd_tcp", "1gbit"): ">= 6.5",
     ("sra_none_tcp", FAR.name): ">= 4",
     ("sra_none_tcp", FARTHER.name): ">= 2.2",

@@ -22,6 +22,7 @@ from cgx_ray.bench.collectives import (
     PEER,
     QUICK,
     SETTINGS,
+    SHARED,
     SLOW,
     UNCOMPRESSED,
     CollectiveOptions,
@@ -35,7 +36,7 @@ from cgx_ray.lab.namespaces import Lab
 
 NO_LAB = Lab.available()
 NO_LATENCY = Lab.available(rates_only=False)
-CASE_OF = {case.name: case for case in (*CASES, *UNCOMPRESSED)}
+CASE_OF = {case.name: case for case in (*CASES, *SHARED, *UNCOMPRESSED)}
 
 
 @pytest.fixture(scope="module")
