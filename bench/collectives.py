@@ -35,7 +35,7 @@ class BenchError(CGXError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is measured. `transport`: "tcp", "shm" or "gloo", of messages between ranks; "vendor": all of it is Gloo's."""
+    """What is measured. `transport`: "tcp", "shm" or "gloo", of messages between ranks; "vendor": all is Gloo's."""
 
     name: str
     codec: str

@@ -56,6 +56,8 @@ def connect_mesh(
 def connect_mesh_by_store(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Mesh:
     """As `connect_mesh`, for ranks that share a store of their own but no process group yet."""
     rounds = itertools.count()
+    # Gloo keeps its addresses in the same store.
+    store = dist.PrefixStore("cgx_ray", store)
 
     def gather(value: Any) -> list[Any]:
         round_ = next(rounds)
