@@ -221,18 +221,21 @@ static int first_up(ns_t now) {
     return first;
 }
 
-// When the next packet of an uplink could be delivered at the earliest. To have forwarded it by then is soon
-// enough, as long as packets are forwarded in order of time: that spares a third of the wake-ups.
-static ns_t needed(const struct packet* packet) {
-    int host = receiver_of(packet);
-    if (host < 0) return packet->due;
-    struct link* down = &links[host][DOWN];
-    return packet->due + (ns_t)(packet->head * down->ns_per_byte) + max_ns(down->delay - down->jitter, 0);
+// The shortest delay of all downlinks. What comes out of an uplink is not delivered before that has passed,
+// so to forward it by then is soon enough, as long as packets are forwarded in order of time: that spares
+// wake-ups.
+static ns_t shortest_down(void) {
+    ns_t shortest = INT64_MAX;
+    for (int host = 0; host < num_hosts; host++) {
+        ns_t delay = max_ns(links[host][DOWN].delay - links[host][DOWN].jitter, 0);
+        if (delay < shortest) shortest = delay;
+    }
+    return shortest;
 }
 
 // Move what is due, return when the next is.
 static ns_t advance(void) {
-    ns_t now = now_ns(), next = INT64_MAX;
+    ns_t now = now_ns(), next = INT64_MAX, spare = shortest_down();
     for (int host; (host = first_up(now)) >= 0;) forward(leave(&links[host][UP], now));
     for (int host = 0; host < num_hosts; host++) {
         struct packet* packet;
@@ -241,8 +244,8 @@ static ns_t advance(void) {
             now = now_ns();
         }
         struct packet *up = links[host][UP].head, *down = links[host][DOWN].head;
-        if (up) next = needed(up) < next ? needed(up) : next;
-        if (down) next = down->due < next ? down->due : next;
+        if (up && up->due + spare < next) next = up->due + spare;
+        if (down && down->due < next) next = down->due;
     }
     return next;
 }
