@@ -155,7 +155,7 @@ static struct packet* leave(struct link* link, ns_t now) {
     return packet;
 }
 
-static void read_host(int host, ns_t now) {
+static void read_host(int host) {
     for (int i = 0; i < READ_BATCH; i++) {
         struct packet* packet = malloc(sizeof *packet + MAX_PACKET);
         if (!packet) die("malloc");
@@ -168,6 +168,8 @@ static void read_host(int host, ns_t now) {
             packet->size = size;
             count_segments(packet);
             packet->span = (ns_t)((packet->bytes - packet->head) * up->ns_per_byte);
+            // Read the clock once the packet is here: before, a switch that stalls would make it early.
+            ns_t now = now_ns();
             if (enter(up, packet, now, now)) continue;
         } else if (size >= 0) {
             up->dropped_cut += !connected[host];
@@ -440,9 +442,8 @@ int main(int argc, char** argv) {
         int ready = ppoll(fds, NUM_FDS, &timeout, NULL);
         if (ready < 0 && errno != EINTR) die("ppoll");
         if (ready <= 0) continue;
-        ns_t now = now_ns();
         for (int host = 0; host < num_hosts; host++)
-            if (fds[host].revents) read_host(host, now);
+            if (fds[host].revents) read_host(host);
         if (fds[LISTENER].revents) welcome();
         for (int i = FIRST_CLIENT; i < NUM_FDS; i++)
             if (fds[i].fd >= 0 && fds[i].revents) serve(&fds[i]);
