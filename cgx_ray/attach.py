@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.errors import CGXError, ConfigError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
-from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Layer, Plan, Scheme
+from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, preferred_scheme
 from cgx_ray.planner.options import candidate_codecs
 from cgx_ray.settings import Settings
 
@@ -132,10 +133,25 @@ class Attachment:
         if self._engine is not None:
             self._engine.close()
         groups, self._groups = self._groups, ()
-        for group in groups:
-            # Torch may have destroyed it already, with all others.
-            if group in dist.distributed_c10d._world.pg_map:
-                dist.destroy_process_group(group)
+        _destroy(groups)
+
+
+def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
+    for group in groups:
+        # Torch may have destroyed it already, with all others.
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+@contextmanager
+def own_groups() -> Iterator[list[dist.ProcessGroup]]:
+    """Takes process groups as they are made; they are destroyed if what makes them fails."""
+    groups: list[dist.ProcessGroup] = []
+    try:
+        yield groups
+    except BaseException:
+        _destroy(groups)
+        raise
 
 
 def check_complete(states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -172,9 +188,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
     Raises ConfigError for gradients this version cannot carry.
     """
-    ignored = getattr(model, "parameters_to_ignore", ())
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+    parameters = _averaged_parameters(model)
     devices = {str(parameter.device): name for name, parameter in parameters.items()}
     if len(devices) > 1 or any(torch.device(device).type not in DEVICE_TYPES for device in devices):
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())
@@ -195,6 +209,12 @@ def layers_of(model: nn.Module) -> list[Layer]:
     ]
 
 
+def _averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    ignored = getattr(model, "parameters_to_ignore", ())
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+
+
 def attach(
     model: nn.Module,
     *,
@@ -203,6 +223,8 @@ def attach(
     scheme: str | None = None,
     intra: str | None = None,
     transport: str | None = None,
+    shared_memory: bool | None = None,
+    timeout_s: float | None = None,
     parameters: CodecSpec | str | None = None,
 ) -> Attachment:
     """Average the gradients of `model` through cgx_ray from the next backward pass on.
@@ -214,14 +236,18 @@ def attach(
                    Train worker, and elsewhere it is qsgd 4/128 over sra
     intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`; left out, CGXConfig's,
                    and elsewhere "flat"
-    transport      "tcp" or "gloo", see `Settings`; left out, CGXConfig's, and elsewhere "tcp"
+    transport, shared_memory, timeout_s
+                   see `Settings`; left out, CGXConfig's, and elsewhere "tcp", True and half an hour
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with what it leaves of them, and update their own shards, which stay as they are
 
     Raises ConfigError or PlanError, on all ranks, before training starts.
     """
     global _attached  # noqa: PLW0603 - add_state finds the engine of this process by it
-    settings = _settings(plan, codec, scheme, intra, transport)
+    given = {"transport": transport, "shared_memory": shared_memory, "timeout_s": timeout_s}
+    settings = _settings(
+        plan, codec, scheme, intra, {name: value for name, value in given.items() if value is not None}
+    )
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         attachment = Attachment(None)
     # Importing FSDP2 to ask for its class would cost 0.7 s.
@@ -235,11 +261,15 @@ def attach(
 
 
 def _settings(
-    plan: Plan | None, codec: CodecSpec | str | None, scheme: str | None, intra: str | None, transport: str | None
+    plan: Plan | None,
+    codec: CodecSpec | str | None,
+    scheme: str | None,
+    intra: str | None,
+    others: Mapping[str, Any],
 ) -> Settings:
     """The session's settings, or static ones; arguments of `attach` win."""
     settings = _session.settings if _session is not None else Settings(policy="static")
-    settings = replace(settings, transport=transport or settings.transport)
+    settings = replace(settings, **others)
     is_chosen = any(choice is not None for choice in (codec, scheme, intra))
     if plan is not None and is_chosen:
         raise ConfigError(
@@ -248,9 +278,7 @@ def _settings(
     if plan is not None or is_chosen:
         codec = codec or ("none" if scheme == Scheme.DENSE else settings.codec)
         spec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
-        preferred = Scheme.DENSE if spec.name == "none" else Scheme.SRA
-        fitting = [s for s in (preferred, *Scheme) if spec.name in CODECS_OF_SCHEME[s]]
-        scheme, intra = scheme or fitting[0], intra or settings.intra
+        scheme, intra = scheme or preferred_scheme(spec), intra or settings.intra
         settings = replace(settings, policy="static", codec=str(spec), scheme=scheme, intra=intra)
     return settings
 
@@ -263,7 +291,21 @@ def _attach(
     *,
     asks_controller: bool,
 ) -> Attachment:
+    with own_groups() as groups:
+        return _start(Attachment(_make_engine(model, plan, settings, parameters, groups, asks_controller), groups))
+
+
+def _make_engine(
+    model: nn.Module,
+    plan: Plan | None,
+    settings: Settings,
+    parameters: CodecSpec | str | None,
+    groups: list[dist.ProcessGroup],
+    asks_controller: bool,
+) -> Engine:
+    """An engine at work behind `model`; the process groups that it takes go into `groups`."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
+    groups.append(group)
     try:
         if parameters is not None:
             raise ConfigError("DDP gathers no parameters; leave `parameters` out, or shard the model with fully_shard")
@@ -276,8 +318,10 @@ def _attach(
     except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
         layers, offer = [], as_own(error)
     plan = agree(layers, offer, group)
-    device = next((parameter.device for parameter in model.parameters() if parameter.requires_grad), HOST)
+    device = next((parameter.device for parameter in _averaged_parameters(model).values()), HOST)
     cuda_group = _make_cuda_group(device, group, settings)
+    if cuda_group is not None:
+        groups.append(cuda_group)
     candidates = [codec for codec in candidate_codecs(settings.densities) if codec.name != "none"]
     engine = Engine(
         layers,
@@ -293,7 +337,7 @@ def _attach(
     except RuntimeError as error:
         engine.close()
         raise ConfigError(f"this model already has a communication hook ({error}); attach once a model") from error
-    return _start(Attachment(engine, [group] if cuda_group is None else [group, cuda_group]))
+    return engine
 
 
 def _make_cuda_group(device: torch.device, group: dist.ProcessGroup, settings: Settings) -> dist.ProcessGroup | None:
@@ -334,7 +378,9 @@ def _attach_sharded(
 ) -> Attachment:
     from cgx_ray.fsdp import make_engine  # noqa: PLC0415 - see `attach`
 
-    return _start(Attachment(*make_engine(model, plan, settings, parameters)))
+    with own_groups() as groups:
+        engine, detach = make_engine(model, plan, settings, parameters, groups)
+        return _start(Attachment(engine, groups, detach))
 
 
 def _check_model(model: nn.Module) -> list[Layer]:

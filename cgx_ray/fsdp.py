@@ -21,13 +21,20 @@ PARAMETER_CODECS = ("none", "fp16", "bf16", "qsgd")
 
 
 def make_engine(
-    model: nn.Module, plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None
-) -> tuple[ShardedEngine, list[dist.ProcessGroup], Callable[[], None]]:
-    """An engine at work behind `model`, the groups made for it, and what takes its hooks out. Arguments as in `attach`.
+    model: nn.Module,
+    plan: Plan | None,
+    settings: Settings,
+    parameters: CodecSpec | str | None,
+    own: list[dist.ProcessGroup],
+) -> tuple[ShardedEngine, Callable[[], None]]:
+    """An engine at work behind `model`, and what takes its hooks out again.
+
+    own  gets the process groups that are made; the other arguments are those of `attach`
 
     Raises ConfigError or PlanError, on all ranks.
     """
     world = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
+    own.append(world)
     layers: list[Layer] = []
     offer: str | CGXError
     try:
@@ -40,11 +47,10 @@ def make_engine(
         offer = as_own(error)
     plan = agree(layers, offer, world, str(parameters))
     shard_ranks, replica_ranks = fsdp_hook.ranks_of_mesh(next(iter(groups.values())))
-    own = [world]
     shards = _connect(shard_ranks, own, settings)
     replicas = _connect(replica_ranks, own, settings) if len(replica_ranks) > 1 else None
     engine = ShardedEngine(units, plan, dist.get_rank(), shards, replicas, seed=settings.seed)
-    return engine, own, fsdp_hook.install(model, engine, groups, units)
+    return engine, fsdp_hook.install(model, engine, groups, units)
 
 
 def _connect(ranks: Sequence[int], own: list[dist.ProcessGroup], settings: Settings) -> Transport:

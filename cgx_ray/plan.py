@@ -16,7 +16,7 @@ from cgx_ray.errors import CGXError, ConfigError, PlanError
 
 __all__ = [
     "CODECS_OF_SCHEME", "CODEC_DEFAULTS", "DEFAULT_GROUP_BYTES", "NONE", "CodecSpec", "GroupPlan", "Intra", "Layer",
-    "Plan", "Scheme", "check_intra", "check_pair", "make_plan",
+    "Plan", "Scheme", "check_intra", "check_pair", "make_plan", "preferred_scheme",
 ]  # fmt: skip
 
 DEVICES = ("auto", "cpu")
@@ -150,6 +150,13 @@ def check_intra(codec: CodecSpec, intra: Intra) -> None:
         )
 
 
+def preferred_scheme(codec: CodecSpec) -> Scheme:
+    """What carries `codec` where nobody says otherwise: dense for none, sra where it can, else the first that can."""
+    preferred = Scheme.DENSE if codec == NONE else Scheme.SRA
+    candidates: tuple[Scheme, ...] = (preferred, *Scheme)
+    return next(scheme for scheme in candidates if codec.name in CODECS_OF_SCHEME[scheme])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Frozen, numbered answer to how gradients cross the network. Later plans have higher versions."""
@@ -236,7 +243,7 @@ def make_plan(
     version: int,
     world_size: int,
     codec: CodecSpec | str = NONE,
-    scheme: Scheme | str = Scheme.DENSE,
+    scheme: Scheme | str | None = None,
     intra: Intra | str = Intra.FLAT,
     group_bytes: int = DEFAULT_GROUP_BYTES,
     overrides: Mapping[str, tuple[CodecSpec | str, Scheme | str] | tuple[CodecSpec | str, Scheme | str, Intra | str]]
@@ -252,6 +259,7 @@ def make_plan(
     layers     in registration order; groups are filled in reverse, which is close to the order in which backward
                finishes them. The first group is small so that sending starts early, as in DDP.
     codec      or text for `CodecSpec.parse`
+    scheme     left out, `preferred_scheme`
     intra      "dense" or "compressed": ranks of a node sum there first, see `collectives.hierarchical`. Small layers
                are not compressed inside nodes either
     overrides  codec, scheme and, if it is another, intra of the layers, small ones too, whose names match a pattern as
@@ -264,7 +272,8 @@ def make_plan(
 
     Raises ConfigError if a scheme cannot carry a codec, PlanError for a pattern without a layer.
     """
-    codec, scheme, intra = _choice((codec, scheme, intra))
+    codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
+    codec, scheme, intra = _choice((codec, scheme or preferred_scheme(codec), intra))
     if uniform:
         if overrides:
             raise ConfigError("a uniform plan has one codec for all layers; leave out overrides or uniform")

@@ -83,6 +83,11 @@ class Settings:
     def _check_transport(self) -> None:
         if not isinstance(self.shared_memory, bool):
             raise ConfigError(f"shared_memory {self.shared_memory!r} is not allowed; give True or False")
+        if self.intra != Intra.FLAT and not (self.transport == "tcp" and self.shared_memory):
+            raise ConfigError(
+                f"intra {self.intra!r} is for ranks that share memory, which takes transport='tcp' and "
+                "shared_memory=True; give these, or intra='flat'"
+            )
 
     def static_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
         """`codec` over `scheme` for the whole model, as plan 0."""

@@ -14,6 +14,7 @@ from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange, tcp
 from cgx_ray.collectives.transport import Handle
 from cgx_ray.plan import CodecSpec, Intra, Layer, Scheme
+from cgx_ray.runtime_ext.mesh import Parts, flat
 
 Nodes = tuple[int, ...]
 INSIDE_CODECS = ("fp16", "bf16", "qsgd", "terngrad", "ef_signsgd", "onebit")
@@ -31,9 +32,9 @@ class Counting(Transport):
 
     num_sent = 0
 
-    def start(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Handle:
+    def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         here = self.nodes[self.rank]
-        self.num_sent += sum(m.numel() * m.element_size() for peer, m in sends.items() if self.nodes[peer] != here)
+        self.num_sent += sum(m.numel() * m.element_size() for peer, m in flat(sends) if self.nodes[peer] != here)
         return super().start(sends, receives)
 
 

@@ -516,6 +516,20 @@ def _attach_and_close(rank: int) -> list[int]:
     return counts
 
 
+def _attach_in_vain(rank: int) -> int:
+    """How many process groups are left of attachments that were refused."""
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    for _ in range(3):
+        with pytest.raises(cgx_ray.ConfigError, match="attach got a Linear"):
+            cgx_ray.attach(nn.Linear(2, 2))
+    return len(groups) - before
+
+
+def test_a_refused_attachment_leaves_no_process_group() -> None:
+    assert run_ranks(2, _attach_in_vain) == [0, 0]
+
+
 def test_a_closed_attachment_lets_its_connections_go() -> None:
     for counts in run_ranks(2, _attach_and_close):
         assert counts[1] == counts[2] == counts[3], counts

@@ -130,7 +130,8 @@ def _gain(rank: int, nodes: Nodes) -> tuple[float, float]:
 
 def test_gains_are_those_of_a_ranks_gradient_without_what_it_owes_of_its_nodes() -> None:
     for reported, of_gradient in run_ranks(4, _gain, (0, 0, 1, 1)):
-        assert reported == pytest.approx(of_gradient, rel=1e-5)
+        # From a histogram: see `GainCurve`.
+        assert reported == pytest.approx(of_gradient, rel=0.005)
 
 
 def test_hierarchical_transfers_tell_nothing_of_the_link() -> None:

@@ -40,8 +40,8 @@ class Memories:
     def __init__(self) -> None:
         self._entries: dict[str, dict[str, Tensor | _Place]] = {kind: {} for kind in KINDS}
 
-    def of_group(self, codec: Codec, device: torch.device) -> Memory | None:
-        """Memory, on `device`, of the group that `codec` was made for, filled with what is known of its layers.
+    def of_group(self, codec: Codec) -> Memory | None:
+        """Memory, on its device, of the group that `codec` was made for, filled with what is known of its layers.
 
         The layers' entries are then what it holds, and follow its commits. What `codec` has no use for is forgotten,
         but for residuals: those are owed until `forget`.
@@ -49,7 +49,7 @@ class Memories:
         Raises StateError if what is known has another size than the layer.
         """
         parts = [self._start(codec, layer) for layer in codec.layers]
-        memory = Memory.joined(parts, device)
+        memory = Memory.joined(parts, codec.device)
         for kind in KINDS:
             start = 0
             for layer, part in zip(codec.layers, parts, strict=True):

@@ -164,6 +164,9 @@ class Transport:
                 self.local.all_reduce(values_N)
                 return
             dist.all_reduce(values_N, group=self._cuda_group if values_N.is_cuda else self._group)
+            if values_N.is_cuda:
+                # NCCL only puts it on the stream: what is measured here is the network.
+                torch.cuda.current_stream(values_N.device).synchronize()
         except RuntimeError as error:
             raise self._broken("an all-reduce", error) from error
 

@@ -72,7 +72,8 @@ class Engine:
         self._failure: CGXError | None = None
         self.last_step: StepSample | None = None
         self.step = 0
-        self._last_end_s = time.perf_counter()
+        self._last_end: torch.cuda.Event | None = None
+        self._mark_end()
         self._enter(plan)
         self._num_threads = torch.get_num_threads()
         self._inbox: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
@@ -184,6 +185,7 @@ class Engine:
             seed=self._seed,
             meter=meter,
             checks_finite=not self._memories.is_empty,
+            began=(self._last_end_s, self._last_end),
         )
 
     def _enter(self, plan: Plan) -> None:
@@ -197,8 +199,10 @@ class Engine:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _end(self, step: StepRun) -> None:
-        now = time.perf_counter()
-        step_s = now - self._last_end_s
+        began_s = self._last_end_s
+        self._mark_end()
+        now = self._last_end_s
+        step_s = now - began_s
         bursts, rate_from = _rates(self._transport.take_bursts(), self._transport.world_size)
         sample = StepSample(
             rank=self._transport.rank,
@@ -211,7 +215,7 @@ class Engine:
             decode_s=sum(phases.decode for phases in step.phases),
             wire_bytes=sum(group.exchange.sent_bytes for group in self._groups),
             dense_bytes=sum(group.dense_bytes for group in self._groups),
-            ready_s=tuple(ready - self._last_end_s for ready in step.ready_at),
+            ready_s=tuple(ready - began_s for ready in step.ready_at),
             transfers=tuple(
                 Transfer(
                     group=group.index,
@@ -235,7 +239,14 @@ class Engine:
         self.last_step = sample
         self._samples.append(sample)
         self.step += 1
-        self._last_end_s = now
+
+    def _mark_end(self) -> None:
+        """Take the time, once the device has done what it was given: what comes next counts from here."""
+        if self._device.type == "cuda":
+            self._last_end = torch.cuda.Event(enable_timing=True)
+            self._last_end.record(torch.cuda.current_stream(self._device))
+            self._last_end.synchronize()
+        self._last_end_s = time.perf_counter()
 
     def _fail(self, error: Exception, buckets: Sequence[Bucket]) -> None:
         if isinstance(error, CGXError):

@@ -40,15 +40,15 @@ class Group:
         self._is_compressible = not all(layer.is_small for layer in self._layers)
         # Dense groups are summed in the gradient's own type, as DDP would; codecs work on float32.
         dtype = getattr(torch, self._layers[0].dtype) if plan.scheme is Scheme.DENSE else torch.float32
+        # Sums inside a node are made on the host.
         if plan.device == "cpu" or plan.intra is not Intra.FLAT:
-            # Sums inside a node are made on the host.
             device = HOST
         # Dense groups rarely need it; memory that is never touched is never really allocated.
         self._flat_N = torch.empty(self.numel, dtype=dtype, device=device)
         self._slices = dict(zip(plan.layers, self._flat_N.split(numels), strict=True))
         self._use(plan.codec)
         self._memories = memories
-        self._memory = memories.of_group(self._codec, self._flat_N.device)
+        self._memory = memories.of_group(self._codec)
         # Hierarchical: what a rank owes is of its node's gradients, so gains are those of gradients without it.
         self._own_memory = self._memory if plan.intra is Intra.FLAT else None
         self._paid: list[str] = []
@@ -86,7 +86,8 @@ class Group:
         if self._memory is None:
             self._pay_residuals()
         # The same on all ranks, since DDP lays out its buckets alike: they add up memory that means the same.
-        joint_N = _joint_memory(views) if self.plan.scheme is Scheme.DENSE else None
+        in_place = self.plan.scheme is Scheme.DENSE and views[0].device == self._flat_N.device
+        joint_N = _joint_memory(views) if in_place else None
         grad_N = joint_N if joint_N is not None else self._gather(views)
         metered = gain if self._is_compressible else None
         energy = metered.measure(self._fed(grad_N)) if metered is not None else 0.0

@@ -31,14 +31,20 @@ class DdpBuckets:
                 computed=_end_of_kernels(buffer.device) if on_cuda else None,
             )
         )
-        return future
+        return future.then(_value)
 
 
 def _end_of_kernels(device: torch.device) -> torch.cuda.Event:
     """Comes when the current stream has done what it has been given: backward runs ahead of the device."""
-    event = torch.cuda.Event(blocking=True)
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def _value(done: torch.futures.Future[Tensor]) -> Tensor:
+    """The bucket, or what went wrong: DDP's C++ sees an error that is raised here, but takes `set_exception`'s for a
+    tensor."""
+    return done.value()
 
 
 def cgx_hook(state: DdpBuckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -41,8 +41,12 @@ class StepRun:
         seed: int,
         meter: GainMeter | None,
         checks_finite: bool,
+        began: tuple[float, torch.cuda.Event | None] = (0.0, None),
     ) -> None:
-        """`checks_finite`: something is remembered that a step with NaN or Inf, which GradScaler skips, must leave."""
+        """
+        checks_finite  something is remembered that a step with NaN or Inf, which GradScaler skips, must leave
+        began          when the step did, and the same moment on the CUDA device
+        """
         self.meter = meter
         self.buckets: list[Bucket] = []
         self.phases: list[Phases] = []
@@ -50,6 +54,7 @@ class StepRun:
         self.last_arrival = 0.0
         self._groups = groups
         self._checks_finite = checks_finite
+        self._began = began
         self._group_of = {name: group for group in groups for name in group.plan.layers}
         self._bucket_of: dict[str, Bucket] = {}
         self._plan_version, self._step, self._seed = plan_version, step, seed
@@ -57,8 +62,11 @@ class StepRun:
     def take(self, bucket: Bucket) -> None:
         """Take in a bucket and run what has become runnable. Buckets go back when their last layer is done."""
         if bucket.computed is not None:
+            began_s, began = self._began
+            assert began is not None
             bucket.computed.synchronize()
-            bucket.arrived_s = time.perf_counter()
+            # It may have waited here since: what counts is when it was done.
+            bucket.arrived_s = began_s + 1e-3 * began.elapsed_time(bucket.computed)
         self.last_arrival = bucket.arrived_s
         self.buckets.append(bucket)
         bucket.num_waiting = len(bucket.gradients)
