@@ -29,7 +29,7 @@ def make_engine(
 ) -> tuple[ShardedEngine, Callable[[], None]]:
     """An engine at work behind `model`, and what takes its hooks out again.
 
-    own  gets the process groups that are made; the other arguments are those of `attach`
+    own  gets the process group that is to go with the attachment; the other arguments are those of `attach`
 
     Raises ConfigError or PlanError, on all ranks.
     """
@@ -47,20 +47,19 @@ def make_engine(
         offer = as_own(error)
     plan = agree(layers, offer, world, str(parameters))
     shard_ranks, replica_ranks = fsdp_hook.ranks_of_mesh(next(iter(groups.values())))
-    shards = _connect(shard_ranks, own, settings)
-    replicas = _connect(replica_ranks, own, settings) if len(replica_ranks) > 1 else None
+    shards = _connect(shard_ranks, world, settings)
+    replicas = _connect(replica_ranks, world, settings) if len(replica_ranks) > 1 else None
     engine = ShardedEngine(units, plan, dist.get_rank(), shards, replicas, seed=settings.seed)
     return engine, fsdp_hook.install(model, engine, groups, units)
 
 
-def _connect(ranks: Sequence[int], own: list[dist.ProcessGroup], settings: Settings) -> Transport:
-    """A transport between `ranks`. `own`: the group of all ranks first; a group made for the transport is added."""
-    group = own[0]
+def _connect(ranks: Sequence[int], world: dist.ProcessGroup, settings: Settings) -> Transport:
+    group = world
     if len(ranks) < dist.get_world_size():
-        # Every rank makes the groups that it is in, and those only.
+        # Every rank makes the groups that it is in, and those only. They stay: torch would give the next one for the
+        # same ranks the same name, and it would find this one's addresses in the store.
         timeout = timedelta(seconds=settings.timeout_s)
         group = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
-        own.append(group)
     return connect(group, settings)
 
 
