@@ -166,6 +166,19 @@ def test_a_rank_that_hangs_up_is_named_at_once(sharers: Sequence[int]) -> None:
     _close(meshes)
 
 
+@pytest.mark.parametrize("sharers", [(), (0, 1)], ids=["tcp", "rings"])
+def test_threads_may_hang_up_at_the_same_time(sharers: Sequence[int]) -> None:
+    for _ in range(20):
+        meshes = _meshes(2, 1, sharers)
+        together = threading.Barrier(4)
+
+        def close(mesh: Mesh, together: threading.Barrier = together) -> None:
+            together.wait()
+            mesh.close()
+
+        assert _in_threads([lambda m=mesh: close(m) for mesh in meshes for _ in range(2)]) == [None] * 4
+
+
 def test_what_a_rank_sent_before_it_hung_up_still_arrives() -> None:
     meshes = _meshes(2, 1, (0, 1))
     sent, received = _message(0, 1, 0, 1000), torch.zeros(1000, dtype=torch.uint8)

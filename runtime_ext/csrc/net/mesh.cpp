@@ -472,6 +472,7 @@ std::vector<Burst> Mesh::take_bursts() {
 }
 
 void Mesh::close() {
+    std::lock_guard closing(close_mutex_);
     {
         std::lock_guard lock(mutex_);
         is_closing_ = true;

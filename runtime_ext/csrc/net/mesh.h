@@ -58,7 +58,7 @@ class Mesh {
     // Bursts since the last call, the newest kMaxBursts.
     std::vector<Burst> take_bursts();
 
-    // Hangs up. What was posted and is not done fails.
+    // Hangs up, and returns when that is done. What was posted and is not done fails. From any thread.
     void close();
 
   private:
@@ -101,6 +101,7 @@ class Mesh {
     std::vector<Burst> bursts_;
 
     std::vector<ArrivalMeter> meters_;  // of sockets, by peer, then of all; the socket thread's own
+    std::mutex close_mutex_;            // two threads may not join the same one
     std::thread thread_, ring_thread_;
 };
 
