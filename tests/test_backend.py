@@ -112,6 +112,21 @@ def test_sums_overflow_only_where_their_type_cannot_hold_them() -> None:
         assert torch.equal(got["inference"], torch.full((50, 40), 3.0))
 
 
+def _differentiate_a_callbacks_result(rank: int) -> list[float]:
+    work = dist.all_reduce(torch.ones(2000), async_op=True)
+    assert work is not None
+    weight_N = torch.ones(2000, requires_grad=True)
+    doubled_N = work.get_future().then(lambda future: 2 * future.value()[0]).wait()
+    (weight_N * doubled_N).sum().backward()
+    assert weight_N.grad is not None
+    return weight_N.grad.unique().tolist()
+
+
+def test_what_a_callback_of_the_future_makes_can_be_differentiated() -> None:
+    # All elements are equal, and 3 is a bfloat16.
+    assert run_ranks(3, _differentiate_a_callbacks_result, backend="cgx") == [[6.0]] * 3
+
+
 def _passed_through(rank: int) -> None:
     rows_RN = torch.stack([noise(r, 5000) for r in range(3)])
     whole_RN = (rows_RN * 1000).long()

@@ -196,19 +196,20 @@ class _Lane:
         self._mesh.close()
 
     def _run(self) -> None:
-        # So that tensors made in inference mode can be written as well.
-        with torch.inference_mode():
-            for step in itertools.count():
-                work = self._inbox.get()
-                if work is None:
-                    return
-                if self._failure is None:
-                    try:
+        for step in itertools.count():
+            work = self._inbox.get()
+            if work is None:
+                return
+            if self._failure is None:
+                try:
+                    # So that tensors made in inference mode can be written as well.
+                    with torch.inference_mode():
                         self._reduce(work, step)
-                    except Exception as error:  # noqa: BLE001 - raised again where the work is waited for
-                        self._fail(error, step)
-                work.finish(self._failure)
-                del work
+                except Exception as error:  # noqa: BLE001 - raised again where the work is waited for
+                    self._fail(error, step)
+            # Runs the callbacks of its future, which may need gradients.
+            work.finish(self._failure)
+            del work
 
     def _reduce(self, work: CompressedWork, step: int) -> None:
         tensor_N = work.tensor.detach().view(-1)
