@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.errors import TransportError
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
 from cgx_ray.runtime_ext.shm import Segment
 
@@ -222,6 +224,31 @@ def test_ranks_of_another_run_are_not_let_in() -> None:
     addresses = [("127.0.0.1", ours.port), ("127.0.0.1", theirs.port)]
     said = _in_threads([lambda: ours.connect(addresses, 1.0), lambda: theirs.connect(addresses, 5.0)])
     assert said == ["ranks that did not connect: 1", "rank 0 at 127.0.0.1 did not answer"]
+
+
+def _connect_where_two_cannot_reach_each_other(rank: int) -> str:
+    connect = Mesh.connect
+
+    def refuse(mesh: Mesh, *args: Any) -> None:
+        connect(mesh, *args)
+        raise RuntimeError(f"cannot reach rank {2 - rank}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank != 1:
+            patch.setattr(Mesh, "connect", refuse)
+        with pytest.raises(TransportError) as error:
+            connect_mesh(dist.group.WORLD, TIMEOUT_S)
+    return str(error.value)
+
+
+def test_all_ranks_say_which_cannot_reach_each_other() -> None:
+    """Rank 1, which reaches both, must not wait for them until the time-out of the group."""
+    for message in run_ranks(3, _connect_where_two_cannot_reach_each_other):
+        assert re.match(
+            r"rank 0 at \S+ cannot connect to the others \(cannot reach rank 2\); "
+            r"rank 2 at \S+ cannot connect to the others \(cannot reach rank 0\); let TCP through",
+            message,
+        )
 
 
 def test_it_listens_on_its_own_address_only() -> None:

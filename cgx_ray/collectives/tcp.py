@@ -75,8 +75,19 @@ def _connect(
     try:
         addresses = gather((mesh.address, mesh.port))
         ranks, segment = _share_memory(rank, gather, shared_memory=shared_memory)
-        _dial(mesh, rank, addresses, timeout_s, segment, ranks, way_out)
-        leaders = gather(ranks[0])
+        problem = _dial(mesh, addresses, timeout_s, segment, ranks)
+        # All of them learn of it: who got through to everyone would wait for those who gave up.
+        problems, leaders = zip(*gather((problem, ranks[0])), strict=True)
+        if any(problems):
+            told = "; ".join(
+                f"rank {other} at {addresses[other][0]} cannot connect to the others ({problem})"
+                for other, problem in enumerate(problems)
+                if problem
+            )
+            raise TransportError(
+                f"{told}; let TCP through between the nodes, set GLOO_SOCKET_IFNAME to the interface that they share, "
+                f"or {way_out}"
+            )
     except BaseException:
         mesh.close()
         raise
@@ -88,20 +99,18 @@ def _connect(
 
 def _dial(
     mesh: Mesh,
-    rank: int,
     addresses: Sequence[tuple[str, int]],
     timeout_s: float,
     segment: Segment | None,
     sharers: Sequence[int],
-    way_out: str,
-) -> None:
+) -> str | None:
+    """Connect to all ranks, or hang up and return what went wrong."""
     try:
         mesh.connect(addresses, min(timeout_s, MAX_CONNECT_S), segment, sharers)
     except RuntimeError as error:
-        raise TransportError(
-            f"rank {rank} at {mesh.address} cannot connect to the others ({error}); let TCP through between the nodes, "
-            f"set GLOO_SOCKET_IFNAME to the interface that they share, or {way_out}"
-        ) from error
+        mesh.close()
+        return str(error)
+    return None
 
 
 def _share_memory(rank: int, gather: Gather, *, shared_memory: bool) -> tuple[list[int], Segment | None]:
