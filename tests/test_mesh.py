@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.collectives.tcp import connect_mesh, connect_mesh_by_store
 from cgx_ray.errors import TransportError
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
 from cgx_ray.runtime_ext.shm import Segment
@@ -249,6 +249,24 @@ def test_all_ranks_say_which_cannot_reach_each_other() -> None:
             r"rank 2 at \S+ cannot connect to the others \(cannot reach rank 0\); let TCP through",
             message,
         )
+
+
+def test_meeting_by_a_store_leaves_no_secret_there_and_what_gloo_keeps_in_it() -> None:
+    store = dist.HashStore()
+    groups = _in_threads([lambda r=rank: dist.ProcessGroupGloo(store, r, 2) for rank in range(2)])
+    of_gloo = {key: store.get(key) for key in store.list_keys()}
+    assert {"0/0", "0/1"} <= set(of_gloo), f"Gloo's keys are others now: {sorted(of_gloo)}"
+    meshes = _in_threads([lambda r=rank: connect_mesh_by_store(store, r, 2, TIMEOUT_S) for rank in range(2)])
+    sent, received = torch.arange(10), torch.zeros(10, dtype=torch.long)
+    tickets = meshes[0].post({1: sent}, {}), meshes[1].post({}, {0: received})
+    _in_threads([lambda m=mesh, t=ticket: m.wait(t, TIMEOUT_S) for mesh, ticket in zip(meshes, tickets, strict=True)])
+    _close(meshes)
+    assert torch.equal(received, sent)
+    assert {key: store.get(key) for key in of_gloo} == of_gloo
+    ours = {key: store.get(key) for key in store.list_keys() if key not in of_gloo}
+    # Of the last round: nothing went wrong, and rank 0 is the first of those who share memory.
+    assert sorted(ours.values()) == [b"[null, 0]"] * 2, ours
+    del groups
 
 
 def test_it_listens_on_its_own_address_only() -> None:
