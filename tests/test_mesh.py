@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -300,3 +301,30 @@ def test_a_killed_process_is_named_by_the_others(shared_memory: bool, tmp_path: 
         run_ranks(3, _exchange_then_die, tmp_path, shared_memory)
     for rank in (0, 2):
         assert "rank 1 hung up" in (tmp_path / f"rank{rank}").read_text()
+
+
+def test_rates_are_metered_again_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    """The kernel stamps what arrives by the wall clock, which a test cannot set: made-up stamps, 64 KiB each 1 ms."""
+    (tmp_path / "meter.cpp").write_text("""
+        #include <cstdio>
+        #include "arrivals.h"
+        int main() {
+            cgx::ArrivalMeter meter(0);
+            for (double start : {1000.0, 900.0}) {
+                std::vector<cgx::Burst> bursts;
+                for (int i = 0; i < 200; ++i) {
+                    meter.add(start + 1e-3 * i, 65536, i == 0 && start == 1000.0);
+                    meter.settle(bursts);
+                }
+                for (const cgx::Burst& burst : bursts) printf("%.0f ", burst.num_bytes / burst.seconds / 65536);
+                puts("");
+            }
+        }
+    """)
+    include = Path(__file__).resolve().parent.parent / "runtime_ext/csrc/net"
+    program = str(tmp_path / "meter")
+    subprocess.run(["g++", "-std=c++20", f"-I{include}", f"{program}.cpp", "-o", program], check=True)
+    before, after = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
+    rates = {*before.split(), *after.split()}
+    assert rates == {"1000"}, f"messages a second: {before!r}, then {after!r}"
+    assert min(len(before.split()), len(after.split())) >= 3
