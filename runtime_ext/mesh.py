@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
@@ -35,6 +37,7 @@ class Mesh:
         self.nodes = list(range(world_size))
         self._native = native.Mesh(rank, world_size, num_streams, address, token)
         self._posted: dict[int, object] = {}
+        _meshes.add(self)
 
     @property
     def port(self) -> int:
@@ -90,6 +93,18 @@ class Mesh:
     def close(self) -> None:
         """Hang up. What is under way fails, on both ends."""
         self._native.close()
+
+
+_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    for mesh in _meshes:
+        mesh._native.close_copies()
+
+
+# Workers of a DataLoader are forked, and outlive a rank that is killed: with their copies nobody would notice its end.
+os.register_at_fork(after_in_child=_close_copies)
 
 
 def flat(messages: Mapping[int, Parts]) -> Iterator[tuple[int, Tensor]]:

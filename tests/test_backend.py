@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,21 @@ def test_sums_overflow_only_where_their_type_cannot_hold_them() -> None:
         assert got["not finite"][:1024].isfinite().all(), "more than the bucket was lost"
         assert torch.equal(got["leaf"], torch.full((2000,), 3.0))
         assert torch.equal(got["inference"], torch.full((50, 40), 3.0))
+
+
+def _differentiate_a_callbacks_result(rank: int) -> list[float]:
+    work = dist.all_reduce(torch.ones(2000), async_op=True)
+    assert work is not None
+    weight_N = torch.ones(2000, requires_grad=True)
+    doubled_N = work.get_future().then(lambda future: 2 * future.value()[0]).wait()
+    (weight_N * doubled_N).sum().backward()
+    assert weight_N.grad is not None
+    return weight_N.grad.unique().tolist()
+
+
+def test_what_a_callback_of_the_future_makes_can_be_differentiated() -> None:
+    # All elements are equal, and 3 is a bfloat16.
+    assert run_ranks(3, _differentiate_a_callbacks_result, backend="cgx") == [[6.0]] * 3
 
 
 def _passed_through(rank: int) -> None:
@@ -300,6 +316,30 @@ def test_small_and_excluded_layers_of_a_registered_model_are_exact(bucket_cap_mb
             # Of two ranks: half a number and the sum of two are the same in any order.
             is_exact = torch.equal(got, exact)
             assert is_exact == (name not in ("first.weight", "last.weight")), (step, name)
+
+
+def _differ(rank: int, folder: Path, in_what: str) -> str:
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("cgx", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=10))
+    model = DistributedDataParallel(Wide())
+    if rank == 0 or in_what == "exclude_layers":
+        cgx_ray.register_model(model)
+    if rank == 0:
+        cgx_ray.exclude_layers("exempt")
+    with pytest.raises(RuntimeError if rank == 1 and in_what == "register_model" else cgx_ray.ConfigError) as error:
+        model(torch.ones(2, 60)).sum().backward()
+    return str(error.value)
+
+
+def test_ranks_that_leave_other_layers_uncompressed_say_so(tmp_path: Path) -> None:
+    for message in run_ranks(2, _differ, tmp_path, "exclude_layers", backend=None):
+        assert "ranks 0 and 1 differ in which layers they leave uncompressed" in message
+
+
+def test_a_model_that_only_one_rank_registers_is_an_error_and_does_not_end_the_process(tmp_path: Path) -> None:
+    registered, other = run_ranks(2, _differ, tmp_path, "register_model", backend=None)
+    assert "rank 0 has registered a model and did not hear the same of ranks [1] within 10 s" in registered
+    assert "did not get through" in other
 
 
 def _with_turns_in_a_sub_group(rank: int) -> list[torch.Tensor]:

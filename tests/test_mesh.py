@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.collectives.tcp import connect_mesh, connect_mesh_by_store
+from cgx_ray.errors import TransportError
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
 from cgx_ray.runtime_ext.shm import Segment
 
@@ -166,6 +169,19 @@ def test_a_rank_that_hangs_up_is_named_at_once(sharers: Sequence[int]) -> None:
     _close(meshes)
 
 
+@pytest.mark.parametrize("sharers", [(), (0, 1)], ids=["tcp", "rings"])
+def test_threads_may_hang_up_at_the_same_time(sharers: Sequence[int]) -> None:
+    for _ in range(20):
+        meshes = _meshes(2, 1, sharers)
+        together = threading.Barrier(4)
+
+        def close(mesh: Mesh, together: threading.Barrier = together) -> None:
+            together.wait()
+            mesh.close()
+
+        assert _in_threads([lambda m=mesh: close(m) for mesh in meshes for _ in range(2)]) == [None] * 4
+
+
 def test_what_a_rank_sent_before_it_hung_up_still_arrives() -> None:
     meshes = _meshes(2, 1, (0, 1))
     sent, received = _message(0, 1, 0, 1000), torch.zeros(1000, dtype=torch.uint8)
@@ -211,6 +227,49 @@ def test_ranks_of_another_run_are_not_let_in() -> None:
     assert said == ["ranks that did not connect: 1", "rank 0 at 127.0.0.1 did not answer"]
 
 
+def _connect_where_two_cannot_reach_each_other(rank: int) -> str:
+    connect = Mesh.connect
+
+    def refuse(mesh: Mesh, *args: Any) -> None:
+        connect(mesh, *args)
+        raise RuntimeError(f"cannot reach rank {2 - rank}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank != 1:
+            patch.setattr(Mesh, "connect", refuse)
+        with pytest.raises(TransportError) as error:
+            connect_mesh(dist.group.WORLD, TIMEOUT_S)
+    return str(error.value)
+
+
+def test_all_ranks_say_which_cannot_reach_each_other() -> None:
+    """Rank 1, which reaches both, must not wait for them until the time-out of the group."""
+    for message in run_ranks(3, _connect_where_two_cannot_reach_each_other):
+        assert re.match(
+            r"rank 0 at \S+ cannot connect to the others \(cannot reach rank 2\); "
+            r"rank 2 at \S+ cannot connect to the others \(cannot reach rank 0\); let TCP through",
+            message,
+        )
+
+
+def test_meeting_by_a_store_leaves_no_secret_there_and_what_gloo_keeps_in_it() -> None:
+    store = dist.HashStore()
+    groups = _in_threads([lambda r=rank: dist.ProcessGroupGloo(store, r, 2) for rank in range(2)])
+    of_gloo = {key: store.get(key) for key in store.list_keys()}
+    assert {"0/0", "0/1"} <= set(of_gloo), f"Gloo's keys are others now: {sorted(of_gloo)}"
+    meshes = _in_threads([lambda r=rank: connect_mesh_by_store(store, r, 2, TIMEOUT_S) for rank in range(2)])
+    sent, received = torch.arange(10), torch.zeros(10, dtype=torch.long)
+    tickets = meshes[0].post({1: sent}, {}), meshes[1].post({}, {0: received})
+    _in_threads([lambda m=mesh, t=ticket: m.wait(t, TIMEOUT_S) for mesh, ticket in zip(meshes, tickets, strict=True)])
+    _close(meshes)
+    assert torch.equal(received, sent)
+    assert {key: store.get(key) for key in of_gloo} == of_gloo
+    ours = {key: store.get(key) for key in store.list_keys() if key not in of_gloo}
+    # Of the last round: nothing went wrong, and rank 0 is the first of those who share memory.
+    assert sorted(ours.values()) == [b"[null, 0]"] * 2, ours
+    del groups
+
+
 def test_it_listens_on_its_own_address_only() -> None:
     mesh = Mesh(0, 2, 1, "127.0.0.1", TOKEN)
     with pytest.raises(ConnectionRefusedError):
@@ -229,6 +288,14 @@ def _exchange_then_die(rank: int, folder: Path, shared_memory: bool) -> None:
     mesh.wait(mesh.post(dict.fromkeys(peers, sent), buffers), TIMEOUT_S)
     assert all(bool((buffer == peer).all()) for peer, buffer in buffers.items())
     if rank == 1:
+        if os.fork() == 0:
+            # As a worker of a DataLoader, that nobody tells of its parent's end.
+            del mesh
+            (folder / "child").write_text(str(os.getpid()))
+            time.sleep(2 * TIMEOUT_S)
+            os._exit(0)
+        while not (folder / "child").exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         mesh.wait(mesh.post({}, {1: buffers[1]}), TIMEOUT_S)
@@ -237,8 +304,38 @@ def _exchange_then_die(rank: int, folder: Path, shared_memory: bool) -> None:
 
 
 @pytest.mark.parametrize("shared_memory", [False, True])
-def test_a_killed_process_is_named_by_the_others(shared_memory: bool, tmp_path: Path) -> None:
+def test_a_killed_process_that_leaves_a_forked_child_is_named_by_the_others(
+    shared_memory: bool, tmp_path: Path
+) -> None:
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9"):
         run_ranks(3, _exchange_then_die, tmp_path, shared_memory)
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     for rank in (0, 2):
         assert "rank 1 hung up" in (tmp_path / f"rank{rank}").read_text()
+
+
+def test_rates_are_metered_again_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    """The kernel stamps what arrives by the wall clock, which a test cannot set: made-up stamps, 64 KiB each 1 ms."""
+    (tmp_path / "meter.cpp").write_text("""
+        #include <cstdio>
+        #include "arrivals.h"
+        int main() {
+            cgx::ArrivalMeter meter(0);
+            for (double start : {1000.0, 900.0}) {
+                std::vector<cgx::Burst> bursts;
+                for (int i = 0; i < 200; ++i) {
+                    meter.add(start + 1e-3 * i, 65536, i == 0 && start == 1000.0);
+                    meter.settle(bursts);
+                }
+                for (const cgx::Burst& burst : bursts) printf("%.0f ", burst.num_bytes / burst.seconds / 65536);
+                puts("");
+            }
+        }
+    """)
+    include = Path(__file__).resolve().parent.parent / "runtime_ext/csrc/net"
+    program = str(tmp_path / "meter")
+    subprocess.run(["g++", "-std=c++20", f"-I{include}", f"{program}.cpp", "-o", program], check=True)
+    before, after = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
+    rates = {*before.split(), *after.split()}
+    assert rates == {"1000"}, f"messages a second: {before!r}, then {after!r}"
+    assert min(len(before.split()), len(after.split())) >= 3

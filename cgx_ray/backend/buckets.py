@@ -7,10 +7,11 @@ that is taken for a bucket by mistake is still reduced rightly: only what is lef
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ _registered: RegisteredModel | None = None
 def exclude_layers(*substrings: str) -> None:
     """Leave layers of a registered model uncompressed whose names contain one of `substrings`: `"bn"`, `"bias"`.
 
-    In addition to those named before and to layers that are small. Call it on every rank, alike.
+    In addition to those named before and to layers that are small; from the next forward pass on. Call it on every
+    rank, alike; backward raises ConfigError if ranks differ.
     Raises ConfigError for anything but non-empty strings.
     """
     for substring in substrings:
@@ -62,10 +64,16 @@ def register_model(model: nn.Module) -> None:
         )
 
 
-def uncompressed_runs(group: dist.ProcessGroup, numel: int, min_numel: int) -> list[Run]:
-    """What to leave uncompressed of a tensor of `numel` elements whose turn it is to be reduced in `group`."""
-    bucket = _registered.take(group, numel) if _registered is not None else None
-    return _runs(bucket, min_numel) if bucket is not None else []
+def uncompressed_runs(
+    group: dist.ProcessGroup, numel: int, min_numel: int, gather: Callable[[str], list[str]]
+) -> list[Run]:
+    """What to leave uncompressed of a tensor of `numel` elements whose turn it is to be reduced in `group`.
+
+    gather  gives what all ranks of the group give it
+
+    Raises ConfigError on all ranks if it is not the same on all of them.
+    """
+    return _registered.take(group, numel, min_numel, gather) if _registered is not None else []
 
 
 class RegisteredModel:
@@ -75,6 +83,8 @@ class RegisteredModel:
         # Not kept alive by being registered.
         self._model = weakref.ref(model)
         self._buckets: list[list[Layer]] = []
+        self._excluded: list[str] = []
+        self._is_agreed = False
         self._turns: Counter[int] = Counter()  # by size, tensors of that size since the last forward pass
         self._num_taken = 0
         self._is_final = False
@@ -84,19 +94,36 @@ class RegisteredModel:
     def forget(self) -> None:
         self._handle.remove()
 
-    def take(self, group: dist.ProcessGroup, numel: int) -> list[Layer] | None:
-        """The bucket of `numel` elements whose turn it is, in order of its layers; None if there is none."""
+    def take(
+        self, group: dist.ProcessGroup, numel: int, min_numel: int, gather: Callable[[str], list[str]]
+    ) -> list[Run]:
+        """The uncompressed runs of the bucket of `numel` elements whose turn it is; none if there is no such bucket."""
         model = self._model()
         # Turns count in the model's group only: not every rank knows of what happens in another one.
-        if model is None or model.process_group is not group:
-            return None
+        if model is None or model.process_group is not group or not self._buckets:
+            return []
+        if not self._is_agreed:
+            # All ranks come here with the same tensor. What they did not agree on, Gloo would end the process for.
+            self._agree(gather)
         same = [bucket for bucket in self._buckets if sum(layer.numel for layer in bucket) == numel]
         if not same:
-            return None
+            return []
         bucket = same[self._turns[numel] % len(same)]
         self._turns[numel] += 1
         self._num_taken += 1
-        return bucket
+        return _runs(bucket, min_numel, self._excluded)
+
+    def _agree(self, gather: Callable[[str], list[str]]) -> None:
+        # The ranks have agreed on `min_numel` before.
+        runs = [(sum(layer.numel for layer in bucket), _runs(bucket, 0, self._excluded)) for bucket in self._buckets]
+        offers = gather(hashlib.sha256(repr(runs).encode()).hexdigest())
+        for rank, offer in enumerate(offers):
+            if offer != offers[0]:
+                raise ConfigError(
+                    f"ranks 0 and {rank} differ in which layers they leave uncompressed; call register_model with the "
+                    "same model, and exclude_layers with the same arguments, on all ranks"
+                )
+        self._is_agreed = True
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         model = self._model()
@@ -104,12 +131,16 @@ class RegisteredModel:
         if model is None or DistributedDataParallel._get_active_ddp_module() is not model:
             return
         self._turns.clear()
+        if self._excluded != _excluded_names:
+            self._excluded = list(_excluded_names)
+            self._is_agreed = False
         # DDP rebuilds its buckets once, in the first forward pass with gradients after a whole backward pass, if ever.
         has_reduced = bool(self._buckets) and self._num_taken >= len(self._buckets)
         if self._is_final or not torch.is_grad_enabled() or (self._buckets and not has_reduced):
             return
         self._buckets = _buckets_of(model)
         self._is_final = has_reduced
+        self._is_agreed = False
 
 
 def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
@@ -120,12 +151,12 @@ def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
     ]
 
 
-def _runs(bucket: Sequence[Layer], min_numel: int) -> list[Run]:
+def _runs(bucket: Sequence[Layer], min_numel: int, excluded: Sequence[str]) -> list[Run]:
     """Neighbours are one run."""
     starts = itertools.accumulate((layer.numel for layer in bucket), initial=0)
     runs: list[Run] = []
     for start, layer in zip(starts, bucket, strict=False):
-        if not (layer.ndim <= 1 or layer.numel < min_numel or any(part in layer.name for part in _excluded_names)):
+        if not (layer.ndim <= 1 or layer.numel < min_numel or any(part in layer.name for part in excluded)):
             continue
         if runs and runs[-1][1] == start:
             runs[-1] = (runs[-1][0], start + layer.numel)

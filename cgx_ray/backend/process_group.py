@@ -84,6 +84,9 @@ class CgxProcessGroup(dist.ProcessGroup):
         store, rank, world_size = options.store, options.group_rank, options.group_size
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # torch's stub has only the one for C++
         self._options = cgx_options
+        self._store = dist.PrefixStore("cgx_ray_buckets", store)
+        self._timeout = options.timeout
+        self._rounds = itertools.count()
         gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout=options.timeout)
         gloo.options.global_ranks_in_group = options.global_ranks_in_group
         gloo.options.group_name = options.group_id
@@ -112,12 +115,27 @@ class CgxProcessGroup(dist.ProcessGroup):
         if self._lane is None or not self._is_compressible(tensors, opts):
             return self._plain.allreduce(tensors, opts)
         tensor_N = tensors[0].detach().view(-1)
-        exact_runs = uncompressed_runs(self, tensor_N.numel(), self._options.min_numel)
+        exact_runs = uncompressed_runs(self, tensor_N.numel(), self._options.min_numel, self._gather)
         if exact_runs == [(0, tensor_N.numel())]:
             return self._plain.allreduce(tensors, opts)
         # In this thread, so that Gloo gets its work in the same order on all ranks.
         exact = ExactPart(tensor_N, exact_runs, self._plain, opts) if exact_runs else None
         return self._lane.submit(CompressedWork(tensors[0], opts.reduceOp, exact))
+
+    def _gather(self, offer: str) -> list[str]:
+        """What all ranks offer, by rank. Through the store: a rank that is somewhere else fits no collective."""
+        round_ = next(self._rounds)
+        self._store.set(f"{round_}/{self.rank()}", offer)
+        keys = [f"{round_}/{peer}" for peer in range(self.size())]
+        try:
+            self._store.wait(keys, self._timeout)
+        except RuntimeError as error:
+            missing = [peer for peer, key in enumerate(keys) if not self._store.check([key])]
+            raise ConfigError(
+                f"rank {self.rank()} has registered a model and did not hear the same of ranks {missing} within "
+                f"{self._timeout.total_seconds():g} s; call register_model on all ranks"
+            ) from error
+        return [self._store.get(key).decode() for key in keys]
 
     def _is_compressible(self, tensors: Sequence[Tensor], opts: Any) -> bool:
         if len(tensors) != 1 or not any(opts.reduceOp == op for op in OPS):
@@ -196,19 +214,20 @@ class _Lane:
         self._mesh.close()
 
     def _run(self) -> None:
-        # So that tensors made in inference mode can be written as well.
-        with torch.inference_mode():
-            for step in itertools.count():
-                work = self._inbox.get()
-                if work is None:
-                    return
-                if self._failure is None:
-                    try:
+        for step in itertools.count():
+            work = self._inbox.get()
+            if work is None:
+                return
+            if self._failure is None:
+                try:
+                    # So that tensors made in inference mode can be written as well.
+                    with torch.inference_mode():
                         self._reduce(work, step)
-                    except Exception as error:  # noqa: BLE001 - raised again where the work is waited for
-                        self._fail(error, step)
-                work.finish(self._failure)
-                del work
+                except Exception as error:  # noqa: BLE001 - raised again where the work is waited for
+                    self._fail(error, step)
+            # Runs the callbacks of its future, which may need gradients.
+            work.finish(self._failure)
+            del work
 
     def _reduce(self, work: CompressedWork, step: int) -> None:
         tensor_N = work.tensor.detach().view(-1)

@@ -6,9 +6,9 @@ Messages are pushed, nobody asks first: Gloo's wait until the receiver says that
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
-import pickle
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_CONNECT_S = 60.0
 
 
-# Gives what it is given by every rank, in rank order; all ranks call it alike.
+# Gives what it is given by every rank, in rank order; all ranks call it alike. Text, integers, None and lists of them.
 Gather = Callable[[Any], list[Any]]
 
 
@@ -54,15 +54,23 @@ def connect_mesh(
 
 
 def connect_mesh_by_store(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Mesh:
-    """As `connect_mesh`, for ranks that share a store of their own but no process group yet."""
+    """As `connect_mesh`, for ranks that share a store of their own but no process group yet.
+
+    store  its keys can be deleted. Whoever can read or write it is trusted: what it says decides where ranks connect
+           to, and until they have, the run's secret is there
+    """
     rounds = itertools.count()
     # Gloo keeps its addresses in the same store.
     store = dist.PrefixStore("cgx_ray", store)
 
     def gather(value: Any) -> list[Any]:
         round_ = next(rounds)
-        store.set(f"{round_}/{rank}", pickle.dumps(value).hex())
-        return [pickle.loads(bytes.fromhex(store.get(f"{round_}/{peer}").decode())) for peer in range(world_size)]
+        store.set(f"{round_}/{rank}", json.dumps(value))
+        values = [json.loads(store.get(f"{round_}/{peer}")) for peer in range(world_size)]
+        # Who has come to this round has read the one before.
+        if round_ > 0:
+            store.delete_key(f"{round_ - 1}/{rank}")
+        return values
 
     return _connect(rank, gather, timeout_s, 1, shared_memory=True, way_out="use backend gloo")
 
@@ -70,13 +78,24 @@ def connect_mesh_by_store(store: dist.Store, rank: int, world_size: int, timeout
 def _connect(
     rank: int, gather: Gather, timeout_s: float, num_streams: int, *, shared_memory: bool, way_out: str
 ) -> Mesh:
-    tokens = gather(secrets.token_bytes(TOKEN_BYTES) if rank == 0 else None)
-    mesh = Mesh(rank, len(tokens), num_streams, node_address(), tokens[0])
+    tokens = gather(secrets.token_hex(TOKEN_BYTES) if rank == 0 else None)
+    mesh = Mesh(rank, len(tokens), num_streams, node_address(), bytes.fromhex(tokens[0]))
     try:
-        addresses = gather((mesh.address, mesh.port))
+        addresses = [(host, port) for host, port in gather([mesh.address, mesh.port])]
         ranks, segment = _share_memory(rank, gather, shared_memory=shared_memory)
-        _dial(mesh, rank, addresses, timeout_s, segment, ranks, way_out)
-        leaders = gather(ranks[0])
+        problem = _dial(mesh, addresses, timeout_s, segment, ranks)
+        # All of them learn of it: who got through to everyone would wait for those who gave up.
+        problems, leaders = zip(*gather([problem, ranks[0]]), strict=True)
+        if any(problems):
+            told = "; ".join(
+                f"rank {other} at {addresses[other][0]} cannot connect to the others ({problem})"
+                for other, problem in enumerate(problems)
+                if problem
+            )
+            raise TransportError(
+                f"{told}; let TCP through between the nodes, set GLOO_SOCKET_IFNAME to the interface that they share, "
+                f"or {way_out}"
+            )
     except BaseException:
         mesh.close()
         raise
@@ -88,20 +107,18 @@ def _connect(
 
 def _dial(
     mesh: Mesh,
-    rank: int,
     addresses: Sequence[tuple[str, int]],
     timeout_s: float,
     segment: Segment | None,
     sharers: Sequence[int],
-    way_out: str,
-) -> None:
+) -> str | None:
+    """Connect to all ranks, or hang up and return what went wrong."""
     try:
         mesh.connect(addresses, min(timeout_s, MAX_CONNECT_S), segment, sharers)
     except RuntimeError as error:
-        raise TransportError(
-            f"rank {rank} at {mesh.address} cannot connect to the others ({error}); let TCP through between the nodes, "
-            f"set GLOO_SOCKET_IFNAME to the interface that they share, or {way_out}"
-        ) from error
+        mesh.close()
+        return str(error)
+    return None
 
 
 def _share_memory(rank: int, gather: Gather, *, shared_memory: bool) -> tuple[list[int], Segment | None]:
@@ -114,13 +131,14 @@ def _share_memory(rank: int, gather: Gather, *, shared_memory: bool) -> tuple[li
         if rank == ranks[0] and len(ranks) > 1:
             try:
                 segment = Segment(len(ranks))
-                offer = (segment.name, segment.nonce)
+                offer = [segment.name, segment.nonce.hex()]
             except RuntimeError as error:
                 problem = str(error)
         offer = gather(offer)[ranks[0]]
         if rank != ranks[0] and offer is not None:
             try:
-                segment = Segment(len(ranks), *offer)
+                name, nonce = offer
+                segment = Segment(len(ranks), name, bytes.fromhex(nonce))
             except RuntimeError as error:
                 problem = str(error)
         problems = gather(problem)

@@ -80,6 +80,7 @@ NB_MODULE(_native, m) {
         return bursts;
     });
     mesh.def("close", &cgx::Mesh::close, release());
+    mesh.def("close_copies", &cgx::Mesh::close_copies);
     nb::class_<cgx::Segment> segment(m, "Segment");
     segment.attr("SLOT_BYTES") = cgx::Segment::kSlotBytes;
     segment.def(nb::init<int>(), release());

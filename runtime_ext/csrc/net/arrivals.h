@@ -25,8 +25,9 @@ class ArrivalMeter {
     // neither or both.
     void add(double at, int64_t num_bytes, int opened) {
         const bool is_idle = num_open_ == 0 && at - last_ > kMaxPauseS;
+        const bool is_set_back = at < first_ - kMaxLateS;
         num_open_ += opened;
-        if (is_idle) {
+        if (is_idle || is_set_back) {
             pending_ = {peer_, num_bytes_, last_ - first_};
             start(at);
             num_to_skip_ = kSkippedBytes;
@@ -58,6 +59,8 @@ class ArrivalMeter {
     static constexpr double kMinBurstS = 0.005;
     // Between two messages; within one the sender has more to send.
     static constexpr double kMaxPauseS = 0.001;
+    // Nothing is read that late: the clock, which is the wall clock, was set back.
+    static constexpr double kMaxLateS = 1;
     // After a pause the first bytes find empty queues and full token buckets: they come faster than the link.
     static constexpr int64_t kSkippedBytes = 1 << 17;
 

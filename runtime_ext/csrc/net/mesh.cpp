@@ -167,7 +167,9 @@ struct Mesh::Stream {
     uint64_t num_sends = 0, num_receives = 0;  // posted so far
     std::string broken;                        // why, if it is
 
-    ~Stream() { ::close(fd); }
+    ~Stream() {
+        if (fd >= 0) ::close(fd);
+    }
 
     // As sendmsg and recv do, on a socket that does not block.
     ssize_t send(iovec* pieces, int num_pieces) {
@@ -373,6 +375,7 @@ void Mesh::add_stream(int fd, int peer, int index) {
 }
 
 int64_t Mesh::post(const std::vector<Part>& sends, const std::vector<Part>& receives) {
+    if (is_copy_) fail("the connections are those of the process that this one was forked from");
     auto ticket = std::make_shared<Ticket>();
     ticket->num_open.resize(world_size_);
     ticket->arrived_s.resize(world_size_);
@@ -472,6 +475,8 @@ std::vector<Burst> Mesh::take_bursts() {
 }
 
 void Mesh::close() {
+    if (is_copy_) return;
+    std::lock_guard closing(close_mutex_);
     {
         std::lock_guard lock(mutex_);
         is_closing_ = true;
@@ -486,6 +491,20 @@ void Mesh::close() {
         std::lock_guard lock(stream->mutex);
         shutdown(stream->fd, SHUT_RDWR);
         break_stream(*stream, "the connections are closed");
+    }
+}
+
+void Mesh::close_copies() {
+    is_copy_ = true;
+    // Destructors would end the process or wait for threads that are not here.
+    new (&changed_) std::condition_variable;
+    new (&thread_) std::thread;
+    new (&ring_thread_) std::thread;
+    for (auto& stream : streams_) {
+        if (stream) ::close(std::exchange(stream->fd, -1));
+    }
+    for (int* fd : {&listen_fd_, &epoll_fd_, &wake_fd_}) {
+        if (*fd >= 0) ::close(std::exchange(*fd, -1));
     }
 }
 

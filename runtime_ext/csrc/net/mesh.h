@@ -58,8 +58,12 @@ class Mesh {
     // Bursts since the last call, the newest kMaxBursts.
     std::vector<Burst> take_bursts();
 
-    // Hangs up. What was posted and is not done fails.
+    // Hangs up, and returns when that is done. What was posted and is not done fails. From any thread.
     void close();
+
+    // In a forked child: closes its copies of the connections, which would keep them open after the rank's
+    // end. Takes no lock: the threads that hold them are not in the child. Nothing can be posted after it.
+    void close_copies();
 
   private:
     struct Ticket;
@@ -101,6 +105,8 @@ class Mesh {
     std::vector<Burst> bursts_;
 
     std::vector<ArrivalMeter> meters_;  // of sockets, by peer, then of all; the socket thread's own
+    bool is_copy_ = false;              // in a forked child
+    std::mutex close_mutex_;            // two threads may not join the same one
     std::thread thread_, ring_thread_;
 };
 
