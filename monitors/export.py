@@ -84,7 +84,10 @@ METRICS: dict[str, Metric] = {
         metrics.Counter, "Packets that the node's network cards dropped or found broken.", (RUN,)
     ),
     "cgx_ray_neighbour_bytes_per_second": Metric(
-        metrics.Gauge, "Bytes a second that others than this run put on the node's link, over half a minute.", (RUN,)
+        metrics.Gauge,
+        "Bytes a second that others than this run put on the node's link, over half a minute. Missing where several "
+        "ranks share the node and the plan is flat.",
+        (RUN,),
     ),
     "cgx_ray_cpu_share": Metric(metrics.Gauge, "Share of the node's processors in use, 0 to 1. No unit.", (RUN,)),
     "cgx_ray_memory_share": Metric(metrics.Gauge, "Share of the node's memory in use, 0 to 1. No unit.", (RUN,)),
@@ -160,7 +163,8 @@ class NodeMetrics:
             _get("cgx_ray_nic_bytes_per_second").set(rate, {**self._run, "direction": direction})
         for resource, share in host.pressure.items():
             _get("cgx_ray_pressure").set(share, {**self._run, "resource": resource})
-        _get("cgx_ray_neighbour_bytes_per_second").set(host.neighbour_bytes_per_s, self._run)
+        if host.neighbour_bytes_per_s is not None:
+            _get("cgx_ray_neighbour_bytes_per_second").set(host.neighbour_bytes_per_s, self._run)
         _get("cgx_ray_nic_speed_bits_per_second").set(host.nic_speed_bits_per_s, self._run)
         _get("cgx_ray_cpu_share").set(host.cpu_share, self._run)
         _get("cgx_ray_memory_share").set(host.memory_share, self._run)
