@@ -6,11 +6,11 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import pytest
@@ -296,22 +296,40 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
     ray.get(actor.stop.remote())
 
 
+@dataclass(frozen=True)
+class Facts:
+    slow_link_bits_per_s: Mapping[int, float]
+    slow_ranks: frozenset[int]
+    bandwidth_bits_per_s: float = 1e9
+    bandwidth_error: float = 0.05
+    latency_s: float = 1e-3
+    num_link_changes: int = 1
+    predicted_step_s: float = 0.2
+    measured_step_s: float = 0.25
+
+
 def served_metrics() -> str:
     """What Prometheus would read. The test itself speaks for the controller."""
-
-    class Facts:
-        bandwidth_bits_per_s = 1e9
-        bandwidth_error = 0.05
-        latency_s = 1e-3
-        num_link_changes = 1
-        slow_link_bits_per_s: ClassVar[dict[int, float]] = {1: 1e8}
-        slow_ranks = frozenset({1})
-        predicted_step_s = 0.2
-        measured_step_s = 0.25
-
     controller_metrics = ControllerMetrics("run")
     controller_metrics.count_decision("replace")
-    controller_metrics.export(Facts(), num_journal_errors=1)
+    controller_metrics.export(Facts({1: 1e8}, frozenset({1})), num_journal_errors=1)
+    return scrape()
+
+
+def test_a_rank_that_is_no_longer_slow_is_set_to_zero(local_ray: None) -> None:
+    controller_metrics = ControllerMetrics("other run")
+    controller_metrics.export(Facts({1: 1e8, 2: 2e8}, frozenset({3})), num_journal_errors=0)
+    controller_metrics.export(Facts({2: 3e8}, frozenset()), num_journal_errors=0)
+
+    def found() -> dict[str, list[float]]:
+        lines = [line for line in scrape().splitlines() if f'{RUN}="other run"' in line]
+        return {name: sorted(values("\n".join(lines), f"ray_cgx_ray_slow_{name}{{")) for name in expected}
+
+    expected = {"link_bits_per_second": [0, 3e8], "rank": [0]}
+    wait_until(lambda: found() == expected, str(expected))
+
+
+def scrape() -> str:
     node = ray.nodes()[0]
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     with urllib.request.urlopen(url, timeout=10) as response:
