@@ -15,7 +15,7 @@ from rich.console import Console
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.command import lab
 
-# Commands import what they need when they run: `cgx-ray --help` loads no PyTorch.
+# Commands import what they need when they run: `cgx-ray --help` loads no Ray and no matplotlib.
 
 
 class _Commands(click.Group):

@@ -48,8 +48,9 @@ class NodeAgent:
         self._server = EchoServer(host)
         self._host = HostMonitor()
         self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
-        # `start` replaces these three whole, so the threads need no lock: each works on the one it picked up.
+        # `start` replaces these four whole, so the threads need no lock: each works on the one it picked up.
         self._peers = _Peers({})
+        self._own = OwnBytes(has_peers=False)
         self._metrics = NodeMetrics(run_name)
         self._outbox = _Outbox(None)
         self._stopping = threading.Event()
@@ -71,7 +72,8 @@ class NodeAgent:
         peers       addresses by node id; this node's own is passed over
         controller  handle of an actor with `observe(NodeSample)`, or None: then samples are only exported
         """
-        self._peers = _Peers({node_id: at for node_id, at in peers.items() if node_id != self._node_id})
+        others = {node_id: at for node_id, at in peers.items() if node_id != self._node_id}
+        self._peers, self._own = _Peers(others), OwnBytes(has_peers=bool(others))
         self._metrics = NodeMetrics(self._run_name)
         self._outbox = _Outbox(controller)
         for thread in self._threads:
@@ -105,10 +107,28 @@ class NodeAgent:
             time_s=self._clock(),
             steps=steps,
             latency_s=self._peers.latency_s,
-            host=self._host.read(sum(step.wire_bytes for step in steps)),
+            host=self._host.read(self._own.of(steps)),
         )
         self._metrics.export(sample)
         self._outbox.send(sample)
+
+
+class OwnBytes:
+    """What this run's ranks have sent from the node."""
+
+    def __init__(self, *, has_peers: bool) -> None:
+        self._has_peers = has_peers
+        self._ranks: set[int] = set()
+
+    def of(self, steps: Sequence[StepSample]) -> int | None:
+        """In `steps`; None where ranks share the node and do not know which of their messages stayed on it."""
+        self._ranks.update(step.rank for step in steps)
+        if not self._has_peers:
+            return 0
+        if len(self._ranks) <= 1:
+            return sum(step.wire_bytes for step in steps)
+        sent = [step.card_bytes for step in steps]
+        return sum(part for part in sent if part is not None) if None not in sent else None
 
 
 class _Peers:

@@ -84,7 +84,10 @@ METRICS: dict[str, Metric] = {
         metrics.Counter, "Packets that the node's network cards dropped or found broken.", (RUN,)
     ),
     "cgx_ray_neighbour_bytes_per_second": Metric(
-        metrics.Gauge, "Bytes a second that others than this run put on the node's link, over half a minute.", (RUN,)
+        metrics.Gauge,
+        "Bytes a second that others than this run put on the node's link, over half a minute. Missing where several "
+        "ranks share the node and the plan is flat.",
+        (RUN,),
     ),
     "cgx_ray_cpu_share": Metric(metrics.Gauge, "Share of the node's processors in use, 0 to 1. No unit.", (RUN,)),
     "cgx_ray_memory_share": Metric(metrics.Gauge, "Share of the node's memory in use, 0 to 1. No unit.", (RUN,)),
@@ -106,10 +109,12 @@ METRICS: dict[str, Metric] = {
     ),
     "cgx_ray_link_changes": Metric(metrics.Counter, "How often latency or bandwidth has changed.", (RUN,)),
     "cgx_ray_slow_link_bits_per_second": Metric(
-        metrics.Gauge, "Bandwidth in bits a second of a rank whose link is much slower than the others'.", (RUN, RANK)
+        metrics.Gauge,
+        "Bandwidth in bits a second of a rank whose link is much slower than the others'; 0 when it no longer is.",
+        (RUN, RANK),
     ),
     "cgx_ray_slow_rank": Metric(
-        metrics.Gauge, "1 while a rank's compute takes much longer than the others'. No unit.", (RUN, RANK)
+        metrics.Gauge, "1 while a rank's compute takes much longer than the others', then 0. No unit.", (RUN, RANK)
     ),
     "cgx_ray_predicted_step_seconds": Metric(
         metrics.Gauge, "Seconds a step that the planner predicts for the plan in force.", (RUN,)
@@ -160,7 +165,8 @@ class NodeMetrics:
             _get("cgx_ray_nic_bytes_per_second").set(rate, {**self._run, "direction": direction})
         for resource, share in host.pressure.items():
             _get("cgx_ray_pressure").set(share, {**self._run, "resource": resource})
-        _get("cgx_ray_neighbour_bytes_per_second").set(host.neighbour_bytes_per_s, self._run)
+        if host.neighbour_bytes_per_s is not None:
+            _get("cgx_ray_neighbour_bytes_per_second").set(host.neighbour_bytes_per_s, self._run)
         _get("cgx_ray_nic_speed_bits_per_second").set(host.nic_speed_bits_per_s, self._run)
         _get("cgx_ray_cpu_share").set(host.cpu_share, self._run)
         _get("cgx_ray_memory_share").set(host.memory_share, self._run)
@@ -220,6 +226,7 @@ class ControllerMetrics:
         self._run = {RUN: run_name}
         self._num_journal_errors = 0
         self._num_link_changes = 0
+        self._ranks: dict[str, set[int]] = {}
 
     def count_decision(self, kind: str) -> None:
         _increase("cgx_ray_decisions", 1, {**self._run, "kind": kind})
@@ -236,14 +243,19 @@ class ControllerMetrics:
         for name, value in values.items():
             if value is not None:
                 _get(name).set(value, self._run)
-        for rank, rate in facts.slow_link_bits_per_s.items():
-            _get("cgx_ray_slow_link_bits_per_second").set(rate, {**self._run, RANK: str(rank)})
-        for rank in facts.slow_ranks:
-            _get("cgx_ray_slow_rank").set(1, {**self._run, RANK: str(rank)})
+        self._set_of_ranks("cgx_ray_slow_link_bits_per_second", facts.slow_link_bits_per_s)
+        self._set_of_ranks("cgx_ray_slow_rank", dict.fromkeys(facts.slow_ranks, 1))
         _increase("cgx_ray_link_changes", facts.num_link_changes - self._num_link_changes, self._run)
         self._num_link_changes = facts.num_link_changes
         _increase("cgx_ray_journal_errors", num_journal_errors - self._num_journal_errors, self._run)
         self._num_journal_errors = num_journal_errors
+
+    def _set_of_ranks(self, name: str, values: Mapping[int, float]) -> None:
+        """Set a rank's gauge to its value, and those of ranks that had one and have none now to 0."""
+        known = self._ranks.setdefault(name, set())
+        known.update(values)
+        for rank in known:
+            _get(name).set(values.get(rank, 0), {**self._run, RANK: str(rank)})
 
 
 def _increase(name: str, by: float, tags: Mapping[str, str]) -> None:

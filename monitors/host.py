@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -92,13 +93,20 @@ class Neighbours:
         self._window: deque[tuple[float, float]] = deque()
         self._seconds = 0.0
 
-    def add(self, nic_bytes: float, own_bytes: float, seconds: float) -> float:
-        """Take in an interval, the fuller direction of the cards; returns the rate of the others, 0 or more."""
-        self._window.append((nic_bytes - OVERHEAD * own_bytes, seconds))
+    def add(self, nic_bytes: float, own_bytes: float | None, seconds: float) -> float | None:
+        """Take in an interval, the fuller direction of the cards; returns the rate of the others, 0 or more.
+
+        None while own bytes of the last half minute are.
+        """
+        # NaN makes every sum that it is in unknown.
+        self._window.append((nic_bytes - OVERHEAD * (math.nan if own_bytes is None else own_bytes), seconds))
         self._seconds += seconds
         while self._seconds - self._window[0][1] >= NEIGHBOUR_WINDOW_S:
             self._seconds -= self._window.popleft()[1]
-        return max(0.0, sum(others for others, _ in self._window) / self._seconds) if self._seconds > 0 else 0.0
+        others = sum(others for others, _ in self._window)
+        if math.isnan(others):
+            return None
+        return max(0.0, others / self._seconds) if self._seconds > 0 else 0.0
 
 
 class HostMonitor:
@@ -111,8 +119,8 @@ class HostMonitor:
         self._neighbours = Neighbours()
         psutil.cpu_percent()  # the first call has nothing to compare with
 
-    def read(self, own_bytes: int) -> HostLoad:
-        """`own_bytes`: what this run has sent from the node since the last call."""
+    def read(self, own_bytes: int | None) -> HostLoad:
+        """`own_bytes`: what this run has sent from the node since the last call, None if that is not known."""
         sent, received = self._nics.read()
         now_s = self._clock()
         passed_s, self._last_s = now_s - self._last_s, now_s

@@ -79,7 +79,6 @@ class PassiveLink:
 
     latency_s    one way, between ranks that are not near each other; None if nobody saw round trips
     bandwidth    payload bytes a second that a worker's link carries, the slowest's where some are slow; None at first
-    near         ranks that share a host or a switch
     slow         bytes a second of the ranks whose link, up or down, is much slower than the others'
     num_changes  how often the network has changed
     """
@@ -87,7 +86,6 @@ class PassiveLink:
     def __init__(self) -> None:
         self.latency_s: Estimate | None = None
         self.bandwidth: Estimate | None = None
-        self.near: list[list[int]] = []
         self.slow: dict[int, float] = {}
         self.num_changes = 0
         self._window: deque[Seen] = deque()
@@ -125,8 +123,8 @@ class PassiveLink:
             for pair, seconds in seen.round_trip_s.items():
                 trips[pair].append(seconds)
         fast = {pair: quantile_interval(times, FAST_TIME) for pair, times in trips.items()}
-        self.near = clusters({pair: trip[1] for pair, trip in fast.items()})
-        self.latency_s = _latency(fast, self.near)
+        near = clusters({pair: trip[1] for pair, trip in fast.items()})
+        self.latency_s = _latency(fast, near)
         bursts: dict[int, list[float]] = defaultdict(list)
         pairs: dict[tuple[int, int], list[float]] = defaultdict(list)
         for seen in self._window:

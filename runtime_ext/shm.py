@@ -66,10 +66,6 @@ class LocalGroup:
         """Replace `values_N` by its sum over ranks."""
         self._run(self._native.all_reduce, values_N, values_N.numel(), _type_of(values_N))
 
-    def close(self) -> None:
-        """Leave: whoever waits for this rank finds out."""
-        self._native.close()
-
     def _run(self, operation: Callable[..., None], values_N: Tensor, *arguments: object) -> None:
         try:
             operation(values_N.data_ptr(), *arguments)

@@ -94,6 +94,7 @@ def _train(rank: int, nodes: Nodes, codec: str, scheme: str, intra: str) -> list
     hashes = train(model, rank, range(5))
     assert attachment.last_step is not None
     assert {transfer.intra for transfer in attachment.last_step.transfers} == {intra, "dense"}
+    assert attachment.last_step.card_bytes == attachment.last_step.wire_bytes > 0
     attachment.close()
     return hashes
 

@@ -6,16 +6,17 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import pytest
 import ray
 
-from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.monitors.agent import NodeAgent, OwnBytes
 from cgx_ray.monitors.export import METRICS, RUN, ControllerMetrics
 from cgx_ray.monitors.host import HostMonitor, Neighbours, NicBytes, NicRates, read_nics, read_pressure
 from cgx_ray.monitors.network import EchoServer, round_trip_s
@@ -100,6 +101,28 @@ def test_a_neighbour_is_what_the_cards_carry_beside_our_own_bytes() -> None:
             found = neighbours.add(6.05e6, 3e6 if second == 2 else 0, 1.0)
     assert found == pytest.approx(5e6, rel=0.02)
     assert Neighbours().add(0.0, 0.0, 0.0) == 0.0
+
+
+def test_neighbours_are_unknown_for_half_a_minute_after_own_bytes_were() -> None:
+    neighbours = Neighbours()
+    found = [neighbours.add(1e6, None if second == 2 else 0.0, 1.0) for second in range(40)]
+    assert found == [1e6, 1e6, *[None] * 30, *[1e6] * 8]
+
+
+def test_own_bytes_are_those_that_leave_the_node_or_unknown() -> None:
+    """Steps of 1,500 bytes. Ranks that share a node and exchange flat do not know where their messages went."""
+    flat = [step_sample(rank, 0) for rank in (0, 1)]
+    hierarchical = [replace(step, card_bytes=step.wire_bytes) for step in flat]
+    assert OwnBytes(has_peers=False).of(flat) == 0
+    alone = OwnBytes(has_peers=True)
+    assert [alone.of(flat[:1]), alone.of([])] == [1500, 0]
+    together = OwnBytes(has_peers=True)
+    assert [together.of(hierarchical), together.of(flat), together.of([]), together.of(flat[:1])] == [
+        3000,
+        None,
+        0,
+        None,
+    ]
 
 
 def test_pressure_is_the_share_of_the_last_ten_seconds_or_unknown(tmp_path: Path) -> None:
@@ -246,7 +269,8 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
         assert round_trip_s(*own) > 0
         ray.get(actor.start.remote({"a": own, "b": peer.address}, controller))
         for step in range(20):
-            ray.get(actor.report.remote([step_sample(0, step), step_sample(1, step)]))
+            samples = [replace(step_sample(rank, step), card_bytes=1500) for rank in (0, 1)]
+            ray.get(actor.report.remote(samples))
 
         def taken() -> list[NodeSample]:
             return ray.get(controller.taken.remote())
@@ -272,22 +296,40 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
     ray.get(actor.stop.remote())
 
 
+@dataclass(frozen=True)
+class Facts:
+    slow_link_bits_per_s: Mapping[int, float]
+    slow_ranks: frozenset[int]
+    bandwidth_bits_per_s: float = 1e9
+    bandwidth_error: float = 0.05
+    latency_s: float = 1e-3
+    num_link_changes: int = 1
+    predicted_step_s: float = 0.2
+    measured_step_s: float = 0.25
+
+
 def served_metrics() -> str:
     """What Prometheus would read. The test itself speaks for the controller."""
-
-    class Facts:
-        bandwidth_bits_per_s = 1e9
-        bandwidth_error = 0.05
-        latency_s = 1e-3
-        num_link_changes = 1
-        slow_link_bits_per_s: ClassVar = {1: 1e8}
-        slow_ranks = frozenset({1})
-        predicted_step_s = 0.2
-        measured_step_s = 0.25
-
     controller_metrics = ControllerMetrics("run")
     controller_metrics.count_decision("replace")
-    controller_metrics.export(Facts(), num_journal_errors=1)
+    controller_metrics.export(Facts({1: 1e8}, frozenset({1})), num_journal_errors=1)
+    return scrape()
+
+
+def test_a_rank_that_is_no_longer_slow_is_set_to_zero(local_ray: None) -> None:
+    controller_metrics = ControllerMetrics("other run")
+    controller_metrics.export(Facts({1: 1e8, 2: 2e8}, frozenset({3})), num_journal_errors=0)
+    controller_metrics.export(Facts({2: 3e8}, frozenset()), num_journal_errors=0)
+
+    def found() -> dict[str, list[float]]:
+        lines = [line for line in scrape().splitlines() if f'{RUN}="other run"' in line]
+        return {name: sorted(values("\n".join(lines), f"ray_cgx_ray_slow_{name}{{")) for name in expected}
+
+    expected = {"link_bits_per_second": [0, 3e8], "rank": [0]}
+    wait_until(lambda: found() == expected, str(expected))
+
+
+def scrape() -> str:
     node = ray.nodes()[0]
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     with urllib.request.urlopen(url, timeout=10) as response:

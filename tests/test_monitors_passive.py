@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cgx_ray.attach import attach
+from cgx_ray.collectives import tcp
 from cgx_ray.control.view import StepBook
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors.changes import ChangeDetector, SlowRanks
@@ -116,7 +117,7 @@ def test_nothing_seen_is_no_estimate() -> None:
     link.add(Seen(seconds=1.0), 1e-3)
     assert link.bandwidth is None
     assert link.latency_s is None
-    assert (link.near, link.slow, link.num_changes) == ([], {}, 0)
+    assert (link.slow, link.num_changes) == ({}, 0)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
@@ -178,7 +179,6 @@ def test_latency_is_that_between_hosts_where_some_ranks_share_one() -> None:
     trips = {(a, b): 5e-5 if a // 2 == b // 2 else 0.02 for a, b in PAIRS}
     for _ in range(5):
         link.add(Seen(seconds=0.5, round_trip_s=trips), 1e-3)
-    assert link.near == [[0, 1], [2, 3]]
     assert link.latency_s is not None
     assert link.latency_s.value == 0.01
 
@@ -286,6 +286,8 @@ def test_an_interval_holds_its_quantile_about_19_times_in_20() -> None:
 
 
 def train(rank: int, transport: str) -> list[StepSample]:
+    # Each on a host of its own: what goes through shared memory says nothing of a network.
+    tcp.host_key = lambda: f"host {rank}"
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Linear(4096, 1024))
     ddp = torch.nn.parallel.DistributedDataParallel(model)

@@ -8,8 +8,10 @@ import random
 import pytest
 from plans import random_pipeline
 
+from cgx_ray.collectives import parcel
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.planner import options
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import DENSE, CodecCost, GroupSize, Option, StepInputs, option_stages
 from cgx_ray.planner.pipeline import Group
@@ -162,6 +164,28 @@ def test_allgather_decodes_all_but_the_last_message_while_they_come() -> None:
     assert encode.duration_s == pytest.approx(1e-6 + numel * 1e-9)
     assert exchange.busy_s[Resource.CODEC] == pytest.approx(4 * (5e-7 + numel * 5e-10))
     assert exchange.latency_s == pytest.approx(1e-3 + 5e-7 + numel * 5e-10)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "num_chunks", "crossed_bytes", "hops"),
+    [(Scheme.RING, 4, 3, 6), (Scheme.TREE, 4, 3, 4), (Scheme.BROADCAST, 1, 12, 2)],
+)
+def test_schemes_of_hops_hide_all_but_a_piece_of_the_shorter_of_codec_and_network(
+    scheme: Scheme, num_chunks: int, crossed_bytes: int, hops: int
+) -> None:
+    """bf16, of each chunk 8 pieces, and as many bytes an element cross; then one piece, where nothing overlaps."""
+    option = Option(codec=CodecSpec(name="bf16"), scheme=scheme)
+    for num_pieces in (8, 1):
+        numel = num_chunks * num_pieces * 2**18
+        (exchange,) = stages_of(option, numel)
+        network_s, codec_s = exchange.busy_s[Resource.INTER], exchange.busy_s[Resource.CODEC]
+        assert network_s == pytest.approx(numel * crossed_bytes * 4e-9)
+        assert 0 < codec_s < network_s
+        assert exchange.duration_s == pytest.approx(network_s + codec_s / num_pieces + hops * 1e-3)
+
+
+def test_the_planner_cuts_pieces_as_the_schemes_do() -> None:
+    assert options.PIECE_BYTES == parcel.PIECE_BYTES
 
 
 def test_one_worker_and_dense_groups_overlap_nothing() -> None:

@@ -170,13 +170,6 @@ def allgather_tree_s(num_workers: int, wire_bytes: float, link: Link) -> float:
     return link.seconds(math.log2(num_workers), (num_workers - 1) * wire_bytes)
 
 
-def dense_tree_s(num_workers: int, dense_bytes: float, link: Link) -> float:
-    """Dense all-reduce up and down a tree, the whole group at each level. For comparison: no scheme does it."""
-    _check_exchange(num_workers, dense_bytes, 0)
-    log_N = math.log2(num_workers)
-    return link.seconds(2 * log_N, 2 * log_N * dense_bytes)
-
-
 def artopk_tree_s(num_workers: int, wire_bytes: float, link: Link, index_bytes: float = 0) -> float:
     """AR-Topk as the literature models it, all values up and down a tree; arguments as in `terms`. For comparison: ours
     halves what it sends at each level.

@@ -12,8 +12,8 @@ from cgx_ray.plan import NONE, CodecSpec, Scheme, check_pair
 from cgx_ray.planner.cost import Link, exchange_s, terms
 from cgx_ray.planner.timeline import Resource, Stage, Timeline, predict_step
 
-# As collectives/sra.py cuts chunks.
-SRA_PIECE_BYTES = 512 << 10
+# As collectives/parcel.py cuts chunks, which the planner must not import.
+PIECE_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,8 @@ def option_stages(inputs: StepInputs, group: GroupSize, option: Option) -> tuple
     """A group's way under `option`, for `timeline.simulate`, overlapped inside the exchange as the engine does it.
 
     sra encodes, sends, sums and sends back piece by piece; allgather decodes messages while later ones come. Such an
-    exchange lasts as long as the longer of codec and network, and one piece or message more.
+    exchange lasts as long as the longer of codec and network, and one piece or message more. In ring, tree and
+    broadcast a piece is coded or travels, while others do either: one piece is all of the shorter that is not hidden.
     """
     used = option if group.compressible else DENSE
     N, n = inputs.world_size, group.numel
@@ -224,14 +225,19 @@ def option_stages(inputs: StepInputs, group: GroupSize, option: Option) -> tuple
     cost, parts = inputs.cost_of(used.codec), _group_cost(inputs, group, option)
     latency_s, network_s = hops * inputs.link.alpha_s, num_bytes * inputs.link.beta_s_per_byte
     encode = Stage(name="encode", busy_s={Resource.CODEC: parts.encode_s})
+    codec_s = parts.encode_s + parts.decode_s
     if N > 1 and used.scheme is Scheme.SRA:
-        piece = min(n / N, SRA_PIECE_BYTES * n / wire_bytes)
-        codec_s = parts.encode_s + parts.decode_s
+        piece = min(n / N, PIECE_BYTES * n / wire_bytes)
         waits_s = latency_s + cost.encode_s(1, piece) + cost.decode_s(1, piece)
         return (Stage(name="exchange", busy_s={Resource.CODEC: codec_s, Resource.INTER: network_s}, latency_s=waits_s),)
     if N > 1 and used.scheme is Scheme.ALLGATHER:
         busy_s = {Resource.CODEC: parts.decode_s, Resource.INTER: network_s}
         return encode, Stage(name="exchange", busy_s=busy_s, latency_s=latency_s + cost.decode_s(1, n))
+    if N > 1 and used.scheme in (Scheme.RING, Scheme.TREE, Scheme.BROADCAST):
+        num_chunks = {Scheme.RING: N, Scheme.TREE: 1 << (N.bit_length() - 1), Scheme.BROADCAST: 1}[used.scheme]
+        num_pieces = math.ceil(wire_bytes / num_chunks / PIECE_BYTES)
+        waits_s = latency_s + min(codec_s, network_s) / num_pieces
+        return (Stage(name="exchange", busy_s={Resource.CODEC: codec_s, Resource.INTER: network_s}, latency_s=waits_s),)
     return (
         encode,
         Stage(name="exchange", busy_s={Resource.INTER: network_s}, latency_s=latency_s),

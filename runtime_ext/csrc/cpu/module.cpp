@@ -113,7 +113,6 @@ NB_MODULE(_native, m) {
             self.all_reduce(values, numel, static_cast<Group::Type>(type));
         },
         release());
-    group.def("close", &Group::close);
     m.def(
         "crc32c",
         [](Address data, int64_t num_bytes, uint32_t seed) { return cgx::crc32c(data, num_bytes, seed); },

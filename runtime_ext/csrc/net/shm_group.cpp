@@ -187,8 +187,6 @@ void LocalGroup::all_reduce(void* values, int64_t numel, Type type) {
     with_type(type, values, [&](auto* typed) { all_reduce_of(typed, numel); });
 }
 
-void LocalGroup::close() { segment_->rank(rank_).has_left.store(1); }
-
 template <typename T>
 void LocalGroup::reduce_scatter_of(T* values, const Bounds& bounds) {
     // A slot holds one piece for each rank.
@@ -373,7 +371,7 @@ void LocalGroup::check_operation(uint32_t piece) {
 }
 
 void LocalGroup::give_up(const std::string& why) {
-    close();
+    segment_->rank(rank_).has_left.store(1);
     throw std::runtime_error(why);
 }
 

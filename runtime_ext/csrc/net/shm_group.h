@@ -29,9 +29,6 @@ class LocalGroup {
     void all_gather(void* values, Type type, const Bounds& bounds);
     void all_reduce(void* values, int64_t numel, Type type);
 
-    // Whoever waits for this rank finds out.
-    void close();
-
   private:
     using Phase = Counter RankState::*;
 
