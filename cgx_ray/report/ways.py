@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -24,6 +25,8 @@ CLOSE_TIMEOUT_S = 5.0
 
 Ways = Mapping[tuple[str, str], Way]
 
+CONNECT_TIMEOUT_S = 5.0
+
 
 def probe_command(address: str, console: Console, json_path: str | None, plot: Path, *, counts_hops: bool) -> None:
     """Probe every pair of nodes, show what came out, and write JSON if `json_path` is given.
@@ -31,8 +34,12 @@ def probe_command(address: str, console: Console, json_path: str | None, plot: P
     Raises ConfigError if there is no cluster at `address`, or if it has one node.
     """
     try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdigit():
+            # Ray itself would try for minutes.
+            socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
         ray.init(address=address, log_to_driver=False)
-    except ConnectionError as error:
+    except OSError as error:
         raise ConfigError(f"no Ray cluster at {address!r} ({error}); start one, or give its --address") from error
     node_of_host = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     hosts = list(node_of_host)
