@@ -21,7 +21,7 @@ demo: .venv/.installed
 test: .venv/.installed
 	@$(BIN)/pytest -m "not gpu" $(ARGS)
 
-# Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, pytest,
+# Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
 # pytest-timeout and hypothesis, and cmake. -P keeps ./cgx_ray, which lacks runtime_ext, off the path. Deprecations
 # are no errors, because the versions are not those of constraints.txt.
 test-gpu:
