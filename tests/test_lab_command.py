@@ -23,7 +23,8 @@ from cgx_ray.lab.schedule import Schedule, parse_schedule, play, report_step
 
 _REASON = Lab.available(rates_only=False)
 needs_lab = pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
-CGX_RAY = [sys.executable, "-m", "cgx_ray.cli", "lab"]
+# Processes started in the background by a shell ignore SIGINT, and their children inherit it.
+CGX_RAY = ["env", "--default-signal=INT", sys.executable, "-m", "cgx_ray.cli", "lab"]
 
 
 def lab_command(*words: str) -> subprocess.CompletedProcess[str]:
