@@ -24,7 +24,13 @@ from cgx_ray.runtime_ext.mesh import Parts, flat
 
 # What a codec is tested with, where that is not its defaults.
 TEXTS = {name: f"{name}:density=0.05" for name in ("topk", "lwtopk", "mstopk", "dgc", "sidco", "randomk")}
-PAIRS = [(TEXTS.get(name, name), str(scheme)) for scheme, names in CODECS_OF_SCHEME.items() for name in sorted(names)]
+# How AR-Topk sums values has nothing to do with how indices were selected: topk goes over all of them, others over one.
+PAIRS = [
+    (TEXTS.get(name, name), str(scheme))
+    for scheme, names in CODECS_OF_SCHEME.items()
+    for name in sorted(names)
+    if name == "topk" or not scheme.is_artopk or scheme is Scheme.ARTOPK_RING
+]
 PAIRS += [
     ("qsgd:bits=8,bucket_size=64,grid=l2", "sra"),
     *(("qsgd:bits=3,rounding=nearest", scheme) for scheme in ("sra", "ring", "tree", "broadcast")),
@@ -120,7 +126,8 @@ NUMELS = (1, 7, 129, 5000)
 
 
 def _average_once(rank: int, codec: str, scheme: str) -> list[torch.Tensor]:
-    return [averages(codec, scheme, [noise(rank, (1, numel))])[0][0] for numel in NUMELS]
+    gradients = noise(rank, *((1, numel) for numel in NUMELS))
+    return list(averages(codec, scheme, [gradients], one_group=False)[0][0].split(NUMELS))
 
 
 @pytest.mark.parametrize(
@@ -130,8 +137,9 @@ def _average_once(rank: int, codec: str, scheme: str) -> list[torch.Tensor]:
 def test_average_is_within_the_codecs_error_of_a_float64_sum(codec: str, scheme: str, world_size: int) -> None:
     results = run_ranks(world_size, _average_once, codec, scheme)
     spec = CodecSpec.parse(codec)
-    for numel, *of_ranks in zip(NUMELS, *results, strict=True):
-        inputs_RN = torch.stack([noise(rank, (1, numel))[0][0] for rank in range(world_size)]).double()
+    given = [[grad[0] for grad in noise(rank, *((1, numel) for numel in NUMELS))] for rank in range(world_size)]
+    for numel, inputs, *of_ranks in zip(NUMELS, zip(*given, strict=True), *results, strict=True):
+        inputs_RN = torch.stack(inputs).double()
         assert all(torch.equal(of_ranks[0], other) for other in of_ranks)
         mean_N, largest = inputs_RN.mean(0), float(inputs_RN.abs().max())
         if spec.name == "prefix":
@@ -176,7 +184,8 @@ EXACT_NUMELS = (1, 2, 5, 97, 1031)
 
 
 def _sum_integers(rank: int, scheme: str) -> list[torch.Tensor]:
-    return [averages("none", scheme, [integers(rank, numel)])[0][0] for numel in EXACT_NUMELS]
+    gradients = [grad for numel in EXACT_NUMELS for grad in integers(rank, numel)]
+    return list(averages("none", scheme, [gradients], one_group=False)[0][0].split(EXACT_NUMELS))
 
 
 def integers(rank: int, numel: int) -> list[torch.Tensor]:
