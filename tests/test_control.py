@@ -101,7 +101,7 @@ class FakeRun:
 
 
 def start(tmp_path: Path, *, min_gain: float = 0.8) -> FakeRun:
-    policy = AdaptivePolicy(candidate_options(DENSITIES), min_gain=min_gain, group_bytes=4 << 20)
+    policy = AdaptivePolicy(candidate_options(DENSITIES), min_gain=min_gain)
     loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), group_bytes=4 << 20)
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
     run = FakeRun(loop)
@@ -119,7 +119,8 @@ def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_netwo
     decisions = run.run(LINK_STEPS)
     assert [type(decision) for decision in decisions] == [Replace]
     assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
-    assert "dense 2.706 s" in decisions[0].reason, decisions[0].reason
+    assert "qsgd:bits=4,bucket_size=128 over sra, 1x none over sra: 0.620 s a step" in decisions[0].reason
+    assert "dense 2.705 s, keeps 98.0% of the gradient, gap 0.0%" in decisions[0].reason
 
 
 def test_a_fast_network_keeps_dense(tmp_path: Path) -> None:
@@ -156,8 +157,10 @@ def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(t
     run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
     decision, outcome = journal(tmp_path)
     assert decision["event"] == "decision"
-    assert decision["old"] == {"version": 0, "plan": "dense"}
-    assert decision["new"] == {"version": 1, "plan": "qsgd:bits=4,bucket_size=128 over sra"}
+    assert decision["old"] == {"version": 0, "plan": "dense", "options": {"dense": {"groups": 2, "layers": 3}}}
+    qsgd = "qsgd:bits=4,bucket_size=128 over sra"
+    options = {qsgd: {"groups": 1, "layers": 2}, "none over sra": {"groups": 1, "layers": 1}}
+    assert decision["new"] == {"version": 1, "plan": qsgd, "options": options}
     assert decision["inputs"]["bandwidth_gbps"] == pytest.approx(0.1)
     assert decision["predicted_dense_s"] == pytest.approx(0.3 + 2 * 3 / 4 * 20.004e6 * 8 / 1e8, rel=0.01)
     assert outcome["event"] == "outcome"
@@ -185,7 +188,7 @@ def test_a_codec_whose_gain_falls_in_use_is_left_and_not_tried_again(tmp_path: P
     run.gain["topk:density=0.01"] = 0.7
     run.run(10)
     left = run.loop.plans[-1].describe()
-    assert left == "topk:density=0.01 over artopk_ring"
+    assert left == "topk:density=0.01 over artopk_tree"
     run.gain["topk:density=0.01"] = 0.2
     (decision,) = run.run(20)
     assert decision.reason.startswith("gain of topk:density=0.01 0.70 -> 0.20")
@@ -200,7 +203,7 @@ def test_a_plan_under_min_gain_is_left_even_for_a_slower_one(tmp_path: Path) -> 
     run.gbps = 0.005
     run.gain["topk:density=0.01"] = 0.9
     run.run(10)
-    assert run.loop.plans[-1].describe() == "topk:density=0.01 over artopk_ring"
+    assert run.loop.plans[-1].describe() == "topk:density=0.01 over artopk_tree"
     run.gain["topk:density=0.01"] = 0.78
     run.run(20)
     assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
