@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,18 +32,17 @@ def layer_times(layers: Sequence[Layer], plan: Plan, ready_s: Sequence[float]) -
     ends = sorted(
         (max(place[name] for name in group.layers), ready) for group, ready in zip(plan.groups, ready_s, strict=True)
     )
-    numel = list(itertools.accumulate(layer.numel for layer in reversed(layers)))
-    at_s = min(max(ready_s) * FORWARD_SHARE, ends[0][1])
-    seconds, start, passed_s = [], 0, 0.0
+    numels = [layer.numel for layer in reversed(layers)]
+    forward_s = min(max(ready_s) * FORWARD_SHARE, ends[0][1])
+    seconds: list[float] = []
+    passed_s = forward_s
     for end, ready in ends:
-        before = numel[start - 1] if start else 0
-        lasts_s = max(ready - at_s, 0.0)
-        for index in range(start, end + 1):
-            done_s = at_s + lasts_s * (numel[index] - before) / (numel[end] - before)
-            seconds.append(done_s - passed_s)
-            passed_s = done_s
-        at_s, start = at_s + lasts_s, end + 1
-    return tuple(seconds)
+        members = numels[len(seconds) : end + 1]
+        total = sum(members)
+        lasts_s = max(ready - passed_s, 0.0)
+        seconds += [lasts_s * numel / total for numel in members]
+        passed_s += lasts_s
+    return forward_s + seconds[0], *seconds[1:]
 
 
 def network_of(world_size: int, num_local: int, between: Link) -> Network:
