@@ -79,7 +79,8 @@ def _draw_table(axes: Axes, numbers: PlannerNumbers) -> None:
     styles = {"allgather": (_BLUE, "o"), "artopk_ring": (_ORANGE, "s"), "artopk_tree": (_GREEN, "^")}
     for scheme, (color, marker) in styles.items():
         cells = [(measured, predicted) for name, predicted, measured in numbers.table6 if name == scheme]
-        axes.scatter(*zip(*cells, strict=True), color=color, marker=marker, s=28, label=scheme, zorder=2)
+        measured_ms, predicted_ms = zip(*cells, strict=True)
+        axes.scatter(measured_ms, predicted_ms, color=color, marker=marker, s=28, label=scheme, zorder=2)
     ends = [min(cell[2] for cell in numbers.table6) / 1.3, max(cell[2] for cell in numbers.table6) * 1.3]
     axes.plot(ends, ends, color=_GREY, linewidth=1, zorder=1)
     axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", xlim=ends, ylim=ends)
