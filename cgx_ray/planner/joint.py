@@ -52,11 +52,11 @@ def best_plan(
               layer (4 GiB a payload, 2^31 elements of sparse codecs)
     max_gap   proven, as a share; 0 is exact
 
-    A plan keeps at least the least efficiency of its options, so for each efficiency e that occurs, the plan with the
-    earliest finish among options that keep e or more is found by `search`, and scored finish / e; the least score is
-    the optimum. For any plan whose least efficiency is e is among those searched for e, and none of these scores less
-    than what is found there. An e is passed over when even compute / e, and the cheapest exchange of the last layer,
-    are no better than a plan known by then. Options that another one beats or equals in all four costs are left out.
+    A plan keeps at least the least efficiency of its options. So for each efficiency e among them `search` finds the
+    earliest finish of plans whose options keep e or more, and the least finish / e is the optimum: every plan is among
+    those searched for its own e, and scores no less than what is found there. An e is passed over if a bound, compute
+    and the cheapest last exchange or the cheapest network time, over e is no better than a plan known by then. Options
+    that another one beats or equals in all four costs are left out; so `_var` and `_auto` take gains of their own.
 
     Groups are made as `make_plan` makes them: small layers (`Layer.is_small`) are not compressed, and go into groups of
     their own at the end; so do layers of another dtype than most of the model has. With nothing compressed, small
@@ -171,9 +171,9 @@ class _Chain:
             start = group.end
 
     def _rest_of(self, options: Sequence[Option]) -> tuple[list[PlannedGroup], float]:
-        """A group a dtype of the layers that are left, under the best option that drops nothing, and their seconds."""
+        """A group a dtype of the layers that are left, under the best option that drops nothing; seconds from there."""
         lossless = [option for option in options if option.codec.name == "none"]
-        groups, seconds = [], 0.0
+        groups, seconds = [], self._measured.after_s
         for layers in self._rest.values():
             numel = sum(layer.numel for layer in layers)
             costs = [self._cost(option, layers[0].dense_bytes // layers[0].numel) for option in lossless]
