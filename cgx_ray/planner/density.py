@@ -96,9 +96,9 @@ def interpolate_gain(densities: Sequence[float], gains: Sequence[float]) -> Call
 def front(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     """The trials that no other is as good as in all objectives and better in one, in the order given."""
     value_T3 = np.array([trial.objectives for trial in trials]).reshape(-1, 3)
-    is_as_good_TT = (value_T3[:, None] <= value_T3[None]).all(axis=2)
-    is_beaten_TT = is_as_good_TT & ~is_as_good_TT.T
-    return tuple(trial for trial, column in zip(trials, is_beaten_TT.T, strict=True) if not column.any())
+    is_as_good_TT = np.all(value_T3[:, None] <= value_T3[None], axis=2)
+    is_beaten_T = np.any(is_as_good_TT & ~is_as_good_TT.T, axis=0).tolist()
+    return tuple(trial for trial, is_beaten in zip(trials, is_beaten_T, strict=True) if not is_beaten)
 
 
 def knee(trials: Sequence[Trial]) -> Trial:
