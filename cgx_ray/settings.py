@@ -23,7 +23,7 @@ class Settings:
     intra           for policy "static": "dense" or "compressed" sums inside nodes first, see `collectives.hierarchical`
     densities       what adaptive may choose from for top-k
     min_gain        adaptive leaves out codecs that keep less of the gradient than this share
-    group_bytes     dense bytes that are encoded and sent together
+    group_bytes     dense bytes that are encoded and sent together; adaptive, only until the first decision
     seed            of the random numbers of codecs
     transport       of messages between two ranks: "tcp", connections of cgx_ray's own, or "gloo", torch.distributed's
     num_streams     with "tcp": connections between ranks of different hosts. More than one helped nowhere yet; it may
