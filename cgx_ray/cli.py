@@ -1,4 +1,4 @@
-"""The command line: `cgx-ray demo`, `lab`, `probe`, `collective`, and `bench` with what it measures."""
+"""The command line: `cgx-ray demo`, `lab`, `probe`, `collective`, `profile`, and `bench` with what it measures."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from cgx_ray import profiling
@@ -122,7 +123,7 @@ def test_every_codec_gets_a_cost_by_name_and_the_file_has_the_probed_link(monkey
     out = tmp_path / "profile.json"
     result = CliRunner().invoke(main, ["profile", "--network", str(tmp_path / "ways.json"), "--out", str(out)])
     assert result.exit_code == 0, result.output
-    found = load_profile(out, device=profiling.device_name(profiling.torch.device("cpu")))
+    found = load_profile(out, device=profiling.device_name(torch.device("cpu")))
     assert found.codec_costs.keys() >= {*CODEC_DEFAULTS, str(CodecSpec(name="topk", density=0.001))}
     assert found.link == load_link(tmp_path / "ways.json") == Link(alpha_s=2e-3, beta_s_per_byte=1e-8)
     assert all(cost.encode_s(1, 1 << 20) > 0 for cost in found.codec_costs.values())
