@@ -1,4 +1,4 @@
-"""The command line: `cgx-ray demo`, `lab`, `probe`, `collective`, and `bench` with what it measures."""
+"""The command line: `cgx-ray demo`, `lab`, `probe`, `collective`, `profile`, and `bench` with what it measures."""
 
 from __future__ import annotations
 
@@ -127,6 +127,18 @@ def collective(numel: int, density: float, workers: int, latency: str, bandwidth
             file.write(text + "\n")
 
 
+@main.command()
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
+@click.option("--threads", default=1, show_default=True, help="Of the CPU, as a rank will have them.")
+@click.option("--network", type=click.Path(path_type=Path), help="What `cgx-ray probe --json` wrote: adds the link.")
+@click.option("--out", type=click.Path(path_type=Path), default="profile.json", show_default=True)
+def profile(device: str, threads: int, network: Path | None, out: Path) -> None:
+    """Measure what codecs cost on this device and write it down, to plan with."""
+    from cgx_ray.profiling import profile_command  # noqa: PLC0415
+
+    profile_command(device, threads, network, out, _console(None))
+
+
 @main.group()
 def bench() -> None:
     """Measure a part of it."""
@@ -175,6 +187,19 @@ def collectives(ranks: int, json_path: str | None, quick: bool) -> None:
     from cgx_ray.bench.show_collectives import collectives_command  # noqa: PLC0415
 
     collectives_command(CollectiveOptions(num_ranks=ranks, quick=quick), _console(json_path), json_path)
+
+
+@bench.command("planner")
+@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option("--quick", is_flag=True, help="Few cases, small models, no goals: does it work?")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), default="planner.png", show_default=True, help="Where the picture goes."
+)
+def bench_planner(json_path: str | None, quick: bool, plot: Path) -> None:
+    """Is the planner exact, how long does it take, and what does it plan for up to 16,384 workers."""
+    from cgx_ray.bench.show_planner import planner_command  # noqa: PLC0415
+
+    planner_command(quick, _console(json_path), json_path, plot)
 
 
 @bench.command("lab")

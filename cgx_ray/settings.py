@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S, SimulatedLink
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Intra, Layer, Plan, Scheme, check_intra, check_pair, make_plan
+from cgx_ray.planner.density import CANDIDATE_DENSITIES
 
 POLICIES = ("adaptive", "static")
 TRANSPORTS = ("tcp", "gloo")
-# Flexible Communication, section 3-E: candidate compression ratios.
-CANDIDATE_DENSITIES = (0.1, 0.033, 0.011, 0.004, 0.001)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Layer, Scheme
 from cgx_ray.planner.options import DENSE, Option
-from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline, cheapest, group_cost
+from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 from cgx_ray.planner.search import search
 
@@ -140,14 +140,15 @@ class _Chain:
     def solve(self, options: Sequence[Option], max_gap: float) -> _Found:
         """The earliest finish with `options`."""
         rest, rest_s = self._rest_of(options)
-        front = _front(options, [self._cost(option) for option in options])
+        costs = [self._cost(option) for option in options]
+        kept = undominated(costs)
         pipeline = Pipeline(
             backward_s=tuple(self._backward_s),
             numel=tuple(layer.numel for layer in self.layers),
-            costs=tuple(cost for _, cost in front),
+            costs=tuple(costs[index] for index in kept),
         )
         joint = search(pipeline, max_gap=max_gap)
-        chosen = [option for option, _ in front]
+        chosen = [options[index] for index in kept]
         cut = tuple(self._cut(joint.groups, chosen))
         groups, start = [], 0
         for group in cut:
@@ -191,19 +192,6 @@ class _Chain:
                 item_bytes=item_bytes,
             )
         return self._costs[option, item_bytes]
-
-
-def _front(options: Sequence[Option], costs: Sequence[GroupCost]) -> list[tuple[Option, GroupCost]]:
-    """Options that no other one beats or equals on both resources, whatever the size; the first of equal ones."""
-    front: list[tuple[Option, GroupCost]] = []
-    for option, cost in sorted(zip(options, costs, strict=True), key=lambda pair: _terms(pair[1])):
-        if not any(all(a <= b for a, b in zip(_terms(other), _terms(cost), strict=True)) for _, other in front):
-            front.append((option, cost))
-    return front
-
-
-def _terms(cost: GroupCost) -> tuple[float, ...]:
-    return cost.compute_a_s, cost.compute_b_s_per_element, cost.network_a_s, cost.network_b_s_per_element
 
 
 def _max_numel(option: Option) -> int:

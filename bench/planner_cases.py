@@ -1,0 +1,126 @@
+"""Planning problems with known answers: measured tables, random problems and brute force, models and networks."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+
+import numpy as np
+
+from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.density import CANDIDATE_DENSITIES
+from cgx_ray.planner.models import load_model
+from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option, candidate_codecs
+from cgx_ray.planner.pipeline import GroupCost, Pipeline, group_cost
+from cgx_ray.planner.prediction import Measured
+
+_QSGD = Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
+_TOPK = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER)
+_BF16 = Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA)
+# Dense, three that encode where backward runs, and two of these beside it: ByteComp's GPU and CPU.
+MODEL_OPTIONS = (DENSE, _BF16, _QSGD, _TOPK, _QSGD, _TOPK)
+# As `named_strategies` takes them.
+DENSE_INDEX, COMPRESSING, OFFLOADED = 0, (1, 2, 3), {2: 4, 3: 5}
+GPU = CodecCost(encode_a_s=3e-5, encode_b_s_per_element=4e-11, decode_a_s=1e-5, decode_b_s_per_element=2e-11)
+CPU = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=1e-9, decode_a_s=2e-5, decode_b_s_per_element=3e-10)
+RANKS_PER_NODE = 8
+# Of `candidate_codecs(CANDIDATE_DENSITIES)`: none, bf16, qsgd, top-k from 10 % to 0.1 %.
+GAINS = (1.0, 0.99999, 0.99, 0.9, 0.8, 0.65, 0.5, 0.35)
+
+
+def read_table(name: str) -> list[dict[str, str]]:
+    """Rows of `flexible_table2` or `flexible_table6`: tables 2 and 6 of Flexible Communication, times in ms."""
+    with (Path(__file__).parent / "data" / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def model_pipeline(model: str, gbps: float, compute_s: float = 0.2, num_workers: int = 8) -> Pipeline:
+    """A model file under MODEL_OPTIONS, on machines of one GPU each."""
+    network = Network.flat(num_workers, Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.05))
+    costs = [group_cost(DENSE, network=network, codec_cost=FREE)]
+    costs += [
+        group_cost(option, network=network, codec_cost=GPU, encodes_on="backward") for option in MODEL_OPTIONS[1:4]
+    ]
+    costs += [group_cost(option, network=network, codec_cost=CPU) for option in MODEL_OPTIONS[4:]]
+    description = load_model(model)
+    return Pipeline(
+        backward_s=description.backward_s(compute_s),
+        numel=tuple(layer.numel for layer in reversed(description.layers)),
+        costs=tuple(costs),
+    )
+
+
+def cluster(num_workers: int, *, gbps: float, ranks_per_node: int = RANKS_PER_NODE) -> Network:
+    """Nodes of GPUs on links of 300 Gbit/s and 10 us, with `gbps` and 50 us between them."""
+    return Network(
+        num_nodes=num_workers // ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        between=Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.05),
+        inside=Link.from_rates(bandwidth_gbps=300, latency_ms=0.01),
+    )
+
+
+def resnet101(network: Network, compute_s: float = 0.2) -> Measured:
+    """Its 314 tensors, codecs as fast as on a GPU, and gains such as runs have: these are for a run to measure."""
+    description = load_model("resnet101")
+    return Measured(
+        layers=description.layers,
+        backward_s=description.backward_s(compute_s),
+        network=network,
+        codec_costs={str(codec): GPU for codec in candidate_codecs(CANDIDATE_DENSITIES)},
+        gain={str(codec): gain for codec, gain in zip(candidate_codecs(CANDIDATE_DENSITIES), GAINS, strict=True)},
+    )
+
+
+def random_pipeline(rng: random.Random, num_layers: int, num_options: int) -> Pipeline:
+    """Sizes over four decades; backward, network and codec times of like magnitude, some of them 0."""
+    numel = [int(10 ** rng.uniform(2, 6)) for _ in range(num_layers)]
+    backward_s = [rng.choice((0.0, 1.0, 1.0)) * rng.expovariate(1) for _ in numel]
+    dense_s = 10 ** rng.uniform(-1, 1) * num_layers / sum(numel)
+    costs = [
+        GroupCost(
+            compute_a_s=rng.choice((0.0, rng.uniform(0, 0.5))),
+            compute_b_s_per_element=rng.choice((0.0, dense_s * 10 ** rng.uniform(-2, 0))),
+            network_a_s=rng.choice((0.0, rng.uniform(0, 0.5))),
+            network_b_s_per_element=dense_s * 10 ** rng.uniform(-2, 0),
+        )
+        for _ in range(num_options)
+    ]
+    return Pipeline(backward_s=tuple(backward_s), numel=tuple(numel), costs=tuple(costs))
+
+
+def earliest_finish_s(pipeline: Pipeline) -> float:
+    """Of all groupings and all options of each group; none is left out."""
+    # Compute and network finishes of all plans of the first k layers.
+    ways: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(1), np.zeros(1))]
+    for end in range(1, pipeline.num_layers + 1):
+        compute, network = [], []
+        for start in range(end):
+            numel, backward_s = sum(pipeline.numel[start:end]), sum(pipeline.backward_s[start:end])
+            for cost in pipeline.costs:
+                done_s = ways[start][0] + backward_s + cost.compute_s(numel)
+                compute.append(done_s)
+                network.append(np.maximum(ways[start][1], done_s) + cost.network_s(numel))
+        ways.append((np.concatenate(compute), np.concatenate(network)))
+    assert len(ways[-1][0]) == len(pipeline.costs) * (1 + len(pipeline.costs)) ** (pipeline.num_layers - 1)
+    return float(ways[-1][1].min())
+
+
+def earliest_finish_by_fronts_s(pipeline: Pipeline) -> float:
+    """The same, leaving out only plans of the first k layers that another one is no worse than in either finish."""
+    fronts: list[list[tuple[float, float]]] = [[(0.0, 0.0)]]
+    for end in range(1, pipeline.num_layers + 1):
+        found = []
+        for start in range(end):
+            numel, backward_s = sum(pipeline.numel[start:end]), sum(pipeline.backward_s[start:end])
+            for cost in pipeline.costs:
+                compute_s, network_s = backward_s + cost.compute_s(numel), cost.network_s(numel)
+                found += [(c + compute_s, max(d, c + compute_s) + network_s) for c, d in fronts[start]]
+        front: list[tuple[float, float]] = []
+        for label in sorted(found):
+            if not front or label[1] < front[-1][1]:
+                front.append(label)
+        fronts.append(front)
+    return min(d for _, d in fronts[-1])
