@@ -156,7 +156,7 @@ def dp(problem: BitsProblem, *, max_labels: int = MAX_LABELS) -> BitsChoice:
     rounding = ROUNDING * (best + multiplier)
     cost_LW = bytes_LW + multiplier * error_LW
     # Most to lose first, so that labels are few for long.
-    order = np.argsort(-np.ptp(np.where(np.isfinite(cost_LW), cost_LW, 0.0), axis=1), kind="stable")
+    order = np.argsort(-np.ptp(cost_LW, axis=1), kind="stable")
     left_cost, left_error, left_bytes = (_left(table_LW, order) for table_LW in (cost_LW, error_LW, bytes_LW))
     num_bytes, error = np.zeros(1, dtype=np.int64), np.zeros(1)
     trail: list[tuple[_Ints, _Ints]] = []
