@@ -9,7 +9,7 @@ import pytest
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
-from cgx_ray.planner.cost import Link
+from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.density import (
     CANDIDATE_DENSITIES,
     Trial,
@@ -31,11 +31,10 @@ def trial(codec_s: float, exchange_s: float, gain: float) -> Trial:
 
 def step_inputs(bandwidth_gbps: float, latency_ms: float) -> StepInputs:
     return StepInputs(
-        world_size=8,
         groups=((1 << 20, 4 << 20, True),) * 3,
         ready_s=(0.1, 0.2, 0.3),
         compute_s=0.3,
-        link=Link.from_rates(bandwidth_gbps=bandwidth_gbps, latency_ms=latency_ms),
+        network=Network.flat(8, Link.from_rates(bandwidth_gbps=bandwidth_gbps, latency_ms=latency_ms)),
         codec_costs={
             "topk": CodecCost(
                 encode_a_s=1e-5, encode_b_s_per_element=2e-9, decode_a_s=1e-5, decode_b_s_per_element=1e-10
