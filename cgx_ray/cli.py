@@ -127,6 +127,22 @@ def collective(numel: int, density: float, workers: int, latency: str, bandwidth
             file.write(text + "\n")
 
 
+@main.command("profile-model")
+@click.argument("target", metavar="MODULE:FUNCTION")
+@click.option("--out", type=click.Path(path_type=Path), default="model.csv", show_default=True, help="The model file.")
+@click.option("--input", "input_shape", metavar="SHAPE", help="Of a batch of noise, such as 8x3x224x224.")
+@click.option("--steps", default=10, show_default=True, help="That count; three more warm up.")
+def profile_model(target: str, out: Path, input_shape: str | None, steps: int) -> None:
+    """Make a model file for `plan --model` from a model that runs here.
+
+    MODULE:FUNCTION, or script.py:function, names a function without arguments that returns the model and a batch, or
+    the model and a function that computes its loss.
+    """
+    from cgx_ray.report.profile_model import profile_model_command  # noqa: PLC0415
+
+    profile_model_command(target, Console(), out, input_shape=input_shape, steps=steps)
+
+
 @main.group()
 def bench() -> None:
     """Measure a part of it."""
