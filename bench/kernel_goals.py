@@ -10,8 +10,9 @@ from torch import Tensor
 
 from cgx_ray.bench.codec_numbers import Point, codec_calls
 from cgx_ray.bench.result import Row
-from cgx_ray.bench.timing import Call, best_seconds, fit_line
+from cgx_ray.bench.timing import Call, best_seconds
 from cgx_ray.plan import CodecSpec
+from cgx_ray.planner.profile import fit_line
 from cgx_ray.runtime_ext import reference
 
 NUM_ROUNDS = 15

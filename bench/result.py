@@ -81,7 +81,7 @@ def commit() -> str | None:
 def machine() -> dict[str, Any]:
     """What a number depends on."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -101,7 +101,7 @@ def _ray_version() -> str | None:
         return None
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         match = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)

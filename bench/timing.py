@@ -11,38 +11,30 @@ import torch
 Call = Callable[[], object]
 
 # Long against the clock's resolution and a timer interrupt, short against what else a machine does.
-_TURN_S = 4e-3
+TURN_S = 4e-3
 _MAX_REPEATS = 1000
 
 
-def best_seconds(calls: Sequence[Call], device: torch.device, *, num_rounds: int) -> list[float]:
+def best_seconds(
+    calls: Sequence[Call], device: torch.device, *, num_rounds: int, turn_s: float = TURN_S
+) -> list[float]:
     """Seconds a call of each of `calls`, the best of `num_rounds` turns.
 
-    A turn repeats its call for about 4 ms. On a CUDA device two events around a turn give its time, so launches that
-    follow each other overlap with the kernels before them.
+    A turn repeats its call for about `turn_s`, once at least. On a CUDA device two events around a turn give its time,
+    so launches that follow each other overlap with the kernels before them.
     """
-    turn_s = _turn_s_cuda if device.type == "cuda" else _turn_s_cpu
+    time_turn = _turn_s_cuda if device.type == "cuda" else _turn_s_cpu
     repeats = []
     for call in calls:
         call()  # warms caches up and compiles
-        repeats.append(min(max(math.ceil(_TURN_S / turn_s(call, 1)), 1), _MAX_REPEATS))
+        repeats.append(min(max(math.ceil(turn_s / time_turn(call, 1)), 1), _MAX_REPEATS))
     best = [math.inf] * len(calls)
     for round_ in range(num_rounds):
         # A B C, then C B A: none of them always has the better place.
         for which in range(len(calls)) if round_ % 2 == 0 else reversed(range(len(calls))):
-            seconds = turn_s(calls[which], repeats[which]) / repeats[which]
+            seconds = time_turn(calls[which], repeats[which]) / repeats[which]
             best[which] = min(best[which], seconds)
     return best
-
-
-def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(a, b) of a + b * size, least squares of the relative errors, so that the small sizes have their say."""
-    time_S = torch.tensor(seconds, dtype=torch.float64)
-    size_S = torch.tensor(sizes, dtype=torch.float64)
-    scale = float(size_S.max())
-    relative_S2 = torch.stack([1 / time_S, size_S / scale / time_S], 1)
-    a, b = torch.linalg.lstsq(relative_S2, torch.ones(len(sizes), 1, dtype=torch.float64)).solution.view(-1).tolist()
-    return a, b / scale
 
 
 def _turn_s_cpu(call: Call, num_repeats: int) -> float:

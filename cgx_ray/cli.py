@@ -143,6 +143,18 @@ def profile_model(target: str, out: Path, input_shape: str | None, steps: int) -
     profile_model_command(target, Console(), out, input_shape=input_shape, steps=steps)
 
 
+@main.command()
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
+@click.option("--threads", default=1, show_default=True, help="Of the CPU, as a rank will have them.")
+@click.option("--network", type=click.Path(path_type=Path), help="What `cgx-ray probe --json` wrote: adds the link.")
+@click.option("--out", type=click.Path(path_type=Path), default="profile.json", show_default=True)
+def profile(device: str, threads: int, network: Path | None, out: Path) -> None:
+    """Measure what codecs cost on this device and write it down, to plan with."""
+    from cgx_ray.profiling import profile_command  # noqa: PLC0415
+
+    profile_command(device, threads, network, out, _console(None))
+
+
 @main.group()
 def bench() -> None:
     """Measure a part of it."""

@@ -15,10 +15,10 @@ import torch
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from cgx_ray.attach import Attachment, current_session, open_session
-from cgx_ray.codecs import make_codec
 from cgx_ray.errors import PlanError
-from cgx_ray.plan import CodecSpec, Layer, Plan, make_plan
+from cgx_ray.plan import Layer, Plan, make_plan
 from cgx_ray.planner.options import CodecCost, candidate_codecs
+from cgx_ray.profiling import measure_codec
 from cgx_ray.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,6 @@ logger = logging.getLogger(__name__)
 STATE_FILES = "cgx_ray-rank*.pt"
 CARRY_INTERVAL_S = 0.5
 POLL_TIMEOUT_S = 10.0
-# Two sizes give a line through the time of a call: one where the call itself counts, one where the elements do.
-CALIBRATION_NUMELS = (1 << 10, 1 << 18)
-CALIBRATION_ROUNDS = 5
 
 
 def state_file(rank: int, world_size: int) -> str:
@@ -175,32 +172,3 @@ def restore(attachment: Attachment) -> None:
 def measure_codecs(settings: Settings) -> dict[str, CodecCost]:
     """Time of every candidate codec on this worker, by `str(CodecSpec)`."""
     return {str(codec): measure_codec(codec) for codec in candidate_codecs(settings.densities)}
-
-
-def measure_codec(spec: CodecSpec) -> CodecCost:
-    """Fit seconds a call and seconds an element through the best of a few rounds at two sizes."""
-    codec = make_codec(spec)
-    times = []
-    for numel in CALIBRATION_NUMELS:
-        grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-        out_N = torch.zeros(numel)
-        payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8)
-        memory = codec.new_memory(numel)
-        rounds = []
-        for _ in range(CALIBRATION_ROUNDS):
-            start = time.perf_counter()
-            codec.encode(grad_N, payload, 0, memory)
-            encoded = time.perf_counter()
-            codec.decode(payload, out_N, add=True)
-            rounds.append((encoded - start, time.perf_counter() - encoded))
-        times.append([min(column) for column in zip(*rounds, strict=True)])
-    small, large = CALIBRATION_NUMELS
-    (encode_small, decode_small), (encode_large, decode_large) = times
-    encode_b = max(encode_large - encode_small, 0.0) / (large - small)
-    decode_b = max(decode_large - decode_small, 0.0) / (large - small)
-    return CodecCost(
-        encode_a_s=max(encode_small - encode_b * small, 0.0),
-        encode_b_s_per_element=encode_b,
-        decode_a_s=max(decode_small - decode_b * small, 0.0),
-        decode_b_s_per_element=decode_b,
-    )

@@ -17,7 +17,7 @@ from matplotlib.image import imread
 from cgx_ray.bench import kernels
 from cgx_ray.bench.codec_numbers import DISTRIBUTIONS, draw_samples, measure_quality
 from cgx_ray.bench.kernels import SWEPT_CODECS, KernelOptions
-from cgx_ray.bench.timing import best_seconds, fit_line
+from cgx_ray.bench.timing import best_seconds
 from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CODEC_DEFAULTS
@@ -169,17 +169,9 @@ def test_measured_errors_are_those_of_the_mathematics():
     assert 1 < signs.bits < 1.1
 
 
-def test_a_line_is_found_whatever_the_spread_of_its_sizes():
-    sizes = [1 << exponent for exponent in range(10, 21, 2)]
-    fixed, slope = fit_line(sizes, [7e-6 + 2e-10 * size for size in sizes])
-    assert fixed == pytest.approx(7e-6, rel=1e-9)
-    assert slope == pytest.approx(2e-10, rel=1e-9)
-
-
-def test_contestants_take_turns_in_both_orders(monkeypatch):
-    monkeypatch.setattr("cgx_ray.bench.timing._TURN_S", 1e-9)  # one call a turn
+def test_contestants_take_turns_in_both_orders():
     order: list[str] = []
     calls = [lambda name=name: order.append(name) for name in "abc"]
-    seconds = best_seconds(calls, torch.device("cpu"), num_rounds=3)
+    seconds = best_seconds(calls, torch.device("cpu"), num_rounds=3, turn_s=1e-9)  # one call a turn
     assert "".join(order) == "aabbcc" + "abc" + "cba" + "abc"
     assert all(0 < s < 1 for s in seconds), seconds

@@ -1,0 +1,160 @@
+"""What was measured of one device and its network, fitted, and kept in a file: what plans are made from elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.planner.cost import Link
+from cgx_ray.planner.options import CodecCost
+
+FORMAT_VERSION = 1
+
+_SECONDS = {"type": "number", "minimum": 0}
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "format_version": {"const": FORMAT_VERSION},
+        "package_version": {"type": "string"},
+        "device": {"type": "string", "minLength": 1},
+        "threads": {"type": "integer", "minimum": 1},
+        "codec_costs": {
+            "type": "object",
+            "minProperties": 1,
+            "additionalProperties": {
+                "type": "object",
+                "properties": dict.fromkeys(CodecCost.__slots__, _SECONDS),
+                "required": list(CodecCost.__slots__),
+                "additionalProperties": False,
+            },
+        },
+        "link": {
+            "type": ["object", "null"],
+            "properties": {"alpha_s": _SECONDS, "beta_s_per_byte": {"type": "number", "exclusiveMinimum": 0}},
+            "required": ["alpha_s", "beta_s_per_byte"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["format_version", "package_version", "device", "threads", "codec_costs", "link"],
+    "additionalProperties": False,
+}
+_PROBED_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "ways": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {"latency_s": _SECONDS, "bytes_per_s": {"type": "number", "exclusiveMinimum": 0}},
+                "required": ["latency_s", "bytes_per_s"],
+            },
+        }
+    },
+    "required": ["ways"],
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Codec times on one device and, if it was measured, its network.
+
+    package_version  of the cgx_ray whose kernels were timed
+    device           name of the processor or GPU
+    threads          of the CPU, 1 for a GPU
+    codec_costs      by codec name, at its defaults, or `str(CodecSpec)`: as `StepInputs.codec_costs`
+    """
+
+    package_version: str
+    device: str
+    threads: int
+    codec_costs: Mapping[str, CodecCost]
+    link: Link | None = None
+
+
+def save_profile(profile: Profile, path: str | Path) -> None:
+    """Write `profile` as JSON."""
+    Path(path).write_text(json.dumps({"format_version": FORMAT_VERSION, **asdict(profile)}, indent=2) + "\n")
+
+
+def load_profile(path: str | Path, *, device: str | None = None) -> Profile:
+    """Read a file of `save_profile`.
+
+    device  refuse a profile of any other device; None takes it as it is, for plans that are made elsewhere
+
+    Raises ConfigError if it cannot be read, is not of this format, or of another device.
+    """
+    found = _read(path, _SCHEMA, "no profile of this version; make one by `cgx-ray profile`")
+    if device is not None and found["device"] != device:
+        raise ConfigError(
+            f"{path} was measured on {found['device']!r}, this is {device!r}; measure here by `cgx-ray profile`, or "
+            "force it where plans are for that device"
+        )
+    return Profile(
+        package_version=found["package_version"],
+        device=found["device"],
+        threads=found["threads"],
+        codec_costs={codec: CodecCost(**cost) for codec, cost in found["codec_costs"].items()},
+        link=None if found["link"] is None else Link(**found["link"]),
+    )
+
+
+def load_link(path: str | Path) -> Link:
+    """The link of the JSON that `cgx-ray probe` writes: its longest latency and least bandwidth, for which all wait."""
+    ways = _read(path, _PROBED_SCHEMA, "not what `cgx-ray probe --json` writes")["ways"]
+    return Link(
+        alpha_s=max(way["latency_s"] for way in ways), beta_s_per_byte=1 / min(way["bytes_per_s"] for way in ways)
+    )
+
+
+def _read(path: str | Path, schema: Mapping[str, Any], otherwise: str) -> Any:
+    try:
+        found = json.loads(Path(path).read_text())
+        jsonschema.validate(found, schema)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}): {otherwise}") from error
+    except jsonschema.ValidationError as error:
+        raise ConfigError(f"{path}, {error.json_path}: {error.message}: {otherwise}") from error
+    return found
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(a, b), neither negative, of the line a + b size with the least sum of relative errors, |a + b size - t| / t.
+
+    Relative, so that small sizes have their say; not squared, so that a few times that something else had a part in
+    do not count: a line through more than half of the points stays. Such a sum is least on a line through two points,
+    or through one with a = 0 or b = 0, and all of these are tried.
+    """
+    points = list(zip(sizes, seconds, strict=True))
+    if not points or not all(size > 0 and time_s > 0 for size, time_s in points):
+        raise ConfigError(f"sizes and seconds {points} are not allowed; give one or more, all above 0")
+    lines = [(0.0, time_s / size) for size, time_s in points] + [(time_s, 0.0) for _, time_s in points]
+    for (size, time_s), (other_size, other_s) in itertools.combinations(points, 2):
+        if size != other_size:
+            b = (other_s - time_s) / (other_size - size)
+            lines.append((time_s - b * size, b))
+
+    def error(line: tuple[float, float]) -> float:
+        return sum(abs(line[0] + line[1] * size - time_s) / time_s for size, time_s in points)
+
+    return min((line for line in lines if min(line) >= 0), key=error)
+
+
+def fit_cost(numels: Sequence[int], encode_s: Sequence[float], decode_s: Sequence[float]) -> CodecCost:
+    """The cost of a codec whose encode and decode took these times on gradients of these sizes."""
+    (encode_a, encode_b), (decode_a, decode_b) = fit_line(numels, encode_s), fit_line(numels, decode_s)
+    return CodecCost(
+        encode_a_s=encode_a,
+        encode_b_s_per_element=encode_b,
+        decode_a_s=decode_a,
+        decode_b_s_per_element=decode_b,
+    )
