@@ -15,16 +15,20 @@ from cgx_ray.codec_spec import CODEC_DEFAULTS, CodecSpec
 from cgx_ray.errors import CGXError, ConfigError, PlanError
 
 __all__ = [
-    "CODECS_OF_SCHEME", "CODEC_DEFAULTS", "DEFAULT_GROUP_BYTES", "NONE", "CodecSpec", "GroupPlan", "Intra", "Layer",
-    "Plan", "Scheme", "check_intra", "check_pair", "make_plan", "preferred_scheme",
+    "CODECS_OF_SCHEME", "CODEC_DEFAULTS", "COMPRESSED_INSIDE", "DEFAULT_GROUP_BYTES", "MAX_INDEXED_NUMEL",
+    "MAX_PAYLOAD_BYTES", "NONE", "PIECE_BYTES", "CodecSpec", "GroupPlan", "Intra", "Layer", "Plan", "Scheme",
+    "check_intra", "check_pair", "make_plan", "preferred_scheme",
 ]  # fmt: skip
 
 DEVICES = ("auto", "cpu")
 SMALL_LAYER_NUMEL = 1024
 FIRST_GROUP_BYTES = 1 << 20
 DEFAULT_GROUP_BYTES = 4 << 20
-# What the header of a message has room for.
+# Encoded. Schemes cut longer chunks, so that coding and sending overlap; LOG.md has what other sizes do.
+PIECE_BYTES = 512 << 10
+# What fields in the header of a message hold.
 MAX_GROUPS = 1 << 16
+MAX_PAYLOAD_BYTES = 2**32 - 1
 # Indices are int32.
 MAX_INDEXED_NUMEL = 2**31 - 1
 
@@ -51,6 +55,16 @@ class Scheme(StrEnum):
         """Shares one rank's indices and sums everyone's values at them."""
         return self.startswith("artopk_")
 
+    @property
+    def by_tree(self) -> bool:
+        """Of AR-Topk: values are summed over a tree, not by the vendor's ring."""
+        return self.startswith("artopk_tree")
+
+    @property
+    def choice(self) -> str:
+        """Of AR-Topk: how the rank whose indices count is chosen, "star", "var" or "auto"."""
+        return self.removeprefix("artopk_").partition("_")[2] or "star"
+
 
 class Intra(StrEnum):
     """What happens inside a node: nothing of its own, or ranks sum there first and the scheme runs between nodes."""
@@ -63,7 +77,7 @@ class Intra(StrEnum):
 _REENCODED = frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"})
 _SELECTED = frozenset({"topk", "lwtopk", "mstopk", "dgc", "sidco"})
 # What a node may sum in its encoding: prefix would keep other elements there than between nodes.
-_COMPRESSED_INSIDE = _REENCODED - {"none", "prefix"}
+COMPRESSED_INSIDE = _REENCODED - {"none", "prefix"}
 # An all-reduce sums messages as they are, sra, ring, tree and broadcast encode sums again, AR-Topk shares one worker's
 # indices: each works for these codecs and no others.
 CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
@@ -143,10 +157,10 @@ def check_pair(codec: CodecSpec, scheme: Scheme) -> None:
 
 def check_intra(codec: CodecSpec, intra: Intra) -> None:
     """Raise ConfigError if ranks of a node cannot sum as `intra` says."""
-    if intra is Intra.COMPRESSED and codec.name not in _COMPRESSED_INSIDE:
+    if intra is Intra.COMPRESSED and codec.name not in COMPRESSED_INSIDE:
         raise ConfigError(
             f"codec {codec.name} cannot be summed inside a node; give intra='dense', or with 'compressed' one of "
-            f"{', '.join(sorted(_COMPRESSED_INSIDE))}"
+            f"{', '.join(sorted(COMPRESSED_INSIDE))}"
         )
 
 

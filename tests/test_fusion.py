@@ -9,7 +9,7 @@ from plans import earliest_finish_s, random_pipeline
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
-from cgx_ray.planner.cost import Link, exchange_s
+from cgx_ray.planner.cost import Link, Network, exchange_s
 from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option
 from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline, group_cost
@@ -99,7 +99,7 @@ TOPK = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ARTOPK_R
 
 
 def test_a_dense_group_costs_what_the_cost_model_says_at_any_size() -> None:
-    cost = group_cost(DENSE, num_workers=4, link=LAN, codec_cost=FREE)
+    cost = group_cost(DENSE, network=Network.flat(4, LAN), codec_cost=FREE)
     for numel in (1, 1000, 1 << 26):
         expected_s = exchange_s(Scheme.DENSE, num_workers=4, dense_bytes=4 * numel, wire_bytes=4 * numel, link=LAN)
         assert cost.network_s(numel) == pytest.approx(expected_s)
@@ -108,7 +108,7 @@ def test_a_dense_group_costs_what_the_cost_model_says_at_any_size() -> None:
 
 def test_encoding_holds_up_backward_or_the_network_but_not_both() -> None:
     held, free = (
-        group_cost(TOPK, num_workers=4, link=LAN, codec_cost=CODEC, encodes_on=where)
+        group_cost(TOPK, network=Network.flat(4, LAN), codec_cost=CODEC, encodes_on=where)
         for where in ("backward", "thread")
     )
     assert held.compute_s(10**6) == pytest.approx(1e-4 + 2e-3)
@@ -118,14 +118,14 @@ def test_encoding_holds_up_backward_or_the_network_but_not_both() -> None:
 
 def test_of_an_overlapped_codec_and_network_the_slower_one_counts() -> None:
     """qsgd over sra, 4 workers: 0.53125 byte an element, 1.5 times, 8 ns a byte. Codec: 2 + 1.75 ns an element."""
-    slow_link = group_cost(QSGD, num_workers=4, link=LAN, codec_cost=CODEC)
+    slow_link = group_cost(QSGD, network=Network.flat(4, LAN), codec_cost=CODEC)
     assert slow_link.network_b_s_per_element == pytest.approx(1.5 * 0.53125 * 8e-9)
     fast = Link.from_rates(bandwidth_gbps=100, latency_ms=0.5)
-    fast_link = group_cost(QSGD, num_workers=4, link=fast, codec_cost=CODEC)
+    fast_link = group_cost(QSGD, network=Network.flat(4, fast), codec_cost=CODEC)
     assert fast_link.network_b_s_per_element == pytest.approx(3.75e-9)
     assert fast_link.network_a_s == pytest.approx(2 * 5e-4 + 4 * 1e-4 + 7 * 3e-5)
 
 
 def test_one_worker_sends_and_encodes_nothing() -> None:
-    cost = group_cost(TOPK, num_workers=1, link=LAN, codec_cost=CODEC, encodes_on="backward")
+    cost = group_cost(TOPK, network=Network.flat(1, LAN), codec_cost=CODEC, encodes_on="backward")
     assert cost.compute_s(10**6) == cost.network_s(10**6) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
-from cgx_ray.planner.cost import Link
+from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.models import MODEL_NAMES, generate, load_model
 from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option
@@ -28,12 +28,12 @@ CPU = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=1e-9, decode_a_s=2e-5, d
 
 def pipeline_of(model: str, gbps: float, compute_s: float = 0.2, num_workers: int = 8) -> Pipeline:
     description, link = load_model(model), Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.05)
-    costs = [group_cost(DENSE, num_workers=num_workers, link=link, codec_cost=FREE)]
+    costs = [group_cost(DENSE, network=Network.flat(num_workers, link), codec_cost=FREE)]
     costs += [
-        group_cost(option, num_workers=num_workers, link=link, codec_cost=GPU, encodes_on="backward")
+        group_cost(option, network=Network.flat(num_workers, link), codec_cost=GPU, encodes_on="backward")
         for option in OPTIONS[1:4]
     ]
-    costs += [group_cost(option, num_workers=num_workers, link=link, codec_cost=CPU) for option in OPTIONS[4:]]
+    costs += [group_cost(option, network=Network.flat(num_workers, link), codec_cost=CPU) for option in OPTIONS[4:]]
     return Pipeline(
         backward_s=description.backward_s(compute_s),
         numel=tuple(layer.numel for layer in reversed(description.layers)),

@@ -8,11 +8,9 @@ import random
 import pytest
 from plans import random_pipeline
 
-from cgx_ray.collectives import parcel
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
-from cgx_ray.planner import options
-from cgx_ray.planner.cost import Link
+from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import DENSE, CodecCost, GroupSize, Option, StepInputs, option_stages
 from cgx_ray.planner.pipeline import Group
 from cgx_ray.planner.timeline import Resource, Stage, predict_step, simulate
@@ -136,11 +134,10 @@ COST = CodecCost(encode_a_s=1e-6, encode_b_s_per_element=1e-9, decode_a_s=5e-7, 
 
 def stages_of(option: Option, numel: int, world_size: int = 4) -> tuple[Stage, ...]:
     inputs = StepInputs(
-        world_size=world_size,
+        network=Network.flat(world_size, Link.from_rates(bandwidth_gbps=2, latency_ms=1)),
         groups=((numel, 4 * numel, True),),
         ready_s=(0.0,),
         compute_s=0,
-        link=Link.from_rates(bandwidth_gbps=2, latency_ms=1),
         codec_costs={option.codec.name: COST},
         gain={},
     )
@@ -182,10 +179,6 @@ def test_schemes_of_hops_hide_all_but_a_piece_of_the_shorter_of_codec_and_networ
         assert network_s == pytest.approx(numel * crossed_bytes * 4e-9)
         assert 0 < codec_s < network_s
         assert exchange.duration_s == pytest.approx(network_s + codec_s / num_pieces + hops * 1e-3)
-
-
-def test_the_planner_cuts_pieces_as_the_schemes_do() -> None:
-    assert options.PIECE_BYTES == parcel.PIECE_BYTES
 
 
 def test_one_worker_and_dense_groups_overlap_nothing() -> None:

@@ -11,10 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.wire import CODEC_IDS, HEADER_BYTES, MAX_PAYLOAD_BYTES, Message, Stamp
+from cgx_ray.codecs.wire import CODEC_IDS, HEADER_BYTES, Message, Stamp
 from cgx_ray.collectives.parcel import Parcel, chunk_bounds
 from cgx_ray.errors import ConfigError, PlanError, WireError
-from cgx_ray.plan import CODEC_DEFAULTS, MAX_GROUPS, CodecSpec, GroupPlan, Layer, Plan, Scheme, make_plan
+from cgx_ray.plan import (
+    CODEC_DEFAULTS,
+    MAX_GROUPS,
+    MAX_PAYLOAD_BYTES,
+    CodecSpec,
+    GroupPlan,
+    Layer,
+    Plan,
+    Scheme,
+    make_plan,
+)
 
 STAMP = Stamp(plan_version=3, step=100, group=2, codec="qsgd")
 SPECS = [CodecSpec(name=name) for name in CODEC_DEFAULTS] + [CodecSpec.parse("qsgd:bits=1,bucket_size=8")]

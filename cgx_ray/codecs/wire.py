@@ -19,8 +19,6 @@ from cgx_ray.runtime_ext import ops
 MAGIC = b"CG"
 FORMAT_VERSION = 2
 HEADER_BYTES = 32
-# What its field in the header holds.
-MAX_PAYLOAD_BYTES = 2**32 - 1
 CODEC_IDS = {
     "none": 0, "bf16": 1, "qsgd": 2, "topk": 3, "fp16": 4, "prefix": 5, "terngrad": 6, "lwtopk": 7, "mstopk": 8,
     "dgc": 9, "sidco": 10, "randomk": 11, "ef_signsgd": 12, "onebit": 13, "powersgd": 14,

@@ -52,8 +52,7 @@ def _flat(codec: Codec, scheme: Scheme, numel: int, item_bytes: int, transport: 
             return Broadcast(codec, numel, transport)
         case _:
             assert scheme.is_artopk
-            choice = scheme.removeprefix("artopk_").partition("_")[2] or "star"
-            return ArTopk(codec, numel, transport, choice, by_tree=scheme.startswith("artopk_tree"))
+            return ArTopk(codec, numel, transport, scheme.choice, by_tree=scheme.by_tree)
 
 
 __all__ = ["Exchange", "Phases", "Transport", "make_exchange"]

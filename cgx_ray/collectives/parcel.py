@@ -12,14 +12,12 @@ from torch import Tensor
 
 from cgx_ray.codecs.cast import Raw
 from cgx_ray.codecs.codec import HOST, Codec, Memory
-from cgx_ray.codecs.wire import HEADER_BYTES, MAX_PAYLOAD_BYTES, Message, Stamp
+from cgx_ray.codecs.wire import HEADER_BYTES, Message, Stamp
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport import Handle, Transport
 from cgx_ray.errors import PlanError
+from cgx_ray.plan import MAX_PAYLOAD_BYTES, PIECE_BYTES
 from cgx_ray.runtime_ext import ops
-
-# Longer chunks are cut. LOG.md has what other sizes do.
-PIECE_BYTES = 1 << 19
 
 
 def chunk_bounds(numel: int, num_chunks: int, granule: int) -> list[tuple[int, int]]:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives.parcel import PIECE_BYTES, Parcel, chunk_bounds
+from cgx_ray.collectives.parcel import Parcel, chunk_bounds
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport import Handle, Transport
+from cgx_ray.plan import PIECE_BYTES
 from cgx_ray.runtime_ext import ops
 
 

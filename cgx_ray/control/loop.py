@@ -14,7 +14,7 @@ from cgx_ray.monitors.changes import SlowRanks
 from cgx_ray.monitors.passive import PassiveLink
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
-from cgx_ray.planner.cost import Link
+from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import DENSE, CodecCost, GroupSize, Option, StepInputs, estimate
 
 # Steps of a plan before it is judged; the first one still has cold buffers.
@@ -174,7 +174,7 @@ class ControlLoop:
     def _act(self, decision: Decision, step: JoinedStep, inputs: StepInputs, now_s: float) -> None:
         old = self.plans[-1]
         if option_of(old) == DENSE:
-            self._dense_s = (median(one.step_s for one in self._recent), inputs.link.beta_s_per_byte)
+            self._dense_s = (median(one.step_s for one in self._recent), inputs.network.between.beta_s_per_byte)
         if not isinstance(decision, Keep):
             self.plans.append(decision.plan)
         new = self.plans[-1]
@@ -233,7 +233,7 @@ class ControlLoop:
         dense_s, source = estimate(inputs, DENSE).step_s, "is predicted to take"
         if self._dense_s is not None:
             seconds, beta = self._dense_s
-            if 1 / LINK_CHANGE < inputs.link.beta_s_per_byte / beta < LINK_CHANGE:
+            if 1 / LINK_CHANGE < inputs.network.between.beta_s_per_byte / beta < LINK_CHANGE:
                 dense_s, source = seconds, "took"
         if measured_s <= MAX_SLOWDOWN * dense_s:
             return None
@@ -253,10 +253,10 @@ class ControlLoop:
             return None
         if self._decided is None:
             return "first measurements"
-        old_s, new_s = self._decided.link.alpha_s, inputs.link.alpha_s
+        old_s, new_s = self._decided.network.between.alpha_s, inputs.network.between.alpha_s
         if _latency_moved(old_s, new_s):
             return f"latency {old_s * 1e3:.1f} -> {new_s * 1e3:.1f} ms"
-        old, new = self._decided.link.bandwidth_gbps, inputs.link.bandwidth_gbps
+        old, new = self._decided.network.between.bandwidth_gbps, inputs.network.between.bandwidth_gbps
         if not 1 / LINK_CHANGE < new / old < LINK_CHANGE:
             return f"bandwidth {_rate(old)} -> {_rate(new)}"
         in_use = option_of(self.plans[-1])
@@ -283,11 +283,10 @@ class ControlLoop:
         measured = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
         ready_s = {name: ready for group, ready in zip(planned, measured, strict=True) for name in group.layers}
         return StepInputs(
-            world_size=self.plans[-1].world_size,
+            network=Network.flat(self.plans[-1].world_size, Link(alpha_s=alpha_s, beta_s_per_byte=1 / rate.value)),
             groups=tuple(size for size, _ in self._layout),
             ready_s=tuple(max(ready_s[name] for name in names) for _, names in self._layout),
             compute_s=median(one.compute_s for one in recent),
-            link=Link(alpha_s=alpha_s, beta_s_per_byte=1 / rate.value),
             codec_costs={name: _slowed(cost, self._codec_slowdown) for name, cost in self._codec_costs.items()},
             gain=dict(self._gain),
         )
@@ -296,9 +295,9 @@ class ControlLoop:
 def describe_inputs(inputs: StepInputs) -> dict[str, Any]:
     """The inputs of a decision as they are journalled."""
     return {
-        "world_size": inputs.world_size,
-        "bandwidth_gbps": inputs.link.bandwidth_gbps,
-        "latency_ms": inputs.link.alpha_s * 1e3,
+        "world_size": inputs.network.num_workers,
+        "bandwidth_gbps": inputs.network.between.bandwidth_gbps,
+        "latency_ms": inputs.network.between.alpha_s * 1e3,
         "compute_s": inputs.compute_s,
         "num_groups": len(inputs.groups),
         "dense_bytes": sum(group.dense_bytes for group in inputs.groups),

@@ -45,6 +45,72 @@ class Link:
         return hops * self.alpha_s + num_bytes * self.beta_s_per_byte
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Nodes of as many ranks each.
+
+    between  the link of a node to any other, which its ranks share
+    inside   the link between two ranks of a node; needed if a node has several
+    """
+
+    num_nodes: int
+    between: Link
+    ranks_per_node: int = 1
+    inside: Link | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "ranks_per_node"):
+            _check_count(name, getattr(self, name))
+        for name, link in (("between", self.between), ("inside", self.inside)):
+            if not isinstance(link, Link) and (name == "between" or link is not None):
+                raise ConfigError(f"link {name!r} is {link!r}; give a Link, such as Link.from_rates")
+        if self.inside is None and self.ranks_per_node > 1:
+            raise ConfigError(f"{self.ranks_per_node} ranks a node and no link inside one; give `inside`, a Link")
+
+    @classmethod
+    def flat(cls, num_workers: int, link: Link) -> Network:
+        """One rank a node."""
+        return cls(num_nodes=num_workers, between=link)
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def is_flat(self, intra: Intra) -> bool:
+        """Whether nodes do nothing of their own under `intra`."""
+        return intra is Intra.FLAT or self.ranks_per_node == 1
+
+    def terms(
+        self, scheme: Scheme, intra: Intra, dense_bytes: float, wire_bytes: float, index_bytes: float = 0
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Hops and bytes inside a node, and those between nodes, at a node's link. Arguments as in the function.
+
+        A flat scheme of several ranks a node: a ring in order of ranks enters and leaves each node once. Of what is
+        sent to everybody L (N - L) / (N - 1) times a worker's bytes cross, of what a root sends 1 / L of that; trees
+        are taken for the former, though they send more to near ranks.
+        """
+        n, L, N = self.num_nodes, self.ranks_per_node, self.num_workers
+        if not self.is_flat(intra):
+            return hierarchical_terms(
+                scheme,
+                intra,
+                num_nodes=n,
+                ranks_per_node=L,
+                dense_bytes=dense_bytes,
+                wire_bytes=wire_bytes,
+                index_bytes=index_bytes,
+            )
+        hops, num_bytes = terms(scheme, N, dense_bytes, wire_bytes, index_bytes)
+        if n == 1:
+            return (hops, num_bytes), (0.0, 0.0)
+        crossing = (N - L) / (N - 1)
+        if scheme is Scheme.RING or _is_vendor_ring(scheme):
+            crossing = 1.0
+        elif scheme is not Scheme.BROADCAST:
+            crossing *= L
+        return (0.0, 0.0), (hops, crossing * num_bytes)
+
+
 def terms(
     scheme: Scheme, num_workers: int, dense_bytes: float, wire_bytes: float, index_bytes: float = 0
 ) -> tuple[float, float]:
@@ -79,12 +145,11 @@ def terms(
             # The root's link carries everything.
             return 2.0, 2.0 * (N - 1) * wire_bytes
         case _ if scheme.is_artopk:
-            by_tree = scheme in (Scheme.ARTOPK_TREE, Scheme.ARTOPK_TREE_VAR, Scheme.ARTOPK_TREE_AUTO)
-            # At most: `auto` looks for the largest gradient in some steps only.
-            by_norm = scheme not in (Scheme.ARTOPK_RING, Scheme.ARTOPK_TREE)
             value_bytes = wire_bytes - index_bytes
-            hops, num_bytes = _tree_terms(N, value_bytes) if by_tree else (2.0 * (N - 1), 2 * (N - 1) / N * value_bytes)
-            return hops + log_N + by_norm, num_bytes + log_N * index_bytes
+            ring = 2.0 * (N - 1), 2 * (N - 1) / N * value_bytes
+            hops, num_bytes = _tree_terms(N, value_bytes) if scheme.by_tree else ring
+            # At most: `auto` looks for the largest gradient in some steps only.
+            return hops + log_N + (scheme.choice != "star"), num_bytes + log_N * index_bytes
     raise ConfigError(f"no cost for scheme {scheme!r}; known: {', '.join(Scheme)}")
 
 
@@ -128,15 +193,14 @@ def hierarchical_terms(
     n, L = num_nodes, ranks_per_node
     if L == 1:
         return (0.0, 0.0), (hops, num_bytes)
-    if n > 1 and scheme in _VENDOR_RINGS:
+    if n > 1 and _is_vendor_ring(scheme):
         hops -= 2 * (n - 1) - 2  # between some of the ranks a sum is not the vendor's, but direct
     inside_bytes = dense_bytes if intra is Intra.DENSE else wire_bytes
     return (2.0, 2 * (L - 1) / L * inside_bytes), (hops, num_bytes)
 
 
-_VENDOR_RINGS = (
-    Scheme.DENSE, Scheme.ALLREDUCE, Scheme.ARTOPK_RING, Scheme.ARTOPK_RING_VAR, Scheme.ARTOPK_RING_AUTO
-)  # fmt: skip
+def _is_vendor_ring(scheme: Scheme) -> bool:
+    return scheme in (Scheme.DENSE, Scheme.ALLREDUCE) or (scheme.is_artopk and not scheme.by_tree)
 
 
 def hierarchical_s(
@@ -180,13 +244,17 @@ def artopk_tree_s(num_workers: int, wire_bytes: float, link: Link, index_bytes: 
 
 
 def _check_exchange(num_workers: int, dense_bytes: float, wire_bytes: float, index_bytes: float = 0) -> None:
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-        raise ConfigError(f"num_workers {num_workers!r} is not allowed; give a whole number, 1 or more")
+    _check_count("num_workers", num_workers)
     for name, value in (("dense_bytes", dense_bytes), ("wire_bytes", wire_bytes), ("index_bytes", index_bytes)):
         if not (_is_finite(value) and value >= 0):
             raise ConfigError(f"{name} {value!r} is not allowed; give a finite number, 0 or more")
     if index_bytes > wire_bytes:
         raise ConfigError(f"index_bytes {index_bytes!r} is not allowed; give at most wire_bytes, {wire_bytes!r}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} {value!r} is not allowed; give a whole number, 1 or more")
 
 
 def _is_finite(value: object) -> bool:

@@ -8,44 +8,60 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, CodecSpec, Scheme, check_pair
-from cgx_ray.planner.cost import Link, exchange_s, terms
+from cgx_ray.plan import (
+    CODECS_OF_SCHEME,
+    COMPRESSED_INSIDE,
+    NONE,
+    PIECE_BYTES,
+    CodecSpec,
+    Intra,
+    Scheme,
+    check_intra,
+    check_pair,
+)
+from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.timeline import Resource, Stage, Timeline, predict_step
-
-# As collectives/parcel.py cuts chunks, which the planner must not import.
-PIECE_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One codec over one scheme, for all groups that may be compressed."""
+    """One codec over one scheme, flat or after sums inside nodes."""
 
     codec: CodecSpec
     scheme: Scheme
+    intra: Intra = Intra.FLAT
 
     def __post_init__(self) -> None:
         check_pair(self.codec, self.scheme)
+        check_intra(self.codec, self.intra)
 
     def __str__(self) -> str:
-        return "dense" if self.scheme is Scheme.DENSE else f"{self.codec} over {self.scheme}"
+        text = "dense" if self.scheme is Scheme.DENSE else f"{self.codec} over {self.scheme}"
+        return text if self.intra is Intra.FLAT else f"{text}, {self.intra} inside nodes"
 
 
 DENSE = Option(codec=NONE, scheme=Scheme.DENSE)
 
 
 def candidate_codecs(densities: Iterable[float]) -> tuple[CodecSpec, ...]:
-    """The codecs of `candidate_options`, each once, none left out."""
-    return tuple({str(option.codec): option.codec for option in candidate_options(densities)}.values())
+    """None, bf16, qsgd 4/128, and topk of each density."""
+    sparse = {density: CodecSpec(name="topk", density=density) for density in densities}
+    return (NONE, CodecSpec(name="bf16"), CodecSpec(name="qsgd", bits=4, bucket_size=128), *sparse.values())
 
 
 def candidate_options(densities: Iterable[float]) -> tuple[Option, ...]:
-    """Dense, bf16 and qsgd 4/128 over sra and allgather, topk by density over allgather and artopk_ring."""
-    fixed = (CodecSpec(name="bf16"), CodecSpec(name="qsgd", bits=4, bucket_size=128))
-    sparse = (CodecSpec(name="topk", density=density) for density in densities)
+    """Each of `candidate_codecs` over every scheme that can carry it, flat and hierarchical; dense comes first."""
     return (
         DENSE,
-        *(Option(codec=codec, scheme=scheme) for codec in fixed for scheme in (Scheme.SRA, Scheme.ALLGATHER)),
-        *(Option(codec=codec, scheme=scheme) for codec in sparse for scheme in (Scheme.ALLGATHER, Scheme.ARTOPK_RING)),
+        *(
+            option
+            for codec in candidate_codecs(densities)
+            for scheme in Scheme
+            for intra in Intra
+            if codec.name in CODECS_OF_SCHEME[scheme]
+            and (intra is not Intra.COMPRESSED or codec.name in COMPRESSED_INSIDE)
+            if (option := Option(codec=codec, scheme=scheme, intra=intra)) != DENSE
+        ),
     )
 
 
@@ -93,17 +109,14 @@ class StepInputs:
     gain         compression gain by `str(CodecSpec)`
     """
 
-    world_size: int
+    network: Network
     groups: tuple[GroupSize, ...]
     ready_s: tuple[float, ...]
     compute_s: float
-    link: Link
     codec_costs: Mapping[str, CodecCost]
     gain: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ConfigError(f"world_size {self.world_size!r} is not allowed; give 1 or more")
         if not self.groups or len(self.groups) != len(self.ready_s):
             raise ConfigError(
                 f"{len(self.groups)} groups and {len(self.ready_s)} ready times; give one time a group, "
@@ -124,13 +137,18 @@ class StepInputs:
                 raise ConfigError(f"gain of {codec} is {gain!r}; a measured gain is finite and more than 0")
 
     def cost_of(self, codec: CodecSpec) -> CodecCost:
-        cost = self.codec_costs.get(str(codec)) or self.codec_costs.get(codec.name)
-        if cost is None and codec.name == "none":
-            return FREE
-        if cost is None:
-            known = ", ".join(sorted(self.codec_costs)) or "none"
-            raise ConfigError(f"no measured time for codec {codec}; known: {known}; measure it first")
-        return cost
+        return codec_cost_of(self.codec_costs, codec)
+
+
+def codec_cost_of(costs: Mapping[str, CodecCost], codec: CodecSpec) -> CodecCost:
+    """By `str(CodecSpec)` or name, the former first; "none" is free if left out. Raises ConfigError if unknown."""
+    cost = costs.get(str(codec)) or costs.get(codec.name)
+    if cost is None and codec.name == "none":
+        return FREE
+    if cost is None:
+        known = ", ".join(sorted(costs)) or "none"
+        raise ConfigError(f"no measured time for codec {codec}; known: {known}; measure it first")
+    return cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,36 +230,46 @@ def choose(inputs: StepInputs, options: Iterable[Option], *, min_gain: float) ->
 
 
 def option_stages(inputs: StepInputs, group: GroupSize, option: Option) -> tuple[Stage, ...]:
+    """`exchange_stages` of a group of a run."""
+    used = option if group.compressible else DENSE
+    item_bytes = group.dense_bytes // group.numel
+    return exchange_stages(used, inputs.network, inputs.cost_of(used.codec), group.numel, item_bytes)
+
+
+def exchange_stages(
+    option: Option, network: Network, cost: CodecCost, numel: int, item_bytes: int = 4
+) -> tuple[Stage, ...]:
     """A group's way under `option`, for `timeline.simulate`, overlapped inside the exchange as the engine does it.
 
     sra encodes, sends, sums and sends back piece by piece; allgather decodes messages while later ones come. Such an
     exchange lasts as long as the longer of codec and network, and one piece or message more. In ring, tree and
     broadcast a piece is coded or travels, while others do either: one piece is all of the shorter that is not hidden.
+    Hierarchical groups are summed inside nodes before, and given out there after.
     """
-    used = option if group.compressible else DENSE
-    N, n = inputs.world_size, group.numel
-    wire_bytes = used.codec.payload_bytes(n, group.dense_bytes // n)
-    hops, num_bytes = terms(used.scheme, N, group.dense_bytes, wire_bytes, used.codec.index_bytes(n))
-    cost, parts = inputs.cost_of(used.codec), _group_cost(inputs, group, option)
-    latency_s, network_s = hops * inputs.link.alpha_s, num_bytes * inputs.link.beta_s_per_byte
-    encode = Stage(name="encode", busy_s={Resource.CODEC: parts.encode_s})
-    codec_s = parts.encode_s + parts.decode_s
-    if N > 1 and used.scheme is Scheme.SRA:
-        piece = min(n / N, PIECE_BYTES * n / wire_bytes)
+    return tuple(stage for leg in legs(option, network, numel, item_bytes) for stage in _stages(leg, cost))
+
+
+def _stages(leg: Leg, cost: CodecCost) -> tuple[Stage, ...]:
+    encode_s, decode_s = cost.encode_s(*leg.encode), cost.decode_s(*leg.decode)
+    latency_s, network_s = leg.hops * leg.link.alpha_s, leg.num_bytes * leg.link.beta_s_per_byte
+    codec_s, N, n = encode_s + decode_s, leg.num_ranks, leg.numel
+    encode = Stage(name="encode", busy_s={Resource.CODEC: encode_s})
+    both_s = {Resource.CODEC: codec_s, leg.resource: network_s}
+    if N > 1 and leg.scheme is Scheme.SRA:
+        piece = min(n / N, PIECE_BYTES * n / leg.wire_bytes)
         waits_s = latency_s + cost.encode_s(1, piece) + cost.decode_s(1, piece)
-        return (Stage(name="exchange", busy_s={Resource.CODEC: codec_s, Resource.INTER: network_s}, latency_s=waits_s),)
-    if N > 1 and used.scheme is Scheme.ALLGATHER:
-        busy_s = {Resource.CODEC: parts.decode_s, Resource.INTER: network_s}
-        return encode, Stage(name="exchange", busy_s=busy_s, latency_s=latency_s + cost.decode_s(1, n))
-    if N > 1 and used.scheme in (Scheme.RING, Scheme.TREE, Scheme.BROADCAST):
-        num_chunks = {Scheme.RING: N, Scheme.TREE: 1 << (N.bit_length() - 1), Scheme.BROADCAST: 1}[used.scheme]
-        num_pieces = math.ceil(wire_bytes / num_chunks / PIECE_BYTES)
-        waits_s = latency_s + min(codec_s, network_s) / num_pieces
-        return (Stage(name="exchange", busy_s={Resource.CODEC: codec_s, Resource.INTER: network_s}, latency_s=waits_s),)
+        return (Stage(name=leg.name, busy_s=both_s, latency_s=waits_s),)
+    if N > 1 and leg.scheme is Scheme.ALLGATHER:
+        busy_s = {Resource.CODEC: decode_s, leg.resource: network_s}
+        return encode, Stage(name=leg.name, busy_s=busy_s, latency_s=latency_s + cost.decode_s(1, n))
+    if N > 1 and leg.scheme in (Scheme.RING, Scheme.TREE, Scheme.BROADCAST):
+        num_chunks = {Scheme.RING: N, Scheme.TREE: 1 << (N.bit_length() - 1), Scheme.BROADCAST: 1}[leg.scheme]
+        num_pieces = math.ceil(leg.wire_bytes / num_chunks / PIECE_BYTES)
+        return (Stage(name=leg.name, busy_s=both_s, latency_s=latency_s + min(codec_s, network_s) / num_pieces),)
     return (
         encode,
-        Stage(name="exchange", busy_s={Resource.INTER: network_s}, latency_s=latency_s),
-        Stage(name="decode", busy_s={Resource.CODEC: parts.decode_s}),
+        Stage(name=leg.name, busy_s={leg.resource: network_s}, latency_s=latency_s),
+        Stage(name="decode", busy_s={Resource.CODEC: decode_s}),
     )
 
 
@@ -256,29 +284,81 @@ class _GroupCost:
 def _group_cost(inputs: StepInputs, group: GroupSize, option: Option) -> _GroupCost:
     """What one rank spends on one group. A world of one sends nothing, so it encodes nothing either."""
     used = option if group.compressible else DENSE
-    wire_bytes = used.codec.payload_bytes(group.numel, group.dense_bytes // group.numel)
-    if inputs.world_size == 1:
-        return _GroupCost(encode_s=0.0, exchange_s=0.0, decode_s=0.0, wire_bytes=wire_bytes)
-    cost = inputs.cost_of(used.codec)
-    N, n = inputs.world_size, group.numel
-    encode_calls, encode_numel, decode_calls, decode_numel = codec_work(used, N, n)
+    item_bytes = group.dense_bytes // group.numel
+    cost, parts = inputs.cost_of(used.codec), legs(used, inputs.network, group.numel, item_bytes)
     return _GroupCost(
-        encode_s=cost.encode_s(encode_calls, encode_numel),
-        exchange_s=exchange_s(
-            used.scheme,
-            num_workers=N,
-            dense_bytes=group.dense_bytes,
-            wire_bytes=wire_bytes,
-            index_bytes=used.codec.index_bytes(group.numel),
-            link=inputs.link,
-        ),
-        decode_s=cost.decode_s(decode_calls, decode_numel),
-        wire_bytes=wire_bytes,
+        encode_s=sum(cost.encode_s(*leg.encode) for leg in parts),
+        exchange_s=sum(leg.link.seconds(leg.hops, leg.num_bytes) for leg in parts),
+        decode_s=sum(cost.decode_s(*leg.decode) for leg in parts),
+        wire_bytes=used.codec.payload_bytes(group.numel, item_bytes),
     )
 
 
-def codec_work(option: Option, N: int, n: int) -> tuple[int, float, int, float]:
-    """Calls and elements that one rank encodes, then decodes, for a group of n elements among N workers."""
+class Leg(NamedTuple):
+    """A group's exchange over one kind of link: all of a flat one, a third of a hierarchical one.
+
+    numel, wire_bytes  of what a rank exchanges here with `num_ranks` - 1 others
+    hops, num_bytes    on `link`
+    encode, decode     calls, and elements that a rank encodes or decodes
+    """
+
+    name: str
+    scheme: Scheme
+    num_ranks: int
+    numel: float
+    wire_bytes: float
+    resource: Resource
+    link: Link
+    hops: float
+    num_bytes: float
+    encode: tuple[float, float]
+    decode: tuple[float, float]
+
+
+def legs(option: Option, network: Network, numel: int, item_bytes: int = 4) -> tuple[Leg, ...]:
+    """How a group of `numel` elements goes through `network` under `option`: one leg, or three if it is hierarchical.
+
+    Codec work between nodes is that of a chunk, an L-th of the group; inside, if compressed, that of the halves of sra.
+    Sums in shared memory are part of what the link inside takes.
+    """
+    codec, n, L = option.codec, network.num_nodes, network.ranks_per_node
+    wire_bytes = codec.payload_bytes(numel, item_bytes)
+    inside, between = network.terms(
+        option.scheme, option.intra, numel * item_bytes, wire_bytes, codec.index_bytes(numel)
+    )
+
+    def exchange(num_ranks: int, numel: float, wire_bytes: float, *, crosses: bool) -> Leg:
+        calls = codec_work(option, num_ranks, numel)
+        hops, num_bytes = between if crosses else inside
+        return Leg(
+            "exchange", option.scheme, num_ranks, numel, wire_bytes, Resource.INTER if crosses else Resource.INTRA,
+            network.between if crosses or network.inside is None else network.inside, hops, num_bytes,
+            calls[:2], calls[2:],
+        )  # fmt: skip
+
+    if network.is_flat(option.intra):
+        return (exchange(network.num_workers, numel, wire_bytes, crosses=n > 1 or L == 1),)
+    link = network.inside
+    assert link is not None
+    is_sra = option.intra is Intra.COMPRESSED
+
+    def half(name: str, encode: tuple[float, float], decode: tuple[float, float]) -> Leg:
+        nothing = (0.0, 0.0)
+        return Leg(
+            name, Scheme.SRA if is_sra else Scheme.DENSE, L, numel, wire_bytes, Resource.INTRA, link,
+            inside[0] / 2, inside[1] / 2, encode if is_sra else nothing, decode if is_sra else nothing,
+        )  # fmt: skip
+
+    foreign = (L - 1.0, (L - 1) * numel / L)
+    reduce = half("reduce", foreign, foreign)
+    share = half("share", (1, numel / L), (L, numel))
+    return reduce, exchange(n, numel / L, wire_bytes / L, crosses=True), share
+
+
+def codec_work(option: Option, N: int, n: float) -> tuple[float, float, float, float]:
+    """Calls and elements that one rank encodes, then decodes, for a group of n elements among N workers; none alone."""
+    if N == 1:
+        return 0, 0, 0, 0
     match option.scheme:
         case Scheme.ALLGATHER:
             return 1, n, N, N * n

@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import GroupPlan, Layer, Plan, Scheme
-from cgx_ray.planner.cost import Link, terms
-from cgx_ray.planner.options import CodecCost, Option, codec_work
+from cgx_ray.planner.cost import Network
+from cgx_ray.planner.options import CodecCost, Option, legs
 
 
 class Group(NamedTuple):
@@ -98,8 +98,7 @@ class Pipeline:
 def group_cost(
     option: Option,
     *,
-    num_workers: int,
-    link: Link,
+    network: Network,
     codec_cost: CodecCost,
     item_bytes: int = 4,
     encodes_on: Literal["backward", "thread"] = "thread",
@@ -115,34 +114,37 @@ def group_cost(
     An element takes the longer of what overlaps (codec and network in sra, decoding and network in allgather); what
     passes until the first piece is there is left out.
     """
-    hops, num_bytes = terms(
-        option.scheme,
-        num_workers,
-        numel * item_bytes,
-        option.codec.payload_bytes(numel, item_bytes),
-        option.codec.index_bytes(numel),
-    )
-    if num_workers == 1:
-        return GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0, network_b_s_per_element=0)
-    encode_calls, encoded, decode_calls, decoded = codec_work(option, num_workers, numel)
-    encode_a_s, encode_b_s = codec_cost.encode_s(encode_calls, 0), codec_cost.encode_s(0, encoded / numel)
-    decode_a_s, decode_b_s = codec_cost.decode_s(decode_calls, 0), codec_cost.decode_s(0, decoded / numel)
-    link_b_s = num_bytes / numel * link.beta_s_per_byte
-    held_up = (encode_a_s, encode_b_s) if encodes_on == "backward" else (0.0, 0.0)
-    encode_a_s, encode_b_s = encode_a_s - held_up[0], encode_b_s - held_up[1]
-    match option.scheme:
-        case Scheme.SRA:
-            network_b_s = max(link_b_s, encode_b_s + decode_b_s)
-        case Scheme.ALLGATHER:
-            network_b_s = encode_b_s + max(link_b_s, decode_b_s)
-        case _:
-            network_b_s = encode_b_s + link_b_s + decode_b_s
+    compute_a = compute_b = network_a = network_b = 0.0
+    for leg in legs(option, network, numel, item_bytes):
+        encode_a_s, decode_a_s = codec_cost.encode_s(leg.encode[0], 0), codec_cost.decode_s(leg.decode[0], 0)
+        encode_b_s, decode_b_s = codec_cost.encode_s(0, leg.encode[1]), codec_cost.decode_s(0, leg.decode[1])
+        if encodes_on == "backward":
+            compute_a, compute_b = compute_a + encode_a_s, compute_b + encode_b_s
+            encode_a_s = encode_b_s = 0.0
+        link_b_s = leg.num_bytes * leg.link.beta_s_per_byte
+        network_a += leg.hops * leg.link.alpha_s + encode_a_s + decode_a_s
+        match leg.scheme:
+            case Scheme.SRA:
+                network_b += max(link_b_s, encode_b_s + decode_b_s)
+            case Scheme.ALLGATHER:
+                network_b += encode_b_s + max(link_b_s, decode_b_s)
+            case _:
+                network_b += encode_b_s + link_b_s + decode_b_s
     return GroupCost(
-        compute_a_s=held_up[0],
-        compute_b_s_per_element=held_up[1],
-        network_a_s=hops * link.alpha_s + encode_a_s + decode_a_s,
-        network_b_s_per_element=network_b_s,
+        compute_a_s=compute_a,
+        compute_b_s_per_element=compute_b / numel,
+        network_a_s=network_a,
+        network_b_s_per_element=network_b / numel,
     )
+
+
+def cheapest(costs: Sequence[GroupCost], numel: int) -> int:
+    """The option, as an index of `costs`, under which a group of `numel` elements takes least time by itself."""
+    totals = [
+        cost.compute_a_s + cost.network_a_s + (cost.compute_b_s_per_element + cost.network_b_s_per_element) * numel
+        for cost in costs
+    ]
+    return totals.index(min(totals))
 
 
 def make_plan_of(
@@ -159,6 +161,7 @@ def make_plan_of(
                 layers=tuple(names[start : group.end]),
                 codec=options[group.option].codec,
                 scheme=options[group.option].scheme,
+                intra=options[group.option].intra,
             )
             for start, group in zip(starts, groups, strict=False)
         ),

@@ -1,0 +1,180 @@
+"""What a plan makes of a step, predicted from what was measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import CodecSpec, GroupPlan, Layer, Plan, Scheme
+from cgx_ray.planner.cost import Network
+from cgx_ray.planner.options import CodecCost, Option, codec_cost_of, efficiency, exchange_stages, legs
+from cgx_ray.planner.timeline import Part, Schedule, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """All that a plan depends on.
+
+    layers       in registration order
+    backward_s   of each layer, in the order of backward, the reverse of `layers`; forward is part of the first
+    codec_costs  by `str(CodecSpec)` or codec name, the former first; "none" is free if left out
+    gain         compression gain by `str(Option)` or `str(CodecSpec)`, the former first; what has none is not chosen
+    """
+
+    layers: tuple[Layer, ...]
+    backward_s: tuple[float, ...]
+    network: Network
+    codec_costs: Mapping[str, CodecCost]
+    gain: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if not self.layers or len(self.layers) != len(self.backward_s):
+            raise ConfigError(
+                f"{len(self.layers)} layers and {len(self.backward_s)} backward times; give one each, for at least one"
+            )
+        for index, seconds in enumerate(self.backward_s):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ConfigError(f"backward_s {index} is {seconds!r}; give finite seconds, 0 or more")
+        for name, gain in self.gain.items():
+            if not (math.isfinite(gain) and gain > 0):
+                raise ConfigError(f"gain of {name} is {gain!r}; a measured gain is finite and more than 0")
+
+    @property
+    def compute_s(self) -> float:
+        """Of a step without any exchange."""
+        return math.fsum(self.backward_s)
+
+    def efficiency(self, option: Option) -> float | None:
+        """Share of a dense step's progress under `option`; None if nobody measured it."""
+        if option.codec.name == "none":
+            return 1.0
+        gain = self.gain.get(str(option), self.gain.get(str(option.codec)))
+        return efficiency(gain) if gain is not None else None
+
+    def cost_of(self, codec: CodecSpec) -> CodecCost:
+        return codec_cost_of(self.codec_costs, codec)
+
+
+class PlannedGroup(NamedTuple):
+    """Layers, by name, that are sent together."""
+
+    layers: tuple[str, ...]
+    numel: int
+    dense_bytes: int
+    option: Option
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer], option: Option) -> PlannedGroup:
+        return cls(
+            tuple(layer.name for layer in layers),
+            sum(layer.numel for layer in layers),
+            sum(layer.dense_bytes for layer in layers),
+            option,
+        )
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.option.codec.payload_bytes(self.numel, self.dense_bytes // self.numel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What groups make of a step.
+
+    schedule    the step as the engine runs it, one group at a time
+    codec_s     encoding and decoding of one rank, hidden or not
+    efficiency  the least of the groups' options: of each step's progress at least this share is kept; None if the gain
+                of one of them is unknown
+    """
+
+    groups: tuple[PlannedGroup, ...]
+    schedule: Schedule
+    compute_s: float
+    codec_s: float
+    efficiency: float | None
+
+    @property
+    def step_s(self) -> float:
+        return self.schedule.finish_s
+
+    @property
+    def score(self) -> float:
+        """Seconds for the progress of a dense step, infinite if the efficiency is unknown. Smaller is better."""
+        return self.step_s / self.efficiency if self.efficiency is not None else math.inf
+
+    @property
+    def bound_by(self) -> Part:
+        return self.schedule.bound_by
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """Those in use, each once, the most used first; dense last."""
+        counts = Counter(group.option for group in self.groups)
+        return tuple(sorted(counts, key=lambda option: (option.scheme is Scheme.DENSE, -counts[option], str(option))))
+
+    def describe(self) -> str:
+        """`"7 groups: 5x qsgd:bits=4,bucket_size=128 over sra, 2x dense"`; the option alone if there is one."""
+        if len(self.options) == 1:
+            return str(self.options[0])
+        counts = Counter(group.option for group in self.groups)
+        return f"{len(self.groups)} groups: " + ", ".join(f"{counts[option]}x {option}" for option in self.options)
+
+    def plan(self, *, version: int, world_size: int) -> Plan:
+        """The plan for ranks."""
+        return Plan(
+            version=version,
+            world_size=world_size,
+            groups=tuple(
+                GroupPlan(
+                    layers=group.layers,
+                    codec=group.option.codec,
+                    scheme=group.option.scheme,
+                    intra=group.option.intra,
+                )
+                for group in self.groups
+            ),
+        )
+
+
+def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
+    """Play a step with `groups`, which hold every layer once. A group is ready when all its layers are."""
+    ready_s = dict(
+        zip((layer.name for layer in reversed(measured.layers)), itertools.accumulate(measured.backward_s), strict=True)
+    )
+    waits_s, passed_s = [], 0.0
+    for group in groups:
+        ready = max(passed_s, *(ready_s[name] for name in group.layers))
+        waits_s.append(ready - passed_s)
+        passed_s = ready
+    stages, codec_s = [], 0.0
+    for group in groups:
+        cost, item_bytes = measured.cost_of(group.option.codec), group.dense_bytes // group.numel
+        stages.append(exchange_stages(group.option, measured.network, cost, group.numel, item_bytes))
+        for leg in legs(group.option, measured.network, group.numel, item_bytes):
+            codec_s += cost.encode_s(*leg.encode) + cost.decode_s(*leg.decode)
+    kept = [measured.efficiency(group.option) for group in groups]
+    known = [share for share in kept if share is not None]
+    return Prediction(
+        groups=tuple(groups),
+        schedule=simulate(waits_s, stages, one_group_at_a_time=True),
+        compute_s=measured.compute_s,
+        codec_s=codec_s,
+        efficiency=min(known) if len(known) == len(kept) else None,
+    )
+
+
+def groups_of(plan: Plan, layers: Iterable[Layer]) -> tuple[PlannedGroup, ...]:
+    """The groups of a plan for `layers`."""
+    by_name = {layer.name: layer for layer in layers}
+    return tuple(
+        PlannedGroup.of(
+            [by_name[name] for name in group.layers],
+            Option(codec=group.codec, scheme=group.scheme, intra=group.intra),
+        )
+        for group in plan.groups
+    )

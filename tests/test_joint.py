@@ -1,0 +1,265 @@
+"""The joint plan: the optimum of step seconds over efficiency, over networks flat and hierarchical."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import CodecSpec, Intra, Layer, Scheme, make_plan
+from cgx_ray.planner.cost import Link, Network, hierarchical_terms, terms
+from cgx_ray.planner.joint import BestPlan, best_plan
+from cgx_ray.planner.models import MODEL_NAMES, load_model
+from cgx_ray.planner.options import DENSE, CodecCost, Option, candidate_options, exchange_stages
+from cgx_ray.planner.pipeline import Group, Pipeline, cheapest, group_cost
+from cgx_ray.planner.prediction import Measured, groups_of, predict
+from cgx_ray.planner.strategies import named_strategies
+from cgx_ray.planner.timeline import Resource
+
+ROUNDING = 1e-9
+DENSITIES = (0.1, 0.01)
+OPTIONS = candidate_options(DENSITIES)
+QSGD = Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
+TOPK = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER)
+COST = CodecCost(encode_a_s=3e-5, encode_b_s_per_element=5e-10, decode_a_s=1e-5, decode_b_s_per_element=2e-10)
+COSTS = {"bf16": COST, "qsgd": COST, "topk": COST}
+GAIN = {"bf16": 1.0, str(QSGD.codec): 0.98, "topk:density=0.1": 0.7, "topk:density=0.01": 0.4}
+
+
+def network(gbps: float, *, num_nodes: int = 8, ranks_per_node: int = 1, latency_ms: float = 0.1) -> Network:
+    return Network(
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        between=Link.from_rates(bandwidth_gbps=gbps, latency_ms=latency_ms),
+        inside=Link.from_rates(bandwidth_gbps=80, latency_ms=0.005),
+    )
+
+
+def measured(layers: tuple[Layer, ...], backward_s: tuple[float, ...], net: Network, **changes: object) -> Measured:
+    given = {"layers": layers, "backward_s": backward_s, "network": net, "codec_costs": COSTS, "gain": GAIN}
+    return Measured(**{**given, **changes})
+
+
+def of_model(model: str, net: Network, compute_s: float = 0.3) -> Measured:
+    description = load_model(model)
+    return measured(description.layers, description.backward_s(compute_s), net)
+
+
+def finish_s(run: Measured, numels: list[int], backward_s: list[float], groups: list[tuple[int, Option]]) -> float:
+    """By `Pipeline`, of groups (end, option) of float32 layers."""
+    used = list(dict.fromkeys(option for _, option in groups))
+    costs = [group_cost(option, network=run.network, codec_cost=run.cost_of(option.codec)) for option in used]
+    pipeline = Pipeline(backward_s=tuple(backward_s), numel=tuple(numels), costs=tuple(costs))
+    return pipeline.finish_s([Group(end, used.index(option)) for end, option in groups])
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_joint_plan_equals_brute_force_over_all_groupings_options_and_gains(ranks_per_node: int) -> None:
+    """Every plan scored by itself: its finish over the least efficiency that it uses."""
+    rng = random.Random(ranks_per_node)
+    for case in range(12):
+        num_layers = rng.randint(1, 4)
+        layers = tuple(
+            Layer(name=f"l{index}", numel=int(10 ** rng.uniform(4, 7)), ndim=2) for index in range(num_layers)
+        )
+        backward_s = tuple(rng.expovariate(20) for _ in layers)
+        net = network(10 ** rng.uniform(-1, 2), num_nodes=rng.choice((2, 5)), ranks_per_node=ranks_per_node)
+        gain = {name: rng.uniform(0.3, 1.3) for name in GAIN}
+        run = measured(layers, backward_s, net, gain=gain)
+        options = [DENSE, *rng.sample(OPTIONS[1:], 5)]
+        numels = [layer.numel for layer in reversed(layers)]
+        scores = {}
+        for cuts in itertools.product((False, True), repeat=num_layers - 1):
+            ends = [end for end, is_end in enumerate((*cuts, True), start=1) if is_end]
+            for chosen in itertools.product(options, repeat=len(ends)):
+                groups = list(zip(ends, chosen, strict=True))
+                kept = min(run.efficiency(option) or 0 for option in chosen)
+                scores[tuple(groups)] = finish_s(run, numels, list(backward_s), groups) / kept
+        found = best_plan(run, options, max_gap=0)
+        least, ours = min(scores.values()), _pipeline_score(run, found)
+        if found.best.groups != found.dense.groups:
+            assert ours == pytest.approx(least, rel=ROUNDING), (case, ours, least, found.best.describe())
+            assert found.gap <= ROUNDING, (case, found.gap)
+        assert ours * (1 - found.gap) <= least * (1 + ROUNDING), (case, ours, found.gap, least)
+
+
+@pytest.mark.parametrize("model", MODEL_NAMES)
+def test_joint_plan_is_behind_neither_dense_nor_a_named_strategy_on_a_model(model: str) -> None:
+    """Large layers only, as the strategies know no layers that stay dense."""
+    description = load_model(model)
+    backward_s = description.backward_s(0.2)
+    large = [
+        (layer, s) for layer, s in zip(reversed(description.layers), backward_s, strict=True) if not layer.is_small
+    ]
+    layers = tuple(layer for layer, _ in reversed(large))
+    for net in (network(1), network(25, ranks_per_node=8)):
+        run = measured(layers, tuple(s for _, s in large), net)
+        found = best_plan(run, (QSGD, TOPK))
+        assert found.gap <= 0.01, found.gap
+        assert found.best.score <= found.dense.score
+        options = (DENSE, QSGD, TOPK)
+        pipeline = Pipeline(
+            backward_s=run.backward_s,
+            numel=tuple(layer.numel for layer in reversed(layers)),
+            costs=tuple(group_cost(o, network=net, codec_cost=run.cost_of(o.codec)) for o in options),
+        )
+        for name, groups in named_strategies(pipeline, dense=0, compressing=(1, 2), offloaded={}).items():
+            kept = min(run.efficiency(options[group.option]) or 0 for group in groups)
+            assert _pipeline_score(run, found) <= pipeline.finish_s(groups) / kept * (1 + 0.001), name
+
+
+def _pipeline_score(run: Measured, found: BestPlan) -> float:
+    ends = itertools.accumulate(len(group.layers) for group in found.best.groups)
+    groups = [(end, group.option) for end, group in zip(ends, found.best.groups, strict=True)]
+    numels = [layer.numel for layer in reversed(run.layers)]
+    assert found.best.efficiency is not None
+    return finish_s(run, numels, list(run.backward_s), groups) / found.best.efficiency
+
+
+def test_small_layers_and_those_of_another_dtype_are_sent_after_the_others_uncompressed() -> None:
+    layers = (
+        Layer(name="embed", numel=4_000_000, ndim=2),
+        Layer(name="half", numel=500_000, ndim=2, dtype="bfloat16"),
+        Layer(name="bias", numel=4_000, ndim=1),
+        Layer(name="head", numel=4_000_000, ndim=2),
+    )
+    run = measured(layers, (0.01, 0.0, 0.0, 0.01), network(0.1))
+    found = best_plan(run, OPTIONS)
+    plan = found.best.plan(version=3, world_size=8)
+    plan.check(layers, 8)
+    assert [group.layers for group in plan.groups][-2:] == [("bias",), ("half",)]
+    assert {group.codec.name for group in plan.groups[-2:]} == {"none"}
+    assert all(group.codec.name != "none" for group in plan.groups[:-2]), found.best.describe()
+    assert groups_of(plan, layers) == found.best.groups
+    fast = best_plan(measured(layers, (1, 1, 1, 1), network(100)), OPTIONS).best.plan(version=0, world_size=8)
+    assert sum(len(group.layers) for group in fast.groups) == 4
+
+
+def test_a_group_is_ready_with_its_last_layer_and_the_step_lasts_at_least_its_compute() -> None:
+    layers = tuple(Layer(name=name, numel=10_000, ndim=2) for name in "abc")
+    run = measured(layers, (1.0, 2.0, 3.0), network(1))
+    plan = make_plan(layers, version=0, world_size=8, group_bytes=1)
+    backward = [
+        span.end_s for span in predict(run, groups_of(plan, layers)).schedule.spans if span.stage.name == "backward"
+    ]
+    assert backward == [1, 3, 6]
+    swapped = groups_of(plan, layers)[::-1]
+    found = predict(run, swapped)
+    assert [span.end_s for span in found.schedule.spans if span.stage.name == "backward"] == [6, 6, 6]
+    assert found.step_s > 6
+
+
+def test_on_a_fast_network_nothing_is_compressed_and_the_answer_says_that_compute_is_the_bound() -> None:
+    found = best_plan(of_model("resnet50", network(400, latency_ms=0.001)), OPTIONS)
+    assert found.is_compute_bound
+    assert found.best.efficiency == 1
+    slow = best_plan(of_model("resnet50", network(0.1)), OPTIONS)
+    assert not slow.is_compute_bound
+    assert slow.dense.bound_by == "bandwidth"
+    assert slow.speedup > 5, slow.speedup
+
+
+def test_options_of_unknown_or_too_little_gain_are_left_out_and_one_worker_stays_dense() -> None:
+    run = of_model("alexnet", network(0.1))
+    kept = best_plan(run, OPTIONS, min_gain=0.9).best
+    assert {option.codec.name for option in kept.options} <= {"none", "bf16", "qsgd"}
+    unknown = measured(run.layers, run.backward_s, run.network, gain={})
+    assert best_plan(unknown, OPTIONS).best.efficiency == 1
+    alone = best_plan(of_model("alexnet", network(0.1, num_nodes=1)), OPTIONS)
+    assert (alone.best.describe(), alone.best.step_s) == ("dense", pytest.approx(0.3))
+
+
+def test_16384_workers_are_planned_and_hierarchies_spare_the_nodes_cards() -> None:
+    found = best_plan(of_model("resnet101", network(25, num_nodes=2048, ranks_per_node=8)), OPTIONS)
+    assert found.gap <= 0.01
+    assert {option.intra for option in found.best.options} != {Intra.FLAT}, found.best.describe()
+
+
+def test_a_layer_that_a_message_has_no_room_for_is_not_compressed_and_long_groups_are_cut() -> None:
+    """A payload has less than 4 GiB: 8.09e9 elements of qsgd 4/128, 17/32 byte each."""
+    layers = tuple(Layer(name=name, numel=5 * 10**9, ndim=2) for name in "ab")
+    run = measured(layers, (0.0, 0.0), network(0.1))
+    assert [group.layers for group in best_plan(run, (QSGD,)).best.groups] == [("b",), ("a",)]
+    assert TOPK not in best_plan(run, (TOPK,)).best.options
+    layers = (Layer(name="a", numel=9 * 10**9, ndim=2),)
+    assert best_plan(measured(layers, (0.0,), network(0.1)), (QSGD,)).best.describe() == "dense"
+
+
+def test_terms_of_a_network_with_one_rank_a_node_are_the_flat_ones_and_of_one_node_all_inside() -> None:
+    for scheme in Scheme:
+        flat = network(1).terms(scheme, Intra.FLAT, 4e6, 1e6, 1e5)
+        assert flat == network(1).terms(scheme, Intra.DENSE, 4e6, 1e6, 1e5) == ((0, 0), terms(scheme, 8, 4e6, 1e6, 1e5))
+        one_node = network(1, num_nodes=1, ranks_per_node=8)
+        assert one_node.terms(scheme, Intra.FLAT, 4e6, 1e6, 1e5) == (flat[1], (0, 0))
+        several = network(1, num_nodes=2, ranks_per_node=4)
+        expected = hierarchical_terms(
+            scheme, Intra.DENSE, num_nodes=2, ranks_per_node=4, dense_bytes=4e6, wire_bytes=1e6, index_bytes=1e5
+        )
+        assert several.terms(scheme, Intra.DENSE, 4e6, 1e6, 1e5) == expected
+    # sra among 8: each node's 4 ranks send 4/7 of their bytes to the other node.
+    assert several.terms(Scheme.SRA, Intra.FLAT, 4e6, 1e6)[1] == (2, pytest.approx(4 * 4 / 7 * 2 * 7 / 8 * 1e6))
+    assert several.terms(Scheme.DENSE, Intra.FLAT, 4e6, 1e6)[1] == (14, pytest.approx(2 * 7 / 8 * 4e6))
+
+
+def test_a_hierarchical_group_is_summed_inside_exchanged_between_and_shared_inside() -> None:
+    """qsgd 4/128 over sra, 2 nodes of 4: inside 2 x 3/4 of the group, between 17/32 byte an element once."""
+    numel = 1 << 20
+    net = network(1, num_nodes=2, ranks_per_node=4)
+    stages = {
+        intra: exchange_stages(Option(codec=QSGD.codec, scheme=Scheme.SRA, intra=intra), net, COST, numel)
+        for intra in (Intra.DENSE, Intra.COMPRESSED)
+    }
+    inside_bytes = {Intra.DENSE: 4 * numel, Intra.COMPRESSED: numel * 17 / 32}
+    for intra, parts in stages.items():
+        intra_s = sum(stage.busy_s.get(Resource.INTRA, 0) for stage in parts)
+        inter_s = sum(stage.busy_s.get(Resource.INTER, 0) for stage in parts)
+        assert intra_s == pytest.approx(2 * 3 / 4 * inside_bytes[intra] * 1e-10)
+        assert inter_s == pytest.approx(numel * 17 / 32 * 8e-9)
+    coded_s = {intra: sum(s.busy_s.get(Resource.CODEC, 0) for s in parts) for intra, parts in stages.items()}
+    # Between nodes 2 + 3 calls on a quarter of the group; inside 4 + 7 calls on all of it.
+    between_s = 2 * 3e-5 + 3 * 1e-5 + numel / 4 * (5e-10 + 1.5 * 2e-10)
+    assert coded_s[Intra.DENSE] == pytest.approx(between_s)
+    assert coded_s[Intra.COMPRESSED] == pytest.approx(between_s + 4 * 3e-5 + 7 * 1e-5 + numel * (5e-10 + 1.75 * 2e-10))
+
+
+def test_the_cheapest_option_for_a_group_is_the_one_of_least_latency_then_the_one_of_fewest_bytes() -> None:
+    net = network(1, latency_ms=1)
+    costs = [group_cost(option, network=net, codec_cost=COST) for option in (DENSE, QSGD)]
+    assert cheapest(costs[::-1], 1) == cheapest([costs[1], costs[0]], 10**8) == 0
+    tiny = [group_cost(option, network=network(1e4, latency_ms=0), codec_cost=COST) for option in (DENSE, QSGD)]
+    assert cheapest(tiny, 10) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": (), "backward_s": ()}, "0 layers"),
+        ({"backward_s": (1.0, 2.0)}, "1 layers and 2 backward times"),
+        ({"backward_s": (math.nan,)}, "backward_s 0 is nan"),
+        ({"gain": {"bf16": 0.0}}, "gain of bf16"),
+    ],
+)
+def test_impossible_measurements_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        measured(**{"layers": (Layer(name="a", numel=1, ndim=2),), "backward_s": (0.0,), "net": network(1), **changes})
+
+
+def test_impossible_networks_and_unknown_codecs_are_refused() -> None:
+    for bandwidth_gbps, latency_ms in ((0, 1), (-1, 1), (math.nan, 1), (1, math.nan), (1, None)):
+        with pytest.raises(ConfigError, match="is not allowed; give"):
+            Link.from_rates(bandwidth_gbps=bandwidth_gbps, latency_ms=latency_ms)
+    link = Link.from_rates(bandwidth_gbps=1, latency_ms=1)
+    with pytest.raises(ConfigError, match="num_nodes 0"):
+        Network.flat(0, link)
+    with pytest.raises(ConfigError, match="no link inside"):
+        Network(num_nodes=2, ranks_per_node=2, between=link)
+    with pytest.raises(ConfigError, match="link 'between' is None"):
+        Network.flat(2, None)
+    run = measured((Layer(name="a", numel=10**6, ndim=2),), (0.0,), network(1), codec_costs={})
+    with pytest.raises(ConfigError, match="no measured time for codec qsgd"):
+        best_plan(run, (QSGD,))
+    with pytest.raises(ConfigError, match="min_gain 2"):
+        best_plan(run, (), min_gain=2)
