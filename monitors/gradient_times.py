@@ -34,7 +34,7 @@ def measure_ready_s(
     clock = _CudaClock() if next(iter(trained.values())).is_cuda else _HostClock()
     times_s: dict[str, list[float]] = defaultdict(list)
     handles = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: clock.mark(name))  # type: ignore[misc]
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: clock.mark(name))
         for name, parameter in trained.items()
     ]
     try:
