@@ -93,7 +93,10 @@ def _draw_step(axes: Axes, name: str, step: Prediction, lanes: Sequence[Resource
     axes.set_yticks(range(len(lanes)), [_LANES[lane] for lane in lanes])
     axes.set_ylim(len(lanes) - 0.45, -0.55)
     axes.set_title(
-        f"{name}: {end_ms:.4g} ms, bound by {step.bound_by}; {step.describe()}", loc="left", fontsize=10, color=_INK
+        f"{name}: {end_ms:.4g} ms, bound by {step.bound_by}" + (f"; {step.describe()}" if name == "planned" else ""),
+        loc="left",
+        fontsize=10,
+        color=_INK,
     )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -130,23 +133,23 @@ def _draw_sweep(axes: Axes, sweep: Sweep, points: Sequence[BestPlan], colors: Ma
     """Step time, dense, planned and without any exchange, and along the bottom what most of the plan's bytes use."""
     values, middle = list(sweep.values), len(sweep.values) // 2
     lines = (
-        ("dense", [1e3 * point.dense.step_s for point in points], _DENSE, "-"),
-        ("planned", [1e3 * point.best.step_s for point in points], _PALETTE[0], "-"),
-        ("compute alone", [1e3 * point.dense.compute_s for point in points], _COMPUTE, "--"),
+        ("dense", [1e3 * point.dense.step_s for point in points], _DENSE, "-", 5),
+        ("planned", [1e3 * point.best.step_s for point in points], _PALETTE[0], "-", 5),
+        ("compute alone", [1e3 * point.dense.compute_s for point in points], _COMPUTE, "--", -14),
     )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for name, step_ms, color, style in lines:
-        axes.plot(values, step_ms, style, color=color, linewidth=2.2, label=name)
-        axes.annotate(
-            name, (values[middle], step_ms[middle]), (4, 5), textcoords="offset points", color=color, fontweight="bold"
-        )
+    for name, step_ms, color, style, label_pt in lines:
+        axes.plot(values, step_ms, style, color=color, linewidth=2.2)
+        at = (values[middle], step_ms[middle])
+        axes.annotate(name, at, (4, label_pt), textcoords="offset points", color=color, fontweight="bold")
     axes.fill_between(values, lines[1][1], lines[0][1], color=_PALETTE[0], alpha=0.08, linewidth=0)
     low, high = axes.get_ylim()
     axes.set_ylim(low / (high / low) ** 0.16, high * (high / low) ** 0.05)
     edges = [values[0], *(math.sqrt(a * b) for a, b in itertools.pairwise(values)), values[-1]]
     for index, point in enumerate(points):
         axes.axvspan(edges[index], edges[index + 1], 0, 0.07, color=colors[str(main_option(point.best))], linewidth=0)
+    axes.text(0.006, 0.033, "most of the plan", transform=axes.transAxes, color="white", fontsize=8, va="center")
     axes.set_xlim(values[0], values[-1])
     axes.set_xlabel(f"{sweep.name}, {sweep.unit}" if sweep.name != "workers" else "workers")
     axes.set_ylabel("milliseconds a step")
