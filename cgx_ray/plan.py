@@ -219,12 +219,18 @@ class Plan:
                 )
 
     def describe(self) -> str:
-        """`"qsgd:bits=4,bucket_size=128 over sra, dense inside nodes"`: what most of the layers use."""
-        kinds = [(group.codec, group.scheme, group.intra) for group in self.groups]
-        kinds = [kind for kind in kinds if kind[1] is not Scheme.DENSE] or kinds
+        """`"qsgd:bits=4,bucket_size=128 over sra, dense inside nodes"`: what most of the groups that compress use.
+
+        If others compress in other ways, it says how many ways: `"... over sra and 1 other"`.
+        """
+        every = [(group.codec, group.scheme, group.intra) for group in self.groups]
+        compressed = [kind for kind in every if kind[0] != NONE]
+        kinds = compressed or [kind for kind in every if kind[1] is not Scheme.DENSE] or every
         codec, scheme, intra = max(dict.fromkeys(kinds), key=kinds.count, default=(NONE, Scheme.DENSE, Intra.FLAT))
         text = "dense" if scheme is Scheme.DENSE else f"{codec} over {scheme}"
-        return text if intra is Intra.FLAT else f"{text}, {intra} inside nodes"
+        text = text if intra is Intra.FLAT else f"{text}, {intra} inside nodes"
+        others = len(set(compressed)) - 1
+        return f"{text} and {others} other{'s' if others > 1 else ''}" if others > 0 else text
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

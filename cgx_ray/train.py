@@ -122,9 +122,7 @@ def _start_controller(settings: Settings, facts: RunFacts, history: History | No
 def _policy(settings: Settings) -> Policy:
     if settings.policy == "static":
         return StaticPolicy()
-    return AdaptivePolicy(
-        candidate_options(settings.densities), min_gain=settings.min_gain, group_bytes=settings.group_bytes
-    )
+    return AdaptivePolicy(candidate_options(settings.densities), min_gain=settings.min_gain)
 
 
 def _start_agents(facts: RunFacts, controller: Any) -> dict[str, Any]:

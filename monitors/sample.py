@@ -59,6 +59,7 @@ class StepSample:
     lag_s      by rank, from when this rank sent its agreement to when the other's came, by this rank's clock; so what
                two ranks have of each other adds up to a round trip, whichever of them was late and whatever their
                clocks say. Empty without a mesh.
+    num_local  ranks that share memory, this one among them
     """
 
     rank: int
@@ -80,6 +81,7 @@ class StepSample:
     bursts: tuple[Burst, ...] = ()
     rate_from: tuple[float, ...] = ()
     lag_s: tuple[float, ...] = ()
+    num_local: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

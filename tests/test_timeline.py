@@ -11,7 +11,7 @@ from plans import random_pipeline
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import DENSE, CodecCost, GroupSize, Option, StepInputs, option_stages
+from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option, exchange_stages
 from cgx_ray.planner.pipeline import Group
 from cgx_ray.planner.timeline import Resource, Stage, predict_step, simulate
 
@@ -133,15 +133,8 @@ COST = CodecCost(encode_a_s=1e-6, encode_b_s_per_element=1e-9, decode_a_s=5e-7, 
 
 
 def stages_of(option: Option, numel: int, world_size: int = 4) -> tuple[Stage, ...]:
-    inputs = StepInputs(
-        network=Network.flat(world_size, Link.from_rates(bandwidth_gbps=2, latency_ms=1)),
-        groups=((numel, 4 * numel, True),),
-        ready_s=(0.0,),
-        compute_s=0,
-        codec_costs={option.codec.name: COST},
-        gain={},
-    )
-    return option_stages(inputs, GroupSize(numel, 4 * numel, True), option)
+    network = Network.flat(world_size, Link.from_rates(bandwidth_gbps=2, latency_ms=1))
+    return exchange_stages(option, network, COST if option != DENSE else FREE, numel)
 
 
 def test_sra_lasts_as_long_as_codec_or_network_and_a_piece_more() -> None:

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from cgx_ray.control.journal import Journal
-from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Policy, Replace, View, next_plan, option_of
+from cgx_ray.control.measured import (
+    compressing,
+    describe_measured,
+    describe_plan,
+    is_dense,
+    layer_times,
+    network_of,
+    slowed,
+)
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Policy, Replace, View
 from cgx_ray.control.view import JoinedStep, StepBook
 from cgx_ray.monitors.changes import SlowRanks
 from cgx_ray.monitors.passive import PassiveLink
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
-from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import DENSE, CodecCost, GroupSize, Option, StepInputs, estimate
+from cgx_ray.plan import Layer, Plan, make_plan
+from cgx_ray.planner.cost import Link
+from cgx_ray.planner.options import CodecCost, Option
+from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
 # Steps of a plan before it is judged; the first one still has cold buffers.
 WARM_UP_STEPS = 1
@@ -56,7 +65,7 @@ class _Trial:
     """A decision whose prediction has not met reality yet."""
 
     decision: Decision
-    option: Option
+    options: frozenset[Option]
     steps: list[JoinedStep]
 
 
@@ -91,7 +100,6 @@ class ControlLoop:
             self.plans.append(replace(first_plan, version=version))
         self.is_registered = True
         self.layers = tuple(layers)
-        self._layout = _layout(self.layers, self._group_bytes)
         self._codec_costs = dict(codec_costs)
         self._codec_slowdown = 1.0
         self._book = StepBook(first_plan.world_size)
@@ -101,7 +109,8 @@ class ControlLoop:
         self._probed_s = DEFAULT_LATENCY_S
         self._probed_of_node: dict[str, float] = {}
         self._gain: dict[str, float] = {}
-        self._decided: StepInputs | None = None
+        self._decided: Measured | None = None
+        self._first_step: int | None = None
         self._decided_step = 0
         self._trial: _Trial | None = None
         self._predicted_s: float | None = None
@@ -128,6 +137,7 @@ class ControlLoop:
             self._gain.update({codec: gain for codec, gain in step.gain.items() if gain > 0})
             if step.plan_version != self.plans[-1].version:
                 continue
+            self._first_step = step.step if self._first_step is None else self._first_step
             self._recent = [one for one in self._recent if one.plan_version == step.plan_version][1 - LINK_STEPS :]
             self._recent.append(step)
             decision = self._judge(step, sample.time_s) or self._decide(step, sample.time_s)
@@ -150,49 +160,46 @@ class ControlLoop:
         )
 
     def _decide(self, step: JoinedStep, now_s: float) -> Decision | None:
-        inputs = self._inputs()
-        cause = self._cause(step, inputs) if inputs is not None else None
-        if inputs is None or cause is None:
+        measured = self._measured()
+        cause = self._cause(step, measured) if measured is not None else None
+        if measured is None or cause is None:
             return None
         self._banned = {option: until for option, until in self._banned.items() if until > step.step}
-        view = View(
-            cause=cause,
-            layers=self.layers,
-            plan=self.plans[-1],
-            inputs=inputs,
-            banned=frozenset(self._banned),
+        decision = self._policy.decide(
+            View(cause=cause, plan=self.plans[-1], measured=measured, banned=frozenset(self._banned))
         )
-        decision = self._policy.decide(view)
-        in_use = option_of(self.plans[-1])
-        if isinstance(decision, Replace) and self._gain_fell(inputs, in_use):
+        if isinstance(decision, Replace):
             # Its gain is only known while it is used: unused, the estimate would bring it straight back.
-            self._banned[in_use] = step.step + BAN_STEPS
+            self._banned |= dict.fromkeys(self._fallen(measured), step.step + BAN_STEPS)
         if decision is not None:
-            self._act(decision, step, inputs, now_s)
+            self._act(decision, step, measured, now_s)
         return decision
 
-    def _act(self, decision: Decision, step: JoinedStep, inputs: StepInputs, now_s: float) -> None:
+    def _act(self, decision: Decision, step: JoinedStep, measured: Measured, now_s: float) -> None:
         old = self.plans[-1]
-        if option_of(old) == DENSE:
-            self._dense_s = (median(one.step_s for one in self._recent), inputs.network.between.beta_s_per_byte)
+        # The first step has cold buffers and caches.
+        warm = [one.step_s for one in self._recent if one.step != self._first_step]
+        if is_dense(old) and warm:
+            self._dense_s = (median(warm), measured.network.between.beta_s_per_byte)
         if not isinstance(decision, Keep):
             self.plans.append(decision.plan)
         new = self.plans[-1]
-        self._decided, self._decided_step = inputs, step.step
+        self._decided, self._decided_step = measured, step.step
         self._predicted_s = decision.predicted.step_s
-        self._trial = _Trial(decision=decision, option=option_of(new), steps=[])
+        self._trial = _Trial(decision=decision, options=compressing(new), steps=[])
         self._journal.write(
             {
                 "event": "decision",
                 "time": now_s,
                 "step": step.step,
                 "kind": type(decision).__name__.lower(),
-                "old": {"version": old.version, "plan": old.describe()},
-                "new": {"version": new.version, "plan": new.describe()},
+                "old": describe_plan(old),
+                "new": describe_plan(new),
                 "reason": decision.reason,
-                "inputs": describe_inputs(inputs),
+                "inputs": describe_measured(measured),
                 "predicted_step_s": decision.predicted.step_s,
-                "predicted_dense_s": estimate(inputs, DENSE).step_s,
+                "predicted_dense_s": decision.dense_s,
+                "bound_by": decision.predicted.bound_by,
             }
         )
 
@@ -219,7 +226,7 @@ class ControlLoop:
                 "measured_step_s": measured_s,
             }
         )
-        if trial.option == DENSE:
+        if not trial.options:
             return None
         if predicted.codec_s > 0:
             measured_codec_s = median(one.codec_s for one in judged)
@@ -227,100 +234,82 @@ class ControlLoop:
         return self._keep_promise(trial, step, measured_s, now_s)
 
     def _keep_promise(self, trial: _Trial, step: JoinedStep, measured_s: float, now_s: float) -> Decision | None:
-        inputs = self._inputs()
-        if inputs is None:
+        measured = self._measured()
+        if measured is None:
             return None
-        dense_s, source = estimate(inputs, DENSE).step_s, "is predicted to take"
+        plan, dense = self._dense_plan(measured)
+        dense_s, source = dense.step_s, "is predicted to take"
         if self._dense_s is not None:
             seconds, beta = self._dense_s
-            if 1 / LINK_CHANGE < inputs.network.between.beta_s_per_byte / beta < LINK_CHANGE:
+            if 1 / LINK_CHANGE < measured.network.between.beta_s_per_byte / beta < LINK_CHANGE:
                 dense_s, source = seconds, "took"
         if measured_s <= MAX_SLOWDOWN * dense_s:
             return None
-        self._banned[trial.option] = step.step + BAN_STEPS
+        self._banned |= dict.fromkeys(trial.options, step.step + BAN_STEPS)
         decision = Disable(
-            plan=next_plan(self.plans[-1], self.layers, DENSE, self._group_bytes),
-            reason=f"{trial.option} took {measured_s:.3f} s a step, dense {source} {dense_s:.3f} s on this network; "
-            f"not tried again for {BAN_STEPS} steps",
-            predicted=estimate(inputs, DENSE),
+            plan=plan,
+            reason=f"{trial.decision.predicted.describe()} took {measured_s:.3f} s a step, dense {source} "
+            f"{dense_s:.3f} s on this network; its options are not tried again for {BAN_STEPS} steps",
+            predicted=dense,
+            dense_s=dense.step_s,
         )
-        self._act(decision, step, inputs, now_s)
+        self._act(decision, step, measured, now_s)
         return decision
 
-    def _cause(self, step: JoinedStep, inputs: StepInputs) -> str | None:
+    def _dense_plan(self, measured: Measured) -> tuple[Plan, Prediction]:
+        """The last dense plan, whose steps were measured, under the next version."""
+        version, last = self.plans[-1].version + 1, next((p for p in reversed(self.plans) if is_dense(p)), None)
+        if last is None or last.world_size != self.plans[-1].world_size:
+            world_size = self.plans[-1].world_size
+            last = make_plan(self.layers, version=version, world_size=world_size, group_bytes=self._group_bytes)
+        return replace(last, version=version), predict(measured, groups_of(last, self.layers))
+
+    def _cause(self, step: JoinedStep, measured: Measured) -> str | None:
         """Why to decide now, or None."""
         if self._trial is not None:
             return None
         if self._decided is None:
             return "first measurements"
-        old_s, new_s = self._decided.network.between.alpha_s, inputs.network.between.alpha_s
+        old_s, new_s = self._decided.network.between.alpha_s, measured.network.between.alpha_s
         if _latency_moved(old_s, new_s):
             return f"latency {old_s * 1e3:.1f} -> {new_s * 1e3:.1f} ms"
-        old, new = self._decided.network.between.bandwidth_gbps, inputs.network.between.bandwidth_gbps
+        old, new = self._decided.network.between.bandwidth_gbps, measured.network.between.bandwidth_gbps
         if not 1 / LINK_CHANGE < new / old < LINK_CHANGE:
             return f"bandwidth {_rate(old)} -> {_rate(new)}"
-        in_use = option_of(self.plans[-1])
-        if self._gain_fell(inputs, in_use):
-            codec = str(in_use.codec)
-            return f"gain of {codec} {self._decided.gain[codec]:.2f} -> {inputs.gain[codec]:.2f}"
+        for option in self._fallen(measured):
+            codec = str(option.codec)
+            return f"gain of {codec} {self._decided.gain[codec]:.2f} -> {measured.gain[codec]:.2f}"
         if step.step - self._decided_step >= REVIEW_STEPS:
             return f"{REVIEW_STEPS} steps since the last look"
         return None
 
-    def _gain_fell(self, inputs: StepInputs, option: Option) -> bool:
-        """The codec keeps a good deal less of the gradient than when it was chosen."""
-        before = self._decided.gain.get(str(option.codec)) if self._decided is not None else None
-        now = inputs.gain.get(str(option.codec))
-        return before is not None and now is not None and now < (1 - GAIN_CHANGE) * before
+    def _fallen(self, measured: Measured) -> list[Option]:
+        """Options in use whose codec keeps a good deal less of the gradient than when the plan was chosen."""
+        before = self._decided.gain if self._decided is not None else {}
+        return [
+            option
+            for option in sorted(compressing(self.plans[-1]), key=str)
+            if (codec := str(option.codec)) in before
+            and codec in measured.gain
+            and measured.gain[codec] < (1 - GAIN_CHANGE) * before[codec]
+        ]
 
-    def _inputs(self) -> StepInputs | None:
+    def _measured(self) -> Measured | None:
         """What is known now, in the planner's terms; None while something is missing."""
         recent, rate, latency = self._recent, self._link.bandwidth, self._link.latency_s
         if len(recent) < LINK_STEPS or rate is None or not self._gain:
             return None
-        alpha_s = latency.value if latency is not None else self._probed_s
-        planned = self.plans[-1].groups
-        measured = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
-        ready_s = {name: ready for group, ready in zip(planned, measured, strict=True) for name in group.layers}
-        return StepInputs(
-            network=Network.flat(self.plans[-1].world_size, Link(alpha_s=alpha_s, beta_s_per_byte=1 / rate.value)),
-            groups=tuple(size for size, _ in self._layout),
-            ready_s=tuple(max(ready_s[name] for name in names) for _, names in self._layout),
-            compute_s=median(one.compute_s for one in recent),
-            codec_costs={name: _slowed(cost, self._codec_slowdown) for name, cost in self._codec_costs.items()},
+        between = Link(alpha_s=latency.value if latency is not None else self._probed_s, beta_s_per_byte=1 / rate.value)
+        ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
+        backward_s = layer_times(self.layers, self.plans[-1], ready_s)
+        return Measured(
+            layers=self.layers,
+            backward_s=backward_s,
+            after_s=max(0.0, median(one.compute_s for one in recent) - sum(backward_s)),
+            network=network_of(self.plans[-1].world_size, recent[-1].num_local, between),
+            codec_costs={name: slowed(cost, self._codec_slowdown) for name, cost in self._codec_costs.items()},
             gain=dict(self._gain),
         )
-
-
-def describe_inputs(inputs: StepInputs) -> dict[str, Any]:
-    """The inputs of a decision as they are journalled."""
-    return {
-        "world_size": inputs.network.num_workers,
-        "bandwidth_gbps": inputs.network.between.bandwidth_gbps,
-        "latency_ms": inputs.network.between.alpha_s * 1e3,
-        "compute_s": inputs.compute_s,
-        "num_groups": len(inputs.groups),
-        "dense_bytes": sum(group.dense_bytes for group in inputs.groups),
-        "gain": dict(inputs.gain),
-    }
-
-
-def _layout(layers: Sequence[Layer], group_bytes: int) -> list[tuple[GroupSize, tuple[str, ...]]]:
-    """Groups of every plan that compresses, whatever the codec: sizes and names of their layers."""
-    by_name = {layer.name: layer for layer in layers}
-    plan = make_plan(
-        layers, version=0, world_size=1, codec=CodecSpec(name="bf16"), scheme=Scheme.SRA, group_bytes=group_bytes
-    )
-    sizes = []
-    for group in plan.groups:
-        members = [by_name[name] for name in group.layers]
-        numel, dense_bytes = sum(layer.numel for layer in members), sum(layer.dense_bytes for layer in members)
-        sizes.append((GroupSize(numel, dense_bytes, group.scheme is not Scheme.DENSE), group.layers))
-    return sizes
-
-
-def _slowed(cost: CodecCost, factor: float) -> CodecCost:
-    return CodecCost(**{name: getattr(cost, name) * factor for name in CodecCost.__slots__})
 
 
 def _latency_moved(old_s: float, new_s: float) -> bool:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cgx_ray.plan import Layer, Plan, Scheme, make_plan
-from cgx_ray.planner.options import DENSE, Estimate, Option, StepInputs, choose, estimate
+from cgx_ray.plan import Plan
+from cgx_ray.planner.joint import BestPlan, best_plan
+from cgx_ray.planner.options import Option
+from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
 # A change must promise this much, or noise would flip plans back and forth.
 MIN_IMPROVEMENT = 0.05
@@ -17,10 +19,11 @@ MAX_SLOWDOWN = 1.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Stay with the plan in force."""
+    """Stay with the plan in force. `dense_s`: predicted seconds of a dense step, in its own best groups."""
 
     reason: str
-    predicted: Estimate
+    predicted: Prediction
+    dense_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,8 @@ class Replace:
 
     plan: Plan
     reason: str
-    predicted: Estimate
+    predicted: Prediction
+    dense_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,8 @@ class Disable:
 
     plan: Plan
     reason: str
-    predicted: Estimate
+    predicted: Prediction
+    dense_s: float
 
 
 Decision = Keep | Replace | Disable
@@ -49,13 +54,12 @@ class View:
     """What a policy decides on.
 
     cause   why it is asked now, in words
-    banned  options that were tried and were slower than dense
+    banned  options of plans that were tried and were slower than dense
     """
 
     cause: str
-    layers: tuple[Layer, ...]
     plan: Plan
-    inputs: StepInputs
+    measured: Measured
     banned: frozenset[Option] = field(default_factory=frozenset)
 
 
@@ -72,56 +76,45 @@ class StaticPolicy:
 
 
 class AdaptivePolicy:
-    """The option with the smallest effective step time: predicted step time over the share of the gradient it keeps."""
+    """The joint plan with the smallest score: predicted step time over the share of the gradient that it keeps."""
 
-    def __init__(self, options: Sequence[Option], *, min_gain: float, group_bytes: int) -> None:
+    def __init__(self, options: Sequence[Option], *, min_gain: float) -> None:
         self._options = tuple(options)
         self._min_gain = min_gain
-        self._group_bytes = group_bytes
 
     def decide(self, view: View) -> Decision:
+        """The plan in force is scored under the new measurements as well, and only a better one takes its place."""
+        measured = view.measured
         allowed = [option for option in self._options if option not in view.banned]
-        ranked = choose(view.inputs, allowed, min_gain=self._min_gain)
-        best = ranked[0]
-        current = estimate(view.inputs, option_of(view.plan))
-        dense = next(entry for entry in ranked if entry.option == DENSE)
-        if best.option == current.option:
-            return Keep(reason=f"{view.cause}; {_say(best, dense)}", predicted=current)
-        is_allowed = any(entry.option == current.option for entry in ranked)
-        breaks_promise = current.step_s > MAX_SLOWDOWN * dense.step_s
+        found = best_plan(measured, allowed, min_gain=self._min_gain)
+        best, dense_s = found.best, found.dense.step_s
+        current = predict(measured, groups_of(view.plan, measured.layers))
+        if best.groups == current.groups:
+            return Keep(reason=f"{view.cause}; {_say(found)}", predicted=current, dense_s=dense_s)
+        is_allowed = current.efficiency is not None and current.efficiency >= self._min_gain
+        is_allowed = is_allowed and view.banned.isdisjoint(current.options)
+        breaks_promise = not current.is_dense and current.step_s > MAX_SLOWDOWN * dense_s
         if is_allowed and not breaks_promise and best.score > current.score * (1 - MIN_IMPROVEMENT):
             return Keep(
-                reason=f"{view.cause}; {best.option} would be less than {MIN_IMPROVEMENT:.0%} better than "
-                f"{current.option}",
+                reason=f"{view.cause}; {best.describe()} would be less than {MIN_IMPROVEMENT:.0%} better than "
+                f"{current.describe()}",
                 predicted=current,
+                dense_s=dense_s,
             )
         return Replace(
-            plan=next_plan(view.plan, view.layers, best.option, self._group_bytes),
-            reason=f"{view.cause}; {_say(best, dense)}",
+            plan=best.plan(version=view.plan.version + 1, world_size=view.plan.world_size),
+            reason=f"{view.cause}; {_say(found)}",
             predicted=best,
+            dense_s=dense_s,
         )
 
 
-def next_plan(plan: Plan, layers: Sequence[Layer], option: Option, group_bytes: int) -> Plan:
-    """The plan after `plan`, with `option` for every layer worth compressing."""
-    return make_plan(
-        layers,
-        version=plan.version + 1,
-        world_size=plan.world_size,
-        codec=option.codec,
-        scheme=option.scheme,
-        group_bytes=group_bytes,
+def _say(found: BestPlan) -> str:
+    best, dense_s = found.best, found.dense.step_s
+    if best.is_dense:
+        return f"nothing beats dense, {dense_s:.3f} s a step, bound by {found.dense.bound_by}"
+    assert best.efficiency is not None
+    return (
+        f"joint plan of {best.describe()}: {best.step_s:.3f} s a step predicted, dense {dense_s:.3f} s, keeps "
+        f"{best.efficiency:.1%} of the gradient, gap {found.gap:.1%}"
     )
-
-
-def option_of(plan: Plan) -> Option:
-    """What a plan made by `make_plan` uses for the layers worth compressing."""
-    group = next((group for group in plan.groups if group.scheme is not Scheme.DENSE), plan.groups[0])
-    return Option(codec=group.codec, scheme=group.scheme)
-
-
-def _say(chosen: Estimate, dense: Estimate) -> str:
-    if chosen.option == DENSE:
-        return f"nothing beats dense, {dense.step_s:.3f} s a step, bound by {dense.bound_by}"
-    kept = f", keeps {chosen.gain:.1%} of the gradient" if chosen.gain is not None else ""
-    return f"{chosen.option}: {chosen.step_s:.3f} s a step predicted, dense {dense.step_s:.3f} s{kept}"

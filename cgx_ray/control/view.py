@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from cgx_ray.monitors.passive import Exchange, Seen
-from cgx_ray.monitors.sample import StepSample, Transfer
+from cgx_ray.monitors.sample import Burst, StepSample, Transfer
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms
 
@@ -25,6 +25,7 @@ class JoinedStep:
     slowness   by rank, its compute time over the median of all
     seen       of the network; of each group the shortest exchange any rank saw: what is left is the wait for late ranks
     gain       mean over ranks, on steps that measured it
+    num_local  ranks that share memory, if they are as many everywhere; else 1
     """
 
     step: int
@@ -36,6 +37,7 @@ class JoinedStep:
     slowness: tuple[float, ...]
     seen: Seen
     gain: Mapping[str, float]
+    num_local: int
 
 
 class StepBook:
@@ -64,6 +66,7 @@ def join(samples: list[StepSample]) -> JoinedStep:
     codecs = {codec for gain in measured for codec in gain}
     step_s = median(sample.step_s for sample in samples)
     usual_s = median(sample.compute_s for sample in samples)
+    num_local = samples[0].num_local if len({sample.num_local for sample in samples}) == 1 else 1
     return JoinedStep(
         step=samples[0].step,
         plan_version=samples[0].plan_version,
@@ -72,12 +75,14 @@ def join(samples: list[StepSample]) -> JoinedStep:
         codec_s=median(sample.encode_s + sample.decode_s for sample in samples),
         ready_s=tuple(max(times) for times in zip(*(sample.ready_s for sample in samples), strict=True)),
         slowness=tuple(sample.compute_s / usual_s if usual_s > 0 else 1.0 for sample in samples),
-        seen=_seen(samples, step_s),
+        seen=_seen(samples, step_s, num_local if num_local < len(samples) else 1),
         gain={codec: fmean(gain[codec] for gain in measured if codec in gain) for codec in codecs},
+        num_local=num_local,
     )
 
 
-def _seen(samples: list[StepSample], step_s: float) -> Seen:
+def _seen(samples: list[StepSample], step_s: float, sharing: int) -> Seen:
+    """`sharing`: ranks of a node that send at the same time, so each sees that part of its link's rate."""
     lag_s = {(one.rank, peer): lag for one in samples for peer, lag in enumerate(one.lag_s)}
     trips = {(a, b): lag + lag_s[b, a] for (a, b), lag in lag_s.items() if a < b and (b, a) in lag_s}
     return Seen(
@@ -88,7 +93,10 @@ def _seen(samples: list[StepSample], step_s: float) -> Seen:
             # The time of a hierarchical one is that of two kinds of links.
             if transfers[0].intra == "flat"
         ),
-        bursts={sample.rank: sample.bursts for sample in samples},
+        bursts={
+            sample.rank: tuple(Burst(sharing * burst.num_bytes, burst.seconds) for burst in sample.bursts)
+            for sample in samples
+        },
         pair_rate={
             (peer, sample.rank): rate for sample in samples for peer, rate in enumerate(sample.rate_from) if rate > 0
         },

@@ -242,6 +242,7 @@ class Engine:
             rate_from=rate_from,
             # Of the step before, whose agreement this one has read; so it is on all ranks.
             lag_s=self._transport.lag_s,
+            num_local=self._transport.nodes.count(self._transport.nodes[self._transport.rank]),
         )
         self.last_step = sample
         self._samples.append(sample)

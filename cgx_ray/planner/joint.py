@@ -170,9 +170,9 @@ class _Chain:
             start = group.end
 
     def _rest_of(self, options: Sequence[Option]) -> tuple[list[PlannedGroup], float]:
-        """A group a dtype of the layers that are left, under the best option that drops nothing, and their seconds."""
+        """A group a dtype of the layers that are left, under the best option that drops nothing; seconds from there."""
         lossless = [option for option in options if option.codec.name == "none"]
-        groups, seconds = [], 0.0
+        groups, seconds = [], self._measured.after_s
         for layers in self._rest.values():
             numel = sum(layer.numel for layer in layers)
             costs = [self._cost(option, layers[0].dense_bytes // layers[0].numel) for option in lossless]

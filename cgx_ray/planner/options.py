@@ -20,7 +20,7 @@ from cgx_ray.plan import (
     check_pair,
 )
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.timeline import Resource, Stage, Timeline, predict_step
+from cgx_ray.planner.timeline import Resource, Stage, predict_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,21 +188,15 @@ def efficiency(gain: float) -> float:
     return min(gain, 1 / gain)
 
 
-def predict_option(inputs: StepInputs, option: Option) -> Timeline:
-    """Timeline of one step with `option`, for drawing next to the measured one."""
+def estimate(inputs: StepInputs, option: Option) -> Estimate:
+    """Predict a step with `option`. Raises ConfigError if the codec's time was never measured."""
     costs = [_group_cost(inputs, group, option) for group in inputs.groups]
-    return predict_step(
+    timeline = predict_step(
         inputs.ready_s,
         [cost.encode_s for cost in costs],
         [cost.exchange_s for cost in costs],
         [cost.decode_s for cost in costs],
     )
-
-
-def estimate(inputs: StepInputs, option: Option) -> Estimate:
-    """Predict a step with `option`. Raises ConfigError if the codec's time was never measured."""
-    costs = [_group_cost(inputs, group, option) for group in inputs.groups]
-    timeline = predict_option(inputs, option)
     step_s = inputs.compute_s + timeline.exposed_s
     gain = 1.0 if option.codec.name == "none" else inputs.gain.get(str(option.codec))
     return Estimate(
@@ -216,30 +210,6 @@ def estimate(inputs: StepInputs, option: Option) -> Estimate:
         score=step_s / efficiency(gain) if gain is not None else math.inf,
         bound_by=timeline.bound_by,
     )
-
-
-def choose(inputs: StepInputs, options: Iterable[Option], *, min_gain: float) -> tuple[Estimate, ...]:
-    """All options that may be chosen, best first; dense is always among them.
-
-    Options without a measured gain or with an efficiency under `min_gain` are left out. Only the numbers
-    decide the order: at equal scores dense comes first, then fewer wire bytes, then the name.
-    """
-    if not (math.isfinite(min_gain) and 0 <= min_gain <= 1):
-        raise ConfigError(f"min_gain {min_gain!r} is not allowed; give a number from 0 to 1")
-    allowed = {DENSE}
-    for option in options:
-        gain = inputs.gain.get(str(option.codec))
-        if option.codec.name == "none" or (gain is not None and efficiency(gain) >= min_gain):
-            allowed.add(option)
-    estimates = [estimate(inputs, option) for option in allowed]
-    return tuple(sorted(estimates, key=lambda e: (e.score, e.option != DENSE, e.wire_bytes, str(e.option))))
-
-
-def option_stages(inputs: StepInputs, group: GroupSize, option: Option) -> tuple[Stage, ...]:
-    """`exchange_stages` of a group of a run."""
-    used = option if group.compressible else DENSE
-    item_bytes = group.dense_bytes // group.numel
-    return exchange_stages(used, inputs.network, inputs.cost_of(used.codec), group.numel, item_bytes)
 
 
 def exchange_stages(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, GroupPlan, Layer, Plan, Scheme
+from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Plan, Scheme
 from cgx_ray.planner.cost import Network
 from cgx_ray.planner.options import CodecCost, Option, codec_cost_of, efficiency, exchange_stages, legs
 from cgx_ray.planner.timeline import Part, Schedule, simulate
@@ -24,6 +24,7 @@ class Measured:
     backward_s   of each layer, in the order of backward, the reverse of `layers`; forward is part of the first
     codec_costs  by `str(CodecSpec)` or codec name, the former first; "none" is free if left out
     gain         compression gain by `str(Option)` or `str(CodecSpec)`, the former first; what has none is not chosen
+    after_s      of a step after the last exchange: the optimizer
     """
 
     layers: tuple[Layer, ...]
@@ -31,15 +32,19 @@ class Measured:
     network: Network
     codec_costs: Mapping[str, CodecCost]
     gain: Mapping[str, float]
+    after_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.layers) != len(self.backward_s):
             raise ConfigError(
                 f"{len(self.layers)} layers and {len(self.backward_s)} backward times; give one each, for at least one"
             )
-        for index, seconds in enumerate(self.backward_s):
+        for name, seconds in (
+            ("after_s", self.after_s),
+            *((f"backward_s {i}", s) for i, s in enumerate(self.backward_s)),
+        ):
             if not (math.isfinite(seconds) and seconds >= 0):
-                raise ConfigError(f"backward_s {index} is {seconds!r}; give finite seconds, 0 or more")
+                raise ConfigError(f"{name} is {seconds!r}; give finite seconds, 0 or more")
         for name, gain in self.gain.items():
             if not (math.isfinite(gain) and gain > 0):
                 raise ConfigError(f"gain of {name} is {gain!r}; a measured gain is finite and more than 0")
@@ -47,7 +52,7 @@ class Measured:
     @property
     def compute_s(self) -> float:
         """Of a step without any exchange."""
-        return math.fsum(self.backward_s)
+        return math.fsum(self.backward_s) + self.after_s
 
     def efficiency(self, option: Option) -> float | None:
         """Share of a dense step's progress under `option`; None if nobody measured it."""
@@ -86,7 +91,9 @@ class PlannedGroup(NamedTuple):
 class Prediction:
     """What groups make of a step.
 
-    schedule    the step as the engine runs it, one group at a time
+    schedule    the step as the engine runs it, one group at a time, up to its last exchange
+    compute_s   of the step without any exchange
+    after_s     of that, after the last exchange
     codec_s     encoding and decoding of one rank, hidden or not
     efficiency  the least of the groups' options: of each step's progress at least this share is kept; None if the gain
                 of one of them is unknown
@@ -95,12 +102,13 @@ class Prediction:
     groups: tuple[PlannedGroup, ...]
     schedule: Schedule
     compute_s: float
+    after_s: float
     codec_s: float
     efficiency: float | None
 
     @property
     def step_s(self) -> float:
-        return self.schedule.finish_s
+        return self.schedule.finish_s + self.after_s
 
     @property
     def score(self) -> float:
@@ -109,18 +117,24 @@ class Prediction:
 
     @property
     def bound_by(self) -> Part:
+        """What most of the critical path up to the last exchange is spent on."""
         return self.schedule.bound_by
 
     @property
+    def is_dense(self) -> bool:
+        """Nothing but the vendor's sums."""
+        return all(group.option.scheme is Scheme.DENSE for group in self.groups)
+
+    @property
     def options(self) -> tuple[Option, ...]:
-        """Those in use, each once, the most used first; dense last."""
+        """Those in use, each once: what compresses first, then by groups."""
         counts = Counter(group.option for group in self.groups)
-        return tuple(sorted(counts, key=lambda option: (option.scheme is Scheme.DENSE, -counts[option], str(option))))
+        return tuple(sorted(counts, key=lambda option: (option.codec == NONE, -counts[option], str(option))))
 
     def describe(self) -> str:
-        """`"7 groups: 5x qsgd:bits=4,bucket_size=128 over sra, 2x dense"`; the option alone if there is one."""
+        """`"7 groups: 5x qsgd:bits=4,bucket_size=128 over sra, 2x dense"`, `"7 groups: dense"` or `"dense"`."""
         if len(self.options) == 1:
-            return str(self.options[0])
+            return f"{len(self.groups)} groups: {self.options[0]}" if len(self.groups) > 1 else str(self.options[0])
         counts = Counter(group.option for group in self.groups)
         return f"{len(self.groups)} groups: " + ", ".join(f"{counts[option]}x {option}" for option in self.options)
 
@@ -163,6 +177,7 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         groups=tuple(groups),
         schedule=simulate(waits_s, stages, one_group_at_a_time=True),
         compute_s=measured.compute_s,
+        after_s=measured.after_s,
         codec_s=codec_s,
         efficiency=min(known) if len(known) == len(kept) else None,
     )
