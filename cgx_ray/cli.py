@@ -233,6 +233,19 @@ def collectives(ranks: int, json_path: str | None, quick: bool) -> None:
     collectives_command(CollectiveOptions(num_ranks=ranks, quick=quick), _console(json_path), json_path)
 
 
+@bench.command("planner")
+@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option("--quick", is_flag=True, help="Few cases, small models, no goals: does it work?")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), default="planner.png", show_default=True, help="Where the picture goes."
+)
+def bench_planner(json_path: str | None, quick: bool, plot: Path) -> None:
+    """Is the planner exact, how long does it take, and what does it plan for up to 16,384 workers."""
+    from cgx_ray.bench.show_planner import planner_command  # noqa: PLC0415
+
+    planner_command(quick, _console(json_path), json_path, plot)
+
+
 @bench.command("lab")
 @click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
 def bench_lab(json_path: str | None) -> None:

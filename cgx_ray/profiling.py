@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -56,7 +57,8 @@ def measure_codec(
 def profiled_codecs() -> dict[str, CodecSpec]:
     """Every codec at its defaults, by name, and what an adaptive run chooses from, by `str(CodecSpec)`."""
     codecs = {name: CodecSpec(name=name) for name in CODEC_DEFAULTS}
-    return codecs | {str(codec): codec for codec in candidate_codecs(CANDIDATE_DENSITIES) if codec.name != "none"}
+    candidates = candidate_codecs(CANDIDATE_DENSITIES)
+    return codecs | {str(codec): codec for codec in candidates if codec != codecs[codec.name]}
 
 
 def measure_profile(
@@ -112,8 +114,9 @@ def profile_command(device: str, threads: int, network: Path | None, path: Path,
 
 def cost_table(costs: Mapping[str, CodecCost], title: str) -> Table:
     """Microseconds a call and nanoseconds an element."""
-    table = Table("codec", title=title, title_justify="left")
-    for heading in ("encode, us", "+ ns an element", "decode, us", "+ ns an element"):
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1))
+    table.add_column("codec", no_wrap=True)
+    for heading in ("encode, us", "ns/element", "decode, us", "ns/element"):
         table.add_column(heading, justify="right")
     for codec, cost in costs.items():
         numbers = (

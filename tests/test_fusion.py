@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from plans import earliest_finish_s, random_pipeline
 
+from cgx_ray.bench.planner_cases import earliest_finish_s, random_pipeline
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, Network, exchange_s

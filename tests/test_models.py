@@ -6,39 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from cgx_ray.bench.planner_cases import COMPRESSING, DENSE_INDEX, MODEL_OPTIONS, OFFLOADED, model_pipeline
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Scheme
-from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.models import MODEL_NAMES, generate, load_model
-from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option
-from cgx_ray.planner.pipeline import Pipeline, group_cost, make_plan_of
+from cgx_ray.planner.pipeline import make_plan_of
 from cgx_ray.planner.search import search
 from cgx_ray.planner.strategies import named_strategies
 
 ROUNDING = 1e-12
-QSGD = Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
-TOPK = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER)
-BF16 = Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA)
-# Dense, three that encode where backward runs, and two of these beside it: ByteComp's GPU and CPU.
-OPTIONS = (DENSE, BF16, QSGD, TOPK, QSGD, TOPK)
-GPU = CodecCost(encode_a_s=3e-5, encode_b_s_per_element=4e-11, decode_a_s=1e-5, decode_b_s_per_element=2e-11)
-CPU = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=1e-9, decode_a_s=2e-5, decode_b_s_per_element=3e-10)
-
-
-def pipeline_of(model: str, gbps: float, compute_s: float = 0.2, num_workers: int = 8) -> Pipeline:
-    description, link = load_model(model), Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.05)
-    costs = [group_cost(DENSE, network=Network.flat(num_workers, link), codec_cost=FREE)]
-    costs += [
-        group_cost(option, network=Network.flat(num_workers, link), codec_cost=GPU, encodes_on="backward")
-        for option in OPTIONS[1:4]
-    ]
-    costs += [group_cost(option, network=Network.flat(num_workers, link), codec_cost=CPU) for option in OPTIONS[4:]]
-    return Pipeline(
-        backward_s=description.backward_s(compute_s),
-        numel=tuple(layer.numel for layer in reversed(description.layers)),
-        costs=tuple(costs),
-    )
 
 
 @pytest.mark.parametrize(
@@ -88,10 +64,10 @@ def test_backward_times_are_shares_of_the_multiply_adds_from_the_last_layer_to_t
 @pytest.mark.parametrize("model", MODEL_NAMES)
 @pytest.mark.parametrize("gbps", [1, 25])
 def test_joint_plan_is_never_behind_a_named_strategy_on_a_model(model: str, gbps: float) -> None:
-    pipeline = pipeline_of(model, gbps)
+    pipeline = model_pipeline(model, gbps)
     plan = search(pipeline)
     assert plan.gap <= 0.01, plan
-    strategies = named_strategies(pipeline, dense=0, compressing=(1, 2, 3), offloaded={2: 4, 3: 5})
+    strategies = named_strategies(pipeline, dense=DENSE_INDEX, compressing=COMPRESSING, offloaded=OFFLOADED)
     print(f"{model} at {gbps} Gbit/s: {1e3 * plan.finish_s:.1f} ms, gap {plan.gap:.2%}")
     for name, groups in strategies.items():
         finish_s = pipeline.finish_s(groups)
@@ -100,8 +76,8 @@ def test_joint_plan_is_never_behind_a_named_strategy_on_a_model(model: str, gbps
 
 
 def test_fusion_of_resnet101_is_never_behind_any_bucket_size() -> None:
-    pipeline = pipeline_of("resnet101", 10)
-    for option in range(len(OPTIONS)):
+    pipeline = model_pipeline("resnet101", 10)
+    for option in range(len(MODEL_OPTIONS)):
         groups, finish_s = fuse(pipeline, option)
         assert pipeline.finish_s(groups) == pytest.approx(finish_s, rel=ROUNDING)
         assert finish_s >= search(pipeline).bound_s * (1 - ROUNDING)
@@ -109,13 +85,13 @@ def test_fusion_of_resnet101_is_never_behind_any_bucket_size() -> None:
 
 def test_a_joint_plan_becomes_a_plan_that_fits_the_model() -> None:
     description = load_model("resnet18")
-    joint = search(pipeline_of("resnet18", 1))
-    plan = make_plan_of(joint.groups, description.layers, OPTIONS, version=3, world_size=8)
+    joint = search(model_pipeline("resnet18", 1))
+    plan = make_plan_of(joint.groups, description.layers, MODEL_OPTIONS, version=3, world_size=8)
     plan.check(description.layers, 8)
     assert len(plan.groups[0].layers) == joint.groups[0].end
     assert plan.groups[0].layers[0] == "fc.bias"
     assert [(group.codec, group.scheme) for group in plan.groups] == [
-        (OPTIONS[group.option].codec, OPTIONS[group.option].scheme) for group in joint.groups
+        (MODEL_OPTIONS[group.option].codec, MODEL_OPTIONS[group.option].scheme) for group in joint.groups
     ]
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import heapq
 import math
-from pathlib import Path
 from statistics import mean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cgx_ray.bench.planner_cases import read_table
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Intra, Scheme
 from cgx_ray.planner.cost import (
@@ -33,18 +32,12 @@ from cgx_ray.planner.options import (
 )
 from cgx_ray.planner.timeline import predict_step
 
-DATA = Path(__file__).parent / "data"
 DENSITIES = (0.1, 0.01, 0.001)
 SCHEMES = (Scheme.SRA, Scheme.ALLGATHER, Scheme.ARTOPK_RING)
 OPTIONS = (DENSE, *(o for o in candidate_options(DENSITIES)[12:] if o.intra is Intra.FLAT and o.scheme in SCHEMES))
 # A busy machine would miss hypothesis's deadline of 200 ms an example.
 UNTIMED = settings(deadline=None)
 LAN = Link.from_rates(bandwidth_gbps=1, latency_ms=0.5)
-
-
-def rows(name: str) -> list[dict[str, str]]:
-    with (DATA / name).open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def link_of(row: dict[str, str]) -> Link:
@@ -72,7 +65,7 @@ def table6_costs_ms(row: dict[str, str]) -> dict[str, tuple[float, float]]:
 
 def test_cost_model_names_the_measured_winner_in_all_rows_of_table_6() -> None:
     wrong = []
-    for row in rows("flexible_table6.csv"):
+    for row in read_table("flexible_table6"):
         costs = table6_costs_ms(row)
         predicted = min(costs, key=lambda scheme: costs[scheme][0])
         measured = min(costs, key=lambda scheme: costs[scheme][1])
@@ -82,14 +75,14 @@ def test_cost_model_names_the_measured_winner_in_all_rows_of_table_6() -> None:
 
 
 def test_cost_model_is_within_3_percent_of_table_6_on_average() -> None:
-    pairs = [pair for row in rows("flexible_table6.csv") for pair in table6_costs_ms(row).values()]
+    pairs = [pair for row in read_table("flexible_table6") for pair in table6_costs_ms(row).values()]
     assert len(pairs) == 18 * 3
     error = mean(abs(math.log(predicted / measured)) for predicted, measured in pairs)
     assert error <= 0.03, f"mean |log error| {error:.4f}"
 
 
 def test_dense_ring_is_within_5_percent_of_table_2() -> None:
-    for row in rows("flexible_table2.csv"):
+    for row in read_table("flexible_table2"):
         dense_bytes = 4 * int(row["params"])
         predicted_s = exchange_s(
             Scheme.DENSE,
@@ -104,7 +97,7 @@ def test_dense_ring_is_within_5_percent_of_table_2() -> None:
 def test_table_2_allgather_is_the_tree_form_and_a_constant_for_selecting() -> None:
     """Table 2 adds what selecting 1e8 elements took: the same at any network, unlike any term of the model."""
     for density, low_ms, high_ms in (("0.1", 47, 58), ("0.001", 35, 36.3)):
-        for row in rows("flexible_table2.csv"):
+        for row in read_table("flexible_table2"):
             wire_bytes = 2 * 4 * int(row["params"]) * float(density)
             network_ms = 1e3 * allgather_tree_s(int(row["workers"]), wire_bytes, link_of(row))
             rest_ms = float(row[f"ag_cr{density}_ms"]) - network_ms

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from plans import earliest_finish_by_fronts_s, earliest_finish_s, random_pipeline
 
+from cgx_ray.bench.planner_cases import earliest_finish_by_fronts_s, earliest_finish_s, random_pipeline
 from cgx_ray.errors import ConfigError
 from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline
 from cgx_ray.planner.search import search

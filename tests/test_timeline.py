@@ -6,8 +6,8 @@ import math
 import random
 
 import pytest
-from plans import random_pipeline
 
+from cgx_ray.bench.planner_cases import random_pipeline
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, Network

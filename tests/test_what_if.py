@@ -1,8 +1,7 @@
-"""`cgx-ray collective` against the measured tables of Flexible Communication (tests/data), from the command line."""
+"""`cgx-ray collective` against the measured tables of Flexible Communication, from the command line."""
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -12,16 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from cgx_ray.bench.planner_cases import read_table
 from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.planner.what_if import compare_schemes, parse_link
-
-DATA = Path(__file__).parent / "data"
-
-
-def rows(name: str) -> list[dict[str, str]]:
-    with (DATA / name).open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def run_collective(row: dict[str, str], density: str) -> dict[str, Any]:
@@ -37,7 +30,7 @@ def run_collective(row: dict[str, str], density: str) -> dict[str, Any]:
 def test_command_names_the_measured_winner_and_its_time_in_all_rows_of_table_6() -> None:
     measured_as = {"allgather": "ag_ms", "artopk_ring": "art_ring_ms", "artopk_tree": "art_tree_ms"}
     errors = []
-    for row in rows("flexible_table6.csv"):
+    for row in read_table("flexible_table6"):
         found = run_collective(row, row["cr"])
         winner = min(measured_as, key=lambda scheme: float(row[measured_as[scheme]]))
         assert found["scheme"] == winner, (row, found)
@@ -49,7 +42,7 @@ def test_command_names_the_measured_winner_and_its_time_in_all_rows_of_table_6()
 
 
 def test_command_is_within_5_percent_of_the_dense_ring_of_table_2() -> None:
-    for row in rows("flexible_table2.csv"):
+    for row in read_table("flexible_table2"):
         found = run_collective(row, "0.1")["costs_ms"]["dense"]
         assert found == pytest.approx(float(row["dense_ring_ms"]), rel=0.05), row
 

@@ -98,6 +98,7 @@ class ControlLoop:
         if not fits:
             version = self.plans[-1].version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))
+        self._num_earlier = len(self.plans) - 1
         self.is_registered = True
         self.layers = tuple(layers)
         self._codec_costs = dict(codec_costs)
@@ -258,9 +259,9 @@ class ControlLoop:
 
     def _dense_plan(self, measured: Measured) -> tuple[Plan, Prediction]:
         """The last dense plan, whose steps were measured, under the next version."""
-        version, last = self.plans[-1].version + 1, next((p for p in reversed(self.plans) if is_dense(p)), None)
-        if last is None or last.world_size != self.plans[-1].world_size:
-            world_size = self.plans[-1].world_size
+        version, world_size = self.plans[-1].version + 1, self.plans[-1].world_size
+        last = next((plan for plan in reversed(self.plans[self._num_earlier :]) if is_dense(plan)), None)
+        if last is None:
             last = make_plan(self.layers, version=version, world_size=world_size, group_bytes=self._group_bytes)
         return replace(last, version=version), predict(measured, groups_of(last, self.layers))
 

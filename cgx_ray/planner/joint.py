@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Layer, Scheme
 from cgx_ray.planner.options import DENSE, Option
-from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline, cheapest, group_cost
+from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 from cgx_ray.planner.search import search
 
@@ -52,11 +52,11 @@ def best_plan(
               layer (4 GiB a payload, 2^31 elements of sparse codecs)
     max_gap   proven, as a share; 0 is exact
 
-    A plan keeps at least the least efficiency of its options, so for each efficiency e that occurs, the plan with the
-    earliest finish among options that keep e or more is found by `search`, and scored finish / e; the least score is
-    the optimum. For any plan whose least efficiency is e is among those searched for e, and none of these scores less
-    than what is found there. An e is passed over when even compute / e, and the cheapest exchange of the last layer,
-    are no better than a plan known by then. Options that another one beats or equals in all four costs are left out.
+    A plan keeps at least the least efficiency of its options. So for each efficiency e among them `search` finds the
+    earliest finish of plans whose options keep e or more, and the least finish / e is the optimum: every plan is among
+    those searched for its own e, and scores no less than what is found there. An e is passed over if a bound, compute
+    and the cheapest last exchange or the cheapest network time, over e is no better than a plan known by then. Options
+    that another one beats or equals in all four costs are left out; so `_var` and `_auto` take gains of their own.
 
     Groups are made as `make_plan` makes them: small layers (`Layer.is_small`) are not compressed, and go into groups of
     their own at the end; so do layers of another dtype than most of the model has. With nothing compressed, small
@@ -140,14 +140,15 @@ class _Chain:
     def solve(self, options: Sequence[Option], max_gap: float) -> _Found:
         """The earliest finish with `options`."""
         rest, rest_s = self._rest_of(options)
-        front = _front(options, [self._cost(option) for option in options])
+        costs = [self._cost(option) for option in options]
+        kept = undominated(costs)
         pipeline = Pipeline(
             backward_s=tuple(self._backward_s),
             numel=tuple(layer.numel for layer in self.layers),
-            costs=tuple(cost for _, cost in front),
+            costs=tuple(costs[index] for index in kept),
         )
         joint = search(pipeline, max_gap=max_gap)
-        chosen = [option for option, _ in front]
+        chosen = [options[index] for index in kept]
         cut = tuple(self._cut(joint.groups, chosen))
         groups, start = [], 0
         for group in cut:
@@ -191,19 +192,6 @@ class _Chain:
                 item_bytes=item_bytes,
             )
         return self._costs[option, item_bytes]
-
-
-def _front(options: Sequence[Option], costs: Sequence[GroupCost]) -> list[tuple[Option, GroupCost]]:
-    """Options that no other one beats or equals on both resources, whatever the size; the first of equal ones."""
-    front: list[tuple[Option, GroupCost]] = []
-    for option, cost in sorted(zip(options, costs, strict=True), key=lambda pair: _terms(pair[1])):
-        if not any(all(a <= b for a, b in zip(_terms(other), _terms(cost), strict=True)) for _, other in front):
-            front.append((option, cost))
-    return front
-
-
-def _terms(cost: GroupCost) -> tuple[float, ...]:
-    return cost.compute_a_s, cost.compute_b_s_per_element, cost.network_a_s, cost.network_b_s_per_element
 
 
 def _max_numel(option: Option) -> int:

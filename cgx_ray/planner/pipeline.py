@@ -138,6 +138,20 @@ def group_cost(
     )
 
 
+def undominated(costs: Sequence[GroupCost]) -> list[int]:
+    """The options, as indexes of `costs`, that no other one beats or equals whatever the size; the first of equals."""
+
+    def terms(index: int) -> tuple[float, ...]:
+        cost = costs[index]
+        return cost.compute_a_s, cost.compute_b_s_per_element, cost.network_a_s, cost.network_b_s_per_element
+
+    kept: list[int] = []
+    for index in sorted(range(len(costs)), key=terms):
+        if not any(all(a <= b for a, b in zip(terms(other), terms(index), strict=True)) for other in kept):
+            kept.append(index)
+    return kept
+
+
 def cheapest(costs: Sequence[GroupCost], numel: int) -> int:
     """The option, as an index of `costs`, under which a group of `numel` elements takes least time by itself."""
     totals = [

@@ -1,12 +1,50 @@
-"""Random planning problems, and the answers of brute force."""
+"""Planning problems with known answers: measured tables, random problems and brute force, models and networks."""
 
 from __future__ import annotations
 
+import csv
 import random
+from pathlib import Path
 
 import numpy as np
 
-from cgx_ray.planner.pipeline import GroupCost, Pipeline
+from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.models import load_model
+from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option
+from cgx_ray.planner.pipeline import GroupCost, Pipeline, group_cost
+
+_QSGD = Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
+_TOPK = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER)
+_BF16 = Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA)
+# Dense, three that encode where backward runs, and two of these beside it: ByteComp's GPU and CPU.
+MODEL_OPTIONS = (DENSE, _BF16, _QSGD, _TOPK, _QSGD, _TOPK)
+# As `named_strategies` takes them.
+DENSE_INDEX, COMPRESSING, OFFLOADED = 0, (1, 2, 3), {2: 4, 3: 5}
+GPU = CodecCost(encode_a_s=3e-5, encode_b_s_per_element=4e-11, decode_a_s=1e-5, decode_b_s_per_element=2e-11)
+CPU = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=1e-9, decode_a_s=2e-5, decode_b_s_per_element=3e-10)
+
+
+def read_table(name: str) -> list[dict[str, str]]:
+    """Rows of `flexible_table2` or `flexible_table6`: tables 2 and 6 of Flexible Communication, times in ms."""
+    with (Path(__file__).parent / "data" / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def model_pipeline(model: str, gbps: float, compute_s: float = 0.2, num_workers: int = 8) -> Pipeline:
+    """A model file under MODEL_OPTIONS, on machines of one GPU each."""
+    network = Network.flat(num_workers, Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.05))
+    costs = [group_cost(DENSE, network=network, codec_cost=FREE)]
+    costs += [
+        group_cost(option, network=network, codec_cost=GPU, encodes_on="backward") for option in MODEL_OPTIONS[1:4]
+    ]
+    costs += [group_cost(option, network=network, codec_cost=CPU) for option in MODEL_OPTIONS[4:]]
+    description = load_model(model)
+    return Pipeline(
+        backward_s=description.backward_s(compute_s),
+        numel=tuple(layer.numel for layer in reversed(description.layers)),
+        costs=tuple(costs),
+    )
 
 
 def random_pipeline(rng: random.Random, num_layers: int, num_options: int) -> Pipeline:

@@ -1,0 +1,316 @@
+"""`cgx-ray bench planner`: is it right, is it fast, and what would it plan for networks that nobody has here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from cgx_ray.bench.planner_cases import (
+    COMPRESSING,
+    CPU,
+    DENSE_INDEX,
+    GPU,
+    OFFLOADED,
+    earliest_finish_s,
+    model_pipeline,
+    random_pipeline,
+    read_table,
+)
+from cgx_ray.bench.result import Row
+from cgx_ray.bench.timing import Call, best_seconds
+from cgx_ray.plan import CodecSpec
+from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.fusion import fuse
+from cgx_ray.planner.joint import MAX_GAP, BestPlan, best_plan
+from cgx_ray.planner.models import MODEL_NAMES, load_model
+from cgx_ray.planner.options import candidate_codecs, candidate_options
+from cgx_ray.planner.pipeline import GroupCost, Pipeline, cheapest, group_cost, undominated
+from cgx_ray.planner.prediction import Measured
+from cgx_ray.planner.search import search
+from cgx_ray.planner.strategies import bytecomp, cupcake, named_strategies
+from cgx_ray.planner.tree import Device, Path, option_of, path_cost, paths
+from cgx_ray.planner.what_if import compare_schemes
+from cgx_ray.settings import CANDIDATE_DENSITIES
+
+MODEL_GBPS = (1.0, 25.0)
+JOINT_GBPS = (0.1, 1.0, 10.0, 100.0)
+SWEPT_LAYERS = (10, 20, 50, 100, 200, 314, 500, 1000, 2000)
+SWEPT_WORKERS = tuple(1 << exponent for exponent in range(3, 15))
+RANKS_PER_NODE = 8
+SCALING_GBPS = 3.0
+TREE_GBPS = 1.0
+# Some 5 s; it does not end by itself on 314 tensors.
+CUPCAKE_NODES = 20_000
+ROUNDING = 1e-12
+# Than the joint plan, or fusion: sums of doubles in another order may differ by that much.
+NO_LESS = ">= 0.999999999999"
+# Of `candidate_codecs(CANDIDATE_DENSITIES)`: none, bf16, qsgd, top-k from 10 % to 0.1 %.
+GAINS = (1.0, 0.99999, 0.99, 0.9, 0.8, 0.65, 0.5, 0.35)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan:
+    """What the joint search and the named strategies make of a model: seconds of a step."""
+
+    model: str
+    gbps: float
+    joint_s: float
+    gap: float
+    strategies_s: dict[str, float]
+
+    @property
+    def best_strategy(self) -> str:
+        return min(self.strategies_s, key=lambda name: self.strategies_s[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTime:
+    """Milliseconds of fusion, one option, and of the joint search, six, and what the latter leaves."""
+
+    num_layers: int
+    fusion_ms: float
+    joint_ms: float
+    gap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """What is planned for a number of workers."""
+
+    num_workers: int
+    ranks_per_node: int
+    plan: BestPlan
+
+    @property
+    def dense_efficiency(self) -> float:
+        """Share of the work of as many workers that share nothing."""
+        return self.plan.dense.compute_s / self.plan.dense.step_s
+
+    @property
+    def efficiency(self) -> float:
+        """The same under the plan, what compression loses taken off."""
+        return self.plan.best.compute_s / self.plan.best.score
+
+
+@dataclass(slots=True)
+class PlannerNumbers:
+    """What was measured. table6: for every cell predicted and measured ms. quick: few cases, no goals."""
+
+    quick: bool
+    rows: list[Row] = field(default_factory=list)
+    table6: list[tuple[str, float, float]] = field(default_factory=list)
+    models: list[ModelPlan] = field(default_factory=list)
+    times: list[SearchTime] = field(default_factory=list)
+    scaling: list[Scaling] = field(default_factory=list)
+    cupcake_ms: float = math.nan
+
+    def add(self, name: str, value: float, unit: str, goal: str | None = None, baseline: float | None = None) -> None:
+        self.rows.append(Row(name=name, value=value, unit=unit, goal=None if self.quick else goal, baseline=baseline))
+
+
+def measure_planner(quick: bool, on_part: Callable[[str, float], None]) -> PlannerNumbers:
+    """Measure everything, some 2 minutes on a quiet core; `quick` leaves out most of it and all goals.
+
+    on_part  gets, before each part, what it measures and the share of the parts that are done
+    """
+    numbers = PlannerNumbers(quick=quick)
+    parts: list[tuple[str, Callable[[PlannerNumbers], None]]] = [
+        ("tables of Flexible Communication", _tables),
+        ("fusion and brute force", _fusion_is_exact),
+        ("joint search and brute force", _joint_is_exact),
+        *((f"strategies for {model}", partial(_model, model=model)) for model in MODEL_NAMES[: 1 if quick else None]),
+        ("planning times", _times),
+        ("numbers of layers", _sweep_layers),
+        ("numbers of workers", _sweep_workers),
+        ("the decision tree", _tree),
+    ]
+    for index, (what, measure) in enumerate(parts):
+        on_part(what, index / len(parts))
+        measure(numbers)
+    return numbers
+
+
+def _tables(numbers: PlannerNumbers) -> None:
+    columns = {"allgather": "ag_ms", "artopk_ring": "art_ring_ms", "artopk_tree": "art_tree_ms"}
+    winners, errors = 0, []
+    for row in read_table("flexible_table6"):
+        found = compare_schemes(
+            numel=int(row["params"]), density=float(row["cr"]), num_workers=int(row["workers"]), link=_link_of(row)
+        )
+        cells = [(scheme, found.costs_ms[scheme], float(row[column])) for scheme, column in columns.items()]
+        winners += found.scheme == min(cells, key=lambda cell: cell[2])[0]
+        errors += [abs(math.log(predicted / measured)) for _, predicted, measured in cells]
+        numbers.table6 += cells
+    numbers.add("table6_winners", winners, "of 18 rows", "== 18")
+    numbers.add("table6_mean_log_error", statistics.mean(errors), "|log|", "<= 0.03")
+    errors = []
+    for row in read_table("flexible_table2"):
+        found = compare_schemes(
+            numel=int(row["params"]), density=0.1, num_workers=int(row["workers"]), link=_link_of(row)
+        )
+        errors.append(abs(found.costs_ms["dense"] / float(row["dense_ring_ms"]) - 1))
+    numbers.add("table2_dense_ring_error", max(errors), "share, the largest", "<= 0.05")
+
+
+def _link_of(row: dict[str, str]) -> Link:
+    return Link.from_rates(bandwidth_gbps=float(row["bandwidth_gbps"]), latency_ms=float(row["latency_ms"]))
+
+
+def _fusion_is_exact(numbers: PlannerNumbers) -> None:
+    rng, num_cases = random.Random(0), 20 if numbers.quick else 1000
+    problems = [random_pipeline(rng, rng.randint(1, 14), 1) for _ in range(num_cases)]
+    same = sum(_same(fuse(problem)[1], earliest_finish_s(problem)) for problem in problems)
+    numbers.add("fusion_equals_brute_force", same, f"of {num_cases} cases of up to 14 layers", "== 1000")
+
+
+def _joint_is_exact(numbers: PlannerNumbers) -> None:
+    rng, num_cases = random.Random(0), 10 if numbers.quick else 300
+    problems = [random_pipeline(rng, rng.randint(1, 8), 6) for _ in range(num_cases)]
+    same = sum(_same(search(problem).finish_s, earliest_finish_s(problem)) for problem in problems)
+    numbers.add("joint_equals_brute_force", same, f"of {num_cases} cases of up to 8 layers, 6 options", "== 300")
+
+
+def _same(found_s: float, expected_s: float) -> bool:
+    return math.isclose(found_s, expected_s, rel_tol=ROUNDING)
+
+
+def _model(numbers: PlannerNumbers, *, model: str) -> None:
+    for gbps in MODEL_GBPS:
+        pipeline = model_pipeline(model, gbps)
+        joint = search(pipeline)
+        strategies = named_strategies(pipeline, dense=DENSE_INDEX, compressing=COMPRESSING, offloaded=OFFLOADED)
+        found = ModelPlan(
+            model=model,
+            gbps=gbps,
+            joint_s=joint.finish_s,
+            gap=joint.gap,
+            strategies_s={name: pipeline.finish_s(groups) for name, groups in strategies.items()},
+        )
+        numbers.models.append(found)
+        best_s = found.strategies_s[found.best_strategy]
+        name = f"{model}_{gbps:g}gbps"
+        numbers.add(f"{name}_best_strategy_over_joint", best_s / joint.finish_s, "x", NO_LESS)
+        numbers.add(f"{name}_gap", joint.gap, "share", "<= 0.01")
+
+
+def _milliseconds(call: Call, num_rounds: int = 5) -> float:
+    """Of one call, the best of some."""
+    return 1e3 * best_seconds([call], torch.device("cpu"), num_rounds=num_rounds, turn_s=0)[0]
+
+
+def _times(numbers: PlannerNumbers) -> None:
+    pipeline, qsgd = model_pipeline("resnet101", 10), 2
+    start = time.perf_counter()
+    groups = cupcake(pipeline, qsgd, max_nodes=CUPCAKE_NODES)
+    numbers.cupcake_ms = 1e3 * (time.perf_counter() - start)
+    fusion_ms = _milliseconds(partial(fuse, pipeline, qsgd))
+    numbers.add("fusion_314_ms", fusion_ms, "ms", "<= 100", baseline=numbers.cupcake_ms)
+    found_s = fuse(pipeline, qsgd)[1]
+    numbers.add("cupcake_314_over_fusion", pipeline.finish_s(groups) / found_s, "x", NO_LESS)
+    options = candidate_options(CANDIDATE_DENSITIES)
+    numbers.add("options", len(options), "codec, scheme, hierarchy")
+    for gbps in JOINT_GBPS:
+        for ranks_per_node in (1, RANKS_PER_NODE):
+            measured = resnet101(cluster(64, gbps=gbps, ranks_per_node=ranks_per_node))
+            name = f"joint_314_{gbps:g}gbps_{64 // ranks_per_node}x{ranks_per_node}"
+            numbers.add(
+                f"{name}_ms", _milliseconds(partial(best_plan, measured, options), num_rounds=3), "ms", "<= 200"
+            )
+            numbers.add(f"{name}_gap", best_plan(measured, options).gap, "share", "<= 0.01")
+    network = cluster(64, gbps=10)
+    costs = [group_cost(option, network=network, codec_cost=GPU) for option in options]
+    calls: list[Call] = [partial(cheapest, costs, 1 << 20)]
+    (choice_s,) = best_seconds(calls, torch.device("cpu"), num_rounds=5)
+    numbers.add("scheme_choice_us", 1e6 * choice_s, "us", "<= 50")
+
+
+def _sweep_layers(numbers: PlannerNumbers) -> None:
+    """The slowest of three random problems of each size; one of the largest."""
+    rng = random.Random(0)
+    for num_layers in SWEPT_LAYERS[: 3 if numbers.quick else None]:
+        found = []
+        for _ in range(3 if num_layers <= 500 else 1):
+            one, six = random_pipeline(rng, num_layers, 1), random_pipeline(rng, num_layers, 6)
+            start = time.perf_counter()
+            fuse(one)
+            fused = time.perf_counter()
+            gap = search(six, max_gap=MAX_GAP).gap
+            found.append((fused - start, time.perf_counter() - fused, gap))
+        fusion_s, joint_s, gap = (max(column) for column in zip(*found, strict=True))
+        numbers.times.append(
+            SearchTime(num_layers=num_layers, fusion_ms=1e3 * fusion_s, joint_ms=1e3 * joint_s, gap=gap)
+        )
+        numbers.add(f"fusion_{num_layers}_layers_ms", 1e3 * fusion_s, "ms")
+        numbers.add(f"joint_{num_layers}_layers_ms", 1e3 * joint_s, "ms")
+        numbers.add(f"joint_{num_layers}_layers_gap", gap, "share")
+
+
+def _sweep_workers(numbers: PlannerNumbers) -> None:
+    options = candidate_options(CANDIDATE_DENSITIES)
+    for ranks_per_node, num_workers in itertools.product(
+        (1, RANKS_PER_NODE), SWEPT_WORKERS[: 2 if numbers.quick else None]
+    ):
+        measured = resnet101(cluster(num_workers, gbps=SCALING_GBPS, ranks_per_node=ranks_per_node))
+        start = time.perf_counter()
+        plan = best_plan(measured, options)
+        seconds = time.perf_counter() - start
+        found = Scaling(num_workers=num_workers, ranks_per_node=ranks_per_node, plan=plan)
+        numbers.scaling.append(found)
+        name = f"plan_{num_workers // ranks_per_node}x{ranks_per_node}"
+        numbers.add(f"{name}_s", seconds, "s", "<= 1")
+        numbers.add(f"{name}_efficiency", found.efficiency, "share", baseline=found.dense_efficiency)
+
+
+def _tree(numbers: PlannerNumbers) -> None:
+    """All paths of ByteComp's tree, those that the engine has, and ByteComp's own choice among all, for ResNet-101."""
+    network, qsgd = cluster(64, gbps=TREE_GBPS), CodecSpec(name="qsgd")
+    found = [(path, path_cost(path, network, qsgd, {Device.GPU: GPU, Device.CPU: CPU})) for path in paths()]
+    ours = [(path, cost) for path, cost in found if option_of(path, qsgd) is not None]
+    numbers.add("tree_paths", len(found), "paths", "== 4341")
+    numbers.add("tree_engine_paths", len(ours), "paths")
+    layers = model_pipeline("resnet101", TREE_GBPS)
+
+    def pipeline(ways: Sequence[tuple[Path, GroupCost]]) -> Pipeline:
+        costs = [ways[index][1] for index in undominated([cost for _, cost in ways])]
+        return Pipeline(backward_s=layers.backward_s, numel=layers.numel, costs=tuple(costs))
+
+    all_ways, engine_ways = pipeline(found), pipeline(ours)
+    best, engine_best = search(all_ways, max_gap=MAX_GAP), search(engine_ways, max_gap=MAX_GAP)
+    numbers.add("tree_undominated_paths", len(all_ways.costs), "paths")
+    numbers.add("tree_best_ms", 1e3 * best.finish_s, "ms")
+    numbers.add("tree_engine_over_best", engine_best.finish_s / best.finish_s, "x")
+    holds_nothing_up = [index for index, cost in enumerate(all_ways.costs) if cost.compute_s(1) == 0]
+    dense = min(holds_nothing_up, key=lambda index: all_ways.costs[index].network_s(1 << 20))
+    rest = [index for index in range(len(all_ways.costs)) if index != dense]
+    greedy_s = all_ways.finish_s(bytecomp(all_ways, dense=dense, compressing=rest, offloaded={}))
+    numbers.add("tree_bytecomp_over_best", greedy_s / best.finish_s, "x", NO_LESS)
+
+
+def cluster(num_workers: int, *, gbps: float, ranks_per_node: int = RANKS_PER_NODE) -> Network:
+    """Nodes of GPUs on links of 300 Gbit/s and 10 us, with `gbps` and 50 us between them."""
+    return Network(
+        num_nodes=num_workers // ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        between=Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.05),
+        inside=Link.from_rates(bandwidth_gbps=300, latency_ms=0.01),
+    )
+
+
+def resnet101(network: Network, compute_s: float = 0.2) -> Measured:
+    """Its 314 tensors, codecs as fast as on a GPU, and gains such as runs have: these are for a run to measure."""
+    description = load_model("resnet101")
+    return Measured(
+        layers=description.layers,
+        backward_s=description.backward_s(compute_s),
+        network=network,
+        codec_costs={str(codec): GPU for codec in candidate_codecs(CANDIDATE_DENSITIES)},
+        gain={str(codec): gain for codec, gain in zip(candidate_codecs(CANDIDATE_DENSITIES), GAINS, strict=True)},
+    )

@@ -1,0 +1,135 @@
+"""`cgx-ray bench planner` from numbers to tables, JSON and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cgx_ray.bench.planner import MODEL_GBPS, RANKS_PER_NODE, SCALING_GBPS, PlannerNumbers, measure_planner
+from cgx_ray.bench.result import write_result
+
+_MET = {None: "", True: "yes", False: "no"}
+# Colour-blind safe (Okabe and Ito).
+_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"
+
+
+def planner_command(quick: bool, console: Console, json_path: str | None, plot: Path) -> None:
+    """Measure, show what came out, draw it to `plot`, and write the rows if `json_path` is given."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        numbers = measure_planner(quick, lambda what, share: progress.update(task, description=what, completed=share))
+    console.print(strategy_table(numbers))
+    console.print(row_table(numbers))
+    plot_planner(numbers, plot)
+    console.print(f"picture: {plot}", highlight=False, soft_wrap=True)
+    if json_path:
+        write_result("planner", numbers.rows, json_path)
+
+
+def strategy_table(numbers: PlannerNumbers) -> Table:
+    """The joint plan of each model, its proven gap, and by how much each strategy takes longer."""
+    table = Table(title="ms of a step; longer by", title_justify="left", box=SIMPLE, padding=(0, 1))
+    table.add_column("", no_wrap=True)
+    names = list(numbers.models[0].strategies_s)
+    for heading in ("Gbit/s", "joint", "gap", *names):
+        table.add_column(heading, justify="right")
+    for found in numbers.models:
+        longer = (f"{found.strategies_s[name] / found.joint_s - 1:.1%}" for name in names)
+        table.add_row(found.model, f"{found.gbps:g}", f"{1e3 * found.joint_s:.1f}", f"{found.gap:.2%}", *longer)
+    return table
+
+
+def row_table(numbers: PlannerNumbers) -> Table:
+    """All rows but those that are in `strategy_table`."""
+    models = {found.model for found in numbers.models}
+    table = Table("", box=SIMPLE, padding=(0, 1))
+    for heading in ("value", "baseline", "goal", "met"):
+        table.add_column(heading, justify="right")
+    for row in numbers.rows:
+        if not any(row.name.startswith(f"{model}_") for model in models):
+            baseline = "" if row.baseline is None else f"{row.baseline:.4g}"
+            table.add_row(row.name, f"{row.value:.4g} {row.unit}", baseline, row.goal or "", _MET[row.met])
+    return table
+
+
+def plot_planner(numbers: PlannerNumbers, path: Path) -> None:
+    """Write a PNG of four panels."""
+    figure = Figure(figsize=(13.5, 9.5), dpi=130, layout="constrained")
+    (table_axes, strategy_axes), (time_axes, scale_axes) = figure.subplots(2, 2)
+    _draw_table(table_axes, numbers)
+    _draw_strategies(strategy_axes, numbers)
+    _draw_times(time_axes, numbers)
+    _draw_scaling(scale_axes, numbers)
+    for axes in (table_axes, strategy_axes, time_axes, scale_axes):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+    figure.suptitle("cgx-ray bench planner", fontsize=12, fontweight="bold")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _draw_table(axes: Axes, numbers: PlannerNumbers) -> None:
+    styles = {"allgather": (_BLUE, "o"), "artopk_ring": (_ORANGE, "s"), "artopk_tree": (_GREEN, "^")}
+    for scheme, (color, marker) in styles.items():
+        cells = [(measured, predicted) for name, predicted, measured in numbers.table6 if name == scheme]
+        measured_ms, predicted_ms = zip(*cells, strict=True)
+        axes.scatter(measured_ms, predicted_ms, color=color, marker=marker, s=28, label=scheme, zorder=2)
+    ends = [min(cell[2] for cell in numbers.table6) / 1.3, max(cell[2] for cell in numbers.table6) * 1.3]
+    axes.plot(ends, ends, color=_GREY, linewidth=1, zorder=1)
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", xlim=ends, ylim=ends)
+    axes.set_title("Cost model and Flexible Communication, table 6")
+    _plain_ticks(axes)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_strategies(axes: Axes, numbers: PlannerNumbers) -> None:
+    """By how much a step takes longer than under the joint plan, at the slower network."""
+    found = [plan for plan in numbers.models if plan.gbps == MODEL_GBPS[0]]
+    colors = {"layer-wise": _GREY, "best of buckets": _PURPLE, "Cupcake": _ORANGE, "ByteComp": _BLUE}
+    width = 0.8 / len(colors)
+    for index, (name, color) in enumerate(colors.items()):
+        heights = [100 * (plan.strategies_s[name] / plan.joint_s - 1) for plan in found]
+        places = [place + (index - (len(colors) - 1) / 2) * width for place in range(len(found))]
+        axes.bar(places, heights, width, color=color, label=name, zorder=2)
+    axes.set_xticks(range(len(found)), [plan.model for plan in found], rotation=30, ha="right", fontsize=9)
+    axes.set(ylabel="% longer than the joint plan", title=f"A step of 8 workers at {MODEL_GBPS[0]:g} Gbit/s")
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_times(axes: Axes, numbers: PlannerNumbers) -> None:
+    layers = [time.num_layers for time in numbers.times]
+    axes.plot(layers, [time.joint_ms for time in numbers.times], "o-", color=_BLUE, label="joint search, 6 options")
+    axes.plot(layers, [time.fusion_ms for time in numbers.times], "s-", color=_GREEN, label="fusion, 1 option")
+    axes.plot([314], [numbers.cupcake_ms], "D", color=_ORANGE, label="Cupcake's search, ResNet-101")
+    axes.set(xscale="log", yscale="log", xlabel="layers", ylabel="ms", title="Time to plan")
+    _plain_ticks(axes)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_scaling(axes: Axes, numbers: PlannerNumbers) -> None:
+    for ranks_per_node, style in ((RANKS_PER_NODE, "o-"), (1, "s--")):
+        found = [scaling for scaling in numbers.scaling if scaling.ranks_per_node == ranks_per_node]
+        workers, place = [scaling.num_workers for scaling in found], f"{ranks_per_node} a node"
+        planned, dense = (
+            [100 * share for share in shares]
+            for shares in zip(*((scaling.efficiency, scaling.dense_efficiency) for scaling in found), strict=True)
+        )
+        axes.plot(workers, planned, style, color=_BLUE, label=f"planned, {place}")
+        axes.plot(workers, dense, style, color=_GREY, label=f"dense, {place}")
+    axes.set(xlabel="workers", ylabel="% of the progress of workers that share nothing", ylim=(0, 105))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(workers, [f"{count:,}" for count in workers], rotation=45, ha="right")
+    axes.set_title(f"Predicted scaling, ResNet-101, {SCALING_GBPS:g} Gbit/s between nodes")
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _plain_ticks(axes: Axes) -> None:
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
