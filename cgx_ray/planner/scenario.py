@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, CodecSpec
@@ -26,8 +26,6 @@ PEAK_TFLOPS = {
 DEFAULT_GPU = "v100"
 # Of the peak, what training reaches: 0.2 (convolutions) to 0.5 (large transformers) in published runs.
 UTILISATION = 0.3
-DEFAULT_BATCH = 32
-DEFAULT_MIN_GAIN = 0.8
 
 # Medians over the 28 decisions of five `cgx-ray demo` runs, a GPT of 4.9 M parameters in its first 48 steps.
 TYPICAL_GAINS: Mapping[str, float] = {
@@ -40,28 +38,29 @@ TYPICAL_GAINS: Mapping[str, float] = {
     "topk:density=0.001": 0.22,
 }
 
-
-# Written by `cgx-ray profile`: one core of a server, of two generations ago.
+# Written by `cgx-ray profile`: one core of an AMD EPYC, the least times of four runs.
 TYPICAL_PROFILE = Path(__file__).parent / "typical_profile.json"
 
 
 def compute_time(
     model: ModelDescription,
     *,
+    batch: int,
     step_s: float | None = None,
     samples_per_s: float | None = None,
     gpu: str | None = None,
-    batch: int = DEFAULT_BATCH,
 ) -> tuple[float, str]:
     """Seconds of forward and backward of a worker's step, and a sentence that says where they come from.
 
-    At most one of these may be given, else what was measured is taken, else `DEFAULT_GPU`:
+    At most one of these may be given, else what was measured is taken, else `DEFAULT_GPU`; `batch` is the samples of a
+    worker's step:
 
     step_s         the seconds themselves
     samples_per_s  what one worker trains in a second, without any communication
     gpu            name in `PEAK_TFLOPS`: three passes of two operations a multiply-add at `UTILISATION` of the peak
     """
-    given = [name for name, value in _named(step_s, samples_per_s, gpu) if value is not None]
+    named = {"step time": step_s, "throughput": samples_per_s, "GPU": gpu}
+    given = [name for name, value in named.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} both say how long a step computes; give one of them")
     if batch < 1:
@@ -88,10 +87,6 @@ def compute_time(
     return seconds, f"{batch} samples a worker and step, {name} at {UTILISATION:.0%} of {PEAK_TFLOPS[name]} TFLOP/s"
 
 
-def _named(step_s: object, samples_per_s: object, gpu: object) -> tuple[tuple[str, object], ...]:
-    return ("step time", step_s), ("throughput", samples_per_s), ("GPU", gpu)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """A model that trains on a network.
@@ -107,7 +102,7 @@ class Scenario:
     compute_s: float
     codec_costs: Mapping[str, CodecCost]
     gain: Mapping[str, float]
-    min_gain: float = DEFAULT_MIN_GAIN
+    min_gain: float
 
     def solve(self) -> BestPlan:
         """The best plan. Raises ConfigError for what cannot be planned."""
@@ -191,8 +186,8 @@ class Price:
     """
 
     usd_per_hour: float
-    batch: int = DEFAULT_BATCH
-    samples: int | None = None
+    batch: int
+    samples: int | None
 
     def __post_init__(self) -> None:
         _positive("price", self.usd_per_hour)
@@ -206,11 +201,14 @@ class Price:
         return Epoch(hours, hours * num_workers * self.usd_per_hour)
 
 
+SweepName = Literal["bandwidth", "latency", "workers"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
     """Values of one property of the network, ascending: Gbit/s, milliseconds one way, or workers."""
 
-    name: Literal["bandwidth", "latency", "workers"]
+    name: SweepName
     values: tuple[float, ...]
 
     @property
@@ -255,8 +253,9 @@ def parse_sweep(text: str, ranks_per_node: int = 1, num_points: int = 25) -> Swe
     if name == "workers":
         L = ranks_per_node
         values = sorted({L * max(1, round(value / L)) for value in values})
-    assert name in ("bandwidth", "latency", "workers")
-    return Sweep(name=name, values=tuple(values))  # type: ignore[arg-type]
+        if len(values) < 2:
+            raise ConfigError(f"sweep {text!r} has one value that fills nodes of {L}; give a wider one")
+    return Sweep(name=cast(SweepName, name), values=tuple(values))
 
 
 def _whole(text: str) -> float:

@@ -85,6 +85,8 @@ def read_question(
         raise ConfigError("--samples-per-epoch says what an epoch costs with --price; give that too")
     given = dict(_read_gain(text) for text in gains)
     assumptions = [f"{compute_from}: {1e3 * compute_s:.4g} ms of forward and backward"]
+    if samples_per_epoch is not None and (step_time is not None or compute_s == description.measured_s):
+        assumptions.append(f"{batch} samples a worker and step (--batch)")
     if not description.ready_s:
         assumptions.append("a layer's share of backward is that of its multiply-adds; `cgx-ray profile-model` measures")
     if network.ranks_per_node > 1:
@@ -146,7 +148,8 @@ def plan_command(question: Question, console: Console, *, json_path: str | None,
     answer = scenario.solve()
     points: list[BestPlan] = []
     if sweep is not None:
-        solving = track(sweep.values, description="sweep", console=console, transient=True)
+        hidden = not console.is_terminal  # else it leaves an empty line before the answer
+        solving = track(sweep.values, description="sweep", console=console, transient=True, disable=hidden)
         points = [scenario.swept(sweep, value).solve() for value in solving]
     N = scenario.network.num_workers
     console.print(verdict(answer, N), style="bold", highlight=False)
