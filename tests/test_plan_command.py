@@ -17,7 +17,16 @@ from cgx_ray.planner.cost import Link
 from cgx_ray.planner.models import load_model
 from cgx_ray.planner.options import CodecCost, codec_cost_of
 from cgx_ray.planner.profile import Profile, load_profile, save_profile
-from cgx_ray.planner.scenario import TYPICAL_GAINS, TYPICAL_PROFILE, Price, compute_time, make_network, parse_sweep
+from cgx_ray.planner.scenario import (
+    TYPICAL_GAINS,
+    TYPICAL_PROFILE,
+    Price,
+    Scenario,
+    compute_time,
+    make_network,
+    parse_sweep,
+)
+from cgx_ray.report.timeline import draw_answer
 
 LAN = Link.from_rates(bandwidth_gbps=1, latency_ms=0.5)
 
@@ -86,6 +95,29 @@ def test_sweep_has_a_row_a_value_and_more_bandwidth_is_never_slower(tmp_path: Pa
         score_before, score_after = (row["planned_ms"] / row["efficiency"] for row in (before, after))
         assert score_after <= score_before * 1.01, "but for the gap of 1 % that is allowed"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_picture_has_a_bar_for_all_work_and_the_swept_times() -> None:
+    scenario = Scenario(
+        model=load_model("resnet18"),
+        network=make_network(8, 2, LAN, LAN),
+        compute_s=0.05,
+        codec_costs=load_profile(TYPICAL_PROFILE).codec_costs,
+        gain=TYPICAL_GAINS,
+        min_gain=0.8,
+    )
+    sweep = parse_sweep("bandwidth=1..10gbps", num_points=3)
+    answer, points = scenario.solve(), [scenario.swept(sweep, value).solve() for value in sweep.values]
+    dense, planned, swept = draw_answer(answer, title="", sweep=sweep, points=points).axes
+    for axes, step in ((dense, answer.dense), (planned, answer.best)):
+        ends_ms = [path.vertices[:, 0].max() for bars in axes.collections for path in bars.get_paths()]
+        works = [busy_s for span in step.schedule.spans for busy_s in span.stage.busy_s.values() if busy_s > 0]
+        assert len(ends_ms) >= len(works)
+        assert max(ends_ms) == pytest.approx(1e3 * step.step_s)
+        assert f"{1e3 * step.step_s:.4g} ms" in axes.get_title(loc="left")
+    drawn = {line.get_label(): list(line.get_ydata()) for line in swept.lines}
+    assert drawn["planned"] == [1e3 * point.best.step_s for point in points]
+    assert drawn["dense"] == [1e3 * point.dense.step_s for point in points]
 
 
 def test_an_epoch_costs_its_steps_of_all_workers() -> None:

@@ -29,15 +29,18 @@ def profile_model_command(target: str, console: Console, path: Path, *, input_sh
     if steps < 1:
         raise ConfigError(f"--steps {steps} is not allowed; give 1 or more")
     model, loss = load_target(target, input_shape)
-    dtype_of = {layer.name: layer.dtype for layer in layers_of(model)}
+    layers_of(model)  # refuses what no run could carry
     columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=NUM_WARM_STEPS + steps)
         ready_s = measure_ready_s(
             model, loss, num_steps=steps, num_warm_steps=NUM_WARM_STEPS, on_step=lambda: progress.advance(task)
         )
-    shape_of = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    layers = [MeasuredLayer(name, shape_of[name], dtype_of[name], seconds) for name, seconds in ready_s.items()]
+    parameters = dict(model.named_parameters())
+    layers = [
+        MeasuredLayer(name, tuple(parameters[name].shape), str(parameters[name].dtype).removeprefix("torch."), seconds)
+        for name, seconds in ready_s.items()
+    ]
     write_model(layers, path)
     numel = sum(math.prod(layer.shape) for layer in layers)
     console.print(

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -33,10 +32,8 @@ _LANES: Mapping[Resource, str] = {
 }
 
 
-def plot_answer(
-    answer: BestPlan, path: Path, *, title: str, sweep: Sweep | None = None, points: Sequence[BestPlan] = ()
-) -> None:
-    """Write a PNG: the dense step, the planned one below it, and below both the sweep, if there is one."""
+def draw_answer(answer: BestPlan, *, title: str, sweep: Sweep | None = None, points: Sequence[BestPlan] = ()) -> Figure:
+    """The dense step, the planned one below it, and below both the sweep, if there is one: a plan a value."""
     drawn = [*answer.dense.options, *answer.best.options, *(main_option(point.best) for point in points)]
     colors = _colors(drawn)
     lanes = _lanes((answer.dense, answer.best))
@@ -56,8 +53,7 @@ def plot_answer(
     handles += [Patch(facecolor="white", edgecolor=_INK, hatch="////", linewidth=0.5, label="latency")]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=12, fontweight="bold", wrap=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return figure
 
 
 def _colors(options: Iterable[Option]) -> dict[str, str]:
@@ -140,7 +136,7 @@ def _draw_sweep(axes: Axes, sweep: Sweep, points: Sequence[BestPlan], colors: Ma
     axes.set_xscale("log")
     axes.set_yscale("log")
     for name, step_ms, color, style, label_pt in lines:
-        axes.plot(values, step_ms, style, color=color, linewidth=2.2)
+        axes.plot(values, step_ms, style, color=color, linewidth=2.2, label=name)
         at = (values[middle], step_ms[middle])
         axes.annotate(name, at, (4, label_pt), textcoords="offset points", color=color, fontweight="bold")
     axes.fill_between(values, lines[1][1], lines[0][1], color=_PALETTE[0], alpha=0.08, linewidth=0)

@@ -33,7 +33,7 @@ from cgx_ray.planner.scenario import (
     verdict,
 )
 from cgx_ray.planner.what_if import parse_gbps, parse_link, parse_seconds
-from cgx_ray.report.timeline import main_option, plot_answer
+from cgx_ray.report.timeline import draw_answer, main_option
 
 MAX_ROWS = 20
 
@@ -160,7 +160,8 @@ def plan_command(question: Question, console: Console, *, json_path: str | None,
     if sweep is not None:
         console.print(_sweep(sweep, points))
     if plot is not None:
-        plot_answer(answer, plot, title=_title(scenario), sweep=sweep, points=points)
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        draw_answer(answer, title=_title(scenario), sweep=sweep, points=points).savefig(plot)
         console.print(f"picture: {plot}", highlight=False, soft_wrap=True)
     if json_path is not None:
         described = {
