@@ -15,6 +15,15 @@ from cgx_ray.bench.planner import MODEL_GBPS, RANKS_PER_NODE, SCALING_GBPS, Plan
 from cgx_ray.bench.result import write_result
 
 _MET = {None: "", True: "yes", False: "no"}
+_HEADINGS = {
+    "whole model": "whole",
+    "layer-wise": "layers",
+    "DDP buckets of 25 MB": "DDP",
+    "best of buckets": "buckets",
+    "best of even splits": "even",
+    "Cupcake": "Cupcake",
+    "ByteComp": "ByteComp",
+}
 # Colour-blind safe (Okabe and Ito).
 _BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"
 
@@ -25,7 +34,8 @@ def planner_command(quick: bool, console: Console, json_path: str | None, plot: 
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=1.0)
         numbers = measure_planner(quick, lambda what, share: progress.update(task, description=what, completed=share))
-    console.print(strategy_table(numbers))
+    for gbps in MODEL_GBPS:
+        console.print(strategy_table(numbers, gbps))
     console.print(row_table(numbers))
     plot_planner(numbers, plot)
     console.print(f"picture: {plot}", highlight=False, soft_wrap=True)
@@ -33,29 +43,35 @@ def planner_command(quick: bool, console: Console, json_path: str | None, plot: 
         write_result("planner", numbers.rows, json_path)
 
 
-def strategy_table(numbers: PlannerNumbers) -> Table:
-    """The joint plan of each model, its proven gap, and by how much each strategy takes longer."""
-    table = Table(title="ms of a step; longer by", title_justify="left", box=SIMPLE, padding=(0, 1))
+def strategy_table(numbers: PlannerNumbers, gbps: float) -> Table:
+    """The joint plan of each model, its proven gap, and by how many % a step takes longer under each strategy."""
+    table = Table(
+        title=f"8 workers at {gbps:g} Gbit/s: ms of a step, gap, % longer", title_justify="left", box=SIMPLE, padding=0
+    )
     table.add_column("", no_wrap=True)
     names = list(numbers.models[0].strategies_s)
-    for heading in ("Gbit/s", "joint", "gap", *names):
-        table.add_column(heading, justify="right")
+    for heading in ("joint", "gap", *(_HEADINGS[name] for name in names)):
+        table.add_column(heading, justify="right", no_wrap=True)
     for found in numbers.models:
-        longer = (f"{found.strategies_s[name] / found.joint_s - 1:.1%}" for name in names)
-        table.add_row(found.model, f"{found.gbps:g}", f"{1e3 * found.joint_s:.1f}", f"{found.gap:.2%}", *longer)
+        if found.gbps == gbps:
+            longer = (100 * (found.strategies_s[name] / found.joint_s - 1) for name in names)
+            # Adding 0 takes the sign from what is rounded to -0.
+            cells = (f"{round(share, 2) + 0:.2f}" for share in longer)
+            table.add_row(found.model, f"{1e3 * found.joint_s:.1f}", f"{found.gap:.2%}", *cells)
     return table
 
 
 def row_table(numbers: PlannerNumbers) -> Table:
-    """All rows but those that are in `strategy_table`."""
-    models = {found.model for found in numbers.models}
-    table = Table("", box=SIMPLE, padding=(0, 1))
-    for heading in ("value", "baseline", "goal", "met"):
-        table.add_column(heading, justify="right")
+    """What `strategy_table` and the picture do not show."""
+    models = tuple(f"{found.model}_" for found in numbers.models)
+    table = Table(box=SIMPLE, padding=0)
+    table.add_column("", no_wrap=True)
+    for heading in ("value", "", "baseline", "goal", "met"):
+        table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
     for row in numbers.rows:
-        if not any(row.name.startswith(f"{model}_") for model in models):
-            baseline = "" if row.baseline is None else f"{row.baseline:.4g}"
-            table.add_row(row.name, f"{row.value:.4g} {row.unit}", baseline, row.goal or "", _MET[row.met])
+        if not row.name.startswith(models) and "_layers_" not in row.name:
+            value, baseline = ("" if x is None else f"{x:.4g}" for x in (row.value, row.baseline))
+            table.add_row(row.name, value, row.unit, baseline, row.goal or "", _MET[row.met])
     return table
 
 

@@ -20,8 +20,9 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.errors import CGXError, ConfigError, PlanError, StateError
+from cgx_ray.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.monitors.sample import StepSample
-from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, preferred_scheme
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme, preferred_scheme
 from cgx_ray.planner.options import candidate_codecs
 from cgx_ray.settings import Settings
 
@@ -91,6 +92,51 @@ class Attachment:
         if self._engine is None:
             raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to use a plan")
         self._engine.hold(plan)
+
+    def explore(
+        self,
+        stateful: Sequence[Stateful],
+        step: Callable[[int], object],
+        *,
+        candidates: Sequence[CodecSpec | str] = CANDIDATES,
+        scheme: Scheme | str | None = None,
+        iterations: int = 10,
+        group_bytes: int = DEFAULT_GROUP_BYTES,
+    ) -> Exploration:
+        """Train a few steps with each of some codecs, undo them, and go on with the one at the knee of time and gain.
+
+        Flexible Communication, section 3-E, checkpoints in memory. Call it on all ranks, between steps, with the same
+        arguments. What `stateful` holds, random numbers, residuals and the step are afterwards as before, bit for bit;
+        gradients are what the last `step` left.
+
+        stateful    the model, the optimizer and whatever else `step` changes: a schedule, a GradScaler
+        step        one training step: forward, one synchronised backward, optimizer. It is called with 0, 1, ... for
+                    each candidate anew, should train on the same batch for the same number, and must not use up data
+                    that the training wants
+        candidates  left out, top-k with the paper's densities
+        scheme      of all candidates; left out, `preferred_scheme`
+        iterations  of each candidate; every other one measures the gain instead of the times. Two or three more bring
+                    its plan in force
+        group_bytes as in `make_plan`
+
+        Raises ConfigError for an FSDP2 model, and where a controller chooses the plans; PlanError at world size 1.
+        """
+        if self._engine is None:
+            raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to explore")
+        if not isinstance(self._engine, Engine):
+            raise ConfigError("the codec of an FSDP2 model is fixed; explore with a DistributedDataParallel model")
+        if _session is not None and _session.settings.policy == "adaptive":
+            raise ConfigError("with policy 'adaptive' the controller chooses plans; explore with policy='static'")
+        return explore(
+            self._engine,
+            self._groups[0],
+            stateful,
+            step,
+            candidates=candidates,
+            scheme=scheme,
+            iterations=iterations,
+            group_bytes=group_bytes,
+        )
 
     def take_samples(self) -> list[StepSample]:
         """Samples since the last call; see `Engine.take_samples`."""

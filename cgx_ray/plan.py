@@ -268,6 +268,7 @@ def make_plan(
     group_bytes: int = DEFAULT_GROUP_BYTES,
     overrides: Mapping[str, tuple[CodecSpec | str, Scheme | str] | tuple[CodecSpec | str, Scheme | str, Intra | str]]
     | None = None,
+    bits: Mapping[str, int] | None = None,
     uniform: bool = False,
     device: str = "auto",
 ) -> Plan:
@@ -285,18 +286,20 @@ def make_plan(
     overrides  codec, scheme and, if it is another, intra of the layers, small ones too, whose names match a pattern as
                in a shell (`"*embedding*"`), the first pattern that does. Only neighbours share a group, so each run of
                such layers ends the group before it.
+    bits       by layer, instead of those of `codec`, such as `planner.bits` finds; where they change a group ends.
+               Small layers and overrides take no notice
     uniform    for comparison: one group a dtype, small layers and all, whatever `group_bytes` says. QNCL compresses
                like that, one buffer of the whole model without a look at its layers (CGX, section 6); nothing is sent
                before backward is done, and norms and biases share buckets with their neighbours
     device     "auto" or "cpu", see `GroupPlan`
 
-    Raises ConfigError if a scheme cannot carry a codec, PlanError for a pattern without a layer.
+    Raises ConfigError if a scheme cannot carry a codec, PlanError for a pattern or bits without a layer.
     """
     codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
     codec, scheme, intra = _choice((codec, scheme or preferred_scheme(codec), intra))
     if uniform:
-        if overrides:
-            raise ConfigError("a uniform plan has one codec for all layers; leave out overrides or uniform")
+        if overrides or bits:
+            raise ConfigError("a uniform plan has one codec for all layers; leave out overrides and bits, or uniform")
         whole = sys.maxsize
         groups = _fill_groups([(layer, (codec, scheme, intra)) for layer in reversed(layers)], whole, first_bytes=whole)
         return _plan_of(groups, version, world_size, device)
@@ -306,12 +309,19 @@ def make_plan(
         if not any(fnmatchcase(layer.name, pattern) for layer in layers):
             raise PlanError(f"override {pattern!r} matches none of {len(layers)} layers; give a pattern of their names")
 
+    unknown = sorted((bits or {}).keys() - {layer.name for layer in layers})
+    if unknown:
+        raise PlanError(f"bits are given for {unknown[0]!r}, which is none of {len(layers)} layers; give their names")
+
     def choose(layer: Layer) -> _Choice | None:
         """None: dense, at the end."""
         for pattern, choice in chosen_by_pattern.items():
             if fnmatchcase(layer.name, pattern):
                 return choice
-        return None if layer.is_small and scheme is not Scheme.DENSE else (codec, scheme, intra)
+        if layer.is_small and scheme is not Scheme.DENSE:
+            return None
+        own = codec if not bits or layer.name not in bits else replace(codec, bits=bits[layer.name])
+        return own, scheme, intra
 
     chosen = [(layer, choose(layer)) for layer in reversed(layers)]
     small = [(layer, small_choice) for layer, choice in chosen if choice is None]

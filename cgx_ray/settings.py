@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S, SimulatedLink
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Intra, Layer, Plan, Scheme, check_intra, check_pair, make_plan
+from cgx_ray.planner.density import CANDIDATE_DENSITIES
 
 POLICIES = ("adaptive", "static")
 TRANSPORTS = ("tcp", "gloo")
-# Flexible Communication, section 3-E: candidate compression ratios.
-CANDIDATE_DENSITIES = (0.1, 0.033, 0.011, 0.004, 0.001)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,7 @@ class Settings:
     intra           for policy "static": "dense" or "compressed" sums inside nodes first, see `collectives.hierarchical`
     densities       what adaptive may choose from for top-k
     min_gain        adaptive leaves out codecs that keep less of the gradient than this share
-    group_bytes     dense bytes that are encoded and sent together
+    group_bytes     dense bytes that are encoded and sent together; adaptive, only until the first decision
     seed            of the random numbers of codecs
     transport       of messages between two ranks: "tcp", connections of cgx_ray's own, or "gloo", torch.distributed's
     num_streams     with "tcp": connections between ranks of different hosts. More than one helped nowhere yet; it may

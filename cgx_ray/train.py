@@ -23,9 +23,10 @@ from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError
 from cgx_ray.monitors.agent import NodeAgent
 from cgx_ray.plan import DEFAULT_GROUP_BYTES
+from cgx_ray.planner.density import CANDIDATE_DENSITIES
 from cgx_ray.planner.options import candidate_options
 from cgx_ray.ray_compat import RunFacts, TorchBackend, TorchConfig, run_facts
-from cgx_ray.settings import CANDIDATE_DENSITIES, Settings
+from cgx_ray.settings import Settings
 from cgx_ray.worker import close_ray_session, open_ray_session, state_file
 
 logger = logging.getLogger(__name__)

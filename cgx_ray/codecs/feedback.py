@@ -115,19 +115,23 @@ def sample_blocks(grad_N: Tensor, max_numel: int = GAIN_SAMPLE_NUMEL) -> Tensor:
     return grad_N[: num_blocks * GAIN_BLOCK].view(num_blocks, GAIN_BLOCK)[::stride].reshape(-1)
 
 
+def squared_error(codec: Codec, grad_N: Tensor, key: int) -> float:
+    """|g - decode(encode(g))|^2, in float64."""
+    payload = torch.empty(codec.payload_bytes(grad_N.numel()), dtype=torch.uint8, device=grad_N.device)
+    decoded_N = torch.empty_like(grad_N)
+    codec.encode(grad_N, payload, key)
+    codec.decode(payload, decoded_N, add=False, key=key)
+    return float((grad_N.double() - decoded_N).square().sum())
+
+
 def kept_energy(codec: Codec, grad_N: Tensor, key: int) -> float:
-    """|g|^2 less |g - decode(encode(g))|^2, in float64.
+    """|g|^2 less `squared_error`, in float64.
 
     For top-k this is |g_c|^2, the numerator of the compression gain (Flexible Communication, section 2-C3), as what
     it drops is orthogonal to what it keeps. For unbiased codecs |g_c|^2 would exceed |g|^2: the error says what is
     lost.
     """
-    payload = torch.empty(codec.payload_bytes(grad_N.numel()), dtype=torch.uint8, device=grad_N.device)
-    decoded_N = torch.empty_like(grad_N)
-    codec.encode(grad_N, payload, key)
-    codec.decode(payload, decoded_N, add=False, key=key)
-    grad_N = grad_N.double()
-    return float(grad_N.square().sum() - (grad_N - decoded_N).square().sum())
+    return float(grad_N.double().square().sum()) - squared_error(codec, grad_N, key)
 
 
 class GainCurve:
@@ -146,11 +150,14 @@ class GainCurve:
         self._energy = torch.cat((torch.zeros(1), energy.flip(0).cumsum(0)))
 
     def gain(self, densities: Sequence[float]) -> list[float]:
-        """By density, the share of |g|^2 that so many of the largest hold; 1 of nothing, NaN if |g| is not finite."""
+        """By density, the share of |g|^2 that so many of the largest hold; 1 of nothing, NaN if |g| is not finite.
+
+        How many that are is rounded up, as top-k does.
+        """
         total = float(self._energy[-1])
         if total == 0:
             return [1.0] * len(densities)
-        kept_D = torch.tensor(densities, dtype=torch.float64) * self._numel[-1]
+        kept_D = (torch.tensor(densities, dtype=torch.float64) * self._numel[-1]).ceil()
         # The first bin that reaches so far down.
         last_D = torch.searchsorted(self._numel, kept_D).clamp(1, len(self._numel) - 1)
         first_D = last_D - 1

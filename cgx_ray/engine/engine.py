@@ -7,7 +7,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,8 +64,9 @@ class Engine:
         self._layers = {layer.name: layer for layer in layers}
         self._transport = transport
         self._seed = seed
-        self._device = device
+        self.device = device
         self._candidates = {str(spec): make_codec(spec) for spec in candidates}
+        self._gain_interval_steps = GAIN_INTERVAL_STEPS
         self._agreement = Agreement(transport)
         self._memories = Memories()
         self._lock = threading.Lock()
@@ -95,12 +97,28 @@ class Engine:
 
         Raises PlanError if it does not fit; the plan in force stays in force.
         """
-        plan.check(list(self._layers.values()), self._transport.world_size)
+        plan.check(self.layers, self._transport.world_size)
         with self._lock:
             newest = max(self._held, default=self.plan.version)
             if plan.version <= newest:
                 raise PlanError(f"plan {plan.version} is not newer than plan {newest}; give it a higher version")
             self._held[plan.version] = plan
+
+    @property
+    def layers(self) -> list[Layer]:
+        """In registration order."""
+        return list(self._layers.values())
+
+    @contextmanager
+    def metered(self, candidates: Sequence[CodecSpec], interval_steps: int) -> Iterator[None]:
+        """Measure the gains of these codecs, every `interval_steps`, instead. Enter and leave between steps."""
+        before = self._candidates, self._gain_interval_steps
+        self._candidates = {str(spec): make_codec(spec) for spec in candidates}
+        self._gain_interval_steps = interval_steps
+        try:
+            yield
+        finally:
+            self._candidates, self._gain_interval_steps = before
 
     def take_samples(self) -> list[StepSample]:
         """Samples since the last call, oldest first; the newest 1,024 if nobody called for long."""
@@ -142,10 +160,10 @@ class Engine:
     # Called by the engine's own thread.
 
     def _run(self) -> None:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             # Both are this thread's own.
-            torch.cuda.set_device(self._device)
-            torch.cuda.set_stream(torch.cuda.Stream(self._device))
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))
         step: StepRun | None = None
         while (bucket := self._inbox.get()) is not None:
             if self._failure is not None:
@@ -177,7 +195,7 @@ class Engine:
         self._agreement.post(step=self.step, in_force=self.plan.version, held=held)
         self._transport.step = self.step
         meter = None
-        if self._candidates and self.step % GAIN_INTERVAL_STEPS == GAIN_FIRST_STEP:
+        if self._candidates and self.step % self._gain_interval_steps == GAIN_FIRST_STEP:
             meter = GainMeter(self._candidates, ops.message_key(self._seed, self.step, 0, self._transport.rank, 0))
         return StepRun(
             self._groups,
@@ -192,12 +210,12 @@ class Engine:
     def _enter(self, plan: Plan) -> None:
         self.plan = plan
         self._groups = [
-            Group(index, group, self._layers, self._transport, self._memories, self._device)
+            Group(index, group, self._layers, self._transport, self._memories, self.device)
             for index, group in enumerate(plan.groups)
         ]
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             # Their memory is filled on this thread's stream, and used on the engine's.
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _end(self, step: StepRun) -> None:
         began_s = self._last_end_s
@@ -250,9 +268,9 @@ class Engine:
 
     def _mark_end(self) -> None:
         """Take the time, once the device has done what it was given: what comes next counts from here."""
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             self._last_end = torch.cuda.Event(enable_timing=True)
-            self._last_end.record(torch.cuda.current_stream(self._device))
+            self._last_end.record(torch.cuda.current_stream(self.device))
             self._last_end.synchronize()
         self._last_end_s = time.perf_counter()
 
