@@ -9,49 +9,49 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 
+from cgx_ray.bench.planner_bits import measure_bits, measure_gain, record_gradients
 from cgx_ray.bench.planner_cases import (
     COMPRESSING,
     CPU,
     DENSE_INDEX,
     GPU,
     OFFLOADED,
+    RANKS_PER_NODE,
+    cluster,
     earliest_finish_s,
     model_pipeline,
     random_pipeline,
     read_table,
+    resnet101,
 )
 from cgx_ray.bench.result import Row
 from cgx_ray.bench.timing import Call, best_seconds
 from cgx_ray.plan import CodecSpec
-from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.cost import Link
+from cgx_ray.planner.density import CANDIDATE_DENSITIES
 from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.joint import MAX_GAP, BestPlan, best_plan
-from cgx_ray.planner.models import MODEL_NAMES, load_model
-from cgx_ray.planner.options import candidate_codecs, candidate_options
+from cgx_ray.planner.models import MODEL_NAMES
+from cgx_ray.planner.options import candidate_options
 from cgx_ray.planner.pipeline import GroupCost, Pipeline, cheapest, group_cost, undominated
-from cgx_ray.planner.prediction import Measured
 from cgx_ray.planner.search import search
 from cgx_ray.planner.strategies import bytecomp, cupcake, named_strategies
 from cgx_ray.planner.tree import Device, Path, option_of, path_cost, paths
 from cgx_ray.planner.what_if import compare_schemes
-from cgx_ray.settings import CANDIDATE_DENSITIES
 
 MODEL_GBPS = (1.0, 25.0)
 JOINT_GBPS = (0.1, 1.0, 10.0, 100.0)
 SWEPT_LAYERS = (10, 20, 50, 100, 200, 314, 500, 1000, 2000)
 SWEPT_WORKERS = tuple(1 << exponent for exponent in range(3, 15))
-RANKS_PER_NODE = 8
 SCALING_GBPS = 3.0
 TREE_GBPS = 1.0
 # Some 5 s; it does not end by itself on 314 tensors.
 CUPCAKE_NODES = 20_000
 ROUNDING = 1e-12
-# Of `candidate_codecs(CANDIDATE_DENSITIES)`: none, bf16, qsgd, top-k from 10 % to 0.1 %.
-GAINS = (1.0, 0.99999, 0.99, 0.9, 0.8, 0.65, 0.5, 0.35)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +115,12 @@ class PlannerNumbers:
 
 
 def measure_planner(quick: bool, on_part: Callable[[str, float], None]) -> PlannerNumbers:
-    """Measure everything, some 2 minutes on a quiet core; `quick` leaves out most of it and all goals.
+    """Measure everything, some 2 minutes; `quick` leaves out most of it and all goals.
 
     on_part  gets, before each part, what it measures and the share of the parts that are done
     """
     numbers = PlannerNumbers(quick=quick)
+    record = cache(lambda: list(record_gradients()))
     parts: list[tuple[str, Callable[[PlannerNumbers], None]]] = [
         ("tables of Flexible Communication", _tables),
         ("fusion and brute force", _fusion_is_exact),
@@ -130,6 +131,11 @@ def measure_planner(quick: bool, on_part: Callable[[str, float], None]) -> Plann
         ("numbers of workers", _sweep_workers),
         ("the decision tree", _tree),
     ]
+    if not quick:
+        parts += [
+            ("bits per layer", lambda numbers: numbers.rows.extend(measure_bits(record()))),
+            ("gain from a histogram", lambda numbers: numbers.rows.extend(measure_gain(record()))),
+        ]
     for index, (what, measure) in enumerate(parts):
         on_part(what, index / len(parts))
         measure(numbers)
@@ -297,25 +303,3 @@ def _tree(numbers: PlannerNumbers) -> None:
     rest = [index for index in range(len(all_ways.costs)) if index != dense]
     greedy_s = all_ways.finish_s(bytecomp(all_ways, dense=dense, compressing=rest, offloaded={}))
     numbers.add("tree_bytecomp_over_best", _over(greedy_s, best.finish_s), "x", ">= 1")
-
-
-def cluster(num_workers: int, *, gbps: float, ranks_per_node: int = RANKS_PER_NODE) -> Network:
-    """Nodes of GPUs on links of 300 Gbit/s and 10 us, with `gbps` and 50 us between them."""
-    return Network(
-        num_nodes=num_workers // ranks_per_node,
-        ranks_per_node=ranks_per_node,
-        between=Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.05),
-        inside=Link.from_rates(bandwidth_gbps=300, latency_ms=0.01),
-    )
-
-
-def resnet101(network: Network, compute_s: float = 0.2) -> Measured:
-    """Its 314 tensors, codecs as fast as on a GPU, and gains such as runs have: these are for a run to measure."""
-    description = load_model("resnet101")
-    return Measured(
-        layers=description.layers,
-        backward_s=description.backward_s(compute_s),
-        network=network,
-        codec_costs={str(codec): GPU for codec in candidate_codecs(CANDIDATE_DENSITIES)},
-        gain={str(codec): gain for codec, gain in zip(candidate_codecs(CANDIDATE_DENSITIES), GAINS, strict=True)},
-    )

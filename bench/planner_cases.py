@@ -10,9 +10,11 @@ import numpy as np
 
 from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.density import CANDIDATE_DENSITIES
 from cgx_ray.planner.models import load_model
-from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option
+from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option, candidate_codecs
 from cgx_ray.planner.pipeline import GroupCost, Pipeline, group_cost
+from cgx_ray.planner.prediction import Measured
 
 _QSGD = Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
 _TOPK = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER)
@@ -23,6 +25,9 @@ MODEL_OPTIONS = (DENSE, _BF16, _QSGD, _TOPK, _QSGD, _TOPK)
 DENSE_INDEX, COMPRESSING, OFFLOADED = 0, (1, 2, 3), {2: 4, 3: 5}
 GPU = CodecCost(encode_a_s=3e-5, encode_b_s_per_element=4e-11, decode_a_s=1e-5, decode_b_s_per_element=2e-11)
 CPU = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=1e-9, decode_a_s=2e-5, decode_b_s_per_element=3e-10)
+RANKS_PER_NODE = 8
+# Of `candidate_codecs(CANDIDATE_DENSITIES)`: none, bf16, qsgd, top-k from 10 % to 0.1 %.
+GAINS = (1.0, 0.99999, 0.99, 0.9, 0.8, 0.65, 0.5, 0.35)
 
 
 def read_table(name: str) -> list[dict[str, str]]:
@@ -44,6 +49,28 @@ def model_pipeline(model: str, gbps: float, compute_s: float = 0.2, num_workers:
         backward_s=description.backward_s(compute_s),
         numel=tuple(layer.numel for layer in reversed(description.layers)),
         costs=tuple(costs),
+    )
+
+
+def cluster(num_workers: int, *, gbps: float, ranks_per_node: int = RANKS_PER_NODE) -> Network:
+    """Nodes of GPUs on links of 300 Gbit/s and 10 us, with `gbps` and 50 us between them."""
+    return Network(
+        num_nodes=num_workers // ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        between=Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.05),
+        inside=Link.from_rates(bandwidth_gbps=300, latency_ms=0.01),
+    )
+
+
+def resnet101(network: Network, compute_s: float = 0.2) -> Measured:
+    """Its 314 tensors, codecs as fast as on a GPU, and gains such as runs have: these are for a run to measure."""
+    description = load_model("resnet101")
+    return Measured(
+        layers=description.layers,
+        backward_s=description.backward_s(compute_s),
+        network=network,
+        codec_costs={str(codec): GPU for codec in candidate_codecs(CANDIDATE_DENSITIES)},
+        gain={str(codec): gain for codec, gain in zip(candidate_codecs(CANDIDATE_DENSITIES), GAINS, strict=True)},
     )
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cgx_ray.bench.planner import MODEL_GBPS, RANKS_PER_NODE, SCALING_GBPS, PlannerNumbers, measure_planner
+from cgx_ray.bench.planner import MODEL_GBPS, SCALING_GBPS, PlannerNumbers, measure_planner
+from cgx_ray.bench.planner_cases import RANKS_PER_NODE
 from cgx_ray.bench.result import write_result
 
 _MET = {None: "", True: "yes", False: "no"}

@@ -19,9 +19,9 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec
 from cgx_ray.planner.cost import Link
+from cgx_ray.planner.density import CANDIDATE_DENSITIES
 from cgx_ray.planner.options import CodecCost, candidate_codecs
 from cgx_ray.planner.profile import Profile, fit_cost, load_link, save_profile
-from cgx_ray.settings import CANDIDATE_DENSITIES
 
 # From where the call itself counts to where the elements do.
 CALIBRATION_NUMELS = (1 << 10, 1 << 14, 1 << 18)
