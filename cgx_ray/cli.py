@@ -150,7 +150,8 @@ def collective(numel: int, density: float, workers: int, latency: str, bandwidth
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the steps, dense and planned, and the sweep.")
 def plan(json_path: str | None, plot: Path | None, **given: Any) -> None:
     """What the best plan would make of a model on a network: step time, what bounds it, groups, cost."""
-    from cgx_ray.report.what_if_plan import plan_command, read_question  # noqa: PLC0415
+    from cgx_ray.planner.question import read_question  # noqa: PLC0415
+    from cgx_ray.report.what_if_plan import plan_command  # noqa: PLC0415
 
     plan_command(read_question(**given), _console(json_path), json_path=json_path, plot=plot)
 
