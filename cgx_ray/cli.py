@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 from rich.console import Console
@@ -125,6 +126,50 @@ def collective(numel: int, density: float, workers: int, latency: str, bandwidth
         text = json.dumps({"scheme": result.scheme, "costs_ms": result.costs_ms, "ours_ms": result.ours_ms}, indent=2)
         with click.open_file(json_path, "w") as file:
             file.write(text + "\n")
+
+
+@main.command()
+@click.option("--model", required=True, metavar="NAME|FILE", help="resnet50, gpt2, ..., or a file of `profile-model`.")
+@click.option("--workers", type=int, required=True)
+@click.option("--latency", help="One way between nodes, such as 4ms or 50us.  [default: of --profile]")
+@click.option("--bandwidth", help="Of a node's link, such as 10gbps or 100mbit.  [default: of --profile]")
+@click.option("--ranks-per-node", default=1, show_default=True, help="Workers that share a node and its link.")
+@click.option("--inside-latency", default="50us", show_default=True, help="Between ranks of a node.")
+@click.option("--inside-bandwidth", default="16gbps", show_default=True, help="Between ranks of a node.")
+@click.option("--step-time", help="Forward and backward of a step without communication, such as 120ms.")
+@click.option("--throughput", type=float, help="Or: samples a second of one worker without communication.")
+@click.option("--gpu", help="Or: v100, a100, ..., at 30 % of its peak.")
+@click.option("--batch", default=32, show_default=True, help="Samples of a worker's step.")
+@click.option("--profile", type=click.Path(path_type=Path), help="Codec times, as `cgx-ray profile` writes them.")
+@click.option("--gain", "gains", multiple=True, metavar="CODEC=SHARE", help="What a codec keeps; may be repeated.")
+@click.option("--min-gain", default=0.8, show_default=True, help="Codecs that keep less are left out.")
+@click.option("--price", type=float, help="US dollars an hour of a worker.")
+@click.option("--samples-per-epoch", type=int, help="With --price: what an epoch costs.")
+@click.option("--sweep", metavar="NAME=LOW..HIGH", help="bandwidth=0.1..25gbps, latency=50us..20ms or workers=2..1024.")
+@click.option("--json", "json_path", metavar="FILE", help="Write it all as JSON; - is standard output.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the steps, dense and planned, and the sweep.")
+def plan(json_path: str | None, plot: Path | None, **given: Any) -> None:
+    """What the best plan would make of a model on a network: step time, what bounds it, groups, cost."""
+    from cgx_ray.planner.question import read_question  # noqa: PLC0415
+    from cgx_ray.report.what_if_plan import plan_command  # noqa: PLC0415
+
+    plan_command(read_question(**given), _console(json_path), json_path=json_path, plot=plot)
+
+
+@main.command("profile-model")
+@click.argument("target", metavar="MODULE:FUNCTION")
+@click.option("--out", type=click.Path(path_type=Path), default="model.csv", show_default=True, help="The model file.")
+@click.option("--input", "input_shape", metavar="SHAPE", help="Of a batch of noise, such as 8x3x224x224.")
+@click.option("--steps", default=10, show_default=True, help="That count; three more warm up.")
+def profile_model(target: str, out: Path, input_shape: str | None, steps: int) -> None:
+    """Make a model file for `plan --model` from a model that runs here.
+
+    MODULE:FUNCTION, or script.py:function, names a function without arguments that returns the model and a batch, or
+    the model and a function that computes its loss.
+    """
+    from cgx_ray.report.profile_model import profile_model_command  # noqa: PLC0415
+
+    profile_model_command(target, Console(), out, input_shape=input_shape, steps=steps)
 
 
 @main.command()

@@ -50,15 +50,21 @@ def candidate_codecs(densities: Iterable[float]) -> tuple[CodecSpec, ...]:
 
 
 def candidate_options(densities: Iterable[float]) -> tuple[Option, ...]:
-    """Each of `candidate_codecs` over every scheme that can carry it, flat and hierarchical; dense comes first."""
+    """Those of `candidate_codecs`; dense comes first."""
+    return codec_options(candidate_codecs(densities))
+
+
+def codec_options(codecs: Iterable[CodecSpec]) -> tuple[Option, ...]:
+    """Dense, and each of `codecs` over every scheme that can carry it, flat and hierarchical."""
     return (
         DENSE,
         *(
             option
-            for codec in candidate_codecs(densities)
+            for codec in codecs
             for scheme in Scheme
             for intra in Intra
             if codec.name in CODECS_OF_SCHEME[scheme]
+            and not (scheme.is_artopk and codec.value_bits != 32)
             and (intra is not Intra.COMPRESSED or codec.name in COMPRESSED_INSIDE)
             if (option := Option(codec=codec, scheme=scheme, intra=intra)) != DENSE
         ),

@@ -1,4 +1,4 @@
-"""What one exchange would cost: `cgx-ray collective`."""
+"""What one exchange would cost: `cgx-ray collective`; and links as people write them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def parse_link(latency: str, bandwidth: str) -> Link:
-    """A link of `"4ms"` and `"10gbps"`; also us and s, and kbit, mbit/s, gbit, tbps. Raises ConfigError otherwise."""
-    seconds = re.fullmatch(r"([0-9]*\.?[0-9]+) *(s|ms|us)", latency.strip(), re.IGNORECASE)
-    if seconds is None:
-        raise ConfigError(f"latency {latency!r} is not allowed; give a number and s, ms or us, such as 4ms")
-    bits = re.fullmatch(r"([0-9]*\.?[0-9]+) *([kmgt])(bps|bit|bit/s|bits)", bandwidth.strip(), re.IGNORECASE)
-    if bits is None:
+    """A link of `"4ms"` and `"10gbps"`. Raises ConfigError for anything else."""
+    return Link.from_rates(bandwidth_gbps=parse_gbps(bandwidth), latency_ms=1e3 * parse_seconds("latency", latency))
+
+
+def parse_seconds(name: str, text: str) -> float:
+    """Seconds of `"4ms"`, `"50us"` or `"0.1s"`. Raises ConfigError, which begins with `name`, for anything else."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) *(s|ms|us)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{name} {text!r} is not allowed; give a number and s, ms or us, such as 4ms")
+    return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def parse_gbps(text: str) -> float:
+    """Gigabits a second of `"10gbps"`; also kbit, mbit/s, tbps. Raises ConfigError for anything else."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) *([kmgt])(bps|bit|bit/s|bits)", text.strip(), re.IGNORECASE)
+    if match is None:
         raise ConfigError(
-            f"bandwidth {bandwidth!r} is not allowed; give a number and kbps, mbps, gbps or tbps, such as 10gbps"
+            f"bandwidth {text!r} is not allowed; give a number and kbps, mbps, gbps or tbps, such as 10gbps"
         )
-    return Link.from_rates(
-        bandwidth_gbps=float(bits[1]) * _BITS[bits[2].lower()] / 1e9,
-        latency_ms=float(seconds[1]) * _SECONDS[seconds[2].lower()] * 1e3,
-    )
+    return float(match[1]) * _BITS[match[2].lower()] / 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,14 @@
-"""Models to plan for without having them: the parameters of public architectures, in files that `generate` writes."""
+"""Models to plan for: public architectures, in files that `generate` writes; your own, from `cgx-ray profile-model`."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Layer
@@ -14,53 +17,117 @@ _FOLDER = Path(__file__).parent
 MODEL_NAMES = tuple(sorted(path.stem for path in _FOLDER.glob("*.csv")))
 
 
+class MeasuredLayer(NamedTuple):
+    """A parameter of a model that ran; `ready_s` from the start of forward until its gradient was there."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    ready_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """Parameters in registration order and the multiply-adds of one sample's forward pass that belong to each."""
+    """Parameters in registration order, and what is known of the time that each of them takes.
+
+    forward_macs  multiply-adds of one sample's forward pass by layer; empty for a model that was measured
+    ready_s       by layer, from the start of forward until its gradient was there; empty for one that was not
+    """
 
     name: str
     layers: tuple[Layer, ...]
-    forward_macs: tuple[int, ...]
+    forward_macs: tuple[int, ...] = ()
+    ready_s: tuple[float, ...] = ()
 
     @property
     def numel(self) -> int:
         return sum(layer.numel for layer in self.layers)
 
+    @property
+    def measured_s(self) -> float | None:
+        """Forward and backward of a step, if they were measured."""
+        return max(self.ready_s) if self.ready_s else None
+
     def backward_s(self, total_s: float) -> tuple[float, ...]:
         """Seconds of each layer in backward order, the reverse of registration, `total_s` together.
 
-        An estimate: backward costs two forwards in every layer, so shares are those of the multiply-adds. Kernels that
-        move memory instead (normalisation, embeddings) take longer than that, and so do small ones. Measure with a
-        profiler where it matters.
+        By multiply-adds it is an estimate: backward costs two forwards in every layer, so shares are those of the
+        multiply-adds. Kernels that move memory instead (normalisation, embeddings) take longer than that, and so do
+        small ones: `cgx-ray profile-model` measures. Where it has, a layer's share is what passed since all gradients
+        before it were there, and forward is part of the first.
         """
-        if not (math.isfinite(total_s) and total_s >= 0):
-            raise ConfigError(f"total_s {total_s!r} is not allowed; give finite seconds, 0 or more")
-        all_macs = sum(self.forward_macs)
-        return tuple(total_s * macs / all_macs for macs in reversed(self.forward_macs))
+        _check_seconds("total_s", total_s)
+        shares: Sequence[float] = self.forward_macs[::-1]
+        if self.ready_s:
+            ready_s = [0.0, *itertools.accumulate(reversed(self.ready_s), max)]
+            shares = [after - before for before, after in itertools.pairwise(ready_s)]
+        whole = sum(shares)
+        return tuple(total_s * share / whole for share in shares)
+
+    def step_s(self, compute_s: float | None = None) -> tuple[float, ...]:
+        """As `backward_s`, with forward as part of the first layer, `compute_s` together: left out, what was measured.
+
+        Of what was not measured, forward is taken as a third.
+        """
+        if self.measured_s is not None:
+            return self.backward_s(self.measured_s if compute_s is None else compute_s)
+        if compute_s is None:
+            raise ConfigError(f"model {self.name} has no measured times; give the compute time of a step")
+        first, *others = self.backward_s(compute_s * 2 / 3)
+        return (first + compute_s / 3, *others)
 
 
 def load_model(name: str | Path) -> ModelDescription:
-    """A model of `MODEL_NAMES`, or of a CSV file with the columns name, shape (`"64x3x7x7"`) and forward_macs.
+    """A model of `MODEL_NAMES`, or of a CSV file with the columns name, shape (`"64x3x7x7"`), if it is not float32
+    dtype, and either forward_macs or ready_s.
 
     Raises ConfigError if there is no such file or a line of it is not like that.
     """
     path = _FOLDER / f"{name}.csv" if name in MODEL_NAMES else Path(name)
     if not path.is_file():
-        raise ConfigError(f"no model {str(name)!r}; known: {', '.join(MODEL_NAMES)}; or give a CSV file")
-    layers, macs = [], []
+        raise ConfigError(
+            f"no model {str(name)!r}; known: {', '.join(MODEL_NAMES)}; or give a CSV file, as `cgx-ray profile-model` "
+            "writes them"
+        )
+    layers, macs, ready_s = [], [], []
     with path.open(newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), start=2):
+        rows = csv.DictReader(file)
+        is_measured = "ready_s" in (rows.fieldnames or ())
+        for number, row in enumerate(rows, start=2):
             try:
                 shape = [int(size) for size in row["shape"].split("x")]
-                macs.append(int(row["forward_macs"]))
-                layer = Layer(name=row["name"], numel=math.prod(shape), ndim=len(shape))
-            except (KeyError, ValueError, AttributeError) as error:
+                if is_measured:
+                    ready_s.append(float(row["ready_s"]))
+                else:
+                    macs.append(int(row["forward_macs"]))
+                dtype = row.get("dtype") or "float32"
+                layer = Layer(name=row["name"], numel=math.prod(shape), ndim=len(shape), dtype=dtype)
+                layer.dense_bytes  # noqa: B018  raises KeyError for a dtype that is none
+            except (KeyError, ValueError, TypeError, AttributeError) as error:
                 raise ConfigError(
-                    f"{path}, line {number}: {error!r}; give name, shape (64x3x7x7), forward_macs"
+                    f"{path}, line {number}: {error!r}; give name, shape (64x3x7x7), and forward_macs or ready_s"
                 ) from error
-            if min(shape) < 1 or macs[-1] < 0:
+            if min(shape) < 1 or min(macs[-1:], default=0) < 0:
                 raise ConfigError(f"{path}, line {number}: sizes are 1 or more and multiply-adds 0 or more")
+            if ready_s:
+                _check_seconds(f"{path}, line {number}: ready_s", ready_s[-1])
             layers.append(layer)
-    if not layers or not any(macs):
-        raise ConfigError(f"{path} has {len(layers)} layers and {sum(macs)} multiply-adds; give some of both")
-    return ModelDescription(name=path.stem, layers=tuple(layers), forward_macs=tuple(macs))
+    if not layers or not any((*macs, *ready_s)):
+        measure = "seconds" if is_measured else "multiply-adds"
+        raise ConfigError(f"{path} has {len(layers)} layers and {sum(macs)} {measure}; give some of both")
+    return ModelDescription(name=path.stem, layers=tuple(layers), forward_macs=tuple(macs), ready_s=tuple(ready_s))
+
+
+def write_model(layers: Sequence[MeasuredLayer], path: Path) -> None:
+    """Write what `load_model` reads; `layers` in registration order."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(MeasuredLayer._fields)
+        for layer in layers:
+            shape = "x".join(map(str, layer.shape or (1,)))
+            writer.writerow((layer.name, shape, layer.dtype, f"{layer.ready_s:.9f}"))
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name} {value!r} is not allowed; give finite seconds, 0 or more")

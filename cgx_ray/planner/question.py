@@ -1,0 +1,128 @@
+"""What `cgx-ray plan` is asked, read from its options, with what is assumed where they say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import CodecSpec
+from cgx_ray.planner.cost import Link
+from cgx_ray.planner.models import load_model
+from cgx_ray.planner.profile import load_profile
+from cgx_ray.planner.scenario import (
+    TYPICAL_GAINS,
+    TYPICAL_PROFILE,
+    Price,
+    Scenario,
+    Sweep,
+    compute_time,
+    make_network,
+    parse_sweep,
+)
+from cgx_ray.planner.what_if import parse_gbps, parse_link, parse_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What was asked, and what was assumed where it was not said."""
+
+    scenario: Scenario
+    assumptions: tuple[str, ...]
+    price: Price | None
+    sweep: Sweep | None
+
+
+def read_question(
+    *,
+    model: str,
+    workers: int,
+    latency: str | None,
+    bandwidth: str | None,
+    ranks_per_node: int,
+    inside_latency: str,
+    inside_bandwidth: str,
+    step_time: str | None,
+    throughput: float | None,
+    gpu: str | None,
+    batch: int,
+    profile: Path | None,
+    gains: Sequence[str],
+    min_gain: float,
+    price: float | None,
+    samples_per_epoch: int | None,
+    sweep: str | None,
+) -> Question:
+    """Read the options of `cgx-ray plan`. Raises ConfigError for what is not allowed."""
+    description = load_model(model)
+    compute_s, compute_from = compute_time(
+        description,
+        step_s=None if step_time is None else parse_seconds("step time", step_time),
+        samples_per_s=throughput,
+        gpu=gpu,
+        batch=batch,
+    )
+    measured = load_profile(profile or TYPICAL_PROFILE)
+    inside = parse_link(inside_latency, inside_bandwidth)
+    between = _between(latency, bandwidth, measured.link)
+    network = make_network(workers, ranks_per_node, between, inside)
+    if samples_per_epoch is not None and price is None:
+        raise ConfigError("--samples-per-epoch says what an epoch costs with --price; give that too")
+    given = dict(_read_gain(text) for text in gains)
+    assumptions = [f"{compute_from}: {1e3 * compute_s:.4g} ms of forward and backward"]
+    if samples_per_epoch is not None and (step_time is not None or compute_s == description.measured_s):
+        assumptions.append(f"{batch} samples a worker and step (--batch)")
+    if not description.ready_s:
+        assumptions.append("a layer's share of backward is that of its multiply-adds; `cgx-ray profile-model` measures")
+    if network.ranks_per_node > 1:
+        assumptions.append(f"inside a node {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
+    threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
+    assumptions.append(f"codec times of {measured.device}, {threads}; --profile takes those of your machine")
+    kept = ", ".join(f"{codec} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
+    assumptions.append(f"codecs keep as much of a gradient as of a small GPT's ({kept}); --gain takes what yours keep")
+    scenario = Scenario(
+        model=description,
+        network=network,
+        compute_s=compute_s,
+        # A run sends dense gradients from where they lie, while the profile's "none" copies them.
+        codec_costs={codec: cost for codec, cost in measured.codec_costs.items() if codec != "none"},
+        gain={**TYPICAL_GAINS, **given},
+        min_gain=min_gain,
+    )
+    largest = max(description.layers, key=lambda layer: layer.numel)
+    if scenario.too_small:
+        assumptions.append(
+            f"{', '.join(scenario.too_small)} left out: a message has room for 4 GiB, indices for 2^31 elements, and "
+            f"{largest.name} has {largest.numel:,}"
+        )
+    return Question(
+        scenario=scenario,
+        assumptions=tuple(assumptions),
+        price=None if price is None else Price(usd_per_hour=price, batch=batch, samples=samples_per_epoch),
+        sweep=None if sweep is None else parse_sweep(sweep, network.ranks_per_node),
+    )
+
+
+def _between(latency: str | None, bandwidth: str | None, measured: Link | None) -> Link:
+    """As given, else as the profile has it."""
+    if latency is not None and bandwidth is not None:
+        return parse_link(latency, bandwidth)
+    if measured is None:
+        raise ConfigError(
+            "the network is unknown; give --latency 4ms and --bandwidth 10gbps, or a --profile with a link"
+        )
+    return Link.from_rates(
+        bandwidth_gbps=measured.bandwidth_gbps if bandwidth is None else parse_gbps(bandwidth),
+        latency_ms=1e3 * (measured.alpha_s if latency is None else parse_seconds("latency", latency)),
+    )
+
+
+def _read_gain(text: str) -> tuple[str, float]:
+    codec, _, share = text.rpartition("=")
+    try:
+        return str(CodecSpec.parse(codec)), float(share)
+    except ValueError as error:  # ConfigError is one
+        raise ConfigError(
+            f"--gain {text!r} is not allowed ({error}); give a codec and a share, such as qsgd:bits=2=0.9"
+        ) from error
