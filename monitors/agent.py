@@ -15,7 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from cgx_ray.monitors.export import NodeMetrics
 from cgx_ray.monitors.host import HostMonitor
-from cgx_ray.monitors.network import EchoServer, round_trip_s
+from cgx_ray.monitors.network import EchoServer, Peers
 from cgx_ray.monitors.sample import NodeSample, StepSample
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class NodeAgent:
         self._host = HostMonitor()
         self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
         # `start` replaces these four whole, so the threads need no lock: each works on the one it picked up.
-        self._peers = _Peers({})
+        self._peers = Peers({})
         self._own = OwnBytes(has_peers=False)
         self._metrics = NodeMetrics(run_name)
         self._outbox = _Outbox(None)
@@ -73,7 +73,7 @@ class NodeAgent:
         controller  handle of an actor with `observe(NodeSample)`, or None: then samples are only exported
         """
         others = {node_id: at for node_id, at in peers.items() if node_id != self._node_id}
-        self._peers, self._own = _Peers(others), OwnBytes(has_peers=bool(others))
+        self._peers, self._own = Peers(others), OwnBytes(has_peers=bool(others))
         self._metrics = NodeMetrics(self._run_name)
         self._outbox = _Outbox(controller)
         for thread in self._threads:
@@ -129,31 +129,6 @@ class OwnBytes:
             return sum(step.wire_bytes for step in steps)
         sent = [step.card_bytes for step in steps]
         return sum(part for part in sent if part is not None) if None not in sent else None
-
-
-class _Peers:
-    """The other nodes and the latencies to those that answer."""
-
-    def __init__(self, addresses: Mapping[str, tuple[str, int]]) -> None:
-        self._addresses = addresses
-        self._silent: set[str] = set()
-        self.latency_s: Mapping[str, float] = {}
-
-    def measure(self, stopping: threading.Event) -> None:
-        for node_id, (host, port) in self._addresses.items():
-            if stopping.is_set():
-                return
-            others = {other: known_s for other, known_s in self.latency_s.items() if other != node_id}
-            try:
-                # A new mapping each time: samples already hold the old one.
-                self.latency_s = {**others, node_id: round_trip_s(host, port) / 2}
-            except OSError as error:
-                self.latency_s = others
-                if node_id not in self._silent:
-                    self._silent.add(node_id)
-                    logger.warning(
-                        "node %s does not answer at %s:%d (%s); its latency is left out", node_id, host, port, error
-                    )
 
 
 class _Outbox:

@@ -13,6 +13,7 @@ from cgx_ray.control.view import JoinedStep, StepBook
 from cgx_ray.monitors.changes import SlowRanks
 from cgx_ray.monitors.passive import PassiveLink
 from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.monitors.topology import SilentNodes
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import DENSE, CodecCost, GroupSize, Option, StepInputs, estimate
@@ -39,6 +40,7 @@ class LoopFacts:
     bandwidth_error   half the width of its 95 % interval, as a share of it
     slow_link_bits_per_s, slow_ranks
                       ranks whose link, or whose compute, is much slower than the others'
+    silent_nodes      ids of nodes that have stopped to answer the others
     """
 
     bandwidth_bits_per_s: float | None
@@ -47,6 +49,7 @@ class LoopFacts:
     num_link_changes: int
     slow_link_bits_per_s: Mapping[int, float]
     slow_ranks: frozenset[int]
+    silent_nodes: frozenset[str]
     predicted_step_s: float | None
     measured_step_s: float | None
 
@@ -98,6 +101,7 @@ class ControlLoop:
         self._recent: list[JoinedStep] = []
         self._link = PassiveLink()
         self._slow_ranks = SlowRanks(first_plan.world_size)
+        self._silent_nodes = SilentNodes()
         self._probed_s = DEFAULT_LATENCY_S
         self._probed_of_node: dict[str, float] = {}
         self._gain: dict[str, float] = {}
@@ -113,6 +117,7 @@ class ControlLoop:
         """Take in a report of one node; returns the decisions it led to, already journalled."""
         if not self.is_registered:
             return []
+        self._silent_nodes.add(sample.node_id, sample.latency_s)
         self._probed_of_node[sample.node_id] = median(sample.latency_s.values()) if sample.latency_s else 0.0
         known = [latency for latency in self._probed_of_node.values() if latency > 0]
         probed_s = median(known) if known else DEFAULT_LATENCY_S
@@ -145,6 +150,7 @@ class ControlLoop:
             num_link_changes=self._link.num_changes,
             slow_link_bits_per_s={rank: 8 * rate for rank, rate in self._link.slow.items()},
             slow_ranks=self._slow_ranks.ranks,
+            silent_nodes=self._silent_nodes.node_ids,
             predicted_step_s=self._predicted_s,
             measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
         )
