@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 
 from cgx_ray.bench.monitor_cost import monitor_rows
-from cgx_ray.bench.network_job import Job
+from cgx_ray.bench.network_job import Job, NetworkBenchError
 from cgx_ray.bench.result import Row, write_result
-from cgx_ray.lab.link import MTU_BYTES, Direction, format_rate
+from cgx_ray.lab.link import MTU_BYTES, Direction, LinkChange, format_rate
 from cgx_ray.lab.namespaces import Lab
 
 _NUM_HOSTS = 4
@@ -87,14 +88,17 @@ def network_command(options: NetworkOptions, console: Console, json_path: str | 
 
 def _active(lab: Lab, points: list[tuple[float, float]]) -> Iterator[Row]:
     """Probes from host 0 to host 1 over links that nobody else uses."""
-    with _in_host(lab, 0, "prober") as prober, _in_host(lab, 1, "prober") as target:
-        prober.stdout.readline()
-        where = target.stdout.readline()
+    with _in_host(lab, 0, "prober") as (orders, answers), _in_host(lab, 1, "prober") as (_, target):
+        answers.readline()
+        where = target.readline()
         for rate, latency_s in points:
             lab.set(rate_bit_per_s=rate, latency_s=latency_s)
-            prober.stdin.write(where)
-            prober.stdin.flush()
-            found_s, bytes_per_s = map(float, prober.stdout.readline().split())
+            orders.write(where)
+            orders.flush()
+            line = answers.readline()
+            if not line:
+                raise NetworkBenchError("the probe from host 0 to host 1 failed; what it said is above")
+            found_s, bytes_per_s = map(float, line.split())
             yield from _errors("active", rate, latency_s, 8 * bytes_per_s, found_s, goal="<= 0.05")
 
 
@@ -148,24 +152,28 @@ def _settle(lab: Lab, job: Job) -> None:
 def _changes(lab: Lab, job: Job, *, quick: bool) -> Iterator[Row]:
     """Seconds from a change by 2x until the loop counts it."""
     _settle(lab, job)
-    changes = {
-        "bandwidth_halved": lambda: lab.set(rate_bit_per_s=_BASE_RATE / 2),
-        "bandwidth_doubled": lambda: lab.set(rate_bit_per_s=_BASE_RATE),
-        "latency_doubled": lambda: lab.set(latency_s=2 * _BASE_LATENCY_S),
-        "latency_halved": lambda: lab.set(latency_s=_BASE_LATENCY_S),
+    changes: dict[str, LinkChange] = {
+        "bandwidth_halved": {"rate_bit_per_s": _BASE_RATE / 2},
+        "bandwidth_doubled": {"rate_bit_per_s": _BASE_RATE},
+        "latency_doubled": {"latency_s": 2 * _BASE_LATENCY_S},
+        "latency_halved": {"latency_s": _BASE_LATENCY_S},
     }
     for name, change in list(changes.items())[: 1 if quick else None]:
-        before = job.facts().num_link_changes
-        change()
-        seconds = job.wait_for(lambda facts, before=before: facts.num_link_changes > before, _NOTICE_TIMEOUT_S)
-        yield Row(name=f"notice_{name}", value=seconds, unit="s", goal="<= 3")
+        lab.set(**change)
+        yield Row(name=f"notice_{name}", value=_notice_s(job), unit="s", goal="<= 3")
         time.sleep(_SETTLE_S)
+
+
+def _notice_s(job: Job) -> float | None:
+    before = job.facts().num_link_changes
+    return job.wait_for(lambda facts: facts.num_link_changes > before, _NOTICE_TIMEOUT_S)
 
 
 def _neighbour(lab: Lab, job: Job, minutes: float) -> list[Row]:
     """Changes that the loop sees on a constant link that another program uses in bursts."""
     _settle(lab, job)
-    with _in_host(lab, 1, "sink") as sink, _in_host(lab, 0, "neighbour", lab.hosts[1].address, sink.stdout.readline()):
+    address = lab.hosts[1].address
+    with _in_host(lab, 1, "sink") as (_, sink), _in_host(lab, 0, "neighbour", address, sink.readline().strip()):
         job.start_over()
         job.wait_for(lambda facts: False, minutes * 60)
         return [
@@ -177,15 +185,8 @@ def _neighbour(lab: Lab, job: Job, minutes: float) -> list[Row]:
 
 def _odd_hosts(lab: Lab, job: Job) -> Iterator[Row]:
     """One slow uplink, one slow downlink: whom does the view name? Then all uplinks slower than all downlinks."""
-    ways: tuple[tuple[int, Direction], ...] = ((2, "up"), (1, "down"))
-    for host, way in ways:
-        _settle(lab, job)
-        lab.set(host=host, direction=way, rate_bit_per_s=_BASE_RATE / 4)
-        seconds = job.wait_for(lambda facts, host=host: set(facts.slow_link_bits_per_s) == {host}, _SLOW_S)
-        yield Row(name=f"slow_{way}link_of_host_{host}_named_after", value=seconds, unit="s", goal=f"<= {_SLOW_S:g}")
-        time.sleep(_SETTLE_S)
-        is_right = set(job.facts().slow_link_bits_per_s) == {host}
-        yield Row(name=f"slow_{way}link_of_host_{host}_still_named", value=int(is_right), unit="", goal="== 1")
+    yield from _slow_host(lab, job, 2, "up")
+    yield from _slow_host(lab, job, 1, "down")
     _settle(lab, job)
     lab.set(direction="up", rate_bit_per_s=_BASE_RATE / 2)
     time.sleep(_DRAIN_S)
@@ -194,6 +195,17 @@ def _odd_hosts(lab: Lab, job: Job) -> Iterator[Row]:
     facts = job.facts()
     yield next(_errors("asymmetric", _BASE_RATE / 2, _BASE_LATENCY_S, facts.bandwidth_bits_per_s, None, "<= 0.1"))
     yield Row(name="asymmetric_hosts_named", value=len(facts.slow_link_bits_per_s), unit="hosts", goal="<= 0")
+
+
+def _slow_host(lab: Lab, job: Job, host: int, way: Direction) -> Iterator[Row]:
+    _settle(lab, job)
+    lab.set(host=host, direction=way, rate_bit_per_s=_BASE_RATE / 4)
+    name = f"slow_{way}link_of_host_{host}"
+    seconds = job.wait_for(lambda facts: set(facts.slow_link_bits_per_s) == {host}, _SLOW_S)
+    yield Row(name=f"{name}_named_after", value=seconds, unit="s", goal=f"<= {_SLOW_S:g}")
+    time.sleep(_SETTLE_S)
+    is_right = set(job.facts().slow_link_bits_per_s) == {host}
+    yield Row(name=f"{name}_still_named", value=int(is_right), unit="", goal="== 1")
 
 
 def _cut(lab: Lab, job: Job) -> Iterator[Row]:
@@ -212,12 +224,18 @@ def _cut(lab: Lab, job: Job) -> Iterator[Row]:
 
 
 @contextmanager
-def _in_host(lab: Lab, host: int, role: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of `network_host` in a host, ended with the body. Its own address comes first unless given."""
+def _in_host(lab: Lab, host: int, role: str, *arguments: str) -> Iterator[tuple[IO[str], IO[str]]]:
+    """Input and output of a process of `network_host` in a host, ended with the body.
+
+    arguments  after the role; left out, the host's own address
+    """
     argv = [sys.executable, "-m", "cgx_ray.bench.network_host", role, *(arguments or (lab.hosts[host].address,))]
     process = lab.popen(host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        yield process
+        with process.stdin, process.stdout:
+            yield process.stdin, process.stdout
     finally:
         process.kill()
-        process.communicate()
+        process.wait()

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from cgx_ray.attach import open_session
 from cgx_ray.demo.gpt import StdlibBytes, build_gpt
+from cgx_ray.monitors.agent import LATENCY_INTERVAL_S
 from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.network import EchoServer, Peers
 from cgx_ray.monitors.sample import NodeSample
@@ -31,7 +32,6 @@ from cgx_ray.worker import measure_codecs
 
 # Rank to agent and agent to controller, on average.
 _REPORT_INTERVAL_S = 0.5
-_LATENCY_INTERVAL_S = 2.0
 
 
 class _PipeSession:
@@ -73,7 +73,7 @@ class _PipeSession:
     def _measure(self) -> None:
         while True:
             self._peers.measure(threading.Event())
-            time.sleep(_LATENCY_INTERVAL_S)
+            time.sleep(LATENCY_INTERVAL_S)
 
 
 def _send(message: Any) -> None:

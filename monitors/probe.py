@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import socket
@@ -27,6 +28,9 @@ _RESULT = struct.Struct("<d")
 # Rates are taken over this long, and the faster ones count: at first TCP itself is slow, and processors may be busy.
 # After a stall queues let some 80 KB through at once, which must not be much of a window.
 _WINDOW_S = 0.05
+# What is no longer the same train.
+_MIN_PAUSE_S = 2e-3
+_PAUSE_GAPS = 8
 _FAST = 0.75
 # In queues and token buckets before the link: faster than it.
 _SKIPPED_BYTES = 1 << 17
@@ -127,20 +131,39 @@ def _receive_bulk(client: socket.socket) -> float:
 
 
 def _fast_rate(arrivals: list[tuple[float, int]]) -> float:
-    """Of (time, bytes): the rate over windows, at their fast side. 0 if it is too little to say."""
-    rates, start_s, received, skipped = [], 0.0, 0, 0
-    for at_s, num_bytes in arrivals:
+    """Of (time, bytes): the rate over windows, at their fast side. 0 if it is too little to say.
+
+    While TCP's window is smaller than a long path, a train of packets comes at the rate of the link once a round trip,
+    and nothing in between: pauses belong to no window.
+    """
+    gaps = [after - before for (before, _), (after, _) in itertools.pairwise(arrivals)]
+    pause_s = max(_MIN_PAUSE_S, _PAUSE_GAPS * quantile(gaps, 0.5)) if gaps else 0.0
+    trains: list[list[tuple[float, int]]] = [arrivals[:1]]
+    for gap_s, arrival in zip(gaps, arrivals[1:], strict=True):
+        if gap_s > pause_s:
+            trains.append([])
+        trains[-1].append(arrival)
+    windows = sorted((n / seconds, seconds) for train in trains for n, seconds in _windows(train))
+    # Each counts by its length: a short one may be what a stall has held back.
+    reach = list(itertools.accumulate(seconds for _, seconds in windows))
+    return next((rate for (rate, _), at in zip(windows, reach, strict=True) if at >= _FAST * reach[-1]), 0.0)
+
+
+def _windows(train: list[tuple[float, int]]) -> list[tuple[int, float]]:
+    """(bytes, seconds) of what follows the first _SKIPPED_BYTES, _WINDOW_S each but the last."""
+    windows, start_s, received, skipped = [], 0.0, 0, 0
+    for at_s, num_bytes in train:
         if skipped < _SKIPPED_BYTES:
             skipped += num_bytes
             start_s = at_s
             continue
         received += num_bytes
         if at_s - start_s >= _WINDOW_S:
-            rates.append(received / (at_s - start_s))
+            windows.append((received, at_s - start_s))
             start_s, received = at_s, 0
-    if not rates and received and arrivals[-1][0] > start_s:
-        rates.append(received / (arrivals[-1][0] - start_s))
-    return quantile(rates, _FAST) if rates else 0.0
+    if received and train[-1][0] > start_s:
+        windows.append((received, train[-1][0] - start_s))
+    return windows
 
 
 class Iperf3Server:

@@ -59,6 +59,13 @@ def test_the_rate_is_that_of_the_fast_windows_after_the_queues_have_run_empty() 
     assert probe._fast_rate([(1.0, 1 << 20)]) == 0.0
 
 
+def test_a_window_smaller_than_the_path_does_not_hide_the_rate_of_the_link() -> None:
+    # TCP's slow start at 100 Mbit/s and 100 ms there and back: ten packets of 9,000 bytes, then twice as many, ...
+    arrivals = [(0.1 * turn + 9000 * packet / 12.5e6, 9000) for turn in range(4) for packet in range(10 << turn)]
+    assert sum(num_bytes for _, num_bytes in arrivals) / arrivals[-1][0] < 4e6
+    assert probe._fast_rate(arrivals) == pytest.approx(12.5e6, rel=0.01)
+
+
 def test_probes_into_one_node_take_turns(bulk: BulkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     under_way: list[int] = []
     most: list[int] = []

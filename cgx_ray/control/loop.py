@@ -142,11 +142,11 @@ class ControlLoop:
 
     def facts(self) -> LoopFacts:
         """The network now, predicted and measured step time under the plan in force."""
-        rate, latency = self._link.bandwidth, self._link.latency_s
+        rate = self._link.bandwidth
         return LoopFacts(
             bandwidth_bits_per_s=8 * rate.value if rate is not None else None,
             bandwidth_error=(rate.high - rate.low) / (2 * rate.value) if rate is not None else None,
-            latency_s=latency.value if latency is not None else None,
+            latency_s=self._latency_s(),
             num_link_changes=self._link.num_changes,
             slow_link_bits_per_s={rank: 8 * rate for rank, rate in self._link.slow.items()},
             slow_ranks=self._slow_ranks.ranks,
@@ -279,12 +279,19 @@ class ControlLoop:
         now = inputs.gain.get(str(option.codec))
         return before is not None and now is not None and now < (1 - GAIN_CHANGE) * before
 
+    def _latency_s(self) -> float | None:
+        """One way: the shorter of what messages and probes say, as full links and busy processors only add to it."""
+        views = [self._link.latency_s.value] if self._link.latency_s is not None else []
+        if any(self._probed_of_node.values()):
+            views.append(self._probed_s)
+        return min(views, default=None)
+
     def _inputs(self) -> StepInputs | None:
         """What is known now, in the planner's terms; None while something is missing."""
-        recent, rate, latency = self._recent, self._link.bandwidth, self._link.latency_s
+        recent, rate = self._recent, self._link.bandwidth
         if len(recent) < LINK_STEPS or rate is None or not self._gain:
             return None
-        alpha_s = latency.value if latency is not None else self._probed_s
+        alpha_s = self._latency_s() or self._probed_s
         planned = self.plans[-1].groups
         measured = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
         ready_s = {name: ready for group, ready in zip(planned, measured, strict=True) for name in group.layers}
