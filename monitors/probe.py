@@ -15,12 +15,8 @@ from dataclasses import dataclass
 
 from cgx_ray.monitors.network import EchoServer, round_trip_s
 from cgx_ray.monitors.passive import quantile
+from cgx_ray.monitors.probe_schedule import budget_bytes
 
-# A probe costs at most this share of a link over this long.
-BUDGET_SHARE = 0.01
-BUDGET_S = 60.0
-# What a link is taken for before anyone has measured it: 100 Mbit/s.
-FIRST_GUESS_BYTES_PER_S = 12.5e6
 MAX_PROBE_S = 5.0
 MAX_HOPS = 30
 _PIECE_BYTES = 1 << 18
@@ -44,11 +40,6 @@ class Bandwidth:
 
     bytes_per_s: float
     tool: str
-
-
-def budget_bytes(bytes_per_s: float | None) -> int:
-    """What a probe may send, once a minute, over a link of that rate; None if it is unknown."""
-    return int(BUDGET_SHARE * BUDGET_S * (bytes_per_s or FIRST_GUESS_BYTES_PER_S))
 
 
 def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
@@ -227,6 +218,18 @@ def count_hops(host: str, port: int, timeout_s: float = 1.0) -> int | None:
     return None
 
 
+def measure_bulk(bulk: tuple[str, int]) -> tuple[int, list[Bandwidth]]:
+    """Probe a `BulkServer` three times, the first to learn what the others may send.
+
+    Returns three times the bytes of each of the others, and what these found. A third such probe is still within the
+    budget of a minute. Raises OSError as `measure_tcp`.
+    """
+    spent = budget_bytes(None) // 5
+    first = measure_tcp(*bulk, spent)
+    left = max(0, budget_bytes(first.bytes_per_s) - spent) or spent
+    return left, [measure_tcp(*bulk, left // 3) for _ in range(2)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """What probes found of the way from one node to another.
@@ -282,10 +285,7 @@ class Prober:
         Raises OSError if the other does not answer.
         """
         latency_s = round_trip_s(*echo) / 2
-        spent = budget_bytes(None) // 5
-        first = measure_tcp(*bulk, spent)
-        left = max(0, budget_bytes(first.bytes_per_s) - spent) or spent
-        found = [measure_tcp(*bulk, left // 3) for _ in range(2)]
+        left, found = measure_bulk(bulk)
         if iperf3 is not None and Iperf3Server.available():
             found.append(measure_iperf3(*iperf3, left // 3))
         rates = [one.bytes_per_s for one in found]

@@ -43,19 +43,22 @@ def slow_links(rate: Mapping[int, float], share: float = SLOW_SHARE) -> dict[int
 
 
 class SilentNodes:
-    """Nodes that have answered others and answer nobody now: cut off, as far as the others can see."""
+    """Nodes that have answered others and answer nobody now: cut off, as far as the others can see.
+
+    known  all that have ever answered
+    """
 
     def __init__(self) -> None:
         self._answers: dict[str, frozenset[str]] = {}
-        self._known: frozenset[str] = frozenset()
+        self.known: frozenset[str] = frozenset()
 
     def add(self, node_id: str, answering: Collection[str]) -> None:
         """Take in who answers the probes of `node_id`."""
         self._answers[node_id] = frozenset(answering)
-        self._known |= self._answers[node_id]
+        self.known |= self._answers[node_id]
 
     @property
     def node_ids(self) -> frozenset[str]:
         """None if they are more than half of all: then who reports is the one that is cut off."""
-        silent = self._known.difference(*self._answers.values())
-        return silent if 2 * len(silent) <= len(self._known) else frozenset()
+        silent = self.known.difference(*self._answers.values())
+        return silent if 2 * len(silent) <= len(self.known) else frozenset()

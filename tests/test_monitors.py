@@ -20,6 +20,7 @@ from cgx_ray.monitors.agent import NodeAgent, OwnBytes
 from cgx_ray.monitors.export import METRICS, RUN, ControllerMetrics
 from cgx_ray.monitors.host import HostMonitor, Neighbours, NicBytes, NicRates, read_nics, read_pressure
 from cgx_ray.monitors.network import EchoServer, round_trip_s
+from cgx_ray.monitors.probe import BulkServer
 from cgx_ray.monitors.sample import CURVE_DENSITIES, NodeSample, StepSample, Transfer
 
 HOST = "127.0.0.1"
@@ -234,11 +235,20 @@ def fake_controller() -> Any:
         def __init__(self) -> None:
             self.samples: list[NodeSample] = []
             self.rejects = False
+            self.order: str | None = None
 
-        def observe(self, sample: NodeSample) -> None:
+        def observe(self, sample: NodeSample) -> str | None:
             if self.rejects:
                 raise ValueError("no use for this")
             self.samples.append(sample)
+            order, self.order = self.order, None
+            return order
+
+        def probe(self, node_id: str) -> None:
+            self.order = node_id
+
+        def next_order(self) -> str | None:
+            return self.order
 
         def reject(self, rejects: bool) -> None:
             self.rejects = rejects
@@ -300,6 +310,7 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
 class Facts:
     slow_link_bits_per_s: Mapping[int, float]
     slow_ranks: frozenset[int]
+    silent_nodes: frozenset[str] = frozenset({"c"})
     bandwidth_bits_per_s: float = 1e9
     bandwidth_error: float = 0.05
     latency_s: float = 1e-3
@@ -373,6 +384,21 @@ def test_agent_outlives_its_controller_says_so_once_and_takes_another(
     agent.start({}, second)
     agent.report([step_sample(0, 1)])
     wait_until(lambda: any(sample.steps for sample in ray.get(second.taken.remote())), "steps")
+
+
+def test_an_agent_probes_the_node_that_the_controller_names_and_no_other(agent: NodeAgent) -> None:
+    controller = fake_controller()
+    with closing(EchoServer(HOST)) as echo, closing(BulkServer(HOST)) as bulk:
+        agent.start({"b": echo.address}, controller, {"b": bulk.address})
+        for order in ("gone", "b"):
+            ray.get(controller.probe.remote(order))
+            wait_until(lambda: ray.get(controller.next_order.remote()) is None, f"order {order}")
+        found = wait_until(
+            lambda: [one.bandwidth for one in ray.get(controller.taken.remote()) if one.bandwidth], "a rate"
+        )
+        agent.stop()
+    assert [list(rates) for rates in found] == [["b"]]
+    assert found[0]["b"] > 1e6
 
 
 def test_a_controller_that_rejects_a_sample_still_gets_the_next(

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -18,12 +19,12 @@ from cgx_ray.monitors.probe import (
     BulkServer,
     Iperf3Server,
     Prober,
-    budget_bytes,
     count_hops,
     measure_iperf3,
     measure_tcp,
     rounds,
 )
+from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule, budget_bytes
 
 HOST = "127.0.0.1"
 
@@ -48,6 +49,25 @@ def test_a_probe_a_minute_costs_1_percent_of_the_link() -> None:
     for bytes_per_s in (12.5e6, 125e6, 1.25e9):
         assert budget_bytes(bytes_per_s) <= 0.01 * 60 * bytes_per_s
     assert budget_bytes(None) == budget_bytes(12.5e6)
+
+
+def test_in_an_hour_of_asking_no_node_takes_part_in_two_probes_a_minute_and_every_way_has_its_turn() -> None:
+    schedule, nodes = ProbeSchedule(), "abcd"
+    begun = [
+        (second, source, target)
+        for second in range(3600)
+        for source in nodes
+        if (target := schedule.grant(source, nodes, second)) is not None
+    ]
+    for node in nodes:
+        seconds = [second for second, *ends in begun if node in ends]
+        gaps = [after - before for before, after in itertools.pairwise(seconds)]
+        assert min(gaps) >= BUDGET_S, (node, gaps)
+        assert len(seconds) == 60, (node, len(seconds))
+    turns = Counter((source, target) for _, source, target in begun)
+    assert turns.keys() == set(itertools.permutations(nodes, 2))
+    assert max(turns.values()) - min(turns.values()) <= 1, turns
+    assert schedule.grant("a", ["a"], 1e6) is None
 
 
 def test_the_rate_is_that_of_the_fast_windows_after_the_queues_have_run_empty() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -11,7 +12,8 @@ from cgx_ray.control.journal import Journal
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Policy, Replace, View, next_plan, option_of
 from cgx_ray.control.view import JoinedStep, StepBook
 from cgx_ray.monitors.changes import SlowRanks
-from cgx_ray.monitors.passive import PassiveLink
+from cgx_ray.monitors.passive import Estimate, PassiveLink
+from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.monitors.topology import SilentNodes
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
@@ -24,6 +26,10 @@ JUDGED_STEPS = 4
 LINK_STEPS = 3
 REVIEW_STEPS = 100
 BAN_STEPS = 500
+# A bandwidth whose interval is wider than this is worth a probe.
+TELLING_FACTOR = 2.0
+# What a probe has found counts until the next but one may come.
+PROBE_HOLDS_S = 2 * BUDGET_S
 # What counts as another network, and as another gradient.
 LINK_CHANGE = 1.5
 GAIN_CHANGE = 0.1
@@ -104,6 +110,8 @@ class ControlLoop:
         self._silent_nodes = SilentNodes()
         self._probed_s = DEFAULT_LATENCY_S
         self._probed_of_node: dict[str, float] = {}
+        self._probes = ProbeSchedule()
+        self._probed_rates: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._gain: dict[str, float] = {}
         self._decided: StepInputs | None = None
         self._decided_step = 0
@@ -119,6 +127,10 @@ class ControlLoop:
             return []
         self._silent_nodes.add(sample.node_id, sample.latency_s)
         self._probed_of_node[sample.node_id] = median(sample.latency_s.values()) if sample.latency_s else 0.0
+        if sample.bandwidth:
+            self._probed_rates[sample.node_id] = sample.time_s, sample.bandwidth
+        elif sample.time_s > self._probed_rates.get(sample.node_id, (math.inf, {}))[0] + PROBE_HOLDS_S:
+            del self._probed_rates[sample.node_id]
         known = [latency for latency in self._probed_of_node.values() if latency > 0]
         probed_s = median(known) if known else DEFAULT_LATENCY_S
         if _latency_moved(self._probed_s, probed_s) and self._link.latency_s is None:
@@ -140,9 +152,18 @@ class ControlLoop:
                 decisions.append(decision)
         return decisions
 
+    def next_probe(self, node_id: str, now_s: float) -> str | None:
+        """The node that `node_id` is to probe now, or None: messages tell enough, or it is not its turn.
+
+        now_s  by this process's clock
+        """
+        if not self.is_registered or _is_telling(self._link.bandwidth):
+            return None
+        return self._probes.grant(node_id, self._silent_nodes.known - self._silent_nodes.node_ids, now_s)
+
     def facts(self) -> LoopFacts:
         """The network now, predicted and measured step time under the plan in force."""
-        rate = self._link.bandwidth
+        rate = self._bandwidth()
         return LoopFacts(
             bandwidth_bits_per_s=8 * rate.value if rate is not None else None,
             bandwidth_error=(rate.high - rate.low) / (2 * rate.value) if rate is not None else None,
@@ -279,6 +300,13 @@ class ControlLoop:
         now = inputs.gain.get(str(option.codec))
         return before is not None and now is not None and now < (1 - GAIN_CHANGE) * before
 
+    def _bandwidth(self) -> Estimate | None:
+        """What messages say; what probes say, where messages say next to nothing."""
+        rates = [rate for _, found in self._probed_rates.values() for rate in found.values()]
+        if _is_telling(self._link.bandwidth) or not rates:
+            return self._link.bandwidth
+        return Estimate(value=median(rates), low=min(rates), high=max(rates), source="probes")
+
     def _latency_s(self) -> float | None:
         """One way: the shorter of what messages and probes say, as full links and busy processors only add to it."""
         views = [self._link.latency_s.value] if self._link.latency_s is not None else []
@@ -288,7 +316,7 @@ class ControlLoop:
 
     def _inputs(self) -> StepInputs | None:
         """What is known now, in the planner's terms; None while something is missing."""
-        recent, rate = self._recent, self._link.bandwidth
+        recent, rate = self._recent, self._bandwidth()
         if len(recent) < LINK_STEPS or rate is None or not self._gain:
             return None
         alpha_s = self._latency_s() or self._probed_s
@@ -335,6 +363,10 @@ def _layout(layers: Sequence[Layer], group_bytes: int) -> list[tuple[GroupSize, 
 
 def _slowed(cost: CodecCost, factor: float) -> CodecCost:
     return CodecCost(**{name: getattr(cost, name) * factor for name in CodecCost.__slots__})
+
+
+def _is_telling(estimate: Estimate | None) -> bool:
+    return estimate is not None and estimate.high <= TELLING_FACTOR * estimate.low
 
 
 def _latency_moved(old_s: float, new_s: float) -> bool:
