@@ -22,7 +22,7 @@ class ProbeSchedule:
     """Gives each way between two nodes its turn. A node takes part in one probe a minute, at either end.
 
     So no link sends or receives more than one budget a minute, and no node is ever probed twice at once: a probe is
-    over long before that.
+    over long before that. The first minute belongs to the job's own messages.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class ProbeSchedule:
         nodes  all that take part, `source` among them. Each of them must ask every now and then
         now_s  by one clock for all
         """
-        rested = sorted(node for node in nodes if now_s - self._node_s.get(node, -math.inf) >= BUDGET_S)
+        rested = sorted(node for node in nodes if now_s - self._node_s.setdefault(node, now_s) >= BUDGET_S)
         ways = itertools.permutations(rested, 2)
         way = min(ways, key=lambda way: self._way_s.get(way, -math.inf), default=None)
         if way is None or way[0] != source:

@@ -63,7 +63,8 @@ def test_in_an_hour_of_asking_no_node_takes_part_in_two_probes_a_minute_and_ever
         seconds = [second for second, *ends in begun if node in ends]
         gaps = [after - before for before, after in itertools.pairwise(seconds)]
         assert min(gaps) >= BUDGET_S, (node, gaps)
-        assert len(seconds) == 60, (node, len(seconds))
+        assert seconds[0] >= BUDGET_S, (node, seconds)
+        assert len(seconds) == 59, (node, len(seconds))
     turns = Counter((source, target) for _, source, target in begun)
     assert turns.keys() == set(itertools.permutations(nodes, 2))
     assert max(turns.values()) - min(turns.values()) <= 1, turns

@@ -26,8 +26,6 @@ JUDGED_STEPS = 4
 LINK_STEPS = 3
 REVIEW_STEPS = 100
 BAN_STEPS = 500
-# A bandwidth whose interval is wider than this is worth a probe.
-TELLING_FACTOR = 2.0
 # What a probe has found counts until the next but one may come.
 PROBE_HOLDS_S = 2 * BUDGET_S
 # What counts as another network, and as another gradient.
@@ -140,7 +138,10 @@ class ControlLoop:
         self._probed_s = probed_s
         decisions = []
         for step in self._book.add(sample.steps):
+            num_changes = self._link.num_changes
             self._link.add(step.seen, self._probed_s)
+            if self._link.num_changes > num_changes:
+                self._probed_rates.clear()
             self._slow_ranks.add(step.slowness, step.step_s)
             self._gain.update({codec: gain for codec, gain in step.gain.items() if gain > 0})
             if step.plan_version != self.plans[-1].version:
@@ -157,7 +158,7 @@ class ControlLoop:
 
         now_s  by this process's clock
         """
-        if not self.is_registered or _is_telling(self._link.bandwidth):
+        if not self.is_registered or _is_sure(self._link.bandwidth):
             return None
         return self._probes.grant(node_id, self._silent_nodes.known - self._silent_nodes.node_ids, now_s)
 
@@ -301,9 +302,9 @@ class ControlLoop:
         return before is not None and now is not None and now < (1 - GAIN_CHANGE) * before
 
     def _bandwidth(self) -> Estimate | None:
-        """What messages say; what probes say, where messages say next to nothing."""
+        """What messages say; what probes say, where messages are not sure and nothing has changed since."""
         rates = [rate for _, found in self._probed_rates.values() for rate in found.values()]
-        if _is_telling(self._link.bandwidth) or not rates:
+        if _is_sure(self._link.bandwidth) or not rates:
             return self._link.bandwidth
         return Estimate(value=median(rates), low=min(rates), high=max(rates), source="probes")
 
@@ -365,8 +366,8 @@ def _slowed(cost: CodecCost, factor: float) -> CodecCost:
     return CodecCost(**{name: getattr(cost, name) * factor for name in CodecCost.__slots__})
 
 
-def _is_telling(estimate: Estimate | None) -> bool:
-    return estimate is not None and estimate.high <= TELLING_FACTOR * estimate.low
+def _is_sure(estimate: Estimate | None) -> bool:
+    return estimate is not None and estimate.is_sure
 
 
 def _latency_moved(old_s: float, new_s: float) -> bool:
