@@ -18,7 +18,6 @@ from cgx_ray.monitors.sample import Burst, StepSample, Transfer
 
 _HOST = "127.0.0.1"
 _NUM_RANKS, _STEPS_PER_S = 2, 5
-_WARM_UP_S = 3.0
 
 
 class _Idle:
@@ -31,35 +30,30 @@ class _Agent(NodeAgent):
         return os.getpid()
 
 
-def monitor_rows(seconds: float) -> list[Row]:
-    """Watch an agent of a local Ray cluster for that long: two ranks of five steps a second, two other nodes."""
-    with _local_ray():
-        idle = ray.remote(_Idle).options(num_cpus=0).remote()
-        agents = [ray.remote(_Agent).options(num_cpus=0).remote(name, "bench", _HOST) for name in "abc"]
-        addresses = dict(zip("abc", ray.get([agent.address.remote() for agent in agents]), strict=True))
-        ray.get([agent.start.remote(addresses) for agent in agents])
-        watched, bare = (psutil.Process(ray.get(actor.pid.remote())) for actor in (agents[0], idle))
-        _report(agents[0], _WARM_UP_S)
-        start_s, start = time.monotonic(), (_cpu_s(watched), _cpu_s(bare))
-        _report(agents[0], seconds)
-        passed_s = time.monotonic() - start_s
-        share, bare_share = ((_cpu_s(p) - s) / passed_s for p, s in zip((watched, bare), start, strict=True))
-        rss, bare_rss = (process.memory_info().rss / 2**20 for process in (watched, bare))
+def monitor_rows(seconds: float, *, warm_up_s: float = 3.0) -> list[Row]:
+    """Watch an agent of the Ray cluster of this process: two ranks of five steps a second, two other nodes."""
+    idle = ray.remote(_Idle).options(num_cpus=0).remote()
+    agents = [ray.remote(_Agent).options(num_cpus=0).remote(name, "bench", _HOST) for name in "abc"]
+    addresses = dict(zip("abc", ray.get([agent.address.remote() for agent in agents]), strict=True))
+    ray.get([agent.start.remote(addresses) for agent in agents])
+    watched, bare = (psutil.Process(ray.get(actor.pid.remote())) for actor in (agents[0], idle))
+    _report(agents[0], warm_up_s)
+    start_s, start = time.monotonic(), (_cpu_s(watched), _cpu_s(bare))
+    _report(agents[0], seconds)
+    passed_s = time.monotonic() - start_s
+    share, bare_share = ((_cpu_s(p) - s) / passed_s for p, s in zip((watched, bare), start, strict=True))
+    rss, bare_rss = (process.memory_info().rss / 2**20 for process in (watched, bare))
+    for actor in (idle, *agents):
+        ray.kill(actor)
     return [
-        Row(
-            name="agent_cpu_share",
-            value=share,
-            unit="cores",
-            baseline=bare_share,
-            ratio=share - bare_share,
-            goal="<= 0.01",
-        ),
+        Row(name="agent_cpu", value=share, unit="cores", baseline=bare_share, ratio=share - bare_share, goal="<= 0.01"),
         Row(name="agent_memory", value=rss, unit="MiB", baseline=bare_rss, ratio=rss - bare_rss, goal="<= 100"),
     ]
 
 
 @contextmanager
-def _local_ray() -> Iterator[None]:
+def local_ray() -> Iterator[None]:
+    """A Ray cluster on this machine."""
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20)
     try:
         yield

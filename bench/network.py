@@ -18,7 +18,7 @@ from typing import IO
 
 from rich.console import Console
 
-from cgx_ray.bench.monitor_cost import monitor_rows
+from cgx_ray.bench.monitor_cost import local_ray, monitor_rows
 from cgx_ray.bench.network_job import Job, NetworkBenchError
 from cgx_ray.bench.result import Row, write_result
 from cgx_ray.lab.link import MTU_BYTES, Direction, LinkChange, format_rate
@@ -30,6 +30,7 @@ _LATENCIES_S = (0.1e-3, 1e-3, 10e-3, 50e-3)
 # Of IP packets, which is what the lab's rates count: less IP and TCP headers, with time stamps.
 _PAYLOAD = 1 - 52 / MTU_BYTES
 _NOTICE_TIMEOUT_S = 15.0
+_MONITOR_S = 30.0
 _SETTLE_S = 6.0
 _DRAIN_S = 2.0
 _MIN_STEPS = 6
@@ -42,7 +43,7 @@ _BASE_LATENCY_S = 5e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkOptions:
-    """minutes: beside a bursty neighbour; quick: two points and one change, to see whether it works."""
+    """minutes: beside a bursty neighbour; quick: one link and no more, to see whether it works."""
 
     minutes: float = 1.5
     quick: bool = False
@@ -59,7 +60,9 @@ def measure_network(options: NetworkOptions, on_line: Callable[[str], None]) -> 
             met = {None: "", True: "met", False: "NOT met"}[row.met]
             on_line(f"{row.name}: {row.value if row.value is None else round(row.value, 4)} {row.unit} {met}")
 
-    add(*monitor_rows(5.0 if options.quick else 30.0))
+    if not options.quick:
+        with local_ray():
+            add(*monitor_rows(_MONITOR_S))
     points = [(rate, latency_s) for rate in rates for latency_s in latencies_s]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -71,8 +74,8 @@ def measure_network(options: NetworkOptions, on_line: Callable[[str], None]) -> 
         job.wait_registered()
         for point in points:
             add(*_passive(lab, job, *point))
-        add(*_changes(lab, job, quick=options.quick))
         if not options.quick:
+            add(*_changes(lab, job))
             add(*_neighbour(lab, job, options.minutes))
             add(*_odd_hosts(lab, job))
             add(*_cut(lab, job))
@@ -149,7 +152,7 @@ def _settle(lab: Lab, job: Job) -> None:
     time.sleep(_SETTLE_S)
 
 
-def _changes(lab: Lab, job: Job, *, quick: bool) -> Iterator[Row]:
+def _changes(lab: Lab, job: Job) -> Iterator[Row]:
     """Seconds from a change by 2x until the loop counts it."""
     _settle(lab, job)
     changes: dict[str, LinkChange] = {
@@ -158,7 +161,7 @@ def _changes(lab: Lab, job: Job, *, quick: bool) -> Iterator[Row]:
         "latency_doubled": {"latency_s": 2 * _BASE_LATENCY_S},
         "latency_halved": {"latency_s": _BASE_LATENCY_S},
     }
-    for name, change in list(changes.items())[: 1 if quick else None]:
+    for name, change in changes.items():
         lab.set(**change)
         yield Row(name=f"notice_{name}", value=_notice_s(job), unit="s", goal="<= 3")
         time.sleep(_SETTLE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import subprocess
@@ -17,6 +18,8 @@ from cgx_ray.control.loop import ControlLoop, LoopFacts
 from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.namespaces import Lab
+from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.plan import Plan
 from cgx_ray.planner.options import candidate_options
 from cgx_ray.settings import Settings
 
@@ -43,13 +46,21 @@ class Job:
         self.neighbour_bytes_per_s: float | None = None
         with self._errors.open("w") as errors:
             self._ranks = [self._start(rank, errors) for rank in range(self._world_size)]
-        for rank in self._ranks:
-            threading.Thread(target=self._read, args=(rank,), daemon=True).start()
+        self._readers = [threading.Thread(target=self._read, args=(rank,), daemon=True) for rank in self._ranks]
+        for reader in self._readers:
+            reader.start()
 
     def close(self) -> None:
         for rank in self._ranks:
             rank.kill()
             rank.wait()
+        for reader in self._readers:
+            reader.join()
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            # A plan that was on its way has nobody left to read it.
+            with contextlib.suppress(BrokenPipeError):
+                rank.stdin.close()
 
     def check(self) -> None:
         """Raise NetworkBenchError if a rank has ended."""
@@ -77,11 +88,6 @@ class Job:
         with self._lock:
             assert self._loop is not None
             return self._loop.facts()
-
-    def plan(self) -> str:
-        with self._lock:
-            assert self._loop is not None
-            return self._loop.plans[-1].describe()
 
     def wait_for(self, holds: Callable[[LoopFacts], bool], timeout_s: float) -> float | None:
         """Seconds until `holds`; None if it does not within `timeout_s`."""
@@ -113,25 +119,31 @@ class Job:
 
     def _read(self, rank: subprocess.Popen[bytes]) -> None:
         assert rank.stdout is not None
-        while True:
-            try:
-                message = pickle.load(rank.stdout)
-            except EOFError:
+        # A rank that is killed may be in the middle of a message.
+        with rank.stdout as messages, contextlib.suppress(EOFError, pickle.UnpicklingError, BrokenPipeError):
+            while True:
+                message = pickle.load(messages)
+                if isinstance(message, tuple):
+                    self._registration = message
+                    self._registered.set()
+                else:
+                    self._observe(message)
+
+    def _observe(self, sample: NodeSample) -> None:
+        with self._lock:
+            if self._loop is None:
                 return
-            if isinstance(message, tuple):
-                self._registration = message
-                self._registered.set()
-                continue
-            with self._lock:
-                if self._loop is None:
-                    continue
-                known = len(self._loop.plans)
-                self._loop.observe(message)
-                self.num_steps += len(message.steps) if message.node_id == "host 0" else 0
-                if message.node_id == "host 0":
-                    self.neighbour_bytes_per_s = message.host.neighbour_bytes_per_s
-                for plan in self._loop.plans[known:]:
-                    for other in self._ranks:
-                        assert other.stdin is not None
-                        other.stdin.write(plan.to_json().replace("\n", " ").encode() + b"\n")
-                        other.stdin.flush()
+            known = len(self._loop.plans)
+            self._loop.observe(sample)
+            if sample.node_id == "host 0":
+                self.num_steps += len(sample.steps)
+                self.neighbour_bytes_per_s = sample.host.neighbour_bytes_per_s
+            for plan in self._loop.plans[known:]:
+                self._hand_out(plan)
+
+    def _hand_out(self, plan: Plan) -> None:
+        line = plan.to_json().replace("\n", " ").encode() + b"\n"
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(line)
+            rank.stdin.flush()

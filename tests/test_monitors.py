@@ -16,6 +16,7 @@ import psutil
 import pytest
 import ray
 
+from cgx_ray.bench.monitor_cost import monitor_rows
 from cgx_ray.monitors.agent import NodeAgent, OwnBytes
 from cgx_ray.monitors.export import METRICS, RUN, ControllerMetrics
 from cgx_ray.monitors.host import HostMonitor, Neighbours, NicBytes, NicRates, read_nics, read_pressure
@@ -413,6 +414,11 @@ def test_a_controller_that_rejects_a_sample_still_gets_the_next(
     heard = logged(caplog)
     assert len(heard) == 1, heard
     assert "no use for this" in heard[0]
+
+
+def test_an_agent_takes_little_more_memory_than_an_actor_that_does_nothing(local_ray: None) -> None:
+    memory = next(row for row in monitor_rows(0.5, warm_up_s=0.5) if row.name == "agent_memory")
+    assert memory.met, memory
 
 
 def test_an_agent_that_never_started_stops(agent: NodeAgent) -> None:
