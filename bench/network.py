@@ -32,8 +32,10 @@ _PAYLOAD = 1 - 52 / MTU_BYTES
 _NOTICE_TIMEOUT_S = 15.0
 _MONITOR_S = 30.0
 _SETTLE_S = 6.0
+# Steps that began on the link before are over.
 _DRAIN_S = 2.0
 _MIN_STEPS = 6
+# Within this a host that is slow or cut off has to be named.
 _SLOW_S = 15.0
 _CUT_S = 8.0
 # Where changes, slow hosts, neighbours and cuts are tried: fast enough to be usual, slow enough for two cores.
@@ -45,7 +47,7 @@ _BASE_LATENCY_S = 5e-3
 class NetworkOptions:
     """minutes: beside a bursty neighbour; quick: one link and no more, to see whether it works."""
 
-    minutes: float = 1.5
+    minutes: float = 1.0
     quick: bool = False
 
 

@@ -187,7 +187,7 @@ def bench_lab(json_path: str | None) -> None:
 
 
 @bench.command()
-@click.option("--minutes", default=1.5, show_default=True, help="Beside a bursty neighbour; goals are for 10.")
+@click.option("--minutes", default=1.0, show_default=True, help="Beside a bursty neighbour; goals are for 10.")
 @click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
 @click.option("--quick", is_flag=True, help="One link and no more: does it work?")
 def network(minutes: float, json_path: str | None, quick: bool) -> None:
