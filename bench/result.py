@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from cgx_ray.errors import ConfigError
 
@@ -80,6 +79,8 @@ def commit() -> str | None:
 
 def machine() -> dict[str, Any]:
     """What a number depends on."""
+    import torch  # noqa: PLC0415 - 200 MiB, which `bench network` must not have in the monitors that it measures
+
     return {
         "cpu": cpu_model(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

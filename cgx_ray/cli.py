@@ -256,5 +256,16 @@ def bench_lab(json_path: str | None) -> None:
     lab_command(_console(json_path), json_path)
 
 
+@bench.command()
+@click.option("--minutes", default=1.0, show_default=True, help="Beside a bursty neighbour; goals are for 10.")
+@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option("--quick", is_flag=True, help="One link and no more: does it work?")
+def network(minutes: float, json_path: str | None, quick: bool) -> None:
+    """Whether the monitors see what the lab has set, while a training job runs, and what they cost."""
+    from cgx_ray.bench.network import NetworkOptions, network_command  # noqa: PLC0415
+
+    network_command(NetworkOptions(minutes=minutes, quick=quick), _console(json_path), json_path)
+
+
 if __name__ == "__main__":
     sys.exit(main())

@@ -86,7 +86,7 @@ class CGXBackend(TorchBackend):
         facts = run_facts(worker_group)
         settings = backend_config.settings()
         self._controller = _start_controller(settings, facts, self._history)
-        self._agents = _start_agents(facts, self._controller)
+        self._agents = _start_agents(facts, self._controller, probes=settings.simulated_link is None)
         by_rank = [self._agents[node_id] for node_id in facts.node_ids]
         worker_group.execute(open_ray_session, settings, self._controller, by_rank)
 
@@ -126,7 +126,8 @@ def _policy(settings: Settings) -> Policy:
     return AdaptivePolicy(candidate_options(settings.densities), min_gain=settings.min_gain)
 
 
-def _start_agents(facts: RunFacts, controller: Any) -> dict[str, Any]:
+def _start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> dict[str, Any]:
+    """An agent on each node of the run. `probes`: bandwidth as well, but not past a simulated link."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     agents = {
         node_id: ray.remote(NodeAgent)
@@ -135,7 +136,8 @@ def _start_agents(facts: RunFacts, controller: Any) -> dict[str, Any]:
         for node_id in dict.fromkeys(facts.node_ids)
     }
     echoes = dict(zip(agents, ray.get([agent.address.remote() for agent in agents.values()]), strict=True))
-    ray.get([agent.start.remote(echoes, controller) for agent in agents.values()])
+    bulk = dict(zip(agents, ray.get([agent.bulk_address.remote() for agent in agents.values()]), strict=True))
+    ray.get([agent.start.remote(echoes, controller, bulk if probes else {}) for agent in agents.values()])
     return agents
 
 

@@ -15,7 +15,8 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from cgx_ray.monitors.export import NodeMetrics
 from cgx_ray.monitors.host import HostMonitor
-from cgx_ray.monitors.network import EchoServer, round_trip_s
+from cgx_ray.monitors.network import EchoServer, Peers
+from cgx_ray.monitors.probe import BulkServer, measure_bulk
 from cgx_ray.monitors.sample import NodeSample, StepSample
 
 logger = logging.getLogger(__name__)
@@ -46,13 +47,16 @@ class NodeAgent:
         """Listen on `host`, this node's address. Raises OSError if it is not of this node."""
         self._node_id, self._run_name, self._clock = node_id, run_name, clock
         self._server = EchoServer(host)
+        self._bulk_server = BulkServer(host)
         self._host = HostMonitor()
         self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
-        # `start` replaces these four whole, so the threads need no lock: each works on the one it picked up.
-        self._peers = _Peers({})
+        # `start` replaces these five whole, so the threads need no lock: each works on the one it picked up.
+        self._peers = Peers({})
+        self._bulk: Mapping[str, tuple[str, int]] = {}
         self._own = OwnBytes(has_peers=False)
         self._metrics = NodeMetrics(run_name)
         self._outbox = _Outbox(None)
+        self._found: deque[tuple[str, float]] = deque()
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._repeat, args=(work, every_s), name=name, daemon=True)
@@ -66,14 +70,26 @@ class NodeAgent:
         """Host and port where other nodes measure their latency to this one."""
         return self._server.address
 
-    def start(self, peers: Mapping[str, tuple[str, int]], controller: Any = None) -> None:
+    def bulk_address(self) -> tuple[str, int]:
+        """Host and port where other nodes probe their bandwidth to this one."""
+        return self._bulk_server.address
+
+    def start(
+        self,
+        peers: Mapping[str, tuple[str, int]],
+        controller: Any = None,
+        bulk: Mapping[str, tuple[str, int]] | None = None,
+    ) -> None:
         """Begin; or go on with other peers and another controller, after the workers were restarted.
 
         peers       addresses by node id; this node's own is passed over
-        controller  handle of an actor with `observe(NodeSample)`, or None: then samples are only exported
+        controller  handle of an actor with `observe(NodeSample)`, or None: then samples are only exported. It answers
+                    with the id of a node that this one is to probe now, or None
+        bulk        `bulk_address` by node id, of those that may be probed
         """
+        self._bulk = bulk or {}
         others = {node_id: at for node_id, at in peers.items() if node_id != self._node_id}
-        self._peers, self._own = _Peers(others), OwnBytes(has_peers=bool(others))
+        self._peers, self._own = Peers(others), OwnBytes(has_peers=bool(others))
         self._metrics = NodeMetrics(self._run_name)
         self._outbox = _Outbox(controller)
         for thread in self._threads:
@@ -91,6 +107,7 @@ class NodeAgent:
             if thread.ident is not None:
                 thread.join()
         self._server.close()
+        self._bulk_server.close()
 
     def _repeat(self, work: Callable[[], None], every_s: float) -> None:
         while not self._stopping.is_set():
@@ -99,6 +116,17 @@ class NodeAgent:
 
     def _measure(self) -> None:
         self._peers.measure(self._stopping)
+        outbox, bulk = self._outbox, self._bulk
+        while outbox.orders and not self._stopping.is_set():
+            target = outbox.orders.popleft()
+            if target not in bulk:
+                continue
+            try:
+                _, found = measure_bulk(bulk[target])
+            except OSError as error:
+                logger.warning("node %s could not be probed: %s", target, error)
+            else:
+                self._found.append((target, max(one.bytes_per_s for one in found)))
 
     def _publish(self) -> None:
         steps = tuple(self._steps.popleft() for _ in range(len(self._steps)))
@@ -108,6 +136,7 @@ class NodeAgent:
             steps=steps,
             latency_s=self._peers.latency_s,
             host=self._host.read(self._own.of(steps)),
+            bandwidth=dict(self._found.popleft() for _ in range(len(self._found))),
         )
         self._metrics.export(sample)
         self._outbox.send(sample)
@@ -131,39 +160,15 @@ class OwnBytes:
         return sum(part for part in sent if part is not None) if None not in sent else None
 
 
-class _Peers:
-    """The other nodes and the latencies to those that answer."""
-
-    def __init__(self, addresses: Mapping[str, tuple[str, int]]) -> None:
-        self._addresses = addresses
-        self._silent: set[str] = set()
-        self.latency_s: Mapping[str, float] = {}
-
-    def measure(self, stopping: threading.Event) -> None:
-        for node_id, (host, port) in self._addresses.items():
-            if stopping.is_set():
-                return
-            others = {other: known_s for other, known_s in self.latency_s.items() if other != node_id}
-            try:
-                # A new mapping each time: samples already hold the old one.
-                self.latency_s = {**others, node_id: round_trip_s(host, port) / 2}
-            except OSError as error:
-                self.latency_s = others
-                if node_id not in self._silent:
-                    self._silent.add(node_id)
-                    logger.warning(
-                        "node %s does not answer at %s:%d (%s); its latency is left out", node_id, host, port, error
-                    )
-
-
 class _Outbox:
-    """Samples on their way to the controller: one at a time, steps pile up behind it."""
+    """Samples on their way to the controller: one at a time, steps pile up behind it. Its answers are `orders`."""
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
         self._under_way: Any = None
         self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
         self._has_complained = False
+        self.orders: deque[str] = deque()
 
     def send(self, sample: NodeSample) -> None:
         """Send `sample`, with the steps of those that could not go before, unless the last is still under way."""
@@ -184,7 +189,9 @@ class _Outbox:
             return False
         under_way, self._under_way = self._under_way, None
         try:
-            ray.get(under_way)
+            order = ray.get(under_way)
+            if order is not None:
+                self.orders.append(order)
         except RayActorError as error:
             if not isinstance(error, ActorUnavailableError):
                 self._controller = None

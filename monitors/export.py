@@ -116,6 +116,9 @@ METRICS: dict[str, Metric] = {
     "cgx_ray_slow_rank": Metric(
         metrics.Gauge, "1 while a rank's compute takes much longer than the others', then 0. No unit.", (RUN, RANK)
     ),
+    "cgx_ray_silent_node": Metric(
+        metrics.Gauge, "1 while the node `peer` answers no other node's probes, then 0. No unit.", (RUN, "peer")
+    ),
     "cgx_ray_predicted_step_seconds": Metric(
         metrics.Gauge, "Seconds a step that the planner predicts for the plan in force.", (RUN,)
     ),
@@ -214,6 +217,8 @@ class ControllerFacts(Protocol):
     @property
     def slow_ranks(self) -> frozenset[int]: ...
     @property
+    def silent_nodes(self) -> frozenset[str]: ...
+    @property
     def predicted_step_s(self) -> float | None: ...
     @property
     def measured_step_s(self) -> float | None: ...
@@ -226,7 +231,7 @@ class ControllerMetrics:
         self._run = {RUN: run_name}
         self._num_journal_errors = 0
         self._num_link_changes = 0
-        self._ranks: dict[str, set[int]] = {}
+        self._named: dict[str, set[int | str]] = {}
 
     def count_decision(self, kind: str) -> None:
         _increase("cgx_ray_decisions", 1, {**self._run, "kind": kind})
@@ -243,19 +248,20 @@ class ControllerMetrics:
         for name, value in values.items():
             if value is not None:
                 _get(name).set(value, self._run)
-        self._set_of_ranks("cgx_ray_slow_link_bits_per_second", facts.slow_link_bits_per_s)
-        self._set_of_ranks("cgx_ray_slow_rank", dict.fromkeys(facts.slow_ranks, 1))
+        self._set_of("cgx_ray_slow_link_bits_per_second", RANK, facts.slow_link_bits_per_s)
+        self._set_of("cgx_ray_slow_rank", RANK, dict.fromkeys(facts.slow_ranks, 1))
+        self._set_of("cgx_ray_silent_node", "peer", dict.fromkeys(facts.silent_nodes, 1))
         _increase("cgx_ray_link_changes", facts.num_link_changes - self._num_link_changes, self._run)
         self._num_link_changes = facts.num_link_changes
         _increase("cgx_ray_journal_errors", num_journal_errors - self._num_journal_errors, self._run)
         self._num_journal_errors = num_journal_errors
 
-    def _set_of_ranks(self, name: str, values: Mapping[int, float]) -> None:
-        """Set a rank's gauge to its value, and those of ranks that had one and have none now to 0."""
-        known = self._ranks.setdefault(name, set())
+    def _set_of(self, name: str, tag: str, values: Mapping[Any, float]) -> None:
+        """Set the gauges of those in `values`, and to 0 those that had one and have none now."""
+        known = self._named.setdefault(name, set())
         known.update(values)
-        for rank in known:
-            _get(name).set(values.get(rank, 0), {**self._run, RANK: str(rank)})
+        for one in known:
+            _get(name).set(values.get(one, 0), {**self._run, tag: str(one)})
 
 
 def _increase(name: str, by: float, tags: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import selectors
 import socket
@@ -9,6 +10,9 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
 
 _PROBE = struct.Struct("<Q")
 _MAX_READ_BYTES = 4096
@@ -120,3 +124,28 @@ def _receive(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
             raise ConnectionError(f"{sock.getpeername()} closed the connection")
         received += part
     return received
+
+
+class Peers:
+    """The other nodes and the latencies to those that answer."""
+
+    def __init__(self, addresses: Mapping[str, tuple[str, int]]) -> None:
+        self._addresses = addresses
+        self._silent: set[str] = set()
+        self.latency_s: Mapping[str, float] = {}
+
+    def measure(self, stopping: threading.Event) -> None:
+        for node_id, (host, port) in self._addresses.items():
+            if stopping.is_set():
+                return
+            others = {other: known_s for other, known_s in self.latency_s.items() if other != node_id}
+            try:
+                # A new mapping each time: samples already hold the old one.
+                self.latency_s = {**others, node_id: round_trip_s(host, port) / 2}
+            except OSError as error:
+                self.latency_s = others
+                if node_id not in self._silent:
+                    self._silent.add(node_id)
+                    logger.warning(
+                        "node %s does not answer at %s:%d (%s); its latency is left out", node_id, host, port, error
+                    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import socket
@@ -14,12 +15,8 @@ from dataclasses import dataclass
 
 from cgx_ray.monitors.network import EchoServer, round_trip_s
 from cgx_ray.monitors.passive import quantile
+from cgx_ray.monitors.probe_schedule import budget_bytes
 
-# A probe costs at most this share of a link over this long.
-BUDGET_SHARE = 0.01
-BUDGET_S = 60.0
-# What a link is taken for before anyone has measured it: 100 Mbit/s.
-FIRST_GUESS_BYTES_PER_S = 12.5e6
 MAX_PROBE_S = 5.0
 MAX_HOPS = 30
 _PIECE_BYTES = 1 << 18
@@ -27,6 +24,9 @@ _RESULT = struct.Struct("<d")
 # Rates are taken over this long, and the faster ones count: at first TCP itself is slow, and processors may be busy.
 # After a stall queues let some 80 KB through at once, which must not be much of a window.
 _WINDOW_S = 0.05
+# What is no longer the same train.
+_MIN_PAUSE_S = 2e-3
+_PAUSE_GAPS = 8
 _FAST = 0.75
 # In queues and token buckets before the link: faster than it.
 _SKIPPED_BYTES = 1 << 17
@@ -40,11 +40,6 @@ class Bandwidth:
 
     bytes_per_s: float
     tool: str
-
-
-def budget_bytes(bytes_per_s: float | None) -> int:
-    """What a probe may send, once a minute, over a link of that rate; None if it is unknown."""
-    return int(BUDGET_SHARE * BUDGET_S * (bytes_per_s or FIRST_GUESS_BYTES_PER_S))
 
 
 def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
@@ -127,20 +122,39 @@ def _receive_bulk(client: socket.socket) -> float:
 
 
 def _fast_rate(arrivals: list[tuple[float, int]]) -> float:
-    """Of (time, bytes): the rate over windows, at their fast side. 0 if it is too little to say."""
-    rates, start_s, received, skipped = [], 0.0, 0, 0
-    for at_s, num_bytes in arrivals:
+    """Of (time, bytes): the rate over windows, at their fast side. 0 if it is too little to say.
+
+    While TCP's window is smaller than a long path, a train of packets comes at the rate of the link once a round trip,
+    and nothing in between: pauses belong to no window.
+    """
+    gaps = [after - before for (before, _), (after, _) in itertools.pairwise(arrivals)]
+    pause_s = max(_MIN_PAUSE_S, _PAUSE_GAPS * quantile(gaps, 0.5)) if gaps else 0.0
+    trains: list[list[tuple[float, int]]] = [arrivals[:1]]
+    for gap_s, arrival in zip(gaps, arrivals[1:], strict=True):
+        if gap_s > pause_s:
+            trains.append([])
+        trains[-1].append(arrival)
+    windows = sorted((n / seconds, seconds) for train in trains for n, seconds in _windows(train))
+    # Each counts by its length: a short one may be what a stall has held back.
+    reach = list(itertools.accumulate(seconds for _, seconds in windows))
+    return next((rate for (rate, _), at in zip(windows, reach, strict=True) if at >= _FAST * reach[-1]), 0.0)
+
+
+def _windows(train: list[tuple[float, int]]) -> list[tuple[int, float]]:
+    """(bytes, seconds) of what follows the first _SKIPPED_BYTES, _WINDOW_S each but the last."""
+    windows, start_s, received, skipped = [], 0.0, 0, 0
+    for at_s, num_bytes in train:
         if skipped < _SKIPPED_BYTES:
             skipped += num_bytes
             start_s = at_s
             continue
         received += num_bytes
         if at_s - start_s >= _WINDOW_S:
-            rates.append(received / (at_s - start_s))
+            windows.append((received, at_s - start_s))
             start_s, received = at_s, 0
-    if not rates and received and arrivals[-1][0] > start_s:
-        rates.append(received / (arrivals[-1][0] - start_s))
-    return quantile(rates, _FAST) if rates else 0.0
+    if received and train[-1][0] > start_s:
+        windows.append((received, train[-1][0] - start_s))
+    return windows
 
 
 class Iperf3Server:
@@ -204,6 +218,18 @@ def count_hops(host: str, port: int, timeout_s: float = 1.0) -> int | None:
     return None
 
 
+def measure_bulk(bulk: tuple[str, int]) -> tuple[int, list[Bandwidth]]:
+    """Probe a `BulkServer` three times, the first to learn what the others may send.
+
+    Returns three times the bytes of each of the others, and what these found. A third such probe is still within the
+    budget of a minute. Raises OSError as `measure_tcp`.
+    """
+    spent = budget_bytes(None) // 5
+    first = measure_tcp(*bulk, spent)
+    left = max(0, budget_bytes(first.bytes_per_s) - spent) or spent
+    return left, [measure_tcp(*bulk, left // 3) for _ in range(2)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """What probes found of the way from one node to another.
@@ -259,10 +285,7 @@ class Prober:
         Raises OSError if the other does not answer.
         """
         latency_s = round_trip_s(*echo) / 2
-        spent = budget_bytes(None) // 5
-        first = measure_tcp(*bulk, spent)
-        left = max(0, budget_bytes(first.bytes_per_s) - spent) or spent
-        found = [measure_tcp(*bulk, left // 3) for _ in range(2)]
+        left, found = measure_bulk(bulk)
         if iperf3 is not None and Iperf3Server.available():
             found.append(measure_iperf3(*iperf3, left // 3))
         rates = [one.bytes_per_s for one in found]

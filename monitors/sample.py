@@ -113,6 +113,7 @@ class NodeSample:
 
     steps      of all ranks on the node, oldest first
     latency_s  one-way latency to other nodes by node id: half the smallest TCP round trip
+    bandwidth  payload bytes a second to other nodes by node id, of active probes since the last report
     """
 
     node_id: str
@@ -120,3 +121,4 @@ class NodeSample:
     steps: tuple[StepSample, ...]
     latency_s: Mapping[str, float]
     host: HostLoad
+    bandwidth: Mapping[str, float] = field(default_factory=dict)

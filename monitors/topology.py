@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import median
 
 # Round trips within a host, a switch or a site differ by less than this, those between by more.
@@ -40,3 +40,25 @@ def slow_links(rate: Mapping[int, float], share: float = SLOW_SHARE) -> dict[int
         return {}
     usual = median(rate.values())
     return {rank: value for rank, value in rate.items() if value < share * usual}
+
+
+class SilentNodes:
+    """Nodes that have answered others and answer nobody now: cut off, as far as the others can see.
+
+    known  all that have ever answered
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[str, frozenset[str]] = {}
+        self.known: frozenset[str] = frozenset()
+
+    def add(self, node_id: str, answering: Collection[str]) -> None:
+        """Take in who answers the probes of `node_id`."""
+        self._answers[node_id] = frozenset(answering)
+        self.known |= self._answers[node_id]
+
+    @property
+    def node_ids(self) -> frozenset[str]:
+        """None if they are more than half of all: then who reports is the one that is cut off."""
+        silent = self.known.difference(*self._answers.values())
+        return silent if 2 * len(silent) <= len(self.known) else frozenset()

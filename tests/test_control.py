@@ -312,6 +312,31 @@ def test_a_restart_goes_on_with_the_plan_and_another_world_size_starts_dense(tmp
     assert smaller.version == in_force.version + 1
 
 
+def test_probes_are_asked_for_and_used_only_while_messages_are_not_sure(tmp_path: Path) -> None:
+    run = start(tmp_path)
+
+    def report(node_id: str, time_s: float, bandwidth: dict[str, float]) -> None:
+        host = HostLoad(sent_bytes_per_s=0.0, received_bytes_per_s=0.0)
+        others = {other: 1e-3 for other in "ab" if other != node_id}
+        run.loop.observe(
+            NodeSample(node_id=node_id, time_s=time_s, steps=(), latency_s=others, host=host, bandwidth=bandwidth)
+        )
+
+    for node_id in "ab":
+        report(node_id, 0.0, {})
+    assert run.loop.next_probe("a", 0.0) is None, "the first minute belongs to messages"
+    assert (run.loop.next_probe("b", 60.0), run.loop.next_probe("a", 60.0)) == (None, "b")
+    report("a", 1.0, {"b": 25e6})
+    assert run.loop.facts().bandwidth_bits_per_s == 200e6
+    report("a", 200.0, {})
+    assert run.loop.facts().bandwidth_bits_per_s is None, "too old"
+    assert run.loop.next_probe("b", 120.0) == "a"
+    report("b", 201.0, {"a": 25e6})
+    run.run(LINK_STEPS)
+    assert run.loop.facts().bandwidth_bits_per_s == pytest.approx(1e9, rel=0.1)
+    assert (run.loop.next_probe("a", 300.0), run.loop.next_probe("b", 300.0)) == (None, None)
+
+
 def test_a_full_disk_costs_lines_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "blocked").write_text("")
     log = Journal(tmp_path / "blocked" / "decisions.jsonl")

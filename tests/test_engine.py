@@ -6,6 +6,8 @@ import gc
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -546,12 +548,31 @@ def test_world_size_one_is_a_clean_no_op() -> None:
     attachment.close()
 
 
-def test_importing_cgx_ray_does_not_import_ray() -> None:
-    import subprocess
-    import sys
+def test_importing_cgx_ray_imports_neither_ray_nor_torch_and_an_agent_needs_no_torch() -> None:
+    code = """
+import sys, cgx_ray, cgx_ray.cli
+heavy = [name for name in ("ray", "torch", "numpy", "matplotlib") if name in sys.modules]
+import cgx_ray.monitors.agent
+print(heavy, "ray" in sys.modules, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[] True False"
 
-    code = "import sys, cgx_ray; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+def test_attach_stays_the_function_whoever_imports_its_module() -> None:
+    code = """
+import cgx_ray.attach, cgx_ray.backend
+from cgx_ray.attach import attach, Attachment
+assert cgx_ray.attach is attach and cgx_ray.Attachment is Attachment, cgx_ray.attach
+assert {name: getattr(cgx_ray, name) for name in cgx_ray.__all__}["attach"] is attach
+assert set(cgx_ray.__all__) <= set(dir(cgx_ray))
+try:
+    cgx_ray.no_such_name
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "module 'cgx_ray' has no attribute 'no_such_name'"
 
 
 def test_public_names_are_frozen() -> None:

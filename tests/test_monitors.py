@@ -16,10 +16,12 @@ import psutil
 import pytest
 import ray
 
+from cgx_ray.bench.monitor_cost import monitor_rows
 from cgx_ray.monitors.agent import NodeAgent, OwnBytes
 from cgx_ray.monitors.export import METRICS, RUN, ControllerMetrics
 from cgx_ray.monitors.host import HostMonitor, Neighbours, NicBytes, NicRates, read_nics, read_pressure
 from cgx_ray.monitors.network import EchoServer, round_trip_s
+from cgx_ray.monitors.probe import BulkServer
 from cgx_ray.monitors.sample import CURVE_DENSITIES, NodeSample, StepSample, Transfer
 
 HOST = "127.0.0.1"
@@ -234,11 +236,20 @@ def fake_controller() -> Any:
         def __init__(self) -> None:
             self.samples: list[NodeSample] = []
             self.rejects = False
+            self.order: str | None = None
 
-        def observe(self, sample: NodeSample) -> None:
+        def observe(self, sample: NodeSample) -> str | None:
             if self.rejects:
                 raise ValueError("no use for this")
             self.samples.append(sample)
+            order, self.order = self.order, None
+            return order
+
+        def probe(self, node_id: str) -> None:
+            self.order = node_id
+
+        def next_order(self) -> str | None:
+            return self.order
 
         def reject(self, rejects: bool) -> None:
             self.rejects = rejects
@@ -300,6 +311,7 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
 class Facts:
     slow_link_bits_per_s: Mapping[int, float]
     slow_ranks: frozenset[int]
+    silent_nodes: frozenset[str] = frozenset({"c"})
     bandwidth_bits_per_s: float = 1e9
     bandwidth_error: float = 0.05
     latency_s: float = 1e-3
@@ -375,6 +387,21 @@ def test_agent_outlives_its_controller_says_so_once_and_takes_another(
     wait_until(lambda: any(sample.steps for sample in ray.get(second.taken.remote())), "steps")
 
 
+def test_an_agent_probes_the_node_that_the_controller_names_and_no_other(agent: NodeAgent) -> None:
+    controller = fake_controller()
+    with closing(EchoServer(HOST)) as echo, closing(BulkServer(HOST)) as bulk:
+        agent.start({"b": echo.address}, controller, {"b": bulk.address})
+        for order in ("gone", "b"):
+            ray.get(controller.probe.remote(order))
+            wait_until(lambda: ray.get(controller.next_order.remote()) is None, f"order {order}")
+        found = wait_until(
+            lambda: [one.bandwidth for one in ray.get(controller.taken.remote()) if one.bandwidth], "a rate"
+        )
+        agent.stop()
+    assert [list(rates) for rates in found] == [["b"]]
+    assert found[0]["b"] > 1e6
+
+
 def test_a_controller_that_rejects_a_sample_still_gets_the_next(
     agent: NodeAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -387,6 +414,11 @@ def test_a_controller_that_rejects_a_sample_still_gets_the_next(
     heard = logged(caplog)
     assert len(heard) == 1, heard
     assert "no use for this" in heard[0]
+
+
+def test_an_agent_takes_little_more_memory_than_an_actor_that_does_nothing(local_ray: None) -> None:
+    memory = next(row for row in monitor_rows(0.5, warm_up_s=0.5) if row.name == "agent_memory")
+    assert memory.met, memory
 
 
 def test_an_agent_that_never_started_stops(agent: NodeAgent) -> None:

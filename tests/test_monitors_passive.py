@@ -21,7 +21,7 @@ from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors.changes import ChangeDetector, SlowRanks
 from cgx_ray.monitors.passive import Exchange, PassiveLink, Seen, fit_exchanges, quantile_interval
 from cgx_ray.monitors.sample import Burst, StepSample
-from cgx_ray.monitors.topology import clusters, slow_links
+from cgx_ray.monitors.topology import SilentNodes, clusters, slow_links
 from tests.ranks import run_ranks
 
 WORLD = 4
@@ -269,6 +269,27 @@ def test_clusters_are_hosts_whatever_the_order_of_pairs() -> None:
 def test_two_links_do_not_say_which_of_them_is_slow() -> None:
     assert slow_links({0: 1.0, 1: 10.0}) == {}
     assert slow_links({0: 1.0, 1: 10.0, 2: 9.0}) == {0: 1.0}
+
+
+def test_a_node_that_answers_nobody_any_more_is_silent_until_it_does() -> None:
+    silent = SilentNodes()
+    nodes = set("abcd")
+    silent.add("a", [])
+    assert silent.node_ids == set(), "nobody has asked yet"
+    for node in sorted(nodes):
+        silent.add(node, nodes - {node})
+    assert silent.node_ids == set()
+    for node in "abc":
+        silent.add(node, nodes - {node, "d"})
+    assert silent.node_ids == {"d"}
+    # What the cut one sees does not matter: it may be heard of late, or not at all.
+    silent.add("d", [])
+    assert silent.node_ids == {"d"}
+    silent.add("b", nodes - {"b"})
+    assert silent.node_ids == set()
+    for node in nodes:
+        silent.add(node, [])
+    assert silent.node_ids == set(), "all at once: nobody knows who is cut off"
 
 
 def test_an_interval_holds_its_quantile_about_19_times_in_20() -> None:

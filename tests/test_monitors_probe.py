@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -18,12 +19,12 @@ from cgx_ray.monitors.probe import (
     BulkServer,
     Iperf3Server,
     Prober,
-    budget_bytes,
     count_hops,
     measure_iperf3,
     measure_tcp,
     rounds,
 )
+from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule, budget_bytes
 
 HOST = "127.0.0.1"
 
@@ -50,6 +51,26 @@ def test_a_probe_a_minute_costs_1_percent_of_the_link() -> None:
     assert budget_bytes(None) == budget_bytes(12.5e6)
 
 
+def test_in_an_hour_of_asking_no_node_takes_part_in_two_probes_a_minute_and_every_way_has_its_turn() -> None:
+    schedule, nodes = ProbeSchedule(), "abcd"
+    begun = [
+        (second, source, target)
+        for second in range(3600)
+        for source in nodes
+        if (target := schedule.grant(source, nodes, second)) is not None
+    ]
+    for node in nodes:
+        seconds = [second for second, *ends in begun if node in ends]
+        gaps = [after - before for before, after in itertools.pairwise(seconds)]
+        assert min(gaps) >= BUDGET_S, (node, gaps)
+        assert seconds[0] >= BUDGET_S, (node, seconds)
+        assert len(seconds) == 59, (node, len(seconds))
+    turns = Counter((source, target) for _, source, target in begun)
+    assert turns.keys() == set(itertools.permutations(nodes, 2))
+    assert max(turns.values()) - min(turns.values()) <= 1, turns
+    assert schedule.grant("a", ["a"], 1e6) is None
+
+
 def test_the_rate_is_that_of_the_fast_windows_after_the_queues_have_run_empty() -> None:
     # 128 KiB at once, then 10 MB/s with a pause of half a second.
     times_s = [1e-6 * i for i in range(2)] + [0.001 * i for i in range(1, 101)] + [0.6 + 0.001 * i for i in range(100)]
@@ -57,6 +78,13 @@ def test_the_rate_is_that_of_the_fast_windows_after_the_queues_have_run_empty() 
     assert probe._fast_rate(list(zip(times_s, sizes, strict=True))) == pytest.approx(10e6, rel=0.06)
     assert probe._fast_rate([]) == 0.0
     assert probe._fast_rate([(1.0, 1 << 20)]) == 0.0
+
+
+def test_a_window_smaller_than_the_path_does_not_hide_the_rate_of_the_link() -> None:
+    # TCP's slow start at 100 Mbit/s and 100 ms there and back: ten packets of 9,000 bytes, then twice as many, ...
+    arrivals = [(0.1 * turn + 9000 * packet / 12.5e6, 9000) for turn in range(4) for packet in range(10 << turn)]
+    assert sum(num_bytes for _, num_bytes in arrivals) / arrivals[-1][0] < 4e6
+    assert probe._fast_rate(arrivals) == pytest.approx(12.5e6, rel=0.01)
 
 
 def test_probes_into_one_node_take_turns(bulk: BulkServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -44,8 +45,8 @@ class Controller:
         """Layers and plans so far, for the controller of the next group of workers."""
         return self._loop.layers, self._loop.plans
 
-    async def observe(self, sample: NodeSample) -> None:
-        """Take in a node's report; decide if it gives cause to."""
+    async def observe(self, sample: NodeSample) -> str | None:
+        """Take in a node's report; decide if it gives cause to. Returns the node it is to probe now, or None."""
         for decision in self._loop.observe(sample):
             logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
             self._metrics.count_decision(type(decision).__name__.lower())
@@ -53,6 +54,7 @@ class Controller:
             self._metrics.export(self._loop.facts(), self._journal.num_errors)
         self._changed.set()
         self._changed = asyncio.Event()
+        return self._loop.next_probe(sample.node_id, time.monotonic())
 
     async def plans_after(self, version: int, timeout_s: float) -> list[Plan]:
         """Plans newer than `version`, oldest first; waits up to `timeout_s` for one, then returns none."""

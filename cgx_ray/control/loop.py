@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -19,8 +20,10 @@ from cgx_ray.control.measured import (
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Policy, Replace, View
 from cgx_ray.control.view import JoinedStep, StepBook
 from cgx_ray.monitors.changes import SlowRanks
-from cgx_ray.monitors.passive import PassiveLink
+from cgx_ray.monitors.passive import Estimate, PassiveLink
+from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.monitors.topology import SilentNodes
 from cgx_ray.plan import Layer, Plan, make_plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import CodecCost, Option
@@ -32,6 +35,8 @@ JUDGED_STEPS = 4
 LINK_STEPS = 3
 REVIEW_STEPS = 100
 BAN_STEPS = 500
+# What a probe has found counts until the next but one may come.
+PROBE_HOLDS_S = 2 * BUDGET_S
 # What counts as another network, and as another gradient.
 LINK_CHANGE = 1.5
 GAIN_CHANGE = 0.1
@@ -48,6 +53,7 @@ class LoopFacts:
     bandwidth_error   half the width of its 95 % interval, as a share of it
     slow_link_bits_per_s, slow_ranks
                       ranks whose link, or whose compute, is much slower than the others'
+    silent_nodes      ids of nodes that have stopped to answer the others
     """
 
     bandwidth_bits_per_s: float | None
@@ -56,6 +62,7 @@ class LoopFacts:
     num_link_changes: int
     slow_link_bits_per_s: Mapping[int, float]
     slow_ranks: frozenset[int]
+    silent_nodes: frozenset[str]
     predicted_step_s: float | None
     measured_step_s: float | None
 
@@ -107,8 +114,11 @@ class ControlLoop:
         self._recent: list[JoinedStep] = []
         self._link = PassiveLink()
         self._slow_ranks = SlowRanks(first_plan.world_size)
+        self._silent_nodes = SilentNodes()
         self._probed_s = DEFAULT_LATENCY_S
         self._probed_of_node: dict[str, float] = {}
+        self._probes = ProbeSchedule()
+        self._probed_rates: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._gain: dict[str, float] = {}
         self._decided: Measured | None = None
         self._first_step: int | None = None
@@ -123,7 +133,12 @@ class ControlLoop:
         """Take in a report of one node; returns the decisions it led to, already journalled."""
         if not self.is_registered:
             return []
+        self._silent_nodes.add(sample.node_id, sample.latency_s)
         self._probed_of_node[sample.node_id] = median(sample.latency_s.values()) if sample.latency_s else 0.0
+        if sample.bandwidth:
+            self._probed_rates[sample.node_id] = sample.time_s, sample.bandwidth
+        elif sample.time_s > self._probed_rates.get(sample.node_id, (math.inf, {}))[0] + PROBE_HOLDS_S:
+            del self._probed_rates[sample.node_id]
         known = [latency for latency in self._probed_of_node.values() if latency > 0]
         probed_s = median(known) if known else DEFAULT_LATENCY_S
         if _latency_moved(self._probed_s, probed_s) and self._link.latency_s is None:
@@ -133,7 +148,10 @@ class ControlLoop:
         self._probed_s = probed_s
         decisions = []
         for step in self._book.add(sample.steps):
+            num_changes = self._link.num_changes
             self._link.add(step.seen, self._probed_s)
+            if self._link.num_changes > num_changes:
+                self._probed_rates.clear()
             self._slow_ranks.add(step.slowness, step.step_s)
             self._gain.update({codec: gain for codec, gain in step.gain.items() if gain > 0})
             if step.plan_version != self.plans[-1].version:
@@ -146,16 +164,26 @@ class ControlLoop:
                 decisions.append(decision)
         return decisions
 
+    def next_probe(self, node_id: str, now_s: float) -> str | None:
+        """The node that `node_id` is to probe now, or None: messages tell enough, or it is not its turn.
+
+        now_s  by this process's clock
+        """
+        if not self.is_registered or _is_sure(self._link.bandwidth):
+            return None
+        return self._probes.grant(node_id, self._silent_nodes.known - self._silent_nodes.node_ids, now_s)
+
     def facts(self) -> LoopFacts:
         """The network now, predicted and measured step time under the plan in force."""
-        rate, latency = self._link.bandwidth, self._link.latency_s
+        rate = self._bandwidth()
         return LoopFacts(
             bandwidth_bits_per_s=8 * rate.value if rate is not None else None,
             bandwidth_error=(rate.high - rate.low) / (2 * rate.value) if rate is not None else None,
-            latency_s=latency.value if latency is not None else None,
+            latency_s=self._latency_s(),
             num_link_changes=self._link.num_changes,
             slow_link_bits_per_s={rank: 8 * rate for rank, rate in self._link.slow.items()},
             slow_ranks=self._slow_ranks.ranks,
+            silent_nodes=self._silent_nodes.node_ids,
             predicted_step_s=self._predicted_s,
             measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
         )
@@ -295,12 +323,26 @@ class ControlLoop:
             and measured.gain[codec] < (1 - GAIN_CHANGE) * before[codec]
         ]
 
+    def _bandwidth(self) -> Estimate | None:
+        """What messages say; what probes say, where messages are not sure and nothing has changed since."""
+        rates = [rate for _, found in self._probed_rates.values() for rate in found.values()]
+        if _is_sure(self._link.bandwidth) or not rates:
+            return self._link.bandwidth
+        return Estimate(value=median(rates), low=min(rates), high=max(rates), source="probes")
+
+    def _latency_s(self) -> float | None:
+        """One way: the shorter of what messages and probes say, as full links and busy processors only add to it."""
+        views = [self._link.latency_s.value] if self._link.latency_s is not None else []
+        if any(self._probed_of_node.values()):
+            views.append(self._probed_s)
+        return min(views, default=None)
+
     def _measured(self) -> Measured | None:
         """What is known now, in the planner's terms; None while something is missing."""
-        recent, rate, latency = self._recent, self._link.bandwidth, self._link.latency_s
+        recent, rate = self._recent, self._bandwidth()
         if len(recent) < LINK_STEPS or rate is None or not self._gain:
             return None
-        between = Link(alpha_s=latency.value if latency is not None else self._probed_s, beta_s_per_byte=1 / rate.value)
+        between = Link(alpha_s=self._latency_s() or self._probed_s, beta_s_per_byte=1 / rate.value)
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
         backward_s = layer_times(self.layers, self.plans[-1], ready_s)
         return Measured(
@@ -311,6 +353,10 @@ class ControlLoop:
             codec_costs={name: slowed(cost, self._codec_slowdown) for name, cost in self._codec_costs.items()},
             gain=dict(self._gain),
         )
+
+
+def _is_sure(estimate: Estimate | None) -> bool:
+    return estimate is not None and estimate.is_sure
 
 
 def _latency_moved(old_s: float, new_s: float) -> bool:

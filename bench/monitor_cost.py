@@ -1,0 +1,97 @@
+"""What a node's monitor costs: an agent's processor time and memory, above those of a Ray actor that does nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import ray
+
+from cgx_ray.bench.result import Row
+from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.monitors.sample import Burst, StepSample, Transfer
+
+_HOST = "127.0.0.1"
+_NUM_RANKS, _STEPS_PER_S = 2, 5
+
+
+class _Idle:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class _Agent(NodeAgent):
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def monitor_rows(seconds: float, *, warm_up_s: float = 3.0) -> list[Row]:
+    """Watch an agent of the Ray cluster of this process: two ranks of five steps a second, two other nodes."""
+    idle = ray.remote(_Idle).options(num_cpus=0).remote()
+    agents = [ray.remote(_Agent).options(num_cpus=0).remote(name, "bench", _HOST) for name in "abc"]
+    addresses = dict(zip("abc", ray.get([agent.address.remote() for agent in agents]), strict=True))
+    ray.get([agent.start.remote(addresses) for agent in agents])
+    watched, bare = (psutil.Process(ray.get(actor.pid.remote())) for actor in (agents[0], idle))
+    _report(agents[0], warm_up_s)
+    start_s, start = time.monotonic(), (_cpu_s(watched), _cpu_s(bare))
+    _report(agents[0], seconds)
+    passed_s = time.monotonic() - start_s
+    share, bare_share = ((_cpu_s(p) - s) / passed_s for p, s in zip((watched, bare), start, strict=True))
+    rss, bare_rss = (process.memory_info().rss / 2**20 for process in (watched, bare))
+    for actor in (idle, *agents):
+        ray.kill(actor)
+    return [
+        Row(name="agent_cpu", value=share, unit="cores", baseline=bare_share, ratio=share - bare_share, goal="<= 0.01"),
+        Row(name="agent_memory", value=rss, unit="MiB", baseline=bare_rss, ratio=rss - bare_rss, goal="<= 100"),
+    ]
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """A Ray cluster on this machine."""
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _report(agent: Any, seconds: float) -> None:
+    """Steps of the ranks, every half second as workers report them."""
+    end_s, step = time.monotonic() + seconds, 0
+    while time.monotonic() < end_s:
+        for rank in range(_NUM_RANKS):
+            ray.get(
+                agent.report.remote([replace(_STEP, rank=rank, step=step + i) for i in range(_STEPS_PER_S // 2 + 1)])
+            )
+        step += _STEPS_PER_S
+        time.sleep(0.5)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+_STEP = StepSample(
+    rank=0,
+    step=0,
+    plan_version=0,
+    step_s=0.2,
+    compute_s=0.1,
+    encode_s=0.01,
+    exchange_s=0.1,
+    decode_s=0.01,
+    wire_bytes=1 << 20,
+    dense_bytes=20 << 20,
+    ready_s=(0.05,) * 8,
+    transfers=(Transfer(group=0, scheme="sra", numel=1 << 19, wire_bytes=1 << 17, seconds=0.01),) * 8,
+    bursts=(Burst(1 << 20, 0.05),) * 4,
+    rate_from=(0.0, 1e8),
+    lag_s=(0.0, 0.01),
+)

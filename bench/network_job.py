@@ -1,0 +1,149 @@
+"""The job that `cgx-ray bench network` watches, and its control loop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cgx_ray.control.journal import Journal
+from cgx_ray.control.loop import ControlLoop, LoopFacts
+from cgx_ray.control.policy import AdaptivePolicy
+from cgx_ray.errors import CGXError
+from cgx_ray.lab.namespaces import Lab
+from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.plan import Plan
+from cgx_ray.planner.options import candidate_options
+from cgx_ray.settings import Settings
+
+_START_TIMEOUT_S = 120.0
+
+
+class NetworkBenchError(CGXError, RuntimeError):
+    """A process of the job ended before its time; the message holds its last lines."""
+
+
+class Job:
+    """The job and its control loop; `start_over` makes the loop forget the network, not the plans."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self._lab = lab
+        self._world_size = len(lab.hosts)
+        self._folder = folder
+        self._errors = folder / "errors"
+        self._lock = threading.Lock()
+        self._registered = threading.Event()
+        self._registration: tuple[Any, ...] = ()
+        self._loop: ControlLoop | None = None
+        self.num_steps = 0
+        self.neighbour_bytes_per_s: float | None = None
+        with self._errors.open("w") as errors:
+            self._ranks = [self._start(rank, errors) for rank in range(self._world_size)]
+        self._readers = [threading.Thread(target=self._read, args=(rank,), daemon=True) for rank in self._ranks]
+        for reader in self._readers:
+            reader.start()
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+        for reader in self._readers:
+            reader.join()
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            # A plan that was on its way has nobody left to read it.
+            with contextlib.suppress(BrokenPipeError):
+                rank.stdin.close()
+
+    def check(self) -> None:
+        """Raise NetworkBenchError if a rank has ended."""
+        if any(rank.poll() is not None for rank in self._ranks):
+            raise NetworkBenchError(f"a rank ended before its time:\n{self._errors.read_text()[-2000:]}")
+
+    def start_over(self) -> None:
+        settings = Settings(policy="adaptive")
+        policy = AdaptivePolicy(
+            candidate_options(settings.densities), min_gain=settings.min_gain, group_bytes=settings.group_bytes
+        )
+        with self._lock:
+            plans = self._loop.plans if self._loop is not None else ()
+            self._loop = ControlLoop(
+                policy,
+                Journal(self._folder / "decisions.jsonl"),
+                group_bytes=settings.group_bytes,
+                layers=self._registration[0],
+                plans=plans,
+            )
+            self._loop.register(*self._registration)
+            self.num_steps = 0
+
+    def facts(self) -> LoopFacts:
+        with self._lock:
+            assert self._loop is not None
+            return self._loop.facts()
+
+    def wait_for(self, holds: Callable[[LoopFacts], bool], timeout_s: float) -> float | None:
+        """Seconds until `holds`; None if it does not within `timeout_s`."""
+        start_s = time.monotonic()
+        while (passed_s := time.monotonic() - start_s) < timeout_s:
+            self.check()
+            if holds(self.facts()):
+                return passed_s
+            time.sleep(0.02)
+        return None
+
+    def wait_registered(self) -> None:
+        end_s = time.monotonic() + _START_TIMEOUT_S
+        while not self._registered.wait(0.1):
+            self.check()
+            if time.monotonic() > end_s:
+                raise NetworkBenchError(f"the job did not start:\n{self._errors.read_text()[-2000:]}")
+        self.start_over()
+
+    def _start(self, rank: int, errors: Any) -> subprocess.Popen[bytes]:
+        job = {
+            "rank": rank,
+            "world_size": self._world_size,
+            "store": str(self._folder / "store"),
+            "address": self._lab.hosts[rank].address,
+        }
+        argv = [sys.executable, "-m", "cgx_ray.bench.network_rank", json.dumps(job)]
+        return self._lab.popen(rank, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+
+    def _read(self, rank: subprocess.Popen[bytes]) -> None:
+        assert rank.stdout is not None
+        # A rank that is killed may be in the middle of a message.
+        with rank.stdout as messages, contextlib.suppress(EOFError, pickle.UnpicklingError, BrokenPipeError):
+            while True:
+                message = pickle.load(messages)
+                if isinstance(message, tuple):
+                    self._registration = message
+                    self._registered.set()
+                else:
+                    self._observe(message)
+
+    def _observe(self, sample: NodeSample) -> None:
+        with self._lock:
+            if self._loop is None:
+                return
+            known = len(self._loop.plans)
+            self._loop.observe(sample)
+            if sample.node_id == "host 0":
+                self.num_steps += len(sample.steps)
+                self.neighbour_bytes_per_s = sample.host.neighbour_bytes_per_s
+            for plan in self._loop.plans[known:]:
+                self._hand_out(plan)
+
+    def _hand_out(self, plan: Plan) -> None:
+        line = plan.to_json().replace("\n", " ").encode() + b"\n"
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(line)
+            rank.stdin.flush()

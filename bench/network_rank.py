@@ -1,0 +1,105 @@
+"""One rank of the job that `cgx-ray bench network` watches: the demo's GPT, trained in a host of the lab until killed.
+
+What Ray carries in a real run goes through pipes here: NodeSamples out as pickles, after what rank 0 hands to
+`ControlLoop.register`; plans in as lines of JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.attach import open_session
+from cgx_ray.demo.gpt import StdlibBytes, build_gpt
+from cgx_ray.monitors.agent import LATENCY_INTERVAL_S
+from cgx_ray.monitors.host import HostMonitor
+from cgx_ray.monitors.network import EchoServer, Peers
+from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.plan import Layer, Plan, make_plan
+from cgx_ray.settings import Settings
+from cgx_ray.worker import measure_codecs
+
+# Rank to agent and agent to controller, on average.
+_REPORT_INTERVAL_S = 0.5
+
+
+class _PipeSession:
+    """`attach.Session` whose controller is at the other end of this process's pipes."""
+
+    def __init__(self, settings: Settings, rank: int, peers: Peers) -> None:
+        self.settings = settings
+        self._rank, self._peers = rank, peers
+
+    def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
+        plan = make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
+        _send((layers, plan, measure_codecs(self.settings)))
+        return plan
+
+    def start(self, attachment: cgx_ray.Attachment) -> None:
+        for work in (self._report, self._receive):
+            threading.Thread(target=work, args=(attachment,), daemon=True).start()
+        threading.Thread(target=self._measure, daemon=True).start()
+
+    def _report(self, attachment: cgx_ray.Attachment) -> None:
+        host = HostMonitor()
+        while True:
+            steps = tuple(attachment.take_samples())
+            _send(
+                NodeSample(
+                    node_id=f"host {self._rank}",
+                    time_s=time.time(),
+                    steps=steps,
+                    latency_s=self._peers.latency_s,
+                    host=host.read(sum(step.wire_bytes for step in steps)),
+                )
+            )
+            time.sleep(_REPORT_INTERVAL_S)
+
+    def _receive(self, attachment: cgx_ray.Attachment) -> None:
+        for line in sys.stdin:
+            attachment.hold(Plan.from_json(line))
+
+    def _measure(self) -> None:
+        while True:
+            self._peers.measure(threading.Event())
+            time.sleep(LATENCY_INTERVAL_S)
+
+
+def _send(message: Any) -> None:
+    pickle.dump(message, sys.stdout.buffer)
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    rank, world_size = job["rank"], job["world_size"]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(job["store"], world_size), rank=rank, world_size=world_size)
+    echo = EchoServer(job["address"])
+    addresses: list[Any] = [None] * world_size
+    dist.all_gather_object(addresses, echo.address)
+    peers = Peers({f"host {peer}": at for peer, at in enumerate(addresses) if peer != rank})
+    open_session(_PipeSession(Settings(policy="adaptive"), rank, peers))
+    model = DistributedDataParallel(build_gpt(0), bucket_cap_mb=4)
+    cgx_ray.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = StdlibBytes()
+    for step in itertools.count():
+        model(*data.train_batch(seed=0, step=step, rank=rank, batch_size=1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()
