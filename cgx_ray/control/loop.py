@@ -178,10 +178,10 @@ class ControlLoop:
 
     def _act(self, decision: Decision, step: JoinedStep, measured: Measured, now_s: float) -> None:
         old = self.plans[-1]
-        # The first step has cold buffers and caches.
+        # The first step has cold buffers and caches, the second may: in doubt for dense, as the promise is.
         warm = [one.step_s for one in self._recent if one.step != self._first_step]
         if is_dense(old) and warm:
-            self._dense_s = (median(warm), measured.network.between.beta_s_per_byte)
+            self._dense_s = (min(warm), measured.network.between.beta_s_per_byte)
         if not isinstance(decision, Keep):
             self.plans.append(decision.plan)
         new = self.plans[-1]
