@@ -20,12 +20,14 @@ from cgx_ray.bench.planner_cases import (
     DENSE_INDEX,
     GPU,
     OFFLOADED,
+    QSGD_INDEX,
     RANKS_PER_NODE,
     cluster,
     earliest_finish_s,
     model_pipeline,
     random_pipeline,
     read_table,
+    repeated,
     resnet101,
 )
 from cgx_ray.bench.result import Row
@@ -45,6 +47,7 @@ from cgx_ray.planner.what_if import compare_schemes
 
 MODEL_GBPS = (1.0, 25.0)
 JOINT_GBPS = (0.1, 1.0, 10.0, 100.0)
+SWEPT_GBPS = 10.0
 SWEPT_LAYERS = (10, 20, 50, 100, 200, 314, 500, 1000, 2000)
 SWEPT_WORKERS = tuple(1 << exponent for exponent in range(3, 15))
 SCALING_GBPS = 3.0
@@ -153,7 +156,7 @@ def _tables(numbers: PlannerNumbers) -> None:
         winners += found.scheme == min(cells, key=lambda cell: cell[2])[0]
         errors += [abs(math.log(predicted / measured)) for _, predicted, measured in cells]
         numbers.table6 += cells
-    numbers.add("table6_winners", winners, "of 18 rows", "== 18")
+    numbers.add("table6_winners", winners, "rows", "== 18")
     numbers.add("table6_mean_log_error", statistics.mean(errors), "|log|", "<= 0.03")
     errors = []
     for row in read_table("flexible_table2"):
@@ -173,7 +176,7 @@ def _fusion_is_exact(numbers: PlannerNumbers) -> None:
     rng, num_cases = random.Random(0), 20 if numbers.quick else 1000
     problems = [random_pipeline(rng, rng.randint(1, 14), 1) for _ in range(num_cases)]
     same = sum(_same(fuse(problem)[1], earliest_finish_s(problem)) for problem in problems)
-    numbers.add("fusion_equals_brute_force", same, f"of {num_cases} cases", "== 1000")
+    numbers.add("fusion_equals_brute_force", same, "cases", "== 1000")
 
 
 def _joint_is_exact(numbers: PlannerNumbers) -> None:
@@ -181,7 +184,7 @@ def _joint_is_exact(numbers: PlannerNumbers) -> None:
     rng, num_cases = random.Random(0), 10 if numbers.quick else 300
     problems = [random_pipeline(rng, rng.randint(1, 8), 6) for _ in range(num_cases)]
     same = sum(_same(search(problem).finish_s, earliest_finish_s(problem)) for problem in problems)
-    numbers.add("joint_equals_brute_force", same, f"of {num_cases} cases", "== 300")
+    numbers.add("joint_equals_brute_force", same, "cases", "== 300")
 
 
 def _same(found_s: float, expected_s: float) -> bool:
@@ -218,16 +221,16 @@ def _milliseconds(call: Call, num_rounds: int = 5) -> float:
 
 
 def _times(numbers: PlannerNumbers) -> None:
-    pipeline, qsgd = model_pipeline("resnet101", 10), 2
+    pipeline = model_pipeline("resnet101", SWEPT_GBPS)
     start = time.perf_counter()
-    groups = cupcake(pipeline, qsgd, max_nodes=CUPCAKE_NODES)
+    groups = cupcake(pipeline, QSGD_INDEX, max_nodes=CUPCAKE_NODES)
     numbers.cupcake_ms = 1e3 * (time.perf_counter() - start)
-    fusion_ms = _milliseconds(partial(fuse, pipeline, qsgd))
+    fusion_ms = _milliseconds(partial(fuse, pipeline, QSGD_INDEX))
     numbers.add("fusion_314_ms", fusion_ms, "ms", "<= 100", baseline=numbers.cupcake_ms)
-    found_s = fuse(pipeline, qsgd)[1]
+    found_s = fuse(pipeline, QSGD_INDEX)[1]
     numbers.add("cupcake_314_over_fusion", _over(pipeline.finish_s(groups), found_s), "x", ">= 1")
     options = candidate_options(CANDIDATE_DENSITIES)
-    numbers.add("options", len(options), "to choose from")
+    numbers.add("options", len(options), "options")
     for gbps in JOINT_GBPS:
         for ranks_per_node in (1, RANKS_PER_NODE):
             measured = resnet101(cluster(64, gbps=gbps, ranks_per_node=ranks_per_node))
@@ -244,24 +247,22 @@ def _times(numbers: PlannerNumbers) -> None:
 
 
 def _sweep_layers(numbers: PlannerNumbers) -> None:
-    """The median of five random problems of each size; one of the largest."""
-    rng = random.Random(0)
+    """The layers of ResNet-101 over and over, until there are enough."""
     for num_layers in SWEPT_LAYERS[: 3 if numbers.quick else None]:
-        found = []
-        for _ in range(5 if num_layers <= 500 else 1):
-            one, six = random_pipeline(rng, num_layers, 1), random_pipeline(rng, num_layers, 6)
+        pipeline = repeated(model_pipeline("resnet101", SWEPT_GBPS), num_layers)
+        rounds = []
+        for _ in range(3 if num_layers <= 500 else 1):
             start = time.perf_counter()
-            fuse(one)
+            fuse(pipeline, QSGD_INDEX)
             fused = time.perf_counter()
-            gap = search(six, max_gap=MAX_GAP).gap
-            found.append((fused - start, time.perf_counter() - fused, gap))
-        fusion_s, joint_s, gap = (statistics.median(column) for column in zip(*found, strict=True))
-        numbers.times.append(
-            SearchTime(num_layers=num_layers, fusion_ms=1e3 * fusion_s, joint_ms=1e3 * joint_s, gap=gap)
-        )
-        numbers.add(f"fusion_{num_layers}_layers_ms", 1e3 * fusion_s, "ms")
-        numbers.add(f"joint_{num_layers}_layers_ms", 1e3 * joint_s, "ms")
-        numbers.add(f"joint_{num_layers}_layers_gap", gap, "share")
+            gap = search(pipeline, max_gap=MAX_GAP).gap
+            rounds.append((1e3 * (fused - start), 1e3 * (time.perf_counter() - fused)))
+        fusion_ms, joint_ms = (min(column) for column in zip(*rounds, strict=True))
+        found = SearchTime(num_layers=num_layers, fusion_ms=fusion_ms, joint_ms=joint_ms, gap=gap)
+        numbers.times.append(found)
+        numbers.add(f"fusion_{num_layers}_layers_ms", found.fusion_ms, "ms")
+        numbers.add(f"joint_{num_layers}_layers_ms", found.joint_ms, "ms")
+        numbers.add(f"joint_{num_layers}_layers_gap", found.gap, "share")
 
 
 def _sweep_workers(numbers: PlannerNumbers) -> None:

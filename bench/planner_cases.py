@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ _BF16 = Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA)
 MODEL_OPTIONS = (DENSE, _BF16, _QSGD, _TOPK, _QSGD, _TOPK)
 # As `named_strategies` takes them.
 DENSE_INDEX, COMPRESSING, OFFLOADED = 0, (1, 2, 3), {2: 4, 3: 5}
+QSGD_INDEX = 2
 GPU = CodecCost(encode_a_s=3e-5, encode_b_s_per_element=4e-11, decode_a_s=1e-5, decode_b_s_per_element=2e-11)
 CPU = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=1e-9, decode_a_s=2e-5, decode_b_s_per_element=3e-10)
 RANKS_PER_NODE = 8
@@ -50,6 +53,14 @@ def model_pipeline(model: str, gbps: float, compute_s: float = 0.2, num_workers:
         numel=tuple(layer.numel for layer in reversed(description.layers)),
         costs=tuple(costs),
     )
+
+
+def repeated(pipeline: Pipeline, num_layers: int) -> Pipeline:
+    """As many layers: the first ones, or all of them over and over."""
+    backward_s, numel = (
+        tuple(itertools.islice(itertools.cycle(each), num_layers)) for each in (pipeline.backward_s, pipeline.numel)
+    )
+    return replace(pipeline, backward_s=backward_s, numel=numel)
 
 
 def cluster(num_workers: int, *, gbps: float, ranks_per_node: int = RANKS_PER_NODE) -> Network:

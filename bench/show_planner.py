@@ -23,7 +23,7 @@ _HEADINGS = {
     "best of buckets": "buckets",
     "best of even splits": "even",
     "Cupcake": "Cupcake",
-    "ByteComp": "ByteComp",
+    "ByteComp": "Byte-C.",
 }
 # Colour-blind safe (Okabe and Ito).
 _BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"
@@ -67,12 +67,14 @@ def row_table(numbers: PlannerNumbers) -> Table:
     models = tuple(f"{found.model}_" for found in numbers.models)
     table = Table(box=SIMPLE, padding=0)
     table.add_column("", no_wrap=True)
-    for heading in ("value", "", "baseline", "goal", "met"):
-        table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("")
+    for heading in ("baseline", "goal", "met"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in numbers.rows:
         if not row.name.startswith(models) and "_layers_" not in row.name:
             value, baseline = ("" if x is None else f"{x:.4g}" for x in (row.value, row.baseline))
-            table.add_row(row.name, value, row.unit, baseline, row.goal or "", _MET[row.met])
+            table.add_row(row.name, value, row.unit, baseline, (row.goal or "")[:9], _MET[row.met])
     return table
 
 
