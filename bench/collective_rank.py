@@ -23,6 +23,8 @@ from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.plan import CodecSpec, Scheme
 
 _TIMEOUT_S = 120.0
+# By then all ranks know when to begin: longer than the all-reduce that tells them takes.
+_LEAD_S = 0.4
 # Takes a gradient, (N,) float32, and the number of the turn; leaves the average or, for the vendor, the sum there.
 Collective = Callable[[Tensor, int], None]
 
@@ -61,10 +63,14 @@ def main() -> None:
 
 
 def _time(collective: Collective, grad_N: Tensor, turn: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
+    # Ranks leave a barrier up to two latencies apart, and the first one would wait for the last. All are on one
+    # machine, so they have one clock.
+    start = torch.tensor(time.perf_counter(), dtype=torch.float64)
+    dist.all_reduce(start, op=dist.ReduceOp.MAX)
+    begin = start.item() + _LEAD_S
+    time.sleep(max(0.0, begin - time.perf_counter()))
     collective(grad_N, turn)
-    return time.perf_counter() - start
+    return time.perf_counter() - begin
 
 
 def _collective(case: dict[str, Any], numel: int, transports: dict[str, Transport]) -> Collective:

@@ -1,6 +1,6 @@
 """`cgx-ray bench collectives`: how long schemes take between real processes, against Gloo's all-reduce and the bound.
 
-A time is the slowest rank's, from a barrier until it holds the average, codecs included; the median of several rounds.
+A time is the slowest rank's, from when all begin until it holds the average, codecs included; the median of the rounds.
 All cases take turns in every round. The bound is the alpha-beta cost at the set rate and latency. The rate counts whole
 frames, of which 96 % is payload in labs with rates only, and 99 % in those with latency, whose frames are larger.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cgx_ray.collectives.tcp import NUM_STREAMS
 from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S, SimulatedLink
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Intra, Layer, Plan, Scheme, check_intra, check_pair, make_plan
@@ -26,8 +27,8 @@ class Settings:
     group_bytes     dense bytes that are encoded and sent together; adaptive, only until the first decision
     seed            of the random numbers of codecs
     transport       of messages between two ranks: "tcp", connections of cgx_ray's own, or "gloo", torch.distributed's
-    num_streams     with "tcp": connections between ranks of different hosts. More than one helped nowhere yet; it may
-                    where the window of one is too small for a long fat path
+    num_streams     with "tcp": connections between two ranks whose round trip takes 5 ms or more, over which short
+                    messages are spread; ranks that are nearer have one
     shared_memory   with "tcp": ranks of one host talk through shared memory, where they can, and not over TCP
     timeout_s       before a peer that does not answer counts as gone
     simulated_link  hold messages back as a slow link would; for demos and tests
@@ -42,7 +43,7 @@ class Settings:
     group_bytes: int = DEFAULT_GROUP_BYTES
     seed: int = 0
     transport: str = "tcp"
-    num_streams: int = 1
+    num_streams: int = NUM_STREAMS
     shared_memory: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
     simulated_link: SimulatedLink | None = None

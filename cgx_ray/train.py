@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cgx_ray.attach import attached
+from cgx_ray.collectives.tcp import NUM_STREAMS
 from cgx_ray.collectives.transport import SimulatedLink
 from cgx_ray.control.controller import Controller, History
 from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
@@ -52,7 +53,7 @@ class CGXConfig(TorchConfig):
     group_bytes: int = DEFAULT_GROUP_BYTES
     seed: int = 0
     transport: str = "tcp"
-    num_streams: int = 1
+    num_streams: int = NUM_STREAMS
     shared_memory: bool = True
     simulated_link: SimulatedLink | None = None
 

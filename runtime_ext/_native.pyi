@@ -5,7 +5,9 @@ from typing import overload
 class Mesh:
     TOKEN_BYTES: int
 
-    def __init__(self, rank: int, world_size: int, num_streams: int, address: str, token: bytes) -> None: ...
+    def __init__(
+        self, rank: int, world_size: int, num_streams: int, address: str, token: bytes, far_s: float
+    ) -> None: ...
     @property
     def port(self) -> int: ...
     def connect(

@@ -14,14 +14,18 @@ from .shm import LocalGroup, Segment
 TOKEN_BYTES: int = native.Mesh.TOKEN_BYTES
 # What goes to a rank or comes from it: a tensor, or several that go one after the other as messages of their own.
 Parts = Tensor | tuple[Tensor, ...]
+# Round trip from which more initial windows of TCP pay: with one, 250 KB take three times the latency.
+FAR_S = 0.005
 
 
 class Mesh:
     """Tensors in, tensors out. Messages are pushed as soon as they are posted; the n-th receive from a rank takes its
     n-th send.
 
-    address  numeric IP address to listen on, at `port`, which the kernel picks
-    token    TOKEN_BYTES secret bytes that all ranks of the run have; whoever does not present them is hung up on
+    num_streams  connections to each rank whose round trip, when they connect, takes `far_s` seconds or more; to nearer
+                 ones and those that share memory there is one
+    address      numeric IP address to listen on, at `port`, which the kernel picks
+    token        TOKEN_BYTES secret bytes that all ranks of the run have; whoever does not present them is hung up on
 
     nodes    index of the node of every rank; ranks of one node share memory
     local    the ranks of this node; None if this rank shares memory with no other
@@ -31,11 +35,13 @@ class Mesh:
 
     local: LocalGroup | None = None
 
-    def __init__(self, rank: int, world_size: int, num_streams: int, address: str, token: bytes) -> None:
+    def __init__(
+        self, rank: int, world_size: int, num_streams: int, address: str, token: bytes, far_s: float = FAR_S
+    ) -> None:
         self._rank = rank
         self.address = address
         self.nodes = list(range(world_size))
-        self._native = native.Mesh(rank, world_size, num_streams, address, token)
+        self._native = native.Mesh(rank, world_size, num_streams, address, token, far_s)
         self._posted: dict[int, object] = {}
         _meshes.add(self)
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,7 +52,7 @@ def _in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
 
 def _meshes(world_size: int, num_streams: int = 1, sharers: Sequence[int] = ()) -> list[Mesh]:
     """Connected; those of `sharers` with each other through shared memory."""
-    meshes = [Mesh(rank, world_size, num_streams, "127.0.0.1", TOKEN) for rank in range(world_size)]
+    meshes = [Mesh(rank, world_size, num_streams, "127.0.0.1", TOKEN, far_s=0) for rank in range(world_size)]
     addresses = [(mesh.address, mesh.port) for mesh in meshes]
     segments: list[Segment | None] = [None] * world_size
     if sharers:
@@ -85,7 +87,7 @@ def _message(sender: int, receiver: int, number: int, numel: int) -> torch.Tenso
     world_size=st.integers(1, 5),
     num_streams=st.integers(1, 3),
     # A ring of two ranks holds 262,144 bytes, and 16 more go before each part.
-    sizes=st.lists(st.sampled_from([0, 1, 7, 1000, 65_536, 262_128, 262_129, 300_001]), min_size=1, max_size=6),
+    sizes=st.lists(st.sampled_from([0, 1, 7, 1000, 65_536, 262_128, 262_129, 1_100_001]), min_size=1, max_size=6),
     shares=st.lists(st.booleans(), min_size=5, max_size=5),
 )
 def test_every_message_arrives_in_order_and_whole(
@@ -204,7 +206,10 @@ def test_a_message_of_another_size_is_refused(num_bytes: int, sharers: Sequence[
     _close(meshes)
 
 
-@pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"cgx1" + bytes(24), b"cgx1" + b"\x01" + bytes(23)])
+HELLO = b"cgx2" + struct.pack("<3I", 1, 0, 1)  # rank, which connection of how many; then comes the token
+
+
+@pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"cgx2" + bytes(28), HELLO + bytes(16)])
 def test_strangers_are_hung_up_on_and_do_not_stand_in_the_way(says: bytes) -> None:
     meshes = [Mesh(rank, 2, 1, "127.0.0.1", TOKEN) for rank in range(2)]
     addresses = [(mesh.address, mesh.port) for mesh in meshes]
@@ -218,6 +223,16 @@ def test_strangers_are_hung_up_on_and_do_not_stand_in_the_way(says: bytes) -> No
             answer = b""
         assert answer == b"", "a stranger got an answer"
     _close(meshes)
+
+
+@pytest.mark.parametrize(("far_s", "expected"), [(0.0, 3), (60.0, 1)])
+def test_several_connections_go_only_to_ranks_that_are_far(far_s: float, expected: int) -> None:
+    meshes = [Mesh(rank, 2, 3, "127.0.0.1", TOKEN, far_s) for rank in range(2)]
+    addresses = [(mesh.address, mesh.port) for mesh in meshes]
+    assert _in_threads([lambda m=mesh: m.connect(addresses, TIMEOUT_S) for mesh in meshes]) == [None, None]
+    ports = [connection.laddr.port for connection in psutil.Process().net_connections("tcp4")]
+    _close(meshes)
+    assert ports.count(meshes[0].port) == expected, f"connections that rank 0 accepted: {ports.count(meshes[0].port)}"
 
 
 def test_ranks_of_another_run_are_not_let_in() -> None:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives.parcel import Parcel, chunk_bounds
+from cgx_ray.collectives.parcel import Parcel, cut
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport import Handle, Transport
-from cgx_ray.plan import PIECE_BYTES
 from cgx_ray.runtime_ext import ops
 
 
@@ -66,13 +65,11 @@ class _Piece:
 
 def _cut(parts: Sequence[Rows], transport: Transport, seed: int) -> list[_Piece]:
     """Long rows in pieces, as in `Sra`: the next one is encoded while one is under way."""
-    pieces = []
-    for rows in parts:
-        numel = rows.rows_RS.shape[1]
-        num_pieces = max(1, -(-rows.codec.payload_bytes(numel) // PIECE_BYTES)) if transport.takes_many else 1
-        bounds = chunk_bounds(numel, num_pieces, rows.codec.granule)
-        pieces += [_Piece(rows, index, pair, seed, transport.rank) for index, pair in enumerate(bounds)]
-    return pieces
+    return [
+        _Piece(rows, index, bounds, seed, transport.rank)
+        for rows in parts
+        for index, (bounds,) in enumerate(cut(rows.codec, [(0, rows.rows_RS.shape[1])], transport))
+    ]
 
 
 class _Round:

@@ -16,6 +16,7 @@
 #include <chrono>
 #include <cstring>
 #include <ctime>
+#include <numeric>
 #include <stdexcept>
 
 namespace cgx {
@@ -23,8 +24,13 @@ namespace {
 
 // One visit to a stream moves at most this much, so that no peer starves the others.
 constexpr size_t kVisitBytes = 1 << 18;
-// Shorter messages are not worth cutting into one part a stream.
-constexpr int64_t kMinPartBytes = 1 << 16;
+// A message that a few initial windows carry (10 segments each, and the receiver's 64 KiB) is spread over
+// them, as each further round trip would cost more than its bytes. Longer ones open windows anyway, and parts
+// cost.
+constexpr int64_t kSpreadBytes = 1 << 18;
+constexpr int64_t kMinPartBytes = 1 << 15, kMinLongPartBytes = 1 << 19;
+// A header goes where its message will, to be read with it.
+constexpr int64_t kMinCountedBytes = 1 << 10;
 // The bell wakes the thread that moves messages through rings; a time-out would only hide a bell that is not
 // rung.
 constexpr double kForeverS = 1e6;
@@ -33,10 +39,10 @@ constexpr size_t kHalfToken = Mesh::kTokenBytes / 2;
 struct Hello {
     char magic[4];
     uint32_t rank;
-    uint32_t index;
+    uint32_t index, num_streams;
     char token[kHalfToken];
 };
-constexpr char kMagic[4] = {'c', 'g', 'x', '1'};
+constexpr char kMagic[4] = {'c', 'g', 'x', '2'};
 
 // Before every part: enough to notice that the two ends do not speak of the same message.
 struct Frame {
@@ -83,6 +89,14 @@ int left_ms(double deadline) { return std::max(0, static_cast<int>((deadline - n
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
 
 [[noreturn]] void fail_errno(const std::string& what) { fail(what + ": " + std::strerror(errno)); }
+
+// Between two hosts, once they are connected.
+double round_trip_s(int fd) {
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) fail_errno("cannot read a round trip");
+    return 1e-6 * info.tcpi_rtt;
+}
 
 struct AddressInfo {
     addrinfo* info = nullptr;
@@ -162,7 +176,8 @@ struct Mesh::Stream {
     int peer;
     Segment* segment = nullptr;  // if messages go through its rings
     int own_place = -1, place = -1;
-    std::mutex mutex;  // guards what is below
+    int64_t to_send = 0, to_receive = 0;  // bytes posted so far, for the thread that posts
+    std::mutex mutex;                     // guards what is below
     std::deque<Message> sends, receives;
     uint64_t num_sends = 0, num_receives = 0;  // posted so far
     std::string broken;                        // why, if it is
@@ -200,8 +215,15 @@ struct Mesh::Stream {
     }
 };
 
-Mesh::Mesh(int rank, int world_size, int num_streams, const std::string& address, const std::string& token)
-    : rank_(rank), world_size_(world_size), num_streams_(num_streams), token_(token), place_(world_size, -1) {
+Mesh::Mesh(int rank, int world_size, int num_streams, const std::string& address, const std::string& token,
+           double far_s)
+    : rank_(rank),
+      world_size_(world_size),
+      num_streams_(num_streams),
+      token_(token),
+      far_s_(far_s),
+      num_streams_to_(world_size, 1),
+      place_(world_size, -1) {
     if (token.size() != kTokenBytes) fail("a token has " + std::to_string(kTokenBytes) + " bytes");
     if (num_streams < 1)
         fail("num_streams " + std::to_string(num_streams) + " is not allowed; give 1 or more");
@@ -249,14 +271,12 @@ void Mesh::connect(const std::vector<std::pair<std::string, int>>& addresses, do
     // The kernel completes connections before anyone accepts them, so everyone can dial first.
     for (int peer = 0; peer < rank_; ++peer)
         dial(peer, addresses[peer].first, addresses[peer].second, deadline);
-    int num_expected = 0;
-    for (int peer = rank_ + 1; peer < world_size_; ++peer) num_expected += num_streams_to(peer);
-    accept_peers(num_expected, deadline);
+    accept_peers(deadline);
     ::close(listen_fd_);
     listen_fd_ = -1;
     // The answer comes once the peer has reached accept_peers.
     for (int peer = 0; peer < rank_; ++peer) {
-        for (int index = 0; index < num_streams_to(peer); ++index) {
+        for (int index = 0; index < num_streams_to_[peer]; ++index) {
             char answer[kHalfToken];
             const int fd = streams_[peer * num_streams_ + index]->fd;
             if (!read_all(fd, answer, sizeof answer, deadline) ||
@@ -279,7 +299,7 @@ void Mesh::connect(const std::vector<std::pair<std::string, int>>& addresses, do
 
 void Mesh::dial(int peer, const std::string& address, int port, double deadline) {
     const AddressInfo target(address, port);
-    for (int index = 0; index < num_streams_to(peer); ++index) {
+    for (int index = 0; index < num_streams_to_[peer]; ++index) {
         const int fd = socket(target.info->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
         if (fd < 0) fail_errno("cannot make a socket");
         add_stream(fd, peer, index);
@@ -290,7 +310,13 @@ void Mesh::dial(int peer, const std::string& address, int port, double deadline)
             error = ETIMEDOUT;
             if (await(fd, POLLOUT, deadline)) getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
         }
-        Hello hello{{}, static_cast<uint32_t>(rank_), static_cast<uint32_t>(index), {}};
+        if (error == 0 && index == 0 && place_[peer] < 0 && round_trip_s(fd) >= far_s_)
+            num_streams_to_[peer] = num_streams_;
+        Hello hello{{},
+                    static_cast<uint32_t>(rank_),
+                    static_cast<uint32_t>(index),
+                    static_cast<uint32_t>(num_streams_to_[peer]),
+                    {}};
         std::memcpy(hello.magic, kMagic, sizeof kMagic);
         std::memcpy(hello.token, token_.data(), kHalfToken);
         if (error != 0 || !write_all(fd, &hello, sizeof hello, deadline)) {
@@ -300,14 +326,19 @@ void Mesh::dial(int peer, const std::string& address, int port, double deadline)
     }
 }
 
-void Mesh::accept_peers(int num_expected, double deadline) {
+void Mesh::accept_peers(double deadline) {
     struct Stranger {
         int fd;
         Hello hello;
         size_t received = 0;
     };
-    std::vector<Stranger> strangers;  // connected, and have not said everything yet
-    while (num_expected > 0 && now() < deadline) {
+    std::vector<Stranger> strangers;            // connected, and have not said everything yet
+    std::vector<int> num_left(world_size_, 0);  // by peer; whoever dials says how many it makes
+    std::fill(num_left.begin() + rank_ + 1, num_left.end(), 1);
+    const auto is_missing = [&](int peer) { return num_left[peer] > 0; };
+    std::vector<int> peers(world_size_);
+    std::iota(peers.begin(), peers.end(), 0);
+    while (std::any_of(peers.begin(), peers.end(), is_missing) && now() < deadline) {
         std::vector<pollfd> entries{{listen_fd_, POLLIN, 0}};
         for (const Stranger& stranger : strangers) entries.push_back({stranger.fd, POLLIN, 0});
         if (poll(entries.data(), entries.size(), left_ms(deadline)) < 0 && errno != EINTR) fail_errno("poll");
@@ -330,7 +361,7 @@ void Mesh::accept_peers(int num_expected, double deadline) {
                 stranger.received == sizeof(Hello) && std::memcmp(hello.magic, kMagic, 4) == 0 &&
                 std::memcmp(hello.token, token_.data(), kHalfToken) == 0 &&
                 static_cast<int>(hello.rank) > rank_ && static_cast<int>(hello.rank) < world_size_ &&
-                static_cast<int>(hello.index) < num_streams_to(static_cast<int>(hello.rank)) &&
+                hello.num_streams <= static_cast<uint32_t>(num_streams_) && hello.index < hello.num_streams &&
                 !streams_[hello.rank * num_streams_ + hello.index];
             char answer[kHalfToken];
             std::memcpy(answer, token_.data() + kHalfToken, kHalfToken);
@@ -339,7 +370,12 @@ void Mesh::accept_peers(int num_expected, double deadline) {
                 continue;
             }
             add_stream(stranger.fd, static_cast<int>(hello.rank), static_cast<int>(hello.index));
-            --num_expected;
+            int& left = num_left[hello.rank];
+            if (num_streams_to_[hello.rank] < static_cast<int>(hello.num_streams)) {
+                num_streams_to_[hello.rank] = static_cast<int>(hello.num_streams);
+                left += num_streams_to_[hello.rank] - 1;
+            }
+            --left;
         }
         strangers = std::move(still);
         for (int fd; (fd = accept4(listen_fd_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
@@ -347,15 +383,11 @@ void Mesh::accept_peers(int num_expected, double deadline) {
         }
     }
     for (const Stranger& stranger : strangers) ::close(stranger.fd);
-    if (num_expected == 0) return;
     std::string missing;
-    for (int peer = rank_ + 1; peer < world_size_; ++peer) {
-        for (int index = 0; index < num_streams_to(peer); ++index) {
-            if (streams_[peer * num_streams_ + index]) continue;
-            missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
-            break;
-        }
+    for (int peer : peers) {
+        if (is_missing(peer)) missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
     }
+    if (missing.empty()) return;
     fail("ranks that did not connect: " + missing);
 }
 
@@ -394,9 +426,20 @@ int64_t Mesh::post(const std::vector<Part>& sends, const std::vector<Part>& rece
     return number;
 }
 
+// The one that has been given the fewest bytes. Both ends count alike, so they take the same one.
+Mesh::Stream& Mesh::next_stream(int peer, int64_t num_bytes, bool is_send) {
+    const auto posted = [is_send](const auto& s) -> int64_t& { return is_send ? s->to_send : s->to_receive; };
+    const auto first = streams_.begin() + peer * num_streams_;
+    const auto least = std::min_element(first, first + num_streams_to_[peer],
+                                        [&](auto& a, auto& b) { return posted(a) < posted(b); });
+    if (num_bytes >= kMinCountedBytes) posted(*least) += num_bytes;
+    return **least;
+}
+
 void Mesh::enqueue(const Part& part, bool is_send, const std::shared_ptr<Ticket>& ticket) {
-    const int64_t most = std::max<int64_t>(1, (part.num_bytes + kMinPartBytes - 1) / kMinPartBytes);
-    const int64_t num_parts = std::min<int64_t>(num_streams_to(part.peer), most);
+    const int64_t part_bytes = part.num_bytes <= kSpreadBytes ? kMinPartBytes : kMinLongPartBytes;
+    const int64_t most = std::max<int64_t>(1, (part.num_bytes + part_bytes - 1) / part_bytes);
+    const int64_t num_parts = std::min<int64_t>(num_streams_to_[part.peer], most);
     {
         std::lock_guard lock(mutex_);
         ticket->num_open[part.peer] += static_cast<int>(num_parts);
@@ -404,7 +447,7 @@ void Mesh::enqueue(const Part& part, bool is_send, const std::shared_ptr<Ticket>
     }
     for (int64_t i = 0; i < num_parts; ++i) {
         const int64_t begin = part.num_bytes * i / num_parts, end = part.num_bytes * (i + 1) / num_parts;
-        Stream& stream = *streams_[part.peer * num_streams_ + i];
+        Stream& stream = next_stream(part.peer, end - begin, is_send);
         Message message{
             static_cast<uint8_t*>(part.data) + begin, static_cast<size_t>(end - begin), ticket, {}};
         std::unique_lock lock(stream.mutex);

@@ -31,9 +31,11 @@ class Mesh {
     static constexpr size_t kMaxBursts = 1024;
 
     // Listens on `address`, a numeric IP address, at a port that the kernel picks. `token` has kTokenBytes:
-    // half of it is what a peer presents, the other half what it gets in return. Throws std::runtime_error if
+    // half of it is what a peer presents, the other half what it gets in return. `num_streams` connections go
+    // to each peer whose round trip takes `far_s` or more, one to the others. Throws std::runtime_error if
     // the address is not this machine's.
-    Mesh(int rank, int world_size, int num_streams, const std::string& address, const std::string& token);
+    Mesh(int rank, int world_size, int num_streams, const std::string& address, const std::string& token,
+         double far_s);
     ~Mesh();
     Mesh(const Mesh&) = delete;
     Mesh& operator=(const Mesh&) = delete;
@@ -76,7 +78,7 @@ class Mesh {
     bool move_rings();
     void move_until_done(const Ticket& ticket, double timeout_s);
     void tell(const Ticket& ticket);
-    int num_streams_to(int peer) const { return place_[peer] >= 0 ? 1 : num_streams_; }
+    Stream& next_stream(int peer, int64_t num_bytes, bool is_send);
     void enqueue(const Part& part, bool is_send, const std::shared_ptr<Ticket>& ticket);
     Progress send_some(Stream& stream);
     Progress receive_some(Stream& stream);
@@ -84,13 +86,15 @@ class Mesh {
     void meter(const Stream& stream, double at, ssize_t got, int opened);
     void settle_meters();
     void break_stream(Stream& stream, const std::string& why);
-    void accept_peers(int num_expected, double deadline);
+    void accept_peers(double deadline);
     void dial(int peer, const std::string& address, int port, double deadline);
     void add_stream(int fd, int peer, int index);
     void wake();
 
     const int rank_, world_size_, num_streams_;
     const std::string token_;
+    const double far_s_;
+    std::vector<int> num_streams_to_;  // by peer
     int listen_fd_ = -1, epoll_fd_ = -1, wake_fd_ = -1, port_ = 0;
     std::vector<std::unique_ptr<Stream>> streams_;  // peer * num_streams + index; null for this rank
     std::shared_ptr<Segment> segment_;
