@@ -107,7 +107,7 @@ class Attachment:
 
         Flexible Communication, section 3-E, checkpoints in memory. Call it on all ranks, between steps, with the same
         arguments. What `stateful` holds, random numbers, residuals and the step are afterwards as before, bit for bit;
-        gradients are what the last `step` left.
+        gradients are what the last `step` left. So too if `step` raises, but for the plan, which is then the one tried.
 
         stateful    the model, the optimizer and whatever else `step` changes: a schedule, a GradScaler
         step        one training step: forward, one synchronised backward, optimizer. It is called with 0, 1, ... for

@@ -16,7 +16,8 @@ from cgx_ray.codecs.feedback import GainCurve
 from cgx_ray.demo.gpt import GPTConfig
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import CodecSpec, Layer, make_plan
-from cgx_ray.planner.bits import BitsProblem, LayerErrors, bayes, dp, kmeans, linear
+from cgx_ray.planner.bits import BitsProblem, LayerErrors, dp
+from cgx_ray.planner.bits_cgx import bayes, kmeans, linear
 
 SMALL_GPT = GPTConfig(context=64, width=128, num_layers=3)
 

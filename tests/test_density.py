@@ -78,9 +78,9 @@ def test_knee_is_where_the_curve_bends() -> None:
         knee([])
 
 
-@pytest.mark.parametrize(("bandwidth_gbps", "latency_ms"), [(1, 1), (0.1, 50)])
-def test_nsga2_finds_the_knee_of_the_grid_within_a_step_of_it(bandwidth_gbps: float, latency_ms: float) -> None:
-    trial_at = predict(step_inputs(bandwidth_gbps, latency_ms), gain_of)
+def test_nsga2_finds_the_knee_of_the_grid_within_a_step_of_it() -> None:
+    """Where the fastest collective changes with the density."""
+    trial_at = predict(step_inputs(1, 1), gain_of)
     grid = density_grid()
     exact, found = knee([trial_at(density) for density in grid]), knee(nsga2(trial_at))
     assert exact.codec.density is not None

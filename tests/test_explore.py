@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.attach import open_session
 from cgx_ray.explore import Exploration
 from cgx_ray.plan import CodecSpec
+from cgx_ray.settings import Settings
 
 CANDIDATES = ["topk:density=0.3", "topk:density=0.1", "topk:density=0.01"]
 
@@ -71,6 +74,10 @@ def _explore(rank: int) -> dict[str, Any]:
         with pytest.raises(cgx_ray.ConfigError) as caught:
             attachment.explore(stateful, step, iterations=iterations)
         errors.append(str(caught.value))
+    open_session(SimpleNamespace(settings=Settings()))  # type: ignore[arg-type]
+    with pytest.raises(cgx_ray.ConfigError, match="with policy 'adaptive' the controller chooses plans"):
+        attachment.explore(stateful, run.step)
+    open_session(None)
     run.step(3)
     assert attachment.last_step is not None
     last = attachment.last_step
@@ -95,6 +102,7 @@ def test_exploration_leaves_no_trace_but_the_plan_of_the_knee() -> None:
     assert found.plan.version == 4
     assert "0 times" in first["errors"][0]
     assert "iterations 1 is not allowed" in first["errors"][1]
+    assert first["last"] == (3, 4)
 
 
 def _bits_by_layer(rank: int) -> tuple[list[str], list[int]]:

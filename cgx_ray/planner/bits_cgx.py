@@ -1,0 +1,139 @@
+"""CGX's ways to choose the bits of every layer (section 5): Algorithm 1, `kmeans`, and what it is compared with.
+
+None is ever behind 4 bits everywhere, for alpha from 1 on; `bits.dp` is the optimum.
+
+Shapes: L layers, W widths to choose from, K clusters
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from cgx_ray.planner.bits import BitsChoice, BitsProblem, Floats, Ints, dual, least_error, total
+
+
+def kmeans(problem: BitsProblem) -> BitsChoice:
+    """CGX, Algorithm 1: layers clustered by (size, norm of the gradient), fewest bits to the cluster with the least
+    norm less size.
+
+    The algorithm knows no error; here it is run for each run of neighbouring widths, and the one with the fewest bytes
+    within the error is taken. Both axes are divided by their largest value, of which the paper says nothing.
+    """
+    point_L2 = _scaled_points(problem)
+
+    def assign(num_widths: int) -> Ints:
+        cluster_L, center_K2 = _clusters(point_L2, num_widths)
+        rank_K = np.argsort(np.argsort(center_K2[:, 1] - center_K2[:, 0], kind="stable"), kind="stable")
+        # Equal points make fewer clusters than widths.
+        spread_K = np.rint(np.linspace(0, num_widths - 1, len(center_K2))).astype(np.int64)
+        choice_L: Ints = spread_K[rank_K[cluster_L]]
+        return choice_L
+
+    return _best_run(problem, assign)
+
+
+def linear(problem: BitsProblem) -> BitsChoice:
+    """CGX, section 5: layers sorted by norm over size, bits rise linearly in this order; `kmeans` says which bits."""
+    ratio_L = np.array([layer.norm / layer.numel for layer in problem.layers])
+    place_L = np.argsort(np.argsort(ratio_L, kind="stable"), kind="stable") / max(1, len(ratio_L) - 1)
+    return _best_run(problem, lambda num_widths: np.rint(place_L * (num_widths - 1)).astype(np.int64))
+
+
+def bayes(problem: BitsProblem, *, num_trials: int = 100, seed: int = 0) -> BitsChoice:
+    """Bayesian optimisation, which CGX tried first and calls unstable; it does not say which.
+
+    Ours: a Gaussian process with a squared exponential kernel on bits, its mean less two deviations as the acquisition
+    (GP-UCB, Srinivas et al. 2010), over random changes of the best choices so far. The objective is bytes over those of
+    4 bits, plus what the logarithm of the error has too much. Starts with every width everywhere.
+    """
+    bytes_LW, error_LW = problem.tables()
+    num_layers, num_widths = bytes_LW.shape
+    random = np.random.default_rng(seed)
+
+    def objective(choice_L: Ints) -> float:
+        excess = max(0.0, math.log(max(total(error_LW, choice_L), 1e-300)))
+        return total(bytes_LW, choice_L) / problem.static_bytes + excess
+
+    tried = [np.full(num_layers, width) for width in range(num_widths)]
+    values = [objective(choice_L) for choice_L in tried]
+    while len(tried) < num_trials:
+        best = np.argsort(values, kind="stable")[:5]
+        parents = np.array(tried)[random.choice(best, size=200)]
+        changed = random.random(parents.shape) < random.choice([1, 2, 4], size=(200, 1)) / num_layers
+        step = random.integers(-2, 3, size=parents.shape) * changed
+        candidates = np.clip(parents + step, 0, num_widths - 1)
+        mean, deviation = _gaussian_process(np.array(tried, dtype=float), np.array(values), candidates.astype(float))
+        tried.append(candidates[int(np.argmin(mean - 2 * deviation))])
+        values.append(objective(tried[-1]))
+    return _best_of(problem, tried)
+
+
+def _gaussian_process(seen_NL: Floats, value_N: Floats, asked_ML: Floats) -> tuple[Floats, Floats]:
+    """Mean and deviation at `asked_ML`, whose noise and length are fixed: 1e-3 and a bit a layer."""
+
+    def kernel(a_NL: Floats, b_ML: Floats) -> Floats:
+        square_NM = (a_NL**2).sum(axis=1)[:, None] + (b_ML**2).sum(axis=1) - 2 * a_NL @ b_ML.T
+        return np.asarray(np.exp(-0.5 * square_NM / a_NL.shape[1]))
+
+    spread = float(value_N.std()) or 1.0
+    gram_NN = kernel(seen_NL, seen_NL) + 1e-3 * np.eye(len(seen_NL))
+    cross_NM = kernel(seen_NL, asked_ML)
+    weight_NM = np.linalg.solve(gram_NN, cross_NM)
+    mean_M = value_N.mean() + weight_NM.T @ (value_N - value_N.mean())
+    return mean_M, spread * np.sqrt(np.clip(1 - (cross_NM * weight_NM).sum(axis=0), 0, None))
+
+
+def _best_run(problem: BitsProblem, assign: Callable[[int], Ints]) -> BitsChoice:
+    """The best of `assign(k)`, indices below k, taken as those of each run of k neighbouring widths."""
+    num_widths = len(problem.widths)
+    choices = [
+        first + choice_L
+        for count in range(1, num_widths + 1)
+        for choice_L in (assign(count),)
+        for first in range(num_widths - count + 1)
+    ]
+    return _best_of(problem, choices)
+
+
+def _best_of(problem: BitsProblem, choices: list[Ints]) -> BitsChoice:
+    bytes_LW, error_LW = problem.tables()
+    # Some are within the error, whatever the others are.
+    within = [least_error(bytes_LW, error_LW), *(c for c in choices if total(error_LW, c) <= 1)]
+    best_L = min(within, key=lambda choice_L: total(bytes_LW, choice_L))
+    return problem.answer(best_L, dual(bytes_LW, error_LW)[1])
+
+
+def _scaled_points(problem: BitsProblem) -> Floats:
+    point_L2 = np.array([[layer.numel, layer.norm] for layer in problem.layers], dtype=np.float64)
+    largest_2 = point_L2.max(axis=0)
+    return np.asarray(point_L2 / np.where(largest_2 > 0, largest_2, 1.0))
+
+
+def _clusters(point_L2: Floats, num_clusters: int) -> tuple[Ints, Floats]:
+    """Lloyd's algorithm: the cluster of each point, and the centers. At most as many clusters as distinct points.
+
+    It starts with the first point and then, each time, the one farthest from all centers, so it is deterministic.
+    """
+    center_K2 = point_L2[:1]
+    while len(center_K2) < num_clusters:
+        away_L = _distances(point_L2, center_K2).min(axis=1)
+        if away_L.max() == 0:
+            break
+        center_K2 = np.append(center_K2, point_L2[away_L.argmax()][None], axis=0)
+    cluster_L = _distances(point_L2, center_K2).argmin(axis=1)
+    while True:
+        members_KL = np.arange(len(center_K2))[:, None] == cluster_L
+        sizes_K = members_KL.sum(axis=1)
+        means_K2 = members_KL @ point_L2 / np.maximum(sizes_K, 1)[:, None]
+        center_K2 = np.where(sizes_K[:, None] > 0, means_K2, center_K2)
+        again_L = _distances(point_L2, center_K2).argmin(axis=1)
+        if np.array_equal(again_L, cluster_L):
+            return cluster_L, center_K2
+        cluster_L = again_L
+
+
+def _distances(point_L2: Floats, center_K2: Floats) -> Floats:
+    return np.asarray(np.linalg.norm(point_L2[:, None] - center_K2[None], axis=2))
