@@ -69,9 +69,7 @@ class Job:
 
     def start_over(self) -> None:
         settings = Settings(policy="adaptive")
-        policy = AdaptivePolicy(
-            candidate_options(settings.densities), min_gain=settings.min_gain, group_bytes=settings.group_bytes
-        )
+        policy = AdaptivePolicy(candidate_options(settings.densities), min_gain=settings.min_gain)
         with self._lock:
             plans = self._loop.plans if self._loop is not None else ()
             self._loop = ControlLoop(

@@ -118,7 +118,7 @@ class PlannerNumbers:
 
 
 def measure_planner(quick: bool, on_part: Callable[[str, float], None]) -> PlannerNumbers:
-    """Measure everything, some 2 minutes; `quick` leaves out most of it and all goals.
+    """Measure everything, about a minute; `quick` leaves out most of it and all goals.
 
     on_part  gets, before each part, what it measures and the share of the parts that are done
     """

@@ -57,10 +57,11 @@ def model_pipeline(model: str, gbps: float, compute_s: float = 0.2, num_workers:
 
 def repeated(pipeline: Pipeline, num_layers: int) -> Pipeline:
     """As many layers: the first ones, or all of them over and over."""
-    backward_s, numel = (
-        tuple(itertools.islice(itertools.cycle(each), num_layers)) for each in (pipeline.backward_s, pipeline.numel)
+    return replace(
+        pipeline,
+        backward_s=tuple(itertools.islice(itertools.cycle(pipeline.backward_s), num_layers)),
+        numel=tuple(itertools.islice(itertools.cycle(pipeline.numel), num_layers)),
     )
-    return replace(pipeline, backward_s=backward_s, numel=numel)
 
 
 def cluster(num_workers: int, *, gbps: float, ranks_per_node: int = RANKS_PER_NODE) -> Network:
