@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -20,7 +21,9 @@ from cgx_ray.planner.density import (
     nsga2,
     predict,
 )
-from cgx_ray.planner.options import CodecCost, StepInputs
+from cgx_ray.planner.options import CodecCost
+
+COST = CodecCost(encode_a_s=1e-5, encode_b_s_per_element=2e-9, decode_a_s=1e-5, decode_b_s_per_element=1e-10)
 
 
 def trial(codec_s: float, exchange_s: float, gain: float) -> Trial:
@@ -29,19 +32,10 @@ def trial(codec_s: float, exchange_s: float, gain: float) -> Trial:
     )
 
 
-def step_inputs(bandwidth_gbps: float, latency_ms: float) -> StepInputs:
-    return StepInputs(
-        groups=((1 << 20, 4 << 20, True),) * 3,
-        ready_s=(0.1, 0.2, 0.3),
-        compute_s=0.3,
-        network=Network.flat(8, Link.from_rates(bandwidth_gbps=bandwidth_gbps, latency_ms=latency_ms)),
-        codec_costs={
-            "topk": CodecCost(
-                encode_a_s=1e-5, encode_b_s_per_element=2e-9, decode_a_s=1e-5, decode_b_s_per_element=1e-10
-            )
-        },
-        gain={},
-    )
+def trial_by_density(bandwidth_gbps: float, latency_ms: float) -> Callable[[float], Trial]:
+    """Three groups of 2^20 elements, 8 workers."""
+    network = Network.flat(8, Link.from_rates(bandwidth_gbps=bandwidth_gbps, latency_ms=latency_ms))
+    return predict(network, COST, (1 << 20,) * 3, gain_of)
 
 
 def gain_of(density: float) -> float:
@@ -79,7 +73,7 @@ def test_knee_is_where_the_curve_bends() -> None:
 
 def test_nsga2_finds_the_knee_of_the_grid_within_a_step_of_it() -> None:
     """Where the fastest collective changes with the density."""
-    trial_at = predict(step_inputs(1, 1), gain_of)
+    trial_at = trial_by_density(1, 1)
     grid = density_grid()
     exact, found = knee([trial_at(density) for density in grid]), knee(nsga2(trial_at))
     assert exact.codec.density is not None
@@ -90,9 +84,9 @@ def test_nsga2_finds_the_knee_of_the_grid_within_a_step_of_it() -> None:
 
 def test_prediction_takes_the_collective_with_the_least_cost() -> None:
     """Few values over a slow start: allgather, in one latency. Many over little bandwidth: a sum of values."""
-    assert predict(step_inputs(10, 50), gain_of)(0.001).scheme is Scheme.ALLGATHER
-    assert predict(step_inputs(0.1, 0.1), gain_of)(0.1).scheme is not Scheme.ALLGATHER
-    slow = [predict(step_inputs(0.1, 0.1), gain_of)(density).exchange_s for density in CANDIDATE_DENSITIES]
+    assert trial_by_density(10, 50)(0.001).scheme is Scheme.ALLGATHER
+    assert trial_by_density(0.1, 0.1)(0.1).scheme is not Scheme.ALLGATHER
+    slow = [trial_by_density(0.1, 0.1)(density).exchange_s for density in CANDIDATE_DENSITIES]
     assert slow == sorted(slow, reverse=True)
 
 
@@ -122,7 +116,7 @@ def test_a_grid_holds_both_ends() -> None:
         (lambda: interpolate_gain([], []), "give one each"),
         (lambda: interpolate_gain([0.1], [math.nan]), "finite gains"),
         (lambda: density_grid(0.1, 0.01), "low < high"),
-        (lambda: predict(step_inputs(1, 1), gain_of)(0), "density 0"),
+        (lambda: trial_by_density(1, 1)(0), "density 0"),
     ],
 )
 def test_bad_input_is_one_clear_error(make: object, says: str) -> None:

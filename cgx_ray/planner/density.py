@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
-from cgx_ray.planner.options import Option, StepInputs, estimate
+from cgx_ray.planner.cost import Network
+from cgx_ray.planner.options import CodecCost, Option, legs
 
 # Section 3-E1: from 0.001 by factors of 3 to 0.1.
 CANDIDATE_DENSITIES = (0.1, 0.033, 0.011, 0.004, 0.001)
@@ -52,22 +53,33 @@ class Trial:
 
 
 def predict(
-    inputs: StepInputs, gain: Callable[[float], float], schemes: Sequence[Scheme] = SCHEMES
+    network: Network,
+    codec_cost: CodecCost,
+    numels: Sequence[int],
+    gain: Callable[[float], float],
+    schemes: Sequence[Scheme] = SCHEMES,
 ) -> Callable[[float], Trial]:
     """By density, the trial of top-k over the scheme whose exchange is the fastest (equation 5c).
 
-    gain  by density, such as `interpolate_gain` of a gain curve
+    codec_cost  of top-k, whatever the density
+    numels      elements of each group that is compressed, float32
+    gain        by density, such as `interpolate_gain` of a gain curve
     """
 
     def trial(density: float) -> Trial:
         codec = CodecSpec(name="topk", density=density)
-        estimates = [estimate(inputs, Option(codec=codec, scheme=scheme)) for scheme in schemes]
-        fastest = min(estimates, key=lambda entry: entry.exchange_s)
+        exchanges_s, codecs_s = {}, {}
+        for scheme in schemes:
+            option = Option(codec=codec, scheme=scheme)
+            parts = [leg for numel in numels for leg in legs(option, network, numel)]
+            exchanges_s[scheme] = math.fsum(leg.link.seconds(leg.hops, leg.num_bytes) for leg in parts)
+            codecs_s[scheme] = math.fsum(leg.encode_s(codec_cost) + leg.decode_s(codec_cost) for leg in parts)
+        fastest = min(schemes, key=lambda scheme: exchanges_s[scheme])
         return Trial(
             codec=codec,
-            scheme=fastest.option.scheme,
-            codec_s=fastest.codec_s,
-            exchange_s=fastest.exchange_s,
+            scheme=fastest,
+            codec_s=codecs_s[fastest],
+            exchange_s=exchanges_s[fastest],
             gain=gain(density),
         )
 

@@ -1,11 +1,11 @@
-"""What the controller can choose from, and what each choice would make of a step."""
+"""What the controller can choose from, and what each choice makes of a group."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import (
@@ -20,7 +20,7 @@ from cgx_ray.plan import (
     check_pair,
 )
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.timeline import Resource, Stage, predict_step
+from cgx_ray.planner.timeline import Resource, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,56 +96,6 @@ class CodecCost:
 FREE = CodecCost(encode_a_s=0, encode_b_s_per_element=0, decode_a_s=0, decode_b_s_per_element=0)
 
 
-class GroupSize(NamedTuple):
-    """A group as the planner sees it. One that is not `compressible` is sent dense whatever the option."""
-
-    numel: int
-    dense_bytes: int
-    compressible: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInputs:
-    """What was measured of a run, all a prediction needs.
-
-    groups       in plan order; plain (numel, dense_bytes, compressible) tuples are accepted
-    ready_s      for each group, when backward had finished it, from the start of the step
-    compute_s    the step's time without any exposed communication
-    codec_costs  by `str(CodecSpec)` or codec name, the former first; "none" is free if left out
-    gain         compression gain by `str(CodecSpec)`
-    """
-
-    network: Network
-    groups: tuple[GroupSize, ...]
-    ready_s: tuple[float, ...]
-    compute_s: float
-    codec_costs: Mapping[str, CodecCost]
-    gain: Mapping[str, float]
-
-    def __post_init__(self) -> None:
-        if not self.groups or len(self.groups) != len(self.ready_s):
-            raise ConfigError(
-                f"{len(self.groups)} groups and {len(self.ready_s)} ready times; give one time a group, "
-                "for at least one group"
-            )
-        object.__setattr__(self, "groups", tuple(GroupSize(*group) for group in self.groups))
-        for index, group in enumerate(self.groups):
-            if group.numel < 1 or group.dense_bytes < group.numel:
-                raise ConfigError(
-                    f"group {index} has {group.numel} elements in {group.dense_bytes} bytes; "
-                    "need at least one element and one byte each"
-                )
-        for name, value in (("compute_s", self.compute_s), *(("ready_s", t) for t in self.ready_s)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} {value!r} is not allowed; give finite seconds, 0 or more")
-        for codec, gain in self.gain.items():
-            if not (math.isfinite(gain) and gain > 0):
-                raise ConfigError(f"gain of {codec} is {gain!r}; a measured gain is finite and more than 0")
-
-    def cost_of(self, codec: CodecSpec) -> CodecCost:
-        return codec_cost_of(self.codec_costs, codec)
-
-
 def codec_cost_of(costs: Mapping[str, CodecCost], codec: CodecSpec) -> CodecCost:
     """By `str(CodecSpec)` or name, the former first; "none" is free if left out. Raises ConfigError if unknown."""
     cost = costs.get(str(codec)) or costs.get(codec.name)
@@ -157,27 +107,6 @@ def codec_cost_of(costs: Mapping[str, CodecCost], codec: CodecSpec) -> CodecCost
     return cost
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """What an option would make of a step.
-
-    exchange_s, codec_s  sums over groups, hidden behind compute or not
-    wire_bytes           what one rank hands to the collectives: its encoded groups, dense ones included
-    gain                 as measured, 1 for dense; None if nobody measured it, and then it cannot be chosen
-    score                effective seconds a step, smaller is better: step_s / efficiency(gain)
-    """
-
-    option: Option
-    step_s: float
-    exposed_s: float
-    exchange_s: float
-    codec_s: float
-    wire_bytes: int
-    gain: float | None
-    score: float
-    bound_by: Literal["compute", "network", "codec"]
-
-
 def efficiency(gain: float) -> float:
     """Share of a dense step's progress that a step with this gain makes, in (0, 1].
 
@@ -186,30 +115,6 @@ def efficiency(gain: float) -> float:
     shrinks to 1 / gain. Departure from GraVAC, which has no such codec and would reward the noise.
     """
     return min(gain, 1 / gain)
-
-
-def estimate(inputs: StepInputs, option: Option) -> Estimate:
-    """Predict a step with `option`. Raises ConfigError if the codec's time was never measured."""
-    costs = [_group_cost(inputs, group, option) for group in inputs.groups]
-    timeline = predict_step(
-        inputs.ready_s,
-        [cost.encode_s for cost in costs],
-        [cost.exchange_s for cost in costs],
-        [cost.decode_s for cost in costs],
-    )
-    step_s = inputs.compute_s + timeline.exposed_s
-    gain = 1.0 if option.codec.name == "none" else inputs.gain.get(str(option.codec))
-    return Estimate(
-        option=option,
-        step_s=step_s,
-        exposed_s=timeline.exposed_s,
-        exchange_s=math.fsum(cost.exchange_s for cost in costs),
-        codec_s=math.fsum(cost.encode_s + cost.decode_s for cost in costs),
-        wire_bytes=sum(cost.wire_bytes for cost in costs),
-        gain=gain,
-        score=step_s / efficiency(gain) if gain is not None else math.inf,
-        bound_by=timeline.bound_by,
-    )
 
 
 def exchange_stages(
@@ -226,7 +131,7 @@ def exchange_stages(
 
 
 def _stages(leg: Leg, cost: CodecCost) -> tuple[Stage, ...]:
-    encode_s, decode_s = cost.encode_s(*leg.encode), cost.decode_s(*leg.decode)
+    encode_s, decode_s = leg.encode_s(cost), leg.decode_s(cost)
     latency_s, network_s = leg.hops * leg.link.alpha_s, leg.num_bytes * leg.link.beta_s_per_byte
     codec_s, N, n = encode_s + decode_s, leg.num_ranks, leg.numel
     encode = Stage(name="encode", busy_s={Resource.CODEC: encode_s})
@@ -249,27 +154,6 @@ def _stages(leg: Leg, cost: CodecCost) -> tuple[Stage, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupCost:
-    encode_s: float
-    exchange_s: float
-    decode_s: float
-    wire_bytes: int
-
-
-def _group_cost(inputs: StepInputs, group: GroupSize, option: Option) -> _GroupCost:
-    """What one rank spends on one group. A world of one sends nothing, so it encodes nothing either."""
-    used = option if group.compressible else DENSE
-    item_bytes = group.dense_bytes // group.numel
-    cost, parts = inputs.cost_of(used.codec), legs(used, inputs.network, group.numel, item_bytes)
-    return _GroupCost(
-        encode_s=sum(cost.encode_s(*leg.encode) for leg in parts),
-        exchange_s=sum(leg.link.seconds(leg.hops, leg.num_bytes) for leg in parts),
-        decode_s=sum(cost.decode_s(*leg.decode) for leg in parts),
-        wire_bytes=used.codec.payload_bytes(group.numel, item_bytes),
-    )
-
-
 class Leg(NamedTuple):
     """A group's exchange over one kind of link: all of a flat one, a third of a hierarchical one.
 
@@ -289,6 +173,12 @@ class Leg(NamedTuple):
     num_bytes: float
     encode: tuple[float, float]
     decode: tuple[float, float]
+
+    def encode_s(self, cost: CodecCost) -> float:
+        return cost.encode_s(*self.encode)
+
+    def decode_s(self, cost: CodecCost) -> float:
+        return cost.decode_s(*self.decode)
 
 
 def legs(option: Option, network: Network, numel: int, item_bytes: int = 4) -> tuple[Leg, ...]:

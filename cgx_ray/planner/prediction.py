@@ -170,7 +170,7 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         cost, item_bytes = measured.cost_of(group.option.codec), group.dense_bytes // group.numel
         stages.append(exchange_stages(group.option, measured.network, cost, group.numel, item_bytes))
         for leg in legs(group.option, measured.network, group.numel, item_bytes):
-            codec_s += cost.encode_s(*leg.encode) + cost.decode_s(*leg.decode)
+            codec_s += leg.encode_s(cost) + leg.decode_s(cost)
     kept = [measured.efficiency(group.option) for group in groups]
     known = [share for share in kept if share is not None]
     return Prediction(
