@@ -22,6 +22,7 @@ from cgx_ray.collectives.hierarchical import Hierarchical
 from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.group import GainMeter, Group
 from cgx_ray.engine.step import Bucket, StepRun
+from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, follow_num_threads, take_all
 from cgx_ray.errors import CGXError, PlanError, StateError
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer
 from cgx_ray.plan import CodecSpec, Layer, Plan
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 # Step 0 has DDP's first, unrebuilt buckets and everyone's cold caches; step 1 is the first worth measuring.
 GAIN_FIRST_STEP = 1
 GAIN_INTERVAL_STEPS = 20
-MAX_KEPT_SAMPLES = 1024
 
 
 class Engine:
@@ -122,10 +122,7 @@ class Engine:
 
     def take_samples(self) -> list[StepSample]:
         """Samples since the last call, oldest first; the newest 1,024 if nobody called for long."""
-        taken = []
-        while self._samples:
-            taken.append(self._samples.popleft())
-        return taken
+        return take_all(self._samples)
 
     def state(self) -> dict[str, Any]:
         """Step and codecs' memory of this rank, tensors by kind and layer, for a checkpoint. Call between steps."""
@@ -181,9 +178,7 @@ class Engine:
                 self._fail(error, [bucket, *(step.buckets if step is not None else [])])
 
     def _begin(self) -> StepRun:
-        # The number of threads is each thread's own: this one uses as many as the one that trains.
-        if torch.get_num_threads() != self._num_threads:
-            torch.set_num_threads(self._num_threads)
+        follow_num_threads(self._num_threads)
         agreed = self._agreement.settle()
         if agreed is not None and agreed > self.plan.version:
             with self._lock:

@@ -19,8 +19,8 @@ from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport
 from cgx_ray.collectives.sharded import Rows, all_gather, reduce_scatter
 from cgx_ray.collectives.sra import Sra
-from cgx_ray.engine.engine import MAX_KEPT_SAMPLES
 from cgx_ray.engine.shards import Part, Unit
+from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, follow_num_threads, take_all
 from cgx_ray.errors import CGXError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import Plan
@@ -114,10 +114,7 @@ class ShardedEngine:
 
     def take_samples(self) -> list[StepSample]:
         """See `Engine.take_samples`. Transfers are left out: the planner's schemes are those of whole gradients."""
-        taken = []
-        while self._samples:
-            taken.append(self._samples.popleft())
-        return taken
+        return take_all(self._samples)
 
     def state(self) -> dict[str, Any]:
         """See `Engine.state`. Residuals lie as the whole gradients do, so they fit any number of ranks."""
@@ -165,9 +162,7 @@ class ShardedEngine:
             if self._failure is not None:
                 future.set_exception(self._failure)
                 continue
-            # The number of threads is each thread's own: this one uses as many as the one that trains.
-            if torch.get_num_threads() != self._num_threads:
-                torch.set_num_threads(self._num_threads)
+            follow_num_threads(self._num_threads)
             try:
                 future.set_result(call())
             except Exception as error:  # noqa: BLE001 - raised again in the training thread, through the future
