@@ -87,7 +87,9 @@ def test_one_worker_has_nothing_to_exchange() -> None:
 
 def test_sweep_has_a_row_a_value_and_more_bandwidth_is_never_slower(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
-    found = answer(sweep="bandwidth=0.1..25gbps", plot=str(picture), **{"ranks-per-node": "2"})["sweep"]
+    found = answer(model="alexnet", sweep="bandwidth=0.1..25gbps", plot=str(picture), **{"ranks-per-node": "2"})[
+        "sweep"
+    ]
     rows = found["rows"]
     assert [row["bandwidth"] for row in rows] == list(parse_sweep("bandwidth=100mbps..25gbps").values)
     for before, after in itertools.pairwise(rows):
