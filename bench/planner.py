@@ -282,13 +282,16 @@ def _sweep_workers(numbers: PlannerNumbers) -> None:
 
 
 def _tree(numbers: PlannerNumbers) -> None:
-    """All paths of ByteComp's tree, those that the engine has, and ByteComp's own choice among all, for ResNet-101."""
+    """All paths of ByteComp's tree, those that the engine has, and ByteComp's own choice among all, for ResNet-101.
+
+    Quick: for AlexNet, as the greedy choice tries all paths for every tensor.
+    """
     network, qsgd = cluster(64, gbps=TREE_GBPS), CodecSpec(name="qsgd")
     found = [(path, path_cost(path, network, qsgd, {Device.GPU: GPU, Device.CPU: CPU})) for path in paths()]
     ours = [(path, cost) for path, cost in found if option_of(path, qsgd) is not None]
     numbers.add("tree_paths", len(found), "paths", "== 4341")
     numbers.add("tree_engine_paths", len(ours), "paths")
-    layers = model_pipeline("resnet101", TREE_GBPS)
+    layers = model_pipeline("alexnet" if numbers.quick else "resnet101", TREE_GBPS)
 
     def pipeline(ways: Sequence[tuple[Path, GroupCost]]) -> Pipeline:
         costs = [ways[index][1] for index in undominated([cost for _, cost in ways])]
