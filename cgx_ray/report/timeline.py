@@ -45,7 +45,7 @@ def draw_answer(answer: BestPlan, *, title: str, sweep: Sweep | None = None, poi
         _draw_step(axes, name, step, lanes, colors)
         axes.set_xlim(0, 1e3 * max(answer.dense.step_s, answer.best.step_s) * 1.01)
     rows[0].tick_params(labelbottom=False)
-    rows[1].set_xlabel("milliseconds of a step")
+    rows[1].set_xlabel("milliseconds of a step, which ends at the line; groups by turns darker and lighter")
     if sweep:
         _draw_sweep(rows[2], sweep, points, colors)
     handles = [Patch(color=_COMPUTE, label="forward and backward")]
