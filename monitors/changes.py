@@ -28,9 +28,12 @@ class ChangeDetector:
     alarm the level is what was seen since the suspicion began.
     """
 
-    def __init__(self, better: int = 0) -> None:
-        """`better`: 1 if more is better and cannot be a moment's luck, -1 if less is, 0 if neither."""
-        self._better = better
+    def __init__(self, better: int = 0, alarm: float = ALARM) -> None:
+        """
+        better  1 if more is better and cannot be a moment's luck, -1 if less is, 0 if neither
+        alarm   how much evidence is enough for a change that is not for the better
+        """
+        self._better, self._alarm = better, alarm
         self._level: float | None = None
         self._seconds = 0.0
         self._num_samples = 0
@@ -51,7 +54,7 @@ class ChangeDetector:
             return None
         for suspicion, sign in ((self._up, 1), (self._down, -1)):
             suspicion.add(sign * (log_value - self._level), log_value, seconds)
-            if suspicion.evidence >= (RELIEF_ALARM if sign == self._better else ALARM):
+            if suspicion.evidence >= (RELIEF_ALARM if sign == self._better else self._alarm):
                 since_s = suspicion.seconds
                 # Some of it was before the change, so the level has yet to settle.
                 self._level, self._seconds = suspicion.sum / since_s, min(since_s, LEARN_S)

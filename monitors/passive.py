@@ -34,6 +34,7 @@ FITTED_PER_SIZE = 5
 SURE_FACTOR = 1.25
 # Changes of latencies below this are of processors, not of the network.
 LATENCY_FLOOR_S = 5e-4
+LATENCY_ALARM = 1.0
 # What a hop of an exchange may take of processors.
 HOP_WORK_S = 1e-3
 _Z = 1.96
@@ -94,12 +95,14 @@ class PassiveLink:
         self.num_changes = 0
         self._window: deque[Seen] = deque()
         self._detectors = {
-            "latency": ChangeDetector(better=-1),
+            # Its samples come a step late.
+            "latency": ChangeDetector(better=-1, alarm=LATENCY_ALARM),
             "bursts": ChangeDetector(better=1),
             "exchanges": ChangeDetector(better=1),
         }
         self._unwatched: list[Seen] = []
         self._sizes: tuple[float, ...] = ()
+        self._last_latency_s = math.inf
         self._far: frozenset[tuple[int, int]] = frozenset()
         self._stale_s = 0.0
 
@@ -128,7 +131,9 @@ class PassiveLink:
         if seen.round_trip_s:
             trips = [trip for pair, trip in seen.round_trip_s.items() if pair in self._far]
             value = quantile(trips or list(seen.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
-            watched.append(("latency", value, seen.seconds))
+            # Queues and busy processors rarely hold up two agreements on end.
+            watched.append(("latency", min(value, self._last_latency_s), seen.seconds))
+            self._last_latency_s = value
         # Steps with few bursts count together.
         self._unwatched.append(seen)
         bursts, pairs = _gathered(self._unwatched)
