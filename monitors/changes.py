@@ -10,6 +10,8 @@ from collections.abc import Sequence
 DRIFT = math.log(1.2)
 CLIP = math.log(3)
 ALARM = 1.25
+# Nothing makes a network faster for a moment: a change for the better is noticed after 1.5 s.
+RELIEF_ALARM = 0.75
 # Until either, the level is being learned.
 LEARN_S = 2.0
 LEARN_SAMPLES = 10
@@ -26,7 +28,12 @@ class ChangeDetector:
     alarm the level is what was seen since the suspicion began.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, better: int = 0, alarm: float = ALARM) -> None:
+        """
+        better  1 if more is better and cannot be a moment's luck, -1 if less is, 0 if neither
+        alarm   how much evidence is enough for a change that is not for the better
+        """
+        self._better, self._alarm = better, alarm
         self._level: float | None = None
         self._seconds = 0.0
         self._num_samples = 0
@@ -47,10 +54,12 @@ class ChangeDetector:
             return None
         for suspicion, sign in ((self._up, 1), (self._down, -1)):
             suspicion.add(sign * (log_value - self._level), log_value, seconds)
-            if suspicion.evidence >= ALARM:
-                self._level, self._seconds = suspicion.sum / suspicion.seconds, suspicion.seconds
+            if suspicion.evidence >= (RELIEF_ALARM if sign == self._better else self._alarm):
+                since_s = suspicion.seconds
+                # Some of it was before the change, so the level has yet to settle.
+                self._level, self._seconds = suspicion.sum / since_s, min(since_s, LEARN_S)
                 self._up, self._down = _Suspicion(), _Suspicion()
-                return self._seconds
+                return since_s
         if not (self._up.seconds or self._down.seconds):
             self._learn(log_value, seconds)
         return None

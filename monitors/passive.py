@@ -22,9 +22,11 @@ WINDOW_S = 10.0
 MIN_STEPS = 3
 # How often estimates are made anew: with many ranks they take milliseconds.
 REFRESH_S = 0.5
-FAST_RATE = 0.9
+# Of bursts less than of times: their stamps err both ways, and what is left out as a pause makes some too fast.
+FAST_RATE = 0.75
 FAST_TIME = 0.1
-MIN_BURSTS = 8
+MIN_BURSTS = 4
+MIN_WATCHED_BURSTS = 2
 # Groups tell bandwidth from latency if their bytes a hop differ by this much.
 SIZE_FACTOR = 4.0
 FITTED_PER_SIZE = 5
@@ -32,6 +34,9 @@ FITTED_PER_SIZE = 5
 SURE_FACTOR = 1.25
 # Changes of latencies below this are of processors, not of the network.
 LATENCY_FLOOR_S = 5e-4
+LATENCY_ALARM = 1.0
+# What a hop of an exchange may take of processors.
+HOP_WORK_S = 1e-3
 _Z = 1.96
 
 
@@ -89,7 +94,16 @@ class PassiveLink:
         self.slow: dict[int, float] = {}
         self.num_changes = 0
         self._window: deque[Seen] = deque()
-        self._detectors: dict[str, ChangeDetector] = defaultdict(ChangeDetector)
+        self._detectors = {
+            # Its samples come a step late.
+            "latency": ChangeDetector(better=-1, alarm=LATENCY_ALARM),
+            "bursts": ChangeDetector(better=1),
+            "exchanges": ChangeDetector(better=1),
+        }
+        self._unwatched: list[Seen] = []
+        self._sizes: tuple[float, ...] = ()
+        self._last_latency_s = math.inf
+        self._far: frozenset[tuple[int, int]] = frozenset()
         self._stale_s = 0.0
 
     def add(self, seen: Seen, probed_latency_s: float) -> None:
@@ -101,8 +115,8 @@ class PassiveLink:
         self._keep(WINDOW_S, MIN_STEPS)
         self._stale_s += seen.seconds
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
-        for name, value in _watched(seen, latency_s):
-            since_s = self._detectors[name].add(value, seen.seconds)
+        for name, value, seconds in self._watched(seen, latency_s):
+            since_s = self._detectors[name].add(value, seconds)
             if since_s is not None:
                 self.num_changes += 1
                 self._keep(since_s, 1)
@@ -110,6 +124,34 @@ class PassiveLink:
         if self._stale_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
             self._stale_s = 0.0
             self._refresh(probed_latency_s)
+
+    def _watched(self, seen: Seen, latency_s: float) -> list[tuple[str, float, float]]:
+        """What must not change if the network does not, and for how many seconds it is known."""
+        watched = []
+        if seen.round_trip_s:
+            trips = [trip for pair, trip in seen.round_trip_s.items() if pair in self._far]
+            value = quantile(trips or list(seen.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
+            # Queues and busy processors rarely hold up two agreements on end.
+            watched.append(("latency", min(value, self._last_latency_s), seen.seconds))
+            self._last_latency_s = value
+        # Steps with few bursts count together.
+        self._unwatched.append(seen)
+        bursts, pairs = _gathered(self._unwatched)
+        if sum(map(len, bursts.values())) >= MIN_WATCHED_BURSTS:
+            down, up = _rates(bursts, pairs)
+            value = _slowest(down, {**slow_links(up), **slow_links(down)})
+            watched.append(("bursts", value, sum(one.seconds for one in self._unwatched)))
+            self._unwatched.clear()
+        if bursts or not seen.exchanges:
+            return watched
+        self._unwatched.clear()
+        sizes = tuple(one.num_bytes for one in seen.exchanges)
+        if sizes != self._sizes:
+            # Another plan: what its exchanges take says nothing of a change.
+            self._sizes, self._detectors["exchanges"] = sizes, ChangeDetector(better=1)
+        # One at a time, and the fastest counts: processors are rarely busy during all of them.
+        rate = _rate_at(latency_s, [[one] for one in seen.exchanges if 2 * one.num_bytes >= max(sizes)])
+        return [*watched, ("exchanges", rate.value, seen.seconds)] if rate is not None else watched
 
     def _keep(self, seconds: float, num_steps: int) -> None:
         """Forget the oldest steps, so long as others cover `seconds` and are `num_steps`."""
@@ -124,15 +166,11 @@ class PassiveLink:
                 trips[pair].append(seconds)
         fast = {pair: quantile_interval(times, FAST_TIME) for pair, times in trips.items()}
         near = clusters({pair: trip[1] for pair, trip in fast.items()})
-        self.latency_s = _latency(fast, near)
-        bursts: dict[int, list[float]] = defaultdict(list)
-        pairs: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for seen in self._window:
-            for rank, new in seen.bursts.items():
-                bursts[rank].extend(burst.rate for burst in new)
-            for pair, rate in seen.pair_rate.items():
-                pairs[pair].append(rate)
-        down, up = _rates(bursts, {pair: median(rates) for pair, rates in pairs.items()})
+        group_of = {rank: index for index, group in enumerate(near) for rank in group}
+        self._far = frozenset(pair for pair in fast if group_of[pair[0]] != group_of[pair[1]])
+        self.latency_s = _latency([trip for pair, trip in fast.items() if pair in self._far] or list(fast.values()))
+        bursts, pairs = _gathered(self._window)
+        down, up = _rates(bursts, pairs)
         self.slow = {**slow_links(up), **slow_links(down)}
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
         steps = [seen.exchanges for seen in self._window]
@@ -143,30 +181,24 @@ class PassiveLink:
         )
 
 
-def _watched(seen: Seen, latency_s: float) -> list[tuple[str, float]]:
-    """What must not change from step to step, if the network does not."""
-    watched = []
-    if seen.round_trip_s:
-        watched.append(("latency", quantile(list(seen.round_trip_s.values()), 0.5) / 2 + LATENCY_FLOOR_S))
-    rates = {rank: [burst.rate for burst in bursts] for rank, bursts in seen.bursts.items() if bursts}
-    if sum(map(len, rates.values())) >= MIN_BURSTS:
-        down, up = _rates(rates, seen.pair_rate)
-        watched.append(("bursts", _slowest(down, {**slow_links(up), **slow_links(down)})))
-    elif seen.exchanges:
-        # One at a time, and the fastest counts: processors are rarely busy during all of them.
-        most = max(one.num_bytes for one in seen.exchanges)
-        rate = _rate_at(latency_s, [[one] for one in seen.exchanges if 2 * one.num_bytes >= most])
-        watched += [("exchanges", rate.value)] if rate is not None else []
-    return watched
-
-
-def _latency(fast: Mapping[tuple[int, int], tuple[float, float, float]], near: list[list[int]]) -> Estimate | None:
-    if not fast:
+def _latency(trips: Sequence[tuple[float, float, float]]) -> Estimate | None:
+    if not trips:
         return None
-    group_of = {rank: index for index, group in enumerate(near) for rank in group}
-    far = [trip for (a, b), trip in fast.items() if group_of[a] != group_of[b]] or list(fast.values())
-    low, value, high = (median(column) / 2 for column in zip(*far, strict=True))
+    low, value, high = (median(column) / 2 for column in zip(*trips, strict=True))
     return Estimate(value=value, low=low, high=high, source="agreement")
+
+
+def _gathered(steps: Iterable[Seen]) -> tuple[dict[int, list[float]], dict[tuple[int, int], float]]:
+    """Rates of bursts by rank, where there are any, and the usual rate of each pair."""
+    bursts: dict[int, list[float]] = defaultdict(list)
+    pairs: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for seen in steps:
+        for rank, new in seen.bursts.items():
+            if new:
+                bursts[rank] += [burst.rate for burst in new]
+        for pair, rate in seen.pair_rate.items():
+            pairs[pair].append(rate)
+    return bursts, {pair: median(rates) for pair, rates in pairs.items()}
 
 
 def _rates(
@@ -225,7 +257,10 @@ def fit_exchanges(exchanges: Sequence[Exchange]) -> Estimate | None:
 
 
 def _rate_at(latency_s: float, steps: Iterable[Sequence[Exchange]]) -> Estimate | None:
-    """Bytes a second if messages have this latency. A step's exchanges count together: small ones tell little."""
+    """Bytes a second if messages have this latency. A step's exchanges count together: small ones tell little.
+
+    Its interval has the rate without any latency, and that with HOP_WORK_S more a hop: short exchanges are not sure.
+    """
     rates = []
     for exchanges in steps:
         hops, num_bytes, seconds = (
@@ -233,11 +268,12 @@ def _rate_at(latency_s: float, steps: Iterable[Sequence[Exchange]]) -> Estimate 
         )
         # Never less than a tenth of what was measured: ranks that wait for a processor make latency a guess.
         if num_bytes > 0 and seconds > 0:
-            rates.append(num_bytes / max(seconds - hops * latency_s, 0.1 * seconds))
+            left_s = (seconds, seconds - hops * latency_s, seconds - hops * (latency_s + HOP_WORK_S))
+            rates.append([num_bytes / max(left, 0.1 * seconds) for left in left_s])
     if not rates:
         return None
-    low, value, high = quantile_interval(rates, FAST_RATE)
-    return Estimate(value=value, low=low, high=high, source="exchanges")
+    slow, usual, fast = (quantile_interval(column, FAST_RATE) for column in zip(*rates, strict=True))
+    return Estimate(value=usual[1], low=slow[0], high=fast[2], source="exchanges")
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -18,7 +18,10 @@ NO_LAB = Lab.available(rates_only=False)
 @pytest.mark.skipif(NO_LAB is not None, reason=NO_LAB or "")
 def test_a_quick_run_watches_a_real_job_on_one_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_SETTLE_S", 0.5)
+    monkeypatch.setattr(network, "_DRAIN_S", 0.5)
     monkeypatch.setattr(network, "_MIN_STEPS", 4)
+    # Each host starts a rank, which imports torch.
+    monkeypatch.setattr(network, "_NUM_HOSTS", 2)
     path = tmp_path / "network.json"
     done = CliRunner().invoke(main, ["bench", "network", "--quick", "--json", str(path)])
     assert done.exit_code == 0, done.output

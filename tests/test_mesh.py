@@ -29,6 +29,8 @@ from cgx_ray.runtime_ext.shm import Segment
 
 TOKEN = bytes(range(TOKEN_BYTES))
 TIMEOUT_S = 20.0
+# Bytes a second of the bursts that it makes of (stamp, bytes), of a peer or, -1, of all.
+Meter = Callable[[int, list[tuple[float, int]]], list[float]]
 
 
 def _in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
@@ -329,28 +331,53 @@ def test_a_killed_process_that_leaves_a_forked_child_is_named_by_the_others(
         assert "rank 1 hung up" in (tmp_path / f"rank{rank}").read_text()
 
 
-def test_rates_are_metered_again_after_the_clock_was_set_back(tmp_path: Path) -> None:
-    """The kernel stamps what arrives by the wall clock, which a test cannot set: made-up stamps, 64 KiB each 1 ms."""
-    (tmp_path / "meter.cpp").write_text("""
+@pytest.fixture(scope="session")
+def meter(tmp_path_factory: pytest.TempPathFactory) -> Meter:
+    """Feeds made-up stamps to a meter: the kernel's are of the wall clock, which a test cannot set."""
+    folder = tmp_path_factory.mktemp("meter")
+    (folder / "meter.cpp").write_text("""
         #include <cstdio>
+        #include <cstdlib>
         #include "arrivals.h"
-        int main() {
-            cgx::ArrivalMeter meter(0);
-            for (double start : {1000.0, 900.0}) {
-                std::vector<cgx::Burst> bursts;
-                for (int i = 0; i < 200; ++i) {
-                    meter.add(start + 1e-3 * i, 65536, i == 0 && start == 1000.0);
-                    meter.settle(bursts);
-                }
-                for (const cgx::Burst& burst : bursts) printf("%.0f ", burst.num_bytes / burst.seconds / 65536);
-                puts("");
+        int main(int, char** argv) {
+            cgx::ArrivalMeter meter(atoi(argv[1]));
+            std::vector<cgx::Burst> bursts;
+            double at;
+            long num_bytes;
+            for (int opened = 1; scanf("%lf %ld", &at, &num_bytes) == 2; opened = 0) {
+                meter.add(at, num_bytes, opened);
+                meter.settle(bursts);
             }
+            for (const cgx::Burst& burst : bursts) printf("%.3f\\n", burst.num_bytes / burst.seconds);
         }
     """)
     include = Path(__file__).resolve().parent.parent / "runtime_ext/csrc/net"
-    program = str(tmp_path / "meter")
+    program = str(folder / "meter")
     subprocess.run(["g++", "-std=c++20", f"-I{include}", f"{program}.cpp", "-o", program], check=True)
-    before, after = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
-    rates = {*before.split(), *after.split()}
-    assert rates == {"1000"}, f"messages a second: {before!r}, then {after!r}"
-    assert min(len(before.split()), len(after.split())) >= 3
+
+    def rates(peer: int, arrivals: list[tuple[float, int]]) -> list[float]:
+        stamps = "\n".join(f"{at:.9f} {num_bytes}" for at, num_bytes in arrivals)
+        done = subprocess.run([program, str(peer)], input=stamps, check=True, capture_output=True, text=True)
+        return [float(line) for line in done.stdout.split()]
+
+    return rates
+
+
+def test_rates_are_metered_again_after_the_clock_was_set_back(meter: Meter) -> None:
+    rates = meter(0, [(start + 1e-3 * i, 65536) for start in (1000.0, 900.0) for i in range(200)])
+    assert rates == pytest.approx([65.536e6] * len(rates))
+    assert len(rates) >= 6, "3 before, 3 after"
+
+
+@pytest.mark.parametrize("rate", [12.5e6, 62.5e6, 250e6])
+def test_pauses_within_messages_do_not_hide_the_rate_at_which_all_of_them_come(meter: Meter, rate: float) -> None:
+    """One message, in trains of 1 MB: of a TCP window that is smaller than the path, or of a sender that encodes."""
+    arrivals = [
+        (1000.0 + train * (1e6 / rate + 0.1) + num_bytes / rate, 1 << 14)
+        for train in range(20)
+        for num_bytes in range(1 << 14, 1_000_000, 1 << 14)
+    ]
+    found = meter(-1, arrivals)
+    assert len(found) >= 3
+    assert found == pytest.approx([rate] * len(found), rel=0.02)
+    assert min(meter(0, arrivals)) < 0.7 * rate, "of one peer: in the pauses its neighbours had the link"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,6 +105,31 @@ def test_groups_of_one_size_do_not_tell_bandwidth_from_latency_and_the_probed_on
     assert link.bandwidth is not None
     assert link.bandwidth.source == "exchanges"
     assert link.bandwidth.value == pytest.approx(125e6, rel=0.1)
+
+
+def test_exchanges_that_processors_could_have_taken_are_not_sure() -> None:
+    """The last rank finds the messages of the others already there: 170 KB in 0.1 ms are no 14 Gbit/s."""
+    for seconds, is_sure in ((1e-4, False), (3e-3, False), (0.1, True)):
+        link = PassiveLink()
+        for _ in range(40):
+            link.add(Seen(seconds=0.2, exchanges=[Exchange(hops=1, num_bytes=170_000, seconds=seconds)]), 1e-5)
+        assert link.bandwidth is not None
+        assert link.bandwidth.is_sure == is_sure, (seconds, link.bandwidth)
+
+
+def test_steps_with_few_bursts_count_together_whatever_their_exchanges_take() -> None:
+    network, link = Network(rate=125e6, latency_s=1e-3, step_s=0.3), PassiveLink()
+    for rate in (125e6, 62.5e6):
+        network.rate = rate
+        for step in range(60):
+            seen = network.step()
+            few = {step % WORLD: seen.bursts[step % WORLD][:1]} if step % 2 else {}
+            # Another plan every second: one whose exchanges say something else.
+            exchange = Exchange(hops=1, num_bytes=1e5, seconds=1e-4 if step // 8 % 2 else 0.1)
+            link.add(replace(seen, bursts=few, pair_rate={}, exchanges=[exchange]), 1e-3)
+    assert link.num_changes == 1
+    assert link.bandwidth is not None
+    assert link.bandwidth.source == "bursts"
 
 
 def test_three_exchanges_are_not_sure_of_a_slope() -> None:
@@ -211,6 +237,15 @@ def test_ten_minutes_of_noise_and_bursts_of_2_s_raise_no_alarm(seed: int) -> Non
         for second in range(start, start + chance.randint(1, 2)):
             values[second] *= chance.uniform(0.55, 1.0)
     assert [second for second, value in enumerate(values) if detector.add(value, 1.0) is not None] == []
+
+
+def test_a_change_for_the_better_is_noticed_within_2_s_and_one_for_the_worse_is_not() -> None:
+    for better, factor, allowed_s in ((1, 2.0, 2.0), (-1, 0.5, 2.0), (1, 0.5, 3.0), (-1, 2.0, 3.0)):
+        detector = ChangeDetector(better)
+        assert not any(detector.add(value, 0.25) for value in noisy(7.0, 80))
+        found = [detector.add(value, 0.25) for value in noisy(7.0 * factor, 20, seed=1)]
+        noticed_s = 0.25 * (1 + [since_s is not None for since_s in found].index(True))
+        assert allowed_s - 1.0 < noticed_s <= allowed_s, (better, factor, noticed_s)
 
 
 def test_one_sample_says_as_much_as_several_that_cover_the_same_time() -> None:

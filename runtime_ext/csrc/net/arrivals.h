@@ -16,7 +16,9 @@ struct Burst {
 };
 
 // Cuts what one peer sends, or all of them, into bursts of about kBurstS. Times are when the kernel got the
-// bytes, so a reader that has to wait for a processor does not matter.
+// bytes, so a reader that has to wait for a processor does not matter. Where bytes of all peers are counted,
+// pauses within messages are left out as well: then none of the senders had more to send, as it was encoding
+// or its TCP window was smaller than the path.
 class ArrivalMeter {
   public:
     explicit ArrivalMeter(int peer) : peer_(peer) {}
@@ -24,31 +26,34 @@ class ArrivalMeter {
     // `num_bytes` have arrived by `at`. `opened`: 1 if a message begins with them, -1 if one ends, 0 if
     // neither or both.
     void add(double at, int64_t num_bytes, int opened) {
-        const bool is_idle = num_open_ == 0 && at - last_ > kMaxPauseS;
-        const bool is_set_back = at < first_ - kMaxLateS;
-        num_open_ += opened;
-        if (is_idle || is_set_back) {
-            pending_ = {peer_, num_bytes_, last_ - first_};
-            start(at);
-            num_to_skip_ = kSkippedBytes;
-            return;
+        if (at < group_at_ - kMaxLateS) {
+            take_group();
+            begin_train(at);
+            group_at_ = at;
+        } else if (at > group_at_) {
+            take_group();
+            group_at_ = at;
+            was_open_ = num_open_ > 0;
         }
-        // Read late: it belongs to a burst that is over.
-        if (at < first_) return;
-        last_ = std::max(last_, at);
-        num_bytes_ += num_bytes;
-        if (num_to_skip_ > 0 && (num_to_skip_ -= num_bytes) <= 0) start(last_);
+        group_bytes_ += num_bytes;
+        num_open_ += opened;
     }
 
     // Everything that has arrived by now is counted: hands over what is complete.
     void settle(std::vector<Burst>& out) {
-        if (pending_.seconds >= kMinBurstS) out.push_back(pending_);
-        pending_ = {};
-        const double seconds = last_ - first_;
-        if (num_to_skip_ > 0 || seconds < kMinBurstS || (seconds < kBurstS && num_bytes_ < kBurstBytes))
+        take_group();
+        const bool is_counting = num_to_skip_ <= 0;
+        const double seconds = done_.seconds + (is_counting ? last_ - first_ : 0);
+        const int64_t num_bytes = done_.num_bytes + (is_counting ? num_bytes_ : 0);
+        if (seconds >= kMinBurstS && (seconds >= kBurstS || num_bytes >= kBurstBytes)) {
+            out.push_back({peer_, num_bytes, seconds});
+            if (is_counting) start(last_);
+        } else if (done_.seconds >= kMinBurstS) {
+            out.push_back(done_);
+        } else {
             return;
-        out.push_back({peer_, num_bytes_, seconds});
-        start(last_);
+        }
+        done_ = {peer_, 0, 0};
     }
 
   private:
@@ -56,13 +61,47 @@ class ArrivalMeter {
     // many.
     static constexpr double kBurstS = 0.05;
     static constexpr int64_t kBurstBytes = 2 << 20;
-    static constexpr double kMinBurstS = 0.005;
-    // Between two messages; within one the sender has more to send.
+    static constexpr double kMinBurstS = 0.01;
+    // Between two messages. Within one it must also be this many times what its bytes usually take.
     static constexpr double kMaxPauseS = 0.001;
+    static constexpr double kPauseFactor = 4;
+    // How fast what is usual follows, a running median. What is smaller than this, frames of messages, says
+    // little.
+    static constexpr double kPaceStep = 1.1;
+    static constexpr int64_t kMinPacedBytes = 1 << 12;
     // Nothing is read that late: the clock, which is the wall clock, was set back.
     static constexpr double kMaxLateS = 1;
-    // After a pause the first bytes find empty queues and full token buckets: they come faster than the link.
-    static constexpr int64_t kSkippedBytes = 1 << 17;
+    // After a pause the first bytes find empty queues and full token buckets, which commonly hold 1 ms: they
+    // come faster than the link. As many are skipped as it carries in twice that, within bounds.
+    static constexpr double kSkippedS = 0.002;
+    static constexpr int64_t kMinSkippedBytes = 1 << 15, kMaxSkippedBytes = 1 << 17;
+
+    // Count what has come by `group_at_` since `last_`.
+    void take_group() {
+        if (group_bytes_ == 0) return;
+        const double gap_s = group_at_ - last_;
+        const double pace = gap_s / static_cast<double>(group_bytes_);
+        const bool is_slow = peer_ < 0 && pace_ > 0 && pace > kPauseFactor * pace_;
+        const bool is_pause = gap_s > kMaxPauseS && (!was_open_ || is_slow);
+        if (was_open_ && group_bytes_ >= kMinPacedBytes)
+            pace_ = pace_ == 0 ? pace : pace_ * (pace > pace_ ? kPaceStep : 1 / kPaceStep);
+        if (is_pause) {
+            begin_train(group_at_);
+        } else {
+            last_ = group_at_;
+            num_bytes_ += group_bytes_;
+            if (num_to_skip_ > 0 && (num_to_skip_ -= group_bytes_) <= 0) start(last_);
+        }
+        group_bytes_ = 0;
+    }
+
+    void begin_train(double at) {
+        if (num_to_skip_ <= 0) done_ = {peer_, done_.num_bytes + num_bytes_, done_.seconds + last_ - first_};
+        start(at);
+        num_to_skip_ = kMaxSkippedBytes;
+        if (pace_ * kMaxSkippedBytes > kSkippedS)
+            num_to_skip_ = std::max(kMinSkippedBytes, static_cast<int64_t>(kSkippedS / pace_));
+    }
 
     void start(double at) {
         first_ = last_ = at;
@@ -71,9 +110,16 @@ class ArrivalMeter {
 
     int peer_;
     int num_open_ = 0;
+    // What has the same stamp, or an older one as it was read late; and whether a message was under way
+    // before.
+    double group_at_ = 0;
+    int64_t group_bytes_ = 0;
+    bool was_open_ = false;
+    double pace_ = 0;  // seconds a byte, usually
+    // Since the last pause, and what is left to skip.
     double first_ = 0, last_ = 0;
-    int64_t num_bytes_ = 0, num_to_skip_ = kSkippedBytes;
-    Burst pending_{};
+    int64_t num_bytes_ = 0, num_to_skip_ = kMaxSkippedBytes;
+    Burst done_{peer_, 0, 0};  // of trains before
 };
 
 }  // namespace cgx
