@@ -49,6 +49,10 @@ class _Package(ModuleType):
         if not (name == "attach" and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ray pickles training functions with the modules they use, and knows plain modules only.
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
 

@@ -61,8 +61,10 @@ def test_backward_times_are_shares_of_the_multiply_adds_from_the_last_layer_to_t
         description.backward_s(-1)
 
 
-@pytest.mark.parametrize("model", MODEL_NAMES)
-@pytest.mark.parametrize("gbps", [1, 25])
+# `bench planner` has all models at both rates.
+@pytest.mark.parametrize(
+    ("model", "gbps"), [("alexnet", 25), ("resnet18", 1), ("resnet50", 1), ("vgg16", 25), ("bert_base", 25)]
+)
 def test_joint_plan_is_never_behind_a_named_strategy_on_a_model(model: str, gbps: float) -> None:
     pipeline = model_pipeline(model, gbps)
     plan = search(pipeline)

@@ -151,7 +151,7 @@ def test_a_uniform_plan_is_one_group_a_dtype_small_layers_and_all() -> None:
     names = {layer.dtype: [each.name for each in reversed(layers) if each.dtype == layer.dtype] for layer in layers}
     assert sorted(group.layers for group in plan.groups) == sorted(tuple(names[dtype]) for dtype in names)
     assert {(str(group.codec), group.scheme) for group in plan.groups} == {(str(CodecSpec(name="qsgd")), Scheme.SRA)}
-    with pytest.raises(ConfigError, match="leave out overrides or uniform"):
+    with pytest.raises(ConfigError, match="leave out overrides and bits, or uniform"):
         make_plan(layers, version=0, world_size=2, overrides={"half": ("none", "dense")}, uniform=True)
 
 
