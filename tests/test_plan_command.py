@@ -247,6 +247,39 @@ def test_what_cannot_be_planned_is_one_clear_error(
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "plan --model vgg16 --workers 4 --latency 1ms --bandwidth 1gbps --json {0}/none/x.json",
+            "{0}/none is no folder",
+        ),
+        ("plan --model vgg16 --workers 4 --latency 1ms --bandwidth 1gbps --json {0}", "is a directory"),
+        ("plan --model vgg16 --workers 4 --latency 1ms --bandwidth 1gbps --plot {0}/x.foo", "ends in .png, .pdf, .svg"),
+        (
+            "plan --model vgg16 --workers 4 --latency 1ms --bandwidth 1gbps --plot {0}/file/x/y.png",
+            "{0}/file is no folder",
+        ),
+        ("profile --out {0}/none/p.json", "{0}/none is no folder"),
+        ("profile-model train.py:build --out {0}/none/x.csv", "{0}/none is no folder"),
+        ("bench kernels --json {0}/none/x.json", "{0}/none is no folder"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_work(tmp_path: Path, command: str, message: str) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(main, command.format(tmp_path).split())
+    assert result.exit_code == 2, (result.output, result.exception)  # click's for an option, before the command runs
+    output = "".join(result.output.split())
+    assert "".join(message.format(tmp_path).split()) in output.replace("│", ""), result.output
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
+def test_a_file_that_cannot_be_written_in_the_end_is_one_clear_error() -> None:
+    code, output = run(plot="/proc/none/x.png")
+    assert code != 0
+    assert "/proc" in output
+
+
 def test_a_measured_model_without_times_is_refused_where_it_is_asked_for_them() -> None:
     with pytest.raises(ConfigError, match="has no measured times"):
         load_model("vgg16").step_s()
