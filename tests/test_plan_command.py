@@ -164,7 +164,9 @@ def test_a_gain_adds_a_codec_or_changes_what_one_keeps() -> None:
     assert "qsgd:bits=2" in answer(gain="qsgd:bits=2=0.99")["options"]
     found = answer(gain="qsgd=0.5", **{"min-gain": "0.9"})
     assert "qsgd" not in found["options"]
-    assert not any("qsgd" in line for line in found["assumptions"])
+    (line,) = (line for line in found["assumptions"] if "qsgd" in line)
+    assert line.startswith("qsgd:bits=4,bucket_size=128, topk:density=0.1, "), line
+    assert line.endswith("left out: they keep less than 0.9 (--min-gain)"), line
 
 
 def test_codecs_without_room_for_the_largest_layer_are_named(tmp_path: Path) -> None:
@@ -224,7 +226,9 @@ def test_swept_workers_fill_nodes() -> None:
         ({"gain": "qsgd"}, "--gain 'qsgd' is not allowed"),
         ({"gain": "qsgd=much"}, "--gain 'qsgd=much' is not allowed"),
         ({"gain": "zip=0.9"}, "unknown codec 'zip'"),
-        ({"gain": "qsgd=0"}, "gain of qsgd:bits=4,bucket_size=128 is 0.0"),
+        ({"gain": "qsgd=0"}, "a share is more than 0 and at most 1"),
+        ({"gain": "qsgd=1.5"}, "a share is more than 0 and at most 1"),
+        ({"gain": "qsgd=nan"}, "a share is more than 0 and at most 1"),
         ({"min-gain": "2"}, "min_gain 2.0 is not allowed"),
         ({"profile": "{empty}"}, "is not JSON"),
         ({"sweep": "price=1..2"}, "sweep 'price=1..2' is not allowed"),

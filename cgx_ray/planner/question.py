@@ -90,6 +90,9 @@ def read_question(
         gain={**TYPICAL_GAINS, **given},
         min_gain=min_gain,
     )
+    dropped = [codec for codec, kept in scenario.gain.items() if kept < min_gain]
+    if dropped:
+        assumptions.append(f"{', '.join(dropped)} left out: they keep less than {min_gain:g} (--min-gain)")
     largest = max(description.layers, key=lambda layer: layer.numel)
     if scenario.too_small:
         assumptions.append(
@@ -121,8 +124,11 @@ def _between(latency: str | None, bandwidth: str | None, measured: Link | None) 
 def _read_gain(text: str) -> tuple[str, float]:
     codec, _, share = text.rpartition("=")
     try:
-        return str(CodecSpec.parse(codec)), float(share)
+        name, kept = str(CodecSpec.parse(codec)), float(share)
     except ValueError as error:  # ConfigError is one
         raise ConfigError(
             f"--gain {text!r} is not allowed ({error}); give a codec and a share, such as qsgd:bits=2=0.9"
         ) from error
+    if not 0 < kept <= 1:
+        raise ConfigError(f"--gain {text!r} is not allowed; a share is more than 0 and at most 1")
+    return name, kept
