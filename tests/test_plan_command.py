@@ -199,6 +199,15 @@ def test_swept_workers_fill_nodes() -> None:
     assert (network.num_nodes, network.ranks_per_node) == (8, 8)
 
 
+def test_a_sweep_from_part_of_a_node_fills_nodes_of_the_size_given() -> None:
+    found = answer(workers="4", sweep="workers=8..16", **{"ranks-per-node": "8"})
+    rows = {row["workers"]: row for row in found["sweep"]["rows"]}
+    alone = answer(workers="16", **{"ranks-per-node": "8"})
+    assert list(rows) == [8, 16]
+    assert rows[16]["planned_ms"] == pytest.approx(alone["planned_ms"])
+    assert any(line.startswith("nodes of 8, inside 16 Gbit/s") for line in found["assumptions"]), found["assumptions"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

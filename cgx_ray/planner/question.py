@@ -75,8 +75,10 @@ def read_question(
         assumptions.append(f"{batch} samples a worker and step (--batch)")
     if not description.ready_s:
         assumptions.append("a layer's share of backward is that of its multiply-adds; `cgx-ray profile-model` measures")
-    if network.ranks_per_node > 1:
-        assumptions.append(f"inside a node {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
+    swept = None if sweep is None else parse_sweep(sweep, ranks_per_node)
+    nodes = ranks_per_node if swept is not None and swept.name == "workers" else network.ranks_per_node
+    if nodes > 1:
+        assumptions.append(f"nodes of {nodes}, inside {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
     threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
     assumptions.append(f"codec times of {measured.device}, {threads}; --profile takes those of your machine")
     kept = ", ".join(f"{codec} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
@@ -103,7 +105,7 @@ def read_question(
         scenario=scenario,
         assumptions=tuple(assumptions),
         price=None if price is None else Price(usd_per_hour=price, batch=batch, samples=samples_per_epoch),
-        sweep=None if sweep is None else parse_sweep(sweep, network.ranks_per_node),
+        sweep=swept,
     )
 
 

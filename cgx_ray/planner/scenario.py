@@ -206,10 +206,14 @@ SweepName = Literal["bandwidth", "latency", "workers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Values of one property of the network, ascending: Gbit/s, milliseconds one way, or workers."""
+    """Values of one property of the network, ascending: Gbit/s, milliseconds one way, or workers.
+
+    ranks_per_node  of swept workers, which may be more than the workers of the network that is changed
+    """
 
     name: SweepName
     values: tuple[float, ...]
+    ranks_per_node: int = 1
 
     @property
     def unit(self) -> str:
@@ -224,7 +228,8 @@ class Sweep:
             case "latency":
                 return replace(network, between=replace(between, alpha_s=value / 1e3))
             case "workers":
-                return replace(network, num_nodes=round(value) // network.ranks_per_node)
+                L = self.ranks_per_node
+                return replace(network, num_nodes=round(value) // L, ranks_per_node=L)
 
 
 def parse_sweep(text: str, ranks_per_node: int = 1, num_points: int = 25) -> Sweep:
@@ -255,7 +260,7 @@ def parse_sweep(text: str, ranks_per_node: int = 1, num_points: int = 25) -> Swe
         values = sorted({L * max(1, round(value / L)) for value in values})
         if len(values) < 2:
             raise ConfigError(f"sweep {text!r} has one value that fills nodes of {L}; give a wider one")
-    return Sweep(name=cast(SweepName, name), values=tuple(values))
+    return Sweep(name=cast(SweepName, name), values=tuple(values), ranks_per_node=ranks_per_node)
 
 
 def _whole(text: str) -> float:
