@@ -77,6 +77,11 @@ def test_a_fast_network_is_answered_by_compute_bound() -> None:
     code, output = run(bandwidth="1tbps", latency="1us", **{"step-time": "2s"})
     assert code == 0, output
     assert output.startswith("Your training is compute-bound, compression will not help"), output
+    found = answer(bandwidth="400gbps", latency="1us", **{"step-time": "1s"})
+    assert {group["option"] for group in found["groups"]} == {"dense"}, found["options"]
+    assert (found["planned_ms"], found["speedup"]) == (found["dense_ms"], 1)
+    # A step cannot be shorter than its compute, so that bounds what is still to be saved.
+    assert 0 <= found["gap"] <= 1 - found["compute_ms"] / found["dense_ms"]
 
 
 def test_one_worker_has_nothing_to_exchange() -> None:
@@ -93,7 +98,7 @@ def test_sweep_has_a_row_a_value_and_more_bandwidth_is_never_slower(tmp_path: Pa
     for before, after in itertools.pairwise(rows):
         assert after["dense_ms"] <= before["dense_ms"] * 1.01, (before, after)
         score_before, score_after = (row["planned_ms"] / row["efficiency"] for row in (before, after))
-        assert score_after <= score_before * 1.01, "but for the gap of 1 % that is allowed"
+        assert score_after <= score_before * 1.03, "but for the 3 % within which dense is compute-bound"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
