@@ -45,9 +45,9 @@ class _OutFile(click.Path):
         path = super().convert(value, param, ctx)
         if path == "-":
             return path
-        folder = self.folder(Path(path))
+        folder = self.folder(Path(os.fsdecode(path)))
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            self.fail(f"{path} cannot be written: {folder} is no folder to write to; give another", param, ctx)
+            self.fail(f"{value} cannot be written: {folder} is no folder to write to; give another", param, ctx)
         return path
 
     def folder(self, path: Path) -> Path:
