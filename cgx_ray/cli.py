@@ -1,8 +1,9 @@
-"""The command line: `cgx-ray demo`, `lab`, `probe`, `collective`, `profile`, and `bench` with what it measures."""
+"""The command line: `cgx-ray demo`, `lab`, `probe`, `collective`, `plan`, `profile`, `profile-model`, and `bench`."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -20,7 +21,7 @@ from cgx_ray.lab.command import lab
 
 
 class _Commands(click.Group):
-    """Shows our own errors as one message instead of a traceback."""
+    """Shows our own errors, and files that cannot be read or written, as one message instead of a traceback."""
 
     def invoke(self, context: click.Context) -> object:
         signal.signal(signal.SIGTERM, _raise_interrupt)
@@ -28,6 +29,52 @@ class _Commands(click.Group):
             return super().invoke(context)
         except CGXError as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+
+
+class _OutFile(click.Path):
+    """A file to write, refused before anything is measured if it could not be written in the end."""
+
+    def __init__(self, path_type: type = str) -> None:
+        super().__init__(dir_okay=False, writable=True, allow_dash=path_type is str, path_type=path_type)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if path == "-":
+            return path
+        folder = self.folder(Path(os.fsdecode(path)))
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            self.fail(f"{value} cannot be written: {folder} is no folder to write to; give another", param, ctx)
+        return path
+
+    def folder(self, path: Path) -> Path:
+        """What has to be there."""
+        return path.parent
+
+
+class _Picture(_OutFile):
+    """A picture to write; its folders are made."""
+
+    suffixes = (".png", ".pdf", ".svg")
+
+    def __init__(self) -> None:
+        super().__init__(Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if Path(value).suffix not in self.suffixes:
+            self.fail(f"{value} is no picture; give a name that ends in {', '.join(self.suffixes)}", param, ctx)
+        return super().convert(value, param, ctx)
+
+    def folder(self, path: Path) -> Path:
+        return next(folder for folder in path.absolute().parents if folder.exists())
+
+
+_JSON = _OutFile()
+_FILE = _OutFile(Path)
+_PICTURE = _Picture()
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
@@ -57,7 +104,9 @@ def _console(json_path: str | None) -> Console:
 @click.option("--seed", default=0, show_default=True, help="Of weights, batches and rounding.")
 @click.option("--dense-only", is_flag=True, help="Only the dense run.")
 @click.option("--simulated-link", is_flag=True, help="Pace messages by software even if namespaces work here.")
-@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option(
+    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
+)
 @click.option("--bench-rounds", default=12, show_default=True, help="Of `bench step`, whose rows --json adds.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the runs.  [default: runs/demo-<time>]")
 def demo(
@@ -92,10 +141,8 @@ def demo(
 @main.command()
 @click.option("--address", default="auto", show_default=True, help="Of a running Ray cluster.")
 @click.option("--hops", is_flag=True, help="Count network hops as well; each takes up to a second.")
-@click.option("--json", "json_path", metavar="FILE", help="Write the matrix as JSON; - is standard output.")
-@click.option(
-    "--plot", type=click.Path(path_type=Path), default="network.png", show_default=True, help="Where the picture goes."
-)
+@click.option("--json", "json_path", type=_JSON, metavar="FILE", help="Write the matrix as JSON; - is standard output.")
+@click.option("--plot", type=_PICTURE, default="network.png", show_default=True, help="Where the picture goes.")
 def probe(address: str, hops: bool, json_path: str | None, plot: Path) -> None:
     """Measure latency and bandwidth between all nodes of a running Ray cluster."""
     from cgx_ray.report.ways import probe_command  # noqa: PLC0415
@@ -109,7 +156,9 @@ def probe(address: str, hops: bool, json_path: str | None, plot: Path) -> None:
 @click.option("--workers", type=int, required=True)
 @click.option("--latency", required=True, help="One way, such as 4ms or 50us.")
 @click.option("--bandwidth", required=True, help="Of a worker's link, such as 10gbps or 100mbit.")
-@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option(
+    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
+)
 def collective(numel: int, density: float, workers: int, latency: str, bandwidth: str, json_path: str | None) -> None:
     """Which collective is the fastest for a top-k gradient, and what each costs."""
     from rich.table import Table  # noqa: PLC0415
@@ -146,8 +195,8 @@ def collective(numel: int, density: float, workers: int, latency: str, bandwidth
 @click.option("--price", type=float, help="US dollars an hour of a worker.")
 @click.option("--samples-per-epoch", type=int, help="With --price: what an epoch costs.")
 @click.option("--sweep", metavar="NAME=LOW..HIGH", help="bandwidth=0.1..25gbps, latency=50us..20ms or workers=2..1024.")
-@click.option("--json", "json_path", metavar="FILE", help="Write it all as JSON; - is standard output.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the steps, dense and planned, and the sweep.")
+@click.option("--json", "json_path", type=_JSON, metavar="FILE", help="Write it all as JSON; - is standard output.")
+@click.option("--plot", type=_PICTURE, help="Draw the steps, dense and planned, and the sweep.")
 def plan(json_path: str | None, plot: Path | None, **given: Any) -> None:
     """What the best plan would make of a model on a network: step time, what bounds it, groups, cost."""
     from cgx_ray.planner.question import read_question  # noqa: PLC0415
@@ -158,7 +207,7 @@ def plan(json_path: str | None, plot: Path | None, **given: Any) -> None:
 
 @main.command("profile-model")
 @click.argument("target", metavar="MODULE:FUNCTION")
-@click.option("--out", type=click.Path(path_type=Path), default="model.csv", show_default=True, help="The model file.")
+@click.option("--out", type=_FILE, default="model.csv", show_default=True, help="The model file.")
 @click.option("--input", "input_shape", metavar="SHAPE", help="Of a batch of noise, such as 8x3x224x224.")
 @click.option("--steps", default=10, show_default=True, help="That count; three more warm up.")
 def profile_model(target: str, out: Path, input_shape: str | None, steps: int) -> None:
@@ -176,7 +225,7 @@ def profile_model(target: str, out: Path, input_shape: str | None, steps: int) -
 @click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
 @click.option("--threads", default=1, show_default=True, help="Of the CPU, as a rank will have them.")
 @click.option("--network", type=click.Path(path_type=Path), help="What `cgx-ray probe --json` wrote: adds the link.")
-@click.option("--out", type=click.Path(path_type=Path), default="profile.json", show_default=True)
+@click.option("--out", type=_FILE, default="profile.json", show_default=True)
 def profile(device: str, threads: int, network: Path | None, out: Path) -> None:
     """Measure what codecs cost on this device and write it down, to plan with."""
     from cgx_ray.profiling import profile_command  # noqa: PLC0415
@@ -190,7 +239,9 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option(
+    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
+)
 @click.option("--rounds", default=12, show_default=True, help="Rounds; each times both.")
 @click.option("--steps", default=4, show_default=True, help="Steps of each in a round.")
 def step(json_path: str | None, rounds: int, steps: int) -> None:
@@ -209,10 +260,10 @@ def step(json_path: str | None, rounds: int, steps: int) -> None:
 @click.option("--numel", default=1 << 26, show_default=True, help="Elements of the large gradients.")
 @click.option("--threads", default=1, show_default=True, help="Of the CPU; the goals are for one.")
 @click.option("--seed", default=0, show_default=True, help="Of gradients and rounding.")
-@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
 @click.option(
-    "--plot", type=click.Path(path_type=Path), default="kernels.png", show_default=True, help="Where the picture goes."
+    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
 )
+@click.option("--plot", type=_PICTURE, default="kernels.png", show_default=True, help="Where the picture goes.")
 def kernels(device: str, numel: int, threads: int, seed: int, json_path: str | None, plot: Path) -> None:
     """What the codecs cost and what they lose: throughput, latency, error."""
     from cgx_ray.bench.kernels import KernelOptions  # noqa: PLC0415
@@ -224,7 +275,9 @@ def kernels(device: str, numel: int, threads: int, seed: int, json_path: str | N
 
 @bench.command()
 @click.option("--ranks", default=4, show_default=True, help="Processes, each on a host of its own; goals are for 4.")
-@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option(
+    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
+)
 @click.option("--quick", is_flag=True, help="4 MB, two rounds, not 100 Mbit/s, no goals: does it work?")
 def collectives(ranks: int, json_path: str | None, quick: bool) -> None:
     """How long schemes take over our TCP and over Gloo, against Gloo's all-reduce and the bound."""
@@ -235,11 +288,11 @@ def collectives(ranks: int, json_path: str | None, quick: bool) -> None:
 
 
 @bench.command("planner")
-@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
-@click.option("--quick", is_flag=True, help="Few cases, small models, no goals: does it work?")
 @click.option(
-    "--plot", type=click.Path(path_type=Path), default="planner.png", show_default=True, help="Where the picture goes."
+    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
 )
+@click.option("--quick", is_flag=True, help="Few cases, small models, no goals: does it work?")
+@click.option("--plot", type=_PICTURE, default="planner.png", show_default=True, help="Where the picture goes.")
 def bench_planner(json_path: str | None, quick: bool, plot: Path) -> None:
     """Is the planner exact, how long does it take, and what does it plan for up to 16,384 workers."""
     from cgx_ray.bench.show_planner import planner_command  # noqa: PLC0415
@@ -248,7 +301,9 @@ def bench_planner(json_path: str | None, quick: bool, plot: Path) -> None:
 
 
 @bench.command("lab")
-@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option(
+    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
+)
 def bench_lab(json_path: str | None) -> None:
     """How faithful the lab is on this machine: Gloo's all-reduce against the alpha-beta model."""
     from cgx_ray.bench.lab import lab_command  # noqa: PLC0415
@@ -258,7 +313,9 @@ def bench_lab(json_path: str | None) -> None:
 
 @bench.command()
 @click.option("--minutes", default=1.0, show_default=True, help="Beside a bursty neighbour; goals are for 10.")
-@click.option("--json", "json_path", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+@click.option(
+    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
+)
 @click.option("--quick", is_flag=True, help="One link and no more: does it work?")
 def network(minutes: float, json_path: str | None, quick: bool) -> None:
     """Whether the monitors see what the lab has set, while a training job runs, and what they cost."""

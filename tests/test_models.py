@@ -105,11 +105,14 @@ def test_a_joint_plan_becomes_a_plan_that_fits_the_model() -> None:
         ("name,shape,forward_macs\nw,3x0,9\n", "line 2: sizes"),
         ("name,shape,forward_macs\n", "0 layers"),
         ("name,shape,forward_macs\nw,3x3,0\n", "0 multiply-adds"),
+        ("name,shape,forward_macs\nw,3x3,9\nv,3x3,9\nw,3x3,9\n", "line 4: line 2 is 'w' too"),
+        ("name,shape,forward_macs\nw,3x3,9\n,3x3,9\n", "line 3: the name is empty"),
+        ("\udcff", "is no CSV file"),
     ],
 )
 def test_files_that_are_no_model_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "model.csv"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=message):
         load_model(path)
 

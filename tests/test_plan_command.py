@@ -77,6 +77,11 @@ def test_a_fast_network_is_answered_by_compute_bound() -> None:
     code, output = run(bandwidth="1tbps", latency="1us", **{"step-time": "2s"})
     assert code == 0, output
     assert output.startswith("Your training is compute-bound, compression will not help"), output
+    found = answer(bandwidth="400gbps", latency="1us", **{"step-time": "1s"})
+    assert {group["option"] for group in found["groups"]} == {"dense"}, found["options"]
+    assert (found["planned_ms"], found["speedup"]) == (found["dense_ms"], 1)
+    # A step cannot be shorter than its compute, so that bounds what is still to be saved.
+    assert 0 <= found["gap"] <= 1 - found["compute_ms"] / found["dense_ms"]
 
 
 def test_one_worker_has_nothing_to_exchange() -> None:
@@ -95,7 +100,7 @@ def test_sweep_has_a_row_a_value_and_more_bandwidth_is_never_slower(tmp_path: Pa
     for before, after in itertools.pairwise(rows):
         assert after["dense_ms"] <= before["dense_ms"] * 1.01, (before, after)
         score_before, score_after = (row["planned_ms"] / row["efficiency"] for row in (before, after))
-        assert score_after <= score_before * 1.01, "but for the gap of 1 % that is allowed"
+        assert score_after <= score_before * 1.03, "but for the 3 % within which dense is compute-bound"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -166,7 +171,9 @@ def test_a_gain_adds_a_codec_or_changes_what_one_keeps() -> None:
     assert "qsgd:bits=2" in answer(gain="qsgd:bits=2=0.99")["options"]
     found = answer(gain="qsgd=0.5", **{"min-gain": "0.9"})
     assert "qsgd" not in found["options"]
-    assert not any("qsgd" in line for line in found["assumptions"])
+    (line,) = (line for line in found["assumptions"] if "qsgd" in line)
+    assert line.startswith("qsgd:bits=4,bucket_size=128, topk:density=0.1, "), line
+    assert line.endswith("left out: they keep less than 0.9 (--min-gain)"), line
 
 
 def test_codecs_without_room_for_the_largest_layer_are_named(tmp_path: Path) -> None:
@@ -199,6 +206,15 @@ def test_swept_workers_fill_nodes() -> None:
     assert (network.num_nodes, network.ranks_per_node) == (8, 8)
 
 
+def test_a_sweep_from_part_of_a_node_fills_nodes_of_the_size_given() -> None:
+    found = answer(workers="4", sweep="workers=8..16", **{"ranks-per-node": "8"})
+    rows = {row["workers"]: row for row in found["sweep"]["rows"]}
+    alone = answer(workers="16", **{"ranks-per-node": "8"})
+    assert list(rows) == [8, 16]
+    assert rows[16]["planned_ms"] == pytest.approx(alone["planned_ms"])
+    assert any(line.startswith("nodes of 8, inside 16 Gbit/s") for line in found["assumptions"]), found["assumptions"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -226,7 +242,9 @@ def test_swept_workers_fill_nodes() -> None:
         ({"gain": "qsgd"}, "--gain 'qsgd' is not allowed"),
         ({"gain": "qsgd=much"}, "--gain 'qsgd=much' is not allowed"),
         ({"gain": "zip=0.9"}, "unknown codec 'zip'"),
-        ({"gain": "qsgd=0"}, "gain of qsgd:bits=4,bucket_size=128 is 0.0"),
+        ({"gain": "qsgd=0"}, "a share is more than 0 and at most 1"),
+        ({"gain": "qsgd=1.5"}, "a share is more than 0 and at most 1"),
+        ({"gain": "qsgd=nan"}, "a share is more than 0 and at most 1"),
         ({"min-gain": "2"}, "min_gain 2.0 is not allowed"),
         ({"profile": "{empty}"}, "is not JSON"),
         ({"sweep": "price=1..2"}, "sweep 'price=1..2' is not allowed"),
@@ -247,6 +265,39 @@ def test_what_cannot_be_planned_is_one_clear_error(
     assert code == 1, output
     assert message in " ".join(output.split()), output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "plan --model vgg16 --workers 4 --latency 1ms --bandwidth 1gbps --json {0}/none/x.json",
+            "{0}/none is no folder",
+        ),
+        ("plan --model vgg16 --workers 4 --latency 1ms --bandwidth 1gbps --json {0}", "is a directory"),
+        ("plan --model vgg16 --workers 4 --latency 1ms --bandwidth 1gbps --plot {0}/x.foo", "ends in .png, .pdf, .svg"),
+        (
+            "plan --model vgg16 --workers 4 --latency 1ms --bandwidth 1gbps --plot {0}/file/x/y.png",
+            "{0}/file is no folder",
+        ),
+        ("profile --out {0}/none/p.json", "{0}/none is no folder"),
+        ("profile-model train.py:build --out {0}/none/x.csv", "{0}/none is no folder"),
+        ("bench kernels --json {0}/none/x.json", "{0}/none is no folder"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_work(tmp_path: Path, command: str, message: str) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(main, command.format(tmp_path).split())
+    assert result.exit_code == 2, (result.output, result.exception)  # click's for an option, before the command runs
+    output = "".join(result.output.split())
+    assert "".join(message.format(tmp_path).split()) in output.replace("│", ""), result.output
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
+def test_a_file_that_cannot_be_written_in_the_end_is_one_clear_error() -> None:
+    code, output = run(plot="/proc/none/x.png")
+    assert code != 0
+    assert "/proc" in output
 
 
 def test_a_measured_model_without_times_is_refused_where_it_is_asked_for_them() -> None:

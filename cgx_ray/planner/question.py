@@ -75,8 +75,10 @@ def read_question(
         assumptions.append(f"{batch} samples a worker and step (--batch)")
     if not description.ready_s:
         assumptions.append("a layer's share of backward is that of its multiply-adds; `cgx-ray profile-model` measures")
-    if network.ranks_per_node > 1:
-        assumptions.append(f"inside a node {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
+    swept = None if sweep is None else parse_sweep(sweep, ranks_per_node)
+    nodes = ranks_per_node if swept is not None and swept.name == "workers" else network.ranks_per_node
+    if nodes > 1:
+        assumptions.append(f"nodes of {nodes}, inside {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
     threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
     assumptions.append(f"codec times of {measured.device}, {threads}; --profile takes those of your machine")
     kept = ", ".join(f"{codec} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
@@ -90,6 +92,9 @@ def read_question(
         gain={**TYPICAL_GAINS, **given},
         min_gain=min_gain,
     )
+    dropped = [codec for codec, kept in scenario.gain.items() if kept < min_gain]
+    if dropped:
+        assumptions.append(f"{', '.join(dropped)} left out: they keep less than {min_gain:g} (--min-gain)")
     largest = max(description.layers, key=lambda layer: layer.numel)
     if scenario.too_small:
         assumptions.append(
@@ -100,7 +105,7 @@ def read_question(
         scenario=scenario,
         assumptions=tuple(assumptions),
         price=None if price is None else Price(usd_per_hour=price, batch=batch, samples=samples_per_epoch),
-        sweep=None if sweep is None else parse_sweep(sweep, network.ranks_per_node),
+        sweep=swept,
     )
 
 
@@ -121,8 +126,11 @@ def _between(latency: str | None, bandwidth: str | None, measured: Link | None) 
 def _read_gain(text: str) -> tuple[str, float]:
     codec, _, share = text.rpartition("=")
     try:
-        return str(CodecSpec.parse(codec)), float(share)
+        name, kept = str(CodecSpec.parse(codec)), float(share)
     except ValueError as error:  # ConfigError is one
         raise ConfigError(
             f"--gain {text!r} is not allowed ({error}); give a codec and a share, such as qsgd:bits=2=0.9"
         ) from error
+    if not 0 < kept <= 1:
+        raise ConfigError(f"--gain {text!r} is not allowed; a share is more than 0 and at most 1")
+    return name, kept

@@ -138,4 +138,5 @@ def plot_ways(hosts: list[str], ways: Ways, path: Path) -> None:
         axes.set_yticks(range(len(hosts)), hosts)
         axes.set_xlabel("to")
         axes.set_ylabel("from")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -135,7 +135,7 @@ def _summary(answer: BestPlan, price: Price | None, num_workers: int) -> Table:
         shares = (step.schedule.parts_s[part] / step.step_s if step.step_s else 0.0 for step in (dense, best))
         table.add_row(f"  critical path, {part}", *(f"{share:.0%}" for share in shares))
     num_bytes = (sum(group.wire_bytes for group in step.groups) for step in (dense, best))
-    table.add_row("wire MB a rank and step", *(f"{each / 1e6:.2f}" for each in num_bytes))
+    table.add_row("gradient encoded, MB", *(f"{each / 1e6:.2f}" for each in num_bytes))
     table.add_row("gain kept", "100%", f"{best.efficiency:.1%}")
     table.add_row("progress against dense", "1x", f"{answer.speedup:.2f}x")
     table.add_row("a better plan could save", "", f"{answer.gap:.2%} at most")

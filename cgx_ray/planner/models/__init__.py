@@ -81,7 +81,7 @@ def load_model(name: str | Path) -> ModelDescription:
     """A model of `MODEL_NAMES`, or of a CSV file with the columns name, shape (`"64x3x7x7"`), if it is not float32
     dtype, and either forward_macs or ready_s.
 
-    Raises ConfigError if there is no such file or a line of it is not like that.
+    Raises ConfigError if there is no such file, or if it is no text, or if a line of it is not like that.
     """
     path = _FOLDER / f"{name}.csv" if name in MODEL_NAMES else Path(name)
     if not path.is_file():
@@ -90,32 +90,50 @@ def load_model(name: str | Path) -> ModelDescription:
             "writes them"
         )
     layers, macs, ready_s = [], [], []
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        is_measured = "ready_s" in (rows.fieldnames or ())
-        for number, row in enumerate(rows, start=2):
-            try:
-                shape = [int(size) for size in row["shape"].split("x")]
-                if is_measured:
-                    ready_s.append(float(row["ready_s"]))
-                else:
-                    macs.append(int(row["forward_macs"]))
-                dtype = row.get("dtype") or "float32"
-                layer = Layer(name=row["name"], numel=math.prod(shape), ndim=len(shape), dtype=dtype)
-                layer.dense_bytes  # noqa: B018  raises KeyError for a dtype that is none
-            except (KeyError, ValueError, TypeError, AttributeError) as error:
-                raise ConfigError(
-                    f"{path}, line {number}: {error!r}; give name, shape (64x3x7x7), and forward_macs or ready_s"
-                ) from error
-            if min(shape) < 1 or min(macs[-1:], default=0) < 0:
-                raise ConfigError(f"{path}, line {number}: sizes are 1 or more and multiply-adds 0 or more")
-            if ready_s:
-                _check_seconds(f"{path}, line {number}: ready_s", ready_s[-1])
-            layers.append(layer)
+    line_of: dict[str, int] = {}
+    rows = _read_rows(path)
+    is_measured = bool(rows) and "ready_s" in rows[0]
+    for number, row in enumerate(rows, start=2):
+        try:
+            shape = [int(size) for size in row["shape"].split("x")]
+            if is_measured:
+                ready_s.append(float(row["ready_s"]))
+            else:
+                macs.append(int(row["forward_macs"]))
+            dtype = row.get("dtype") or "float32"
+            layer = Layer(name=row["name"], numel=math.prod(shape), ndim=len(shape), dtype=dtype)
+            layer.dense_bytes  # noqa: B018  raises KeyError for a dtype that is none
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: {error!r}; give name, shape (64x3x7x7), and forward_macs or ready_s"
+            ) from error
+        if min(shape) < 1 or min(macs[-1:], default=0) < 0:
+            raise ConfigError(f"{path}, line {number}: sizes are 1 or more and multiply-adds 0 or more")
+        if ready_s:
+            _check_seconds(f"{path}, line {number}: ready_s", ready_s[-1])
+        if not layer.name:
+            raise ConfigError(f"{path}, line {number}: the name is empty; give each layer a name of its own")
+        if layer.name in line_of:
+            raise ConfigError(
+                f"{path}, line {number}: line {line_of[layer.name]} is {layer.name!r} too; give each layer a name of "
+                "its own"
+            )
+        line_of[layer.name] = number
+        layers.append(layer)
     if not layers or not any((*macs, *ready_s)):
         measure = "seconds" if is_measured else "multiply-adds"
         raise ConfigError(f"{path} has {len(layers)} layers and {sum(macs)} {measure}; give some of both")
     return ModelDescription(name=path.stem, layers=tuple(layers), forward_macs=tuple(macs), ready_s=tuple(ready_s))
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(
+            f"{path} is no CSV file ({error}); give one, as `cgx-ray profile-model` writes them"
+        ) from error
 
 
 def write_model(layers: Sequence[MeasuredLayer], path: Path) -> None:
