@@ -69,7 +69,7 @@ class Profile:
     package_version  of the cgx_ray whose kernels were timed
     device           name of the processor or GPU
     threads          of the CPU, 1 for a GPU
-    codec_costs      by codec name, at its defaults, or `str(CodecSpec)`: as `StepInputs.codec_costs`
+    codec_costs      by codec name, at its defaults, or `str(CodecSpec)`: as `Measured.codec_costs`
     """
 
     package_version: str
