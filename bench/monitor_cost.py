@@ -14,10 +14,10 @@ import ray
 
 from cgx_ray.bench.result import Row
 from cgx_ray.monitors.agent import NodeAgent
-from cgx_ray.monitors.sample import Burst, StepSample, Transfer
+from cgx_ray.monitors.sample import Burst, NodeSample, StepSample, Transfer
 
 _HOST = "127.0.0.1"
-_NUM_RANKS, _STEPS_PER_S = 2, 5
+_NUM_RANKS, _STEPS_PER_S, _REPORT_S = 2, 5, 0.5
 
 
 class _Idle:
@@ -30,12 +30,20 @@ class _Agent(NodeAgent):
         return os.getpid()
 
 
+class _Controller:
+    """Takes samples and orders no probes: these send 1 % of what a link carries, a lot where that is memory."""
+
+    def observe(self, sample: NodeSample) -> None:
+        self._newest = sample
+
+
 def monitor_rows(seconds: float, *, warm_up_s: float = 3.0) -> list[Row]:
     """Watch an agent of the Ray cluster of this process: two ranks of five steps a second, two other nodes."""
     idle = ray.remote(_Idle).options(num_cpus=0).remote()
     agents = [ray.remote(_Agent).options(num_cpus=0).remote(name, "bench", _HOST) for name in "abc"]
     addresses = dict(zip("abc", ray.get([agent.address.remote() for agent in agents]), strict=True))
-    ray.get([agent.start.remote(addresses) for agent in agents])
+    controller = ray.remote(_Controller).options(num_cpus=0).remote()
+    ray.get([agent.start.remote(addresses, controller) for agent in agents])
     watched, bare = (psutil.Process(ray.get(actor.pid.remote())) for actor in (agents[0], idle))
     _report(agents[0], warm_up_s)
     start_s, start = time.monotonic(), (_cpu_s(watched), _cpu_s(bare))
@@ -43,7 +51,7 @@ def monitor_rows(seconds: float, *, warm_up_s: float = 3.0) -> list[Row]:
     passed_s = time.monotonic() - start_s
     share, bare_share = ((_cpu_s(p) - s) / passed_s for p, s in zip((watched, bare), start, strict=True))
     rss, bare_rss = (process.memory_info().rss / 2**20 for process in (watched, bare))
-    for actor in (idle, *agents):
+    for actor in (idle, controller, *agents):
         ray.kill(actor)
     return [
         Row(name="agent_cpu", value=share, unit="cores", baseline=bare_share, ratio=share - bare_share, goal="<= 0.01"),
@@ -63,14 +71,13 @@ def local_ray() -> Iterator[None]:
 
 def _report(agent: Any, seconds: float) -> None:
     """Steps of the ranks, every half second as workers report them."""
-    end_s, step = time.monotonic() + seconds, 0
-    while time.monotonic() < end_s:
+    start_s, num_reported = time.monotonic(), 0
+    while num_reported < int(seconds * _STEPS_PER_S):
+        time.sleep(_REPORT_S)
+        steps = range(num_reported, int((time.monotonic() - start_s) * _STEPS_PER_S))
         for rank in range(_NUM_RANKS):
-            ray.get(
-                agent.report.remote([replace(_STEP, rank=rank, step=step + i) for i in range(_STEPS_PER_S // 2 + 1)])
-            )
-        step += _STEPS_PER_S
-        time.sleep(0.5)
+            ray.get(agent.report.remote([replace(_STEP, rank=rank, step=step) for step in steps]))
+        num_reported += len(steps)
 
 
 def _cpu_s(process: psutil.Process) -> float:

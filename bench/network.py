@@ -6,6 +6,7 @@ what it knows. Truth is what the lab has set: the rate less the headers of IP an
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from rich.console import Console
 from cgx_ray.bench.monitor_cost import local_ray, monitor_rows
 from cgx_ray.bench.network_job import Job, NetworkBenchError
 from cgx_ray.bench.result import Row, write_result
+from cgx_ray.control.loop import LoopFacts
 from cgx_ray.lab.link import MTU_BYTES, Direction, LinkChange, format_rate
 from cgx_ray.lab.namespaces import Lab
 
@@ -155,23 +157,24 @@ def _settle(lab: Lab, job: Job) -> None:
 
 
 def _changes(lab: Lab, job: Job) -> Iterator[Row]:
-    """Seconds from a change by 2x until the loop counts it."""
+    """Seconds from a change by 2x until the loop counts it and its estimate is nearer to the new link than the old."""
     _settle(lab, job)
-    changes: dict[str, LinkChange] = {
-        "bandwidth_halved": {"rate_bit_per_s": _BASE_RATE / 2},
-        "bandwidth_doubled": {"rate_bit_per_s": _BASE_RATE},
-        "latency_doubled": {"latency_s": 2 * _BASE_LATENCY_S},
-        "latency_halved": {"latency_s": _BASE_LATENCY_S},
+    rate, latency_s = _BASE_RATE * _PAYLOAD / math.sqrt(2), _BASE_LATENCY_S * math.sqrt(2)
+    changes: dict[str, tuple[LinkChange, Callable[[LoopFacts], bool]]] = {
+        "bandwidth_halved": ({"rate_bit_per_s": _BASE_RATE / 2}, lambda f: (f.bandwidth_bits_per_s or math.inf) < rate),
+        "bandwidth_doubled": ({"rate_bit_per_s": _BASE_RATE}, lambda f: (f.bandwidth_bits_per_s or 0) > rate),
+        "latency_doubled": ({"latency_s": 2 * _BASE_LATENCY_S}, lambda f: (f.latency_s or 0) > latency_s),
+        "latency_halved": ({"latency_s": _BASE_LATENCY_S}, lambda f: (f.latency_s or math.inf) < latency_s),
     }
-    for name, change in changes.items():
+    for name, (change, has_moved) in changes.items():
         lab.set(**change)
-        yield Row(name=f"notice_{name}", value=_notice_s(job), unit="s", goal="<= 3")
+        yield Row(name=f"notice_{name}", value=_notice_s(job, has_moved), unit="s", goal="<= 3")
         time.sleep(_SETTLE_S)
 
 
-def _notice_s(job: Job) -> float | None:
+def _notice_s(job: Job, has_moved: Callable[[LoopFacts], bool]) -> float | None:
     before = job.facts().num_link_changes
-    return job.wait_for(lambda facts: facts.num_link_changes > before, _NOTICE_TIMEOUT_S)
+    return job.wait_for(lambda facts: facts.num_link_changes > before and has_moved(facts), _NOTICE_TIMEOUT_S)
 
 
 def _neighbour(lab: Lab, job: Job, minutes: float) -> list[Row]:

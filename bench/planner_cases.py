@@ -118,21 +118,3 @@ def earliest_finish_s(pipeline: Pipeline) -> float:
         ways.append((np.concatenate(compute), np.concatenate(network)))
     assert len(ways[-1][0]) == len(pipeline.costs) * (1 + len(pipeline.costs)) ** (pipeline.num_layers - 1)
     return float(ways[-1][1].min())
-
-
-def earliest_finish_by_fronts_s(pipeline: Pipeline) -> float:
-    """The same, leaving out only plans of the first k layers that another one is no worse than in either finish."""
-    fronts: list[list[tuple[float, float]]] = [[(0.0, 0.0)]]
-    for end in range(1, pipeline.num_layers + 1):
-        found = []
-        for start in range(end):
-            numel, backward_s = sum(pipeline.numel[start:end]), sum(pipeline.backward_s[start:end])
-            for cost in pipeline.costs:
-                compute_s, network_s = backward_s + cost.compute_s(numel), cost.network_s(numel)
-                found += [(c + compute_s, max(d, c + compute_s) + network_s) for c, d in fronts[start]]
-        front: list[tuple[float, float]] = []
-        for label in sorted(found):
-            if not front or label[1] < front[-1][1]:
-                front.append(label)
-        fronts.append(front)
-    return min(d for _, d in fronts[-1])

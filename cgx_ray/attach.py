@@ -106,8 +106,9 @@ class Attachment:
         """Train a few steps with each of some codecs, undo them, and go on with the one at the knee of time and gain.
 
         Flexible Communication, section 3-E, checkpoints in memory. Call it on all ranks, between steps, with the same
-        arguments. What `stateful` holds, random numbers, residuals and the step are afterwards as before, bit for bit;
-        gradients are what the last `step` left. So too if `step` raises, but for the plan, which is then the one tried.
+        arguments. What `stateful` holds, torch's random numbers, residuals and the step are afterwards as before, bit
+        for bit; gradients are what the last `step` left. So too if `step` raises, but for the plan, which is then the
+        one tried.
 
         stateful    the model, the optimizer and whatever else `step` changes: a schedule, a GradScaler
         step        one training step: forward, one synchronised backward, optimizer. It is called with 0, 1, ... for
@@ -119,7 +120,8 @@ class Attachment:
                     its plan in force
         group_bytes as in `make_plan`
 
-        Raises ConfigError for an FSDP2 model, and where a controller chooses the plans; PlanError at world size 1.
+        Raises ConfigError for an FSDP2 model, where a controller chooses the plans, and, before the first step, if a
+        scheme cannot carry a candidate; PlanError at world size 1; CGXError on all ranks if none had gradients.
         """
         if self._engine is None:
             raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to explore")

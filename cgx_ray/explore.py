@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +36,7 @@ class Exploration:
     """What was found; the same on all ranks.
 
     trials  of all candidates, in their order: the slowest rank's codec time, the fastest's exchange time (others
-            waited), the mean gain
+            waited), the mean gain over ranks that had one
     front   those that no other beats in codec time, exchange time and gain
     plan    of the knee of the front; it is in force
     """
@@ -68,47 +68,57 @@ def explore(
     if not specs:
         raise ConfigError("no candidates to explore; give at least one codec")
 
-    def enter(spec: CodecSpec, scheme: Scheme) -> None:
-        """Bring a plan in force by agreement, as any other. The steps that takes also warm it up."""
-        plan = make_plan(
-            engine.layers,
-            version=engine.plan.version + 1,
-            world_size=dist.get_world_size(group),
-            codec=spec,
-            scheme=scheme,
-            group_bytes=group_bytes,
+    world_size = dist.get_world_size(group)
+    plans = [
+        make_plan(
+            engine.layers, version=version, world_size=world_size, codec=spec, scheme=scheme, group_bytes=group_bytes
         )
+        for version, spec in enumerate(specs, engine.plan.version + 1)
+    ]
+    # All of them before the first step: a plan in force is not undone.
+    for plan in plans:
+        plan.check(engine.layers, world_size)
+
+    def enter(plan: Plan) -> None:
+        """Bring a plan in force by agreement, as any other. The steps that takes also warm it up."""
         engine.hold(plan)
         while engine.plan.version < plan.version:
             _exchange(engine, step, 0)
 
     trials = []
-    for spec in specs:
-        carrier = Scheme(scheme) if scheme is not None else preferred_scheme(spec)
+    for spec, plan in zip(specs, plans, strict=True):
         with _restored(engine, stateful):
-            enter(spec, carrier)
+            enter(plan)
         with _restored(engine, stateful), engine.metered([spec], GAIN_INTERVAL_STEPS):
             own = _measure(engine, step, iterations, str(spec))
-        everyones: list[Any] = [None] * dist.get_world_size(group)
+        everyones: list[Any] = [None] * world_size
         dist.all_gather_object(everyones, own, group=group)
         codec_s, exchange_s, gain = zip(*everyones, strict=True)
+        gains = [one for one in gain if one is not None]
+        if not gains:
+            raise CGXError(f"gradients were 0 or not finite in all {iterations} steps with {spec}; explore later on")
         trials.append(
             Trial(
                 codec=spec,
-                scheme=carrier,
+                scheme=Scheme(scheme) if scheme is not None else preferred_scheme(spec),
                 codec_s=max(codec_s),
                 exchange_s=min(exchange_s),
-                gain=math.fsum(gain) / len(gain),
+                gain=math.fsum(gains) / len(gains),
             )
         )
     best = knee(trials)
     with _restored(engine, stateful):
-        enter(best.codec, best.scheme)
+        enter(replace(plans[trials.index(best)], version=engine.plan.version + 1))
     return Exploration(trials=tuple(trials), front=front(trials), knee=best, plan=engine.plan)
 
 
-def _measure(engine: Engine, step: Callable[[int], object], iterations: int, codec: str) -> tuple[float, float, float]:
-    """Seconds to code and to exchange, and the gain: means over the steps that measured it."""
+def _measure(
+    engine: Engine, step: Callable[[int], object], iterations: int, codec: str
+) -> tuple[float, float, float | None]:
+    """Seconds to code and to exchange, and the gain: means over the steps that measured it.
+
+    Gain None if this rank's gradients were 0 or not finite in all of them: others may know, and wait for an answer.
+    """
     times, gains = [], []
     for iteration in range(iterations):
         sample = _exchange(engine, step, iteration)
@@ -116,10 +126,8 @@ def _measure(engine: Engine, step: Callable[[int], object], iterations: int, cod
             gains.append(sample.gain[codec])
         else:
             times.append((sample.encode_s + sample.decode_s, sample.exchange_s))
-    if not gains:
-        raise CGXError(f"gradients were 0 or not finite in all {iterations} steps with {codec}; explore later on")
     codec_s, exchange_s = (math.fsum(column) / len(times) for column in zip(*times, strict=True))
-    return codec_s, exchange_s, math.fsum(gains) / len(gains)
+    return codec_s, exchange_s, math.fsum(gains) / len(gains) if gains else None
 
 
 def _exchange(engine: Engine, step: Callable[[int], object], iteration: int) -> StepSample:
@@ -135,7 +143,7 @@ def _exchange(engine: Engine, step: Callable[[int], object], iteration: int) -> 
 
 @contextmanager
 def _restored(engine: Engine, stateful: Sequence[Stateful]) -> Iterator[None]:
-    """Afterwards everything but the plan is as it was: `stateful`, random numbers, what codecs remember, the step."""
+    """Afterwards everything but the plan is as it was: `stateful`, torch's random numbers, codecs' memory, the step."""
     states = [copy.deepcopy(entry.state_dict()) for entry in stateful]
     memories = engine.state()
     devices = [engine.device.index] if engine.device.type == "cuda" else []

@@ -142,6 +142,7 @@ class Peers:
             try:
                 # A new mapping each time: samples already hold the old one.
                 self.latency_s = {**others, node_id: round_trip_s(host, port) / 2}
+                self._silent.discard(node_id)
             except OSError as error:
                 self.latency_s = others
                 if node_id not in self._silent:

@@ -30,6 +30,8 @@ _PAUSE_GAPS = 8
 _FAST = 0.75
 # In queues and token buckets before the link: faster than it.
 _SKIPPED_BYTES = 1 << 17
+# The least that says a rate.
+_FIRST_BYTES = 2 * _SKIPPED_BYTES
 _SO_TIMESTAMPNS = 35  # Python has no name for it
 _TIMESPEC = struct.Struct("@qq")
 
@@ -90,6 +92,16 @@ def measure_tcp(host: str, port: int, num_bytes: int) -> Bandwidth:
 
     Raises OSError if it does not answer, or another probe is under way there for longer than MAX_PROBE_S.
     """
+    bytes_per_s = _send_bulk(host, port, num_bytes)
+    if bytes_per_s == 0:
+        raise ConnectionError(
+            f"too little got to {host}:{port} to say at which rate; send more than {_SKIPPED_BYTES} bytes"
+        )
+    return Bandwidth(bytes_per_s=bytes_per_s, tool="tcp")
+
+
+def _send_bulk(host: str, port: int, num_bytes: int) -> float:
+    """The rate that a `BulkServer` answers, 0 if it was too little to say."""
     piece = bytes(_PIECE_BYTES)
     with socket.create_connection((host, port), timeout=2 * MAX_PROBE_S) as sock:
         end_s = time.perf_counter() + MAX_PROBE_S
@@ -99,12 +111,7 @@ def measure_tcp(host: str, port: int, num_bytes: int) -> Bandwidth:
         answer = sock.recv(_RESULT.size, socket.MSG_WAITALL)
     if len(answer) < _RESULT.size:
         raise ConnectionError(f"{host}:{port} hung up before it said how fast it was")
-    (bytes_per_s,) = _RESULT.unpack(answer)
-    if bytes_per_s == 0:
-        raise ConnectionError(
-            f"too little got to {host}:{port} to say at which rate; send more than {_SKIPPED_BYTES} bytes"
-        )
-    return Bandwidth(bytes_per_s=bytes_per_s, tool="tcp")
+    return float(_RESULT.unpack(answer)[0])
 
 
 def _receive_bulk(client: socket.socket) -> float:
@@ -219,14 +226,22 @@ def count_hops(host: str, port: int, timeout_s: float = 1.0) -> int | None:
 
 
 def measure_bulk(bulk: tuple[str, int]) -> tuple[int, list[Bandwidth]]:
-    """Probe a `BulkServer` three times, the first to learn what the others may send.
+    """Probe a `BulkServer`: with more and more to learn what may be sent, then twice with that.
 
-    Returns three times the bytes of each of the others, and what these found. A third such probe is still within the
-    budget of a minute. Raises OSError as `measure_tcp`.
+    Returns three times the bytes of each of these two, and what they found. A third such probe is still within the
+    budget of a minute. Where that has no room for them (links under some 14 Mbit/s) it is 0, and what the last one
+    before found. _FIRST_BYTES are always sent, three times as many on a long path. Raises OSError as `measure_tcp`.
     """
-    spent = budget_bytes(None) // 5
-    first = measure_tcp(*bulk, spent)
-    left = max(0, budget_bytes(first.bytes_per_s) - spent) or spent
+    spent, num_bytes, bytes_per_s = 0, _FIRST_BYTES, 0.0
+    # A fifth of the budget; that of a fast link is not needed to know it.
+    while num_bytes <= min(budget_bytes(None), budget_bytes(bytes_per_s)) // 5:
+        bytes_per_s = _send_bulk(*bulk, num_bytes) or bytes_per_s
+        spent, num_bytes = spent + num_bytes, 2 * num_bytes
+    if bytes_per_s == 0:
+        raise ConnectionError(f"{spent} bytes were too little to say at which rate they get to {bulk[0]}:{bulk[1]}")
+    left = budget_bytes(bytes_per_s) - spent
+    if left // 3 < num_bytes // 2:
+        return 0, [Bandwidth(bytes_per_s=bytes_per_s, tool="tcp")]
     return left, [measure_tcp(*bulk, left // 3) for _ in range(2)]
 
 
@@ -234,7 +249,7 @@ def measure_bulk(bulk: tuple[str, int]) -> tuple[int, list[Bandwidth]]:
 class Way:
     """What probes found of the way from one node to another.
 
-    error  half the spread of the bandwidth over the probes, as a share of it
+    error  half the spread of the bandwidth over the probes, as a share of it; 0 if there was room for one only
     hops   None if they were not counted
     """
 
@@ -286,7 +301,7 @@ class Prober:
         """
         latency_s = round_trip_s(*echo) / 2
         left, found = measure_bulk(bulk)
-        if iperf3 is not None and Iperf3Server.available():
+        if iperf3 is not None and left > 0 and Iperf3Server.available():
             found.append(measure_iperf3(*iperf3, left // 3))
         rates = [one.bytes_per_s for one in found]
         return Way(

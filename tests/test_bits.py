@@ -61,6 +61,18 @@ def test_dp_equals_brute_force_and_no_method_is_behind_4_bits_everywhere_in_60_c
             assert choice.bound_bytes <= best.wire_bytes, (case, choice)
 
 
+def test_where_4_bits_make_no_error_no_method_makes_any() -> None:
+    exact_from_4 = {1: 0.4, 2: 0.4, 3: 0.1, **dict.fromkeys(range(4, 9), 0.0)}
+    zero = dict.fromkeys(range(1, 9), 0.0)
+    problem = BitsProblem(
+        layers=tuple(LayerErrors(numel=5000, norm=1.0, squared_errors=e) for e in (exact_from_4, zero, exact_from_4))
+    )
+    assert (dp(problem).bits, dp(problem).gap) == ((4, 1, 4), 0)
+    for choice in (dp(problem), kmeans(problem), linear(problem), bayes(problem, num_trials=12)):
+        errors = [layer.squared_errors[bits] for layer, bits in zip(problem.layers, choice.bits, strict=True)]
+        assert errors == [0.0, 0.0, 0.0], choice
+
+
 def test_dp_of_300_layers_of_odd_sizes_is_the_optimum_and_with_few_labels_has_a_small_gap() -> None:
     problem = random_problem(random.Random(1), 300, tuple(range(1, 9)), 2.0)
     best, hasty = dp(problem), dp(problem, max_labels=2)

@@ -29,7 +29,7 @@ class Run:
     def __init__(self, rank: int) -> None:
         branches = Branches()
         branches.left = nn.Sequential(nn.BatchNorm1d(131), nn.Dropout(0.1), branches.left)  # type: ignore[assignment]
-        self.rank = rank
+        self.rank, self.scale = rank, 1.0
         self.model = DistributedDataParallel(branches)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
@@ -38,7 +38,7 @@ class Run:
     def step(self, index: int) -> None:
         x_BD = batch(self.rank, index)
         self.optimizer.zero_grad()
-        (self.model(x_BD) - x_BD).square().mean().backward()
+        ((self.model(x_BD) - x_BD).square().mean() * self.scale).backward()
         self.optimizer.step()
         self.schedule.step()
 
@@ -103,6 +103,38 @@ def test_exploration_leaves_no_trace_but_the_plan_of_the_knee() -> None:
     assert "0 times" in first["errors"][0]
     assert "iterations 1 is not allowed" in first["errors"][1]
     assert first["last"] == (3, 4)
+
+
+def _refused(attachment: cgx_ray.Attachment, run: Run, **arguments: Any) -> str:
+    with pytest.raises(cgx_ray.CGXError) as caught:
+        attachment.explore([run.model, run.optimizer], run.step, iterations=2, **arguments)
+    return str(caught.value)
+
+
+def _explore_without_gradients(rank: int) -> dict[str, Any]:
+    run = Run(rank)
+    attachment = cgx_ray.attach(run.model)
+    bad = [
+        _refused(attachment, run, candidates=["topk:density=0.01", "qsgd:bits=2"], scheme="artopk_ring"),
+        _refused(attachment, run, scheme="star"),
+    ]
+    assert attachment.last_step is None, "refused before the first step"
+    run.scale = 1.0 - rank
+    found = attachment.explore([run.model, run.optimizer], run.step, candidates=CANDIDATES[:1], iterations=2)
+    run.scale = 0.0
+    nobody = _refused(attachment, run, candidates=CANDIDATES[:1])
+    attachment.close()
+    return {"bad": bad, "found": found, "nobody": nobody}
+
+
+def test_ranks_without_gradients_do_not_count_and_bad_candidates_are_refused_before_the_first_step() -> None:
+    first, second = run_ranks(2, _explore_without_gradients)
+    assert first == second
+    assert "scheme artopk_ring cannot carry codec qsgd" in first["bad"][0]
+    assert "unknown scheme 'star'" in first["bad"][1]
+    (trial,) = first["found"].trials
+    assert 0.3 <= trial.gain <= 1, trial
+    assert "0 or not finite in all 2 steps with topk:density=0.3" in first["nobody"]
 
 
 def _bits_by_layer(rank: int) -> tuple[list[str], list[int]]:

@@ -29,7 +29,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors.sample import Transfer
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, GroupPlan, Intra, Layer, Plan, Scheme, make_plan
-from cgx_ray.planner.cost import Link, hierarchical_s, hierarchical_terms, terms
+from cgx_ray.planner.cost import Link, hierarchical_terms, terms
 from cgx_ray.settings import Settings
 
 
@@ -238,18 +238,17 @@ LAN, BUS = Link.from_rates(bandwidth_gbps=1, latency_ms=1), Link.from_rates(band
 
 @pytest.mark.parametrize("intra", [Intra.DENSE, Intra.COMPRESSED])
 def test_cost_of_four_ranks_a_node_by_hand(intra: Intra) -> None:
-    seconds = hierarchical_s(
+    inside, between = hierarchical_terms(
         Scheme.SRA,
         intra,
         num_nodes=2,
         ranks_per_node=4,
         dense_bytes=100e6,
         wire_bytes=12.5e6,
-        inside=BUS,
-        between=LAN,
     )
-    inside = 2e-5 + 2 * 3 / 4 * (100e6 if intra is Intra.DENSE else 12.5e6) / 10e9
-    assert seconds == pytest.approx(inside + 2e-3 + 2 * 1 / 2 * 12.5e6 / 125e6)
+    inside_s = 2e-5 + 2 * 3 / 4 * (100e6 if intra is Intra.DENSE else 12.5e6) / 10e9
+    assert BUS.seconds(*inside) == pytest.approx(inside_s)
+    assert LAN.seconds(*between) == pytest.approx(2e-3 + 2 * 1 / 2 * 12.5e6 / 125e6)
 
 
 @pytest.mark.parametrize("scheme", list(Scheme), ids=str)

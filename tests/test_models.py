@@ -10,7 +10,6 @@ from cgx_ray.bench.planner_cases import COMPRESSING, DENSE_INDEX, MODEL_OPTIONS,
 from cgx_ray.errors import ConfigError
 from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.models import MODEL_NAMES, generate, load_model
-from cgx_ray.planner.pipeline import make_plan_of
 from cgx_ray.planner.search import search
 from cgx_ray.planner.strategies import named_strategies
 
@@ -83,18 +82,6 @@ def test_fusion_of_resnet101_is_never_behind_any_bucket_size() -> None:
         groups, finish_s = fuse(pipeline, option)
         assert pipeline.finish_s(groups) == pytest.approx(finish_s, rel=ROUNDING)
         assert finish_s >= search(pipeline).bound_s * (1 - ROUNDING)
-
-
-def test_a_joint_plan_becomes_a_plan_that_fits_the_model() -> None:
-    description = load_model("resnet18")
-    joint = search(model_pipeline("resnet18", 1))
-    plan = make_plan_of(joint.groups, description.layers, MODEL_OPTIONS, version=3, world_size=8)
-    plan.check(description.layers, 8)
-    assert len(plan.groups[0].layers) == joint.groups[0].end
-    assert plan.groups[0].layers[0] == "fc.bias"
-    assert [(group.codec, group.scheme) for group in plan.groups] == [
-        (MODEL_OPTIONS[group.option].codec, MODEL_OPTIONS[group.option].scheme) for group in joint.groups
-    ]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from cgx_ray.bench.monitor_cost import monitor_rows
 from cgx_ray.monitors.agent import NodeAgent, OwnBytes
 from cgx_ray.monitors.export import METRICS, RUN, ControllerMetrics
 from cgx_ray.monitors.host import HostMonitor, Neighbours, NicBytes, NicRates, read_nics, read_pressure
-from cgx_ray.monitors.network import EchoServer, round_trip_s
+from cgx_ray.monitors.network import EchoServer, Peers, round_trip_s
 from cgx_ray.monitors.probe import BulkServer
 from cgx_ray.monitors.sample import CURVE_DENSITIES, NodeSample, StepSample, Transfer
 
@@ -400,6 +400,20 @@ def test_an_agent_probes_the_node_that_the_controller_names_and_no_other(agent: 
         agent.stop()
     assert [list(rates) for rates in found] == [["b"]]
     assert found[0]["b"] > 1e6
+
+
+def test_a_node_that_falls_silent_again_is_named_again(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(EchoServer(HOST)) as gone:
+        pass
+    with closing(EchoServer(HOST)) as there:
+        addresses = {"b": gone.address}
+        peers = Peers(addresses)
+        for address, answers in ((gone, 0), (there, 1), (gone, 0), (gone, 0)):
+            addresses["b"] = address.address
+            peers.measure(threading.Event())
+            assert len(peers.latency_s) == answers
+    heard = logged(caplog)
+    assert len(heard) == 2, heard
 
 
 def test_a_controller_that_rejects_a_sample_still_gets_the_next(

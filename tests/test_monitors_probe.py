@@ -51,6 +51,27 @@ def test_a_probe_a_minute_costs_1_percent_of_the_link() -> None:
     assert budget_bytes(None) == budget_bytes(12.5e6)
 
 
+@pytest.mark.parametrize("mbit_per_s", [4, 10, 15, 50, 100, 1000, 10_000])
+@pytest.mark.parametrize("least_bytes", [200_000, 500_000])
+def test_all_probes_of_a_minute_keep_to_the_budget(
+    mbit_per_s: int, least_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`least_bytes` say a rate; where the path is long less than that does not."""
+    sent: list[int] = []
+    rate = mbit_per_s * 125e3
+
+    def send(host: str, port: int, num_bytes: int) -> float:
+        sent.append(num_bytes)
+        return rate if num_bytes >= least_bytes else 0.0
+
+    monkeypatch.setattr(probe, "_send_bulk", send)
+    left, found = probe.measure_bulk((HOST, 1))
+    assert [one.bytes_per_s for one in found] == [rate] * (2 if left else 1)
+    # A link that takes half a megabyte to know is not known for less.
+    allowed = max(budget_bytes(rate), (1 << 18) + ((1 << 19) if least_bytes > 1 << 18 else 0))
+    assert sum(sent) + left // 3 <= allowed, sent
+
+
 def test_in_an_hour_of_asking_no_node_takes_part_in_two_probes_a_minute_and_every_way_has_its_turn() -> None:
     schedule, nodes = ProbeSchedule(), "abcd"
     begun = [

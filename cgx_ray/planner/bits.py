@@ -99,8 +99,13 @@ class BitsProblem:
         )
 
     def tables(self) -> tuple[Ints, Floats]:
-        """(L, W) wire bytes, and squared errors as shares of what is allowed: a choice may have 1 in all."""
-        return self._bytes(), self._squared_errors() / (self._budget or 1.0)
+        """(L, W) wire bytes, and squared errors as shares of what is allowed: a choice may have 1 in all.
+
+        Where none is allowed each is infinite.
+        """
+        error_LW = self._squared_errors()
+        share_LW = error_LW / self._budget if self._budget > 0 else np.where(error_LW > 0, math.inf, 0.0)
+        return self._bytes(), share_LW
 
     def _bytes_of(self, bits: int) -> Ints:
         codec = replace(self.codec, bits=bits)

@@ -54,7 +54,8 @@ def bayes(problem: BitsProblem, *, num_trials: int = 100, seed: int = 0) -> Bits
     random = np.random.default_rng(seed)
 
     def objective(choice_L: Ints) -> float:
-        excess = max(0.0, math.log(max(total(error_LW, choice_L), 1e-300)))
+        # Finite, or there is no mean.
+        excess = math.log(min(max(total(error_LW, choice_L), 1.0), 1e300))
         return total(bytes_LW, choice_L) / problem.static_bytes + excess
 
     tried = [np.full(num_layers, width) for width in range(num_widths)]

@@ -203,31 +203,6 @@ def _is_vendor_ring(scheme: Scheme) -> bool:
     return scheme in (Scheme.DENSE, Scheme.ALLREDUCE) or (scheme.is_artopk and not scheme.by_tree)
 
 
-def hierarchical_s(
-    scheme: Scheme,
-    intra: Intra,
-    *,
-    num_nodes: int,
-    ranks_per_node: int,
-    dense_bytes: float,
-    wire_bytes: float,
-    inside: Link,
-    between: Link,
-    index_bytes: float = 0,
-) -> float:
-    """Seconds of a hierarchical exchange of one group, codec time left out. Arguments as in `hierarchical_terms`."""
-    of_inside, of_between = hierarchical_terms(
-        scheme,
-        intra,
-        num_nodes=num_nodes,
-        ranks_per_node=ranks_per_node,
-        dense_bytes=dense_bytes,
-        wire_bytes=wire_bytes,
-        index_bytes=index_bytes,
-    )
-    return inside.seconds(*of_inside) + between.seconds(*of_between)
-
-
 def allgather_tree_s(num_workers: int, wire_bytes: float, link: Link) -> float:
     """Allgather as the literature models it, by recursive doubling. For comparison: no scheme does it."""
     _check_exchange(num_workers, 0, wire_bytes)

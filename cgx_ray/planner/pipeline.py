@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import GroupPlan, Layer, Plan, Scheme
+from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import Network
 from cgx_ray.planner.options import CodecCost, Option, legs
 
@@ -159,27 +159,6 @@ def cheapest(costs: Sequence[GroupCost], numel: int) -> int:
         for cost in costs
     ]
     return totals.index(min(totals))
-
-
-def make_plan_of(
-    groups: Sequence[Group], layers: Sequence[Layer], options: Sequence[Option], *, version: int, world_size: int
-) -> Plan:
-    """The plan for ranks: `layers` in registration order, whose reverse is the order of the groups."""
-    names = [layer.name for layer in reversed(layers)]
-    starts = [0, *(group.end for group in groups)]
-    return Plan(
-        version=version,
-        world_size=world_size,
-        groups=tuple(
-            GroupPlan(
-                layers=tuple(names[start : group.end]),
-                codec=options[group.option].codec,
-                scheme=options[group.option].scheme,
-                intra=options[group.option].intra,
-            )
-            for start, group in zip(starts, groups, strict=False)
-        ),
-    )
 
 
 def _check_seconds(name: str, value: float) -> None:
