@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
@@ -215,7 +215,7 @@ class ControlLoop:
         if isinstance(decision, Replace):
             # Its gain is only known while it is used: unused, the estimate would bring it straight back.
             fallen = {option.codec for option in self._fallen(measured)}
-            self._banned |= {(codec, scheme): step.step + BAN_STEPS for codec in fallen for scheme in Scheme}
+            self._ban(((codec, scheme) for codec in fallen for scheme in Scheme), until=step.step + BAN_STEPS)
         if decision is not None:
             self._act(decision, step, measured, now_s)
         return decision
@@ -291,7 +291,7 @@ class ControlLoop:
         pause = BAN_STEPS << self._num_failures
         self._num_failures += 1
         # Twice the pause, so that what is tried after it is something else.
-        self._banned |= {(option.codec, option.scheme): step.step + 2 * pause for option in trial.options}
+        self._ban(((option.codec, option.scheme) for option in trial.options), until=step.step + 2 * pause)
         decision = Disable(
             plan=plan,
             reason=f"{trial.decision.predicted.describe()} took {measured_s:.3f} s a step, dense {source} "
@@ -302,6 +302,9 @@ class ControlLoop:
         self._act(decision, step, measured, now_s)
         self._review_step = step.step + pause
         return decision
+
+    def _ban(self, pairs: Iterable[Pair], *, until: int) -> None:
+        self._banned |= {pair: max(until, self._banned.get(pair, 0)) for pair in pairs}
 
     def _dense_now(self, measured: Measured, predicted: Prediction) -> tuple[float, str]:
         """Seconds of a dense step, and how they are known.
