@@ -132,7 +132,7 @@ class Job:
             if self._loop is None:
                 return
             known = len(self._loop.plans)
-            self._loop.observe(sample)
+            self._loop.observe(sample, time.monotonic())
             if sample.node_id == "host 0":
                 self.num_steps += len(sample.steps)
                 self.neighbour_bytes_per_s = sample.host.neighbour_bytes_per_s

@@ -69,7 +69,8 @@ def test_joint_plan_equals_brute_force_over_all_groupings_options_and_gains(rank
         net = network(10 ** rng.uniform(-1, 2), num_nodes=rng.choice((2, 5)), ranks_per_node=ranks_per_node)
         gain = {name: rng.uniform(0.3, 1.3) for name in GAIN}
         run = measured(layers, backward_s, net, gain=gain)
-        options = [DENSE, *rng.sample(OPTIONS[1:], 5)]
+        known = [option for option in OPTIONS[1:] if ranks_per_node > 1 or option.intra is Intra.FLAT]
+        options = [DENSE, *rng.sample(known, 5)]
         numels = [layer.numel for layer in reversed(layers)]
         scores = {}
         for cuts in itertools.product((False, True), repeat=num_layers - 1):
@@ -170,6 +171,24 @@ def test_options_of_unknown_or_too_little_gain_are_left_out_and_one_worker_stays
     assert best_plan(unknown, OPTIONS).best.efficiency == 1
     alone = best_plan(of_model("alexnet", network(0.1, num_nodes=1)), OPTIONS)
     assert (alone.best.describe(), alone.best.step_s) == ("dense", pytest.approx(0.3))
+
+
+def test_dense_is_what_ddp_does_and_hierarchical_sums_are_an_option_like_others() -> None:
+    """5 ms between 8 nodes of 8: sums inside nodes spare hops, so they are the better plan, not dense."""
+    run = of_model("resnet50", network(10, ranks_per_node=8, latency_ms=5))
+    sums = Option(codec=DENSE.codec, scheme=Scheme.DENSE, intra=Intra.DENSE)
+    found = best_plan(run, (sums,))
+    assert found.dense == best_plan(run, ()).dense
+    assert (found.dense.options, found.dense.is_dense) == ((DENSE,), True)
+    assert (sums in found.best.options, found.best.is_dense) == (True, False)
+    assert found.best.step_s < found.dense.step_s
+
+
+def test_where_nodes_have_one_rank_hierarchies_are_flat_under_another_name_and_are_left_out() -> None:
+    run = of_model("resnet50", network(0.1))
+    found = best_plan(run, [option for option in OPTIONS if option.intra is not Intra.FLAT])
+    assert found.best.describe() == found.dense.describe()
+    assert not best_plan(run, OPTIONS).best.is_dense
 
 
 def test_16384_workers_are_planned_and_hierarchies_spare_the_nodes_cards() -> None:

@@ -47,14 +47,15 @@ class Controller:
 
     async def observe(self, sample: NodeSample) -> str | None:
         """Take in a node's report; decide if it gives cause to. Returns the node it is to probe now, or None."""
-        for decision in self._loop.observe(sample):
+        now_s = time.monotonic()
+        for decision in self._loop.observe(sample, now_s):
             logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
             self._metrics.count_decision(type(decision).__name__.lower())
         if self._loop.is_registered:
             self._metrics.export(self._loop.facts(), self._journal.num_errors)
         self._changed.set()
         self._changed = asyncio.Event()
-        return self._loop.next_probe(sample.node_id, time.monotonic())
+        return self._loop.next_probe(sample.node_id, now_s)
 
     async def plans_after(self, version: int, timeout_s: float) -> list[Plan]:
         """Plans newer than `version`, oldest first; waits up to `timeout_s` for one, then returns none."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import TypeVar
 
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.measured import (
-    compressing,
+    beside_dense,
     describe_measured,
     describe_plan,
     is_dense,
@@ -17,14 +17,14 @@ from cgx_ray.control.measured import (
     network_of,
     slowed,
 )
-from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Policy, Replace, View
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Pair, Policy, Replace, View
 from cgx_ray.control.view import JoinedStep, StepBook
 from cgx_ray.monitors.changes import SlowRanks
 from cgx_ray.monitors.passive import Estimate, PassiveLink
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.monitors.topology import SilentNodes
-from cgx_ray.plan import Layer, Plan, make_plan
+from cgx_ray.plan import Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import CodecCost, Option
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
@@ -34,6 +34,8 @@ WARM_UP_STEPS = 1
 JUDGED_STEPS = 4
 LINK_STEPS = 3
 REVIEW_STEPS = 100
+# Options that failed are left alone for so long. After a plan that was slower than dense, doubled with each of these,
+# nothing else is tried for so long either.
 BAN_STEPS = 500
 # What a probe has found counts until the next but one may come.
 PROBE_HOLDS_S = 2 * BUDGET_S
@@ -44,6 +46,9 @@ LATENCY_CHANGE = 2.0
 MIN_LATENCY_CHANGE_S = 1e-3
 # Between workers of one host nobody measures latency: a loopback round trip.
 DEFAULT_LATENCY_S = 50e-6
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,44 +118,54 @@ class ControlLoop:
         self._book = StepBook(first_plan.world_size)
         self._recent: list[JoinedStep] = []
         self._link = PassiveLink()
+        self._num_link_changes = 0
         self._slow_ranks = SlowRanks(first_plan.world_size)
         self._silent_nodes = SilentNodes()
         self._probed_s = DEFAULT_LATENCY_S
-        self._probed_of_node: dict[str, float] = {}
+        self._probed_of_node: dict[str, tuple[float, float]] = {}
         self._probes = ProbeSchedule()
         self._probed_rates: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._gain: dict[str, float] = {}
         self._decided: Measured | None = None
         self._first_step: int | None = None
-        self._decided_step = 0
+        self._review_step = 0
         self._trial: _Trial | None = None
         self._predicted_s: float | None = None
-        self._dense_s: tuple[float, float] | None = None
-        self._banned: dict[Option, int] = {}
+        self._dense_s: tuple[float, Measured] | None = None
+        self._banned: dict[Pair, int] = {}
+        self._num_failures = 0
         return self.plans[-1]
 
-    def observe(self, sample: NodeSample) -> list[Decision]:
-        """Take in a report of one node; returns the decisions it led to, already journalled."""
+    def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:
+        """Take in a report of one node; returns the decisions it led to, already journalled.
+
+        now_s  by this process's clock: what probes found is dropped by it, as a node may fall silent
+        """
         if not self.is_registered:
             return []
         self._silent_nodes.add(sample.node_id, sample.latency_s)
-        self._probed_of_node[sample.node_id] = median(sample.latency_s.values()) if sample.latency_s else 0.0
+        was_probed = bool(self._probed_of_node)
+        self._probed_of_node = _fresh(self._probed_of_node, now_s)
+        self._probed_rates = _fresh(self._probed_rates, now_s)
+        self._probed_of_node.pop(sample.node_id, None)
+        if sample.latency_s:
+            self._probed_of_node[sample.node_id] = now_s, median(sample.latency_s.values())
         if sample.bandwidth:
-            self._probed_rates[sample.node_id] = sample.time_s, sample.bandwidth
-        elif sample.time_s > self._probed_rates.get(sample.node_id, (math.inf, {}))[0] + PROBE_HOLDS_S:
-            del self._probed_rates[sample.node_id]
-        known = [latency for latency in self._probed_of_node.values() if latency > 0]
+            self._probed_rates[sample.node_id] = now_s, sample.bandwidth
+        known = [latency_s for _, latency_s in self._probed_of_node.values()]
         probed_s = median(known) if known else DEFAULT_LATENCY_S
         if _latency_moved(self._probed_s, probed_s) and self._link.latency_s is None:
             # Exchanges from before the change would be read with the wrong latency.
             self._recent = []
             self._link = PassiveLink()
+            self._num_link_changes += was_probed
         self._probed_s = probed_s
         decisions = []
         for step in self._book.add(sample.steps):
             num_changes = self._link.num_changes
             self._link.add(step.seen, self._probed_s)
             if self._link.num_changes > num_changes:
+                self._num_link_changes += self._link.num_changes - num_changes
                 self._probed_rates.clear()
             self._slow_ranks.add(step.slowness, step.step_s)
             self._gain.update({codec: gain for codec, gain in step.gain.items() if gain > 0})
@@ -180,7 +195,7 @@ class ControlLoop:
             bandwidth_bits_per_s=8 * rate.value if rate is not None else None,
             bandwidth_error=(rate.high - rate.low) / (2 * rate.value) if rate is not None else None,
             latency_s=self._latency_s(),
-            num_link_changes=self._link.num_changes,
+            num_link_changes=self._num_link_changes,
             slow_link_bits_per_s={rank: 8 * rate for rank, rate in self._link.slow.items()},
             slow_ranks=self._slow_ranks.ranks,
             silent_nodes=self._silent_nodes.node_ids,
@@ -193,13 +208,14 @@ class ControlLoop:
         cause = self._cause(step, measured) if measured is not None else None
         if measured is None or cause is None:
             return None
-        self._banned = {option: until for option, until in self._banned.items() if until > step.step}
+        self._banned = {pair: until for pair, until in self._banned.items() if until > step.step}
         decision = self._policy.decide(
             View(cause=cause, plan=self.plans[-1], measured=measured, banned=frozenset(self._banned))
         )
         if isinstance(decision, Replace):
             # Its gain is only known while it is used: unused, the estimate would bring it straight back.
-            self._banned |= dict.fromkeys(self._fallen(measured), step.step + BAN_STEPS)
+            fallen = {option.codec for option in self._fallen(measured)}
+            self._ban(((codec, scheme) for codec in fallen for scheme in Scheme), until=step.step + BAN_STEPS)
         if decision is not None:
             self._act(decision, step, measured, now_s)
         return decision
@@ -209,13 +225,15 @@ class ControlLoop:
         # The first step has cold buffers and caches, the second may: in doubt for dense, as the promise is.
         warm = [one.step_s for one in self._recent if one.step != self._first_step]
         if is_dense(old) and warm:
-            self._dense_s = (min(warm), measured.network.between.beta_s_per_byte)
+            self._dense_s = min(warm), measured
         if not isinstance(decision, Keep):
             self.plans.append(decision.plan)
         new = self.plans[-1]
-        self._decided, self._decided_step = measured, step.step
+        self._decided = measured
+        # A pause outlasts looks that change nothing.
+        self._review_step = max(step.step + REVIEW_STEPS, self._review_step if is_dense(new) else 0)
         self._predicted_s = decision.predicted.step_s
-        self._trial = _Trial(decision=decision, options=compressing(new), steps=[])
+        self._trial = _Trial(decision=decision, options=beside_dense(new), steps=[])
         self._journal.write(
             {
                 "event": "decision",
@@ -263,27 +281,44 @@ class ControlLoop:
         return self._keep_promise(trial, step, measured_s, now_s)
 
     def _keep_promise(self, trial: _Trial, step: JoinedStep, measured_s: float, now_s: float) -> Decision | None:
-        measured = self._measured()
-        if measured is None:
-            return None
+        # Plans of nothing but hierarchical groups may leave the link unseen: then it is as it was.
+        measured = self._measured() or self._decided
+        assert measured is not None
         plan, dense = self._dense_plan(measured)
-        dense_s, source = dense.step_s, "is predicted to take"
-        if self._dense_s is not None:
-            seconds, beta = self._dense_s
-            if 1 / LINK_CHANGE < measured.network.between.beta_s_per_byte / beta < LINK_CHANGE:
-                dense_s, source = seconds, "took"
+        dense_s, source = self._dense_now(measured, dense)
         if measured_s <= MAX_SLOWDOWN * dense_s:
             return None
-        self._banned |= dict.fromkeys(trial.options, step.step + BAN_STEPS)
+        pause = BAN_STEPS << self._num_failures
+        self._num_failures += 1
+        # Twice the pause, so that what is tried after it is something else.
+        self._ban(((option.codec, option.scheme) for option in trial.options), until=step.step + 2 * pause)
         decision = Disable(
             plan=plan,
             reason=f"{trial.decision.predicted.describe()} took {measured_s:.3f} s a step, dense {source} "
-            f"{dense_s:.3f} s on this network; its options are not tried again for {BAN_STEPS} steps",
+            f"{dense_s:.3f} s on this network; nothing else is tried for {pause} steps, its options for {2 * pause}",
             predicted=dense,
             dense_s=dense.step_s,
         )
         self._act(decision, step, measured, now_s)
+        self._review_step = step.step + pause
         return decision
+
+    def _ban(self, pairs: Iterable[Pair], *, until: int) -> None:
+        self._banned |= {pair: max(until, self._banned.get(pair, 0)) for pair in pairs}
+
+    def _dense_now(self, measured: Measured, predicted: Prediction) -> tuple[float, str]:
+        """Seconds of a dense step, and how they are known.
+
+        On the network that its steps were measured on, what they took, with what compute has changed since; on another
+        one as `predicted`.
+        """
+        if self._dense_s is None:
+            return predicted.step_s, "is predicted to take"
+        seconds, then = self._dense_s
+        if _network_cause(then.network.between, measured.network.between) is not None:
+            return predicted.step_s, "is predicted to take"
+        before = predict(replace(measured, backward_s=then.backward_s, after_s=then.after_s), predicted.groups)
+        return max(seconds + predicted.step_s - before.step_s, measured.compute_s), "takes"
 
     def _dense_plan(self, measured: Measured) -> tuple[Plan, Prediction]:
         """The last dense plan, whose steps were measured, under the next version."""
@@ -299,17 +334,14 @@ class ControlLoop:
             return None
         if self._decided is None:
             return "first measurements"
-        old_s, new_s = self._decided.network.between.alpha_s, measured.network.between.alpha_s
-        if _latency_moved(old_s, new_s):
-            return f"latency {old_s * 1e3:.1f} -> {new_s * 1e3:.1f} ms"
-        old, new = self._decided.network.between.bandwidth_gbps, measured.network.between.bandwidth_gbps
-        if not 1 / LINK_CHANGE < new / old < LINK_CHANGE:
-            return f"bandwidth {_rate(old)} -> {_rate(new)}"
+        cause = _network_cause(self._decided.network.between, measured.network.between)
+        if cause is not None:
+            return cause
         for option in self._fallen(measured):
             codec = str(option.codec)
             return f"gain of {codec} {self._decided.gain[codec]:.2f} -> {measured.gain[codec]:.2f}"
-        if step.step - self._decided_step >= REVIEW_STEPS:
-            return f"{REVIEW_STEPS} steps since the last look"
+        if step.step >= self._review_step:
+            return f"{REVIEW_STEPS} steps or more since the last look"
         return None
 
     def _fallen(self, measured: Measured) -> list[Option]:
@@ -317,7 +349,7 @@ class ControlLoop:
         before = self._decided.gain if self._decided is not None else {}
         return [
             option
-            for option in sorted(compressing(self.plans[-1]), key=str)
+            for option in sorted(beside_dense(self.plans[-1]), key=str)
             if (codec := str(option.codec)) in before
             and codec in measured.gain
             and measured.gain[codec] < (1 - GAIN_CHANGE) * before[codec]
@@ -333,7 +365,7 @@ class ControlLoop:
     def _latency_s(self) -> float | None:
         """One way: the shorter of what messages and probes say, as full links and busy processors only add to it."""
         views = [self._link.latency_s.value] if self._link.latency_s is not None else []
-        if any(self._probed_of_node.values()):
+        if self._probed_of_node:
             views.append(self._probed_s)
         return min(views, default=None)
 
@@ -355,8 +387,22 @@ class ControlLoop:
         )
 
 
+def _fresh(found: Mapping[str, tuple[float, T]], now_s: float) -> dict[str, tuple[float, T]]:
+    """Of what nodes have probed, at what time, that which still counts."""
+    return {node: (found_s, what) for node, (found_s, what) in found.items() if now_s - found_s <= PROBE_HOLDS_S}
+
+
 def _is_sure(estimate: Estimate | None) -> bool:
     return estimate is not None and estimate.is_sure
+
+
+def _network_cause(old: Link, new: Link) -> str | None:
+    """In which way `new` is another network, or None."""
+    if _latency_moved(old.alpha_s, new.alpha_s):
+        return f"latency {old.alpha_s * 1e3:.1f} -> {new.alpha_s * 1e3:.1f} ms"
+    if not 1 / LINK_CHANGE < new.bandwidth_gbps / old.bandwidth_gbps < LINK_CHANGE:
+        return f"bandwidth {_rate(old.bandwidth_gbps)} -> {_rate(new.bandwidth_gbps)}"
+    return None
 
 
 def _latency_moved(old_s: float, new_s: float) -> bool:

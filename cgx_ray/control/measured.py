@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cgx_ray.plan import Layer, Plan, Scheme
+from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import CodecCost, Option
+from cgx_ray.planner.options import DENSE, CodecCost, Option
 from cgx_ray.planner.prediction import Measured
 
 # What ranks that share memory take for a sum is not measured in a run: 100 MB among 4 took 90 ms on 2 cores (LOG.md).
@@ -16,10 +16,10 @@ INSIDE = Link.from_rates(bandwidth_gbps=16, latency_ms=0.05)
 FORWARD_SHARE = 1 / 3
 
 
-def compressing(plan: Plan) -> frozenset[Option]:
-    """The options of a plan but for the vendor's sums."""
+def beside_dense(plan: Plan) -> frozenset[Option]:
+    """The options of a plan but for what DDP does, sums by the vendor over all ranks. Hierarchical sums are in it."""
     options = {Option(codec=group.codec, scheme=group.scheme, intra=group.intra) for group in plan.groups}
-    return frozenset(option for option in options if option.scheme is not Scheme.DENSE)
+    return frozenset(option for option in options if option != DENSE)
 
 
 def layer_times(layers: Sequence[Layer], plan: Plan, ready_s: Sequence[float]) -> tuple[float, ...]:
@@ -78,7 +78,7 @@ def describe_measured(measured: Measured) -> dict[str, Any]:
 
 
 def is_dense(plan: Plan) -> bool:
-    return not compressing(plan)
+    return not beside_dense(plan)
 
 
 def slowed(cost: CodecCost, factor: float) -> CodecCost:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Layer, Scheme
+from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Intra, Layer, Scheme
 from cgx_ray.planner.options import DENSE, Option
 from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
@@ -23,7 +23,7 @@ class BestPlan:
     """The answer.
 
     best     of all plans
-    dense    nothing compressed, summed by the vendor, in dense's own best groups
+    dense    nothing compressed, summed by the vendor over all workers as DDP does, in dense's own best groups
     gap      what a better plan could save at most, as a share of the score; proven for `Pipeline`, which leaves out
              what passes until the first piece of an exchange is there
     """
@@ -49,7 +49,7 @@ def best_plan(
     """The plan that minimises step seconds / efficiency, over all groupings and all choices from `options` and dense.
 
     min_gain  options that keep less are left out, as are those of unknown gain, and those that cannot carry the largest
-              layer (4 GiB a payload, 2^31 elements of sparse codecs)
+              layer (4 GiB a payload, 2^31 elements of sparse codecs), and hierarchies where a node has one rank
     max_gap   proven, as a share; 0 is exact
 
     A plan keeps at least the least efficiency of its options. So for each efficiency e among them `search` finds the
@@ -69,10 +69,11 @@ def best_plan(
     kept = {DENSE: 1.0}
     for option in options:
         share = measured.efficiency(option)
-        if share is not None and share >= min_gain and large.fits(option):
+        is_twin = option.intra is not Intra.FLAT and measured.network.is_flat(option.intra)
+        if share is not None and share >= min_gain and large.fits(option) and not is_twin:
             kept[option] = share
     lossless = [option for option in kept if option.codec.name == "none"]
-    dense = chain.solve([option for option in lossless if option.scheme is Scheme.DENSE], max_gap)
+    dense = chain.solve([DENSE], max_gap)
     best, score, bounds = dense, dense.finish_s, [dense.bound_s]
     levels = [(1.0, chain, lossless)]
     if large.layers:

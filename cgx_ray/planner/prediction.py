@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Plan, Scheme
+from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Plan
 from cgx_ray.planner.cost import Network
-from cgx_ray.planner.options import CodecCost, Option, codec_cost_of, efficiency, exchange_stages, legs
+from cgx_ray.planner.options import DENSE, CodecCost, Option, codec_cost_of, efficiency, exchange_stages, legs
 from cgx_ray.planner.timeline import Part, Schedule, simulate
 
 
@@ -122,8 +122,8 @@ class Prediction:
 
     @property
     def is_dense(self) -> bool:
-        """Nothing but the vendor's sums."""
-        return all(group.option.scheme is Scheme.DENSE for group in self.groups)
+        """Nothing but the vendor's sums over all workers, as in DDP."""
+        return all(group.option == DENSE for group in self.groups)
 
     @property
     def options(self) -> tuple[Option, ...]:
