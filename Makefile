@@ -19,7 +19,7 @@ demo: .venv/.installed
 	@$(BIN)/cgx-ray demo $(ARGS)
 
 test: .venv/.installed
-	@$(BIN)/pytest -m "not gpu" $(ARGS)
+	@$(BIN)/pytest -m "not gpu" -n 2 --dist loadgroup $(ARGS)
 
 # Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
 # pytest-timeout and hypothesis, and cmake. -P keeps ./cgx_ray, which lacks runtime_ext, off the path. Deprecations
