@@ -151,7 +151,7 @@ def test_the_emulator_refuses_arguments_of_another_type(mistakes: Emulator) -> N
 
 def test_the_emulator_finds_reads_and_writes_outside_of_a_tensor(mistakes: Emulator) -> None:
     x, y = torch.arange(128.0), torch.zeros(128)
-    with pytest.raises(EmulationError, match=r"touched address .*: byte 400 of 400 of `const float\* x`"):
+    with pytest.raises(EmulationError, match=r"touched address .*: byte \d+ of 400 of `const float\* x`"):
         mistakes.launch("mistakes_scale", 4, 32, x[:100], y, np.int64(128), np.float32(0.5))
     # Less than 16 bytes: within the alignment, beside no protected page.
     with pytest.raises(EmulationError, match=r"wrote outside of \(127,\): at \[508, 509, 510, 511\]"):

@@ -73,9 +73,11 @@ def session_folder() -> Path:
 
 
 def our_actors() -> list[Any]:
+    # Without its address Ray looks for clusters on the machine, and there may be others.
+    address = ray.get_runtime_context().gcs_address
     return [
         actor
-        for actor in list_actors(filters=[("state", "=", "ALIVE")])
+        for actor in list_actors(address=address, filters=[("state", "=", "ALIVE")])
         if actor.class_name in ("Controller", "NodeAgent")
     ]
 
