@@ -151,6 +151,11 @@ def _name(rate: float, latency_s: float) -> str:
 
 def _settle(lab: Lab, job: Job) -> None:
     lab.set(rate_bit_per_s=_BASE_RATE, latency_s=_BASE_LATENCY_S)
+    _look_anew(job)
+
+
+def _look_anew(job: Job) -> None:
+    """Once what began on the link before is over, and until the estimates stand."""
     time.sleep(_DRAIN_S)
     job.start_over()
     time.sleep(_SETTLE_S)
@@ -197,9 +202,7 @@ def _odd_hosts(lab: Lab, job: Job) -> Iterator[Row]:
     yield from _slow_host(lab, job, 1, "down")
     _settle(lab, job)
     lab.set(direction="up", rate_bit_per_s=_BASE_RATE / 2)
-    time.sleep(_DRAIN_S)
-    job.start_over()
-    time.sleep(_SETTLE_S)
+    _look_anew(job)
     facts = job.facts()
     yield next(_errors("asymmetric", _BASE_RATE / 2, _BASE_LATENCY_S, facts.bandwidth_bits_per_s, None, "<= 0.1"))
     yield Row(name="asymmetric_hosts_named", value=len(facts.slow_link_bits_per_s), unit="hosts", goal="<= 0")

@@ -7,15 +7,18 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.command import lab
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 # Commands import what they need when they run: `cgx-ray --help` loads no Ray and no matplotlib.
 
@@ -72,9 +75,14 @@ class _Picture(_OutFile):
         return next(folder for folder in path.absolute().parents if folder.exists())
 
 
-_JSON = _OutFile()
 _FILE = _OutFile(Path)
 _PICTURE = _Picture()
+
+
+def _json(what: str) -> Callable[[_Command], _Command]:
+    return click.option(
+        "--json", "json_path", type=_OutFile(), metavar="FILE", help=f"Write {what} as JSON; - is standard output."
+    )
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
@@ -104,9 +112,7 @@ def _console(json_path: str | None) -> Console:
 @click.option("--seed", default=0, show_default=True, help="Of weights, batches and rounding.")
 @click.option("--dense-only", is_flag=True, help="Only the dense run.")
 @click.option("--simulated-link", is_flag=True, help="Pace messages by software even if namespaces work here.")
-@click.option(
-    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
-)
+@_json("the numbers")
 @click.option("--bench-rounds", default=12, show_default=True, help="Of `bench step`, whose rows --json adds.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the runs.  [default: runs/demo-<time>]")
 def demo(
@@ -141,7 +147,7 @@ def demo(
 @main.command()
 @click.option("--address", default="auto", show_default=True, help="Of a running Ray cluster.")
 @click.option("--hops", is_flag=True, help="Count network hops as well; each takes up to a second.")
-@click.option("--json", "json_path", type=_JSON, metavar="FILE", help="Write the matrix as JSON; - is standard output.")
+@_json("the matrix")
 @click.option("--plot", type=_PICTURE, default="network.png", show_default=True, help="Where the picture goes.")
 def probe(address: str, hops: bool, json_path: str | None, plot: Path) -> None:
     """Measure latency and bandwidth between all nodes of a running Ray cluster."""
@@ -156,9 +162,7 @@ def probe(address: str, hops: bool, json_path: str | None, plot: Path) -> None:
 @click.option("--workers", type=int, required=True)
 @click.option("--latency", required=True, help="One way, such as 4ms or 50us.")
 @click.option("--bandwidth", required=True, help="Of a worker's link, such as 10gbps or 100mbit.")
-@click.option(
-    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
-)
+@_json("the numbers")
 def collective(numel: int, density: float, workers: int, latency: str, bandwidth: str, json_path: str | None) -> None:
     """Which collective is the fastest for a top-k gradient, and what each costs."""
     from rich.table import Table  # noqa: PLC0415
@@ -195,7 +199,7 @@ def collective(numel: int, density: float, workers: int, latency: str, bandwidth
 @click.option("--price", type=float, help="US dollars an hour of a worker.")
 @click.option("--samples-per-epoch", type=int, help="With --price: what an epoch costs.")
 @click.option("--sweep", metavar="NAME=LOW..HIGH", help="bandwidth=0.1..25gbps, latency=50us..20ms or workers=2..1024.")
-@click.option("--json", "json_path", type=_JSON, metavar="FILE", help="Write it all as JSON; - is standard output.")
+@_json("it all")
 @click.option("--plot", type=_PICTURE, help="Draw the steps, dense and planned, and the sweep.")
 def plan(json_path: str | None, plot: Path | None, **given: Any) -> None:
     """What the best plan would make of a model on a network: step time, what bounds it, groups, cost."""
@@ -239,9 +243,7 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option(
-    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
-)
+@_json("the numbers")
 @click.option("--rounds", default=12, show_default=True, help="Rounds; each times both.")
 @click.option("--steps", default=4, show_default=True, help="Steps of each in a round.")
 def step(json_path: str | None, rounds: int, steps: int) -> None:
@@ -260,9 +262,7 @@ def step(json_path: str | None, rounds: int, steps: int) -> None:
 @click.option("--numel", default=1 << 26, show_default=True, help="Elements of the large gradients.")
 @click.option("--threads", default=1, show_default=True, help="Of the CPU; the goals are for one.")
 @click.option("--seed", default=0, show_default=True, help="Of gradients and rounding.")
-@click.option(
-    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
-)
+@_json("the numbers")
 @click.option("--plot", type=_PICTURE, default="kernels.png", show_default=True, help="Where the picture goes.")
 def kernels(device: str, numel: int, threads: int, seed: int, json_path: str | None, plot: Path) -> None:
     """What the codecs cost and what they lose: throughput, latency, error."""
@@ -275,9 +275,7 @@ def kernels(device: str, numel: int, threads: int, seed: int, json_path: str | N
 
 @bench.command()
 @click.option("--ranks", default=4, show_default=True, help="Processes, each on a host of its own; goals are for 4.")
-@click.option(
-    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
-)
+@_json("the numbers")
 @click.option("--quick", is_flag=True, help="4 MB, two rounds, not 100 Mbit/s, no goals: does it work?")
 def collectives(ranks: int, json_path: str | None, quick: bool) -> None:
     """How long schemes take over our TCP and over Gloo, against Gloo's all-reduce and the bound."""
@@ -288,9 +286,7 @@ def collectives(ranks: int, json_path: str | None, quick: bool) -> None:
 
 
 @bench.command("planner")
-@click.option(
-    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
-)
+@_json("the numbers")
 @click.option("--quick", is_flag=True, help="Few cases, small models, no goals: does it work?")
 @click.option("--plot", type=_PICTURE, default="planner.png", show_default=True, help="Where the picture goes.")
 def bench_planner(json_path: str | None, quick: bool, plot: Path) -> None:
@@ -301,9 +297,7 @@ def bench_planner(json_path: str | None, quick: bool, plot: Path) -> None:
 
 
 @bench.command("lab")
-@click.option(
-    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
-)
+@_json("the numbers")
 def bench_lab(json_path: str | None) -> None:
     """How faithful the lab is on this machine: Gloo's all-reduce against the alpha-beta model."""
     from cgx_ray.bench.lab import lab_command  # noqa: PLC0415
@@ -313,9 +307,7 @@ def bench_lab(json_path: str | None) -> None:
 
 @bench.command()
 @click.option("--minutes", default=1.0, show_default=True, help="Beside a bursty neighbour; goals are for 10.")
-@click.option(
-    "--json", "json_path", type=_JSON, metavar="FILE", help="Write the numbers as JSON; - is standard output."
-)
+@_json("the numbers")
 @click.option("--quick", is_flag=True, help="One link and no more: does it work?")
 def network(minutes: float, json_path: str | None, quick: bool) -> None:
     """Whether the monitors see what the lab has set, while a training job runs, and what they cost."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from cgx_ray.engine.engine import Engine
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.monitors.sample import StepSample
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Plan, Scheme, make_plan, preferred_scheme
+from cgx_ray.plan import CodecSpec, Plan, Scheme, make_plan, preferred_scheme
 from cgx_ray.planner.density import CANDIDATE_DENSITIES, Trial, front, knee
 
 CANDIDATES = tuple(CodecSpec(name="topk", density=density) for density in CANDIDATE_DENSITIES)
@@ -53,10 +53,10 @@ def explore(
     stateful: Sequence[Stateful],
     step: Callable[[int], object],
     *,
-    candidates: Sequence[CodecSpec | str] = CANDIDATES,
-    scheme: Scheme | str | None = None,
-    iterations: int = 10,
-    group_bytes: int = DEFAULT_GROUP_BYTES,
+    candidates: Sequence[CodecSpec | str],
+    scheme: Scheme | str | None,
+    iterations: int,
+    group_bytes: int,
 ) -> Exploration:
     """Train `iterations` steps with each candidate from the same state, and put the knee's plan in force.
 

@@ -227,6 +227,12 @@ def _check_exchange(num_workers: int, dense_bytes: float, wire_bytes: float, ind
         raise ConfigError(f"index_bytes {index_bytes!r} is not allowed; give at most wire_bytes, {wire_bytes!r}")
 
 
+def check_seconds(name: str, value: float) -> None:
+    """Raises ConfigError unless `value` is a time that something can take."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name} {value!r} is not allowed; give finite seconds, 0 or more")
+
+
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} {value!r} is not allowed; give a whole number, 1 or more")

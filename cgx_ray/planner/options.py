@@ -19,7 +19,7 @@ from cgx_ray.plan import (
     check_intra,
     check_pair,
 )
-from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.cost import Link, Network, check_seconds
 from cgx_ray.planner.timeline import Resource, Stage
 
 
@@ -82,9 +82,7 @@ class CodecCost:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} {value!r} is not allowed; give finite seconds, 0 or more")
+            check_seconds(name, getattr(self, name))
 
     def encode_s(self, calls: float, numel: float) -> float:
         return calls * self.encode_a_s + numel * self.encode_b_s_per_element

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Scheme
-from cgx_ray.planner.cost import Network
+from cgx_ray.planner.cost import Network, check_seconds
 from cgx_ray.planner.options import CodecCost, Option, legs
 
 
@@ -44,7 +44,7 @@ class GroupCost:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            _check_seconds(name, getattr(self, name))
+            check_seconds(name, getattr(self, name))
 
     def compute_s(self, numel: float) -> float:
         return self.compute_a_s + self.compute_b_s_per_element * numel
@@ -74,7 +74,7 @@ class Pipeline:
         if not self.costs:
             raise ConfigError("no option to choose from; give at least one, such as dense")
         for index, (backward_s, numel) in enumerate(zip(self.backward_s, self.numel, strict=True)):
-            _check_seconds(f"backward_s of layer {index}", backward_s)
+            check_seconds(f"backward_s of layer {index}", backward_s)
             if numel < 1:
                 raise ConfigError(f"layer {index} has {numel} elements; need at least one")
 
@@ -159,8 +159,3 @@ def cheapest(costs: Sequence[GroupCost], numel: int) -> int:
         for cost in costs
     ]
     return totals.index(min(totals))
-
-
-def _check_seconds(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name} {value!r} is not allowed; give finite seconds, 0 or more")

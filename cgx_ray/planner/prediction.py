@@ -12,8 +12,8 @@ from typing import NamedTuple
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Plan
 from cgx_ray.planner.cost import Network
-from cgx_ray.planner.options import DENSE, CodecCost, Option, codec_cost_of, efficiency, exchange_stages, legs
-from cgx_ray.planner.timeline import Part, Schedule, simulate
+from cgx_ray.planner.options import DENSE, CodecCost, Option, codec_cost_of, efficiency, exchange_stages
+from cgx_ray.planner.timeline import Part, Resource, Schedule, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,12 +165,16 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         ready = max(passed_s, *(ready_s[name] for name in group.layers))
         waits_s.append(ready - passed_s)
         passed_s = ready
-    stages, codec_s = [], 0.0
-    for group in groups:
-        cost, item_bytes = measured.cost_of(group.option.codec), group.dense_bytes // group.numel
-        stages.append(exchange_stages(group.option, measured.network, cost, group.numel, item_bytes))
-        for leg in legs(group.option, measured.network, group.numel, item_bytes):
-            codec_s += leg.encode_s(cost) + leg.decode_s(cost)
+    stages = [
+        exchange_stages(
+            group.option,
+            measured.network,
+            measured.cost_of(group.option.codec),
+            group.numel,
+            group.dense_bytes // group.numel,
+        )
+        for group in groups
+    ]
     kept = [measured.efficiency(group.option) for group in groups]
     known = [share for share in kept if share is not None]
     return Prediction(
@@ -178,7 +182,7 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         schedule=simulate(waits_s, stages, one_group_at_a_time=True),
         compute_s=measured.compute_s,
         after_s=measured.after_s,
-        codec_s=codec_s,
+        codec_s=math.fsum(stage.busy_s.get(Resource.CODEC, 0.0) for way in stages for stage in way),
         efficiency=min(known) if len(known) == len(kept) else None,
     )
 

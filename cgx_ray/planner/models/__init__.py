@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Layer
+from cgx_ray.planner.cost import check_seconds
 
 _FOLDER = Path(__file__).parent
 MODEL_NAMES = tuple(sorted(path.stem for path in _FOLDER.glob("*.csv")))
@@ -56,7 +57,7 @@ class ModelDescription:
         small ones: `cgx-ray profile-model` measures. Where it has, a layer's share is what passed since all gradients
         before it were there, and forward is part of the first.
         """
-        _check_seconds("total_s", total_s)
+        check_seconds("total_s", total_s)
         shares: Sequence[float] = self.forward_macs[::-1]
         if self.ready_s:
             ready_s = [0.0, *itertools.accumulate(reversed(self.ready_s), max)]
@@ -110,7 +111,7 @@ def load_model(name: str | Path) -> ModelDescription:
         if min(shape) < 1 or min(macs[-1:], default=0) < 0:
             raise ConfigError(f"{path}, line {number}: sizes are 1 or more and multiply-adds 0 or more")
         if ready_s:
-            _check_seconds(f"{path}, line {number}: ready_s", ready_s[-1])
+            check_seconds(f"{path}, line {number}: ready_s", ready_s[-1])
         if not layer.name:
             raise ConfigError(f"{path}, line {number}: the name is empty; give each layer a name of its own")
         if layer.name in line_of:
@@ -144,8 +145,3 @@ def write_model(layers: Sequence[MeasuredLayer], path: Path) -> None:
         for layer in layers:
             shape = "x".join(map(str, layer.shape or (1,)))
             writer.writerow((layer.name, shape, layer.dtype, f"{layer.ready_s:.9f}"))
-
-
-def _check_seconds(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name} {value!r} is not allowed; give finite seconds, 0 or more")
