@@ -191,13 +191,15 @@ print(dist.Backend._plugins["CGX"].creator_fn.__module__)
 
 def test_a_script_under_torchrun_needs_no_import_of_cgx_ray(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    # Without destroy_process_group, as many scripts end.
+    # Without destroy_process_group, as many scripts end, and while the group's thread is still busy.
     script.write_text("""
-import sys, torch
+import sys, time, torch
 import torch.distributed as dist
 dist.init_process_group("cgx")
 values = torch.linspace(-1, 1, 5000)
-dist.all_reduce(values)
+work = dist.all_reduce(values, async_op=True)
+work.get_future().then(lambda _: time.sleep(0.3))
+work.wait()
 error = (values - 2 * torch.linspace(-1, 1, 5000)).abs().max().item()
 sys.stdout.write(f"{dist.get_backend()} {0 < error < 1e-2}\\n")  # one write, or lines of ranks mix
 """)

@@ -32,16 +32,17 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster() -> Iterator[Path]:
+    """A Ray cluster; gives its session's folder."""
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    ray.init(
+    context = ray.init(
         num_cpus=4,
         include_dashboard=True,
         dashboard_port=0,
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
     )
-    yield
+    yield Path(context.address_info["session_dir"])
     ray.shutdown()
 
 
@@ -65,11 +66,6 @@ def log_of(tmp_path: Path, rank: int, first: int = 0) -> list[dict[str, Any]]:
 
 def journal_of(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()]
-
-
-def session_folder() -> Path:
-    """Of this process's Ray cluster: the newest one whose head is at our address."""
-    return Path("/tmp/ray/session_latest").resolve()
 
 
 def our_actors() -> list[Any]:
@@ -131,8 +127,7 @@ def test_residuals_come_back_after_a_worker_died(tmp_path: Path) -> None:
     assert [after[step] for step in (5, 6, 7)] == [before[step] for step in (5, 6, 7)]
 
 
-@pytest.mark.usefixtures("cluster")
-def test_training_goes_on_when_controller_and_monitor_are_killed(tmp_path: Path) -> None:
+def test_training_goes_on_when_controller_and_monitor_are_killed(cluster: Path, tmp_path: Path) -> None:
     killed: list[str] = []
 
     def kill_when_decided() -> None:
@@ -151,7 +146,7 @@ def test_training_goes_on_when_controller_and_monitor_are_killed(tmp_path: Path)
     first, second = log_of(tmp_path, 0)[1:], log_of(tmp_path, 1)[1:]
     assert len(first) == 150
     assert [line["hash"] for line in first] == [line["hash"] for line in second]
-    logs = [path.read_text() for path in (session_folder() / "logs").glob("worker-*.err")]
+    logs = [path.read_text() for path in (cluster / "logs").glob("worker-*.err")]
     # Both workers notice that both are gone, each once.
     assert [text.count("the controller is gone: training goes on with plan") for text in logs].count(1) == 2
     assert [text.count("this node's monitor is gone") for text in logs].count(1) == 2

@@ -20,6 +20,7 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange
 from cgx_ray.collectives.tcp import connect_mesh_by_store
+from cgx_ray.engine.thread import end_at_exit
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import NONE
 
@@ -196,6 +197,7 @@ class _Lane:
         self._inbox: queue.SimpleQueue[CompressedWork | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cgx-ray-backend", daemon=True)
         self._thread.start()
+        self._end_at_exit = end_at_exit(self, self._thread, self._inbox, self._mesh.close)
 
     def submit(self, work: CompressedWork) -> CompressedWork:
         with self._lock:
@@ -208,6 +210,7 @@ class _Lane:
         with self._lock:
             self._inbox.put(None)
             self._thread.join()
+        self._end_at_exit.detach()
         self._mesh.close()
 
     def abort(self) -> None:

@@ -22,7 +22,7 @@ from cgx_ray.collectives.hierarchical import Hierarchical
 from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.group import GainMeter, Group
 from cgx_ray.engine.step import Bucket, StepRun
-from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, follow_num_threads, take_all
+from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, end_at_exit, follow_num_threads, take_all
 from cgx_ray.errors import CGXError, PlanError, StateError
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer
 from cgx_ray.plan import CodecSpec, Layer, Plan
@@ -82,6 +82,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cgx-ray-engine", daemon=True)
         self._thread.start()
+        self._end_at_exit = end_at_exit(self, self._thread, self._inbox, transport.close)
 
     # Called by the training thread and by those that carry plans and samples.
 
@@ -151,6 +152,7 @@ class Engine:
         """Stop the thread once it has finished what was submitted."""
         self._inbox.put(None)
         self._thread.join()
+        self._end_at_exit.detach()
         self._transport.close()
         self._failure = self._failure or CGXError("the engine is closed; attach again to train on")
 

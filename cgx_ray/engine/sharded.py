@@ -20,7 +20,7 @@ from cgx_ray.collectives import Phases, Transport
 from cgx_ray.collectives.sharded import Rows, all_gather, reduce_scatter
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.engine.shards import Part, Unit
-from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, follow_num_threads, take_all
+from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, end_at_exit, follow_num_threads, take_all
 from cgx_ray.errors import CGXError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import Plan
@@ -79,6 +79,9 @@ class ShardedEngine:
         self._inbox: queue.SimpleQueue[tuple[str, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cgx-ray-engine", daemon=True)
         self._thread.start()
+        transports = [shards] if replicas is None else [shards, replicas]
+        self._hang_up = lambda: _close(transports)
+        self._end_at_exit = end_at_exit(self, self._thread, self._inbox, self._hang_up)
 
     # Called by the training thread.
 
@@ -143,6 +146,7 @@ class ShardedEngine:
         """Stop the thread once it has finished what was submitted."""
         self._inbox.put(None)
         self._thread.join()
+        self._end_at_exit.detach()
         self._hang_up()
         self._failure = self._failure or CGXError("the engine is closed; attach again to compress")
 
@@ -320,10 +324,10 @@ class ShardedEngine:
         self._hang_up()
         return self._failure
 
-    def _hang_up(self) -> None:
-        self._shards.close()
-        if self._replicas is not None:
-            self._replicas.close()
+
+def _close(transports: Sequence[Transport]) -> None:
+    for transport in transports:
+        transport.close()
 
 
 def _check_width(rows_RT: Tensor, width: int) -> None:
