@@ -25,7 +25,7 @@ SMALL_LAYER_NUMEL = 1024
 FIRST_GROUP_BYTES = 1 << 20
 DEFAULT_GROUP_BYTES = 4 << 20
 # Encoded. Schemes cut longer chunks, so that coding and sending overlap; LOG.md has what other sizes do.
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 1 << 20
 # What fields in the header of a message hold.
 MAX_GROUPS = 1 << 16
 MAX_PAYLOAD_BYTES = 2**32 - 1

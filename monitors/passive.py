@@ -22,8 +22,7 @@ WINDOW_S = 10.0
 MIN_STEPS = 3
 # How often estimates are made anew: with many ranks they take milliseconds.
 REFRESH_S = 0.5
-# Of bursts less than of times: their stamps err both ways, and what is left out as a pause makes some too fast.
-FAST_RATE = 0.75
+FAST_RATE = 0.95
 FAST_TIME = 0.1
 MIN_BURSTS = 4
 MIN_WATCHED_BURSTS = 2
@@ -218,9 +217,10 @@ def _burst_rate(
     rates = [rate for rates in bursts.values() for rate in rates]
     if len(rates) < MIN_BURSTS:
         return None
-    low, usual, high = quantile_interval(rates, FAST_RATE)
+    # Where messages do not fill the link, most bursts are far slower than the fastest.
+    _, fast, high = quantile_interval(rates, FAST_RATE)
     value = _slowest(down, slow)
-    return Estimate(value=value, low=value * low / usual, high=value * high / usual, source="bursts")
+    return Estimate(value=value, low=value * median(rates) / fast, high=value * high / fast, source="bursts")
 
 
 def _slowest(down: Mapping[int, float], slow: Mapping[int, float]) -> float:

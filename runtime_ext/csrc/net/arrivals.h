@@ -23,23 +23,16 @@ class ArrivalMeter {
   public:
     explicit ArrivalMeter(int peer) : peer_(peer) {}
 
-    // `num_bytes` have arrived by `at`. `opened`: 1 if a message begins with them, -1 if one ends, 0 if
-    // neither or both.
+    // `num_bytes` have been read that arrived by `at`. `opened`: 1 if a message begins with them, -1 if one ends, 0
+    // if neither or both.
     void add(double at, int64_t num_bytes, int opened) {
-        if (at < group_at_ - kMaxLateS) {
-            take_group();
-            begin_train(at);
-            group_at_ = at;
-        } else if (at > group_at_) {
-            take_group();
-            group_at_ = at;
-            was_open_ = num_open_ > 0;
-        }
+        group_at_ = group_bytes_ == 0 ? at : std::max(group_at_, at);
         group_bytes_ += num_bytes;
         num_open_ += opened;
     }
 
-    // Everything that has arrived by now is counted: hands over what is complete.
+    // Everything that has arrived by now has been read: hands over what is complete. What was read in between
+    // counts as one: a reader that was late finds one peer's bytes and then the next one's, all of the same time.
     void settle(std::vector<Burst>& out) {
         take_group();
         const bool is_counting = num_to_skip_ <= 0;
@@ -79,20 +72,21 @@ class ArrivalMeter {
     // Count what has come by `group_at_` since `last_`.
     void take_group() {
         if (group_bytes_ == 0) return;
-        const double gap_s = group_at_ - last_;
+        const double gap_s = std::max(group_at_ - last_, 0.0);
         const double pace = gap_s / static_cast<double>(group_bytes_);
         const bool is_slow = peer_ < 0 && pace_ > 0 && pace > kPauseFactor * pace_;
         const bool is_pause = gap_s > kMaxPauseS && (!was_open_ || is_slow);
         if (was_open_ && group_bytes_ >= kMinPacedBytes)
             pace_ = pace_ == 0 ? pace : pace_ * (pace > pace_ ? kPaceStep : 1 / kPaceStep);
-        if (is_pause) {
+        if (is_pause || group_at_ < last_ - kMaxLateS) {
             begin_train(group_at_);
         } else {
-            last_ = group_at_;
+            last_ += gap_s;
             num_bytes_ += group_bytes_;
             if (num_to_skip_ > 0 && (num_to_skip_ -= group_bytes_) <= 0) start(last_);
         }
         group_bytes_ = 0;
+        was_open_ = num_open_ > 0;
     }
 
     void begin_train(double at) {
@@ -110,8 +104,7 @@ class ArrivalMeter {
 
     int peer_;
     int num_open_ = 0;
-    // What has the same stamp, or an older one as it was read late; and whether a message was under way
-    // before.
+    // Read since the last `settle`, and whether a message was under way before.
     double group_at_ = 0;
     int64_t group_bytes_ = 0;
     bool was_open_ = false;

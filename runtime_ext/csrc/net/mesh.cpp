@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -89,6 +90,12 @@ int left_ms(double deadline) { return std::max(0, static_cast<int>((deadline - n
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
 
 [[noreturn]] void fail_errno(const std::string& what) { fail(what + ": " + std::strerror(errno)); }
+
+int64_t waiting_bytes(int fd) {
+    int waiting = 0;
+    if (ioctl(fd, FIONREAD, &waiting) != 0) fail_errno("cannot see how much has arrived");
+    return waiting;
+}
 
 // Between two hosts, once they are connected.
 double round_trip_s(int fd) {
@@ -180,6 +187,7 @@ struct Mesh::Stream {
     std::mutex mutex;                     // guards what is below
     std::deque<Message> sends, receives;
     uint64_t num_sends = 0, num_receives = 0;  // posted so far
+    int64_t stale = 0;                         // bytes to receive that came before anyone asked: when, nobody saw
     std::string broken;                        // why, if it is
 
     ~Stream() {
@@ -461,6 +469,7 @@ void Mesh::enqueue(const Part& part, bool is_send, const std::shared_ptr<Ticket>
         message.frame = {is_send ? stream.num_sends++ : stream.num_receives++,
                          static_cast<uint64_t>(end - begin)};
         auto& queue = is_send ? stream.sends : stream.receives;
+        if (!is_send && stream.segment == nullptr && queue.empty()) stream.stale = waiting_bytes(stream.fd);
         queue.push_back(std::move(message));
         // The socket's buffer or the ring takes the beginning now, and the ring gives it, without waiting for
         // the other thread.
@@ -705,7 +714,11 @@ Mesh::Progress Mesh::receive_some(Stream& stream) {
         const bool is_first = message.moved == 0;
         message.moved += static_cast<size_t>(got);
         const bool is_last = message.moved == sizeof(Frame) + message.num_bytes;
-        if (stream.segment == nullptr) meter(stream, at, got, is_first - is_last);
+        if (stream.segment == nullptr) {
+            const int64_t stale = std::min<int64_t>(stream.stale, got);
+            stream.stale -= stale;
+            meter(stream, at, got - stale, is_first - is_last);
+        }
         if (is_last) {
             finish(message, stream.peer, at);
             stream.receives.pop_front();
