@@ -40,6 +40,8 @@ _MIN_STEPS = 6
 # Within this a host that is slow or cut off has to be named.
 _SLOW_S = 15.0
 _CUT_S = 8.0
+# Within this messages that are not sure are joined by a probe.
+_PROBE_S = 15.0
 # Where changes, slow hosts, neighbours and cuts are tried: fast enough to be usual, slow enough for two cores.
 _BASE_RATE = 2e8
 _BASE_LATENCY_S = 5e-3
@@ -110,16 +112,24 @@ def _active(lab: Lab, points: list[tuple[float, float]]) -> Iterator[Row]:
 
 
 def _passive(lab: Lab, job: Job, rate: float, latency_s: float) -> list[Row]:
-    """What the loop says of one link after _SETTLE_S, or six steps if that takes longer."""
+    """What the loop says of one link after _SETTLE_S, or six steps, or, where messages are not sure, a probe."""
     lab.set(rate_bit_per_s=rate, latency_s=latency_s)
     time.sleep(_DRAIN_S)
     lab.clear_counters()
     job.start_over()
     job.wait_for(lambda facts: job.num_steps >= _MIN_STEPS, _SLOW_S)
     time.sleep(_SETTLE_S)
+    job.wait_for(lambda facts: _is_probed(facts) or (facts.bandwidth is not None and facts.bandwidth.is_sure), _PROBE_S)
     facts, name = job.facts(), _name(rate, latency_s)
-    rows = list(_errors("passive", rate, latency_s, facts.bandwidth_bits_per_s, facts.latency_s, goal="<= 0.1"))
-    return [*rows, Row(name=f"late_p99_{name}", value=lab.counters().late_p99_ms, unit="ms")]
+    return [
+        *_errors("passive", rate, latency_s, facts.bandwidth_bits_per_s, facts.latency_s, goal="<= 0.1"),
+        Row(name=f"was_probed_{name}", value=int(_is_probed(facts)), unit=""),
+        Row(name=f"late_p99_{name}", value=lab.counters().late_p99_ms, unit="ms"),
+    ]
+
+
+def _is_probed(facts: LoopFacts) -> bool:
+    return facts.bandwidth is not None and facts.bandwidth.source == "probes"
 
 
 def _errors(

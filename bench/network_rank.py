@@ -1,7 +1,7 @@
 """One rank of the job that `cgx-ray bench network` watches: the demo's GPT, trained in a host of the lab until killed.
 
 What Ray carries in a real run goes through pipes here: NodeSamples out as pickles, after what rank 0 hands to
-`ControlLoop.register`; plans in as lines of JSON.
+`ControlLoop.register`; plans in as lines of JSON, and ids of nodes to probe.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from cgx_ray.attach import open_session
 from cgx_ray.demo.gpt import StdlibBytes, build_gpt
 from cgx_ray.monitors.agent import LATENCY_INTERVAL_S
 from cgx_ray.monitors.host import HostMonitor
-from cgx_ray.monitors.network import EchoServer, Peers
+from cgx_ray.monitors.network import Peers
+from cgx_ray.monitors.probe import Prober, measure_bulk
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan, make_plan
 from cgx_ray.settings import Settings
@@ -37,9 +39,12 @@ _REPORT_INTERVAL_S = 0.5
 class _PipeSession:
     """`attach.Session` whose controller is at the other end of this process's pipes."""
 
-    def __init__(self, settings: Settings, rank: int, peers: Peers) -> None:
+    def __init__(self, settings: Settings, rank: int, peers: Peers, bulk: Mapping[str, tuple[str, int]]) -> None:
+        """`bulk`: where nodes take in probes of their bandwidth, by id."""
         self.settings = settings
-        self._rank, self._peers = rank, peers
+        self._rank, self._peers, self._bulk = rank, peers, bulk
+        self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
 
     def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
         plan = make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
@@ -49,7 +54,8 @@ class _PipeSession:
     def start(self, attachment: cgx_ray.Attachment) -> None:
         for work in (self._report, self._receive):
             threading.Thread(target=work, args=(attachment,), daemon=True).start()
-        threading.Thread(target=self._measure, daemon=True).start()
+        for measure in (self._measure, self._probe):
+            threading.Thread(target=measure, daemon=True).start()
 
     def _report(self, attachment: cgx_ray.Attachment) -> None:
         host = HostMonitor()
@@ -62,18 +68,28 @@ class _PipeSession:
                     steps=steps,
                     latency_s=self._peers.latency_s,
                     host=host.read(sum(step.wire_bytes for step in steps)),
+                    bandwidth=dict(self._found.get() for _ in range(self._found.qsize())),
                 )
             )
             time.sleep(_REPORT_INTERVAL_S)
 
     def _receive(self, attachment: cgx_ray.Attachment) -> None:
         for line in sys.stdin:
-            attachment.hold(Plan.from_json(line))
+            if line.startswith("{"):
+                attachment.hold(Plan.from_json(line))
+            else:
+                self._orders.put(line.strip())
 
     def _measure(self) -> None:
         while True:
             self._peers.measure(threading.Event())
             time.sleep(LATENCY_INTERVAL_S)
+
+    def _probe(self) -> None:
+        while True:
+            target = self._orders.get()
+            _, found = measure_bulk(self._bulk[target])
+            self._found.put((target, max(one.bytes_per_s for one in found)))
 
 
 def _send(message: Any) -> None:
@@ -86,11 +102,12 @@ def main() -> None:
     rank, world_size = job["rank"], job["world_size"]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(job["store"], world_size), rank=rank, world_size=world_size)
-    echo = EchoServer(job["address"])
+    prober = Prober(job["address"])
     addresses: list[Any] = [None] * world_size
-    dist.all_gather_object(addresses, echo.address)
-    peers = Peers({f"host {peer}": at for peer, at in enumerate(addresses) if peer != rank})
-    open_session(_PipeSession(Settings(policy="adaptive"), rank, peers))
+    dist.all_gather_object(addresses, prober.addresses())
+    peers = Peers({f"host {peer}": echo for peer, (echo, _) in enumerate(addresses) if peer != rank})
+    bulk = {f"host {peer}": at for peer, (_, at) in enumerate(addresses)}
+    open_session(_PipeSession(Settings(policy="adaptive"), rank, peers, bulk))
     model = DistributedDataParallel(build_gpt(0), bucket_cap_mb=4)
     cgx_ray.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# A change by 2x is evidence of log 2 - DRIFT = 0.51 a second: noticed after 2.5 s. However large it is it must last for
-# 1.4 s, so a neighbour's burst that takes half of the link may last 2 s. What changes by less than 1.2x drifts along.
+# A change by 2x is evidence of log 2 - DRIFT = 0.51 a second: noticed after 2.1 s, so a neighbour's burst that takes
+# half of the link may last 2 s. However large it is it must last for 1.1 s. Less than 1.2x drifts along.
 DRIFT = math.log(1.2)
 CLIP = math.log(3)
-ALARM = 1.25
+ALARM = 1.05
 # Nothing makes a network faster for a moment: a change for the better is noticed after 1.5 s.
 RELIEF_ALARM = 0.75
 # Until either, the level is being learned.
@@ -28,12 +28,13 @@ class ChangeDetector:
     alarm the level is what was seen since the suspicion began.
     """
 
-    def __init__(self, better: int = 0, alarm: float = ALARM) -> None:
+    def __init__(self, better: int = 0, alarm: float = ALARM, relief_alarm: float = RELIEF_ALARM) -> None:
         """
-        better  1 if more is better and cannot be a moment's luck, -1 if less is, 0 if neither
-        alarm   how much evidence is enough for a change that is not for the better
+        better        1 if more is better and cannot be a moment's luck, -1 if less is, 0 if neither
+        alarm         how much evidence is enough for a change that is not for the better
+        relief_alarm  and for one that is
         """
-        self._better, self._alarm = better, alarm
+        self._better, self._alarm, self._relief_alarm = better, alarm, relief_alarm
         self._level: float | None = None
         self._seconds = 0.0
         self._num_samples = 0
@@ -54,7 +55,7 @@ class ChangeDetector:
             return None
         for suspicion, sign in ((self._up, 1), (self._down, -1)):
             suspicion.add(sign * (log_value - self._level), log_value, seconds)
-            if suspicion.evidence >= (RELIEF_ALARM if sign == self._better else self._alarm):
+            if suspicion.evidence >= (self._relief_alarm if sign == self._better else self._alarm):
                 since_s = suspicion.seconds
                 # Some of it was before the change, so the level has yet to settle.
                 self._level, self._seconds = suspicion.sum / since_s, min(since_s, LEARN_S)

@@ -27,6 +27,8 @@ _WINDOW_S = 0.05
 # What is no longer the same train.
 _MIN_PAUSE_S = 2e-3
 _PAUSE_GAPS = 8
+# A train may be read in two goes: then every other gap is a pause.
+_USUAL_GAP = 0.25
 _FAST = 0.75
 # In queues and token buckets before the link: faster than it.
 _SKIPPED_BYTES = 1 << 17
@@ -135,7 +137,7 @@ def _fast_rate(arrivals: list[tuple[float, int]]) -> float:
     and nothing in between: pauses belong to no window.
     """
     gaps = [after - before for (before, _), (after, _) in itertools.pairwise(arrivals)]
-    pause_s = max(_MIN_PAUSE_S, _PAUSE_GAPS * quantile(gaps, 0.5)) if gaps else 0.0
+    pause_s = max(_MIN_PAUSE_S, _PAUSE_GAPS * quantile(gaps, _USUAL_GAP)) if gaps else 0.0
     trains: list[list[tuple[float, int]]] = [arrivals[:1]]
     for gap_s, arrival in zip(gaps, arrivals[1:], strict=True):
         if gap_s > pause_s:

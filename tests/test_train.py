@@ -94,7 +94,7 @@ def test_an_adaptive_run_decides_switches_and_leaves_no_actor(tmp_path: Path) ->
     assert decisions[0]["kind"] == "replace"
     assert decisions[0]["old"]["plan"] == "dense"
     # A busy machine can look like another link, so there may be other looks at it; one that sees the new rate must be
-    # there. It takes 1.4 s, some 40 steps, as a neighbour's burst would look the same until then.
+    # there. It takes 1.1 s, some 40 steps, as a neighbour's burst would look the same until then.
     rates = [(entry["step"], entry["inputs"]["bandwidth_gbps"]) for entry in decisions]
     assert any(step > 60 and gbps < 0.02 for step, gbps in rates), rates
     assert outcomes

@@ -55,14 +55,13 @@ T = TypeVar("T")
 class LoopFacts:
     """What is known at the moment, for metrics; None if not yet.
 
-    bandwidth_error   half the width of its 95 % interval, as a share of it
+    bandwidth         payload bytes a second of a worker's link, from the job's own messages or from probes
     slow_link_bits_per_s, slow_ranks
                       ranks whose link, or whose compute, is much slower than the others'
     silent_nodes      ids of nodes that have stopped to answer the others
     """
 
-    bandwidth_bits_per_s: float | None
-    bandwidth_error: float | None
+    bandwidth: Estimate | None
     latency_s: float | None
     num_link_changes: int
     slow_link_bits_per_s: Mapping[int, float]
@@ -70,6 +69,16 @@ class LoopFacts:
     silent_nodes: frozenset[str]
     predicted_step_s: float | None
     measured_step_s: float | None
+
+    @property
+    def bandwidth_bits_per_s(self) -> float | None:
+        return 8 * self.bandwidth.value if self.bandwidth is not None else None
+
+    @property
+    def bandwidth_error(self) -> float | None:
+        """Half the width of its interval, as a share of it."""
+        rate = self.bandwidth
+        return (rate.high - rate.low) / (2 * rate.value) if rate is not None else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,6 +132,9 @@ class ControlLoop:
         self._silent_nodes = SilentNodes()
         self._probed_s = DEFAULT_LATENCY_S
         self._probed_of_node: dict[str, tuple[float, float]] = {}
+        # What each node has said of latencies at last, and what it had said when the link changed.
+        self._said: dict[str, Mapping[str, float]] = {}
+        self._outdated: Mapping[str, Mapping[str, float]] = {}
         self._probes = ProbeSchedule()
         self._probed_rates: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._gain: dict[str, float] = {}
@@ -144,16 +156,17 @@ class ControlLoop:
         if not self.is_registered:
             return []
         self._silent_nodes.add(sample.node_id, sample.latency_s)
-        was_probed = bool(self._probed_of_node)
+        was_probed = any(self._said.values())
         self._probed_of_node = _fresh(self._probed_of_node, now_s)
         self._probed_rates = _fresh(self._probed_rates, now_s)
         self._probed_of_node.pop(sample.node_id, None)
-        if sample.latency_s:
+        self._said[sample.node_id] = sample.latency_s
+        if sample.latency_s and sample.latency_s != self._outdated.get(sample.node_id):
             self._probed_of_node[sample.node_id] = now_s, median(sample.latency_s.values())
         if sample.bandwidth:
             self._probed_rates[sample.node_id] = now_s, sample.bandwidth
         known = [latency_s for _, latency_s in self._probed_of_node.values()]
-        probed_s = median(known) if known else DEFAULT_LATENCY_S
+        probed_s = median(known) if known else self._probed_s
         if _latency_moved(self._probed_s, probed_s) and self._link.latency_s is None:
             # Exchanges from before the change would be read with the wrong latency.
             self._recent = []
@@ -167,6 +180,8 @@ class ControlLoop:
             if self._link.num_changes > num_changes:
                 self._num_link_changes += self._link.num_changes - num_changes
                 self._probed_rates.clear()
+                self._probed_of_node.clear()
+                self._outdated = dict(self._said)
             self._slow_ranks.add(step.slowness, step.step_s)
             self._gain.update({codec: gain for codec, gain in step.gain.items() if gain > 0})
             if step.plan_version != self.plans[-1].version:
@@ -190,10 +205,8 @@ class ControlLoop:
 
     def facts(self) -> LoopFacts:
         """The network now, predicted and measured step time under the plan in force."""
-        rate = self._bandwidth()
         return LoopFacts(
-            bandwidth_bits_per_s=8 * rate.value if rate is not None else None,
-            bandwidth_error=(rate.high - rate.low) / (2 * rate.value) if rate is not None else None,
+            bandwidth=self._bandwidth(),
             latency_s=self._latency_s(),
             num_link_changes=self._num_link_changes,
             slow_link_bits_per_s={rank: 8 * rate for rank, rate in self._link.slow.items()},

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,8 +80,7 @@ class ShardedEngine:
         self._inbox: queue.SimpleQueue[tuple[str, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cgx-ray-engine", daemon=True)
         self._thread.start()
-        transports = [shards] if replicas is None else [shards, replicas]
-        self._hang_up = lambda: _close(transports)
+        self._hang_up = partial(_close, [shards] if replicas is None else [shards, replicas])
         self._end_at_exit = end_at_exit(self, self._thread, self._inbox, self._hang_up)
 
     # Called by the training thread.

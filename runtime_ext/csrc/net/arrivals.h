@@ -23,8 +23,8 @@ class ArrivalMeter {
   public:
     explicit ArrivalMeter(int peer) : peer_(peer) {}
 
-    // `num_bytes` have been read that arrived by `at`. `opened`: 1 if a message begins with them, -1 if one ends, 0
-    // if neither or both.
+    // `num_bytes` have been read that arrived by `at`. `opened`: 1 if a message begins with them, -1 if one
+    // ends, 0 if neither or both.
     void add(double at, int64_t num_bytes, int opened) {
         group_at_ = group_bytes_ == 0 ? at : std::max(group_at_, at);
         group_bytes_ += num_bytes;
@@ -32,7 +32,8 @@ class ArrivalMeter {
     }
 
     // Everything that has arrived by now has been read: hands over what is complete. What was read in between
-    // counts as one: a reader that was late finds one peer's bytes and then the next one's, all of the same time.
+    // counts as one: a reader that was late finds one peer's bytes and then the next one's, all of the same
+    // time.
     void settle(std::vector<Burst>& out) {
         take_group();
         const bool is_counting = num_to_skip_ <= 0;

@@ -187,8 +187,8 @@ struct Mesh::Stream {
     std::mutex mutex;                     // guards what is below
     std::deque<Message> sends, receives;
     uint64_t num_sends = 0, num_receives = 0;  // posted so far
-    int64_t stale = 0;                         // bytes to receive that came before anyone asked: when, nobody saw
-    std::string broken;                        // why, if it is
+    int64_t stale = 0;   // bytes to receive that came before anyone asked: when, nobody saw
+    std::string broken;  // why, if it is
 
     ~Stream() {
         if (fd >= 0) ::close(fd);
