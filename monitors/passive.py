@@ -34,6 +34,8 @@ SURE_FACTOR = 1.25
 # Changes of latencies below this are of processors, not of the network.
 LATENCY_FLOOR_S = 5e-4
 LATENCY_ALARM = 0.45
+# One link may be slow for longer than all of them, as it is while a neighbour's burst lasts and until queues are empty.
+SLOW_ALARM = 2.0
 # What a hop of an exchange, and a byte, may take of processors.
 HOP_WORK_S = 1e-3
 BYTE_WORK_S = 2e-8
@@ -98,6 +100,7 @@ class PassiveLink:
             # Its samples come a step late.
             "latency": ChangeDetector(better=-1, alarm=LATENCY_ALARM, relief_alarm=LATENCY_ALARM),
             "bursts": ChangeDetector(better=1),
+            "slowest": ChangeDetector(better=1, alarm=SLOW_ALARM),
             "exchanges": ChangeDetector(better=1),
         }
         self._unwatched: list[Seen] = []
@@ -139,8 +142,9 @@ class PassiveLink:
         bursts, pairs = _gathered(self._unwatched)
         if sum(map(len, bursts.values())) >= MIN_WATCHED_BURSTS:
             down, up = _rates(bursts, pairs)
-            value = _slowest(down, {**slow_links(up), **slow_links(down)})
-            watched.append(("bursts", value, sum(one.seconds for one in self._unwatched)))
+            usual, seconds = median(down.values()), sum(one.seconds for one in self._unwatched)
+            slowest = _slowest(down, {**slow_links(up), **slow_links(down)})
+            watched += [("bursts", usual, seconds), ("slowest", slowest / usual, seconds)]
             self._unwatched.clear()
         if bursts or not seen.exchanges:
             return watched

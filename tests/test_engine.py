@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from cgx_ray.attach import merge_states, open_session
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.codecs.wire import HEADER_BYTES
 from cgx_ray.collectives import Transport
+from cgx_ray.engine import engine as engine_module
 from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.group import GainMeter
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
-from cgx_ray.plan import CodecSpec, Plan, Scheme
+from cgx_ray.plan import CodecSpec, Plan, Scheme, make_plan
 from cgx_ray.settings import Settings
 
 COMPRESSED = [("qsgd", "sra"), ("topk:density=0.05", "allgather"), ("topk:density=0.05", "artopk_ring")]
@@ -217,6 +220,37 @@ def test_gain_of_the_codec_in_use_is_what_the_exchange_really_kept(scheme: Schem
     if scheme is Scheme.ARTOPK_RING:
         # At step 1 the indices are those of rank 1; for rank 0 they are as good as random.
         assert results[0][0] < 0.5 * results[1][0]
+
+
+class _PricedMeter(GainMeter):
+    """A meter that takes as long as it is told."""
+
+    price_s = 0.0
+
+    def measure(self, grad_N: torch.Tensor) -> float:
+        energy = super().measure(grad_N)
+        time.sleep(self.price_s)
+        self.seconds = self.price_s
+        return energy
+
+
+def _metered_steps(rank: int, prices_s: list[float]) -> list[int]:
+    _PricedMeter.price_s = prices_s[rank]
+    engine_module.GainMeter = _PricedMeter  # type: ignore[misc]
+    model = DistributedDataParallel(nn.Linear(1100, 1, bias=False))
+    layers, spec = cgx_ray.layers_of(model), CodecSpec(name="topk", density=0.1)
+    plan = make_plan(layers, version=0, world_size=2, codec="none", scheme="dense")
+    engine = Engine(layers, plan, Transport(dist.new_group()), candidates=[spec])
+    model.register_comm_hook(DdpBuckets(model, engine), cgx_hook)
+    for _ in range(65):
+        model(torch.ones(1, 1100)).sum().backward()
+    engine.close()
+    return [sample.step for sample in engine.take_samples() if sample.gain]
+
+
+def test_gains_are_measured_less_often_where_one_rank_cannot_afford_it_and_on_all_ranks_alike() -> None:
+    assert run_ranks(2, _metered_steps, [0.0, 0.0]) == [[1, 21, 41, 61]] * 2
+    assert run_ranks(2, _metered_steps, [0.0, 0.2]) == [[1]] * 2
 
 
 def _train_two_changes(rank: int) -> tuple[list[str], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 # Step 0 has DDP's first, unrebuilt buckets and everyone's cold caches; step 1 is the first worth measuring.
 GAIN_FIRST_STEP = 1
 GAIN_INTERVAL_STEPS = 20
+# Of the time of all steps. Less often than that where it costs more: in steps of milliseconds, or with many groups.
+GAIN_SHARE = 0.005
 
 
 class Engine:
@@ -67,6 +70,8 @@ class Engine:
         self.device = device
         self._candidates = {str(spec): make_codec(spec) for spec in candidates}
         self._gain_interval_steps = GAIN_INTERVAL_STEPS
+        self._gain_share: float | None = GAIN_SHARE
+        self._meter_from = 0
         self._agreement = Agreement(transport)
         self._memories = Memories()
         self._lock = threading.Lock()
@@ -112,14 +117,17 @@ class Engine:
 
     @contextmanager
     def metered(self, candidates: Sequence[CodecSpec], interval_steps: int) -> Iterator[None]:
-        """Measure the gains of these codecs, every `interval_steps`, instead. Enter and leave between steps."""
-        before = self._candidates, self._gain_interval_steps
+        """Measure the gains of these codecs, every `interval_steps`, instead, whatever it costs.
+
+        Enter and leave between steps.
+        """
+        before = self._candidates, self._gain_interval_steps, self._gain_share
         self._candidates = {str(spec): make_codec(spec) for spec in candidates}
-        self._gain_interval_steps = interval_steps
+        self._gain_interval_steps, self._gain_share = interval_steps, None
         try:
             yield
         finally:
-            self._candidates, self._gain_interval_steps = before
+            self._candidates, self._gain_interval_steps, self._gain_share = before
 
     def take_samples(self) -> list[StepSample]:
         """Samples since the last call, oldest first; the newest 1,024 if nobody called for long."""
@@ -144,7 +152,7 @@ class Engine:
                         f"the state has {kind} of {value.numel()} elements for layer {name!r}, the model has "
                         f"{'no such layer' if expected is None else expected}; it is of another model"
                     )
-        self.step = step
+        self.step, self._meter_from = step, 0
         self._memories.load(memories)
         self._enter(self.plan)
 
@@ -181,18 +189,19 @@ class Engine:
 
     def _begin(self) -> StepRun:
         follow_num_threads(self._num_threads)
-        agreed = self._agreement.settle()
-        if agreed is not None and agreed > self.plan.version:
+        version, meter_from = self._agreement.settle() or (self.plan.version, 0)
+        if version > self.plan.version:
             with self._lock:
-                plan = self._held[agreed]
-                self._held = {version: held for version, held in self._held.items() if version > agreed}
+                plan = self._held[version]
+                self._held = {newer: held for newer, held in self._held.items() if newer > version}
             self._enter(plan)
         with self._lock:
             held = max(self._held, default=self.plan.version)
-        self._agreement.post(step=self.step, in_force=self.plan.version, held=held)
+        self._agreement.post(step=self.step, in_force=self.plan.version, held=held, meter_from=self._meter_from)
         self._transport.step = self.step
         meter = None
-        if self._candidates and self.step % self._gain_interval_steps == GAIN_FIRST_STEP:
+        is_affordable = self._gain_share is None or self.step >= meter_from
+        if self._candidates and self.step % self._gain_interval_steps == GAIN_FIRST_STEP and is_affordable:
             meter = GainMeter(self._candidates, ops.message_key(self._seed, self.step, 0, self._transport.rank, 0))
         return StepRun(
             self._groups,
@@ -219,6 +228,9 @@ class Engine:
         self._mark_end()
         now = self._last_end_s
         step_s = now - began_s
+        if step.meter is not None and self._gain_share is not None:
+            budget_s = self._gain_share * (step_s - step.meter.seconds)
+            self._meter_from = self.step + math.ceil(step.meter.seconds / budget_s)
         bursts, rate_from = _rates(self._transport.take_bursts(), self._transport.world_size)
         wire_bytes = sum(group.exchange.sent_bytes for group in self._groups)
         # Hierarchical exchanges count what goes to other nodes only. Who shares no memory cannot tell hosts apart.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -141,16 +142,18 @@ def _joint_memory(views: Sequence[Tensor]) -> Tensor | None:
 
 
 class GainMeter:
-    """Compression gain of candidate codecs on samples of the groups of one step."""
+    """Compression gain of candidate codecs on samples of the groups of one step, in `seconds` so far."""
 
     def __init__(self, candidates: Mapping[str, Codec], key: int) -> None:
         self._candidates = candidates
         self._key = key
         # For each group its energy, by codec the share of it that is kept, and the gains at CURVE_DENSITIES.
         self._groups: list[tuple[float, dict[str, float], list[float]]] = []
+        self.seconds = 0.0
 
     def measure(self, grad_N: Tensor) -> float:
         """Try all candidates on a sample of a group; returns the whole group's energy |g|^2."""
+        start_s = time.perf_counter()
         sample_N = sample_blocks(grad_N).float()
         sample_energy = float(sample_N.double().square().sum())
         curve = GainCurve(sample_blocks(grad_N, CURVE_SAMPLE_NUMEL))
@@ -166,6 +169,7 @@ class GainMeter:
         kept = {name: gain(codec) for name, codec in self._candidates.items()}
         energy = float(grad_N.float().norm()) ** 2
         self._groups.append((energy, kept, curve.gain(CURVE_DENSITIES)))
+        self.seconds += time.perf_counter() - start_s
         return energy
 
     def correct(self, name: str, kept: float) -> None:
