@@ -68,11 +68,8 @@ def draw_runs(records: Sequence[RunRecord], *, title: str) -> Figure:
     """
     last = records[-1]
     axis = _Axis(last)
-    fields = [
-        (field, measured)
-        for field, measured in _NETWORK
-        if last.decisions or any(field in event.change for event in last.network)
-    ]
+    known = {field for event in last.network for field in event.change}
+    fields = [(field, measured) for field, measured in _NETWORK if last.decisions or field in known]
     rows = ["step", *(field for field, _ in fields)]
     losses = [["loss"]] * len(rows) if last.steps else [[]] * len(rows)
     figure = Figure(figsize=(12.5 if last.steps else 9, 4.6 + 1.5 * len(fields)), dpi=130, layout="constrained")
@@ -93,7 +90,7 @@ def draw_runs(records: Sequence[RunRecord], *, title: str) -> Figure:
         axes.tick_params(labelbottom=axes is right[-1])
         for change in last.changes:
             at = axis.between(change.time)
-            axes.axvline(at, color="#555555", linestyle=":", linewidth=1.2, label="the network changes")
+            axes.axvline(at, color=_LINK_COLORS[0], linestyle=":", linewidth=1.2, label="the network changes")
         _clean(axes)
     for record in records:
         _mark_plans(right, record)
@@ -138,17 +135,14 @@ def _draw_step_time(axes: Axes, records: Sequence[RunRecord]) -> None:
             steps, seconds = [line.step for line in record.steps], [line.step_s for line in record.steps]
             axes.plot(steps, seconds, color=color, linewidth=1.4, marker="o", markersize=2.5, label=record.name)
         elif record.outcomes:
-            at, seconds = (
-                [axis.at(line) for line in record.outcomes],
-                [line["measured_step_s"] for line in record.outcomes],
-            )
+            at = [axis.at(line) for line in record.outcomes]
+            seconds = [line["measured_step_s"] for line in record.outcomes]
             axes.plot(at, seconds, color=color, linestyle="none", marker="s", label="step, measured after a decision")
         predicted = [line["predicted_step_s"] for line in record.decisions]
         _draw_decisions(axes, record, axis, "step predicted", predicted, "D")
     if len(records) == 1 and record.decisions:
-        dense = [(axis.at(line), line["predicted_dense_s"]) for line in record.decisions]
-        dense.append((axis.end, dense[-1][1]))
-        at, seconds = [x for x, _ in dense], [y for _, y in dense]
+        at = [*(axis.at(line) for line in record.decisions), axis.end]
+        seconds = [line["predicted_dense_s"] for line in (*record.decisions, record.decisions[-1])]
         axes.step(at, seconds, where="post", color=_COLORS["dense"], linestyle="--", label="dense step predicted")
     fit_values(axes)
     # Room for the plans' names.
@@ -172,9 +166,8 @@ def _draw_network(axes: Axes, record: RunRecord, axis: _Axis, field: Field, meas
     draw_links(axes, schedule, field, colors=_LINK_COLORS)
     for line in axes.lines:
         line.set_label(f"{line.get_label()}, as set")
-    _draw_decisions(
-        axes, record, axis, "network measured", [line["inputs"][measured] for line in record.decisions], "o"
-    )
+    counted_with = [line["inputs"][measured] for line in record.decisions]
+    _draw_decisions(axes, record, axis, "network measured", counted_with, "o")
     fit_values(axes)
 
 
@@ -209,7 +202,7 @@ def _mark_plans(panels: Sequence[Axes], record: RunRecord) -> None:
     for index, (at, plan) in enumerate(marks):
         for axes in panels:
             axes.axvline(at, color=color, linestyle="--", linewidth=1, alpha=0.8, label="another plan")
-        is_left = at < axis.end / 2
+        is_left = at < (axis.begin + axis.end) / 2
         panels[0].annotate(
             plan,
             (at, 0.965 - 0.055 * (index % 4)),
