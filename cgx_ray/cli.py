@@ -1,4 +1,4 @@
-"""The command line: `cgx-ray demo`, `lab`, `probe`, `collective`, `plan`, `profile`, `profile-model`, and `bench`."""
+"""The command line: `demo`, `lab`, `report`, `probe`, `collective`, `plan`, `profile`, `profile-model`, `bench`."""
 
 from __future__ import annotations
 
@@ -142,6 +142,22 @@ def demo(
         force_simulated=simulated_link,
     )
     demo_command(options, _console(json_path), json_path, num_bench_rounds=bench_rounds)
+
+
+@main.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--events", type=click.Path(path_type=Path), help="Of `lab run --events`.  [default: network.jsonl in RUN, if any]"
+)
+@click.option("--plot", type=_PICTURE, default="report.png", show_default=True, help="Where the picture goes.")
+def report(run_dir: Path, events: Path | None, plot: Path) -> None:
+    """Draw a run: step times and the network, with the decisions in both.
+
+    RUN is the folder <storage path>/<run name> of a run with CGXConfig, which may still be training.
+    """
+    from cgx_ray.report.command import report_command  # noqa: PLC0415
+
+    report_command(run_dir, events, _console(None), plot)
 
 
 @main.command()

@@ -162,7 +162,7 @@ def test_the_demo_runs_to_its_end_and_its_json_is_well_formed(tmp_path):
     for name in ("dense", "adaptive"):
         record = load_run(out / name)
         assert [line.step for line in record.steps] == list(range(8))
-        assert [change.rate_bit_per_s for change in record.changes] == [500e6]
+        assert [event.change["rate_bit_per_s"] for event in record.network] == [1e9, 500e6]
         assert record.changes[0].step >= 3
         assert len(record.end["weights_sha256"]) == 2
         assert record.end["weights_identical"], record.end

@@ -173,11 +173,60 @@ def test_a_schedule_in_steps_follows_what_the_job_reports(up, tmp_path):
         f'echo 12 > "$CGX_LAB_STEPS"; for i in $(seq 200); do grep -q 0.003 /run/cgx{up.partition("=")[2]}-lab/lab.json'
         "&& exit 0; sleep 0.05; done; exit 1"
     )
-    done = call("run", up, "--schedule", str(schedule), "--host", "0", "sh", "-c", script)
+    events = tmp_path / "events.jsonl"
+    events.write_text("of an earlier run\n")
+    began = time.time()
+    done = call("run", up, "--schedule", str(schedule), "--events", str(events), "--host", "0", "sh", "-c", script)
     assert done.exit_code == 0, done.stderr
+    start, *changes = events_of(events, began)
+    assert start["event"] == "start"
+    assert start["change"].items() > {"rate_bit_per_s": 500e6, "loss": 0.0}.items()
+    assert [(line["step"], line["change"]) for line in changes] == [
+        (12, {"rate_bit_per_s": 400e6}),
+        (12, {"latency_s": 0.003}),
+    ]
     played = [line.partition(" ")[2] for line in done.stderr.splitlines()]
     assert played == ["step 0: all hosts: rate 400mbit", "step 10: all hosts: latency 3 ms"]
     assert {link["latency_s"] for both in state(up)["links"] for link in both.values()} == {0.003}
+
+
+def events_of(path: Path, began: float) -> list[dict]:
+    """What a run has written, with times from `began` until now in order."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    times = [began, *(line.pop("time") for line in lines), time.time()]
+    assert times == sorted(times)
+    return lines
+
+
+@needs_lab
+def test_the_events_of_a_run_are_what_was_set(up, tmp_path):
+    schedule, events = tmp_path / "three.txt", tmp_path / "events.jsonl"
+    schedule.write_text("unit s\n0 rate=300mbit\n0.1 host=0 cut\n0.2 host=0 reconnect latency=5ms\n60 host=0 cut\n")
+    assert call("set", up, "--rate", "500mbit", "--latency", "1ms").exit_code == 0
+    assert call("set", up, "--host", "1", "--direction", "down", "--rate", "80mbit").exit_code == 0
+    assert call("cut", up, "1").exit_code == 0
+    try:
+        began = time.time()
+        script = f"for i in $(seq 200); do [ $(wc -l < {events}) = 6 ] && exit 0; sleep 0.05; done; exit 1"
+        done = call("run", up, "--schedule", str(schedule), "--events", str(events), "--host", "0", "sh", "-c", script)
+        assert done.exit_code == 0, done.stderr
+        lines = events_of(events, began)
+        links = state(up)
+    finally:
+        assert call("reconnect", up, "1").exit_code == 0
+        assert call("set", up, "--rate", "500mbit", "--latency", "1ms").exit_code == 0
+    usual = {"jitter_s": 0.0, "loss": 0.0, "queue_bytes": None, "latency_s": 0.001}
+    assert lines == [
+        {"event": "start", "change": {"rate_bit_per_s": 500e6, **usual}},
+        {"event": "start", "host": 1, "direction": "down", "change": {"rate_bit_per_s": 80e6, **usual}},
+        {"event": "start", "host": 1, "change": {}, "is_connected": False},
+        {"event": "change", "change": {"rate_bit_per_s": 300e6}},
+        {"event": "change", "host": 0, "change": {}, "is_connected": False},
+        {"event": "change", "host": 0, "change": {"latency_s": 0.005}, "is_connected": True},
+    ]
+    assert links["connected"] == [True, False]
+    assert {link["rate_bit_per_s"] for both in links["links"] for link in both.values()} == {300e6}
+    assert [both["up"]["latency_s"] for both in links["links"]] == [0.005, 0.001]
 
 
 @needs_lab
@@ -301,6 +350,6 @@ def test_the_picture_has_a_line_for_each_link_that_differs(tmp_path):
     plot_schedule(schedule, tmp_path / "mine.png")
     assert (tmp_path / "mine.png").read_bytes()[1:4] == b"PNG"
     lines = _lines(schedule, "rate_bit_per_s", 1e-9)
-    assert set(lines) == {"the others", "host 1 up", "host 1 down", "host 2"}
+    assert set(lines) == {"the others", "host 1 up", "host 2"}
     assert lines["host 1 up"] == [(0, 1), (2, 0.1), (5, 0.1)]
     assert str(lines["host 2"]) == "[(0.0, 1.0), (3.0, nan), (5.0, nan)]"

@@ -14,8 +14,10 @@ from cgx_ray.demo.cluster import Cluster, DemoError, lab_cluster, local_cluster
 from cgx_ray.demo.runs import Run
 from cgx_ray.demo.view import Scene, View, format_rate, make_view
 from cgx_ray.errors import ConfigError
+from cgx_ray.lab.events import LinkEvent
+from cgx_ray.lab.link import LinkChange
 from cgx_ray.lab.namespaces import Lab
-from cgx_ray.report.record import RateChange, RunRecord
+from cgx_ray.report.record import RunRecord
 
 BATCH_SIZE = 2  # a worker; with 128 bytes of context about 0.3 s of compute a step for 4 workers on 2 cores
 SIMULATED_LATENCY_S = 1e-4
@@ -124,6 +126,10 @@ def _train(run: Run, cluster: Cluster, options: DemoOptions, scene: Scene, view:
     scene.rate_bit_per_s = options.rate
     if cluster.set_rate is not None:
         cluster.set_rate(options.rate)
+    start = LinkChange(rate_bit_per_s=options.rate)
+    if cluster.is_simulated:
+        start["latency_s"] = SIMULATED_LATENCY_S
+    record.note(LinkEvent(event="start", time=time.time(), change=start))
     cluster.submit(run)
     stall_s = _STALL_S + 10 * _DENSE_BITS / min(options.rate, options.slow_rate)
     last_news = time.monotonic()
@@ -147,8 +153,8 @@ def _slow_down(record: RunRecord, cluster: Cluster, options: DemoOptions, scene:
         cluster.set_rate(options.slow_rate)
     scene.rate_bit_per_s = options.slow_rate
     scene.status = f"network drops to {format_rate(options.slow_rate)}"
-    change = RateChange(time=time.time(), step=record.steps[-1].step, rate_bit_per_s=options.slow_rate)
-    record.note_rate(change)
+    change = LinkChange(rate_bit_per_s=options.slow_rate)
+    record.note(LinkEvent(event="change", time=time.time(), step=record.steps[-1].step, change=change))
     record.poll()
 
 

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from cgx_ray.bench.result import Row
 from cgx_ray.demo.view import describe_decision, format_rate
-from cgx_ray.report.record import RateChange, RunRecord, StepLine
+from cgx_ray.lab.events import LinkEvent
+from cgx_ray.report.record import RunRecord, StepLine
 from cgx_ray.report.smoothing import smooth_losses
 
 # DDP rebuilds its buckets after the first step and memory is still being touched for the first time.
@@ -31,6 +32,7 @@ class Phases:
     @classmethod
     def of(cls, record: RunRecord) -> Phases:
         change = record.changes[0].step
+        assert change is not None
         # The change fell into the step after `change`.
         return cls(
             fast=tuple(line for line in record.steps if _WARMUP_STEPS <= line.step <= change),
@@ -71,9 +73,10 @@ def decision_delay(record: RunRecord) -> tuple[int, float] | None:
     new rate: a decision right after the change may still rest on the old network.
     """
     change = record.changes[0]
+    assert change.step is not None
     for line in record.decisions:
         bandwidth_bit_per_s = line["inputs"]["bandwidth_gbps"] * 1e9
-        if line["time"] > change.time and bandwidth_bit_per_s <= 2 * change.rate_bit_per_s:
+        if line["time"] > change.time and bandwidth_bit_per_s <= 2 * change.change["rate_bit_per_s"]:
             return line["step"] - change.step, line["time"] - change.time
     return None
 
@@ -177,10 +180,10 @@ def _times(value: float | None) -> str:
     return "never reached, not" if value is None else f"{value:.2f}x"
 
 
-def _table_rows(records: Sequence[RunRecord], change: RateChange) -> list[tuple[str, list[str]]]:
+def _table_rows(records: Sequence[RunRecord], change: LinkEvent) -> list[tuple[str, list[str]]]:
     phases = [Phases.of(record) for record in records]
     ends = [record.end or {} for record in records]
-    slow_rate = format_rate(change.rate_bit_per_s)
+    slow_rate = format_rate(change.change["rate_bit_per_s"])
     return [
         ("median step, fast network", [_seconds(median_step_s(phase.fast)) for phase in phases]),
         (f"median step, {slow_rate}", [_seconds(median_step_s(phase.slow)) for phase in phases]),

@@ -18,11 +18,12 @@ from pathlib import Path
 import click
 
 from cgx_ray.errors import LabError
+from cgx_ray.lab.events import LinkEvent, append_events, links_now
 from cgx_ray.lab.handle import LabHandle, owner_lives
 from cgx_ray.lab.jobs import run_in_hosts, run_on_ray
 from cgx_ray.lab.link import DIRECTIONS, LINK_WORDS, Direction, LinkChange, parse_change
 from cgx_ray.lab.namespaces import Lab
-from cgx_ray.lab.schedule import STEP_FILE_VARIABLE, Event, Schedule, play
+from cgx_ray.lab.schedule import STEP_FILE_VARIABLE, Event, Schedule, last_step, play
 
 _DOWN_TIMEOUT_S = 30.0
 _HELP = {
@@ -178,6 +179,11 @@ def status(as_json: bool, pid: int | None) -> None:
 @click.option("--schedule", help="Play this meanwhile: a file, c1 or c2.")
 @click.option("--epoch", help="How long a schedule's epoch is, as 30s or 200steps.")
 @click.option("--slower", default=1.0, show_default=True, help="Play the schedule on a network this much slower.")
+@click.option(
+    "--events",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write links at the start and each change here, for `cgx-ray report`.",
+)
 @_lab_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
@@ -187,6 +193,7 @@ def run(
     schedule: str | None,
     epoch: str | None,
     slower: float,
+    events: Path | None,
     pid: int | None,
     command: tuple[str, ...],
 ) -> None:
@@ -198,7 +205,11 @@ def run(
     with tempfile.TemporaryDirectory(prefix="cgx-lab-") as folder:
         step_file = Path(folder) / "step"
         env = {STEP_FILE_VARIABLE: str(step_file)}
-        with _playing(handle, schedule, epoch, slower, step_file):
+        played = None if schedule is None else _schedule_to_play(schedule, epoch, slower)
+        if events is not None:
+            events.write_text("")
+            append_events(events, links_now(handle))
+        with _playing(handle, played, step_file, events):
             if on_ray:
                 log_dir = Path("runs") / time.strftime("lab-%Y%m%d-%H%M%S")
                 click.echo(f"starting Ray on {len(handle.hosts)} hosts; logs in {log_dir}", err=True)
@@ -215,24 +226,24 @@ def _echo_line(host: int, line: str) -> None:
 
 
 @contextmanager
-def _playing(handle: LabHandle, name: str | None, epoch: str | None, slower: float, step_file: Path) -> Iterator[None]:
+def _playing(handle: LabHandle, schedule: Schedule | None, step_file: Path, events: Path | None) -> Iterator[None]:
     """Play the schedule while the body runs. Links stay as it leaves them."""
-    if name is None:
+    if schedule is None:
         yield
         return
-    schedule = _with_epoch(Schedule.read(name), epoch).slower(slower)
-    if schedule.unit == "epoch":
-        raise LabError(f"schedule {name} is in epochs; say how long one is: --epoch 30s or --epoch 200steps")
     stop = threading.Event()
-    failures: list[LabError] = []
+    failures: list[LabError | OSError] = []
 
-    def show(event: Event) -> None:
+    def note(event: Event) -> None:
         click.echo(f"{time.strftime('%H:%M:%S')} {schedule.unit} {event.at:g}: {event}", err=True)
+        if events is not None:
+            step = last_step(step_file)
+            append_events(events, [LinkEvent.now(event, step if step >= 0 else None)])
 
     def body() -> None:
         try:
-            play(schedule, handle, step_file, show, stop)
-        except LabError as error:
+            play(schedule, handle, step_file, note, stop)
+        except (LabError, OSError) as error:
             failures.append(error)
             click.echo(f"the schedule ends early: {error}", err=True)
 
@@ -245,6 +256,13 @@ def _playing(handle: LabHandle, name: str | None, epoch: str | None, slower: flo
         player.join()
     if failures:
         raise failures[0]
+
+
+def _schedule_to_play(name: str, epoch: str | None, slower: float) -> Schedule:
+    schedule = _with_epoch(Schedule.read(name), epoch).slower(slower)
+    if schedule.unit == "epoch":
+        raise LabError(f"schedule {name} is in epochs; say how long one is: --epoch 30s or --epoch 200steps")
+    return schedule
 
 
 def _with_epoch(schedule: Schedule, epoch: str | None) -> Schedule:

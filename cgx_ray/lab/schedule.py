@@ -189,14 +189,15 @@ def play(
     """Apply all events in time, until `stop`. Seconds count from now."""
     start = time.monotonic()
     for event in schedule.events:
-        while (time.monotonic() - start if schedule.unit == "s" else _last_step(step_file)) < event.at:
+        while (time.monotonic() - start if schedule.unit == "s" else last_step(step_file)) < event.at:
             if stop.wait(_POLL_S):
                 return
         event.apply(lab)
         on_event(event)
 
 
-def _last_step(step_file: Path) -> int:
+def last_step(step_file: Path) -> int:
+    """What the job has reported last; -1 if nothing yet."""
     # Empty while it is being written.
     text = step_file.read_text().strip() if step_file.exists() else ""
     return int(text) if text.isdecimal() else -1
