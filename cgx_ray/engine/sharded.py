@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class ShardedEngine:
         self._rank = rank
         self._shards = shards
         self._replicas = replicas
-        self._transports = transports = [shards] if replicas is None else [shards, replicas]
+        self._transports = [shards] if replicas is None else [shards, replicas]
         self._seed = seed
         self._has_memory = any(part.memory is not None for unit in units for part in unit.gradients)
         # Of each part whose average the replicas exchange. Only what it drops is used: what is owed went in before.
@@ -81,7 +82,7 @@ class ShardedEngine:
         self._inbox: queue.SimpleQueue[tuple[str, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cgx-ray-engine", daemon=True)
         self._thread.start()
-        self._hang_up = lambda: _close(transports)
+        self._hang_up = partial(_close, self._transports)
         self._end_at_exit = end_at_exit(self, self._thread, self._inbox, self._hang_up)
 
     # Called by the training thread.
