@@ -28,12 +28,13 @@ class ChangeDetector:
     alarm the level is what was seen since the suspicion began.
     """
 
-    def __init__(self, better: int = 0, alarm: float = ALARM) -> None:
+    def __init__(self, better: int = 0, alarm: float = ALARM, learn_s: float = LEARN_S) -> None:
         """
         better  1 if more is better and cannot be a moment's luck, -1 if less is, 0 if neither
         alarm   how much evidence is enough for a change that is not for the better
+        learn_s how long the first samples only say what the level is; the very first one always does
         """
-        self._better, self._alarm = better, alarm
+        self._better, self._alarm, self._learn_s = better, alarm, learn_s
         self._level: float | None = None
         self._seconds = 0.0
         self._num_samples = 0
@@ -49,7 +50,7 @@ class ChangeDetector:
             raise ValueError(f"value {value!r} has no logarithm; give a positive number")
         log_value, seconds = math.log(value), min(seconds, MAX_SAMPLE_S)
         self._num_samples += 1
-        if self._level is None or (self._seconds < LEARN_S and self._num_samples <= LEARN_SAMPLES):
+        if self._level is None or (self._seconds < self._learn_s and self._num_samples <= LEARN_SAMPLES):
             self._learn(log_value, seconds)
             return None
         for suspicion, sign in ((self._up, 1), (self._down, -1)):
