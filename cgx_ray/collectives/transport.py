@@ -118,7 +118,8 @@ class Transport:
 
         Raises TransportError if a peer is gone.
         """
-        self._hold_round(_total_bytes(sends), _total_bytes(receives))
+        if self._link is not None:
+            self._hold_round(_total_bytes(sends), _total_bytes(receives))
         self._card_bytes += _total_bytes({peer: parts for peer, parts in sends.items() if self._is_away(peer)})
         try:
             if self._mesh is not None:
@@ -161,7 +162,7 @@ class Transport:
         ring = 2 * (self.world_size - 1)
         num_bytes = ring * values_N.numel() * values_N.element_size() // self.world_size
         self._hold(ring, num_bytes)
-        # Gloo's ring sends to the rank before. NCCL's may go another way, but leaves each node once as well.
+        # Gloo's ring sends to the rank before. NCCL's leaves a node once, as this does if its ranks are in a row.
         self._card_bytes += num_bytes * self._is_away(self.rank - 1)
         is_local = self.local is not None and self.local.size == self.world_size
         try:
@@ -180,7 +181,7 @@ class Transport:
         hops = math.log2(self.world_size)
         self._hold(hops, hops * message.numel())
         self._card_bytes += message.numel() * sum(
-            map(self._is_away, binomial_children(self.rank, root, self.world_size))
+            map(self._is_away, _binomial_children(self.rank, root, self.world_size))
         )
         try:
             dist.broadcast(message, group=self._group, group_src=root)
@@ -269,7 +270,7 @@ class Transport:
         )
 
 
-def binomial_children(rank: int, root: int, world_size: int) -> list[int]:
+def _binomial_children(rank: int, root: int, world_size: int) -> list[int]:
     """To whom a rank passes on what `root` broadcasts by a binomial tree, as Gloo does, first ones first."""
     place = (rank - root) % world_size
     reaches = (1 << level for level in range(world_size.bit_length()))
