@@ -150,14 +150,13 @@ class OwnBytes:
         self._ranks: set[int] = set()
 
     def of(self, steps: Sequence[StepSample]) -> int | None:
-        """In `steps`; None where ranks share the node and do not know which of their messages stayed on it."""
+        """In `steps`; None where ranks of the node share no memory, and so count what they send each other."""
         self._ranks.update(step.rank for step in steps)
         if not self._has_peers:
             return 0
-        if len(self._ranks) <= 1:
-            return sum(step.wire_bytes for step in steps)
-        sent = [step.card_bytes for step in steps]
-        return sum(part for part in sent if part is not None) if None not in sent else None
+        if any(step.num_local < len(self._ranks) for step in steps):
+            return None
+        return sum(step.card_bytes for step in steps)
 
 
 class _Outbox:

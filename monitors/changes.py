@@ -28,13 +28,20 @@ class ChangeDetector:
     alarm the level is what was seen since the suspicion began.
     """
 
-    def __init__(self, better: int = 0, alarm: float = ALARM, relief_alarm: float = RELIEF_ALARM) -> None:
+    def __init__(
+        self,
+        better: int = 0,
+        alarm: float = ALARM,
+        relief_alarm: float = RELIEF_ALARM,
+        learn_s: float = LEARN_S,
+    ) -> None:
         """
         better        1 if more is better and cannot be a moment's luck, -1 if less is, 0 if neither
         alarm         how much evidence is enough for a change that is not for the better
         relief_alarm  and for one that is
+        learn_s       how long the first samples only say what the level is; the very first one always does
         """
-        self._better, self._alarm, self._relief_alarm = better, alarm, relief_alarm
+        self._better, self._alarm, self._relief_alarm, self._learn_s = better, alarm, relief_alarm, learn_s
         self._level: float | None = None
         self._seconds = 0.0
         self._num_samples = 0
@@ -50,7 +57,7 @@ class ChangeDetector:
             raise ValueError(f"value {value!r} has no logarithm; give a positive number")
         log_value, seconds = math.log(value), min(seconds, MAX_SAMPLE_S)
         self._num_samples += 1
-        if self._level is None or (self._seconds < LEARN_S and self._num_samples <= LEARN_SAMPLES):
+        if self._level is None or (self._seconds < self._learn_s and self._num_samples <= LEARN_SAMPLES):
             self._learn(log_value, seconds)
             return None
         for suspicion, sign in ((self._up, 1), (self._down, -1)):

@@ -50,7 +50,7 @@ class StepSample:
     compute_s  step_s less the communication that compute did not hide
     encode_s, exchange_s, decode_s
                sums over groups; they overlap, so together they may be more than the time that passed
-    card_bytes wire_bytes, if all of them went to other nodes; None if some may have stayed on this one
+    card_bytes what this rank sent to ranks that share no memory with it
     ready_s    for each group, when backward had finished its last layer, from the start of the step
     gain       compression gain by codec (`str(CodecSpec)`), on the steps that measured it
     gain_curve gain of top-k at CURVE_DENSITIES, and `norm`, |g| of the groups worth compressing, on the same steps
@@ -77,7 +77,7 @@ class StepSample:
     gain: Mapping[str, float] = field(default_factory=dict)
     gain_curve: tuple[float, ...] = ()
     norm: float | None = None
-    card_bytes: int | None = None
+    card_bytes: int = 0
     bursts: tuple[Burst, ...] = ()
     rate_from: tuple[float, ...] = ()
     lag_s: tuple[float, ...] = ()
@@ -89,7 +89,7 @@ class HostLoad:
     """What a node is busy with. Rates are of its network cards together, loopback left out.
 
     neighbour_bytes_per_s  what others than this run put on its link, mean over half a minute; None where this run's
-                           part is not known: ranks share the node, and exchange with each other as with the rest
+                           part is not known: ranks of the node share no memory, so they cannot tell it from others
     nic_speed_bits_per_s   of its fastest card, as the driver has it; 0 if it does not say
     num_nic_errors         packets dropped or broken so far
     cpu_share, memory_share

@@ -261,8 +261,9 @@ def test_a_codec_whose_gain_falls_in_use_is_left_and_not_tried_again(tmp_path: P
     left = run.loop.plans[-1].describe()
     assert left == "topk:density=0.01 over artopk_tree"
     run.gain["topk:density=0.01"] = 0.2
+    assert run.run(20) == [], "one measurement is not enough"
     (decision,) = run.run(20)
-    assert decision.reason.startswith("gain of topk:density=0.01 0.70 -> 0.20")
+    assert decision.reason.startswith("gain of topk:density=0.01 fell from 0.70 to 0.20; ")
     # Not in use, it is estimated from each rank's own top-k again.
     run.gain["topk:density=0.01"] = 0.7
     run.run(200)
@@ -278,8 +279,27 @@ def test_a_plan_under_min_gain_is_left_even_for_a_slower_one(tmp_path: Path) -> 
     run.run(10)
     assert run.loop.plans[-1].describe() == "topk:density=0.01 over artopk_tree"
     run.gain["topk:density=0.01"] = 0.78
-    run.run(20)
+    run.run(40)
     assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
+
+
+def test_a_codec_whose_gain_rises_is_taken_before_the_review(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.02
+    run.run(110)
+    assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
+    run.gain["topk:density=0.01"] = 0.9
+    (decision,) = run.run(35)
+    assert decision.reason.startswith("gain of topk:density=0.01 rose from 0.30 to 0.90; ")
+    assert "topk:density=0.01" in run.loop.plans[-1].describe()
+
+
+def test_gains_that_change_end_no_pause_after_a_failure(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.slowdown = 30.0
+    assert isinstance(run.run(20)[-1], Disable)
+    run.gain |= {"topk:density=0.01": 0.95, "topk:density=0.1": 0.99}
+    assert run.run(BAN_STEPS - 30) == []
 
 
 def test_compression_that_a_recovered_network_made_useless_is_taken_back(tmp_path: Path) -> None:

@@ -329,6 +329,8 @@ def _sampled(rank: int, parameters: str | None) -> list[tuple[int, int, int]]:
         model(torch.randn(1, 64)).sum().backward()
     samples = attachment.take_samples()
     assert attachment.last_step == samples[-1]
+    # All on one node.
+    assert {(sample.card_bytes, sample.num_local) for sample in samples} == {(0, dist.get_world_size())}
     attachment.close()
     return [(sample.step, sample.wire_bytes, sample.dense_bytes) for sample in samples]
 

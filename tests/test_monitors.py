@@ -112,19 +112,15 @@ def test_neighbours_are_unknown_for_half_a_minute_after_own_bytes_were() -> None
 
 
 def test_own_bytes_are_those_that_leave_the_node_or_unknown() -> None:
-    """Steps of 1,500 bytes. Ranks that share a node and exchange flat do not know where their messages went."""
-    flat = [step_sample(rank, 0) for rank in (0, 1)]
-    hierarchical = [replace(step, card_bytes=step.wire_bytes) for step in flat]
-    assert OwnBytes(has_peers=False).of(flat) == 0
+    """Steps of 1,000 bytes. Ranks of a node that share no memory do not know where their messages went."""
+    apart = [replace(step_sample(rank, 0), card_bytes=1000) for rank in (0, 1)]
+    sharing = [replace(step, num_local=2) for step in apart]
+    assert OwnBytes(has_peers=False).of(sharing) == 0
     alone = OwnBytes(has_peers=True)
-    assert [alone.of(flat[:1]), alone.of([])] == [1500, 0]
+    assert [alone.of(apart[:1]), alone.of([])] == [1000, 0]
     together = OwnBytes(has_peers=True)
-    assert [together.of(hierarchical), together.of(flat), together.of([]), together.of(flat[:1])] == [
-        3000,
-        None,
-        0,
-        None,
-    ]
+    steps = [sharing[:1], sharing, [], apart, apart[:1]]
+    assert [together.of(some) for some in steps] == [1000, 2000, 0, None, None]
 
 
 def test_pressure_is_the_share_of_the_last_ten_seconds_or_unknown(tmp_path: Path) -> None:
@@ -280,7 +276,7 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
         assert round_trip_s(*own) > 0
         ray.get(actor.start.remote({"a": own, "b": peer.address}, controller))
         for step in range(20):
-            samples = [replace(step_sample(rank, step), card_bytes=1500) for rank in (0, 1)]
+            samples = [replace(step_sample(rank, step), num_local=2) for rank in (0, 1)]
             ray.get(actor.report.remote(samples))
 
         def taken() -> list[NodeSample]:

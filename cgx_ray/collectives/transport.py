@@ -104,6 +104,7 @@ class Transport:
         self.group_index = 0
         self.lag_s: tuple[float, ...] = ()
         self._round = _Round()
+        self._card_bytes = 0
 
     def begin_round(self) -> None:
         """What is started from now on is one round of messages: a simulated link counts one hop a round."""
@@ -117,7 +118,9 @@ class Transport:
 
         Raises TransportError if a peer is gone.
         """
-        self._hold_round(_total_bytes(sends), _total_bytes(receives))
+        if self._link is not None:
+            self._hold_round(_total_bytes(sends), _total_bytes(receives))
+        self._card_bytes += _total_bytes({peer: parts for peer, parts in sends.items() if self._is_away(peer)})
         try:
             if self._mesh is not None:
                 return self._mesh.post(sends, receives)
@@ -157,7 +160,10 @@ class Transport:
         What is on a CUDA device always by the vendor.
         """
         ring = 2 * (self.world_size - 1)
-        self._hold(ring, ring / self.world_size * values_N.numel() * values_N.element_size())
+        num_bytes = ring * values_N.numel() * values_N.element_size() // self.world_size
+        self._hold(ring, num_bytes)
+        # Gloo's ring sends to the rank before. NCCL's leaves a node once, as this does if its ranks are in a row.
+        self._card_bytes += num_bytes * self._is_away(self.rank - 1)
         is_local = self.local is not None and self.local.size == self.world_size
         try:
             if self.local is not None and is_local and values_N.is_cpu and values_N.dtype in shm.DTYPES:
@@ -174,6 +180,9 @@ class Transport:
         """Give everyone the message of `root`, by the vendor's tree."""
         hops = math.log2(self.world_size)
         self._hold(hops, hops * message.numel())
+        self._card_bytes += message.numel() * sum(
+            map(self._is_away, _binomial_children(self.rank, root, self.world_size))
+        )
         try:
             dist.broadcast(message, group=self._group, group_src=root)
         except RuntimeError as error:
@@ -218,10 +227,26 @@ class Transport:
         """See `Mesh.take_bursts`. Empty over torch.distributed or a simulated link, whose bytes come at full speed."""
         return self._mesh.take_bursts() if self._mesh is not None and self._link is None else []
 
+    @property
+    def num_local(self) -> int:
+        """Ranks of this node, this one among them."""
+        return self.nodes.count(self.nodes[self.rank])
+
+    def take_card_bytes(self) -> int:
+        """Bytes of messages and collectives that this rank has sent to other nodes since the last call.
+
+        The agreements' 40 bytes a rank and step are left out.
+        """
+        taken, self._card_bytes = self._card_bytes, 0
+        return taken
+
     def close(self) -> None:
         """Hang up: peers that still wait for this rank find out at once."""
         if self._mesh is not None:
             self._mesh.close()
+
+    def _is_away(self, peer: int) -> bool:
+        return self.nodes[peer] != self.nodes[self.rank]
 
     def _hold(self, num_hops: float, num_bytes: float) -> None:
         # Before sending, not after receiving: a late sender then also delays its peers, as on a real link.
@@ -243,6 +268,13 @@ class Transport:
             f"rank {self.rank}, step {self.step}, group {self.group_index}: {what} did not get through ({error}); "
             "look at the log of the other ranks for the first error"
         )
+
+
+def _binomial_children(rank: int, root: int, world_size: int) -> list[int]:
+    """To whom a rank passes on what `root` broadcasts by a binomial tree, as Gloo does, first ones first."""
+    place = (rank - root) % world_size
+    reaches = (1 << level for level in range(world_size.bit_length()))
+    return [(rank + reach) % world_size for reach in reaches if place < reach and place + reach < world_size]
 
 
 def _total_bytes(messages: Mapping[int, Parts]) -> int:

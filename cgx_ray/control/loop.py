@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 
+from cgx_ray.control.gains import GAIN_CHANGE, GainWatch
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.measured import (
     beside_dense,
+    codecs_in_use,
     describe_measured,
     describe_plan,
     is_dense,
+    latency_moved,
     layer_times,
+    network_cause,
     network_of,
     slowed,
 )
@@ -24,7 +29,7 @@ from cgx_ray.monitors.passive import Estimate, PassiveLink
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.monitors.topology import SilentNodes
-from cgx_ray.plan import Layer, Plan, Scheme, make_plan
+from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import CodecCost, Option
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
@@ -39,11 +44,6 @@ REVIEW_STEPS = 100
 BAN_STEPS = 500
 # What a probe has found counts until the next but one may come.
 PROBE_HOLDS_S = 2 * BUDGET_S
-# What counts as another network, and as another gradient.
-LINK_CHANGE = 1.5
-GAIN_CHANGE = 0.1
-LATENCY_CHANGE = 2.0
-MIN_LATENCY_CHANGE_S = 1e-3
 # Between workers of one host nobody measures latency: a loopback round trip.
 DEFAULT_LATENCY_S = 50e-6
 
@@ -137,10 +137,10 @@ class ControlLoop:
         self._outdated: Mapping[str, Mapping[str, float]] = {}
         self._probes = ProbeSchedule()
         self._probed_rates: dict[str, tuple[float, Mapping[str, float]]] = {}
-        self._gain: dict[str, float] = {}
+        self._gains = GainWatch(map(str, codecs_in_use(self.plans[-1])))
         self._decided: Measured | None = None
         self._first_step: int | None = None
-        self._review_step = 0
+        self._review_step = self._pause_step = 0
         self._trial: _Trial | None = None
         self._predicted_s: float | None = None
         self._dense_s: tuple[float, Measured] | None = None
@@ -167,7 +167,7 @@ class ControlLoop:
             self._probed_rates[sample.node_id] = now_s, sample.bandwidth
         known = [latency_s for _, latency_s in self._probed_of_node.values()]
         probed_s = median(known) if known else self._probed_s
-        if _latency_moved(self._probed_s, probed_s) and self._link.latency_s is None:
+        if latency_moved(self._probed_s, probed_s) and self._link.latency_s is None:
             # Exchanges from before the change would be read with the wrong latency.
             self._recent = []
             self._link = PassiveLink()
@@ -183,12 +183,12 @@ class ControlLoop:
                 self._probed_of_node.clear()
                 self._outdated = dict(self._said)
             self._slow_ranks.add(step.slowness, step.step_s)
-            self._gain.update({codec: gain for codec, gain in step.gain.items() if gain > 0})
             if step.plan_version != self.plans[-1].version:
                 continue
             self._first_step = step.step if self._first_step is None else self._first_step
             self._recent = [one for one in self._recent if one.plan_version == step.plan_version][1 - LINK_STEPS :]
             self._recent.append(step)
+            self._gains.add(step.gain)
             decision = self._judge(step, sample.time_s) or self._decide(step, sample.time_s)
             if decision is not None:
                 decisions.append(decision)
@@ -227,7 +227,7 @@ class ControlLoop:
         )
         if isinstance(decision, Replace):
             # Its gain is only known while it is used: unused, the estimate would bring it straight back.
-            fallen = {option.codec for option in self._fallen(measured)}
+            fallen = self._fallen(measured)
             self._ban(((codec, scheme) for codec in fallen for scheme in Scheme), until=step.step + BAN_STEPS)
         if decision is not None:
             self._act(decision, step, measured, now_s)
@@ -239,12 +239,15 @@ class ControlLoop:
         warm = [one.step_s for one in self._recent if one.step != self._first_step]
         if is_dense(old) and warm:
             self._dense_s = min(warm), measured
+        self._gains.look()
         if not isinstance(decision, Keep):
             self.plans.append(decision.plan)
+            self._gains.enter(map(str, codecs_in_use(decision.plan)))
         new = self.plans[-1]
         self._decided = measured
         # A pause outlasts looks that change nothing.
-        self._review_step = max(step.step + REVIEW_STEPS, self._review_step if is_dense(new) else 0)
+        self._pause_step = self._pause_step if is_dense(new) else 0
+        self._review_step = max(step.step + REVIEW_STEPS, self._pause_step)
         self._predicted_s = decision.predicted.step_s
         self._trial = _Trial(decision=decision, options=beside_dense(new), steps=[])
         self._journal.write(
@@ -312,8 +315,8 @@ class ControlLoop:
             predicted=dense,
             dense_s=dense.step_s,
         )
+        self._pause_step = step.step + pause
         self._act(decision, step, measured, now_s)
-        self._review_step = step.step + pause
         return decision
 
     def _ban(self, pairs: Iterable[Pair], *, until: int) -> None:
@@ -328,7 +331,7 @@ class ControlLoop:
         if self._dense_s is None:
             return predicted.step_s, "is predicted to take"
         seconds, then = self._dense_s
-        if _network_cause(then.network.between, measured.network.between) is not None:
+        if network_cause(then.network.between, measured.network.between) is not None:
             return predicted.step_s, "is predicted to take"
         before = predict(replace(measured, backward_s=then.backward_s, after_s=then.after_s), predicted.groups)
         return max(seconds + predicted.step_s - before.step_s, measured.compute_s), "takes"
@@ -347,26 +350,24 @@ class ControlLoop:
             return None
         if self._decided is None:
             return "first measurements"
-        cause = _network_cause(self._decided.network.between, measured.network.between)
+        cause = network_cause(self._decided.network.between, measured.network.between)
         if cause is not None:
             return cause
-        for option in self._fallen(measured):
-            codec = str(option.codec)
-            return f"gain of {codec} {self._decided.gain[codec]:.2f} -> {measured.gain[codec]:.2f}"
-        if step.step >= self._review_step:
+        if step.step < self._pause_step:
+            return None
+        cause = self._gains.cause(self._decided.gain)
+        if cause is None and step.step >= self._review_step:
             return f"{REVIEW_STEPS} steps or more since the last look"
-        return None
+        return cause
 
-    def _fallen(self, measured: Measured) -> list[Option]:
-        """Options in use whose codec keeps a good deal less of the gradient than when the plan was chosen."""
+    def _fallen(self, measured: Measured) -> set[CodecSpec]:
+        """Codecs in use that keep a good deal less of the gradient than when the plan was chosen."""
         before = self._decided.gain if self._decided is not None else {}
-        return [
-            option
-            for option in sorted(beside_dense(self.plans[-1]), key=str)
-            if (codec := str(option.codec)) in before
-            and codec in measured.gain
-            and measured.gain[codec] < (1 - GAIN_CHANGE) * before[codec]
-        ]
+        return {
+            codec
+            for codec in codecs_in_use(self.plans[-1])
+            if measured.gain.get(str(codec), math.inf) < before.get(str(codec), 0.0) - GAIN_CHANGE
+        }
 
     def _bandwidth(self) -> Estimate | None:
         """What messages say; what probes say, where messages are not sure and nothing has changed since."""
@@ -385,7 +386,7 @@ class ControlLoop:
     def _measured(self) -> Measured | None:
         """What is known now, in the planner's terms; None while something is missing."""
         recent, rate = self._recent, self._bandwidth()
-        if len(recent) < LINK_STEPS or rate is None or not self._gain:
+        if len(recent) < LINK_STEPS or rate is None or not self._gains.gain:
             return None
         between = Link(alpha_s=self._latency_s() or self._probed_s, beta_s_per_byte=1 / rate.value)
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
@@ -396,7 +397,7 @@ class ControlLoop:
             after_s=max(0.0, median(one.compute_s for one in recent) - sum(backward_s)),
             network=network_of(self.plans[-1].world_size, recent[-1].num_local, between),
             codec_costs={name: slowed(cost, self._codec_slowdown) for name, cost in self._codec_costs.items()},
-            gain=dict(self._gain),
+            gain=self._gains.gain,
         )
 
 
@@ -407,20 +408,3 @@ def _fresh(found: Mapping[str, tuple[float, T]], now_s: float) -> dict[str, tupl
 
 def _is_sure(estimate: Estimate | None) -> bool:
     return estimate is not None and estimate.is_sure
-
-
-def _network_cause(old: Link, new: Link) -> str | None:
-    """In which way `new` is another network, or None."""
-    if _latency_moved(old.alpha_s, new.alpha_s):
-        return f"latency {old.alpha_s * 1e3:.1f} -> {new.alpha_s * 1e3:.1f} ms"
-    if not 1 / LINK_CHANGE < new.bandwidth_gbps / old.bandwidth_gbps < LINK_CHANGE:
-        return f"bandwidth {_rate(old.bandwidth_gbps)} -> {_rate(new.bandwidth_gbps)}"
-    return None
-
-
-def _latency_moved(old_s: float, new_s: float) -> bool:
-    return abs(new_s - old_s) > MIN_LATENCY_CHANGE_S and not 1 / LATENCY_CHANGE < new_s / old_s < LATENCY_CHANGE
-
-
-def _rate(gbps: float) -> str:
-    return f"{gbps:.2f} Gbit/s" if gbps >= 1 else f"{gbps * 1e3:.0f} Mbit/s"

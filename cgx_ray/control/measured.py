@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cgx_ray.plan import Layer, Plan
+from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import DENSE, CodecCost, Option
 from cgx_ray.planner.prediction import Measured
@@ -14,12 +14,21 @@ from cgx_ray.planner.prediction import Measured
 INSIDE = Link.from_rates(bandwidth_gbps=16, latency_ms=0.05)
 # Of a step's compute, before the first gradient: backward costs twice as much.
 FORWARD_SHARE = 1 / 3
+# What counts as another network.
+LINK_CHANGE = 1.5
+LATENCY_CHANGE = 2.0
+MIN_LATENCY_CHANGE_S = 1e-3
 
 
 def beside_dense(plan: Plan) -> frozenset[Option]:
     """The options of a plan but for what DDP does, sums by the vendor over all ranks. Hierarchical sums are in it."""
     options = {Option(codec=group.codec, scheme=group.scheme, intra=group.intra) for group in plan.groups}
     return frozenset(option for option in options if option != DENSE)
+
+
+def codecs_in_use(plan: Plan) -> frozenset[CodecSpec]:
+    """Those of `beside_dense`."""
+    return frozenset(option.codec for option in beside_dense(plan))
 
 
 def layer_times(layers: Sequence[Layer], plan: Plan, ready_s: Sequence[float]) -> tuple[float, ...]:
@@ -83,3 +92,20 @@ def is_dense(plan: Plan) -> bool:
 
 def slowed(cost: CodecCost, factor: float) -> CodecCost:
     return CodecCost(**{name: getattr(cost, name) * factor for name in CodecCost.__slots__})
+
+
+def network_cause(old: Link, new: Link) -> str | None:
+    """In which way `new` is another network, or None."""
+    if latency_moved(old.alpha_s, new.alpha_s):
+        return f"latency {old.alpha_s * 1e3:.1f} -> {new.alpha_s * 1e3:.1f} ms"
+    if not 1 / LINK_CHANGE < new.bandwidth_gbps / old.bandwidth_gbps < LINK_CHANGE:
+        return f"bandwidth {_rate(old.bandwidth_gbps)} -> {_rate(new.bandwidth_gbps)}"
+    return None
+
+
+def latency_moved(old_s: float, new_s: float) -> bool:
+    return abs(new_s - old_s) > MIN_LATENCY_CHANGE_S and not 1 / LATENCY_CHANGE < new_s / old_s < LATENCY_CHANGE
+
+
+def _rate(gbps: float) -> str:
+    return f"{gbps:.2f} Gbit/s" if gbps >= 1 else f"{gbps * 1e3:.0f} Mbit/s"

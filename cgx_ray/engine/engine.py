@@ -19,7 +19,6 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import HOST, KINDS, POWERSGD_Q
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.collectives import Transport
-from cgx_ray.collectives.hierarchical import Hierarchical
 from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.group import GainMeter, Group
 from cgx_ray.engine.step import Bucket, StepRun
@@ -232,11 +231,6 @@ class Engine:
             budget_s = self._gain_share * (step_s - step.meter.seconds)
             self._meter_from = self.step + math.ceil(step.meter.seconds / budget_s)
         bursts, rate_from = _rates(self._transport.take_bursts(), self._transport.world_size)
-        wire_bytes = sum(group.exchange.sent_bytes for group in self._groups)
-        # Hierarchical exchanges count what goes to other nodes only. Who shares no memory cannot tell hosts apart.
-        leaves_node = self._transport.local is not None and all(
-            isinstance(group.exchange, Hierarchical) for group in self._groups
-        )
         sample = StepSample(
             rank=self._transport.rank,
             step=self.step,
@@ -246,8 +240,8 @@ class Engine:
             encode_s=sum(phases.encode for phases in step.phases),
             exchange_s=sum(phases.exchange for phases in step.phases),
             decode_s=sum(phases.decode for phases in step.phases),
-            wire_bytes=wire_bytes,
-            card_bytes=wire_bytes if leaves_node else None,
+            wire_bytes=sum(group.exchange.sent_bytes for group in self._groups),
+            card_bytes=self._transport.take_card_bytes(),
             dense_bytes=sum(group.dense_bytes for group in self._groups),
             ready_s=tuple(ready - began_s for ready in step.ready_at),
             transfers=tuple(
@@ -269,7 +263,7 @@ class Engine:
             rate_from=rate_from,
             # Of the step before, whose agreement this one has read; so it is on all ranks.
             lag_s=self._transport.lag_s,
-            num_local=self._transport.nodes.count(self._transport.nodes[self._transport.rank]),
+            num_local=self._transport.num_local,
         )
         self.last_step = sample
         self._samples.append(sample)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -60,6 +61,7 @@ class ShardedEngine:
         self._rank = rank
         self._shards = shards
         self._replicas = replicas
+        self._transports = [shards] if replicas is None else [shards, replicas]
         self._seed = seed
         self._has_memory = any(part.memory is not None for unit in units for part in unit.gradients)
         # Of each part whose average the replicas exchange. Only what it drops is used: what is owed went in before.
@@ -80,7 +82,7 @@ class ShardedEngine:
         self._inbox: queue.SimpleQueue[tuple[str, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cgx-ray-engine", daemon=True)
         self._thread.start()
-        self._hang_up = partial(_close, [shards] if replicas is None else [shards, replicas])
+        self._hang_up = partial(_close, self._transports)
         self._end_at_exit = end_at_exit(self, self._thread, self._inbox, self._hang_up)
 
     # Called by the training thread.
@@ -279,9 +281,12 @@ class ShardedEngine:
             exchange_s=sum(phases.exchange for phases in self._phases),
             decode_s=sum(phases.decode for phases in self._phases),
             wire_bytes=self._sent_bytes,
+            card_bytes=sum(transport.take_card_bytes() for transport in self._transports),
             dense_bytes=sum(unit.dense_bytes for unit in self._ran),
             ready_s=(),
             transfers=(),
+            # Ranks lie in a grid, shards by replicas, and so do those of a node.
+            num_local=math.prod(transport.num_local for transport in self._transports),
         )
         self._samples.append(self.last_step)
         self.step += 1
