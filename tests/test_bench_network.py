@@ -29,7 +29,7 @@ def test_a_quick_run_watches_a_real_job_on_one_link(tmp_path: Path, monkeypatch:
     link = "100mbit_1ms"
     assert rows.keys() == {
         f"{how}_{what}_{link}" for how in ("active", "passive") for what in ("bandwidth", "latency")
-    } | {f"late_p99_{link}"}
+    } | {f"was_probed_{link}", f"late_p99_{link}"}
     assert rows[f"active_bandwidth_{link}"]["limit"] == pytest.approx(99.42, abs=0.01)
     # Whatever the machine is busy with, nothing is faster than its link by more than what a late switch holds back.
     for name in (f"active_latency_{link}", f"passive_latency_{link}"):
