@@ -235,7 +235,7 @@ class Transport:
     def take_card_bytes(self) -> int:
         """Bytes of messages and collectives that this rank has sent to other nodes since the last call.
 
-        The agreements' 40 bytes a rank and step are left out.
+        The agreements' 48 bytes a rank and step are left out.
         """
         taken, self._card_bytes = self._card_bytes, 0
         return taken
