@@ -112,7 +112,10 @@ def _active(lab: Lab, points: list[tuple[float, float]]) -> Iterator[Row]:
 
 
 def _passive(lab: Lab, job: Job, rate: float, latency_s: float) -> list[Row]:
-    """What the loop says of one link after _SETTLE_S, or six steps, or, where messages are not sure, a probe."""
+    """What the loop knows of one link after _SETTLE_S, or six steps, or, where messages are not sure, a probe.
+
+    It is granted as in a run, by a clock that is fast (`network_job`), and shares the link with the job.
+    """
     lab.set(rate_bit_per_s=rate, latency_s=latency_s)
     time.sleep(_DRAIN_S)
     lab.clear_counters()
@@ -122,7 +125,7 @@ def _passive(lab: Lab, job: Job, rate: float, latency_s: float) -> list[Row]:
     job.wait_for(lambda facts: _is_probed(facts) or (facts.bandwidth is not None and facts.bandwidth.is_sure), _PROBE_S)
     facts, name = job.facts(), _name(rate, latency_s)
     return [
-        *_errors("passive", rate, latency_s, facts.bandwidth_bits_per_s, facts.latency_s, goal="<= 0.1"),
+        *_errors("known", rate, latency_s, facts.bandwidth_bits_per_s, facts.latency_s, goal="<= 0.1"),
         Row(name=f"was_probed_{name}", value=int(_is_probed(facts)), unit=""),
         Row(name=f"late_p99_{name}", value=lab.counters().late_p99_ms, unit="ms"),
     ]

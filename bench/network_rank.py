@@ -88,7 +88,11 @@ class _PipeSession:
     def _probe(self) -> None:
         while True:
             target = self._orders.get()
-            _, found = measure_bulk(self._bulk[target])
+            try:
+                _, found = measure_bulk(self._bulk[target])
+            except OSError as error:
+                print(f"{target} could not be probed: {error}", file=sys.stderr)
+                continue
             self._found.put((target, max(one.bytes_per_s for one in found)))
 
 

@@ -17,8 +17,9 @@ LEARN_S = 2.0
 LEARN_SAMPLES = 10
 # How fast what is normal follows what is seen, as long as nothing is suspected.
 MEMORY_S = 10.0
-# One sample says this much and no more, however long it took to take.
+# One sample says this much and no more, however long it took to take, and one alone is never enough.
 MAX_SAMPLE_S = 3.0
+MIN_SAMPLES = 2
 
 
 class ChangeDetector:
@@ -62,7 +63,8 @@ class ChangeDetector:
             return None
         for suspicion, sign in ((self._up, 1), (self._down, -1)):
             suspicion.add(sign * (log_value - self._level), log_value, seconds)
-            if suspicion.evidence >= (self._relief_alarm if sign == self._better else self._alarm):
+            alarm = self._relief_alarm if sign == self._better else self._alarm
+            if suspicion.num_samples >= MIN_SAMPLES and suspicion.evidence >= alarm:
                 since_s = suspicion.seconds
                 # Some of it was before the change, so the level has yet to settle.
                 self._level, self._seconds = suspicion.sum / since_s, min(since_s, LEARN_S)
@@ -83,11 +85,13 @@ class _Suspicion:
 
     def __init__(self) -> None:
         self.evidence = 0.0
+        self.num_samples = 0
         self.seconds = 0.0
         self.sum = 0.0
 
     def add(self, deviation: float, log_value: float, seconds: float) -> None:
         self.evidence = max(0.0, self.evidence + (min(deviation, CLIP) - DRIFT) * seconds)
+        self.num_samples = self.num_samples + 1 if self.evidence else 0
         self.seconds = self.seconds + seconds if self.evidence else 0.0
         self.sum = self.sum + log_value * seconds if self.evidence else 0.0
 

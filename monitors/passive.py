@@ -118,12 +118,12 @@ class PassiveLink:
         self._keep(WINDOW_S, MIN_STEPS)
         self._stale_s += seen.seconds
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
-        for name, value, seconds in self._watched(seen, latency_s):
-            since_s = self._detectors[name].add(value, seconds)
-            if since_s is not None:
-                self.num_changes += 1
-                self._keep(since_s, 1)
-                self._stale_s = REFRESH_S
+        found = [self._detectors[name].add(value, seconds) for name, value, seconds in self._watched(seen, latency_s)]
+        changed_s = [since_s for since_s in found if since_s is not None]
+        if changed_s:
+            self.num_changes += 1
+            self._keep(min(changed_s), 1)
+            self._stale_s = REFRESH_S
         if self._stale_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
             self._stale_s = 0.0
             self._refresh(probed_latency_s)

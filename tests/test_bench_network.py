@@ -28,19 +28,19 @@ def test_a_quick_run_watches_a_real_job_on_one_link(tmp_path: Path, monkeypatch:
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     link = "100mbit_1ms"
     assert rows.keys() == {
-        f"{how}_{what}_{link}" for how in ("active", "passive") for what in ("bandwidth", "latency")
+        f"{how}_{what}_{link}" for how in ("active", "known") for what in ("bandwidth", "latency")
     } | {f"was_probed_{link}", f"late_p99_{link}"}
     assert rows[f"active_bandwidth_{link}"]["limit"] == pytest.approx(99.42, abs=0.01)
     # Whatever the machine is busy with, nothing is faster than its link by more than what a late switch holds back.
-    for name in (f"active_latency_{link}", f"passive_latency_{link}"):
+    for name in (f"active_latency_{link}", f"known_latency_{link}"):
         assert rows[name]["value"] > 0.9, rows[name]
 
 
 def test_errors_are_those_that_the_issue_allows() -> None:
-    bandwidth, latency = network._errors("passive", 1e9, 0.01, 0.9 * 1e9 * network._PAYLOAD, 0.012, "<= 0.1")
+    bandwidth, latency = network._errors("known", 1e9, 0.01, 0.9 * 1e9 * network._PAYLOAD, 0.012, "<= 0.1")
     assert bandwidth.ratio == pytest.approx(0.1)
     assert latency.ratio == pytest.approx(1.0), "20 %"
-    _, latency = network._errors("passive", 1e9, 1e-4, 1e9, 2.9e-4, "<= 0.1")
+    _, latency = network._errors("known", 1e9, 1e-4, 1e9, 2.9e-4, "<= 0.1")
     assert latency.met, "0.2 ms, where that is more"
-    unknown, _ = network._errors("passive", 1e9, 1e-4, None, None, "<= 0.1")
+    unknown, _ = network._errors("known", 1e9, 1e-4, None, None, "<= 0.1")
     assert unknown.met is False

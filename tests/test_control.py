@@ -476,3 +476,32 @@ def test_bandwidth_is_told_from_the_indices_and_values_of_artopk(tmp_path: Path)
 def test_a_plan_survives_json() -> None:
     plan = make_plan(LAYERS, version=3, world_size=WORLD)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_latencies_from_before_a_change_do_not_count_until_all_nodes_have_measured_anew(tmp_path: Path) -> None:
+    run, nodes = start(tmp_path), "abcd"
+    said = {node: {peer: 1e-3 + 1e-6 * i for i, peer in enumerate(nodes) if peer != node} for node in nodes}
+
+    def step(latency_s: float) -> float | None:
+        lag_s = [tuple(0.0 if peer == rank else latency_s for peer in range(4)) for rank in range(4)]
+        samples = [replace(run._sample(rank), lag_s=lag_s[rank]) for rank in range(4)]
+        run.step += 1
+        for node, sample in zip(nodes, samples, strict=True):
+            told = NodeSample(node_id=node, time_s=run.step, steps=(sample,), latency_s=dict(said[node]), host=QUIET)
+            run.loop.observe(told, float(run.step))
+        return run.loop.facts().latency_s
+
+    for _ in range(20):
+        assert step(1e-3) == pytest.approx(1e-3, rel=0.01)
+    changes = run.loop.facts().num_link_changes
+    while run.loop.facts().num_link_changes == changes:
+        step(20e-3)
+    # Agents measure one peer after the other, and one agent is late.
+    for peer in nodes:
+        for node in nodes[1:]:
+            said[node] |= {peer: 30e-3} if peer != node else {}
+            assert step(20e-3) == pytest.approx(20e-3, rel=0.01)
+    said["a"] = dict.fromkeys("bcd", 15e-3)
+    for node in nodes[1:]:
+        said[node] = {peer: 15e-3 for peer in nodes if peer != node}
+    assert step(20e-3) == pytest.approx(15e-3, rel=0.01), "the shorter of both, once all have measured"

@@ -344,9 +344,10 @@ def meter(tmp_path_factory: pytest.TempPathFactory) -> Meter:
             std::vector<cgx::Burst> bursts;
             double at;
             long num_bytes;
-            for (int opened = 1; scanf("%lf %ld", &at, &num_bytes) == 2; opened = 0) {
-                meter.add(at, num_bytes, opened);
-                meter.settle(bursts);
+            int edges, settles;  // edges: 1 a message begins, 2 ends, 3 both
+            while (scanf("%lf %ld %d %d", &at, &num_bytes, &edges, &settles) == 4) {
+                meter.add(at, num_bytes, edges & 1, edges & 2);
+                if (settles) meter.settle(bursts);
             }
             for (const cgx::Burst& burst : bursts) printf("%.3f\\n", burst.num_bytes / burst.seconds);
         }
@@ -355,8 +356,13 @@ def meter(tmp_path_factory: pytest.TempPathFactory) -> Meter:
     program = str(folder / "meter")
     subprocess.run(["g++", "-std=c++20", f"-I{include}", f"{program}.cpp", "-o", program], check=True)
 
-    def rates(peer: int, arrivals: list[tuple[float, int]]) -> list[float]:
-        stamps = "\n".join(f"{at:.9f} {num_bytes}" for at, num_bytes in arrivals)
+    def rates(peer: int, arrivals: list[tuple[float, int]], reads: list[tuple[int, bool]] | None = None) -> list[float]:
+        """`reads`: of each arrival the edges, and whether all is read then; left out, of one message, each at once."""
+        reads = reads or [(int(index == 0), True) for index in range(len(arrivals))]
+        stamps = "\n".join(
+            f"{at:.9f} {num_bytes} {edges} {settles:d}"
+            for (at, num_bytes), (edges, settles) in zip(arrivals, reads, strict=True)
+        )
         done = subprocess.run([program, str(peer)], input=stamps, check=True, capture_output=True, text=True)
         return [float(line) for line in done.stdout.split()]
 
@@ -381,3 +387,25 @@ def test_pauses_within_messages_do_not_hide_the_rate_at_which_all_of_them_come(m
     assert len(found) >= 3
     assert found == pytest.approx([rate] * len(found), rel=0.02)
     assert min(meter(0, arrivals)) < 0.7 * rate, "of one peer: in the pauses its neighbours had the link"
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.002, 0.01])
+@pytest.mark.parametrize("late_s", [5e-4, 0.004, 0.01, 0.02])
+def test_a_reader_that_is_late_makes_the_link_neither_faster_nor_slower(
+    meter: Meter, pause_s: float, late_s: float
+) -> None:
+    """Messages of 16 MB with pauses between them; what has come is read every `late_s`."""
+    at_s, due_s, arrivals, reads = 1000.0, 1000.0, [], []
+    for _ in range(30):
+        pieces = range(256)
+        for piece in pieces:
+            at_s += (1 << 16) / 125e6
+            arrivals.append((at_s, 1 << 16))
+            reads.append(((piece == 0) + 2 * (piece == pieces[-1]), at_s >= due_s))
+            if at_s >= due_s:
+                due_s = at_s + late_s
+        at_s += pause_s
+    found = sorted(meter(-1, arrivals, reads))
+    assert len(found) >= 3
+    assert found[-1] <= 125e6 * 1.01
+    assert found[len(found) // 2] >= 125e6 * 0.97, found

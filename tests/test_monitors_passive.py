@@ -252,7 +252,8 @@ def test_one_sample_says_as_much_as_several_that_cover_the_same_time() -> None:
     coarse, fine = ChangeDetector(), ChangeDetector()
     for _ in range(5):
         assert coarse.add(1.0, 2.5) is None
-    assert coarse.add(2.0, 2.5) == pytest.approx(2.5)
+    assert coarse.add(2.0, 2.5) is None, "one sample is never enough"
+    assert coarse.add(2.0, 2.5) == pytest.approx(5.0)
     for _ in range(125):
         assert fine.add(1.0, 0.1) is None
     found = [fine.add(2.0, 0.1) for _ in range(25)]

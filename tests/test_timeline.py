@@ -9,7 +9,7 @@ import pytest
 
 from cgx_ray.bench.planner_cases import random_pipeline
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.plan import PIECE_BYTES, CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option, exchange_stages
 from cgx_ray.planner.pipeline import Group
@@ -132,6 +132,7 @@ def test_impossible_steps_are_refused(backward_s: tuple[float, ...], stages: tup
 
 # Stages of an option: 4 workers, 4 ns a byte, 1 ms a hop; 1 us and 1 ns an element to encode, half of it to decode.
 
+PIECE_NUMEL = PIECE_BYTES // 2  # of bf16
 COST = CodecCost(encode_a_s=1e-6, encode_b_s_per_element=1e-9, decode_a_s=5e-7, decode_b_s_per_element=5e-10)
 
 
@@ -141,12 +142,12 @@ def stages_of(option: Option, numel: int, world_size: int = 4) -> tuple[Stage, .
 
 
 def test_sra_lasts_as_long_as_codec_or_network_and_a_piece_more() -> None:
-    """bf16: 1.5 x 2 bytes an element cross; 512 KiB pieces of 2^18 elements."""
+    """bf16: 1.5 x 2 bytes an element cross."""
     numel = 1 << 24
     (exchange,) = stages_of(Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA), numel)
     assert exchange.busy_s[Resource.INTER] == pytest.approx(numel * 3 * 4e-9)
     assert exchange.busy_s[Resource.CODEC] == pytest.approx(4e-6 + numel * 1e-9 + 7 * 5e-7 + 1.75 * numel * 5e-10)
-    piece_s = 1e-6 + 2**18 * 1e-9 + 5e-7 + 2**18 * 5e-10
+    piece_s = 1e-6 + PIECE_NUMEL * 1e-9 + 5e-7 + PIECE_NUMEL * 5e-10
     assert exchange.latency_s == pytest.approx(2e-3 + piece_s)
     assert exchange.duration_s == pytest.approx(numel * 3 * 4e-9 + 2e-3 + piece_s)
 
@@ -169,7 +170,7 @@ def test_schemes_of_hops_hide_all_but_a_piece_of_the_shorter_of_codec_and_networ
     """bf16, of each chunk 8 pieces, and as many bytes an element cross; then one piece, where nothing overlaps."""
     option = Option(codec=CodecSpec(name="bf16"), scheme=scheme)
     for num_pieces in (8, 1):
-        numel = num_chunks * num_pieces * 2**18
+        numel = num_chunks * num_pieces * PIECE_NUMEL
         (exchange,) = stages_of(option, numel)
         network_s, codec_s = exchange.busy_s[Resource.INTER], exchange.busy_s[Resource.CODEC]
         assert network_s == pytest.approx(numel * crossed_bytes * 4e-9)

@@ -52,6 +52,8 @@ class GainWatch:
     def add(self, measured: Mapping[str, float]) -> None:
         """Take in what a step of the plan in force measured."""
         for codec, gain in measured.items():
+            if not math.isfinite(gain):
+                continue
             one = self._watched.setdefault(codec, _Watched())
             if one.is_stale:
                 one.recent.clear()

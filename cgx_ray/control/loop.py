@@ -132,9 +132,11 @@ class ControlLoop:
         self._silent_nodes = SilentNodes()
         self._probed_s = DEFAULT_LATENCY_S
         self._probed_of_node: dict[str, tuple[float, float]] = {}
-        # What each node has said of latencies at last, and what it had said when the link changed.
+        # What each node has said of latencies at last. From when the link changed on: what it had said by then, of
+        # those that have not measured all of it anew.
         self._said: dict[str, Mapping[str, float]] = {}
-        self._outdated: Mapping[str, Mapping[str, float]] = {}
+        self._outdated: dict[str, Mapping[str, float]] = {}
+        self._outdated_s = -math.inf
         self._probes = ProbeSchedule()
         self._probed_rates: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._gains = GainWatch(map(str, codecs_in_use(self.plans[-1])))
@@ -161,17 +163,22 @@ class ControlLoop:
         self._probed_rates = _fresh(self._probed_rates, now_s)
         self._probed_of_node.pop(sample.node_id, None)
         self._said[sample.node_id] = sample.latency_s
-        if sample.latency_s and sample.latency_s != self._outdated.get(sample.node_id):
-            self._probed_of_node[sample.node_id] = now_s, median(sample.latency_s.values())
+        outdated = self._outdated.get(sample.node_id, {})
+        anew = {node: said_s for node, said_s in sample.latency_s.items() if said_s != outdated.get(node)}
+        if anew:
+            self._probed_of_node[sample.node_id] = now_s, median(anew.values())
+        if len(anew) == len(sample.latency_s) or now_s - self._outdated_s > PROBE_HOLDS_S:
+            self._outdated.pop(sample.node_id, None)
         if sample.bandwidth:
             self._probed_rates[sample.node_id] = now_s, sample.bandwidth
         known = [latency_s for _, latency_s in self._probed_of_node.values()]
-        probed_s = median(known) if known else self._probed_s
+        probed_s = median(known) if known and self._is_probed else self._probed_s
         if latency_moved(self._probed_s, probed_s) and self._link.latency_s is None:
             # Exchanges from before the change would be read with the wrong latency.
             self._recent = []
             self._link = PassiveLink()
             self._num_link_changes += was_probed
+            self._probed_rates.clear()
         self._probed_s = probed_s
         decisions = []
         for step in self._book.add(sample.steps):
@@ -181,7 +188,8 @@ class ControlLoop:
                 self._num_link_changes += self._link.num_changes - num_changes
                 self._probed_rates.clear()
                 self._probed_of_node.clear()
-                self._outdated = dict(self._said)
+                self._outdated = {node: said for node, said in self._said.items() if said}
+                self._outdated_s = now_s
             self._slow_ranks.add(step.slowness, step.step_s)
             if step.plan_version != self.plans[-1].version:
                 continue
@@ -376,10 +384,15 @@ class ControlLoop:
             return self._link.bandwidth
         return Estimate(value=median(rates), low=min(rates), high=max(rates), source="probes")
 
+    @property
+    def _is_probed(self) -> bool:
+        """All nodes that answer have measured latencies since the link changed."""
+        return not self._outdated.keys() - self._silent_nodes.node_ids
+
     def _latency_s(self) -> float | None:
         """One way: the shorter of what messages and probes say, as full links and busy processors only add to it."""
         views = [self._link.latency_s.value] if self._link.latency_s is not None else []
-        if self._probed_of_node:
+        if self._is_probed and self._probed_of_node:
             views.append(self._probed_s)
         return min(views, default=None)
 

@@ -23,12 +23,12 @@ class ArrivalMeter {
   public:
     explicit ArrivalMeter(int peer) : peer_(peer) {}
 
-    // `num_bytes` have been read that arrived by `at`. `opened`: 1 if a message begins with them, -1 if one
-    // ends, 0 if neither or both.
-    void add(double at, int64_t num_bytes, int opened) {
+    // `num_bytes` of a message have been read that arrived by `at`.
+    void add(double at, int64_t num_bytes, bool begins, bool ends) {
         group_at_ = group_bytes_ == 0 ? at : std::max(group_at_, at);
         group_bytes_ += num_bytes;
-        num_open_ += opened;
+        num_open_ += begins - ends;
+        has_edge_ |= begins || ends;
     }
 
     // Everything that has arrived by now has been read: hands over what is complete. What was read in between
@@ -68,6 +68,7 @@ class ArrivalMeter {
     // After a pause the first bytes find empty queues and full token buckets, which commonly hold 1 ms: they
     // come faster than the link. As many are skipped as it carries in twice that, within bounds.
     static constexpr double kSkippedS = 0.002;
+    static constexpr int64_t kMaxUnclearBytes = 1 << 18;
     static constexpr int64_t kMinSkippedBytes = 1 << 15, kMaxSkippedBytes = 1 << 17;
 
     // Count what has come by `group_at_` since `last_`.
@@ -76,7 +77,9 @@ class ArrivalMeter {
         const double gap_s = std::max(group_at_ - last_, 0.0);
         const double pace = gap_s / static_cast<double>(group_bytes_);
         const bool is_slow = peer_ < 0 && pace_ > 0 && pace > kPauseFactor * pace_;
-        const bool is_pause = gap_s > kMaxPauseS && (!was_open_ || is_slow);
+        // Of much that was read late nobody knows whether a sender paused between two messages of it.
+        const bool is_late = has_edge_ && group_bytes_ > kMaxUnclearBytes;
+        const bool is_pause = gap_s > kMaxPauseS && (!was_open_ || is_slow || is_late);
         if (was_open_ && group_bytes_ >= kMinPacedBytes)
             pace_ = pace_ == 0 ? pace : pace_ * (pace > pace_ ? kPaceStep : 1 / kPaceStep);
         if (is_pause || group_at_ < last_ - kMaxLateS) {
@@ -88,6 +91,7 @@ class ArrivalMeter {
         }
         group_bytes_ = 0;
         was_open_ = num_open_ > 0;
+        has_edge_ = false;
     }
 
     void begin_train(double at) {
@@ -105,10 +109,11 @@ class ArrivalMeter {
 
     int peer_;
     int num_open_ = 0;
-    // Read since the last `settle`, and whether a message was under way before.
+    // Read since the last `settle`, whether a message began or ended with it, and whether one was under way
+    // before.
     double group_at_ = 0;
     int64_t group_bytes_ = 0;
-    bool was_open_ = false;
+    bool has_edge_ = false, was_open_ = false;
     double pace_ = 0;  // seconds a byte, usually
     // Since the last pause, and what is left to skip.
     double first_ = 0, last_ = 0;

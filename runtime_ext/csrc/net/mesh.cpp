@@ -717,7 +717,7 @@ Mesh::Progress Mesh::receive_some(Stream& stream) {
         if (stream.segment == nullptr) {
             const int64_t stale = std::min<int64_t>(stream.stale, got);
             stream.stale -= stale;
-            meter(stream, at, got - stale, is_first - is_last);
+            meter(stream, at, got - stale, is_first, is_last);
         }
         if (is_last) {
             finish(message, stream.peer, at);
@@ -730,9 +730,9 @@ Mesh::Progress Mesh::receive_some(Stream& stream) {
     return Progress::kWaiting;
 }
 
-void Mesh::meter(const Stream& stream, double at, ssize_t got, int opened) {
-    meters_[stream.peer].add(at, got, opened);
-    meters_[world_size_].add(at, got, opened);
+void Mesh::meter(const Stream& stream, double at, int64_t got, bool begins, bool ends) {
+    meters_[stream.peer].add(at, got, begins, ends);
+    meters_[world_size_].add(at, got, begins, ends);
 }
 
 void Mesh::settle_meters() {

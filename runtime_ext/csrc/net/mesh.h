@@ -83,7 +83,7 @@ class Mesh {
     Progress send_some(Stream& stream);
     Progress receive_some(Stream& stream);
     void finish(const Message& message, int peer, double at = 0);
-    void meter(const Stream& stream, double at, ssize_t got, int opened);
+    void meter(const Stream& stream, double at, int64_t got, bool begins, bool ends);
     void settle_meters();
     void break_stream(Stream& stream, const std::string& why);
     void accept_peers(double deadline);
