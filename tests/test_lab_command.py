@@ -217,7 +217,7 @@ def test_the_events_of_a_run_are_what_was_set(up, tmp_path):
         assert call("set", up, "--rate", "500mbit", "--latency", "1ms").exit_code == 0
     usual = {"jitter_s": 0.0, "loss": 0.0, "queue_bytes": None, "latency_s": 0.001}
     assert lines == [
-        {"event": "start", "change": {"rate_bit_per_s": 500e6, **usual}},
+        {"event": "start", "num_hosts": 2, "change": {"rate_bit_per_s": 500e6, **usual}},
         {"event": "start", "host": 1, "direction": "down", "change": {"rate_bit_per_s": 80e6, **usual}},
         {"event": "start", "host": 1, "change": {}, "is_connected": False},
         {"event": "change", "change": {"rate_bit_per_s": 300e6}},
@@ -353,3 +353,13 @@ def test_the_picture_has_a_line_for_each_link_that_differs(tmp_path):
     assert set(lines) == {"the others", "host 1 up", "host 2"}
     assert lines["host 1 up"] == [(0, 1), (2, 0.1), (5, 0.1)]
     assert str(lines["host 2"]) == "[(0.0, 1.0), (3.0, nan), (5.0, nan)]"
+
+
+def test_the_picture_shows_no_others_where_every_host_is_named():
+    from cgx_ray.lab.plot import _lines
+
+    text = "unit s\n0 rate=1gbit latency=1ms\n2 host=1 direction=up rate=100mbit\n3 host=0 rate=2gbit\n5 end"
+    schedule = parse_schedule("mine", text)
+    assert set(_lines(schedule, "rate_bit_per_s", 1, 3)) == {"the others", "host 0", "host 1 up"}
+    assert set(_lines(schedule, "rate_bit_per_s", 1, 2)) == {"host 0", "host 1 up", "host 1 down"}
+    assert _lines(schedule, "latency_s", 1e3, 2) == {"all links": [(0, 1), (5, 1)]}

@@ -175,6 +175,20 @@ def panel(record: RunRecord, label: str) -> dict[str, list[tuple[float, float]]]
     return {name: [(float(x), float(y)) for x, y in line.get_xydata()] for line, name in lines}
 
 
+def bottom_label(record: RunRecord) -> str:
+    return draw_runs([record], title="").axes[-1].get_xlabel()
+
+
+def test_the_legend_of_a_run_without_steps_fits_in_the_picture(runs):
+    _, adaptive = runs
+    (adaptive.run_dir / "steps.jsonl").unlink()
+    figure = draw_runs([load_run(adaptive.run_dir, adaptive.run_dir / "none.jsonl")], title="")
+    figure.draw_without_rendering()
+    legend, whole = figure.legends[0].get_window_extent(), figure.bbox
+    assert whole.x0 <= legend.x0
+    assert legend.x1 <= whole.x1
+
+
 def test_the_network_is_drawn_over_steps_where_the_run_has_them(runs):
     _, adaptive = runs
     end = NUM_STEPS - 0.5
@@ -182,8 +196,8 @@ def test_the_network_is_drawn_over_steps_where_the_run_has_them(runs):
     # Set before step 0, and between the steps HALF - 1 and HALF; a schedule in seconds knows no steps.
     assert rate["all links, as set"] == [(-0.5, 1), (HALF - 0.5, 0.1), (end, 0.1)]
     assert latency["all links, as set"] == [(-0.5, 1), (end, 1)]
-    assert rate["network measured, plan kept"] == [(HALF - 1, 0.9)]
-    assert rate["network measured, plan changed"] == [(HALF + 2, 0.09)]
+    assert rate["network counted with, plan kept"] == [(HALF - 1, 0.9)]
+    assert rate["network counted with, plan changed"] == [(HALF + 2, 0.09)]
     assert [x for x, _ in rate["the network changes"]] == [HALF - 0.5] * 2
     assert [x for x, _ in rate["another plan"]] == [HALF + 3] * 2
 
@@ -206,11 +220,13 @@ def test_the_network_is_drawn_over_seconds_where_steps_are_not_known(runs, tmp_p
     assert rate["the others, as set"] == [(0, 1), (10, 0.1), (end, 0.1)]
     assert rate["host 1 up, as set"] == [(0, 0.2), (10, 0.1), (end, 0.1)]
     assert str(rate["host 2, as set"]) == str([(0.0, 1.0), (10.0, 0.1), (12.0, np.nan), (14.0, 0.1), (end, 0.1)])
-    assert rate["network measured, plan changed"] == [(decided, 0.09)]
+    assert rate["network counted with, plan changed"] == [(decided, 0.09)]
     assert [x for x, _ in rate["another plan"]] == [decided] * 2
+    assert bottom_label(load_run(adaptive.run_dir, events)) == "seconds since the first event of the network"
     # Nothing is said of a network that nobody has set.
     unset = panel(load_run(adaptive.run_dir, tmp_path / "none.jsonl"), "rate")
-    assert set(unset) == {"network measured, plan kept", "network measured, plan changed", "another plan"}
+    assert set(unset) == {"network counted with, plan kept", "network counted with, plan changed", "another plan"}
+    assert bottom_label(load_run(adaptive.run_dir, tmp_path / "none.jsonl")) == "seconds since the first decision"
     steps = panel(load_run(adaptive.run_dir, events), "seconds a step")
     assert steps["step, measured after a decision"] == [(end, 0.6)]
     assert steps["step predicted, plan changed"] == [(decided, 0.6)]
@@ -242,6 +258,14 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
         ),
         ("network.jsonl", '{"event": "start", "time": 1, "change": {"rate": 5}}', "network.jsonl, line 3 is broken"),
         ("network.jsonl", '{"event": "start", "time": 1}', "network.jsonl, line 3 is broken (TypeError"),
+        (
+            "network.jsonl",
+            '{"event": "start", "time": "soon", "change": {}}',
+            "line 3 is broken (LabError: time 'soon'",
+        ),
+        ("network.jsonl", '{"event": "change", "time": 1, "step": "a", "change": {}}', "LabError: step 'a'"),
+        ("network.jsonl", '{"event": "change", "time": 1, "host": "a", "change": {}}', "LabError: host 'a'"),
+        ("network.jsonl", '{"event": "change", "time": 1, "change": [1]}', "LabError: change [1]"),
         ("other.jsonl", None, "holds no links; give the file that `cgx-ray lab run --events` wrote"),
     ],
 )
@@ -257,3 +281,27 @@ def test_what_cannot_be_drawn_is_one_clear_error(tmp_path, file, line, message):
     assert done.exit_code == 1, done.output
     assert message in done.output.replace("\n", " ")
     assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("time", "soon", "TypeError: time 'soon' is not allowed; it is a number"),
+        ("step", None, "TypeError: step None is not allowed; it is a whole number"),
+        ("new", [1], "KeyError: 'new.plan'"),
+        ("new", {"plan": 1}, "TypeError: new.plan 1 is not allowed; it is a text"),
+        ("inputs", None, "KeyError: 'inputs.world_size'"),
+        ("inputs", {"world_size": 4, "bandwidth_gbps": 1}, "KeyError: 'inputs.latency_ms'"),
+        ("inputs", {"world_size": "four"}, "TypeError: inputs.world_size 'four' is not allowed; it is a whole number"),
+        ("inputs", {"world_size": 4, "bandwidth_gbps": "1"}, "TypeError: inputs.bandwidth_gbps '1' is not allowed"),
+    ],
+)
+def test_a_decision_that_cannot_be_drawn_is_named_by_its_line(runs, name, value, message):
+    _, adaptive = runs
+    path = adaptive.run_dir / "decisions.jsonl"
+    line = adaptive.decisions[0] | {name: value}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    with pytest.raises(ConfigError) as error:
+        load_run(adaptive.run_dir)
+    assert f"{path}, line 4 is broken ({message}" in str(error.value)

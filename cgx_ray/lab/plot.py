@@ -40,12 +40,17 @@ def plot_schedule(schedule: Schedule, path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_links(axes: Axes, schedule: Schedule, field: Field, *, colors: Sequence[str] = COLORS) -> None:
-    """Draw `field` of all links from event to event, in Gbit/s or ms: a colour a host, downlinks dashed if unlike."""
+def draw_links(
+    axes: Axes, schedule: Schedule, field: Field, *, colors: Sequence[str] = COLORS, num_hosts: int | None = None
+) -> None:
+    """Draw `field` of all links from event to event, in Gbit/s or ms: a colour a host, downlinks dashed if unlike.
+
+    num_hosts  of the lab; None if it is not known, then there may be others than those that events name
+    """
     label, scale = _UNITS[field]
     hosts = sorted({event.host for event in schedule.events if event.host is not None})
     numbers = {f"host {host}": number for number, host in enumerate(hosts, start=1)}
-    for name, points in _lines(schedule, field, scale).items():
+    for name, points in _lines(schedule, field, scale, num_hosts).items():
         at, values = zip(*points, strict=True)
         number = numbers.get(name.removesuffix(" up").removesuffix(" down"), 0)
         axes.step(
@@ -55,7 +60,7 @@ def draw_links(axes: Axes, schedule: Schedule, field: Field, *, colors: Sequence
             label=name,
             color=colors[number % len(colors)],
             linestyle="--" if name.endswith(" down") else "-",
-            linewidth=1.8 if number else 3,
+            linewidth=1.8 if axes.lines else 3,  # the first one shows below those that lie on it
         )
     axes.set_ylabel(label)
 
@@ -74,10 +79,12 @@ def fit_values(axes: Axes) -> None:
         axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in leading else "")
 
 
-def _lines(schedule: Schedule, field: Field, scale: float) -> dict[str, _Line]:
-    """Points of every link that differs from the others, by name."""
+def _lines(schedule: Schedule, field: Field, scale: float, num_hosts: int | None = None) -> dict[str, _Line]:
+    """Points of every link that differs from the others, by name; of every host if there are no others."""
     hosts = sorted({event.host for event in schedule.events if event.host is not None})
     links: list[tuple[int | None, Direction]] = [(host, way) for host in (None, *hosts) for way in DIRECTIONS]
+    if len(hosts) == num_hosts:
+        links = links[len(DIRECTIONS) :]
     lines: dict[str, _Line] = {}
     for host, way in links:
         points: _Line = []
@@ -102,4 +109,6 @@ def _lines(schedule: Schedule, field: Field, scale: float) -> dict[str, _Line]:
             lines[name] = lines.pop(twin)
         else:
             lines[f"{name} {way}"] = points
+    if len(lines) == num_hosts and len({str(points) for points in lines.values()}) == 1:
+        return {"all links": lines.popitem()[1]}
     return lines

@@ -29,7 +29,9 @@ class _Axis:
     def __init__(self, record: RunRecord) -> None:
         self._steps = record.steps
         self._start = start_time(record)
-        self.label = "step" if record.steps else "seconds since the start"
+        decided = any(line["time"] == self._start for line in record.decisions)
+        first = "decision" if decided else "event of the network"
+        self.label = "step" if record.steps else f"seconds since the first {first}"
         ends = [self.at(line) for line in (*record.decisions, *record.outcomes)]
         ends += [self.between(event.time) for event in record.network]
         ends += [line.step + 0.5 for line in record.steps]
@@ -64,12 +66,13 @@ def plot_runs(records: Sequence[RunRecord], path: Path, *, title: str) -> None:
 def draw_runs(records: Sequence[RunRecord], *, title: str) -> Figure:
     """Panels for loss, if steps are known, step time, rate and latency.
 
-    records  dense first; each has steps or decisions. The network is that of the last one: as set, and as measured
+    records  dense first; each has steps or decisions. The network is that of the last one: as set, and as decisions
+             counted with it
     """
     last = records[-1]
     axis = _Axis(last)
     known = {field for event in last.network for field in event.change}
-    fields = [(field, measured) for field, measured in _NETWORK if last.decisions or field in known]
+    fields = [(field, used) for field, used in _NETWORK if last.decisions or field in known]
     rows = ["step", *(field for field, _ in fields)]
     losses = [["loss"]] * len(rows) if last.steps else [[]] * len(rows)
     figure = Figure(figsize=(12.5 if last.steps else 9, 4.6 + 1.5 * len(fields)), dpi=130, layout="constrained")
@@ -81,8 +84,8 @@ def draw_runs(records: Sequence[RunRecord], *, title: str) -> Figure:
     if last.steps:
         _draw_loss(panels["loss"], records)
     _draw_step_time(panels["step"], records)
-    for field, measured in fields:
-        _draw_network(panels[field], last, axis, field, measured)
+    for field, used in fields:
+        _draw_network(panels[field], last, axis, field, used)
     right = [panels[row] for row in rows]
     margin = 0.02 * (axis.end - axis.begin) or 1.0
     for axes in right:
@@ -96,7 +99,9 @@ def draw_runs(records: Sequence[RunRecord], *, title: str) -> Figure:
         _mark_plans(right, record)
     right[-1].set_xlabel(axis.label)
     handles = {label: handle for axes in right for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    place = "outside lower center"
+    ncols = 4 if last.steps else 3
+    figure.legend(handles.values(), handles.keys(), loc=place, ncols=ncols, frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     return figure
 
@@ -151,7 +156,7 @@ def _draw_step_time(axes: Axes, records: Sequence[RunRecord]) -> None:
     axes.set(ylabel="seconds a step (log scale)", title="Step time, network and decisions")
 
 
-def _draw_network(axes: Axes, record: RunRecord, axis: _Axis, field: Field, measured: str) -> None:
+def _draw_network(axes: Axes, record: RunRecord, axis: _Axis, field: Field, used: str) -> None:
     events = tuple(
         Event(
             at=axis.between(event.time),
@@ -163,11 +168,12 @@ def _draw_network(axes: Axes, record: RunRecord, axis: _Axis, field: Field, meas
         for event in record.network
     )
     schedule = Schedule(name=record.name, unit="step", events=events, end=axis.end)
-    draw_links(axes, schedule, field, colors=_LINK_COLORS)
+    num_hosts = next((event.num_hosts for event in record.network if event.num_hosts is not None), None)
+    draw_links(axes, schedule, field, colors=_LINK_COLORS, num_hosts=num_hosts)
     for line in axes.lines:
         line.set_label(f"{line.get_label()}, as set")
-    counted_with = [line["inputs"][measured] for line in record.decisions]
-    _draw_decisions(axes, record, axis, "network measured", counted_with, "o")
+    counted_with = [line["inputs"][used] for line in record.decisions]
+    _draw_decisions(axes, record, axis, "network counted with", counted_with, "o")
     fit_values(axes)
 
 

@@ -6,14 +6,30 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import UnionType
 from typing import Any, Generic, TypeVar
 
 from cgx_ray.errors import ConfigError, LabError
 from cgx_ray.lab.events import LinkEvent, append_events
 
-_JOURNAL_KEYS = {
-    "decision": {"time", "step", "kind", "old", "new", "reason", "inputs", "predicted_step_s", "predicted_dense_s"},
-    "outcome": {"time", "step", "measured_step_s"},
+_NUMBER = (int | float, "a number")
+_WHOLE = (int, "a whole number")
+_TEXT = (str, "a text")
+_JOURNAL_FIELDS: dict[str, dict[str, tuple[type | UnionType, str]]] = {
+    "decision": {
+        "time": _NUMBER,
+        "step": _WHOLE,
+        "kind": _TEXT,
+        "old": (dict, "an object"),
+        "new.plan": _TEXT,
+        "reason": _TEXT,
+        "inputs.world_size": _WHOLE,
+        "inputs.bandwidth_gbps": _NUMBER,
+        "inputs.latency_ms": _NUMBER,
+        "predicted_step_s": _NUMBER,
+        "predicted_dense_s": _NUMBER,
+    },
+    "outcome": {"time": _NUMBER, "step": _WHOLE, "measured_step_s": _NUMBER},
 }
 _Value = TypeVar("_Value")
 
@@ -99,9 +115,14 @@ def _parse_step(line: dict[str, Any]) -> StepLine | dict[str, Any]:
 
 
 def _parse_journal(line: dict[str, Any]) -> dict[str, Any]:
-    missing = _JOURNAL_KEYS[line["event"]] - line.keys()
-    if missing:
-        raise KeyError(*sorted(missing))
+    for name, (kind, allowed) in _JOURNAL_FIELDS[line["event"]].items():
+        value: Any = line
+        for key in name.split("."):
+            if not isinstance(value, dict) or key not in value:
+                raise KeyError(name)
+            value = value[key]
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} {value!r} is not allowed; it is {allowed}")
     return line
 
 
