@@ -167,8 +167,11 @@ class ControlLoop:
         anew = {node: said_s for node, said_s in sample.latency_s.items() if said_s != outdated.get(node)}
         if anew:
             self._probed_of_node[sample.node_id] = now_s, median(anew.values())
-        if len(anew) == len(sample.latency_s) or now_s - self._outdated_s > PROBE_HOLDS_S:
+        if len(anew) == len(sample.latency_s):
             self._outdated.pop(sample.node_id, None)
+        if now_s - self._outdated_s > PROBE_HOLDS_S:
+            # Who has not reported for so long is not waited for.
+            self._outdated.clear()
         if sample.bandwidth:
             self._probed_rates[sample.node_id] = now_s, sample.bandwidth
         known = [latency_s for _, latency_s in self._probed_of_node.values()]
