@@ -157,6 +157,31 @@ class ControlLoop:
         """
         if not self.is_registered:
             return []
+        self._hear(sample, now_s)
+        decisions = []
+        for step in self._book.add(sample.steps):
+            num_changes = self._link.num_changes
+            self._link.add(step.seen, self._probed_s)
+            if self._link.num_changes > num_changes:
+                self._num_link_changes += self._link.num_changes - num_changes
+                self._probed_rates.clear()
+                self._probed_of_node.clear()
+                self._outdated = {node: said for node, said in self._said.items() if said}
+                self._outdated_s = now_s
+            self._slow_ranks.add(step.slowness, step.step_s)
+            if step.plan_version != self.plans[-1].version:
+                continue
+            self._first_step = step.step if self._first_step is None else self._first_step
+            self._recent = [one for one in self._recent if one.plan_version == step.plan_version][1 - LINK_STEPS :]
+            self._recent.append(step)
+            self._gains.add(step.gain)
+            decision = self._judge(step, sample.time_s) or self._decide(step, sample.time_s)
+            if decision is not None:
+                decisions.append(decision)
+        return decisions
+
+    def _hear(self, sample: NodeSample, now_s: float) -> None:
+        """Take in what a node's probes say of the others."""
         self._silent_nodes.add(sample.node_id, sample.latency_s)
         was_probed = any(self._said.values())
         self._probed_of_node = _fresh(self._probed_of_node, now_s)
@@ -183,27 +208,6 @@ class ControlLoop:
             self._num_link_changes += was_probed
             self._probed_rates.clear()
         self._probed_s = probed_s
-        decisions = []
-        for step in self._book.add(sample.steps):
-            num_changes = self._link.num_changes
-            self._link.add(step.seen, self._probed_s)
-            if self._link.num_changes > num_changes:
-                self._num_link_changes += self._link.num_changes - num_changes
-                self._probed_rates.clear()
-                self._probed_of_node.clear()
-                self._outdated = {node: said for node, said in self._said.items() if said}
-                self._outdated_s = now_s
-            self._slow_ranks.add(step.slowness, step.step_s)
-            if step.plan_version != self.plans[-1].version:
-                continue
-            self._first_step = step.step if self._first_step is None else self._first_step
-            self._recent = [one for one in self._recent if one.plan_version == step.plan_version][1 - LINK_STEPS :]
-            self._recent.append(step)
-            self._gains.add(step.gain)
-            decision = self._judge(step, sample.time_s) or self._decide(step, sample.time_s)
-            if decision is not None:
-                decisions.append(decision)
-        return decisions
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """The node that `node_id` is to probe now, or None: messages tell enough, or it is not its turn.
