@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from cgx_ray.control.journal import Journal
-from cgx_ray.control.loop import BAN_STEPS, JUDGED_STEPS, LINK_STEPS, PROBE_HOLDS_S, WARM_UP_STEPS, ControlLoop
+from cgx_ray.control.loop import BAN_STEPS, JUDGED_STEPS, LINK_STEPS, WARM_UP_STEPS, ControlLoop
 from cgx_ray.control.measured import beside_dense, is_dense, layer_times
+from cgx_ray.control.network import PROBE_HOLDS_S
 from cgx_ray.control.policy import AdaptivePolicy, Decision, Disable, Keep, Replace, StaticPolicy
 from cgx_ray.control.view import StepBook
 from cgx_ray.monitors.passive import PassiveLink

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeVar
 
 from cgx_ray.control.gains import GAIN_CHANGE, GainWatch
 from cgx_ray.control.journal import Journal
@@ -16,19 +15,17 @@ from cgx_ray.control.measured import (
     describe_measured,
     describe_plan,
     is_dense,
-    latency_moved,
     layer_times,
     network_cause,
     network_of,
     slowed,
 )
+from cgx_ray.control.network import KnownNetwork
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Pair, Policy, Replace, View
 from cgx_ray.control.view import JoinedStep, StepBook
 from cgx_ray.monitors.changes import SlowRanks
-from cgx_ray.monitors.passive import Estimate, PassiveLink
-from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
+from cgx_ray.monitors.passive import Estimate
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.monitors.topology import SilentNodes
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import CodecCost, Option
@@ -42,13 +39,6 @@ REVIEW_STEPS = 100
 # Options that failed are left alone for so long. After a plan that was slower than dense, doubled with each of these,
 # nothing else is tried for so long either.
 BAN_STEPS = 500
-# What a probe has found counts until the next but one may come.
-PROBE_HOLDS_S = 2 * BUDGET_S
-# Between workers of one host nobody measures latency: a loopback round trip.
-DEFAULT_LATENCY_S = 50e-6
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,19 +116,8 @@ class ControlLoop:
         self._codec_slowdown = 1.0
         self._book = StepBook(first_plan.world_size)
         self._recent: list[JoinedStep] = []
-        self._link = PassiveLink()
-        self._num_link_changes = 0
+        self._network = KnownNetwork()
         self._slow_ranks = SlowRanks(first_plan.world_size)
-        self._silent_nodes = SilentNodes()
-        self._probed_s = DEFAULT_LATENCY_S
-        self._probed_of_node: dict[str, tuple[float, float]] = {}
-        # What each node has said of latencies at last. From when the link changed on: what it had said by then, of
-        # those that have not measured all of it anew.
-        self._said: dict[str, Mapping[str, float]] = {}
-        self._outdated: dict[str, Mapping[str, float]] = {}
-        self._outdated_s = -math.inf
-        self._probes = ProbeSchedule()
-        self._probed_rates: dict[str, tuple[float, Mapping[str, float]]] = {}
         self._gains = GainWatch(map(str, codecs_in_use(self.plans[-1])))
         self._decided: Measured | None = None
         self._first_step: int | None = None
@@ -157,17 +136,11 @@ class ControlLoop:
         """
         if not self.is_registered:
             return []
-        self._hear(sample, now_s)
+        if self._network.hear(sample, now_s):
+            self._recent = []
         decisions = []
         for step in self._book.add(sample.steps):
-            num_changes = self._link.num_changes
-            self._link.add(step.seen, self._probed_s)
-            if self._link.num_changes > num_changes:
-                self._num_link_changes += self._link.num_changes - num_changes
-                self._probed_rates.clear()
-                self._probed_of_node.clear()
-                self._outdated = {node: said for node, said in self._said.items() if said}
-                self._outdated_s = now_s
+            self._network.add(step.seen, now_s)
             self._slow_ranks.add(step.slowness, step.step_s)
             if step.plan_version != self.plans[-1].version:
                 continue
@@ -180,53 +153,22 @@ class ControlLoop:
                 decisions.append(decision)
         return decisions
 
-    def _hear(self, sample: NodeSample, now_s: float) -> None:
-        """Take in what a node's probes say of the others."""
-        self._silent_nodes.add(sample.node_id, sample.latency_s)
-        was_probed = any(self._said.values())
-        self._probed_of_node = _fresh(self._probed_of_node, now_s)
-        self._probed_rates = _fresh(self._probed_rates, now_s)
-        self._probed_of_node.pop(sample.node_id, None)
-        self._said[sample.node_id] = sample.latency_s
-        outdated = self._outdated.get(sample.node_id, {})
-        anew = {node: said_s for node, said_s in sample.latency_s.items() if said_s != outdated.get(node)}
-        if anew:
-            self._probed_of_node[sample.node_id] = now_s, median(anew.values())
-        if len(anew) == len(sample.latency_s):
-            self._outdated.pop(sample.node_id, None)
-        if now_s - self._outdated_s > PROBE_HOLDS_S:
-            # Who has not reported for so long is not waited for.
-            self._outdated.clear()
-        if sample.bandwidth:
-            self._probed_rates[sample.node_id] = now_s, sample.bandwidth
-        known = [latency_s for _, latency_s in self._probed_of_node.values()]
-        probed_s = median(known) if known and self._is_probed else self._probed_s
-        if latency_moved(self._probed_s, probed_s) and self._link.latency_s is None:
-            # Exchanges from before the change would be read with the wrong latency.
-            self._recent = []
-            self._link = PassiveLink()
-            self._num_link_changes += was_probed
-            self._probed_rates.clear()
-        self._probed_s = probed_s
-
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """The node that `node_id` is to probe now, or None: messages tell enough, or it is not its turn.
 
         now_s  by this process's clock
         """
-        if not self.is_registered or _is_sure(self._link.bandwidth):
-            return None
-        return self._probes.grant(node_id, self._silent_nodes.known - self._silent_nodes.node_ids, now_s)
+        return self._network.next_probe(node_id, now_s) if self.is_registered else None
 
     def facts(self) -> LoopFacts:
         """The network now, predicted and measured step time under the plan in force."""
         return LoopFacts(
-            bandwidth=self._bandwidth(),
-            latency_s=self._latency_s(),
-            num_link_changes=self._num_link_changes,
-            slow_link_bits_per_s={rank: 8 * rate for rank, rate in self._link.slow.items()},
+            bandwidth=self._network.bandwidth,
+            latency_s=self._network.latency_s,
+            num_link_changes=self._network.num_changes,
+            slow_link_bits_per_s={rank: 8 * rate for rank, rate in self._network.slow.items()},
             slow_ranks=self._slow_ranks.ranks,
-            silent_nodes=self._silent_nodes.node_ids,
+            silent_nodes=self._network.silent_nodes,
             predicted_step_s=self._predicted_s,
             measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
         )
@@ -384,31 +326,12 @@ class ControlLoop:
             if measured.gain.get(str(codec), math.inf) < before.get(str(codec), 0.0) - GAIN_CHANGE
         }
 
-    def _bandwidth(self) -> Estimate | None:
-        """What messages say; what probes say, where messages are not sure and nothing has changed since."""
-        rates = [rate for _, found in self._probed_rates.values() for rate in found.values()]
-        if _is_sure(self._link.bandwidth) or not rates:
-            return self._link.bandwidth
-        return Estimate(value=median(rates), low=min(rates), high=max(rates), source="probes")
-
-    @property
-    def _is_probed(self) -> bool:
-        """All nodes that answer have measured latencies since the link changed."""
-        return not self._outdated.keys() - self._silent_nodes.node_ids
-
-    def _latency_s(self) -> float | None:
-        """One way: the shorter of what messages and probes say, as full links and busy processors only add to it."""
-        views = [self._link.latency_s.value] if self._link.latency_s is not None else []
-        if self._is_probed and self._probed_of_node:
-            views.append(self._probed_s)
-        return min(views, default=None)
-
     def _measured(self) -> Measured | None:
         """What is known now, in the planner's terms; None while something is missing."""
-        recent, rate = self._recent, self._bandwidth()
+        recent, rate = self._recent, self._network.bandwidth
         if len(recent) < LINK_STEPS or rate is None or not self._gains.gain:
             return None
-        between = Link(alpha_s=self._latency_s() or self._probed_s, beta_s_per_byte=1 / rate.value)
+        between = Link(alpha_s=self._network.latency_s or self._network.probed_s, beta_s_per_byte=1 / rate.value)
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
         backward_s = layer_times(self.layers, self.plans[-1], ready_s)
         return Measured(
@@ -419,12 +342,3 @@ class ControlLoop:
             codec_costs={name: slowed(cost, self._codec_slowdown) for name, cost in self._codec_costs.items()},
             gain=self._gains.gain,
         )
-
-
-def _fresh(found: Mapping[str, tuple[float, T]], now_s: float) -> dict[str, tuple[float, T]]:
-    """Of what nodes have probed, at what time, that which still counts."""
-    return {node: (found_s, what) for node, (found_s, what) in found.items() if now_s - found_s <= PROBE_HOLDS_S}
-
-
-def _is_sure(estimate: Estimate | None) -> bool:
-    return estimate is not None and estimate.is_sure
