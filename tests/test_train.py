@@ -87,7 +87,8 @@ def test_an_adaptive_run_decides_switches_and_leaves_no_actor(tmp_path: Path) ->
     assert [line["hash"] for line in first] == [line["hash"] for line in second]
     assert first[0]["plan_version"] == 0
     assert first[-1]["plan_version"] > 0
-    assert first[-1]["wire_bytes"] < first[0]["wire_bytes"]
+    # In the end it may be dense again: where processors are too busy to encode, that is faster.
+    assert min(line["wire_bytes"] for line in first) < first[0]["wire_bytes"]
     decisions = [entry for entry in journal_of(tmp_path) if entry["event"] == "decision"]
     outcomes = [entry for entry in journal_of(tmp_path) if entry["event"] == "outcome"]
     assert decisions[0]["reason"].startswith("first measurements")
