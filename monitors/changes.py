@@ -91,9 +91,12 @@ class _Suspicion:
 
     def add(self, deviation: float, log_value: float, seconds: float) -> None:
         self.evidence = max(0.0, self.evidence + (min(deviation, CLIP) - DRIFT) * seconds)
-        self.num_samples = self.num_samples + 1 if self.evidence else 0
-        self.seconds = self.seconds + seconds if self.evidence else 0.0
-        self.sum = self.sum + log_value * seconds if self.evidence else 0.0
+        if not self.evidence:
+            self.num_samples, self.seconds, self.sum = 0, 0.0, 0.0
+            return
+        self.num_samples += 1
+        self.seconds += seconds
+        self.sum += log_value * seconds
 
 
 class SlowRanks:

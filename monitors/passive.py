@@ -256,9 +256,7 @@ def fit_exchanges(exchanges: Sequence[Exchange]) -> Estimate | None:
     # Half of the interval's width as a share of all slopes.
     reach = _Z * math.sqrt(n * (n - 1) * (2 * n + 5) / 18) / (n * (n - 1))
     slow, beta, fast = (quantile(slopes, share) for share in (0.5 + reach, 0.5, 0.5 - reach))
-    if fast <= 0:
-        return None
-    if slow > SURE_FACTOR * fast:
+    if fast <= 0 or slow > SURE_FACTOR * fast:
         return None
     return Estimate(value=1 / beta, low=1 / slow, high=1 / max(fast - BYTE_WORK_S, 0.1 * fast), source="fit")
 

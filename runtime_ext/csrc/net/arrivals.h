@@ -59,6 +59,8 @@ class ArrivalMeter {
     // Between two messages. Within one it must also be this many times what its bytes usually take.
     static constexpr double kMaxPauseS = 0.001;
     static constexpr double kPauseFactor = 4;
+    // Read in one go, and between whose messages there may have been a pause: more was read late.
+    static constexpr int64_t kMaxUnclearBytes = 1 << 18;
     // How fast what is usual follows, a running median. What is smaller than this, frames of messages, says
     // little.
     static constexpr double kPaceStep = 1.1;
@@ -68,7 +70,6 @@ class ArrivalMeter {
     // After a pause the first bytes find empty queues and full token buckets, which commonly hold 1 ms: they
     // come faster than the link. As many are skipped as it carries in twice that, within bounds.
     static constexpr double kSkippedS = 0.002;
-    static constexpr int64_t kMaxUnclearBytes = 1 << 18;
     static constexpr int64_t kMinSkippedBytes = 1 << 15, kMaxSkippedBytes = 1 << 17;
 
     // Count what has come by `group_at_` since `last_`.
