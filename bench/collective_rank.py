@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +35,21 @@ def main() -> None:
     if job["is_loopback"]:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    rank, world_size, num_rounds = job["rank"], job["world_size"], job["num_rounds"]
-    store = dist.FileStore(job["store"], world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    store = dist.FileStore(job["store"], job["world_size"])
+    dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["world_size"])
+    failed = False
+    try:
+        _measure(job, job["rank"], job["num_rounds"])
+    except Exception:
+        traceback.print_exc()
+        failed = True
+    # Not in a `finally`: the frames of what was raised hold the group. Its threads free tensors, and one that comes
+    # back to Python while that ends is unwound, for which C++ ends the process with SIGABRT.
+    dist.destroy_process_group()
+    sys.exit(failed)
+
+
+def _measure(job: dict[str, Any], rank: int, num_rounds: int) -> None:
     assert dist.group.WORLD is not None
     transports = {"gloo": Transport(dist.group.WORLD)}
     for kind in ("tcp", "shm"):
@@ -59,7 +72,6 @@ def main() -> None:
     dist.barrier()
     for transport in transports.values():
         transport.close()
-    dist.destroy_process_group()
 
 
 def _time(collective: Collective, grad_N: Tensor, turn: int) -> float:
