@@ -9,30 +9,25 @@ import pytest
 
 # What comes back from native code after Python's end ends the process with SIGABRT.
 SCRIPT = """
-import queue, sys, threading, time, torch
-from cgx_ray.engine.thread import end_at_exit
+import sys, threading, time, torch
+from cgx_ray.engine.thread import WorkThread
 
-class Owner:
-    def __init__(self):
-        self.inbox, self.is_hung_up = queue.SimpleQueue(), threading.Event()
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
-        self.end_at_exit = end_at_exit(self, self.thread, self.inbox, self.is_hung_up.set)
+is_hung_up = threading.Event()
 
-    def run(self):
-        while self.inbox.get() is not None:
-            future = torch.futures.Future()
-            future.then(lambda _: {busy})
-            future.set_result(None)
+def work(items):
+    for _ in items:
+        future = torch.futures.Future()
+        future.then(lambda _: {busy})
+        future.set_result(None)
 
-owner = Owner()
-owner.inbox.put(1)
+thread = WorkThread("test", work, is_hung_up.set)
+thread.put(1)
 time.sleep(0.1)
 sys.stdout.write("the end")
 """
 
 
-@pytest.mark.parametrize("busy", ["time.sleep(0.4)", "self.is_hung_up.wait()"])
+@pytest.mark.parametrize("busy", ["time.sleep(0.4)", "is_hung_up.wait()"])
 def test_a_thread_in_native_code_ends_before_the_interpreter(busy: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(busy=busy)], capture_output=True, text=True, check=False, timeout=60

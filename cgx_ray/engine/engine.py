@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from cgx_ray.collectives import Transport
 from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.group import GainMeter, Group
 from cgx_ray.engine.step import Bucket, StepRun
-from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, end_at_exit, follow_num_threads, take_all
+from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, WorkThread, follow_num_threads, take_all
 from cgx_ray.errors import CGXError, PlanError, StateError
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer
 from cgx_ray.plan import CodecSpec, Layer, Plan
@@ -83,10 +82,7 @@ class Engine:
         self._mark_end()
         self._enter(plan)
         self._num_threads = torch.get_num_threads()
-        self._inbox: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="cgx-ray-engine", daemon=True)
-        self._thread.start()
-        self._end_at_exit = end_at_exit(self, self._thread, self._inbox, transport.close)
+        self._thread = WorkThread("cgx-ray-engine", self._run, transport.close)
 
     # Called by the training thread and by those that carry plans and samples.
 
@@ -95,7 +91,7 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         self._num_threads = torch.get_num_threads()
-        self._inbox.put(bucket)
+        self._thread.put(bucket)
 
     def hold(self, plan: Plan) -> None:
         """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it.
@@ -157,21 +153,19 @@ class Engine:
 
     def close(self) -> None:
         """Stop the thread once it has finished what was submitted."""
-        self._inbox.put(None)
-        self._thread.join()
-        self._end_at_exit.detach()
+        self._thread.end()
         self._transport.close()
         self._failure = self._failure or CGXError("the engine is closed; attach again to train on")
 
     # Called by the engine's own thread.
 
-    def _run(self) -> None:
+    def _run(self, buckets: Iterator[Bucket]) -> None:
         if self.device.type == "cuda":
             # Both are this thread's own.
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
         step: StepRun | None = None
-        while (bucket := self._inbox.get()) is not None:
+        for bucket in buckets:
             if self._failure is not None:
                 bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
                 continue

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -22,7 +20,7 @@ from cgx_ray.collectives import Phases, Transport
 from cgx_ray.collectives.sharded import Rows, all_gather, reduce_scatter
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.engine.shards import Part, Unit
-from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, end_at_exit, follow_num_threads, take_all
+from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, WorkThread, follow_num_threads, take_all
 from cgx_ray.errors import CGXError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import Plan
@@ -79,11 +77,8 @@ class ShardedEngine:
         # Of the step before: its units, and the answer to whether all ranks found it finite.
         self._unsettled: tuple[list[Unit], Callable[[], Tensor]] | None = None
         self._num_threads = torch.get_num_threads()
-        self._inbox: queue.SimpleQueue[tuple[str, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="cgx-ray-engine", daemon=True)
-        self._thread.start()
         self._hang_up = partial(_close, self._transports)
-        self._end_at_exit = end_at_exit(self, self._thread, self._inbox, self._hang_up)
+        self._thread = WorkThread("cgx-ray-engine", self._run, self._hang_up)
 
     # Called by the training thread.
 
@@ -146,9 +141,7 @@ class ShardedEngine:
 
     def close(self) -> None:
         """Stop the thread once it has finished what was submitted."""
-        self._inbox.put(None)
-        self._thread.join()
-        self._end_at_exit.detach()
+        self._thread.end()
         self._hang_up()
         self._failure = self._failure or CGXError("the engine is closed; attach again to compress")
 
@@ -157,14 +150,13 @@ class ShardedEngine:
             raise self._failure
         self._num_threads = torch.get_num_threads()
         future: Future[Any] = Future()
-        self._inbox.put((what, call, future))
+        self._thread.put((what, call, future))
         return future
 
     # Called by the engine's own thread.
 
-    def _run(self) -> None:
-        while (job := self._inbox.get()) is not None:
-            what, call, future = job
+    def _run(self, jobs: Iterator[tuple[str, Callable[[], Any], Future[Any]]]) -> None:
+        for what, call, future in jobs:
             if self._failure is not None:
                 future.set_exception(self._failure)
                 continue

@@ -1,4 +1,4 @@
-"""What an engine's own thread takes from the training thread, and hands back, and how it ends."""
+"""The thread of an engine: what it takes from the training thread, and hands back, and how it ends."""
 
 from __future__ import annotations
 
@@ -6,30 +6,53 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from cgx_ray.monitors.sample import StepSample
+
+T = TypeVar("T")
 
 MAX_KEPT_SAMPLES = 1024
 # To finish what a script that has come to its end has waited for, but not closed.
 EXIT_GRACE_S = 1.0
 
 
-def end_at_exit(
-    owner: object, thread: threading.Thread, inbox: queue.SimpleQueue[Any], hang_up: Callable[[], None]
-) -> weakref.finalize[..., Any]:
-    """Let the thread of `owner` end before the interpreter does, if nobody ends it earlier; then `detach` the result.
+class WorkThread(Generic[T]):
+    """A daemon thread that works through what is `put`, and ends before the interpreter does if nobody ends it earlier.
 
-    Python ends a daemon thread that comes back from native code by unwinding its stack, and C++ ends the process with
-    SIGABRT for that.
-
-    inbox    None in it lets the thread end
-    hang_up  ends what it may be waiting for; must not hold `owner`
+    Python ends a daemon thread that comes back from native code after its end by unwinding its stack, and C++ ends the
+    process with SIGABRT for that.
     """
-    return weakref.finalize(owner, _end, thread, inbox, hang_up)
+
+    def __init__(self, name: str, work: Callable[[Iterator[T]], None], hang_up: Callable[[], None]) -> None:
+        """Start the thread.
+
+        work     takes what is put, as it comes; returns when there is no more
+        hang_up  ends what the thread may be waiting for when the interpreter ends
+        """
+        inbox: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=work, args=(iter(inbox.get, None),), name=name, daemon=True)
+        thread.start()
+        self._inbox, self._thread = inbox, thread
+        self._end_at_exit = weakref.finalize(self, _end, thread, inbox, hang_up)
+
+    def put(self, item: T) -> None:
+        """Queue one thing more."""
+        self._inbox.put(item)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody takes what is put."""
+        return not self._thread.is_alive()
+
+    def end(self) -> None:
+        """Return once the thread has finished what was put."""
+        self._inbox.put(None)
+        self._thread.join()
+        self._end_at_exit.detach()
 
 
 def _end(thread: threading.Thread, inbox: queue.SimpleQueue[Any], hang_up: Callable[[], None]) -> None:
