@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,12 +285,22 @@ class Wide(nn.Module):
         return self.last(self.norm(self.exempt(self.first(x).tanh())))
 
 
-def _gradients(rank: int, bucket_cap_mb: float) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+PLANNED = {"first.weight": "qsgd:bits=8,bucket_size=64", "last.weight": "qsgd:bits=2", "exempt.weight": "fp16"}
+
+
+def _gradients(
+    rank: int, bucket_cap_mb: float, *, is_planned: bool = False
+) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """By step and name: what DDP made of the gradients, and their exact average."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Wide(), bucket_cap_mb=bucket_cap_mb)
-    cgx_ray.register_model(model)
-    cgx_ray.exclude_layers("exempt")
+    plan = None
+    if is_planned:
+        overrides = {name: (codec, "allgather" if "fp16" in codec else "sra") for name, codec in PLANNED.items()}
+        plan = cgx_ray.make_plan(cgx_ray.layers_of(model), version=0, world_size=2, codec="qsgd", overrides=overrides)
+    cgx_ray.register_model(model, plan)
+    if not is_planned:
+        cgx_ray.exclude_layers("exempt")
     steps = []
     for step in range(4):
         inputs = [noise(10 * step + peer, 960).view(16, 60) for peer in range(2)]
@@ -318,6 +329,55 @@ def test_small_and_excluded_layers_of_a_registered_model_are_exact(bucket_cap_mb
             assert is_exact == (name not in ("first.weight", "last.weight")), (step, name)
 
 
+@pytest.mark.parametrize("bucket_cap_mb", [0.009, 25])
+def test_layers_of_a_registered_model_are_compressed_as_its_plan_says(bucket_cap_mb: float) -> None:
+    first, second = run_ranks(2, partial(_gradients, is_planned=True), bucket_cap_mb, backend="cgx")
+    bounds = {name: ERRORS.get(codec, 2 * (1 + 2**-6) / 3) for name, codec in PLANNED.items()}
+    for step, (of_first, of_second) in enumerate(zip(first, second, strict=True)):
+        for name, (got, exact) in of_first.items():
+            assert torch.equal(got, of_second[name][0]), (step, name)
+            # Ranks' gradients are larger than their average.
+            error = (got - exact).abs().max() / exact.abs().max()
+            assert error <= 3 * bounds.get(name, 0), (step, name)
+            assert name not in PLANNED or error > bounds[name] / 20, (step, name)
+
+
+def _plans_that_do_not_fit(rank: int) -> list[str]:
+    model = DistributedDataParallel(Wide())
+    layers = cgx_ray.layers_of(model)
+    make = partial(cgx_ray.make_plan, version=0)
+    messages = []
+    for plan in (
+        make(layers, world_size=3, codec="qsgd"),
+        make(layers[1:], world_size=2, codec="qsgd"),
+        make(layers, world_size=2, codec="topk:density=0.1"),
+        make(layers, world_size=2, codec="qsgd", scheme="ring"),
+        make(layers, world_size=2, codec="qsgd", intra="dense"),
+    ):
+        with pytest.raises(cgx_ray.CGXError) as error:
+            cgx_ray.register_model(model, plan)
+        messages.append(str(error.value))
+    # None of them has taken its place.
+    cgx_ray.register_model(model, make(layers, world_size=2, codec="none"))
+    x = noise(0, 960).view(16, 60)
+    model(x).square().sum().backward()
+    got = [p.grad.clone() for p in model.parameters()]
+    model.module.zero_grad()
+    model.module(x).square().sum().backward()
+    assert all(torch.equal(g, p.grad) for g, p in zip(got, model.parameters(), strict=True))
+    plain = DistributedDataParallel(Wide(), process_group=dist.new_group(backend="gloo"))
+    with pytest.raises(cgx_ray.ConfigError) as error:
+        cgx_ray.register_model(plain, make(layers, world_size=2, codec="qsgd"))
+    return [*messages, str(error.value)]
+
+
+def test_a_plan_that_does_not_fit_is_refused_and_what_was_registered_stays() -> None:
+    expected = ("world size 3", "covers 5 layers", "keeps no error feedback", "scheme 'ring'", "intra", "backend cgx")
+    for messages in run_ranks(2, _plans_that_do_not_fit, backend="cgx"):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message
+
+
 def _differ(rank: int, folder: Path, in_what: str) -> str:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("cgx", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=10))
@@ -333,7 +393,7 @@ def _differ(rank: int, folder: Path, in_what: str) -> str:
 
 def test_ranks_that_leave_other_layers_uncompressed_say_so(tmp_path: Path) -> None:
     for message in run_ranks(2, _differ, tmp_path, "exclude_layers", backend=None):
-        assert "ranks 0 and 1 differ in which layers they leave uncompressed" in message
+        assert "ranks 0 and 1 differ in how they compress layers" in message
 
 
 def test_a_model_that_only_one_rank_registers_is_an_error_and_does_not_end_the_process(tmp_path: Path) -> None:

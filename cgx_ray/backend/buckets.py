@@ -1,8 +1,8 @@
-"""Which parts of DDP's buckets are layers that are better left uncompressed.
+"""Which layers DDP's buckets consist of, and so how each part of them is reduced.
 
 A process group gets flat tensors. DDP tells how it cuts its buckets, so a tensor is recognised by its size and by its
 turn among DDP's calls since the last forward pass. Both are the same on all ranks, as addresses would not be. A tensor
-that is taken for a bucket by mistake is still reduced rightly: only what is left uncompressed of it is another part.
+that is taken for a bucket by mistake is still reduced rightly: only its parts are others.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from cgx_ray.backend.options import BackendOptions, Way
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import Layer
+from cgx_ray.plan import NONE, Intra, Layer, Plan
 
 Run = tuple[int, int]  # elements [start, stop)
+# The parts of a tensor by how they are reduced, each in ascending order. None: by Gloo, uncompressed.
+Parts = dict[Way | None, list[Run]]
 
 _excluded_names: list[str] = []
 _registered: RegisteredModel | None = None
@@ -41,7 +44,7 @@ def exclude_layers(*substrings: str) -> None:
     _excluded_names.extend(substrings)
 
 
-def register_model(model: nn.Module) -> None:
+def register_model(model: nn.Module, plan: Plan | None = None) -> None:
     """Let backend "cgx" tell the layers in this model's buckets apart, from the next forward pass on.
 
     Layers of one dimension (biases, norms), with fewer than `min_numel` elements, and those of `exclude_layers` then go
@@ -49,14 +52,19 @@ def register_model(model: nn.Module) -> None:
 
     model  a DistributedDataParallel; call it on every rank. A second one takes the place of the first. Anything at
            world size 1: nothing happens
+    plan   codec and scheme by layer instead, such as CGX's adaptive bits: `make_plan(layers_of(model), bits=...)`. What
+           is uncompressed in it, and layers of `exclude_layers`, go through Gloo. DDP's buckets stay what is sent
+           together, and what uses the same codec in one is compressed as one
 
-    Raises ConfigError for another kind of model.
+    Raises ConfigError for another kind of model, or a plan that this backend cannot carry out, PlanError for a plan of
+    another model or world size. What was registered before stays, then.
     """
     global _registered  # noqa: PLW0603 - a process group gets tensors, and no word on whose
     if isinstance(model, DistributedDataParallel):
+        registered = RegisteredModel(model, plan)
         if _registered is not None:
             _registered.forget()
-        _registered = RegisteredModel(model)
+        _registered = registered
     elif dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"register_model got a {type(model).__name__}; wrap it first, with "
@@ -64,22 +72,25 @@ def register_model(model: nn.Module) -> None:
         )
 
 
-def uncompressed_runs(
-    group: dist.ProcessGroup, numel: int, min_numel: int, gather: Callable[[str], list[str]]
-) -> list[Run]:
-    """What to leave uncompressed of a tensor of `numel` elements whose turn it is to be reduced in `group`.
+def parts_of(
+    group: dist.ProcessGroup, numel: int, options: BackendOptions, gather: Callable[[str], list[str]]
+) -> Parts:
+    """How the parts of a tensor of `numel` elements are reduced whose turn it is in `group`.
 
     gather  gives what all ranks of the group give it
 
     Raises ConfigError on all ranks if it is not the same on all of them.
     """
-    return _registered.take(group, numel, min_numel, gather) if _registered is not None else []
+    parts = _registered.take(group, numel, options, gather) if _registered is not None else None
+    return {options.way: [(0, numel)]} if parts is None else parts
 
 
 class RegisteredModel:
     """The buckets of a DDP model, read again when DDP has rebuilt them."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel, plan: Plan | None) -> None:
+        is_alone = model.process_group.size() == 1
+        self._planned = _ways(plan, model) if plan is not None and not is_alone else None
         # Not kept alive by being registered.
         self._model = weakref.ref(model)
         self._buckets: list[list[Layer]] = []
@@ -95,33 +106,49 @@ class RegisteredModel:
         self._handle.remove()
 
     def take(
-        self, group: dist.ProcessGroup, numel: int, min_numel: int, gather: Callable[[str], list[str]]
-    ) -> list[Run]:
-        """The uncompressed runs of the bucket of `numel` elements whose turn it is; none if there is no such bucket."""
+        self, group: dist.ProcessGroup, numel: int, options: BackendOptions, gather: Callable[[str], list[str]]
+    ) -> Parts | None:
+        """The parts of the bucket of `numel` elements whose turn it is; None if there is no such bucket."""
         model = self._model()
         # Turns count in the model's group only: not every rank knows of what happens in another one.
         if model is None or model.process_group is not group or not self._buckets:
-            return []
+            return None
         if not self._is_agreed:
             # All ranks come here with the same tensor. What they did not agree on, Gloo would end the process for.
-            self._agree(gather)
+            self._agree(options, gather)
         same = [bucket for bucket in self._buckets if sum(layer.numel for layer in bucket) == numel]
         if not same:
-            return []
+            return None
         bucket = same[self._turns[numel] % len(same)]
         self._turns[numel] += 1
         self._num_taken += 1
-        return _runs(bucket, min_numel, self._excluded)
+        return self._parts(bucket, options)
 
-    def _agree(self, gather: Callable[[str], list[str]]) -> None:
-        # The ranks have agreed on `min_numel` before.
-        runs = [(sum(layer.numel for layer in bucket), _runs(bucket, 0, self._excluded)) for bucket in self._buckets]
-        offers = gather(hashlib.sha256(repr(runs).encode()).hexdigest())
+    def _parts(self, bucket: Sequence[Layer], options: BackendOptions) -> Parts:
+        """Neighbours are one run."""
+        parts: Parts = {}
+        starts = itertools.accumulate((layer.numel for layer in bucket), initial=0)
+        for start, layer in zip(starts, bucket, strict=False):
+            runs = parts.setdefault(self._way(layer, options), [])
+            first = runs.pop()[0] if runs and runs[-1][1] == start else start
+            runs.append((first, start + layer.numel))
+        return parts
+
+    def _way(self, layer: Layer, options: BackendOptions) -> Way | None:
+        if any(part in layer.name for part in self._excluded):
+            return None
+        if self._planned is not None:
+            return self._planned[layer.name]
+        return None if layer.ndim <= 1 or layer.numel < options.min_numel else options.way
+
+    def _agree(self, options: BackendOptions, gather: Callable[[str], list[str]]) -> None:
+        parts = [{str(way): runs for way, runs in self._parts(bucket, options).items()} for bucket in self._buckets]
+        offers = gather(hashlib.sha256(repr(parts).encode()).hexdigest())
         for rank, offer in enumerate(offers):
             if offer != offers[0]:
                 raise ConfigError(
-                    f"ranks 0 and {rank} differ in which layers they leave uncompressed; call register_model with the "
-                    "same model, and exclude_layers with the same arguments, on all ranks"
+                    f"ranks 0 and {rank} differ in how they compress layers, or in which; call register_model with the "
+                    "same model and plan, and exclude_layers with the same arguments, on all ranks"
                 )
         self._is_agreed = True
 
@@ -146,20 +173,28 @@ class RegisteredModel:
 def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     return [
-        [Layer(name=names[id(p)], numel=p.numel(), ndim=p.ndim) for p in bucket.parameters()]
+        [
+            Layer(name=names[id(p)], numel=p.numel(), ndim=p.ndim, dtype=str(p.dtype).removeprefix("torch."))
+            for p in bucket.parameters()
+        ]
         for bucket in model.reducer._get_zeros_like_grad_buckets()
     ]
 
 
-def _runs(bucket: Sequence[Layer], min_numel: int, excluded: Sequence[str]) -> list[Run]:
-    """Neighbours are one run."""
-    starts = itertools.accumulate((layer.numel for layer in bucket), initial=0)
-    runs: list[Run] = []
-    for start, layer in zip(starts, bucket, strict=False):
-        if not (layer.ndim <= 1 or layer.numel < min_numel or any(part in layer.name for part in excluded)):
-            continue
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], start + layer.numel)
-        else:
-            runs.append((start, start + layer.numel))
-    return runs
+def _ways(plan: Plan, model: DistributedDataParallel) -> dict[str, Way | None]:
+    """By layer. Raises ConfigError or PlanError for a plan that is not for the model or not for this backend."""
+    if not getattr(model.process_group, "is_compressing", False):
+        raise ConfigError(
+            "a plan needs a process group of backend cgx that compresses: make it by init_process_group('cgx'), with "
+            "another codec than none, or leave the plan out"
+        )
+    plan.check([layer for bucket in _buckets_of(model) for layer in bucket], model.process_group.size())
+    ways: dict[str, Way | None] = {}
+    for group in plan.groups:
+        if group.intra is not Intra.FLAT:
+            raise ConfigError(
+                f"intra {group.intra!s} is not for backend cgx; give a plan with 'flat', or use cgx_ray.attach"
+            )
+        way = Way(codec=group.codec, scheme=group.scheme) if group.codec != NONE else None
+        ways.update(dict.fromkeys(group.layers, way))
+    return ways

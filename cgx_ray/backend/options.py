@@ -26,17 +26,11 @@ T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackendOptions:
-    """What one process group does. Raises ConfigError on a value that is not allowed.
+class Way:
+    """How elements are compressed and travel. Raises ConfigError on what backend cgx cannot do."""
 
-    codec      for the tensors that are compressed; none: everything goes through Gloo
-    scheme     how their messages travel, one of SCHEMES
-    min_numel  tensors, and layers of a registered model, with fewer elements are not compressed
-    """
-
-    codec: CodecSpec = DEFAULT_CODEC
-    scheme: Scheme = Scheme.SRA
-    min_numel: int = SMALL_LAYER_NUMEL
+    codec: CodecSpec
+    scheme: str
 
     def __post_init__(self) -> None:
         if self.codec.name not in CODECS or self.codec.rounding == "nearest":
@@ -44,16 +38,35 @@ class BackendOptions:
                 f"codec {self.codec} is not for backend cgx, which keeps no error feedback; give one of "
                 f"{', '.join(CODECS)} (qsgd with rounding=stochastic), or use cgx_ray.attach, which has all codecs"
             )
+        if self.scheme not in SCHEMES:
+            raise ConfigError(f"scheme '{self.scheme}' is not for backend cgx; give one of {', '.join(SCHEMES)}")
+
+    def __str__(self) -> str:
+        return f"{self.codec} over {self.scheme}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """What one process group does. Raises ConfigError on a value that is not allowed.
+
+    way        of what is compressed, where no plan says another; codec none: everything goes through Gloo
+    min_numel  tensors, and layers of a registered model, with fewer elements are not compressed
+    """
+
+    way: Way
+    min_numel: int
+
+    def __post_init__(self) -> None:
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 0:
             raise ConfigError(
                 f"min_numel {self.min_numel!r} is not allowed; give a whole number of elements, 0 or more"
             )
 
     def __str__(self) -> str:
-        return f"{self.codec} over {self.scheme} from {self.min_numel} elements on"
+        return f"{self.way} from {self.min_numel} elements on"
 
 
-_given: dict[str, Any] = {}  # fields of BackendOptions, from arguments
+_given: dict[str, Any] = {}  # arguments of `_make`
 
 
 def configure_backend(
@@ -73,13 +86,11 @@ def configure_backend(
     if codec is not None:
         given["codec"] = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
     if scheme is not None:
-        if scheme not in SCHEMES:
-            raise ConfigError(f"scheme {scheme!r} is not for backend cgx; give one of {', '.join(SCHEMES)}")
-        given["scheme"] = Scheme(scheme)
+        given["scheme"] = scheme
     if min_numel is not None:
         given["min_numel"] = min_numel
     # Checked here, where it was written, and not first when torch makes a group.
-    BackendOptions(**given)
+    _make(**given)
     _given = given
 
 
@@ -94,7 +105,13 @@ def current_options() -> BackendOptions:
     if "min_numel" not in options:
         allowed = "a whole number of elements, 0 or more"
         options["min_numel"] = _read(MINIMAL_SIZE, int, SMALL_LAYER_NUMEL, lambda x: x >= 0, allowed)
-    return BackendOptions(**options)
+    return _make(**options)
+
+
+def _make(
+    codec: CodecSpec = DEFAULT_CODEC, scheme: str = Scheme.SRA, min_numel: int = SMALL_LAYER_NUMEL
+) -> BackendOptions:
+    return BackendOptions(way=Way(codec=codec, scheme=scheme), min_numel=min_numel)
 
 
 def _codec_of_environment() -> CodecSpec:

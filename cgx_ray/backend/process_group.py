@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cgx_ray.backend.buckets import Run, uncompressed_runs
-from cgx_ray.backend.options import BackendOptions, current_options
+from cgx_ray.backend.buckets import parts_of
+from cgx_ray.backend.options import BackendOptions, Way, current_options
 from cgx_ray.backend.work import CompressedWork, ExactPart
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange
 from cgx_ray.collectives.tcp import connect_mesh_by_store
-from cgx_ray.engine.thread import end_at_exit
+from cgx_ray.engine.thread import WorkThread
 from cgx_ray.errors import CGXError, ConfigError
-from cgx_ray.plan import NONE
+from cgx_ray.plan import NONE, Scheme
 
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 SEED = 0
-# Of the latest sizes: DDP has a few, and whoever reduces ever new ones must not fill the memory with them.
-MAX_EXCHANGES = 32
+# Of the latest sizes: DDP has some, by codec, and whoever reduces ever new ones must not fill the memory with them.
+MAX_EXCHANGES = 64
 
 
 def make_group(options: Any, backend_options: Any) -> CgxProcessGroup:
@@ -98,8 +97,13 @@ class CgxProcessGroup(dist.ProcessGroup):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._lane: _Lane | None = None
-        if world_size > 1 and cgx_options.codec != NONE:
-            self._lane = _Lane(self, store, cgx_options, options.timeout.total_seconds())
+        if world_size > 1 and cgx_options.way.codec != NONE:
+            self._lane = _Lane(self, store, options.timeout.total_seconds())
+
+    @property
+    def is_compressing(self) -> bool:
+        """Whether not everything is Gloo's."""
+        return self._lane is not None
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "cgx"
@@ -116,12 +120,13 @@ class CgxProcessGroup(dist.ProcessGroup):
         if self._lane is None or not self._is_compressible(tensors, opts):
             return self._plain.allreduce(tensors, opts)
         tensor_N = tensors[0].detach().view(-1)
-        exact_runs = uncompressed_runs(self, tensor_N.numel(), self._options.min_numel, self._gather)
-        if exact_runs == [(0, tensor_N.numel())]:
+        parts = parts_of(self, tensor_N.numel(), self._options, self._gather)
+        compressed = {way: runs for way, runs in parts.items() if way is not None}
+        if not compressed:
             return self._plain.allreduce(tensors, opts)
         # In this thread, so that Gloo gets its work in the same order on all ranks.
-        exact = ExactPart(tensor_N, exact_runs, self._plain, opts) if exact_runs else None
-        return self._lane.submit(CompressedWork(tensors[0], opts.reduceOp, exact))
+        exact = ExactPart(tensor_N, parts[None], self._plain, opts) if None in parts else None
+        return self._lane.submit(CompressedWork(tensors[0], opts.reduceOp, compressed, exact))
 
     def _gather(self, offer: str) -> list[str]:
         """What all ranks offer, by rank. Through the store: a rank that is somewhere else fits no collective."""
@@ -183,42 +188,35 @@ class CgxProcessGroup(dist.ProcessGroup):
 class _Lane:
     """The thread that exchanges compressed tensors, one after the other, in the order of `submit`."""
 
-    def __init__(self, group: CgxProcessGroup, store: dist.Store, options: BackendOptions, timeout_s: float) -> None:
+    def __init__(self, group: CgxProcessGroup, store: dist.Store, timeout_s: float) -> None:
         self._group = group
         self._timeout_s = timeout_s
-        self._scheme = options.scheme
-        self._codec = make_codec(options.codec, world_size=group.size())
         self._mesh = connect_mesh_by_store(store, group.rank(), group.size(), timeout_s)
         self._transport: Transport | None = None
-        self._exchanges: dict[int, Exchange] = {}
+        self._exchanges: dict[tuple[Way, int], Exchange] = {}
         self._buffer_N = torch.empty(0)
         self._failure: CGXError | None = None
         self._lock = threading.Lock()
-        self._inbox: queue.SimpleQueue[CompressedWork | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="cgx-ray-backend", daemon=True)
-        self._thread.start()
-        self._end_at_exit = end_at_exit(self, self._thread, self._inbox, self._mesh.close)
+        self._thread = WorkThread("cgx-ray-backend", self._run, self._mesh.close)
 
     def submit(self, work: CompressedWork) -> CompressedWork:
         with self._lock:
-            if not self._thread.is_alive():
+            if self._thread.has_ended:
                 raise CGXError("this process group is shut down; make a new one to reduce further tensors")
-            self._inbox.put(work)
+            self._thread.put(work)
         return work
 
     def close(self) -> None:
         with self._lock:
-            self._inbox.put(None)
-            self._thread.join()
-        self._end_at_exit.detach()
+            self._thread.end()
         self._mesh.close()
 
     def abort(self) -> None:
         self._mesh.close()
 
-    def _run(self) -> None:
+    def _run(self, works: Iterator[CompressedWork]) -> None:
         for step in itertools.count():
-            work = self._inbox.get()
+            work = next(works, None)
             if work is None:
                 return
             if self._failure is None:
@@ -234,18 +232,18 @@ class _Lane:
 
     def _reduce(self, work: CompressedWork, step: int) -> None:
         tensor_N = work.tensor.detach().view(-1)
-        runs = _runs_between(work.exact.runs, tensor_N.numel()) if work.exact is not None else [(0, tensor_N.numel())]
-        parts = [tensor_N[start:stop] for start, stop in runs]
-        # A float32 tensor that is compressed as a whole is averaged where it is.
-        is_in_place = len(parts) == 1 and tensor_N.dtype == torch.float32
-        average_N = parts[0] if is_in_place else self._gather(parts)
-        self._exchange(average_N, step)
-        if work.op == dist.ReduceOp.SUM:
-            # In float32: only a sum that float16 cannot hold is Inf there.
-            average_N.mul_(self._group.size())
-        if not is_in_place:
-            for part, averaged in zip(parts, average_N.split([part.numel() for part in parts]), strict=True):
-                part.copy_(averaged)
+        for index, (way, runs) in enumerate(work.parts.items()):
+            parts = [tensor_N[start:stop] for start, stop in runs]
+            # A float32 tensor that is compressed as a whole is averaged where it is.
+            is_in_place = len(parts) == 1 and tensor_N.dtype == torch.float32
+            average_N = parts[0] if is_in_place else self._gather(parts)
+            self._exchange(way, average_N, Stamp(plan_version=0, step=step, group=index, codec=way.codec.name))
+            if work.op == dist.ReduceOp.SUM:
+                # In float32: only a sum that float16 cannot hold is Inf there.
+                average_N.mul_(self._group.size())
+            if not is_in_place:
+                for part, averaged in zip(parts, average_N.split([part.numel() for part in parts]), strict=True):
+                    part.copy_(averaged)
         if work.exact is not None:
             work.exact.finish(tensor_N)
 
@@ -259,19 +257,19 @@ class _Lane:
             room.copy_(part)
         return buffer_N
 
-    def _exchange(self, average_N: Tensor, step: int) -> None:
+    def _exchange(self, way: Way, average_N: Tensor, stamp: Stamp) -> None:
         if self._transport is None:
             # Not before: the group has its ranks only when torch has registered it.
             self._transport = Transport(self._group, mesh=self._mesh, timeout_s=self._timeout_s)
-        self._transport.step = step
+        self._transport.step = stamp.step
         numel = average_N.numel()
-        exchange = self._exchanges.pop(numel, None)
+        exchange = self._exchanges.pop((way, numel), None)
         if exchange is None:
-            exchange = make_exchange(self._codec, self._scheme, numel, 4, self._transport)
-        self._exchanges[numel] = exchange
+            codec = make_codec(way.codec, world_size=self._group.size())
+            exchange = make_exchange(codec, Scheme(way.scheme), numel, 4, self._transport)
+        self._exchanges[way, numel] = exchange
         if len(self._exchanges) > MAX_EXCHANGES:
             del self._exchanges[next(iter(self._exchanges))]
-        stamp = Stamp(plan_version=0, step=step, group=0, codec=self._codec.spec.name)
         exchange.run(average_N, None, stamp, SEED, Phases())
 
     def _fail(self, error: Exception, step: int) -> None:
@@ -283,9 +281,3 @@ class _Lane:
             self._failure.__cause__ = error
         logger.error("%s", self._failure, exc_info=error)
         self._mesh.close()
-
-
-def _runs_between(runs: Sequence[Run], numel: int) -> list[Run]:
-    """What `runs`, ascending, leave of [0, numel)."""
-    edges = [0, *itertools.chain.from_iterable(runs), numel]
-    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,21 +12,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.backend.buckets import Run
+from cgx_ray.backend.options import Way
 from cgx_ray.errors import CGXError, TransportError
 
 
 class CompressedWork(dist.Work):
     """Finished by the group's thread, waited for by any other.
 
-    tensor   is replaced by the result
-    op       ReduceOp SUM or AVG
-    exact    the runs of it that Gloo reduces, beside each other, with Gloo's work; None if there are none
+    tensor  is replaced by the result
+    op      ReduceOp SUM or AVG
+    parts   the runs of it that are compressed alike, beside each other
+    exact   the runs of it that Gloo reduces, beside each other, with Gloo's work; None if there are none
     """
 
-    def __init__(self, tensor: Tensor, op: Any, exact: ExactPart | None) -> None:
+    def __init__(self, tensor: Tensor, op: Any, parts: Mapping[Way, Sequence[Run]], exact: ExactPart | None) -> None:
         super().__init__()
         self.tensor = tensor
         self.op = op
+        self.parts = parts
         self.exact = exact
         self._error: CGXError | None = None
         self._is_done = threading.Event()
