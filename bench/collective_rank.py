@@ -40,7 +40,7 @@ def main() -> None:
     failed = False
     try:
         _measure(job, job["rank"], job["num_rounds"])
-    except Exception:
+    except Exception:  # noqa: BLE001 - printed, and the exit status says so
         traceback.print_exc()
         failed = True
     # Not in a `finally`: the frames of what was raised hold the group. Its threads free tensors, and one that comes
