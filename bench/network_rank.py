@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.attach import open_session
+from cgx_ray.attachment import open_session
 from cgx_ray.demo.gpt import StdlibBytes, build_gpt
 from cgx_ray.monitors.agent import LATENCY_INTERVAL_S
 from cgx_ray.monitors.host import HostMonitor

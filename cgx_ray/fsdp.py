@@ -8,7 +8,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import nn
 
-from cgx_ray.attach import agree, as_own, attached, connect, current_session
+from cgx_ray.attach import agree, as_own, attached, connect
+from cgx_ray.attachment import current_session
 from cgx_ray.collectives import Transport
 from cgx_ray.engine import fsdp_hook
 from cgx_ray.engine.sharded import ShardedEngine

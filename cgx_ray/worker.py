@@ -14,7 +14,7 @@ import ray.train
 import torch
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from cgx_ray.attach import Attachment, current_session, open_session
+from cgx_ray.attachment import Attachment, current_session, open_session
 from cgx_ray.errors import PlanError
 from cgx_ray.plan import Layer, Plan, make_plan
 from cgx_ray.planner.options import CodecCost, candidate_codecs

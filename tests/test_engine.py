@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.attach import merge_states, open_session
+from cgx_ray.attachment import merge_states, open_session
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.codecs.wire import HEADER_BYTES
 from cgx_ray.collectives import Transport
@@ -596,7 +596,8 @@ print(heavy, "ray" in sys.modules, "torch" in sys.modules)
 def test_attach_stays_the_function_whoever_imports_its_module() -> None:
     code = """
 import cgx_ray.attach, cgx_ray.backend
-from cgx_ray.attach import attach, Attachment
+from cgx_ray.attach import attach
+from cgx_ray.attachment import Attachment
 assert cgx_ray.attach is attach and cgx_ray.Attachment is Attachment, cgx_ray.attach
 assert {name: getattr(cgx_ray, name) for name in cgx_ray.__all__}["attach"] is attach
 assert set(cgx_ray.__all__) <= set(dir(cgx_ray))

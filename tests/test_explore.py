@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.attach import open_session
+from cgx_ray.attachment import open_session
 from cgx_ray.explore import Exploration
 from cgx_ray.plan import CodecSpec
 from cgx_ray.settings import Settings

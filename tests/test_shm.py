@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.attach import open_session
+from cgx_ray.attachment import open_session
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.errors import ConfigError
