@@ -104,7 +104,7 @@ GRID = tuple(
         name=f"{rate_name}_{latency_ms:g}ms",
         rate_bit_per_s=rate,
         numel=numel,
-        num_rounds=2,
+        num_rounds=3,
         latency_s=latency_ms / 1e3,
         cases=UNCOMPRESSED,
     )
@@ -192,7 +192,7 @@ def settings_of(options: CollectiveOptions, lab_reason: str | None, latency_reas
 def measure_collectives(
     options: CollectiveOptions, settings: Sequence[Setting], on_turn: Callable[[str, float], None]
 ) -> list[Timing]:
-    """Measure the cases of all `settings`, some 8 minutes.
+    """Measure the cases of all `settings`, some 10 minutes.
 
     on_turn  gets, before each setting and after each turn of a case, where it is and the share of turns that are done
 
