@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 import time
@@ -282,18 +283,24 @@ class Wide(nn.Module):
         self.first = nn.Linear(60, 60)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.exempt(self.first(x).tanh())))
+        y = self.last(self.norm(self.exempt(self.first(x).tanh())))
+        return y * self.scale.float() if hasattr(self, "scale") else y
 
 
 PLANNED = {"first.weight": "qsgd:bits=8,bucket_size=64", "last.weight": "qsgd:bits=2", "exempt.weight": "fp16"}
 
 
 def _gradients(
-    rank: int, bucket_cap_mb: float, *, is_planned: bool = False
+    rank: int, bucket_cap_mb: float, *, is_planned: bool = False, is_static: bool = False, has_double: bool = False
 ) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """By step and name: what DDP made of the gradients, and their exact average."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(Wide(), bucket_cap_mb=bucket_cap_mb)
+    wide = Wide()
+    if has_double:
+        # A bucket of its own, which this backend leaves to Gloo.
+        wide.register_parameter("scale", nn.Parameter(torch.ones(1, dtype=torch.float64)))
+    plain = copy.deepcopy(wide)
+    model = DistributedDataParallel(wide, bucket_cap_mb=bucket_cap_mb, static_graph=is_static)
     plan = None
     if is_planned:
         overrides = {name: (codec, "allgather" if "fp16" in codec else "sra") for name, codec in PLANNED.items()}
@@ -304,11 +311,11 @@ def _gradients(
     steps = []
     for step in range(4):
         inputs = [noise(10 * step + peer, 960).view(16, 60) for peer in range(2)]
-        exact = {name: torch.zeros_like(p) for name, p in model.module.named_parameters()}
+        exact = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
         for x in inputs:
-            model.module.zero_grad()
-            model.module(x).square().sum().backward()
-            for name, p in model.module.named_parameters():
+            plain.zero_grad()
+            plain(x).square().sum().backward()
+            for name, p in plain.named_parameters():
                 exact[name] += p.grad / 2
         model.zero_grad()
         model(inputs[rank]).square().sum().backward()
@@ -329,6 +336,15 @@ def test_small_and_excluded_layers_of_a_registered_model_are_exact(bucket_cap_mb
             assert is_exact == (name not in ("first.weight", "last.weight")), (step, name)
 
 
+@pytest.mark.parametrize("options", [{"is_static": True}, {"has_double": True}])
+def test_layers_are_found_whenever_ddp_rebuilds_its_buckets(options: dict[str, bool]) -> None:
+    first, second = run_ranks(2, partial(_gradients, **options), 0.009, backend="cgx")
+    for step, (of_first, of_second) in enumerate(zip(first, second, strict=True)):
+        for name, (got, exact) in of_first.items():
+            assert torch.equal(got, of_second[name][0]), (step, name)
+            assert torch.equal(got, exact) == (name not in ("first.weight", "last.weight")), (step, name)
+
+
 @pytest.mark.parametrize("bucket_cap_mb", [0.009, 25])
 def test_layers_of_a_registered_model_are_compressed_as_its_plan_says(bucket_cap_mb: float) -> None:
     first, second = run_ranks(2, partial(_gradients, is_planned=True), bucket_cap_mb, backend="cgx")
@@ -347,7 +363,9 @@ def _plans_that_do_not_fit(rank: int) -> list[str]:
     layers = cgx_ray.layers_of(model)
     make = partial(cgx_ray.make_plan, version=0)
     messages = []
+    cgx_ray.register_model(model, make(layers, world_size=2, codec="none"))
     for plan in (
+        {"head.weight": 8},
         make(layers, world_size=3, codec="qsgd"),
         make(layers[1:], world_size=2, codec="qsgd"),
         make(layers, world_size=2, codec="topk:density=0.1"),
@@ -357,8 +375,7 @@ def _plans_that_do_not_fit(rank: int) -> list[str]:
         with pytest.raises(cgx_ray.CGXError) as error:
             cgx_ray.register_model(model, plan)
         messages.append(str(error.value))
-    # None of them has taken its place.
-    cgx_ray.register_model(model, make(layers, world_size=2, codec="none"))
+    # None of them has taken the first one's place.
     x = noise(0, 960).view(16, 60)
     model(x).square().sum().backward()
     got = [p.grad.clone() for p in model.parameters()]
@@ -372,10 +389,45 @@ def _plans_that_do_not_fit(rank: int) -> list[str]:
 
 
 def test_a_plan_that_does_not_fit_is_refused_and_what_was_registered_stays() -> None:
-    expected = ("world size 3", "covers 5 layers", "keeps no error feedback", "scheme 'ring'", "intra", "backend cgx")
+    expected = ["got a dict", "world size 3", "5 layers", "no error feedback", "scheme 'ring'", "intra", "backend cgx"]
     for messages in run_ranks(2, _plans_that_do_not_fit, backend="cgx"):
         for message, part in zip(messages, expected, strict=True):
             assert part in message
+
+
+def _models_that_cannot_be_told_apart(rank: int) -> list[str]:
+    sparse = DistributedDataParallel(nn.Embedding(100, 20, sparse=True))
+    with pytest.raises(cgx_ray.ConfigError) as of_sparse:
+        cgx_ray.register_model(sparse)
+    model = DistributedDataParallel(Wide())
+    cgx_ray.register_model(model)
+    with pytest.raises(cgx_ray.ConfigError) as of_join, model.join():
+        model(torch.ones(2, 60))
+    return [str(of_sparse.value), str(of_join.value)]
+
+
+def test_models_whose_buckets_cannot_be_told_apart_are_refused() -> None:
+    for of_sparse, of_join in run_ranks(2, _models_that_cannot_be_told_apart, backend="cgx"):
+        assert "sparse gradients" in of_sparse
+        assert "cannot train inside model.join()" in of_join
+
+
+def _saved_and_compiled(rank: int, folder: Path) -> bool:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Wide())
+    cgx_ray.register_model(model)
+    torch.save(model.module, folder / f"{rank}.pt")
+    compiled = torch.compile(model, backend="eager")
+    x = noise(rank, 960).view(16, 60)
+    for _ in range(4):
+        model.zero_grad()
+        compiled(x).square().sum().backward()
+    loaded = torch.load(folder / f"{rank}.pt", weights_only=False)
+    return torch.equal(loaded(x), model(x))
+
+
+def test_a_registered_model_can_be_saved_and_compiled(tmp_path: Path) -> None:
+    assert run_ranks(2, _saved_and_compiled, tmp_path, backend="cgx") == [True, True]
 
 
 def _differ(rank: int, folder: Path, in_what: str) -> str:
@@ -398,7 +450,7 @@ def test_ranks_that_leave_other_layers_uncompressed_say_so(tmp_path: Path) -> No
 
 def test_a_model_that_only_one_rank_registers_is_an_error_and_does_not_end_the_process(tmp_path: Path) -> None:
     registered, other = run_ranks(2, _differ, tmp_path, "register_model", backend=None)
-    assert "rank 0 has registered a model and did not hear the same of ranks [1] within 10 s" in registered
+    assert "did not hear the same of ranks [1] within 10 s" in registered
     assert "did not get through" in other
 
 

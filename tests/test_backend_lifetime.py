@@ -138,7 +138,7 @@ def _alone(rank: int) -> list[float]:
     dist.all_reduce(values)
     model = DistributedDataParallel(nn.Linear(50, 50))
     cgx_ray.register_model(model)
-    cgx_ray.register_model(model, cgx_ray.make_plan(cgx_ray.layers_of(model), version=0, world_size=1, codec="qsgd"))
+    cgx_ray.register_model(model, cgx_ray.make_plan(cgx_ray.layers_of(model), version=0, world_size=7, codec="topk"))
     cgx_ray.register_model(nn.Linear(2, 2))
     model(torch.ones(1, 50)).sum().backward()
     assert torch.equal(model.module.weight.grad, torch.ones(50, 50))

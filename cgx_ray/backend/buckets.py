@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.backend.options import BackendOptions, Way
@@ -35,8 +35,8 @@ def exclude_layers(*substrings: str) -> None:
     """Leave layers of a registered model uncompressed whose names contain one of `substrings`: `"bn"`, `"bias"`.
 
     In addition to those named before and to layers that are small; from the next forward pass on. Call it on every
-    rank, alike; backward raises ConfigError if ranks differ.
-    Raises ConfigError for anything but non-empty strings.
+    rank, alike and at the same step: backward raises ConfigError if ranks differ, after the time-out if some do not
+    know of any change. Raises ConfigError for anything but non-empty strings.
     """
     for substring in substrings:
         if not isinstance(substring, str) or not substring:
@@ -53,14 +53,18 @@ def register_model(model: nn.Module, plan: Plan | None = None) -> None:
     model  a DistributedDataParallel; call it on every rank. A second one takes the place of the first. Anything at
            world size 1: nothing happens
     plan   codec and scheme by layer instead, such as CGX's adaptive bits: `make_plan(layers_of(model), bits=...)`. What
-           is uncompressed in it, and layers of `exclude_layers`, go through Gloo. DDP's buckets stay what is sent
-           together, and what uses the same codec in one is compressed as one
+           is uncompressed in it, layers of `exclude_layers`, and buckets of fewer than `min_numel` elements go through
+           Gloo. DDP's buckets stay what is sent together; what has the same codec in one is compressed as one
 
-    Raises ConfigError for another kind of model, or a plan that this backend cannot carry out, PlanError for a plan of
-    another model or world size. What was registered before stays, then.
+    Another model whose buckets are as large, in the same process group, is taken for this one: give it its own.
+    Raises ConfigError for another kind of model, one with sparse gradients, or a plan that this backend cannot carry
+    out, PlanError for a plan of another model or world size; what was registered before stays, then. Forward raises
+    ConfigError inside `model.join()`: a rank that has no more inputs does not see what becomes of the buckets.
     """
     global _registered  # noqa: PLW0603 - a process group gets tensors, and no word on whose
     if isinstance(model, DistributedDataParallel):
+        if model.process_group.size() == 1:
+            return
         registered = RegisteredModel(model, plan)
         if _registered is not None:
             _registered.forget()
@@ -89,18 +93,26 @@ class RegisteredModel:
     """The buckets of a DDP model, read again when DDP has rebuilt them."""
 
     def __init__(self, model: DistributedDataParallel, plan: Plan | None) -> None:
-        is_alone = model.process_group.size() == 1
-        self._planned = _ways(plan, model) if plan is not None and not is_alone else None
+        sparse = [
+            name
+            for name, part in model.module.named_modules()
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+        ]
+        if sparse:
+            raise ConfigError(
+                f"the model has sparse gradients, of {', '.join(sparse)}, which lie in no bucket; use sparse=False, or "
+                "leave register_model out"
+            )
+        self._planned = _ways(plan, model) if plan is not None else None
         # Not kept alive by being registered.
         self._model = weakref.ref(model)
         self._buckets: list[list[Layer]] = []
+        self._has_rebuilt = False
         self._excluded: list[str] = []
         self._is_agreed = False
         self._turns: Counter[int] = Counter()  # by size, tensors of that size since the last forward pass
-        self._num_taken = 0
-        self._is_final = False
         # Of the inner module: DDP's own forward has rebuilt its buckets by then.
-        self._handle = model.module.register_forward_pre_hook(self._before_forward)
+        self._handle = model.module.register_forward_pre_hook(_before_forward)
 
     def forget(self) -> None:
         self._handle.remove()
@@ -121,7 +133,6 @@ class RegisteredModel:
             return None
         bucket = same[self._turns[numel] % len(same)]
         self._turns[numel] += 1
-        self._num_taken += 1
         return self._parts(bucket, options)
 
     def _parts(self, bucket: Sequence[Layer], options: BackendOptions) -> Parts:
@@ -152,43 +163,59 @@ class RegisteredModel:
                 )
         self._is_agreed = True
 
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+    def begin_forward(self) -> None:
+        """Read the buckets if DDP has built them anew: it does so once, some forward passes after the first."""
         model = self._model()
         # Who calls the inner module by itself comes before DDP has rebuilt its buckets.
         if model is None or DistributedDataParallel._get_active_ddp_module() is not model:
             return
+        if model._join_config.enable:
+            raise ConfigError(
+                "a model that register_model got cannot train inside model.join(); leave register_model out, or give "
+                "every rank as many inputs"
+            )
         self._turns.clear()
         if self._excluded != _excluded_names:
             self._excluded = list(_excluded_names)
             self._is_agreed = False
-        # DDP rebuilds its buckets once, in the first forward pass with gradients after a whole backward pass, if ever.
-        has_reduced = bool(self._buckets) and self._num_taken >= len(self._buckets)
-        if self._is_final or not torch.is_grad_enabled() or (self._buckets and not has_reduced):
-            return
-        self._buckets = _buckets_of(model)
-        self._is_final = has_reduced
-        self._is_agreed = False
+        if torch.is_grad_enabled() and (not self._buckets or self._has_rebuilt != model._has_rebuilt_buckets):
+            self._buckets, self._has_rebuilt = _buckets_of(model), model._has_rebuilt_buckets
+            self._is_agreed = False
+
+
+@torch.compiler.disable
+def _before_forward(module: nn.Module, inputs: Any) -> None:
+    # A function of the module, for models are pickled with their hooks.
+    if _registered is not None:
+        _registered.begin_forward()
+
+
+def _layer(name: str, parameter: Tensor) -> Layer:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Layer(name=name, numel=parameter.numel(), ndim=parameter.ndim, dtype=dtype)
 
 
 def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    return [
-        [
-            Layer(name=names[id(p)], numel=p.numel(), ndim=p.ndim, dtype=str(p.dtype).removeprefix("torch."))
-            for p in bucket.parameters()
-        ]
-        for bucket in model.reducer._get_zeros_like_grad_buckets()
-    ]
+    buckets = model.reducer._get_zeros_like_grad_buckets()
+    return [[_layer(names[id(parameter)], parameter) for parameter in bucket.parameters()] for bucket in buckets]
 
 
 def _ways(plan: Plan, model: DistributedDataParallel) -> dict[str, Way | None]:
     """By layer. Raises ConfigError or PlanError for a plan that is not for the model or not for this backend."""
+    if not isinstance(plan, Plan):
+        raise ConfigError(
+            f"register_model got a {type(plan).__name__} as plan; make one, such as make_plan(layers_of(model), "
+            "version=0, world_size=4, codec='qsgd', bits={'head.weight': 8})"
+        )
     if not getattr(model.process_group, "is_compressing", False):
         raise ConfigError(
             "a plan needs a process group of backend cgx that compresses: make it by init_process_group('cgx'), with "
             "another codec than none, or leave the plan out"
         )
-    plan.check([layer for bucket in _buckets_of(model) for layer in bucket], model.process_group.size())
+    ignored = model.parameters_to_ignore
+    parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored}
+    plan.check([_layer(name, parameter) for name, parameter in parameters.items()], model.process_group.size())
     ways: dict[str, Way | None] = {}
     for group in plan.groups:
         if group.intra is not Intra.FLAT:

@@ -71,7 +71,9 @@ def _passed_through(name: str) -> Callable[..., Any]:
     def call(group: CgxProcessGroup, *args: Any, **kwargs: Any) -> Any:
         return getattr(group._plain, name)(*args, **kwargs)
 
-    return call
+    # DDP's C++ side calls it while Dynamo traces what torch.compile was given, and that cannot look into groups.
+    untraced: Callable[..., Any] = torch.compiler.disable(call)
+    return untraced
 
 
 class CgxProcessGroup(dist.ProcessGroup):
@@ -108,7 +110,8 @@ class CgxProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "cgx"
 
-    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Any:  # type: ignore[override]
+    @torch.compiler.disable
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Any:
         """Start to reduce one tensor over ranks, in place. Returns a Work; its `wait` raises what goes wrong.
 
         opts  AllreduceOptions or a ReduceOp; left out: SUM
@@ -138,8 +141,9 @@ class CgxProcessGroup(dist.ProcessGroup):
         except RuntimeError as error:
             missing = [peer for peer, key in enumerate(keys) if not self._store.check([key])]
             raise ConfigError(
-                f"rank {self.rank()} has registered a model and did not hear the same of ranks {missing} within "
-                f"{self._timeout.total_seconds():g} s; call register_model on all ranks"
+                f"rank {self.rank()} has registered a model, or excluded layers, and did not hear the same of ranks "
+                f"{missing} within {self._timeout.total_seconds():g} s; call register_model and exclude_layers on all "
+                "ranks, at the same step"
             ) from error
         return [self._store.get(key).decode() for key in keys]
 
@@ -261,7 +265,7 @@ class _Lane:
         if self._transport is None:
             # Not before: the group has its ranks only when torch has registered it.
             self._transport = Transport(self._group, mesh=self._mesh, timeout_s=self._timeout_s)
-        self._transport.step = stamp.step
+        self._transport.step, self._transport.group_index = stamp.step, stamp.group
         numel = average_N.numel()
         exchange = self._exchanges.pop((way, numel), None)
         if exchange is None:
