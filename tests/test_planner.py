@@ -18,7 +18,10 @@ from cgx_ray.planner.cost import (
     allgather_tree_s,
     artopk_tree_s,
     exchange_s,
+    ring_over_allgather_below,
+    ring_over_tree_below,
     terms,
+    tree_over_allgather_below,
 )
 from cgx_ray.planner.options import (
     DENSE,
@@ -42,22 +45,79 @@ def link_of(row: dict[str, str]) -> Link:
 
 
 def table6_costs_ms(row: dict[str, str]) -> dict[str, tuple[float, float]]:
-    """Predicted and measured. A kept element is 4 bytes of value and 4 of index: m = 2 M c."""
-    num_workers, link, dense_bytes = int(row["workers"]), link_of(row), 4 * int(row["params"])
-    wire_bytes = 2 * dense_bytes * float(row["cr"])
+    """Predicted and measured."""
+    costs_s = literature_costs_s(int(row["workers"]), value_bytes_of(row), link_of(row))
+    measured_as = {"allgather": "ag_ms", "artopk_ring": "art_ring_ms", "artopk_tree": "art_tree_ms"}
+    return {scheme: (1e3 * costs_s[scheme], float(row[column])) for scheme, column in measured_as.items()}
+
+
+def value_bytes_of(row: dict[str, str]) -> float:
+    return 4 * int(row["params"]) * float(row["cr"])
+
+
+def literature_costs_s(num_workers: int, value_bytes: float, link: Link) -> dict[str, float]:
+    """A kept element is 4 bytes of value and 4 of index: m = 2 M c."""
+    wire_bytes = 2 * value_bytes
     ring_s = exchange_s(
         Scheme.ARTOPK_RING,
         num_workers=num_workers,
-        dense_bytes=dense_bytes,
+        dense_bytes=wire_bytes,
         wire_bytes=wire_bytes,
-        index_bytes=wire_bytes / 2,
+        index_bytes=value_bytes,
         link=link,
     )
     return {
-        "allgather": (1e3 * allgather_tree_s(num_workers, wire_bytes, link), float(row["ag_ms"])),
-        "artopk_ring": (1e3 * ring_s, float(row["art_ring_ms"])),
-        "artopk_tree": (1e3 * artopk_tree_s(num_workers, wire_bytes, link, wire_bytes / 2), float(row["art_tree_ms"])),
+        "allgather": allgather_tree_s(num_workers, wire_bytes, link),
+        "artopk_ring": ring_s,
+        "artopk_tree": artopk_tree_s(num_workers, wire_bytes, link, value_bytes),
     }
+
+
+# Which costs less under what alpha / beta: first, second, limit.
+COMPARISONS = (
+    ("artopk_ring", "artopk_tree", ring_over_tree_below),
+    ("artopk_ring", "allgather", ring_over_allgather_below),
+    ("artopk_tree", "allgather", tree_over_allgather_below),
+)
+
+
+@UNTIMED
+@given(st.integers(2, 4096), st.integers(1, 10**10), st.floats(1e-4, 1), st.floats(0, 1), st.floats(1e-3, 1e3))
+def test_closed_forms_agree_with_the_costs_but_at_ties(
+    num_workers: int, numel: int, density: float, latency_s: float, gbps: float
+) -> None:
+    link, value_bytes = Link.from_rates(bandwidth_gbps=gbps, latency_ms=1e3 * latency_s), 4 * numel * density
+    costs = literature_costs_s(num_workers, value_bytes, link)
+    for first, second, limit in COMPARISONS:
+        if costs[first] == pytest.approx(costs[second], rel=1e-9, abs=0):
+            continue
+        is_less = link.alpha_s / link.beta_s_per_byte < limit(num_workers, value_bytes)
+        assert is_less == (costs[first] < costs[second]), (first, second, costs)
+
+
+def test_closed_forms_tip_where_the_costs_are_equal() -> None:
+    """By hand for 8 workers: 17/32, 37/56 and 5/6 of Mc."""
+    found = [limit(8, 1.0) for _, _, limit in COMPARISONS]
+    assert found == pytest.approx([17 / 32, 37 / 56, 5 / 6])
+    for first, second, limit in COMPARISONS:
+        tie = Link(alpha_s=1e-8 * limit(8, 1e6), beta_s_per_byte=1e-8)
+        costs = literature_costs_s(8, 1e6, tie)
+        assert costs[first] == pytest.approx(costs[second], rel=1e-12)
+        assert limit(1, 1e6) == limit(8, 0) == 0
+    assert ring_over_tree_below(2, 1e6) == math.inf
+    assert ring_over_allgather_below(2, 1e6) == tree_over_allgather_below(4, 1e6) == 0
+    assert tree_over_allgather_below(3, 1e6) < 0
+
+
+def test_closed_forms_name_the_measured_winner_in_all_rows_of_table_6() -> None:
+    for row in read_table("flexible_table6"):
+        link, value_bytes = link_of(row), value_bytes_of(row)
+        measured = {scheme: measured_ms for scheme, (_, measured_ms) in table6_costs_ms(row).items()}
+        wins = dict.fromkeys(measured, 0)
+        for first, second, limit in COMPARISONS:
+            is_less = link.alpha_s / link.beta_s_per_byte < limit(int(row["workers"]), value_bytes)
+            wins[first if is_less else second] += 1
+        assert wins[min(measured, key=lambda scheme: measured[scheme])] == 2, (row, wins)
 
 
 def test_cost_model_names_the_measured_winner_in_all_rows_of_table_6() -> None:

@@ -218,6 +218,48 @@ def artopk_tree_s(num_workers: int, wire_bytes: float, link: Link, index_bytes: 
     return link.seconds(3 * log_N, log_N * (2 * (wire_bytes - index_bytes) + index_bytes))
 
 
+# When one collective beats another: Flexible Communication, Tyagi and Swany 2023, eqns 5a to 5c. Each follows from the
+# costs of its section 3-D (for allgather as in `allgather_tree_s`; eqn 4a, what `terms` has for artopk_ring; eqn 4b,
+# `artopk_tree_s`) with log to base 2. value_bytes is its Mc, of one rank's values that are sent; their indices take as
+# many, so wire_bytes is 2 Mc. With one worker all cost nothing and the limit is 0.
+
+
+def ring_over_tree_below(num_workers: int, value_bytes: float) -> float:
+    """alpha / beta in bytes, under which artopk_ring costs less than artopk_tree. Eqn 5a.
+
+    It is infinite for two workers, who take as many hops either way, and whom the ring sends less.
+    """
+    _check_exchange(num_workers, 0, value_bytes)
+    N, log_N = num_workers, math.log2(num_workers)
+    saved_bytes = (log_N - (N - 1) / N) * value_bytes
+    if N > 2:
+        return saved_bytes / (N - 1 - log_N)
+    return math.inf if saved_bytes > 0 else 0.0
+
+
+def ring_over_allgather_below(num_workers: int, value_bytes: float) -> float:
+    """alpha / beta in bytes, under which artopk_ring costs less than allgather. Eqn 5b.
+
+    It is 0 for two workers: never.
+    """
+    _check_exchange(num_workers, 0, value_bytes)
+    if num_workers == 1:
+        return 0.0
+    N, log_N = num_workers, math.log2(num_workers)
+    return (1 - 1 / N - log_N / (2 * (N - 1))) * value_bytes
+
+
+def tree_over_allgather_below(num_workers: int, value_bytes: float) -> float:
+    """alpha / beta in bytes, under which artopk_tree costs less than allgather. Eqn 5c.
+
+    It is 0 for four workers and negative for two or three: never.
+    """
+    _check_exchange(num_workers, 0, value_bytes)
+    if num_workers == 1:
+        return 0.0
+    return ((num_workers - 1) / math.log2(num_workers) - 1.5) * value_bytes
+
+
 def _check_exchange(num_workers: int, dense_bytes: float, wire_bytes: float, index_bytes: float = 0) -> None:
     _check_count("num_workers", num_workers)
     for name, value in (("dense_bytes", dense_bytes), ("wire_bytes", wire_bytes), ("index_bytes", index_bytes)):
