@@ -85,8 +85,8 @@ METRICS: dict[str, Metric] = {
     ),
     "cgx_ray_neighbour_bytes_per_second": Metric(
         metrics.Gauge,
-        "Bytes a second that others than this run put on the node's link, over half a minute. Missing where several "
-        "ranks share the node and the plan is flat.",
+        "Bytes a second that others than this run put on the node's link, over half a minute. Missing where ranks "
+        "of the node share no memory, as they count what they send each other.",
         (RUN,),
     ),
     "cgx_ray_cpu_share": Metric(metrics.Gauge, "Share of the node's processors in use, 0 to 1. No unit.", (RUN,)),
@@ -99,7 +99,10 @@ METRICS: dict[str, Metric] = {
     # By the controller.
     "cgx_ray_decisions": Metric(metrics.Counter, "Decisions so far; kind is keep, replace or disable.", (RUN, "kind")),
     "cgx_ray_link_bandwidth_bits_per_second": Metric(
-        metrics.Gauge, "Bandwidth of a worker's link in bits a second, estimated from exchanges.", (RUN,)
+        metrics.Gauge,
+        "Bandwidth of a worker's link in bits a second, the slowest's where some are slow: from bursts or exchanges of "
+        "the run's messages, or from probes.",
+        (RUN,),
     ),
     "cgx_ray_link_bandwidth_error": Metric(
         metrics.Gauge, "Half the width of the bandwidth's 95 % interval over the bandwidth. No unit.", (RUN,)

@@ -15,7 +15,7 @@ from statistics import median
 
 from cgx_ray.monitors.changes import ChangeDetector
 from cgx_ray.monitors.sample import Burst
-from cgx_ray.monitors.topology import clusters, slow_links
+from cgx_ray.monitors.topology import K, clusters, slow_links
 
 # What is remembered; a change of the network cuts it short.
 WINDOW_S = 10.0
@@ -143,7 +143,7 @@ class PassiveLink:
         if sum(map(len, bursts.values())) >= MIN_WATCHED_BURSTS:
             down, up = _rates(bursts, pairs)
             usual, seconds = median(down.values()), sum(one.seconds for one in self._unwatched)
-            slowest = _slowest(down, {**slow_links(up), **slow_links(down)})
+            slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
             watched += [("bursts", usual, seconds), ("slowest", slowest / usual, seconds)]
             self._unwatched.clear()
         if bursts or not seen.exchanges:
@@ -224,13 +224,14 @@ def _burst_rate(
         return None
     # Where messages do not fill the link, most bursts are far slower than the fastest.
     _, fast, high = quantile_interval(rates, FAST_RATE)
-    value = _slowest(down, slow)
+    value = slowest_rate(down, slow)
     return Estimate(value=value, low=value * median(rates) / fast, high=value * high / fast, source="bursts")
 
 
-def _slowest(down: Mapping[int, float], slow: Mapping[int, float]) -> float:
+def slowest_rate(rate: Mapping[K, float], slow: Mapping[K, float]) -> float:
+    """What the planner counts with: the median of all links, or the least of those that are slow."""
     # Not the least of all: that would be the rank whose processor is busiest.
-    return min([median(down.values()), *slow.values()])
+    return min([median(rate.values()), *slow.values()])
 
 
 def fit_exchanges(exchanges: Sequence[Exchange]) -> Estimate | None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from statistics import median
+from typing import TypeVar
 
 # Round trips within a host, a switch or a site differ by less than this, those between by more.
 NEAR_FACTOR = 3.0
 # A link under this share of the others' is slow.
 SLOW_SHARE = 0.6
+
+K = TypeVar("K", bound=Hashable)
 
 
 def clusters(round_trip_s: Mapping[tuple[int, int], float], factor: float = NEAR_FACTOR) -> list[list[int]]:
@@ -34,12 +37,15 @@ def clusters(round_trip_s: Mapping[tuple[int, int], float], factor: float = NEAR
     return sorted({id(group): sorted(group) for group in group_of.values()}.values())
 
 
-def slow_links(rate: Mapping[int, float], share: float = SLOW_SHARE) -> dict[int, float]:
-    """Of the ranks' rates those under `share` of the median. None of fewer than three: who would be the slow one?"""
+def slow_links(rate: Mapping[K, float], share: float = SLOW_SHARE) -> dict[K, float]:
+    """Of the links' rates those under `share` of the median. None of fewer than three: which would be the slow one?
+
+    rate  by rank, or by whatever tells links apart
+    """
     if len(rate) < 3:
         return {}
     usual = median(rate.values())
-    return {rank: value for rank, value in rate.items() if value < share * usual}
+    return {key: value for key, value in rate.items() if value < share * usual}
 
 
 class SilentNodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import random
@@ -15,7 +16,7 @@ import pytest
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import BAN_STEPS, JUDGED_STEPS, LINK_STEPS, WARM_UP_STEPS, ControlLoop
 from cgx_ray.control.measured import beside_dense, is_dense, layer_times
-from cgx_ray.control.network import PROBE_HOLDS_S
+from cgx_ray.control.network import PROBE_HOLDS_S, KnownNetwork
 from cgx_ray.control.policy import AdaptivePolicy, Decision, Disable, Keep, Replace, StaticPolicy
 from cgx_ray.control.view import StepBook
 from cgx_ray.monitors.passive import PassiveLink
@@ -410,6 +411,45 @@ def test_probes_are_asked_for_and_used_only_while_messages_are_not_sure(tmp_path
     run.run(LINK_STEPS)
     assert run.loop.facts().bandwidth_bits_per_s == pytest.approx(1e9, rel=0.1)
     assert (run.loop.next_probe("a", 300.0), run.loop.next_probe("b", 300.0)) == (None, None)
+
+
+WAYS = tuple(map("".join, itertools.permutations("abcd", 2)))
+TO_D = tuple(way for way in WAYS if way[1] == "d")
+OF_D = tuple(way for way in WAYS if "d" in way)
+
+
+@pytest.mark.parametrize(
+    ("ways", "slow_ways", "named"),
+    [
+        (WAYS, TO_D, {3}),
+        (WAYS, OF_D, {3}),
+        (["ab", "cd"], ["cd"], set()),
+        (["ab", "ad"], ["ad"], {3}),
+        (["ab", "ba"], ["ba"], set()),
+        (["ab", "bc", "cd", "da"], ["cd", "da"], set()),
+        (["ab", "cd", "bc", "db"], ["cd", "db"], {3}),
+    ],
+    ids=["down", "both", "either end", "other end cleared", "two nodes", "nobody cleared", "as granted"],
+)
+def test_probes_count_with_a_slow_node_and_name_it_once_the_other_end_was_fast_elsewhere(
+    ways: Sequence[str], slow_ways: Sequence[str], named: set[int], tmp_path: Path
+) -> None:
+    run, network = start(tmp_path), KnownNetwork()
+
+    def report(node: str, found: dict[str, float]) -> None:
+        steps, latency_s = (run._sample("abcd".index(node)),), {other: 1e-3 for other in "abcd" if other != node}
+        network.hear(
+            NodeSample(node_id=node, time_s=0.0, steps=steps, latency_s=latency_s, host=QUIET, bandwidth=found), 0.0
+        )
+
+    for node in "abcd":
+        report(node, {})
+    for way in ways:
+        report(way[0], {way[1]: 1.25e6 if way in slow_ways else 1.25e8})
+    assert network.bandwidth is not None
+    assert (network.bandwidth.value, network.bandwidth.source) == (1.25e6, "probes")
+    assert network.bandwidth.low <= network.bandwidth.value <= network.bandwidth.high
+    assert network.slow == dict.fromkeys(named, 1.25e6)
 
 
 def test_what_a_node_probed_counts_no_longer_once_it_is_silent(tmp_path: Path) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from statistics import median
 from typing import TypeVar
 
 from cgx_ray.control.measured import latency_moved
-from cgx_ray.monitors.passive import Estimate, PassiveLink, Seen
+from cgx_ray.monitors.passive import Estimate, PassiveLink, Seen, slowest_rate
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.monitors.topology import SilentNodes
+from cgx_ray.monitors.topology import SilentNodes, slow_links
 
 # What a probe has found counts until the next but one may come.
 PROBE_HOLDS_S = 2 * BUDGET_S
 # Between workers of one host nobody measures latency: a loopback round trip.
 DEFAULT_LATENCY_S = 50e-6
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -35,7 +37,9 @@ class KnownNetwork:
         self._silent_nodes = SilentNodes()
         self._probes = ProbeSchedule()
         self._probed_of_node: dict[str, tuple[float, float]] = {}
-        self._probed_rates: dict[str, tuple[float, Mapping[str, float]]] = {}
+        # By way, from a node to another.
+        self._probed_rates: dict[tuple[str, str], tuple[float, float]] = {}
+        self._ranks: dict[str, set[int]] = defaultdict(set)
         # What each node has said of latencies at last. From when the link changed on: what it had said by then, of
         # those that have not measured all of it anew.
         self._said: dict[str, Mapping[str, float]] = {}
@@ -59,8 +63,8 @@ class KnownNetwork:
         if now_s - self._outdated_s > PROBE_HOLDS_S:
             # Who has not reported for so long is not waited for.
             self._outdated.clear()
-        if sample.bandwidth:
-            self._probed_rates[sample.node_id] = now_s, sample.bandwidth
+        self._ranks[sample.node_id].update(step.rank for step in sample.steps)
+        self._probed_rates |= {(sample.node_id, other): (now_s, rate) for other, rate in sample.bandwidth.items()}
         if not self._is_probed:
             return False
         before_s, self.probed_s = self.probed_s, median(found_s for _, found_s in self._probed_of_node.values())
@@ -91,10 +95,12 @@ class KnownNetwork:
     @property
     def bandwidth(self) -> Estimate | None:
         """What messages say; what probes say, where messages are not sure and nothing has changed since."""
-        rates = [rate for _, found in self._probed_rates.values() for rate in found.values()]
-        if self._is_sure or not rates:
+        if not self._counts_probes:
             return self._link.bandwidth
-        return Estimate(value=median(rates), low=min(rates), high=max(rates), source="probes")
+        links = self._probed_links
+        slow = slow_links(links)
+        counted = list((slow or links).values())
+        return Estimate(value=slowest_rate(links, slow), low=min(counted), high=max(counted), source="probes")
 
     @property
     def latency_s(self) -> float | None:
@@ -106,8 +112,18 @@ class KnownNetwork:
 
     @property
     def slow(self) -> Mapping[int, float]:
-        """Bytes a second of ranks whose link is much slower than the others'."""
-        return self._link.slow
+        """Bytes a second of ranks whose link is much slower than the others', by what `bandwidth` is made from.
+
+        A slow way does not tell which of its ends is slow, unless the other was fast on another way.
+        """
+        if not self._counts_probes:
+            return self._link.slow
+        slow, named = slow_links(self._probed_links), set()
+        for source, target in self._probed_rates:
+            suspects = slow.keys() & {("from", source), ("to", target)}
+            if len(suspects) == 1:
+                named |= suspects
+        return {rank: slow[end, node] for end, node in sorted(named) for rank in self._ranks.get(node, ())}
 
     @property
     def silent_nodes(self) -> frozenset[str]:
@@ -119,11 +135,24 @@ class KnownNetwork:
         return self._link.bandwidth is not None and self._link.bandwidth.is_sure
 
     @property
+    def _counts_probes(self) -> bool:
+        return bool(self._probed_rates) and not self._is_sure
+
+    @property
+    def _probed_links(self) -> dict[tuple[str, str], float]:
+        """What each node sends ("from") and receives ("to"): the most on any way, as another's end may be slow."""
+        links: dict[tuple[str, str], float] = defaultdict(float)
+        for (source, target), (_, rate) in self._probed_rates.items():
+            for link in (("from", source), ("to", target)):
+                links[link] = max(links[link], rate)
+        return links
+
+    @property
     def _is_probed(self) -> bool:
         """All nodes that answer have measured latencies since the link changed."""
         return bool(self._probed_of_node) and not self._outdated.keys() - self.silent_nodes
 
 
-def _fresh(found: Mapping[str, tuple[float, T]], now_s: float) -> dict[str, tuple[float, T]]:
+def _fresh(found: Mapping[K, tuple[float, T]], now_s: float) -> dict[K, tuple[float, T]]:
     """Of what nodes have probed, at what time, that which still counts."""
-    return {node: (found_s, what) for node, (found_s, what) in found.items() if now_s - found_s <= PROBE_HOLDS_S}
+    return {key: (found_s, what) for key, (found_s, what) in found.items() if now_s - found_s <= PROBE_HOLDS_S}
