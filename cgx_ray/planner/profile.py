@@ -95,7 +95,7 @@ def load_profile(path: str | Path, *, device: str | None = None) -> Profile:
     if device is not None and found["device"] != device:
         raise ConfigError(
             f"{path} was measured on {found['device']!r}, this is {device!r}; measure here by `cgx-ray profile`, or "
-            "force it where plans are for that device"
+            "name no device where plans are for that one"
         )
     return Profile(
         package_version=found["package_version"],
