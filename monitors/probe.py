@@ -46,18 +46,6 @@ class Bandwidth:
     tool: str
 
 
-def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Every ordered pair of nodes once, in rounds in which no node takes part twice (the circle method)."""
-    seats: list[int | None] = [*range(num_nodes), *[None] * (num_nodes % 2)]
-    schedule = []
-    for _ in range(len(seats) - 1):
-        met = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
-        pairs = [(a, b) for a, b in met if a is not None and b is not None]
-        schedule += [pairs, [(b, a) for a, b in pairs]]
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return schedule
-
-
 class BulkServer:
     """Takes in what `measure_tcp` sends and answers with the rate at which it came; one probe after the other."""
 

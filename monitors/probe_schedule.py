@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Collection
 
 # A probe costs at most this share of a link over this long.
@@ -18,16 +16,33 @@ def budget_bytes(bytes_per_s: float | None) -> int:
     return int(BUDGET_SHARE * BUDGET_S * (bytes_per_s or FIRST_GUESS_BYTES_PER_S))
 
 
+def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Every ordered pair of nodes once, in rounds in which no node takes part twice (the circle method).
+
+    Whoever has sent receives next: both directions of a link are seen soon.
+    """
+    seats: list[int | None] = [*range(num_nodes), *[None] * (num_nodes % 2)]
+    schedule = []
+    for _ in range(len(seats) - 1):
+        met = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
+        pairs = [(a, b) for a, b in met if a is not None and b is not None]
+        schedule += [pairs, [(b, a) for a, b in pairs]]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return schedule
+
+
 class ProbeSchedule:
-    """Gives each way between two nodes its turn. A node takes part in one probe a minute, at either end.
+    """Gives each way between two nodes its turn, in `rounds`. A node takes part in one probe a minute, at either end.
 
     So no link sends or receives more than one budget a minute, and no node is ever probed twice at once: a probe is
     over long before that. The first minute belongs to the job's own messages.
     """
 
     def __init__(self) -> None:
-        self._node_s: dict[str, float] = {}
-        self._way_s: dict[tuple[str, str], float] = {}
+        self._turn = 0
+        self._last_s: float | None = None
+        # Of this round, whom each source has yet to probe.
+        self._left: dict[str, str] = {}
 
     def grant(self, source: str, nodes: Collection[str], now_s: float) -> str | None:
         """The node that `source` is to probe now; None if it is not its turn.
@@ -35,10 +50,15 @@ class ProbeSchedule:
         nodes  all that take part, `source` among them. Each of them must ask every now and then
         now_s  by one clock for all
         """
-        rested = sorted(node for node in nodes if now_s - self._node_s.setdefault(node, now_s) >= BUDGET_S)
-        ways = itertools.permutations(rested, 2)
-        way = min(ways, key=lambda way: self._way_s.get(way, -math.inf), default=None)
-        if way is None or way[0] != source:
+        if self._last_s is None:
+            self._last_s = now_s
+        if now_s - self._last_s >= BUDGET_S:
+            names, turns = sorted(nodes), rounds(len(nodes))
+            self._left = {names[at]: names[to] for at, to in turns[self._turn % len(turns)]}
+            self._turn += 1
+            self._last_s = now_s
+        target = self._left.pop(source, None)
+        if target is None or target not in nodes:
             return None
-        self._node_s[way[0]] = self._node_s[way[1]] = self._way_s[way] = now_s
-        return way[1]
+        self._last_s = now_s
+        return target

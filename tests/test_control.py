@@ -16,7 +16,7 @@ import pytest
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import BAN_STEPS, JUDGED_STEPS, LINK_STEPS, WARM_UP_STEPS, ControlLoop
 from cgx_ray.control.measured import beside_dense, is_dense, layer_times
-from cgx_ray.control.network import PROBE_HOLDS_S, KnownNetwork
+from cgx_ray.control.network import PROBE_HOLDS_S, RATE_HOLDS_S, KnownNetwork
 from cgx_ray.control.policy import AdaptivePolicy, Decision, Disable, Keep, Replace, StaticPolicy
 from cgx_ray.control.view import StepBook
 from cgx_ray.monitors.passive import PassiveLink
@@ -404,10 +404,10 @@ def test_probes_are_asked_for_and_used_only_while_messages_are_not_sure(tmp_path
     assert (run.loop.next_probe("b", 60.0), run.loop.next_probe("a", 60.0)) == (None, "b")
     report("a", 1.0, {"b": 25e6})
     assert run.loop.facts().bandwidth_bits_per_s == 200e6
-    report("b", 200.0, {})
+    report("b", 2 + RATE_HOLDS_S, {})
     assert run.loop.facts().bandwidth_bits_per_s is None, "too old, though a is silent"
     assert run.loop.next_probe("b", 120.0) == "a"
-    report("b", 201.0, {"a": 25e6})
+    report("b", 3 + RATE_HOLDS_S, {"a": 25e6})
     run.run(LINK_STEPS)
     assert run.loop.facts().bandwidth_bits_per_s == pytest.approx(1e9, rel=0.1)
     assert (run.loop.next_probe("a", 300.0), run.loop.next_probe("b", 300.0)) == (None, None)

@@ -22,9 +22,8 @@ from cgx_ray.monitors.probe import (
     count_hops,
     measure_iperf3,
     measure_tcp,
-    rounds,
 )
-from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule, budget_bytes
+from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule, budget_bytes, rounds
 
 HOST = "127.0.0.1"
 
@@ -72,24 +71,34 @@ def test_all_probes_of_a_minute_keep_to_the_budget(
     assert sum(sent) + left // 3 <= allowed, sent
 
 
-def test_in_an_hour_of_asking_no_node_takes_part_in_two_probes_a_minute_and_every_way_has_its_turn() -> None:
-    schedule, nodes = ProbeSchedule(), "abcd"
-    begun = [
-        (second, source, target)
-        for second in range(3600)
-        for source in nodes
-        if (target := schedule.grant(source, nodes, second)) is not None
-    ]
-    for node in nodes:
-        seconds = [second for second, *ends in begun if node in ends]
-        gaps = [after - before for before, after in itertools.pairwise(seconds)]
-        assert min(gaps) >= BUDGET_S, (node, gaps)
-        assert seconds[0] >= BUDGET_S, (node, seconds)
-        assert len(seconds) == 59, (node, len(seconds))
+@pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 8])
+def test_in_two_hours_no_node_takes_part_in_two_probes_a_minute_and_every_way_has_its_turn(num_nodes: int) -> None:
+    schedule, nodes = ProbeSchedule(), "abcdefgh"[:num_nodes]
+    # Each asks twice a second, at moments of its own.
+    asks = sorted((tick / 2 + index / 20, node) for tick in range(14400) for index, node in enumerate(nodes))
+    begun = [(s, source, target) for s, source in asks if (target := schedule.grant(source, nodes, s)) is not None]
+    seconds = {
+        node: ([s for s, *ends in begun if node in ends], [s for s, source, _ in begun if node == source])
+        for node in nodes
+    }
+    for node, (taking_part, sending) in seconds.items():
+        receiving = [s for s in taking_part if s not in sending]
+        assert taking_part[0] >= BUDGET_S, node
+        assert min(after - before for before, after in itertools.pairwise(taking_part)) >= BUDGET_S, node
+        for times in (sending, receiving):
+            longest = max(after - before for before, after in itertools.pairwise(times))
+            assert longest <= (3 if num_nodes % 2 == 0 else 5) * (BUDGET_S + 1), (node, longest)
     turns = Counter((source, target) for _, source, target in begun)
     assert turns.keys() == set(itertools.permutations(nodes, 2))
     assert max(turns.values()) - min(turns.values()) <= 1, turns
-    assert schedule.grant("a", ["a"], 1e6) is None
+
+
+def test_who_is_alone_or_left_probes_nobody() -> None:
+    schedule = ProbeSchedule()
+    assert [schedule.grant("a", ["a"], s) for s in (0.0, 60.0, 120.0)] == [None] * 3
+    assert (schedule.grant("b", "ab", 180.0), schedule.grant("a", "ab", 180.0)) == (None, "b")
+    assert schedule.grant("a", "ab", 240.0) is None, "b sends next"
+    assert schedule.grant("b", "b", 241.0) is None, "to one that has left"
 
 
 def test_the_rate_is_that_of_the_fast_windows_after_the_queues_have_run_empty() -> None:

@@ -14,8 +14,10 @@ from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.monitors.topology import SilentNodes, slow_links
 
-# What a probe has found counts until the next but one may come.
+# What agents say of latencies counts that long without a word of them.
 PROBE_HOLDS_S = 2 * BUDGET_S
+# And a probed rate: an even number of nodes has each one send and receive within three minutes, an odd one within five.
+RATE_HOLDS_S = 5.5 * BUDGET_S
 # Between workers of one host nobody measures latency: a loopback round trip.
 DEFAULT_LATENCY_S = 50e-6
 
@@ -50,8 +52,8 @@ class KnownNetwork:
         """Take in what a node says of the others; returns whether exchanges before were read with a wrong latency."""
         self._silent_nodes.add(sample.node_id, sample.latency_s)
         was_probed = any(self._said.values())
-        self._probed_of_node = _fresh(self._probed_of_node, now_s)
-        self._probed_rates = _fresh(self._probed_rates, now_s)
+        self._probed_of_node = _fresh(self._probed_of_node, now_s - PROBE_HOLDS_S)
+        self._probed_rates = _fresh(self._probed_rates, now_s - RATE_HOLDS_S)
         self._probed_of_node.pop(sample.node_id, None)
         self._said[sample.node_id] = sample.latency_s
         outdated = self._outdated.get(sample.node_id, {})
@@ -153,6 +155,6 @@ class KnownNetwork:
         return bool(self._probed_of_node) and not self._outdated.keys() - self.silent_nodes
 
 
-def _fresh(found: Mapping[K, tuple[float, T]], now_s: float) -> dict[K, tuple[float, T]]:
-    """Of what nodes have probed, at what time, that which still counts."""
-    return {key: (found_s, what) for key, (found_s, what) in found.items() if now_s - found_s <= PROBE_HOLDS_S}
+def _fresh(found: Mapping[K, tuple[float, T]], since_s: float) -> dict[K, tuple[float, T]]:
+    """Of what was probed, at what time, that which still counts."""
+    return {key: (found_s, what) for key, (found_s, what) in found.items() if found_s >= since_s}

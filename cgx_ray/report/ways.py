@@ -19,7 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.probe import Prober, Way, rounds
+from cgx_ray.monitors.probe import Prober, Way
+from cgx_ray.monitors.probe_schedule import rounds
 
 CLOSE_TIMEOUT_S = 5.0
 
