@@ -47,9 +47,11 @@ class ProbeSchedule:
     def grant(self, source: str, nodes: Collection[str], now_s: float) -> str | None:
         """The node that `source` is to probe now; None if it is not its turn.
 
-        nodes  all that take part, `source` among them. Each of them must ask every now and then
+        nodes  all that take part. Each of them must ask every now and then
         now_s  by one clock for all
         """
+        if source not in nodes:
+            return None
         if self._last_s is None:
             self._last_s = now_s
         if now_s - self._last_s >= BUDGET_S:

@@ -99,6 +99,7 @@ def test_who_is_alone_or_left_probes_nobody() -> None:
     assert (schedule.grant("b", "ab", 180.0), schedule.grant("a", "ab", 180.0)) == (None, "b")
     assert schedule.grant("a", "ab", 240.0) is None, "b sends next"
     assert schedule.grant("b", "b", 241.0) is None, "to one that has left"
+    assert schedule.grant("a", "", 400.0) is None, "nobody answers"
 
 
 def test_the_rate_is_that_of_the_fast_windows_after_the_queues_have_run_empty() -> None:
