@@ -39,7 +39,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["world_size"])
     failed = False
     try:
-        _measure(job, job["rank"], job["num_rounds"])
+        _measure(job)
     except Exception:  # noqa: BLE001 - printed, and the exit status says so
         traceback.print_exc()
         failed = True
@@ -49,7 +49,8 @@ def main() -> None:
     sys.exit(failed)
 
 
-def _measure(job: dict[str, Any], rank: int, num_rounds: int) -> None:
+def _measure(job: dict[str, Any]) -> None:
+    rank, num_rounds = job["rank"], job["num_rounds"]
     assert dist.group.WORLD is not None
     transports = {"gloo": Transport(dist.group.WORLD)}
     for kind in ("tcp", "shm"):
