@@ -325,24 +325,20 @@ def _gradients(
     return steps
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [0.009, 25])
-def test_small_and_excluded_layers_of_a_registered_model_are_exact(bucket_cap_mb: float) -> None:
-    first, second = run_ranks(2, _gradients, bucket_cap_mb, backend="cgx")
+# DDP rebuilds its buckets a step later with a static graph, and some of them may be Gloo's.
+@pytest.mark.parametrize(
+    ("bucket_cap_mb", "options"), [(0.009, {}), (25, {}), (0.009, {"is_static": True}), (0.009, {"has_double": True})]
+)
+def test_small_and_excluded_layers_of_a_registered_model_are_exact(
+    bucket_cap_mb: float, options: dict[str, bool]
+) -> None:
+    first, second = run_ranks(2, partial(_gradients, **options), bucket_cap_mb, backend="cgx")
     for step, (of_first, of_second) in enumerate(zip(first, second, strict=True)):
         for name, (got, exact) in of_first.items():
             assert torch.equal(got, of_second[name][0]), (step, name)
             # Of two ranks: half a number and the sum of two are the same in any order.
             is_exact = torch.equal(got, exact)
             assert is_exact == (name not in ("first.weight", "last.weight")), (step, name)
-
-
-@pytest.mark.parametrize("options", [{"is_static": True}, {"has_double": True}])
-def test_layers_are_found_whenever_ddp_rebuilds_its_buckets(options: dict[str, bool]) -> None:
-    first, second = run_ranks(2, partial(_gradients, **options), 0.009, backend="cgx")
-    for step, (of_first, of_second) in enumerate(zip(first, second, strict=True)):
-        for name, (got, exact) in of_first.items():
-            assert torch.equal(got, of_second[name][0]), (step, name)
-            assert torch.equal(got, exact) == (name not in ("first.weight", "last.weight")), (step, name)
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [0.009, 25])
@@ -450,7 +446,8 @@ def test_ranks_that_leave_other_layers_uncompressed_say_so(tmp_path: Path) -> No
 
 def test_a_model_that_only_one_rank_registers_is_an_error_and_does_not_end_the_process(tmp_path: Path) -> None:
     registered, other = run_ranks(2, _differ, tmp_path, "register_model", backend=None)
-    assert "did not hear the same of ranks [1] within 10 s" in registered
+    assert "rank 0 has registered a model, or excluded layers, and did not hear the same of ranks [1]" in registered
+    assert "[1] within 10 s" in registered
     assert "did not get through" in other
 
 
