@@ -18,18 +18,20 @@ from cgx_ray.errors import (
 from cgx_ray.plan import CodecSpec, GroupPlan, Intra, Layer, Plan, Scheme, make_plan
 
 if TYPE_CHECKING:
-    from cgx_ray.attach import attach, layers_of
+    from cgx_ray.attach import attach
     from cgx_ray.attachment import Attachment
     from cgx_ray.backend import configure_backend, exclude_layers, register_model
     from cgx_ray.collectives.transport import SimulatedLink
+    from cgx_ray.layers import layers_of
     from cgx_ray.train import CGXConfig, add_state
 
 # Imported on first use. Torch takes 200 MiB, which a monitor does not need; under torchrun nothing here imports Ray.
 _MODULE_OF = {
-    **dict.fromkeys(("attach", "layers_of"), "cgx_ray.attach"),
+    "attach": "cgx_ray.attach",
     "Attachment": "cgx_ray.attachment",
     **dict.fromkeys(("configure_backend", "exclude_layers", "register_model"), "cgx_ray.backend"),
     "SimulatedLink": "cgx_ray.collectives.transport",
+    "layers_of": "cgx_ray.layers",
     **dict.fromkeys(("CGXConfig", "add_state"), "cgx_ray.train"),
 }
 

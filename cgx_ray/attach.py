@@ -19,13 +19,10 @@ from cgx_ray.collectives.transport import Transport
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.errors import CGXError, ConfigError, PlanError
+from cgx_ray.layers import averaged_parameters, layers_of
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, preferred_scheme
 from cgx_ray.planner.options import candidate_codecs
 from cgx_ray.settings import Settings
-
-DEVICE_TYPES = ("cpu", "cuda")
-GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
 
 _attached: Attachment | None = None
 
@@ -33,38 +30,6 @@ _attached: Attachment | None = None
 def attached() -> Attachment | None:
     """What the last `attach` of this process returned."""
     return _attached
-
-
-def layers_of(model: nn.Module) -> list[Layer]:
-    """The layers of a model whose gradients are averaged, in registration order.
-
-    Raises ConfigError for gradients this version cannot carry.
-    """
-    parameters = _averaged_parameters(model)
-    devices = {str(parameter.device): name for name, parameter in parameters.items()}
-    if len(devices) > 1 or any(torch.device(device).type not in DEVICE_TYPES for device in devices):
-        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ConfigError(f"the model has {places}; this version takes models on one device, the CPU or a CUDA device")
-    for name, parameter in parameters.items():
-        if parameter.dtype not in GRADIENT_DTYPES:
-            known = ", ".join(str(dtype) for dtype in GRADIENT_DTYPES)
-            raise ConfigError(f"{name} is {parameter.dtype}; gradients must be one of {known}")
-    return [
-        Layer(
-            name=n,
-            numel=p.numel(),
-            ndim=p.ndim,
-            dtype=str(p.dtype).removeprefix("torch."),
-            num_rows=p.shape[0] if p.ndim > 1 and p.numel() > 0 else None,
-        )
-        for n, p in parameters.items()
-    ]
-
-
-def _averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    ignored = getattr(model, "parameters_to_ignore", ())
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
 
 
 def attach(
@@ -171,7 +136,7 @@ def _make_engine(
     except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
         layers, offer = [], as_own(error)
     plan = agree(layers, offer, group)
-    device = next((parameter.device for parameter in _averaged_parameters(model).values()), HOST)
+    device = next((parameter.device for parameter in averaged_parameters(model).values()), HOST)
     cuda_group = _make_cuda_group(device, group, settings)
     if cuda_group is not None:
         groups.append(cuda_group)

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.backend.options import BackendOptions, Way
 from cgx_ray.errors import ConfigError
+from cgx_ray.layers import as_layer, averaged_parameters
 from cgx_ray.plan import NONE, Intra, Layer, Plan
 
 Run = tuple[int, int]  # elements [start, stop)
@@ -190,15 +191,10 @@ def _before_forward(module: nn.Module, inputs: Any) -> None:
         _registered.begin_forward()
 
 
-def _layer(name: str, parameter: Tensor) -> Layer:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return Layer(name=name, numel=parameter.numel(), ndim=parameter.ndim, dtype=dtype)
-
-
 def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    layers = {id(parameter): as_layer(name, parameter) for name, parameter in averaged_parameters(model).items()}
     buckets = model.reducer._get_zeros_like_grad_buckets()
-    return [[_layer(names[id(parameter)], parameter) for parameter in bucket.parameters()] for bucket in buckets]
+    return [[layers[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
 
 
 def _ways(plan: Plan, model: DistributedDataParallel) -> dict[str, Way | None]:
@@ -213,9 +209,8 @@ def _ways(plan: Plan, model: DistributedDataParallel) -> dict[str, Way | None]:
             "a plan needs a process group of backend cgx that compresses: make it by init_process_group('cgx'), with "
             "another codec than none, or leave the plan out"
         )
-    ignored = model.parameters_to_ignore
-    parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored}
-    plan.check([_layer(name, parameter) for name, parameter in parameters.items()], model.process_group.size())
+    layers = [as_layer(name, parameter) for name, parameter in averaged_parameters(model).items()]
+    plan.check(layers, model.process_group.size())
     ways: dict[str, Way | None] = {}
     for group in plan.groups:
         if group.intra is not Intra.FLAT:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from cgx_ray.attach import layers_of
 from cgx_ray.errors import ConfigError
+from cgx_ray.layers import layers_of
 from cgx_ray.monitors.gradient_times import measure_ready_s
 from cgx_ray.planner.models import MeasuredLayer, write_model
 
