@@ -13,20 +13,17 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 .PHONY: demo test check bench test-gpu system
 .DELETE_ON_ERROR:
 
-demo: .venv/.installed
-	@{ command -v ip && command -v tc; } >/dev/null || \
-		echo "iproute2 is missing, the demo will use the simulated link; for a real one: apt-get install iproute2"
+demo: system .venv/.installed
 	@$(BIN)/cgx-ray demo $(ARGS)
 
-test: .venv/.installed
+test: system .venv/.installed
 	@$(BIN)/pytest -m "not gpu" -n 2 --dist loadgroup $(ARGS)
 
 # Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
-# pytest-timeout and hypothesis, and cmake. -P keeps ./cgx_ray, which lacks runtime_ext, off the path. Deprecations
-# are no errors, because the versions are not those of constraints.txt.
+# pytest-timeout and hypothesis, and cmake. -P keeps ./cgx_ray, which lacks the native module, off the path.
+# Deprecations are no errors, because the versions are not those of constraints.txt.
 test-gpu:
-	@rm -rf build/gpu/cgx_ray && mkdir -p build/gpu && cp -r cgx_ray build/gpu/
-	@cp -r monitors runtime_ext bench build/gpu/cgx_ray/
+	@rm -rf build/gpu/cgx_ray && mkdir -p build/gpu && cp -rL cgx_ray build/gpu/
 	cmake -S . -B build/gpu/native -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" -DCMAKE_BUILD_TYPE=Release
 	cmake --build build/gpu/native --parallel
 	@cp build/gpu/native/_native*.so build/gpu/cgx_ray/runtime_ext/
@@ -36,35 +33,27 @@ bench: .venv/.installed
 	$(if $(and $(ARGS),$(word 2,$(BENCH))),$(error ARGS are those of one bench: make bench BENCH=kernels ARGS="$(ARGS)"))
 	@for bench in $(BENCH); do $(BIN)/cgx-ray bench $$bench $(ARGS) || exit; done
 
-# mypy and import-linter need the package as it is installed, and monitors/, runtime_ext/ and bench/ are
-# cgx_ray.monitors, cgx_ray.runtime_ext and cgx_ray.bench only in a wheel: put the four folders together first.
-# Without -S, import-linter would find the editable install before the assembled tree.
-check: SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 check: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(if $(CSRC),$(BIN)/clang-format --dry-run -Werror $(CSRC))
-	@rm -rf build/check/cgx_ray* && mkdir -p build/check && cp -r cgx_ray cgx_ray_autoload build/check/
-	@cp -r monitors runtime_ext bench build/check/cgx_ray/
-	cd build/check && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p cgx_ray -p cgx_ray_autoload
-	cd build/check && PYTHONPATH=.:$(SITE) ../../$(BIN)/python -S ../../$(BIN)/lint-imports --no-logo --config ../../pyproject.toml
+	$(BIN)/mypy -p cgx_ray -p cgx_ray_autoload
+	$(BIN)/lint-imports --no-logo
 
-# The build backend comes first and build isolation is off, so that constraints.txt pins it as well.
+# Build isolation is off, so that constraints.txt pins the build tools as well. setuptools and wheel build iperf3, which
+# has no wheel.
 .venv/.installed: pyproject.toml constraints.txt CMakeLists.txt $(CSRC) | system
 	@echo "creating .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
 	@echo "installing the build backend"
-	@$(PIP_INSTALL) scikit-build-core nanobind ninja cmake
+	@$(PIP_INSTALL) scikit-build-core nanobind ninja cmake setuptools wheel
 	@echo "installing cgx_ray, torch and Ray, and compiling the kernels: about 2 minutes the first time"
 	@$(PIP_INSTALL) --no-build-isolation -e ".[dev]"
 	@touch $@
 
+# Says in one line what is missing, before anything is installed.
 system:
-	@missing=; \
-	command -v $(PYTHON) >/dev/null && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "$(PYTHON) is missing or older than 3.11; give another one: make PYTHON=python3.12"; exit 1; }; \
-	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || missing="$$missing python3-venv"; \
-	$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || \
-		missing="$$missing python3-dev"; \
-	command -v c++ >/dev/null || command -v g++ >/dev/null || missing="$$missing g++"; \
-	[ -z "$$missing" ] || { echo "system packages are missing: apt-get install$$missing"; exit 1; }
+	@command -v $(PYTHON) >/dev/null && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is missing or older than 3.11; give another one: make PYTHON=python3.12"; exit 1; }
+	@missing=$$(PYTHON=$(PYTHON) ./missing-packages); [ -z "$$missing" ] || \
+		{ echo "system packages are missing; run: apt-get install $$missing"; exit 1; }
