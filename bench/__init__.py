@@ -1,1 +1,1 @@
-"""Benchmarks. Each writes the rows of `cgx_ray.bench.result`."""
+"""Benchmarks. Each writes the rows of `cgx_ray.report.result`."""

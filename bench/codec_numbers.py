@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cgx_ray.bench.timing import Call, best_seconds
 from cgx_ray.codecs import make_codec
 from cgx_ray.plan import CodecSpec
+from cgx_ray.session.calibrate import Call, best_seconds
 
 QUALITY_NUMEL = 1 << 20
 DISTRIBUTIONS = ("gaussian", "laplace", "student_t3")

@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cgx_ray.bench.result import Row
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.lab.link import LinkChange
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, exchange_s
+from cgx_ray.report.result import Row
 
 GOAL_RANKS = 4
 _GOAL_NUMEL = 25_000_000

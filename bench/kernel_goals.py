@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from cgx_ray.bench.codec_numbers import Point, codec_calls
-from cgx_ray.bench.result import Row
-from cgx_ray.bench.timing import Call, best_seconds
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.profile import fit_line
+from cgx_ray.report.result import Row
 from cgx_ray.runtime_ext import reference
+from cgx_ray.session.calibrate import Call, best_seconds
 
 NUM_ROUNDS = 15
 # The plain-PyTorch encoder takes some 100 bytes of memory an element.

@@ -22,9 +22,9 @@ from cgx_ray.bench.kernel_goals import (
     reference_goal,
     topk_goal,
 )
-from cgx_ray.bench.result import Row
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CODEC_DEFAULTS
+from cgx_ray.report.result import Row
 from cgx_ray.runtime_ext import ops
 
 SWEPT_CODECS = ("qsgd", "topk", "ef_signsgd", "bf16")

@@ -22,12 +22,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from cgx_ray.bench.result import Row, write_result
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.link import format_rate
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import Link, exchange_s
+from cgx_ray.report.result import Row, write_result
 
 _NUM_RANKS = 4
 _RATES = (1e8, 5e8, 1e9, 2e9)

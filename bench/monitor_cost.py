@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import ray
 
-from cgx_ray.bench.result import Row
 from cgx_ray.monitors.agent import NodeAgent
 from cgx_ray.monitors.sample import Burst, NodeSample, StepSample, Transfer
+from cgx_ray.report.result import Row
 
 _HOST = "127.0.0.1"
 _NUM_RANKS, _STEPS_PER_S, _REPORT_S = 2, 5, 0.5

@@ -20,7 +20,7 @@ from cgx_ray.errors import CGXError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.planner.options import candidate_options
-from cgx_ray.settings import Settings
+from cgx_ray.session.settings import Settings
 
 _START_TIMEOUT_S = 120.0
 # By the loop's clock, which only says when probes are due: nobody waits for the first minute and the next.

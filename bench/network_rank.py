@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.attachment import open_session
 from cgx_ray.demo.gpt import StdlibBytes, build_gpt
 from cgx_ray.monitors.agent import LATENCY_INTERVAL_S
 from cgx_ray.monitors.host import HostMonitor
-from cgx_ray.monitors.network import Peers
 from cgx_ray.monitors.probe import Prober, measure_bulk
+from cgx_ray.monitors.round_trip import Peers
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan, make_plan
-from cgx_ray.settings import Settings
-from cgx_ray.worker import measure_codecs
+from cgx_ray.session.attachment import open_session
+from cgx_ray.session.calibrate import measure_codecs
+from cgx_ray.session.settings import Settings
 
 # Rank to agent and agent to controller, on average.
 _REPORT_INTERVAL_S = 0.5

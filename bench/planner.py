@@ -30,20 +30,20 @@ from cgx_ray.bench.planner_cases import (
     repeated,
     resnet101,
 )
-from cgx_ray.bench.result import Row
-from cgx_ray.bench.timing import Call, best_seconds
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.density import CANDIDATE_DENSITIES
 from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.joint import MAX_GAP, BestPlan, best_plan
 from cgx_ray.planner.models import MODEL_NAMES
 from cgx_ray.planner.options import candidate_options
+from cgx_ray.planner.papers.bytecomp_tree import Device, Path, option_of, path_cost, paths
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.pipeline import GroupCost, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.search import search
 from cgx_ray.planner.strategies import bytecomp, cupcake, named_strategies
-from cgx_ray.planner.tree import Device, Path, option_of, path_cost, paths
 from cgx_ray.planner.what_if import compare_schemes
+from cgx_ray.report.result import Row
+from cgx_ray.session.calibrate import Call, best_seconds
 
 MODEL_GBPS = (1.0, 25.0)
 JOINT_GBPS = (0.1, 1.0, 10.0, 100.0)

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cgx_ray.bench.result import Row
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.feedback import GainCurve, squared_error
 from cgx_ray.demo.gpt import GPTConfig, StdlibBytes, build_gpt
 from cgx_ray.plan import CodecSpec, Layer
 from cgx_ray.planner.bits import QSGD, BitsProblem, LayerErrors, dp
-from cgx_ray.planner.bits_cgx import bayes, kmeans, linear
+from cgx_ray.planner.papers.cgx import bayes, kmeans, linear
+from cgx_ray.report.result import Row
 from cgx_ray.runtime_ext import ops
 
 # CGX, table 7: compression over that of 4 bits everywhere, Transformer-XL base.

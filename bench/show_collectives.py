@@ -10,8 +10,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cgx_ray.bench.collectives import CollectiveOptions, Timing, measure_collectives, rows_of, settings_of
-from cgx_ray.bench.result import write_result
 from cgx_ray.lab.namespaces import Lab
+from cgx_ray.report.result import write_result
 
 _MET = {None: "", True: "yes", False: "no"}
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from cgx_ray.bench.codec_numbers import DISTRIBUTIONS
 from cgx_ray.bench.kernel_goals import LATENCY_BYTES
 from cgx_ray.bench.kernels import GOAL_NUMEL, SWEPT_CODECS, KernelNumbers, KernelOptions, format_bytes, measure_kernels
-from cgx_ray.bench.result import write_result
 from cgx_ray.errors import ConfigError
+from cgx_ray.report.result import write_result
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 _MET = {None: "", True: "yes", False: "no"}

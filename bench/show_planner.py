@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cgx_ray.bench.planner import MODEL_GBPS, SCALING_GBPS, PlannerNumbers, measure_planner
 from cgx_ray.bench.planner_cases import RANKS_PER_NODE
-from cgx_ray.bench.result import write_result
+from cgx_ray.report.result import write_result
 
 _MET = {None: "", True: "yes", False: "no"}
 _HEADINGS = {

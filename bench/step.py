@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ray.bench.result import Row
 from cgx_ray.demo.gpt import StdlibBytes, build_gpt
+from cgx_ray.report.result import Row
 
 NUM_PROCESSES = 4
 BATCH_SIZE = 2

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from cgx_ray.errors import (
@@ -18,21 +16,21 @@ from cgx_ray.errors import (
 from cgx_ray.plan import CodecSpec, GroupPlan, Intra, Layer, Plan, Scheme, make_plan
 
 if TYPE_CHECKING:
-    from cgx_ray.attach import attach
-    from cgx_ray.attachment import Attachment
     from cgx_ray.backend import configure_backend, exclude_layers, register_model
     from cgx_ray.collectives.transport import SimulatedLink
-    from cgx_ray.layers import layers_of
-    from cgx_ray.train import CGXConfig, add_state
+    from cgx_ray.engine.layers import layers_of
+    from cgx_ray.ray_train.config import CGXConfig, add_state
+    from cgx_ray.session.attach import attach
+    from cgx_ray.session.attachment import Attachment
 
 # Imported on first use. Torch takes 200 MiB, which a monitor does not need; under torchrun nothing here imports Ray.
 _MODULE_OF = {
-    "attach": "cgx_ray.attach",
-    "Attachment": "cgx_ray.attachment",
+    "attach": "cgx_ray.session.attach",
+    "Attachment": "cgx_ray.session.attachment",
     **dict.fromkeys(("configure_backend", "exclude_layers", "register_model"), "cgx_ray.backend"),
     "SimulatedLink": "cgx_ray.collectives.transport",
-    "layers_of": "cgx_ray.layers",
-    **dict.fromkeys(("CGXConfig", "add_state"), "cgx_ray.train"),
+    "layers_of": "cgx_ray.engine.layers",
+    **dict.fromkeys(("CGXConfig", "add_state"), "cgx_ray.ray_train.config"),
 }
 
 
@@ -45,20 +43,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Whoever imports the module cgx_ray.attach would else put it where the function of that name belongs.
-        if not (name == "attach" and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Ray pickles training functions with the modules they use, and knows plain modules only.
-        return import_module, (self.__name__,)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 __all__ = [

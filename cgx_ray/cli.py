@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
+from cgx_ray.commands.lab import lab
 from cgx_ray.errors import CGXError
-from cgx_ray.lab.command import lab
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -128,7 +128,7 @@ def demo(
     out: Path | None,
 ) -> None:
     """Train a small GPT twice, dense and adaptive, on a network that gets slow half way."""
-    from cgx_ray.demo.command import demo_command  # noqa: PLC0415
+    from cgx_ray.commands.demo import demo_command  # noqa: PLC0415
     from cgx_ray.demo.run import DemoOptions, parse_rate  # noqa: PLC0415
 
     options = DemoOptions(
@@ -155,7 +155,7 @@ def report(run_dir: Path, events: Path | None, plot: Path) -> None:
 
     RUN is the folder <storage path>/<run name> of a run with CGXConfig, which may still be training.
     """
-    from cgx_ray.report.command import report_command  # noqa: PLC0415
+    from cgx_ray.commands.report import report_command  # noqa: PLC0415
 
     report_command(run_dir, events, _console(None), plot)
 
@@ -167,7 +167,7 @@ def report(run_dir: Path, events: Path | None, plot: Path) -> None:
 @click.option("--plot", type=_PICTURE, default="network.png", show_default=True, help="Where the picture goes.")
 def probe(address: str, hops: bool, json_path: str | None, plot: Path) -> None:
     """Measure latency and bandwidth between all nodes of a running Ray cluster."""
-    from cgx_ray.report.ways import probe_command  # noqa: PLC0415
+    from cgx_ray.commands.probe import probe_command  # noqa: PLC0415
 
     probe_command(address, _console(json_path), json_path, plot, counts_hops=hops)
 
@@ -219,8 +219,8 @@ def collective(numel: int, density: float, workers: int, latency: str, bandwidth
 @click.option("--plot", type=_PICTURE, help="Draw the steps, dense and planned, and the sweep.")
 def plan(json_path: str | None, plot: Path | None, **given: Any) -> None:
     """What the best plan would make of a model on a network: step time, what bounds it, groups, cost."""
+    from cgx_ray.commands.plan import plan_command  # noqa: PLC0415
     from cgx_ray.planner.question import read_question  # noqa: PLC0415
-    from cgx_ray.report.what_if_plan import plan_command  # noqa: PLC0415
 
     plan_command(read_question(**given), _console(json_path), json_path=json_path, plot=plot)
 
@@ -236,7 +236,7 @@ def profile_model(target: str, out: Path, input_shape: str | None, steps: int) -
     MODULE:FUNCTION, or script.py:function, names a function without arguments that returns the model and a batch, or
     the model and a function that computes its loss.
     """
-    from cgx_ray.report.profile_model import profile_model_command  # noqa: PLC0415
+    from cgx_ray.commands.profile_model import profile_model_command  # noqa: PLC0415
 
     profile_model_command(target, Console(), out, input_shape=input_shape, steps=steps)
 
@@ -248,7 +248,7 @@ def profile_model(target: str, out: Path, input_shape: str | None, steps: int) -
 @click.option("--out", type=_FILE, default="profile.json", show_default=True)
 def profile(device: str, threads: int, network: Path | None, out: Path) -> None:
     """Measure what codecs cost on this device and write it down, to plan with."""
-    from cgx_ray.profiling import profile_command  # noqa: PLC0415
+    from cgx_ray.commands.profile import profile_command  # noqa: PLC0415
 
     profile_command(device, threads, network, out, _console(None))
 
@@ -264,8 +264,8 @@ def bench() -> None:
 @click.option("--steps", default=4, show_default=True, help="Steps of each in a round.")
 def step(json_path: str | None, rounds: int, steps: int) -> None:
     """What the engine costs with dense gradients, against plain DDP."""
-    from cgx_ray.bench.result import write_result  # noqa: PLC0415
     from cgx_ray.bench.step import measure_step, print_rows  # noqa: PLC0415
+    from cgx_ray.report.result import write_result  # noqa: PLC0415
 
     rows = measure_step(num_rounds=rounds, steps_per_round=steps)
     print_rows(_console(json_path), rows)

@@ -15,8 +15,8 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from cgx_ray.monitors.export import NodeMetrics
 from cgx_ray.monitors.host import HostMonitor
-from cgx_ray.monitors.network import EchoServer, Peers
 from cgx_ray.monitors.probe import BulkServer, measure_bulk
+from cgx_ray.monitors.round_trip import EchoServer, Peers
 from cgx_ray.monitors.sample import NodeSample, StepSample
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,8 @@ import threading
 import time
 from dataclasses import dataclass
 
-from cgx_ray.monitors.network import EchoServer, round_trip_s
-from cgx_ray.monitors.passive import quantile
 from cgx_ray.monitors.probe_schedule import budget_bytes
+from cgx_ray.monitors.round_trip import EchoServer, round_trip_s
 
 MAX_PROBE_S = 5.0
 MAX_HOPS = 30
@@ -125,7 +124,8 @@ def _fast_rate(arrivals: list[tuple[float, int]]) -> float:
     and nothing in between: pauses belong to no window.
     """
     gaps = [after - before for (before, _), (after, _) in itertools.pairwise(arrivals)]
-    pause_s = max(_MIN_PAUSE_S, _PAUSE_GAPS * quantile(gaps, _USUAL_GAP)) if gaps else 0.0
+    usual_s = sorted(gaps)[round(_USUAL_GAP * (len(gaps) - 1))] if gaps else 0.0
+    pause_s = max(_MIN_PAUSE_S, _PAUSE_GAPS * usual_s)
     trains: list[list[tuple[float, int]]] = [arrivals[:1]]
     for gap_s, arrival in zip(gaps, arrivals[1:], strict=True):
         if gap_s > pause_s:

@@ -6,23 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cuda_emulator import Emulator
+from support.cuda_emulator import Emulator
 
 from cgx_ray.runtime_ext import cuda_launch, ops, sparse
 
-# Files whose tests start Ray, or look at the rates and latencies of links: one after the other, on one worker of
-# pytest-xdist. Of all other files the tests of one stay together, for the sake of what they share.
-ONE_AT_A_TIME = {
-    *("test_demo", "test_job_submit", "test_monitors", "test_probe_command", "test_train"),
-    *("test_bench_collectives", "test_bench_network", "test_lab", "test_lab_command", "test_lab_links"),
-    *("test_monitors_passive", "test_monitors_probe"),
-}
+# Folders whose tests start Ray, or look at the rates and latencies of links, and files elsewhere that do: one after the
+# other, on one worker of pytest-xdist. All other tests of one file stay together, for the sake of what they share.
+ONE_AT_A_TIME = {"ray", "lab", "monitors", "test_link_estimate", "test_demo", "test_probe_command"}
+ONE_AT_A_TIME |= {"test_bench_collectives", "test_bench_network"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("one at a time" if name in ONE_AT_A_TIME else name))
+        is_alone = not ONE_AT_A_TIME.isdisjoint({item.path.stem, item.path.parent.name})
+        item.add_marker(pytest.mark.xdist_group("one at a time" if is_alone else item.path.stem))
 
 
 @pytest.fixture(scope="session")

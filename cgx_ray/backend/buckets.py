@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.backend.options import BackendOptions, Way
+from cgx_ray.engine.layers import as_layer, averaged_parameters
 from cgx_ray.errors import ConfigError
-from cgx_ray.layers import as_layer, averaged_parameters
 from cgx_ray.plan import NONE, Intra, Layer, Plan
 
 Run = tuple[int, int]  # elements [start, stop)

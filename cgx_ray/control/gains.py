@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from cgx_ray.monitors.changes import ChangeDetector
+from cgx_ray.control.changes import ChangeDetector
 
 # What counts as another gradient: a codec keeps so much more or less of it.
 GAIN_CHANGE = 0.1

@@ -7,8 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from cgx_ray.control.changes import SlowRanks
 from cgx_ray.control.gains import GAIN_CHANGE, GainWatch
+from cgx_ray.control.joined_steps import JoinedStep, StepBook
 from cgx_ray.control.journal import Journal
+from cgx_ray.control.known_network import KnownNetwork
+from cgx_ray.control.link_estimate import Estimate
 from cgx_ray.control.measured import (
     beside_dense,
     codecs_in_use,
@@ -20,11 +24,7 @@ from cgx_ray.control.measured import (
     network_of,
     slowed,
 )
-from cgx_ray.control.network import KnownNetwork
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Pair, Policy, Replace, View
-from cgx_ray.control.view import JoinedStep, StepBook
-from cgx_ray.monitors.changes import SlowRanks
-from cgx_ray.monitors.passive import Estimate
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link

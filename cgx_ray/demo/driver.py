@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from cgx_ray import SimulatedLink
 from cgx_ray.demo.runs import Run
 from cgx_ray.demo.train import train_fn
-from cgx_ray.train import CGXConfig
+from cgx_ray.ray_train.config import CGXConfig
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from cgx_ray.bench.result import Row
 from cgx_ray.demo.view import describe_decision, format_rate
 from cgx_ray.lab.events import LinkEvent
 from cgx_ray.report.record import RunRecord, StepLine
+from cgx_ray.report.result import Row
 from cgx_ray.report.smoothing import smooth_losses
 
 # DDP rebuilds its buckets after the first step and memory is still being touched for the first time.

@@ -1,0 +1,127 @@
+"""`cgx-ray profile-model`: a model file for `cgx-ray plan`, from a model that runs here."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import runpy
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+from cgx_ray.engine.layers import layers_of
+from cgx_ray.errors import ConfigError
+from cgx_ray.monitors.gradient_times import measure_ready_s
+from cgx_ray.planner.models import MeasuredLayer, write_model
+
+NUM_WARM_STEPS = 3
+_RETURNS = "(model, batch) or (model, function that computes the loss), or the model alone and give --input 8x3x224x224"
+
+
+def profile_model_command(target: str, console: Console, path: Path, *, input_shape: str | None, steps: int) -> None:
+    """Measure what the function of `target` builds, write `path`, and say what is in it."""
+    if steps < 1:
+        raise ConfigError(f"--steps {steps} is not allowed; give 1 or more")
+    model, loss = load_target(target, input_shape)
+    layers_of(model)  # refuses what no run could carry
+    columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=NUM_WARM_STEPS + steps)
+        ready_s = measure_ready_s(
+            model, loss, num_steps=steps, num_warm_steps=NUM_WARM_STEPS, on_step=lambda: progress.advance(task)
+        )
+    parameters = dict(model.named_parameters())
+    layers = [
+        MeasuredLayer(name, tuple(parameters[name].shape), str(parameters[name].dtype).removeprefix("torch."), seconds)
+        for name, seconds in ready_s.items()
+    ]
+    write_model(layers, path)
+    numel = sum(math.prod(layer.shape) for layer in layers)
+    console.print(
+        f"{path}: {len(layers)} layers, {numel:,} elements; forward and backward take "
+        f"{1e3 * max(ready_s.values()):.1f} ms, the first gradient is there after {1e3 * min(ready_s.values()):.1f} ms "
+        f"(median of {steps} steps)\nnext: cgx-ray plan --model {path} --workers 8 --latency 1ms --bandwidth 10gbps",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def load_target(target: str, input_shape: str | None = None) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Call the function of `"package.module:function"` or `"script.py:function"` and read what it returns.
+
+    That is a model and a batch (a tensor, a tuple of arguments or a dict of keywords), or a model and a function
+    without arguments that computes its loss, or a model alone, which then gets noise of `input_shape`. The loss of a
+    batch is what the model returns as `loss`, or else the sum of its outputs, whose backward takes as long.
+
+    Raises ConfigError where that does not work; what the module itself raises passes through.
+    """
+    place, colon, name = target.rpartition(":")
+    if not (place and colon and name):
+        raise ConfigError(f"{target!r} is not allowed; give package.module:function or script.py:function")
+    build = _import(place).get(name)
+    if not callable(build):
+        raise ConfigError(f"{place} has no function {name!r}; give one that returns {_RETURNS}")
+    match build():
+        case nn.Module() as model:
+            if input_shape is None:
+                raise ConfigError(f"{target} returns a model alone; return {_RETURNS}")
+            batch: Any = _noise(model, input_shape)
+        case (nn.Module() as model, batch):
+            if input_shape is not None:
+                raise ConfigError(f"{target} returns a batch or a loss, so leave out --input {input_shape}")
+        case built:
+            raise ConfigError(f"{target} returns {type(built).__name__}; return {_RETURNS}")
+    if callable(batch) and not isinstance(batch, Tensor):
+        return model, batch
+    if isinstance(batch, Mapping):
+        return model, lambda: _loss_of(model(**batch))
+    arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    return model, lambda: _loss_of(model(*arguments))
+
+
+def _import(place: str) -> Mapping[str, Any]:
+    """Names of a module, imported as `python script.py` or `python -m package.module` would."""
+    path = Path(place)
+    is_file = path.suffix == ".py"
+    sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
+    try:
+        return runpy.run_path(place, run_name=path.stem) if is_file else vars(importlib.import_module(place))
+    except (ImportError, SyntaxError, OSError) as error:
+        raise ConfigError(
+            f"cannot import {place}: {error}; give a module that is installed or lies here, or a path to a .py file"
+        ) from error
+
+
+def _noise(model: nn.Module, shape: str) -> Tensor:
+    """A batch like the first parameter in type and place."""
+    try:
+        sizes = [int(size) for size in shape.split("x")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(f"--input {shape!r} is not a shape; give sizes of 1 or more, such as 8x3x224x224")
+    like = next(model.parameters(), torch.empty(0))
+    return torch.randn(sizes, dtype=like.dtype, device=like.device)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    sums = [tensor.sum() for tensor in _tensors(output) if tensor.requires_grad]
+    if not sums:
+        raise ConfigError(f"the model returns {type(output).__name__} without a gradient; return {_RETURNS}")
+    return torch.stack([one.float() for one in sums]).sum()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    inner = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return [tensor for one in inner for tensor in _tensors(one)]

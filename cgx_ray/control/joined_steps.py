@@ -1,0 +1,112 @@
+"""What the controller knows of a run: samples of all ranks, joined by step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from cgx_ray.control.link_estimate import Exchange, Seen
+from cgx_ray.monitors.sample import Burst, StepSample, Transfer
+from cgx_ray.plan import Scheme
+from cgx_ray.planner.cost import terms
+
+# Before a rank's report is given up and its step forgotten.
+MAX_OPEN_STEPS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedStep:
+    """One step as the whole group saw it. Seconds.
+
+    compute_s  of the slowest rank: the others wait for it
+    ready_s    for each group, when the last rank had it
+    slowness   by rank, its compute time over the median of all
+    seen       of the network; of each group the shortest exchange any rank saw: what is left is the wait for late ranks
+    gain       mean over ranks, on steps that measured it
+    num_local  ranks that share memory, if they are as many everywhere; else 1
+    """
+
+    step: int
+    plan_version: int
+    step_s: float
+    compute_s: float
+    codec_s: float
+    ready_s: tuple[float, ...]
+    slowness: tuple[float, ...]
+    seen: Seen
+    gain: Mapping[str, float]
+    num_local: int
+
+
+class StepBook:
+    """Collects samples and gives out steps once every rank has reported them."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        # By step and plan: after a restart, steps come again, and late samples of the old workers may still arrive.
+        self._open: dict[tuple[int, int], dict[int, StepSample]] = defaultdict(dict)
+
+    def add(self, samples: Iterable[StepSample]) -> list[JoinedStep]:
+        """Take samples in any order; returns the steps that became complete, oldest first."""
+        for sample in samples:
+            self._open[sample.step, sample.plan_version][sample.rank] = sample
+        complete = sorted(step for step, ranks in self._open.items() if len(ranks) == self._world_size)
+        joined = [join(list(self._open.pop(step).values())) for step in complete]
+        for step in sorted(self._open)[:-MAX_OPEN_STEPS]:
+            del self._open[step]
+        return joined
+
+
+def join(samples: list[StepSample]) -> JoinedStep:
+    """Combine what the ranks saw of one step."""
+    samples = sorted(samples, key=lambda sample: sample.rank)
+    measured = [sample.gain for sample in samples if sample.gain]
+    codecs = {codec for gain in measured for codec in gain}
+    step_s = median(sample.step_s for sample in samples)
+    usual_s = median(sample.compute_s for sample in samples)
+    num_local = samples[0].num_local if len({sample.num_local for sample in samples}) == 1 else 1
+    return JoinedStep(
+        step=samples[0].step,
+        plan_version=samples[0].plan_version,
+        step_s=step_s,
+        compute_s=max(sample.compute_s for sample in samples),
+        codec_s=median(sample.encode_s + sample.decode_s for sample in samples),
+        ready_s=tuple(max(times) for times in zip(*(sample.ready_s for sample in samples), strict=True)),
+        slowness=tuple(sample.compute_s / usual_s if usual_s > 0 else 1.0 for sample in samples),
+        seen=_seen(samples, step_s, num_local if num_local < len(samples) else 1),
+        gain={codec: fmean(gain[codec] for gain in measured if codec in gain) for codec in codecs},
+        num_local=num_local,
+    )
+
+
+def _seen(samples: list[StepSample], step_s: float, sharing: int) -> Seen:
+    """`sharing`: ranks of a node that send at the same time, so each sees that part of its link's rate."""
+    lag_s = {(one.rank, peer): lag for one in samples for peer, lag in enumerate(one.lag_s)}
+    trips = {(a, b): lag + lag_s[b, a] for (a, b), lag in lag_s.items() if a < b and (b, a) in lag_s}
+    return Seen(
+        seconds=step_s,
+        exchanges=tuple(
+            _exchange(min(transfers, key=lambda transfer: transfer.seconds), len(samples))
+            for transfers in zip(*(sample.transfers for sample in samples), strict=True)
+            # The time of a hierarchical one is that of two kinds of links.
+            if transfers[0].intra == "flat"
+        ),
+        bursts={
+            sample.rank: tuple(Burst(sharing * burst.num_bytes, burst.seconds) for burst in sample.bursts)
+            for sample in samples
+        },
+        pair_rate={
+            (peer, sample.rank): rate for sample in samples for peer, rate in enumerate(sample.rate_from) if rate > 0
+        },
+        # A clock that was set in between makes nonsense.
+        round_trip_s={pair: seconds for pair, seconds in trips.items() if seconds > 0},
+    )
+
+
+def _exchange(transfer: Transfer, world_size: int) -> Exchange:
+    hops, num_bytes = terms(
+        Scheme(transfer.scheme), world_size, transfer.wire_bytes, transfer.wire_bytes, transfer.index_bytes
+    )
+    return Exchange(hops=hops, num_bytes=num_bytes, seconds=transfer.seconds)

@@ -1,0 +1,170 @@
+"""Ray Train's side: the config a TorchTrainer takes, and the checkpoint helper."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cgx_ray.collectives.tcp import NUM_STREAMS
+from cgx_ray.collectives.transport import SimulatedLink
+from cgx_ray.control.controller import Controller, History
+from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
+from cgx_ray.errors import StateError
+from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.plan import DEFAULT_GROUP_BYTES
+from cgx_ray.planner.options import candidate_options
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
+from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
+from cgx_ray.ray_train.worker import close_ray_session, open_ray_session, state_file
+from cgx_ray.session.attachment import attached
+from cgx_ray.session.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+
+_state_folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+@dataclass
+class CGXConfig(TorchConfig):
+    """A TorchConfig whose workers compress their gradients, once the training function calls `cgx_ray.attach`.
+
+    The fields after TorchConfig's are those of `Settings`. Raises ConfigError on a value that is not allowed.
+    """
+
+    policy: str = "adaptive"
+    codec: str = "qsgd"
+    scheme: str = "sra"
+    intra: str = "flat"
+    densities: tuple[float, ...] = CANDIDATE_DENSITIES
+    min_gain: float = 0.8
+    group_bytes: int = DEFAULT_GROUP_BYTES
+    seed: int = 0
+    transport: str = "tcp"
+    num_streams: int = NUM_STREAMS
+    shared_memory: bool = True
+    simulated_link: SimulatedLink | None = None
+
+    def __post_init__(self) -> None:
+        self.settings()
+
+    @property
+    def backend_cls(self) -> type[CGXBackend]:
+        return CGXBackend
+
+    def settings(self) -> Settings:
+        return Settings(**{name: getattr(self, name) for name in Settings.__slots__})
+
+
+class CGXBackend(TorchBackend):
+    """Lives in Ray's train controller: for each worker group one controller, and one agent a node.
+
+    Nothing tells a backend that the run is over, and Ray's train controller may stay as long as the driver; so the
+    controller ends with its workers and hands its plans on to the next one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._controller: Any = None
+        self._history: History | None = None
+        self._agents: dict[str, Any] = {}
+
+    def on_start(self, worker_group: Any, backend_config: CGXConfig) -> None:
+        """Set up torch.distributed as Ray does, then give every worker its controller and agent."""
+        super().on_start(worker_group, backend_config)
+        facts = run_facts(worker_group)
+        settings = backend_config.settings()
+        self._controller = _start_controller(settings, facts, self._history)
+        self._agents = _start_agents(facts, self._controller, probes=settings.simulated_link is None)
+        by_rank = [self._agents[node_id] for node_id in facts.node_ids]
+        worker_group.execute(open_ray_session, settings, self._controller, by_rank)
+
+    def on_shutdown(self, worker_group: Any, backend_config: CGXConfig) -> None:
+        """Controller and agents go with the worker group; the next group may live on other nodes."""
+        if self._controller is None:
+            # on_start failed before there was anything of ours; its error must not be hidden by another.
+            super().on_shutdown(worker_group, backend_config)
+            return
+        # Waited for, not read: a worker that has died cannot answer and need not.
+        told = worker_group.execute_async(close_ray_session)
+        ray.wait(told, num_returns=len(told), timeout=CLOSE_TIMEOUT_S)
+        try:
+            self._history = ray.get(self._controller.history.remote())
+        except RayActorError as error:
+            logger.warning("the controller was gone at the end of the worker group: %s", error)
+        for actor in (self._controller, *self._agents.values()):
+            ray.kill(actor)
+        self._controller, self._agents = None, {}
+        super().on_shutdown(worker_group, backend_config)
+
+
+def _start_controller(settings: Settings, facts: RunFacts, history: History | None) -> Any:
+    # Not detached and owned by the train controller: if that dies, it goes too.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
+    return (
+        ray.remote(Controller)
+        .options(**options)
+        .remote(_policy(settings), str(facts.folder / "decisions.jsonl"), settings.group_bytes, facts.name, history)
+    )
+
+
+def _policy(settings: Settings) -> Policy:
+    if settings.policy == "static":
+        return StaticPolicy()
+    return AdaptivePolicy(candidate_options(settings.densities), min_gain=settings.min_gain)
+
+
+def _start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> dict[str, Any]:
+    """An agent on each node of the run. `probes`: bandwidth as well, but not past a simulated link."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    agents = {
+        node_id: ray.remote(NodeAgent)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote(node_id, facts.name, addresses[node_id])
+        for node_id in dict.fromkeys(facts.node_ids)
+    }
+    echoes = dict(zip(agents, ray.get([agent.address.remote() for agent in agents.values()]), strict=True))
+    bulk = dict(zip(agents, ray.get([agent.bulk_address.remote() for agent in agents.values()]), strict=True))
+    ray.get([agent.start.remote(echoes, controller, bulk if probes else {}) for agent in agents.values()])
+    return agents
+
+
+def add_state(checkpoint: ray.train.Checkpoint | None = None) -> ray.train.Checkpoint | None:
+    """Put this rank's residuals into the checkpoint it is about to report; call it on every rank.
+
+    checkpoint  a local one, which gets one more file; or None where only rank 0 makes one: then the result holds the
+                residuals alone and Ray Train merges the files of all ranks
+    Returns the checkpoint unchanged if nothing is attached or nothing is exchanged (world size 1).
+    """
+    global _state_folder  # noqa: PLW0603 - one folder a process, removed with it
+    attachment = attached()
+    if attachment is None or attachment.plan is None:
+        return checkpoint
+    if checkpoint is None:
+        _state_folder = _state_folder or tempfile.TemporaryDirectory(prefix="cgx_ray-")
+        # A new folder each time: an asynchronous upload may still be reading the last one, or have removed it.
+        for old in sorted(Path(_state_folder.name).iterdir(), key=lambda path: path.stat().st_mtime)[:-2]:
+            shutil.rmtree(old, ignore_errors=True)
+        checkpoint = ray.train.Checkpoint.from_directory(tempfile.mkdtemp(dir=_state_folder.name))
+    folder = Path(checkpoint.path)
+    if not folder.is_dir():
+        raise StateError(f"checkpoint {checkpoint.path} is not a local folder; add the state before it is uploaded")
+    state = attachment.state_dict()
+    torch.save(state, folder / state_file(state["rank"], state["world_size"]))
+    return checkpoint
+
+
+__all__: Sequence[str] = ["CGXBackend", "CGXConfig", "add_state"]

@@ -1,0 +1,168 @@
+"""The Ray side of one training worker: carries samples out and plans in, and restores state."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+from cgx_ray.errors import PlanError
+from cgx_ray.plan import Layer, Plan, make_plan
+from cgx_ray.session.attachment import Attachment, current_session, open_session
+from cgx_ray.session.calibrate import measure_codecs
+from cgx_ray.session.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+STATE_FILES = "cgx_ray-rank*.pt"
+CARRY_INTERVAL_S = 0.5
+POLL_TIMEOUT_S = 10.0
+
+
+def state_file(rank: int, world_size: int) -> str:
+    return f"cgx_ray-rank{rank:05d}-of-{world_size:05d}.pt"
+
+
+class RaySession:
+    """`attach.Session` of a Ray Train worker."""
+
+    def __init__(self, settings: Settings, controller: Any, agent: Any) -> None:
+        self.settings = settings
+        self._controller = controller
+        self._agent = agent
+        # Set before the controller and the agents are ended on purpose: then nobody is missed.
+        self.closing = threading.Event()
+
+    def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
+        """The controller's newest plan, or a fresh one if this is the start, or nobody answers."""
+        fresh = (
+            make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
+            if self.settings.policy == "adaptive"
+            else self.settings.static_plan(layers, world_size)
+        )
+        costs = measure_codecs(self.settings) if self.settings.policy == "adaptive" else {}
+        try:
+            plan: Plan = ray.get(self._controller.register.remote(layers, fresh, costs))
+        except RayActorError as error:
+            logger.warning("no controller (%s): training starts with %s and stays with it", error, fresh.describe())
+            return fresh
+        return plan
+
+    def start(self, attachment: Attachment) -> None:
+        """Restore what a checkpoint holds, then start to carry."""
+        restore(attachment)
+        threading.Thread(target=self._carry, args=(attachment,), name="cgx-ray-carrier", daemon=True).start()
+
+    def _carry(self, attachment: Attachment) -> None:
+        plans = _Plans(self._controller, attachment, self.closing)
+        samples = _Samples(self._agent, attachment, self.closing)
+        while (plans.is_alive or samples.is_alive) and not self.closing.is_set():
+            plans.wait(CARRY_INTERVAL_S)
+            samples.send()
+
+
+class _Plans:
+    """Long poll for plans: one request is always under way, and training never waits for it."""
+
+    def __init__(self, controller: Any, attachment: Attachment, closing: threading.Event) -> None:
+        assert attachment.plan is not None
+        self._controller = controller
+        self._attachment = attachment
+        self._closing = closing
+        self._version = attachment.plan.version
+        self._request = controller.plans_after.remote(self._version, POLL_TIMEOUT_S)
+        self.is_alive = True
+
+    def wait(self, timeout_s: float) -> None:
+        """Hold the plans that arrive within `timeout_s`. A dead controller is said once and not asked again."""
+        if not self.is_alive:
+            time.sleep(timeout_s)
+            return
+        if not ray.wait([self._request], timeout=timeout_s)[0]:
+            return
+        try:
+            for plan in ray.get(self._request):
+                self._version = plan.version
+                self._attachment.hold(plan)
+        except PlanError as error:
+            logger.error("a plan of the controller was rejected, the plan in force stays: %s", error)
+        except ActorUnavailableError:
+            time.sleep(timeout_s)
+        except RayError as error:
+            self.is_alive = False
+            if self._closing.is_set():
+                return
+            assert self._attachment.plan is not None
+            in_force = f"plan {self._attachment.plan.version}, {self._attachment.plan.describe()}"
+            logger.warning("the controller is gone: training goes on with %s (%s)", in_force, _first_line(error))
+            return
+        self._request = self._controller.plans_after.remote(self._version, POLL_TIMEOUT_S)
+
+
+class _Samples:
+    """Takes samples to this node's agent, one report at a time."""
+
+    def __init__(self, agent: Any, attachment: Attachment, closing: threading.Event) -> None:
+        self._agent = agent
+        self._closing = closing
+        self._attachment = attachment
+        self._report: Any = None
+        self.is_alive = True
+
+    def send(self) -> None:
+        """Report what is new, unless the last report is still under way. A dead agent is said once."""
+        if not self.is_alive or (self._report is not None and not ray.wait([self._report], timeout=0)[0]):
+            return
+        try:
+            if self._report is not None:
+                ray.get(self._report)
+        except ActorUnavailableError:
+            pass  # The report is lost, the next one may get through.
+        except RayError as error:
+            self.is_alive = False
+            if not self._closing.is_set():
+                logger.warning("this node's monitor is gone: training goes on unwatched (%s)", _first_line(error))
+            return
+        samples = self._attachment.take_samples()
+        self._report = self._agent.report.remote(samples) if samples else None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def open_ray_session(settings: Settings, controller: Any, agents: Sequence[Any]) -> None:
+    """Run in every worker by the backend. `agents` by rank."""
+    rank = ray.train.get_context().get_world_rank()
+    open_session(RaySession(settings, controller, agents[rank]))
+
+
+def close_ray_session() -> None:
+    """Run in every worker by the backend before it ends the controller and the agents."""
+    session = current_session()
+    if isinstance(session, RaySession):
+        session.closing.set()
+
+
+def restore(attachment: Attachment) -> None:
+    """Load the codecs' memory from the checkpoint that Ray Train resumes from: this rank's own, or all ranks' if the
+    world size changed."""
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    with checkpoint.as_directory() as folder:
+        files = sorted(Path(folder).glob(STATE_FILES))
+        own = Path(folder) / state_file(rank, world_size)
+        if own in files:
+            attachment.load_state_dict(torch.load(own, weights_only=True))
+        elif files:
+            attachment.load_state_dict([torch.load(file, weights_only=True) for file in files])

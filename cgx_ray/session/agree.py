@@ -1,0 +1,60 @@
+"""Let all ranks agree on layers, plan and errors before training starts, and connect them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.collectives.transport import Transport
+from cgx_ray.errors import CGXError, PlanError
+from cgx_ray.plan import Layer, Plan
+from cgx_ray.session.settings import Settings
+
+
+def connect(group: dist.ProcessGroup, settings: Settings, cuda_group: dist.ProcessGroup | None = None) -> Transport:
+    """A transport between the ranks of `group`; call it on all of them. `cuda_group` as in `Transport`."""
+    mesh = None
+    if settings.transport == "tcp":
+        mesh = connect_mesh(group, settings.timeout_s, settings.num_streams, shared_memory=settings.shared_memory)
+    return Transport(group, settings.simulated_link, mesh, settings.timeout_s, cuda_group)
+
+
+def as_own(error: Exception) -> CGXError:
+    """`error` as one that all ranks can be told of."""
+    if isinstance(error, CGXError):
+        return error
+    own = CGXError(f"rank {dist.get_rank()} cannot attach: {error!r}")
+    own.__cause__ = error
+    return own
+
+
+def agree(
+    layers: Sequence[Layer], offer: str | CGXError | None, group: dist.ProcessGroup, parameters: str = ""
+) -> Plan:
+    """The plan of rank 0 if all ranks have the same layers and no error, else the same error on all ranks.
+
+    offer       a plan as JSON, or what is wrong on this rank; None to take that of rank 0
+    parameters  must be the same as well
+    """
+    offers: list[tuple[Sequence[Layer], str | CGXError | None, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(offers, (layers, offer, parameters), group=group)
+    # This rank's own error has its cause, which does not travel.
+    offers[dist.get_rank(group)] = layers, offer, parameters
+    known = [entry for entry in offers if entry is not None]
+    for _, other, _ in known:
+        if isinstance(other, CGXError):
+            raise other
+    if len({entry[2] for entry in known}) > 1:
+        raise PlanError("ranks were given different `parameters`; give every rank the same")
+    if any(entry[0] != known[0][0] for entry in known):
+        rank = next(rank for rank, entry in enumerate(known) if entry[0] != known[0][0])
+        raise PlanError(f"rank {rank} has other layers than rank 0; every rank must build the same model")
+    text = known[0][1]
+    assert isinstance(text, str)
+    if any(entry[1] not in (None, text) for entry in known):
+        raise PlanError("ranks were given different plans; give every rank the same one")
+    plan = Plan.from_json(text)
+    plan.check(known[0][0], len(known))
+    return plan

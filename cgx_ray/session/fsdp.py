@@ -1,0 +1,94 @@
+"""Puts the engine of sharded models behind what `fully_shard` made. Imported when there is such a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+
+from cgx_ray.collectives import Transport
+from cgx_ray.engine import fsdp_hook
+from cgx_ray.engine.sharded import ShardedEngine
+from cgx_ray.engine.shards import plan_of
+from cgx_ray.errors import CGXError, ConfigError
+from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Intra, Layer, Plan, Scheme
+from cgx_ray.session.agree import agree, as_own, connect
+from cgx_ray.session.attachment import attached, current_session
+from cgx_ray.session.settings import Settings
+
+PARAMETER_CODECS = ("none", "fp16", "bf16", "qsgd")
+
+
+def make_engine(
+    model: nn.Module,
+    plan: Plan | None,
+    settings: Settings,
+    parameters: CodecSpec | str | None,
+    own: list[dist.ProcessGroup],
+) -> tuple[ShardedEngine, Callable[[], None]]:
+    """An engine at work behind `model`, and what takes its hooks out again.
+
+    own  gets the process group that is to go with the attachment; the other arguments are those of `attach`
+
+    Raises ConfigError or PlanError, on all ranks.
+    """
+    world = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
+    own.append(world)
+    layers: list[Layer] = []
+    offer: str | CGXError
+    try:
+        codec, parameter_codec = _check(plan, settings, parameters)
+        groups = fsdp_hook.param_groups(model)
+        units = fsdp_hook.make_units(model, groups, codec, parameter_codec)
+        layers = [layer for unit in units for layer in unit.layers]
+        offer = plan_of(units, dist.get_world_size()).to_json()
+    except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
+        offer = as_own(error)
+    plan = agree(layers, offer, world, str(parameters))
+    shard_ranks, replica_ranks = fsdp_hook.ranks_of_mesh(next(iter(groups.values())))
+    shards = _connect(shard_ranks, world, settings)
+    replicas = _connect(replica_ranks, world, settings) if len(replica_ranks) > 1 else None
+    engine = ShardedEngine(units, plan, dist.get_rank(), shards, replicas, seed=settings.seed)
+    return engine, fsdp_hook.install(model, engine, groups, units)
+
+
+def _connect(ranks: Sequence[int], world: dist.ProcessGroup, settings: Settings) -> Transport:
+    group = world
+    if len(ranks) < dist.get_world_size():
+        # Every rank makes the groups that it is in, and those only. They stay: torch would give the next one for the
+        # same ranks the same name, and it would find this one's addresses in the store.
+        timeout = timedelta(seconds=settings.timeout_s)
+        group = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
+    return connect(group, settings)
+
+
+def _check(
+    plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None
+) -> tuple[CodecSpec, CodecSpec | None]:
+    """The codec of gradients and, if asked for, that of parameters."""
+    if settings.intra != Intra.FLAT:
+        raise ConfigError(f"an FSDP2 model cannot use intra {settings.intra!r}; shard within nodes, replicate between")
+    if plan is not None or settings.policy != "static":
+        given = "a plan" if plan is not None else f"policy {settings.policy!r}"
+        raise ConfigError(
+            f"attach got an FSDP2 model and {given}; this version takes one codec for the whole model: give attach a "
+            "`codec`, or CGXConfig policy='static' and a codec"
+        )
+    codec = CodecSpec.parse(settings.codec)
+    allowed = CODECS_OF_SCHEME[Scheme.SRA]
+    if codec.name not in allowed or settings.scheme not in (Scheme.SRA, Scheme.DENSE):
+        raise ConfigError(
+            f"an FSDP2 model cannot use {settings.codec} over {settings.scheme}; it takes scheme sra and one of "
+            f"{', '.join(sorted(allowed))}"
+        )
+    parameter_codec = CodecSpec.parse(parameters) if isinstance(parameters, str) else parameters
+    if parameter_codec is not None and parameter_codec.name not in PARAMETER_CODECS:
+        raise ConfigError(
+            f"parameters cannot be gathered with {parameter_codec}; allowed: {', '.join(PARAMETER_CODECS)}, such as "
+            "'qsgd:bits=8,rounding=nearest'"
+        )
+    if current_session() is not None and attached() is not None:
+        raise ConfigError("this worker has attached a model already; a Ray Train run carries one")
+    return codec, parameter_codec

@@ -1,0 +1,102 @@
+"""What a user can set, checked where it is written and not first on a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cgx_ray.collectives.tcp import NUM_STREAMS
+from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S, SimulatedLink
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Intra, Layer, Plan, Scheme, check_intra, check_pair, make_plan
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
+
+POLICIES = ("adaptive", "static")
+TRANSPORTS = ("tcp", "gloo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything the workers of a run share. Raises ConfigError on a value that is not allowed.
+
+    policy          "adaptive": start dense, measure, decide, decide again; "static": `codec` over `scheme` throughout
+    codec, scheme   for policy "static"; the codec is a CodecSpec or text for `CodecSpec.parse`
+    intra           for policy "static": "dense" or "compressed" sums inside nodes first, see `collectives.hierarchical`
+    densities       what adaptive may choose from for top-k
+    min_gain        adaptive leaves out codecs that keep less of the gradient than this share
+    group_bytes     dense bytes that are encoded and sent together; adaptive, only until the first decision
+    seed            of the random numbers of codecs
+    transport       of messages between two ranks: "tcp", connections of cgx_ray's own, or "gloo", torch.distributed's
+    num_streams     with "tcp": connections between two ranks whose round trip takes 5 ms or more, over which short
+                    messages are spread; ranks that are nearer have one
+    shared_memory   with "tcp": ranks of one host talk through shared memory, where they can, and not over TCP
+    timeout_s       before a peer that does not answer counts as gone
+    simulated_link  hold messages back as a slow link would; for demos and tests
+    """
+
+    policy: str = "adaptive"
+    codec: str = "qsgd"
+    scheme: str = "sra"
+    intra: str = "flat"
+    densities: tuple[float, ...] = CANDIDATE_DENSITIES
+    min_gain: float = 0.8
+    group_bytes: int = DEFAULT_GROUP_BYTES
+    seed: int = 0
+    transport: str = "tcp"
+    num_streams: int = NUM_STREAMS
+    shared_memory: bool = True
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    simulated_link: SimulatedLink | None = None
+
+    def __post_init__(self) -> None:
+        names = {"policy": POLICIES, "scheme": tuple(Scheme), "intra": tuple(Intra), "transport": TRANSPORTS}
+        for name, known in names.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+        for name in ("group_bytes", "num_streams", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give a whole number")
+        if not isinstance(self.min_gain, int | float) or not 0 <= self.min_gain <= 1:
+            raise ConfigError(f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the squared gradient")
+        for name in ("group_bytes", "num_streams"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give 1 or more")
+        self._check_choice()
+        self._check_transport()
+        if not isinstance(self.densities, tuple | list):
+            raise ConfigError(f"densities {self.densities!r} is not allowed; give a tuple such as (0.1, 0.01)")
+        for density in self.densities:
+            CodecSpec(name="topk", density=density)
+
+    def _check_choice(self) -> None:
+        if isinstance(self.codec, CodecSpec):
+            object.__setattr__(self, "codec", str(self.codec))
+        codec, scheme, intra = CodecSpec.parse(self.codec), Scheme(self.scheme), Intra(self.intra)
+        check_pair(codec, scheme)
+        check_intra(codec, intra)
+        if self.policy == "adaptive" and (self.codec, scheme, intra) != ("qsgd", Scheme.SRA, Intra.FLAT):
+            raise ConfigError(
+                f"codec {self.codec!r} over {self.scheme!r}, intra {self.intra!r} is not allowed with policy "
+                "'adaptive', which chooses for itself; leave them out or give policy='static'"
+            )
+
+    def _check_transport(self) -> None:
+        if not isinstance(self.shared_memory, bool):
+            raise ConfigError(f"shared_memory {self.shared_memory!r} is not allowed; give True or False")
+        if self.intra != Intra.FLAT and not (self.transport == "tcp" and self.shared_memory):
+            raise ConfigError(
+                f"intra {self.intra!r} is for ranks that share memory, which takes transport='tcp' and "
+                "shared_memory=True; give these, or intra='flat'"
+            )
+
+    def static_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
+        """`codec` over `scheme` for the whole model, as plan 0."""
+        return make_plan(
+            layers,
+            version=0,
+            world_size=world_size,
+            codec=CodecSpec.parse(self.codec),
+            scheme=Scheme(self.scheme),
+            intra=Intra(self.intra),
+            group_bytes=self.group_bytes,
+        )

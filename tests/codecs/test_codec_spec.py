@@ -1,0 +1,103 @@
+"""Codecs as text and as numbers of bytes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.codec_cases import TEXTS
+
+from cgx_ray.codec_spec import near_square, packed_index_bytes
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec
+from cgx_ray.runtime_ext import ops, sparse
+
+# A busy machine would miss hypothesis's deadline of 200 ms an example.
+UNTIMED = settings(deadline=None)
+
+
+@pytest.mark.parametrize("name", CODEC_DEFAULTS)
+def test_codec_text_round_trips_and_names_the_principal_parameters(name: str) -> None:
+    spec = CodecSpec(name=name)
+    assert CodecSpec.parse(str(spec)) == CodecSpec.parse(name) == spec
+    principal = [key for key in CODEC_DEFAULTS[name] if key in ("bits", "bucket_size", "density", "rank", "ratio")]
+    assert [item.split("=")[0] for item in str(spec).partition(":")[2].split(",") if item] == principal
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_codec_text_with_parameters_round_trips(text: str) -> None:
+    assert CodecSpec.parse(str(CodecSpec.parse(text))) == CodecSpec.parse(text)
+
+
+def test_codec_text_is_as_short_as_it_can_be() -> None:
+    assert str(CodecSpec.parse("qsgd")) == "qsgd:bits=4,bucket_size=128"
+    assert str(CodecSpec.parse("topk: value_bits=32, density=0.01")) == "topk:density=0.01"
+    assert str(CodecSpec.parse("topk:value_bits=16")) == "topk:density=0.01,value_bits=16"
+    assert str(CodecSpec(name="prefix", ratio=2)) == "prefix:ratio=2.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("zip", "unknown codec 'zip'; known: none, fp16"),
+        ("qsgd:bitz=4", "unknown parameter 'bitz'; known: bits, bucket_size"),
+        ("qsgd:density=0.1", "codec qsgd has no density; it takes bits, bucket_size, grid, rounding"),
+        ("none:bits=4", "codec none has no bits; it takes no parameters"),
+        ("qsgd:bits=9", "bits 9 is not allowed; give a whole number from 1 to 8"),
+        ("qsgd:bits=1,grid=l2", "bits 1 is not allowed with grid l2"),
+        ("qsgd:bucket_size=12", "bucket_size 12 is not allowed; give a whole number from 8 to 65536, a multiple of 8"),
+        ("qsgd:grid=l1", "grid 'l1' is not allowed; give max_min, l2, linf"),
+        ("qsgd:rounding=up", "rounding 'up' is not allowed; give stochastic, nearest"),
+        ("topk:density=2", "density 2.0 is not allowed; give a share in (0, 1]"),
+        ("topk:density=nan", "density nan is not allowed"),
+        ("topk:density=x", "density 'x' is not allowed; give a share in (0, 1]"),
+        ("qsgd:bits=4,bits=2", "bits is given twice"),
+        ("qsgd:bits=4.0", "bits '4.0' is not allowed; give a whole number from 1 to 8"),
+        (4, "codec 4 is not allowed; give text such as"),
+        ("topk:value_bits=2", "value_bits 2 is not allowed; give 32, 16, 8, 4"),
+        ("powersgd:rank=0", "rank 0 is not allowed; give a whole number from 1 to 1024"),
+        ("prefix:ratio=0.5", "ratio 0.5 is not allowed; give a number, 1 or more"),
+        ("dgc:momentum=1", "momentum 1.0 is not allowed; give a number in [0, 1)"),
+        ("dgc:clip=-1", "clip -1.0 is not allowed; give a norm, 0 or more"),
+        ("dgc:warmup_steps=-1", "warmup_steps -1 is not allowed; give a whole number from 0"),
+    ],
+)
+def test_impossible_codecs_are_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CodecSpec.parse(text)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("bits", True), ("bits", 4.0), ("rounding", 1), ("bucket_size", "128")])
+def test_parameters_of_another_type_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{key} .* is not allowed"):
+        CodecSpec(name="qsgd", **{key: value})
+
+
+def test_warmup_of_dgc_keeps_less_in_four_steps_and_never_less_than_the_target() -> None:
+    spec = CodecSpec(name="dgc", density=0.01, warmup_steps=8)
+    densities = [spec.at_step(step).density for step in range(10)]
+    assert densities == [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.01, 0.01, 0.01, 0.01]
+    low = CodecSpec(name="dgc", density=0.001, warmup_steps=3)
+    assert [low.at_step(step).density for step in range(4)] == [0.25, 0.0625, 0.015625, 0.001]
+    assert CodecSpec(name="topk").at_step(0) == CodecSpec(name="topk")
+
+
+@UNTIMED
+@given(numel=st.integers(0, 100_000), density=st.floats(1e-6, 1))
+def test_a_plan_knows_the_size_of_packed_indices(numel: int, density: float) -> None:
+    spec = CodecSpec(name="topk", density=density)
+    num_kept = spec.num_kept(numel)
+    assert packed_index_bytes(numel, num_kept) == sparse.index_bytes(numel, num_kept)
+    rows, columns = near_square(numel)
+    assert rows * columns - numel < max(columns, 1)
+    assert abs(rows - columns) <= 1
+
+
+@UNTIMED
+@given(bits=st.integers(2, 8), grid=st.sampled_from(["max_min", "l2", "linf"]), numel=st.integers(0, 9999))
+def test_a_plan_knows_the_size_of_quantized_payloads(bits: int, grid: str, numel: int) -> None:
+    spec = CodecSpec(name="qsgd", bits=bits, bucket_size=64, grid=grid)
+    assert spec.payload_bytes(numel) == ops.qsgd_bytes(numel, bits, 64, grid)
+    for kind in ("ef_signsgd", "onebit"):
+        assert CodecSpec(name=kind, bucket_size=64).payload_bytes(numel) == ops.sign_bytes(numel, 64, kind)

@@ -1,0 +1,476 @@
+"""Every scheme with every codec that it carries, on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.branches import Branches, batch, train, weights_hash
+from support.ranks import run_ranks
+from support.scheme_cases import PAIRS, TEXTS, Given, noise
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.codec import KINDS
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives import Phases, Transport, make_exchange
+from cgx_ray.collectives.transport import Handle
+from cgx_ray.plan import CODECS_OF_SCHEME, NONE, CodecSpec, Scheme
+from cgx_ray.runtime_ext.mesh import Parts, flat
+
+UNBIASED = [(codec, scheme) for codec, scheme in PAIRS if not make_codec(CodecSpec.parse(codec)).needs_feedback]
+FED_BACK = [pair for pair in PAIRS if pair not in UNBIASED]
+
+
+def _train_pair(rank: int, codec: str, scheme: str) -> list[tuple[list[str], int]]:
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = DistributedDataParallel(Branches().to(dtype))
+        attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
+        hashes = train(model, rank, range(6))
+        assert attachment.last_step is not None
+        results.append((hashes, attachment.last_step.step))
+        attachment.close()
+    return results
+
+
+@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
+def test_ranks_hold_identical_weights_after_every_step(codec: str, scheme: str) -> None:
+    results = run_ranks(3, _train_pair, codec, scheme)
+    assert results[0] == results[1] == results[2]
+    for hashes, step in results[0]:
+        assert len(set(hashes)) == 6, "weights did not move"
+        assert step == 5
+
+
+@pytest.mark.parametrize("world_size", [4, 5])
+@pytest.mark.parametrize(
+    ("codec", "scheme"),
+    [
+        ("randomk", "allreduce"),
+        ("powersgd", "allreduce"),
+        ("onebit", "sra"),
+        ("onebit", "ring"),
+        ("qsgd", "tree"),
+        ("onebit", "tree"),
+        ("qsgd", "broadcast"),
+        ("dgc", "artopk_ring"),
+        ("topk:density=0.05", "artopk_tree_var"),
+    ],
+)
+def test_more_ranks_hold_identical_weights_too(codec: str, scheme: str, world_size: int) -> None:
+    first, *others = run_ranks(world_size, _train_pair, codec, scheme)
+    assert others == [first] * (world_size - 1)
+
+
+def averages(
+    codec: str, scheme: str, steps: list[list[torch.Tensor]], *, one_group: bool = True
+) -> tuple[list[torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """The averages of `steps`' gradients, flat, all layers in one group or each in its own; and this rank's memory in
+    the end."""
+    model = DistributedDataParallel(Given(*(grad.shape for grad in steps[0])))
+    names = [layer.name for layer in cgx_ray.layers_of(model)]
+    groups = tuple(
+        cgx_ray.GroupPlan(layers=layers, codec=CodecSpec.parse(codec), scheme=Scheme(scheme))
+        for layers in ([tuple(names)] if one_group else [(name,) for name in names])
+    )
+    attachment = cgx_ray.attach(model, plan=cgx_ray.Plan(version=0, world_size=dist.get_world_size(), groups=groups))
+    results = []
+    for gradients in steps:
+        model.zero_grad()
+        model(*gradients).backward()
+        results.append(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]))
+    state = attachment.state_dict()
+    attachment.close()
+    return results, {kind: state[kind] for kind in KINDS}
+
+
+NUMELS = (1, 7, 129, 5000)
+
+
+def _average_once(rank: int, codec: str, scheme: str) -> list[torch.Tensor]:
+    gradients = noise(rank, *((1, numel) for numel in NUMELS))
+    return list(averages(codec, scheme, [gradients], one_group=False)[0][0].split(NUMELS))
+
+
+@pytest.mark.parametrize(
+    ("codec", "scheme", "world_size"),
+    [*((*pair, 3) for pair in UNBIASED), *(("qsgd", scheme, 6) for scheme in ("sra", "ring", "tree", "broadcast"))],
+)
+def test_average_is_within_the_codecs_error_of_a_float64_sum(codec: str, scheme: str, world_size: int) -> None:
+    results = run_ranks(world_size, _average_once, codec, scheme)
+    spec = CodecSpec.parse(codec)
+    given = [[grad[0] for grad in noise(rank, *((1, numel) for numel in NUMELS))] for rank in range(world_size)]
+    for numel, inputs, *of_ranks in zip(NUMELS, zip(*given, strict=True), *results, strict=True):
+        inputs_RN = torch.stack(inputs).double()
+        assert all(torch.equal(of_ranks[0], other) for other in of_ranks)
+        mean_N, largest = inputs_RN.mean(0), float(inputs_RN.abs().max())
+        if spec.name == "prefix":
+            # The schemes with chunks cut each of them, so what is sent is not one run.
+            sent_N = of_ranks[0] != 0
+            chunks = {"sra": 3, "ring": 3, "tree": 2}.get(scheme, 1)
+            assert numel // 4 <= int(sent_N.sum()) <= spec.num_prefix(numel) + chunks
+            mean_N = mean_N * sent_N
+        # The largest error of one rounding, relative to the largest magnitude: 2^-11 for fp16, 2^-8 for bf16 and, for
+        # qsgd, a step of the grid with its bf16 ends (2^-7 wider, both of them), up to sqrt(bucket) times that for l2.
+        # sra rounds twice, once the parts and once their average; an all-reduce casts, divides and adds twice a third.
+        root = spec.bucket_size**0.5 if spec.bucket_size is not None and spec.grid == "l2" else 1
+        step = {
+            "none": 2**-23,
+            "prefix": 2**-23,
+            "fp16": 2**-11,
+            "bf16": 2**-8,
+            "terngrad": 1 + 2**-7,
+            "qsgd": 2 * root * (1 + 2**-6) / (2 ** (spec.bits or 2) - (1 if spec.grid == "max_min" else 2)),
+        }[spec.name]
+        roundings = 2.0
+        if scheme in ("ring", "tree"):
+            # A ring rounds 1, 2, ... N of the N parts of an average: (1 + 2 + ... + N) / N times in all, and a tree
+            # rounds none of its sums with more parts. Each rounding may make a sum 2^-7 larger, its grid being wider.
+            roundings = (world_size + 1) / 2 * (1 + 2**-7) ** (world_size - 1)
+        error = float((of_ranks[0].double() - mean_N).abs().max())
+        assert error <= roundings * step * largest + world_size * 2**-23 * largest, (numel, error, step)
+
+
+def _average_of_large(rank: int, scheme: str) -> torch.Tensor:
+    return averages("fp16", scheme, [[torch.full((1, 300), 60000.0)]])[0][0]
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme, names in CODECS_OF_SCHEME.items() if "fp16" in names], ids=str)
+def test_sums_of_what_fp16_can_hold_do_not_overflow(scheme: str) -> None:
+    for average_N in run_ranks(4, _average_of_large, scheme):
+        # 60000 and its quarters are float16 numbers, three quarters of it are rounded once.
+        torch.testing.assert_close(average_N, torch.full((300,), 60000.0), rtol=2**-11, atol=0)
+
+
+EXACT_NUMELS = (1, 2, 5, 97, 1031)
+
+
+def _sum_integers(rank: int, schemes: Sequence[str]) -> dict[str, torch.Tensor]:
+    gradients = [grad for numel in EXACT_NUMELS for grad in integers(rank, numel)]
+    return {scheme: averages("none", scheme, [gradients], one_group=False)[0][0] for scheme in schemes}
+
+
+def integers(rank: int, numel: int) -> list[torch.Tensor]:
+    """Element i is i + 1 times the rank from one on: over N ranks they sum to (i + 1) N (N + 1) / 2."""
+    return [torch.arange(1.0, numel + 1)[None] * (rank + 1) * dist.get_world_size()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8])
+def test_integers_are_averaged_exactly(world_size: int) -> None:
+    """Whole numbers under 2^24, and multiples of the number of ranks, since they are divided before they are summed."""
+    for averages_of in run_ranks(world_size, _sum_integers, ("sra", "ring", "tree", "broadcast")):
+        for scheme, average in averages_of.items():
+            for numel, average_N in zip(EXACT_NUMELS, average.split(EXACT_NUMELS), strict=True):
+                expected_N = torch.arange(1.0, numel + 1) * (world_size * (world_size + 1) // 2)
+                assert torch.equal(average_N, expected_N), (scheme, numel, average_N)
+
+
+# Codecs that lose nothing of small integers, with every scheme that carries them.
+LOSSLESS = [
+    (text, str(scheme))
+    for scheme, names in CODECS_OF_SCHEME.items()
+    for text in ("none", "fp16", "bf16", "prefix:ratio=1.0", *(f"{name}:density=1.0" for name in TEXTS))
+    if text.partition(":")[0] in names
+]
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def _average_small_integers(rank: int) -> list[tuple[str, str, str]]:
+    """What did not come out as the exact average of 0 to 3 times N times the rank from one on."""
+    world_size, wrong = dist.get_world_size(), []
+    pattern_N = torch.arange(1031.0) % 4
+    # A layer and a group of each type.
+    given = [(pattern_N * (rank + 1) * world_size).to(dtype)[None] for dtype in DTYPES]
+    expected_N = pattern_N * (world_size * (world_size + 1) // 2)
+    for codec, scheme in LOSSLESS:
+        found = averages(codec, scheme, [given], one_group=False)[0][0].split([len(pattern_N)] * len(DTYPES))
+        for dtype, average_N in zip(DTYPES, found, strict=True):
+            if not torch.equal(average_N, expected_N.to(average_N.dtype)):
+                wrong.append((codec, scheme, str(dtype)))
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_small_integers_are_averaged_exactly_in_every_scheme_and_type(world_size: int) -> None:
+    """Under 2^8, the numbers of bfloat16 without gaps, and so are all sums on the way."""
+    assert run_ranks(world_size, _average_small_integers) == [[]] * world_size
+
+
+SHAPES = ((60, 50), (7, 30))
+NUM_STEPS = 7
+
+
+def _accumulated(rank: int, codec: str, scheme: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums of averages and of gradients over some steps, and what is owed in the end."""
+    steps = [noise(rank, *SHAPES, step=step) for step in range(NUM_STEPS)]
+    results, memory = averages(codec, scheme, steps)
+    given_N = torch.stack([torch.cat([grad.view(-1) for grad in gradients]) for gradients in steps]).double().sum(0)
+    owed_N = torch.cat([value.view(-1) for value in memory["residuals"].values()])
+    return torch.stack(results).double().sum(0), given_N, owed_N.double()
+
+
+# With momentum a gradient is sent more than once, with clipping less.
+@pytest.mark.parametrize(
+    ("codec", "scheme", "world_size"),
+    [
+        *((c.replace("dgc:", "dgc:momentum=0,"), s, 3) for c, s in FED_BACK if "clip" not in c),
+        *(("onebit", scheme, 6) for scheme in ("ring", "tree", "broadcast")),
+    ],
+)
+def test_what_was_not_sent_is_in_the_residuals(codec: str, scheme: str, world_size: int) -> None:
+    results = run_ranks(world_size, _accumulated, codec, scheme)
+    sent_N = results[0][0]
+    given_N, owed_N = (torch.stack([result[i] for result in results]).mean(0) for i in (1, 2))
+    # A step adds what is owed, subtracts what is sent and adds all ranks' shares: float32 numbers under 40 in size, and
+    # for PowerSGD products of rank 4 of them. The errors of who encodes an average count once for every rank.
+    tolerance = 40 * NUM_STEPS * (2 * world_size + 4) * 2**-24
+    torch.testing.assert_close(sent_N + owed_N, given_N, rtol=0, atol=tolerance)
+    assert float(owed_N.norm()) > 0
+    assert torch.equal(results[1][0], sent_N)
+
+
+def _poisoned(rank: int, codec: str, scheme: str) -> list[tuple[bool, bool]]:
+    """For NaN, then Inf, in a gradient of rank 1: is the average finite, and is the memory as before?"""
+    outcomes = []
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
+    train(model, rank, range(3))
+    for value in (float("nan"), float("inf")):
+        before = attachment.state_dict()
+        model.zero_grad()
+        x_BD = batch(rank, 3)
+        if rank == 1:
+            x_BD[0, 0] = value
+        model(x_BD).square().mean().backward()
+        # Of a group with NaN everywhere top-k sends a share: the group arrives non-finite, not each of its layers.
+        grads = [p.grad for p in model.parameters() if p.ndim > 1 and p.grad is not None]
+        finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
+        after = attachment.state_dict()
+        untouched = all(torch.equal(before[kind][name], after[kind][name]) for kind in KINDS for name in before[kind])
+        outcomes.append((finite, untouched))
+        train(model, rank, range(4, 6))
+    attachment.close()
+    return outcomes
+
+
+@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
+def test_a_non_finite_gradient_is_non_finite_on_all_ranks_and_leaves_no_trace(codec: str, scheme: str) -> None:
+    for outcomes in run_ranks(2, _poisoned, codec, scheme):
+        assert outcomes == [(False, True), (False, True)]
+
+
+def _skipped(rank: int, codec: str, scheme: str) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Memory after one good step, and after one more in which one layer of rank 1 is not finite."""
+    good, bad = noise(rank, *SHAPES), noise(rank, *SHAPES, step=1)
+    if rank == 1:
+        bad[1][0, 0] = float("inf")
+    return [averages(codec, scheme, steps, one_group=False)[1] for steps in ([good], [good, bad])]
+
+
+@pytest.mark.parametrize(("codec", "scheme"), FED_BACK)
+def test_a_step_that_will_be_skipped_changes_the_memory_of_no_group(codec: str, scheme: str) -> None:
+    for before, after in run_ranks(2, _skipped, codec, scheme):
+        for kind in KINDS:
+            assert before[kind].keys() == after[kind].keys()
+            for name, value in before[kind].items():
+                assert torch.equal(after[kind][name], value), f"{kind} of {name} changed"
+
+
+def _same_gradient(rank: int, scheme: str) -> torch.Tensor:
+    return averages("qsgd", scheme, [noise(0, (100, 256))])[0][0]
+
+
+@pytest.mark.parametrize(("scheme", "limit"), [("allgather", 0.5), ("sra", 1.375)])
+def test_ranks_round_independently_so_that_their_noise_averages_out(scheme: str, limit: float) -> None:
+    # With one rounding's variance v, 4 ranks and independent noise: allgather has v / 4; sra has 3 v / 16 of three
+    # messages and v of the average's own rounding. With the same noise on all ranks: v, and 9 v / 16 + v.
+    (grad,) = noise(0, (100, 256))
+    codec = make_codec(CodecSpec(name="qsgd"))
+    payload, decoded_N = torch.empty(codec.payload_bytes(grad.numel()), dtype=torch.uint8), torch.empty(grad.numel())
+    codec.encode(grad.view(-1), payload, 99)
+    codec.decode(payload, decoded_N, add=False)
+    one = float((decoded_N - grad.view(-1)).square().mean())
+    average_N = run_ranks(4, _same_gradient, scheme)[0]
+    ratio = float((average_N - grad.view(-1)).square().mean()) / one
+    assert ratio < limit, f"error is {ratio} of one rounding's, limit {limit}"
+
+
+def _one_nan(rank: int, codec: str, scheme: str) -> list[bool]:
+    """Is the average of a gradient with one NaN, in many places in turn, finite?"""
+    steps = []
+    for step in range(12):
+        (grad,) = noise(rank, (60, 50), step=step)
+        if rank == 1:
+            grad.view(-1)[251 * step] = float("nan")
+        steps.append([grad])
+    return [bool(torch.isfinite(average).all()) for average in averages(codec, scheme, steps)[0]]
+
+
+@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
+def test_a_single_nan_is_never_left_out(codec: str, scheme: str) -> None:
+    assert not any(finite for result in run_ranks(2, _one_nan, codec, scheme) for finite in result)
+
+
+def _train_scaled(rank: int, codec: str, scheme: str) -> tuple[list[str], list[float]]:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    hashes, scales = [], []
+    for step in range(8):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x_BD = batch(rank, step)
+            if step == 4 and rank == 1:
+                x_BD[0, 0] = float("inf")
+            loss = (model(x_BD) - x_BD.nan_to_num(posinf=0)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        hashes.append(weights_hash(model))
+        scales.append(scaler.get_scale())
+    attachment.close()
+    return hashes, scales
+
+
+@pytest.mark.parametrize(
+    ("codec", "scheme"),
+    [
+        ("qsgd", "sra"),
+        ("ef_signsgd", "sra"),
+        ("onebit", "ring"),
+        ("ef_signsgd", "tree"),
+        ("onebit", "broadcast"),
+        ("topk:density=0.05", "allgather"),
+        ("topk:density=0.05", "artopk_ring"),
+        ("topk:density=0.05", "artopk_tree_var"),
+        ("dgc:density=0.05", "artopk_ring"),
+        ("randomk:density=0.05", "allreduce"),
+        ("powersgd", "allreduce"),
+    ],
+)
+def test_gradscaler_skips_the_same_step_on_all_ranks(codec: str, scheme: str) -> None:
+    (first, scales), (second, other_scales) = run_ranks(2, _train_scaled, codec, scheme)
+    assert first == second
+    assert scales == other_scales
+    assert first[4] == first[3], "the overflowing step was not skipped"
+    assert scales[4] < scales[3]
+    assert first[5] != first[4]
+
+
+def _topk_averages(rank: int, scheme: str) -> torch.Tensor:
+    return averages("topk:density=0.05", scheme, [_unequal(rank)])[0][0]
+
+
+def _unequal(rank: int) -> list[torch.Tensor]:
+    """Rank 1 has the largest gradient of three."""
+    return [(1 + rank % 2) * grad for grad in noise(rank, *SHAPES)]
+
+
+@pytest.mark.parametrize("scheme", ["allgather", "artopk_ring", "artopk_ring_var", "artopk_tree", "artopk_tree_var"])
+def test_topk_averages_the_largest_elements(scheme: str) -> None:
+    inputs_RN = torch.stack([torch.cat([g.view(-1) for g in _unequal(rank)]) for rank in range(3)]).double()
+    num_kept = CodecSpec(name="topk", density=0.05).num_kept(inputs_RN.shape[1])
+    kept_RN = torch.zeros_like(inputs_RN)
+    for rank, input_N in enumerate(inputs_RN):
+        # AR-Topk at step 0 uses the indices of rank 0, with VAR those of the largest gradient.
+        chosen = input_N if scheme == "allgather" else inputs_RN[1 if scheme.endswith("var") else 0]
+        index_K = chosen.abs().topk(num_kept).indices
+        kept_RN[rank, index_K] = input_N[index_K]
+    for average_N in run_ranks(3, _topk_averages, scheme):
+        # A division each, two additions of numbers under 10.
+        torch.testing.assert_close(average_N.double(), kept_RN.mean(0), rtol=0, atol=10 * 3 * 2**-24)
+
+
+class Counting(Transport):
+    """Counts what it sends."""
+
+    num_sent = 0
+
+    def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
+        self.num_sent += sum(part.numel() for _, part in flat(sends))
+        return super().start(sends, receives)
+
+
+DIRECT_NUMELS = (1, 3, 100_003)
+
+
+def _exchange_directly(rank: int, scheme: str) -> list[tuple[int, int, bool]]:
+    """Bytes that the exchange says it sends, those that it sent, and whether integers came out right."""
+    outcomes = []
+    world_size = dist.get_world_size()
+    for numel in DIRECT_NUMELS:
+        transport = Counting(dist.group.WORLD)
+        exchange = make_exchange(make_codec(NONE), Scheme(scheme), numel, 4, transport)
+        grad_N = integers(rank, numel)[0].view(-1)
+        exchange.run(grad_N, None, Stamp(plan_version=0, step=3, group=1, codec="none"), 0, Phases())
+        expected_N = torch.arange(1.0, numel + 1) * (world_size * (world_size + 1) // 2)
+        outcomes.append((exchange.sent_bytes, transport.num_sent, torch.equal(grad_N, expected_N)))
+    return outcomes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("scheme", ["sra", "ring", "tree", "broadcast"])
+def test_schemes_send_what_they_say(scheme: str, world_size: int) -> None:
+    results = run_ranks(world_size, _exchange_directly, scheme)
+    for said, sent, is_exact in (outcome for result in results for outcome in result):
+        assert said == sent
+        assert is_exact
+    group_bytes, num_places = 4 * DIRECT_NUMELS[-1], 1 << (world_size.bit_length() - 1)
+    most = {
+        "sra": 2 * (world_size - 1) / world_size,
+        "ring": 2 * (world_size - 1) / world_size,
+        "tree": 2 * (num_places - 1) / num_places + (num_places < world_size),
+        "broadcast": world_size - 1,
+    }[scheme] * group_bytes
+    # At most three messages a rank for each chunk: 32 bytes before each and one element that its chunk has more.
+    sent = max(result[-1][1] for result in results)
+    assert abs(sent - most) <= 3 * world_size * (32 + 4), (sent, most)
+
+
+def _dgc_averages(rank: int, text: str) -> list[torch.Tensor]:
+    return averages(text, "allgather", [noise(rank, (40, 45), step=step) for step in range(6)])[0]
+
+
+@pytest.mark.parametrize("clip", [0.0, 20.0])
+def test_dgc_is_the_papers_algorithm(clip: float) -> None:
+    """Lin et al. 2018, Algorithm 4 with two workers; under 2,048 elements the sample is everything, so exact."""
+    density, momentum, numel = 0.05, 0.9, 40 * 45
+    results = run_ranks(2, _dgc_averages, f"dgc:density={density},momentum={momentum},clip={clip}")
+    u_RN, v_RN = torch.zeros(2, numel), torch.zeros(2, numel)
+    for step in range(6):
+        sent_RN = torch.zeros(2, numel)
+        for rank in range(2):
+            grad_N = noise(rank, (40, 45), step=step)[0].view(-1)
+            limit = clip / 2**0.5
+            if clip and grad_N.norm() > limit:
+                grad_N = grad_N * (limit / grad_N.norm())
+            u_RN[rank] = momentum * u_RN[rank] + grad_N
+            v_RN[rank] += u_RN[rank]
+            threshold = v_RN[rank].abs().topk(CodecSpec(name="dgc", density=density).num_kept(numel)).values[-1]
+            mask_N = v_RN[rank].abs() >= threshold
+            sent_RN[rank][mask_N] = v_RN[rank][mask_N]
+            u_RN[rank][mask_N] = 0
+            v_RN[rank][mask_N] = 0
+        for result in results:
+            torch.testing.assert_close(result[step], sent_RN.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def _owed_of_scaled(rank: int) -> Any:
+    """Signs over sra with a gradient of one size: nothing is lost, so nothing may be owed."""
+    grad = torch.where(noise(0, (64, 64))[0] > 0, 1.0, -1.0)
+    results, memory = averages("ef_signsgd", "sra", [[grad]] * 3)
+    return [torch.equal(result, grad.view(-1)) for result in results], float(
+        memory["residuals"]["layers.0"].abs().max()
+    )
+
+
+def test_signs_of_one_magnitude_lose_nothing_over_sra() -> None:
+    for exact, owed in run_ranks(2, _owed_of_scaled):
+        assert exact == [True, True, True]
+        assert owed == 0

@@ -1,0 +1,102 @@
+"""Claims about installing: what a new machine lacks is said first, and every way to install finds every package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import cgx_ray
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = sysconfig.get_path("purelib")
+# The folders that lie beside cgx_ray/ and are its subpackages, and the two native modules.
+WHERE = """
+import sys
+from importlib.util import find_spec
+for name in ("cgx_ray.monitors.sample", "cgx_ray.runtime_ext.ops", "cgx_ray.bench.step"):
+    print(find_spec(name).origin)
+"""
+NATIVE = (
+    "import cgx_ray.runtime_ext._native as a, cgx_ray.planner._search as b; print(a.__file__, b.__file__, sep='\\n')"
+)
+
+
+def run_python(*args: str, path: Path, cwd: Path) -> list[str]:
+    """Output lines of a Python that sees `path` and the site-packages, but no editable install (-S)."""
+    env = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{os.pathsep.join(sys.path)}"}
+    done = subprocess.run([sys.executable, "-S", *args], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_make_names_what_the_system_lacks_in_one_line_before_it_installs_anything(tmp_path: Path, target: str) -> None:
+    for name in ("Makefile", "missing-packages", "pyproject.toml", "constraints.txt", "CMakeLists.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    tools, make = tmp_path / "tools", shutil.which("make")
+    tools.mkdir()
+    (tools / "sh").symlink_to("/bin/sh")
+    # A Python without venv, headers and libiperf: it can say its version, and no more.
+    (tools / "python3").write_text(
+        f'#!/bin/sh\ncase "$2" in *version_info*) exec {sys.executable} "$@";; esac\nexit 1\n'
+    )
+    (tools / "python3").chmod(0o755)
+    argv, env = [str(make), target, "PYTHON=python3"], {"PATH": str(tools)}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert done.stdout.splitlines() == [
+        "system packages are missing; run: apt-get install git g++ iproute2 python3-venv python3-dev libiperf0"
+    ]
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_nothing_is_missing_where_the_tests_run() -> None:
+    done = subprocess.run([ROOT / "missing-packages"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_a_wheel_holds_every_package_and_finds_it(tmp_path: Path) -> None:
+    argv = ["wheel", "-q", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-w", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", *argv, str(ROOT)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        names = {name for name in packed.namelist() if name.endswith(".py")}
+        packed.extractall(tmp_path / "site")
+    tops = {name.partition("/")[0] for name in names}
+    assert tops == {"cgx_ray", "cgx_ray_autoload"}
+    source = ROOT / "cgx_ray"
+    wanted = {
+        str(Path(folder, file).relative_to(ROOT))
+        for folder, _, files in os.walk(source, followlinks=True)
+        for file in files
+        if file.endswith(".py")
+    }
+    assert {name for name in names if name.startswith("cgx_ray/")} == wanted
+    site = tmp_path / "site"
+    found = run_python("-c", WHERE, path=site, cwd=tmp_path) + run_python("-c", NATIVE, path=site, cwd=tmp_path)
+    assert len(found) == 5
+    assert all(Path(file).is_relative_to(site) for file in found), found
+
+
+def test_the_editable_install_finds_the_checkout(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", WHERE], cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = [Path(file) for file in done.stdout.splitlines()]
+    assert [file.resolve() for file in found] == [
+        ROOT / "monitors/sample.py", ROOT / "runtime_ext/ops.py", ROOT / "bench/step.py"
+    ]  # fmt: skip
+
+
+def test_a_plain_checkout_finds_every_package_and_its_command() -> None:
+    found = run_python("-c", WHERE, path=ROOT, cwd=ROOT)
+    assert [Path(file).parent for file in found] == [
+        ROOT / "cgx_ray" / name for name in ("monitors", "runtime_ext", "bench")
+    ]
+    assert run_python("-m", "cgx_ray", "--help", path=ROOT, cwd=ROOT)[0].startswith("Usage: ")
+    assert set(cgx_ray.__all__) <= set(dir(cgx_ray))

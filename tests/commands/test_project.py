@@ -1,0 +1,80 @@
+"""Claims about the project's own files: dependencies, make targets, and what must not be committed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def direct_requirements() -> list[Requirement]:
+    """What pyproject.toml asks for by name, without the extras that only some machines can install."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = pyproject["project"]
+    lines = pyproject["build-system"]["requires"] + project["dependencies"] + project["optional-dependencies"]["dev"]
+    return [Requirement(line) for line in lines]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().split()
+    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def test_constraints_pin_every_direct_dependency_within_its_bounds() -> None:
+    pinned = pins()
+    wrong = {
+        str(requirement): pinned.get(canonicalize_name(requirement.name), "not pinned")
+        for requirement in direct_requirements()
+        if pinned.get(canonicalize_name(requirement.name), "") not in requirement.specifier
+    }
+    assert wrong == {}
+
+
+def test_every_constraint_is_an_exact_version() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==\d[\w.]*", line)] == []
+
+
+def test_make_has_every_target_that_the_documents_name() -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    # A command stands in backquotes or starts a line; "make a plan" in the middle of a sentence is English.
+    command = re.compile(r"(?:`|^\s*(?:\$ )?)make ([a-z][\w-]*)", re.MULTILINE)
+    named = {
+        target
+        for path in ("README.md", "CONTRIBUTING.md", "docs/design.md")
+        for target in command.findall((ROOT / path).read_text())
+    }
+    assert {"demo", "test", "check", "bench", "test-gpu"} <= named
+    assert named - targets == set()
+
+
+def test_tracked_files_name_no_machine_path_and_no_package_registry() -> None:
+    # Written in pieces, so that this file is not its own finding.
+    unwanted = re.compile(
+        "|".join(
+            [
+                r"(?<![\w.])/" + r"(?:root|work|home/\w+|Users/\w+|opt/\w+)/",
+                r"py" + r"pi\.org",
+                r"python" + r"hosted\.org",
+                r"download\.py" + r"torch\.org",
+                r"index" + r"-url",
+            ]
+        )
+    )
+    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
+    names = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    paths = [ROOT / name for name in names if name and (ROOT / name).is_file()]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in paths
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
+        if unwanted.search(line)
+    ]
+    assert paths
+    assert found == []

@@ -1,0 +1,208 @@
+"""The backend "cgx" from the import to the end of its groups: entry point, threads, errors, killed ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import join_group, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+
+
+def _hang_up(rank: int) -> tuple[str, str, str]:
+    model = DistributedDataParallel(nn.Linear(100, 100))
+    loss = model(torch.ones(2, 100)).sum()
+    if rank == 1:
+        group = dist.group.WORLD
+        assert group is not None
+        group.abort()
+    # Through DDP's C++, through Work and through its future.
+    with pytest.raises(RuntimeError) as of_ddp:
+        loss.backward()
+    with pytest.raises(cgx_ray.TransportError) as of_wait:
+        dist.all_reduce(torch.ones(5000))
+    work = dist.all_reduce(torch.ones(5000), async_op=True)
+    assert work is not None
+    with pytest.raises(RuntimeError) as of_future:
+        work.get_future().wait()
+    assert not work.is_success()
+    assert isinstance(work.exception(), cgx_ray.TransportError)
+    return str(of_ddp.value), str(of_wait.value), str(of_future.value)
+
+
+def test_a_rank_that_hangs_up_is_an_error_and_no_hang_on_the_others() -> None:
+    for rank, messages in enumerate(run_ranks(2, _hang_up, backend="cgx")):
+        for message in messages:
+            assert f"rank {rank}, step 0, group 0: a message did not get through" in message
+            assert rank == 1 or "rank 1 hung up" in message
+
+
+def _reduce_until_killed(rank: int, folder: Path) -> None:
+    dist.all_reduce(torch.ones(5000))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(cgx_ray.TransportError) as error:
+        dist.all_reduce(torch.ones(5000))
+    (folder / f"rank{rank}").write_text(str(error.value))
+    dist.destroy_process_group()
+
+
+def test_when_a_rank_is_killed_the_others_say_which(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9"):
+        run_ranks(3, _reduce_until_killed, tmp_path, backend="cgx")
+    for rank in (0, 2):
+        said = (tmp_path / f"rank{rank}").read_text()
+        assert re.search(rf"rank {rank}, step 1, group 0: .* did not get through \(rank \d hung up", said), said
+
+
+def _threads_with_groups(rank: int) -> list[list[float]]:
+    """Each thread reduces in a group of its own, all at once; results by thread."""
+    groups = [dist.new_group() for _ in range(3)]
+    results: list[list[float]] = [[] for _ in groups]
+
+    def reduce(index: int) -> None:
+        for step in range(20):
+            tensors = [torch.full((2000 + index,), float(rank + step)), torch.full((10,), float(rank + step))]
+            works = [dist.all_reduce(tensor, group=groups[index], async_op=True) for tensor in tensors]
+            for work in works:
+                assert work is not None
+                work.wait()
+            assert tensors[0].unique().numel() == 1
+            results[index] += [float(tensor[0]) for tensor in tensors]
+
+    threads = [threading.Thread(target=reduce, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_threads_reduce_in_groups_of_their_own_at_once() -> None:
+    sums = [float(3 * step + 3) for step in range(20) for _ in range(2)]
+    for results in run_ranks(3, _threads_with_groups, backend="cgx"):
+        # The ends of a bucket's grid are bfloat16: exact for these.
+        assert results == [sums] * 3
+
+
+def _make_and_destroy(rank: int, folder: Path) -> list[int]:
+    """Threads and open files after each of three groups."""
+    counts = []
+    for attempt in range(3):
+        (folder / str(attempt)).mkdir(exist_ok=True)
+        join_group(rank, 2, folder / str(attempt), "cgx")
+        dist.all_reduce(torch.ones(5000))
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()
+        counts += [threading.active_count(), psutil.Process().num_fds()]
+    return counts
+
+
+def test_a_destroyed_group_leaves_no_thread_and_no_connection(tmp_path: Path) -> None:
+    for counts in run_ranks(2, _make_and_destroy, tmp_path, backend=None):
+        assert counts[0::2] == [1, 1, 1]
+        assert counts[1] == counts[3] == counts[5], counts
+
+
+def _reduce_after_shutdown(rank: int) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    group.shutdown()
+    with pytest.raises(cgx_ray.CGXError) as error:
+        dist.all_reduce(torch.ones(5000))
+    return str(error.value)
+
+
+def test_a_group_that_is_shut_down_says_so() -> None:
+    for message in run_ranks(2, _reduce_after_shutdown, backend="cgx"):
+        assert "shut down" in message
+
+
+def _alone(rank: int) -> list[float]:
+    values = torch.linspace(-1, 1, 5000)
+    dist.all_reduce(values)
+    model = DistributedDataParallel(nn.Linear(50, 50))
+    cgx_ray.register_model(model)
+    cgx_ray.register_model(model, cgx_ray.make_plan(cgx_ray.layers_of(model), version=0, world_size=7, codec="topk"))
+    cgx_ray.register_model(nn.Linear(2, 2))
+    model(torch.ones(1, 50)).sum().backward()
+    assert torch.equal(model.module.weight.grad, torch.ones(50, 50))
+    return values.tolist()
+
+
+def test_one_rank_keeps_what_it_has() -> None:
+    assert run_ranks(1, _alone, backend="cgx") == [torch.linspace(-1, 1, 5000).tolist()]
+
+
+def _reduce_ever_new_sizes(rank: int) -> int:
+    for numel in range(2000, 2080):
+        dist.all_reduce(torch.ones(numel))
+    group: Any = dist.group.WORLD
+    return len(group._lane._exchanges)
+
+
+def test_buffers_of_old_sizes_are_let_go() -> None:
+    assert run_ranks(2, _reduce_ever_new_sizes, backend="cgx") == [64, 64]
+
+
+def run_python(*arguments: str) -> str:
+    """What a new interpreter prints. Entry points are those of the last installation."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_backend_is_there_without_an_import_of_cgx_ray(tmp_path: Path) -> None:
+    code = f"""
+import sys, torch
+import torch.distributed as dist
+print("cgx" in dist.Backend.backend_list, "cgx_ray" in sys.modules, "ray" in sys.modules, "psutil" in sys.modules)
+dist.init_process_group("cgx", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
+print(type(dist.group.WORLD).__name__, dist.get_backend(), "ray" in sys.modules, "matplotlib" in sys.modules)
+dist.destroy_process_group()
+"""
+    assert run_python("-c", code).split("\n")[:2] == ["True False False False", "CgxProcessGroup cgx False False"]
+
+
+def test_cgx_ray_may_be_imported_before_torch() -> None:
+    code = """
+import sys, cgx_ray
+import torch.distributed as dist
+print("cgx_ray_autoload" in sys.modules, dist.Backend._plugins["CGX"].creator_fn.__module__)
+cgx_ray.configure_backend
+print(dist.Backend._plugins["CGX"].creator_fn.__module__)
+"""
+    assert run_python("-c", code).split() == ["True", "cgx_ray_autoload", "cgx_ray.backend.process_group"]
+
+
+def test_a_script_under_torchrun_needs_no_import_of_cgx_ray(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    # Without destroy_process_group, as many scripts end, and while the group's thread is still busy.
+    script.write_text("""
+import sys, time, torch
+import torch.distributed as dist
+dist.init_process_group("cgx")
+values = torch.linspace(-1, 1, 5000)
+work = dist.all_reduce(values, async_op=True)
+work.get_future().then(lambda _: time.sleep(0.3))
+work.wait()
+error = (values - 2 * torch.linspace(-1, 1, 5000)).abs().max().item()
+sys.stdout.write(f"{dist.get_backend()} {0 < error < 1e-2}\\n")  # one write, or lines of ranks mix
+""")
+    output = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+    assert output.split("\n")[:2] == ["cgx True", "cgx True"]

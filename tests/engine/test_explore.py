@@ -1,0 +1,166 @@
+"""Checkpoint-restore exploration and plans of bits per layer, on real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.branches import Branches, batch, train
+from support.ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.plan import CodecSpec
+from cgx_ray.session.attachment import open_session
+from cgx_ray.session.explore import Exploration
+from cgx_ray.session.settings import Settings
+
+CANDIDATES = ["topk:density=0.3", "topk:density=0.1", "topk:density=0.01"]
+
+
+class Run:
+    """A model with dropout and running statistics, an optimizer with moments, and a schedule."""
+
+    def __init__(self, rank: int) -> None:
+        branches = Branches()
+        branches.left = nn.Sequential(nn.BatchNorm1d(131), nn.Dropout(0.1), branches.left)  # type: ignore[assignment]
+        self.rank, self.scale = rank, 1.0
+        self.model = DistributedDataParallel(branches)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        torch.manual_seed(rank)
+
+    def step(self, index: int) -> None:
+        x_BD = batch(self.rank, index)
+        self.optimizer.zero_grad()
+        ((self.model(x_BD) - x_BD).square().mean() * self.scale).backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+    def digest(self, attachment: cgx_ray.Attachment) -> str:
+        """Of all that a step reads and changes."""
+        states = (self.model.state_dict(), self.optimizer.state_dict(), self.schedule.state_dict())
+        plain = _plain([*states, attachment.state_dict(), torch.get_rng_state()])
+        return hashlib.sha256(pickle.dumps(plain)).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Lists and numbers only: tensors that are equal but share memory in other ways pickle differently."""
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), value.tolist())
+    if isinstance(value, dict):
+        return [(str(key), _plain(value[key])) for key in value]
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return repr(value)
+
+
+def _explore(rank: int) -> dict[str, Any]:
+    run = Run(rank)
+    attachment = cgx_ray.attach(run.model, codec="topk:density=0.05", scheme="allgather")
+    for index in range(3):
+        run.step(index)
+    before = run.digest(attachment)
+    stateful = [run.model, run.optimizer, run.schedule]
+    found = attachment.explore(stateful, run.step, candidates=CANDIDATES, iterations=4)
+    after = run.digest(attachment)
+    errors = []
+    for step, iterations in ((lambda index: None, 4), (run.step, 1)):
+        with pytest.raises(cgx_ray.ConfigError) as caught:
+            attachment.explore(stateful, step, iterations=iterations)
+        errors.append(str(caught.value))
+    open_session(SimpleNamespace(settings=Settings()))  # type: ignore[arg-type]
+    with pytest.raises(cgx_ray.ConfigError, match="with policy 'adaptive' the controller chooses plans"):
+        attachment.explore(stateful, run.step)
+    open_session(None)
+    run.step(3)
+    assert attachment.last_step is not None
+    last = attachment.last_step
+    attachment.close()
+    return {"before": before, "after": after, "found": found, "errors": errors, "last": (last.step, last.plan_version)}
+
+
+def test_exploration_leaves_no_trace_but_the_plan_of_the_knee() -> None:
+    first, second = run_ranks(2, _explore)
+    found: Exploration = first["found"]
+    assert first["before"] == first["after"]
+    assert second["before"] == second["after"]
+    assert first["found"] == second["found"]
+    assert [trial.codec for trial in found.trials] == [CodecSpec.parse(text) for text in CANDIDATES]
+    # A rank's gain is what its top-k keeps: less at less density.
+    gains = [trial.gain for trial in found.trials]
+    assert gains == sorted(gains, reverse=True), gains
+    assert all(trial.codec_s > 0 and trial.exchange_s > 0 for trial in found.trials), found.trials
+    assert found.knee in found.front
+    assert {group.codec for group in found.plan.groups if group.codec.name != "none"} == {found.knee.codec}
+    # Three tries and the answer; the step goes on where it was, under the plan of the knee.
+    assert found.plan.version == 4
+    assert "0 times" in first["errors"][0]
+    assert "iterations 1 is not allowed" in first["errors"][1]
+    assert first["last"] == (3, 4)
+
+
+def _refused(attachment: cgx_ray.Attachment, run: Run, **arguments: Any) -> str:
+    with pytest.raises(cgx_ray.CGXError) as caught:
+        attachment.explore([run.model, run.optimizer], run.step, iterations=2, **arguments)
+    return str(caught.value)
+
+
+def _explore_without_gradients(rank: int) -> dict[str, Any]:
+    run = Run(rank)
+    attachment = cgx_ray.attach(run.model)
+    bad = [
+        _refused(attachment, run, candidates=["topk:density=0.01", "qsgd:bits=2"], scheme="artopk_ring"),
+        _refused(attachment, run, scheme="star"),
+    ]
+    assert attachment.last_step is None, "refused before the first step"
+    run.scale = 1.0 - rank
+    found = attachment.explore([run.model, run.optimizer], run.step, candidates=CANDIDATES[:1], iterations=2)
+    run.scale = 0.0
+    nobody = _refused(attachment, run, candidates=CANDIDATES[:1])
+    attachment.close()
+    return {"bad": bad, "found": found, "nobody": nobody}
+
+
+def test_ranks_without_gradients_do_not_count_and_bad_candidates_are_refused_before_the_first_step() -> None:
+    first, second = run_ranks(2, _explore_without_gradients)
+    assert first == second
+    assert "scheme artopk_ring cannot carry codec qsgd" in first["bad"][0]
+    assert "unknown scheme 'star'" in first["bad"][1]
+    (trial,) = first["found"].trials
+    assert 0.3 <= trial.gain <= 1, trial
+    assert "0 or not finite in all 2 steps with topk:density=0.3" in first["nobody"]
+
+
+def _bits_by_layer(rank: int) -> tuple[list[str], list[int]]:
+    model = DistributedDataParallel(Branches())
+    layers = cgx_ray.layers_of(model)
+    bits = {"first.weight": 2, "left.weight": 5, "right.weight": 5}
+    plan = cgx_ray.make_plan(layers, version=0, world_size=2, codec="qsgd", bits=bits)
+    attachment = cgx_ray.attach(model, plan=plan)
+    hashes = train(model, rank, range(3))
+    assert attachment.last_step is not None
+    sizes = [transfer.wire_bytes for transfer in attachment.last_step.transfers]
+    attachment.close()
+    return hashes, sizes
+
+
+def test_a_plan_with_other_bits_for_other_layers_runs_and_sends_their_bytes() -> None:
+    (hashes, sizes), other = run_ranks(2, _bits_by_layer)
+    assert (hashes, sizes) == other
+    numel = 131 * 33
+    assert sizes[:2] == [
+        CodecSpec(name="qsgd", bits=5).payload_bytes(2 * numel),
+        CodecSpec(name="qsgd", bits=2).payload_bytes(numel),
+    ]
+
+
+def test_a_run_of_one_has_nothing_to_explore() -> None:
+    attachment = cgx_ray.attach(Branches())
+    with pytest.raises(cgx_ray.PlanError, match="start it with more workers to explore"):
+        attachment.explore([], lambda index: None)

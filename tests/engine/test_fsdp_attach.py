@@ -1,0 +1,183 @@
+"""Attaching to FSDP2 models, states, and everything that can go wrong, on real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.branches import Branches, batch
+from support.ranks import run_ranks
+from support.sharded import BITS8, largest_difference, make_mesh, shard, train
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import cgx_ray
+
+
+def _resume(rank: int, interrupt: bool) -> dict[str, torch.Tensor]:
+    mesh = make_mesh(2)
+
+    def start() -> tuple[nn.Module, cgx_ray.Attachment]:
+        model = shard(Branches(), mesh)
+        return model, cgx_ray.attach(model, codec="onebit")
+
+    model, attachment = start()
+    train(model, rank, range(5))
+    if interrupt:
+        weights, states = model.state_dict(), [None] * dist.get_world_size()
+        dist.all_gather_object(states, attachment.state_dict())
+        attachment.close()
+        model, attachment = start()
+        model.load_state_dict(weights)
+        attachment.load_state_dict(states)
+    weights = train(model, rank, range(5, 9))
+    attachment.close()
+    return weights
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit() -> None:
+    uninterrupted, resumed = run_ranks(4, _resume, False)[0], run_ranks(4, _resume, True)[0]
+    assert largest_difference(uninterrupted, resumed) == 0.0
+
+
+def _train_until_killed(rank: int, folder: Path) -> None:
+    model = shard(Branches(), make_mesh(2), reshard_after_forward=False)
+    attachment = cgx_ray.attach(model, codec="qsgd")
+    train(model, rank, range(2))
+    x_BD = batch(rank, 2)
+    loss = (model(x_BD) - x_BD).square().mean()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
+    except cgx_ray.TransportError as error:
+        (folder / f"rank{rank}").write_text(str(error))
+    attachment.close()
+    # The group of the whole run hangs without rank 1.
+    os._exit(0)
+
+
+def test_when_a_rank_is_killed_the_others_say_so(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended with exit code"):
+        run_ranks(4, _train_until_killed, tmp_path)
+    for rank in (0, 2, 3):
+        said = (tmp_path / f"rank{rank}").read_text()
+        assert re.match(rf"rank {rank}, step 2, module '(left|right)'", said), said
+        assert "did not get through" in said, said
+
+
+def _after_close(rank: int) -> bool:
+    mesh = make_mesh(2)
+    ours, plain = shard(Branches(), mesh), shard(Branches(), mesh)
+    attachment = cgx_ray.attach(ours, codec="qsgd", parameters=BITS8)
+    attachment.close()
+    return largest_difference(train(ours, rank, range(3)), train(plain, rank, range(3))) == 0
+
+
+def test_after_close_it_trains_like_plain_fsdp2() -> None:
+    assert all(run_ranks(4, _after_close))
+
+
+def _attach_wrong(rank: int, case: str) -> str:
+    model = shard(Branches(), make_mesh())
+    arguments: dict[str, Any] = {
+        "codec": {"codec": "topk:density=0.01"},
+        "scheme": {"codec": "qsgd", "scheme": "ring"},
+        "plan": {"plan": cgx_ray.Plan(version=0, world_size=2, groups=())},
+        "parameters": {"parameters": "terngrad"},
+        "parameters of one rank": {"parameters": BITS8 if rank else None},
+        "codec of one rank": {"codec": "qsgd:bits=2" if rank else "qsgd"},
+        "ddp": {"parameters": BITS8},
+    }.get(case, {})
+    if case == "twice":
+        cgx_ray.attach(model)
+    elif case == "float64":
+        model = shard(Branches().double(), make_mesh())
+    elif case == "ddp":
+        model = nn.parallel.DistributedDataParallel(Branches())
+    elif case == "part of the ranks":
+        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+        model = shard(Branches(), alone)
+    with pytest.raises(cgx_ray.CGXError) as caught:
+        cgx_ray.attach(model, **arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("twice", "attach once a model"),
+        ("codec", "takes scheme sra and one of bf16"),
+        ("scheme", "cannot use qsgd:bits=4,bucket_size=128 over ring"),
+        ("plan", "this version takes one codec for the whole model"),
+        ("parameters", "allowed: none, fp16, bf16, qsgd"),
+        ("parameters of one rank", "different `parameters`"),
+        ("part of the ranks", "sharded over 1 ranks and replicated over 1, of 2"),
+        ("codec of one rank", "different plans"),
+        ("float64", "torch.float64"),
+        ("ddp", "DDP gathers no parameters"),
+    ],
+)
+def test_a_wrong_attach_fails_on_all_ranks_with_one_clear_error(case: str, says: str) -> None:
+    first, second = run_ranks(2, _attach_wrong, case)
+    assert says in first
+    assert first == second
+
+
+def _unused(rank: int) -> str:
+    model = fully_shard(Branches(), mesh=make_mesh())
+    attachment = cgx_ray.attach(model, codec="qsgd")
+    with pytest.raises(cgx_ray.CGXError) as caught:
+        model(batch(rank, 0), use_right=False).sum().backward()
+    attachment.close()
+    return str(caught.value)
+
+
+def test_a_layer_without_a_gradient_is_one_clear_error() -> None:
+    for rank, said in enumerate(run_ranks(2, _unused)):
+        assert said.startswith(f"rank {rank}, step 0, module '(root)'"), said
+        assert "set_reduce_scatter_unused_params(True)" in said, said
+
+
+def _bad_states(rank: int) -> list[str]:
+    model = shard(Branches(), make_mesh())
+    attachment = cgx_ray.attach(model, codec="ef_signsgd")
+    good = attachment.state_dict()
+    messages = []
+    for bad in ({"residuals": {"other": torch.zeros(3)}}, {"momentum": {"first.weight": torch.zeros(33 * 131)}}):
+        with pytest.raises(cgx_ray.StateError) as caught:
+            attachment.load_state_dict({**good, **bad})
+        messages.append(str(caught.value))
+    attachment.load_state_dict(good)
+    with pytest.raises(cgx_ray.PlanError) as refused:
+        attachment.hold(cgx_ray.Plan(version=1, world_size=2, groups=()))
+    attachment.close()
+    return [*messages, str(refused.value)]
+
+
+def test_states_and_plans_that_do_not_fit_are_refused() -> None:
+    foreign, momentum, plan = run_ranks(2, _bad_states)[0]
+    assert (
+        "residuals of 3 elements for layer 'other', of which ef_signsgd:bucket_size=1024 over sra remembers" in foreign
+    )
+    assert "momentum of 4323 elements" in momentum
+    assert "plan of an FSDP2 model cannot change" in plan
+
+
+def _alone(rank: int) -> bool:
+    model = shard(Branches(), make_mesh())
+    attachment = cgx_ray.attach(model, codec="qsgd", parameters=BITS8)
+    train(model, rank, range(2))
+    attachment.close()
+    return attachment.plan is None
+
+
+def test_world_size_one_is_a_clean_no_op() -> None:
+    assert run_ranks(1, _alone) == [True]

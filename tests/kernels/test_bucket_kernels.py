@@ -1,0 +1,272 @@
+"""The kernels of codecs that send every element: native against the reference bit for bit, on any threads."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.bucket_codecs import QSGD, SIGN, Codec, Qsgd, Sign, assert_same_floats, decode, name, roundings
+from torch import Tensor
+
+from cgx_ray.runtime_ext import ops, reference
+
+SIZES = (0, 1, 7, 127, 128, 129, 1000)
+BUCKET_SIZES = (8, 40, 128, 1024)
+CPU_SOURCES = Path(__file__).parents[2] / "runtime_ext" / "csrc"
+FEEDBACKS = ("none", "next", "residual", "residual and next", "next is residual")
+
+SPECIAL = {
+    "denormal": lambda grad_N: grad_N * 1e-40,
+    "denormal scale": lambda grad_N: 1e-3 + grad_N * 1e-38,
+    "all equal": lambda grad_N: torch.full_like(grad_N, -0.1),
+    "zeros of both signs": lambda grad_N: torch.where(grad_N < 0, -0.0, 0.0),
+    "negative zeros": lambda grad_N: torch.full_like(grad_N, -0.0),
+    "no negative": lambda grad_N: grad_N.clamp(min=0),
+    "no positive": lambda grad_N: -grad_N.abs(),
+    "one large": lambda grad_N: _put(grad_N * 1e-30, 1.0),
+    "huge": lambda grad_N: grad_N * 1e38,
+    "any bits": lambda grad_N: torch.randint(-(1 << 31), 1 << 31, grad_N.shape).int().view(torch.float32),
+    "nan": lambda grad_N: _put(grad_N, math.nan),
+    "negative nan": lambda grad_N: _put(grad_N, -math.nan),
+    "inf": lambda grad_N: _put(grad_N, math.inf),
+    "negative inf": lambda grad_N: _put(grad_N, -math.inf),
+}
+
+
+def _put(grad_N: Tensor, value: float) -> Tensor:
+    grad_N[[3, 200, 201, 999]] = value
+    return grad_N
+
+
+def _guarded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A buffer with an element more on either side, which makes it unaligned, and the copy of `x` in it."""
+    buffer = torch.full((x.numel() + 2,), 77, dtype=x.dtype)
+    buffer[1:-1] = x
+    return buffer, buffer[1:-1]
+
+
+def _assert_guards(*buffers: Tensor) -> None:
+    for buffer in buffers:
+        assert buffer[0] == 77, "wrote before the beginning"
+        assert buffer[-1] == 77, "wrote past the end"
+
+
+def _check_encode(codec: Codec, grad_N: Tensor, feedback: str) -> Tensor:
+    numel = grad_N.numel()
+    has_residual, has_next = "residual" in feedback, "next" in feedback
+    start_N = torch.randn(numel) * torch.nan_to_num(grad_N.float(), 1, 1, 1)
+    residual, residual_N = _guarded(start_N)
+    next_, next_N = _guarded(torch.full((numel,), 7.0))
+    if feedback == "next is residual":
+        next_, next_N = residual, residual_N
+    out, out_M = _guarded(torch.full((codec.num_bytes(numel),), 0xA5, dtype=torch.uint8))
+    codec.encode(grad_N, out_M, residual_N=residual_N if has_residual else None, next_N=next_N if has_next else None)
+
+    fed_N = reference.add_feedback(grad_N, start_N if has_residual else None).contiguous()
+    expected = torch.full_like(out_M, 0x5A)
+    codec.reference_encode(fed_N, expected)
+    different = (out_M != expected).nonzero().view(-1)
+    assert not different.numel(), f"{different.numel()} of {expected.numel()} bytes differ, first at {different[0]}"
+    _assert_guards(out, residual, next_)
+    if has_next:
+        decoded_N = torch.empty(numel)
+        codec.reference_decode(expected, decoded_N)
+        assert_same_floats(next_N, fed_N - decoded_N)
+    if feedback != "next is residual":
+        assert torch.equal(residual_N, start_N), "the residual is read only"
+    return expected
+
+
+def _check_decode(codec: Codec, payload: Tensor, numel: int) -> None:
+    _, payload = _guarded(payload)
+    expected_N = torch.empty(numel)
+    codec.reference_decode(payload, expected_N)
+    start_N = torch.randn(numel)
+    for add in (False, True):
+        out, out_N = _guarded(start_N)
+        codec.decode(payload, out_N, add=add)
+        assert_same_floats(out_N, start_N + expected_N if add else expected_N)
+        _assert_guards(out)
+
+
+def _check(codec: Codec, grad_N: Tensor, feedback: str = "none") -> None:
+    _check_decode(codec, _check_encode(codec, grad_N, feedback), grad_N.numel())
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("bucket_size", BUCKET_SIZES)
+@pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
+def test_native_equals_the_reference_bit_for_bit(codec: Codec, bucket_size: int) -> None:
+    for each in roundings(replace(codec, bucket_size=bucket_size)):
+        for numel in SIZES:
+            for feedback in FEEDBACKS:
+                _check(each, torch.randn(numel) * 1e-3, feedback)
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
+def test_native_equals_the_reference_on_special_numbers(codec: Codec, kind: str) -> None:
+    for each in roundings(codec):
+        for bucket_size in (8, 128, 256):
+            for feedback in ("none", "next is residual"):
+                _check(replace(each, bucket_size=bucket_size), SPECIAL[kind](torch.randn(1000)), feedback)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    codec=st.sampled_from(QSGD + SIGN),
+    numel=st.integers(0, 700),
+    bucket_size=st.integers(1, 40).map(lambda n: 8 * n),
+    exponent=st.integers(-45, 38),
+    offset=st.sampled_from([0.0, 1.0, -3.7, 1e30]),
+    stochastic=st.booleans(),
+    feedback=st.sampled_from(FEEDBACKS),
+    seed=st.integers(0, 1 << 32),
+)
+def test_native_equals_the_reference_at_any_shape_and_magnitude(
+    *,
+    codec: Codec,
+    numel: int,
+    bucket_size: int,
+    exponent: int,
+    offset: float,
+    stochastic: bool,
+    feedback: str,
+    seed: int,
+) -> None:
+    codec = roundings(replace(codec, bucket_size=bucket_size))[0 if stochastic else -1]
+    grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent + offset
+    _check(codec, grad_N, feedback)
+
+
+@pytest.mark.parametrize("codec", [Qsgd("max_min", 4), Qsgd("l2", 3, 64), *SIGN], ids=name)
+def test_any_number_of_threads_gives_the_same_bits(codec: Codec, num_threads: int) -> None:
+    _check(codec, torch.randn((1 << 20) + 3) * 1e-3, "next is residual")
+
+
+@pytest.mark.parametrize("codec", [Qsgd("max_min", 4), Qsgd("linf", 2), Sign("onebit")], ids=name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_native_equals_the_reference_on_half_precision_and_strided_gradients(codec: Codec, dtype: torch.dtype) -> None:
+    _check(codec, torch.randn(1000).to(dtype), "residual and next")
+    _check(codec, torch.randn(2000)[::2], "residual and next")
+    _check(codec, torch.randn(1001)[1:], "residual and next")
+
+
+@pytest.mark.parametrize("codec", [Qsgd("max_min", 3, 64), Qsgd("l2", 5, 64), *SIGN], ids=name)
+def test_strided_outputs_get_what_contiguous_ones_get(codec: Codec) -> None:
+    grad_N, residual_N, next_N = torch.randn(1001), torch.randn(1001), torch.empty(1001)
+    payload = torch.empty(codec.num_bytes(1001), dtype=torch.uint8)
+    codec.encode(grad_N, payload, residual_N=residual_N, next_N=next_N)
+    strided = torch.zeros(2 * payload.numel(), dtype=torch.uint8)[::2]
+    strided_next_N, out_N = torch.zeros(2002)[::2], torch.zeros(2002)[::2]
+    codec.encode(grad_N, strided, residual_N=residual_N, next_N=strided_next_N)
+    assert torch.equal(strided, payload)
+    assert_same_floats(strided_next_N.contiguous(), next_N)
+    codec.decode(strided, out_N)
+    assert_same_floats(out_N.contiguous(), decode(codec, payload, 1001))
+
+
+@pytest.fixture(scope="module")
+def portable_kernels(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The loops for machines without AVX2, compiled for the test: on others nothing else runs them."""
+    folder = tmp_path_factory.mktemp("portable")
+    calls = {
+        "qsgd_encode": ("const float* g, const float* r, float* n, int64_t numel, uint8_t* out, int bits, int64_t s, "
+                        "int grid, uint32_t key, bool random, int threads",
+                        "{g, r, n, numel}, out, bits, s, grid, key, random, threads", "pppqpiqiI?i"),
+        "qsgd_decode": ("const uint8_t* in, float* out, int64_t numel, int bits, int64_t s, int grid, bool add, "
+                        "int threads",
+                        "in, out, numel, bits, s, grid, add, threads", "ppqiqi?i"),
+        "sign_encode": ("const float* g, const float* r, float* n, int64_t numel, uint8_t* out, int64_t s, int kind, "
+                        "int threads", "{g, r, n, numel}, out, s, kind, threads", "pppqpqii"),
+        "sign_decode": ("const uint8_t* in, float* out, int64_t numel, int64_t s, int kind, bool add, int threads",
+                        "in, out, numel, s, kind, add, threads", "ppqqi?i"),
+    }  # fmt: skip
+    exports = [
+        f"void {function}({given}) {{ cgx::{function}({passed}); }}" for function, (given, passed, _) in calls.items()
+    ]
+    source = folder / "exports.cpp"
+    source.write_text('#include "kernels.h"\nextern "C" {\n' + "\n".join(exports) + "\n}\n")
+    files = [source, *(CPU_SOURCES / "cpu" / f"{name}.cpp" for name in ("qsgd", "sign", "threads"))]
+    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-DCGX_NO_AVX2"]
+    folders = [f"-I{CPU_SOURCES / name}" for name in ("cpu", "include")]
+    subprocess.run(["g++", *flags, *folders, *files, "-o", folder / "portable.so"], check=True)
+    library = ctypes.CDLL(str(folder / "portable.so"))
+    types = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "I": ctypes.c_uint32, "?": ctypes.c_bool}
+    for function, (_, _, letters) in calls.items():
+        getattr(library, function).argtypes = [types[letter] for letter in letters]
+    return SimpleNamespace(**{function: getattr(library, function) for function in calls})
+
+
+@pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
+def test_the_portable_loops_equal_the_reference_bit_for_bit(
+    codec: Codec, portable_kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "native", portable_kernels)
+    for each in roundings(codec):
+        for bucket_size in (40, 128):
+            for feedback in ("none", "next is residual"):
+                _check(replace(each, bucket_size=bucket_size), torch.randn(1003), feedback)
+    for make in SPECIAL.values():
+        _check(codec, make(torch.randn(1000)), "next")
+
+
+def test_the_child_of_a_process_with_workers_starts_its_own() -> None:
+    code = """
+import os, torch
+from cgx_ray.runtime_ext import ops
+torch.set_num_threads(4)
+grad_N = torch.randn(1 << 20)
+def encode():
+    out = torch.empty(ops.qsgd_bytes(1 << 20, 4, 128, "max_min"), dtype=torch.uint8)
+    ops.qsgd_encode(grad_N, out, bits=4, bucket_size=128, key=1)
+    return out
+before = encode()
+child = os.fork()
+if child == 0:
+    after = encode()
+    num_threads = len(os.listdir("/proc/self/task"))  # before torch starts some
+    os._exit(num_threads if after.numpy().tobytes() == before.numpy().tobytes() else 100)
+_, status = os.waitpid(child, 0)
+assert torch.equal(encode(), before)
+num_threads = os.waitstatus_to_exitcode(status)
+assert num_threads == 4, num_threads
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_callers_in_several_threads_get_what_one_gets() -> None:
+    code = """
+import threading, torch
+from cgx_ray.runtime_ext import ops
+torch.set_num_threads(3)
+grad_N = torch.randn(1 << 19)
+def encode(key):
+    out = torch.empty(ops.qsgd_bytes(1 << 19, 4, 128, "max_min"), dtype=torch.uint8)
+    ops.qsgd_encode(grad_N, out, bits=4, bucket_size=128, key=key)
+    return out
+expected = [encode(key) for key in range(4)]
+wrong = []
+def run(key):
+    wrong.extend(i for i in range(50) if not torch.equal(encode(key), expected[key]))
+threads = [threading.Thread(target=run, args=(key,)) for key in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not wrong, wrong
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,124 @@
+"""Density by three objectives: the front against brute force, and NSGA-II against the grid."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.papers.flexible import (
+    CANDIDATE_DENSITIES,
+    Trial,
+    density_grid,
+    front,
+    interpolate_gain,
+    knee,
+    nsga2,
+    predict,
+)
+
+COST = CodecCost(encode_a_s=1e-5, encode_b_s_per_element=2e-9, decode_a_s=1e-5, decode_b_s_per_element=1e-10)
+
+
+def trial(codec_s: float, exchange_s: float, gain: float) -> Trial:
+    return Trial(
+        codec=CodecSpec(name="topk"), scheme=Scheme.ALLGATHER, codec_s=codec_s, exchange_s=exchange_s, gain=gain
+    )
+
+
+def trial_by_density(bandwidth_gbps: float, latency_ms: float) -> Callable[[float], Trial]:
+    """Three groups of 2^20 elements, 8 workers."""
+    network = Network.flat(8, Link.from_rates(bandwidth_gbps=bandwidth_gbps, latency_ms=latency_ms))
+    return predict(network, COST, (1 << 20,) * 3, gain_of)
+
+
+def gain_of(density: float) -> float:
+    """Of magnitudes with an exponential distribution."""
+    return density * (1 - math.log(density) + math.log(density) ** 2 / 2)
+
+
+def test_front_equals_brute_force_in_200_cases_with_ties() -> None:
+    rng = random.Random(0)
+    for case in range(200):
+        trials = [trial(rng.randint(0, 4), rng.randint(0, 4), 1 / rng.randint(1, 5)) for _ in range(rng.randint(1, 30))]
+        expected = []
+        for one in trials:
+            beaten = any(
+                all(a <= b for a, b in zip(other.objectives, one.objectives, strict=True))
+                and other.objectives != one.objectives
+                for other in trials
+            )
+            if not beaten:
+                expected.append(one)
+        assert front(trials) == tuple(expected), case
+        assert knee(trials) in expected
+
+
+def test_knee_is_where_the_curve_bends() -> None:
+    """On x y = 1 the point nearest to both axes, whatever units they have."""
+    trials = [trial(1000 * x, 0.25, 1 / y) for x, y in ((0.1, 10), (0.5, 2), (1, 1), (2, 0.5), (10, 0.1))]
+    assert knee(trials) == trials[2]
+    # An objective that is the same for all but for rounding decides nothing.
+    rounded = [trial(1.0 + index * 1e-15, 1.0, gain) for index, gain in enumerate((0.5, 0.9))]
+    assert knee(rounded) == rounded[1]
+    with pytest.raises(ConfigError, match="no trial to choose from"):
+        knee([])
+
+
+def test_nsga2_finds_the_knee_of_the_grid_within_a_step_of_it() -> None:
+    """Where the fastest collective changes with the density."""
+    trial_at = trial_by_density(1, 1)
+    grid = density_grid()
+    exact, found = knee([trial_at(density) for density in grid]), knee(nsga2(trial_at))
+    assert exact.codec.density is not None
+    assert found.codec.density is not None
+    steps = math.log(found.codec.density / exact.codec.density) / math.log(grid[1] / grid[0])
+    assert abs(steps) <= 1, (found, exact)
+
+
+def test_prediction_takes_the_collective_with_the_least_cost() -> None:
+    """Few values over a slow start: allgather, in one latency. Many over little bandwidth: a sum of values."""
+    assert trial_by_density(10, 50)(0.001).scheme is Scheme.ALLGATHER
+    assert trial_by_density(0.1, 0.1)(0.1).scheme is not Scheme.ALLGATHER
+    slow = [trial_by_density(0.1, 0.1)(density).exchange_s for density in CANDIDATE_DENSITIES]
+    assert slow == sorted(slow, reverse=True)
+
+
+def test_gain_between_four_densities_a_decade_is_as_exact_as_straight_lines_are() -> None:
+    """h^2 / 8 of the second derivative of log gain in log density, which is under 0.3 here; h is ln(10) / 4."""
+    densities = [10 ** (-quarter / 4) for quarter in range(16, -1, -1)]
+    gain = interpolate_gain(densities, [gain_of(density) for density in densities])
+    grid = density_grid(1e-4, 1.0)
+    errors = {density: gain(density) / gain_of(density) - 1 for density in grid}
+    assert max(map(abs, errors.values())) <= (math.log(10) / 4) ** 2 / 8 * 0.3, errors
+    assert gain(1e-5) == pytest.approx(gain(1e-4) / 10)
+
+
+def test_a_grid_holds_both_ends() -> None:
+    assert density_grid()[0] == 0.001
+    assert density_grid()[-1] == pytest.approx(0.1)
+    assert len(density_grid()) == 25
+    assert max(density_grid(0.01, 1.0)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: trial(math.nan, 1, 1), "finite seconds"),
+        (lambda: trial(1, 1, 0), "more than 0"),
+        (lambda: interpolate_gain([0.1, 0.01], [0.5, 0.2]), "rising densities"),
+        (lambda: interpolate_gain([], []), "give one each"),
+        (lambda: interpolate_gain([0.1], [math.nan]), "finite gains"),
+        (lambda: density_grid(0.1, 0.01), "low < high"),
+        (lambda: trial_by_density(1, 1)(0), "density 0"),
+    ],
+)
+def test_bad_input_is_one_clear_error(make: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()  # type: ignore[operator]

@@ -1,0 +1,433 @@
+"""Monitors over real sockets and a real local Ray: what they measure, and that they outlive what they talk to."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from support.samples import step_sample
+
+from cgx_ray.bench.monitor_cost import monitor_rows
+from cgx_ray.monitors.agent import NodeAgent, OwnBytes
+from cgx_ray.monitors.export import METRICS, RUN, ControllerMetrics
+from cgx_ray.monitors.host import HostMonitor, Neighbours, NicBytes, NicRates, read_nics, read_pressure
+from cgx_ray.monitors.probe import BulkServer
+from cgx_ray.monitors.round_trip import EchoServer, Peers, round_trip_s
+from cgx_ray.monitors.sample import CURVE_DENSITIES, NodeSample
+
+HOST = "127.0.0.1"
+
+
+def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        if result := claim():
+            return result
+        time.sleep(0.05)
+    pytest.fail(f"{what}: not within {timeout_s} s")
+
+
+# Network cards.
+
+
+def test_nic_rates_are_bytes_a_second_of_all_cards_between_two_reads() -> None:
+    times_s = iter([10.0, 12.0, 12.0, 16.0])
+    counters = iter(
+        [
+            {"eth0": NicBytes(1000, 100), "eth1": NicBytes(0, 0)},
+            {"eth0": NicBytes(3000, 200), "eth1": NicBytes(500, 50)},
+            {"eth0": NicBytes(3000, 200), "eth1": NicBytes(500, 50)},
+            # eth1 was reset and eth2 is new: neither says anything about this interval.
+            {"eth0": NicBytes(3400, 200), "eth1": NicBytes(7, 7), "eth2": NicBytes(10**9, 10**9)},
+        ]
+    )
+    rates = NicRates(clock=lambda: next(times_s), read_nics=lambda: next(counters))
+    assert rates.read() == (1250.0, 75.0)
+    assert rates.read() == (0.0, 0.0)
+    assert rates.read() == (100.0, 0.0)
+
+
+def test_a_node_with_nothing_but_loopback_has_no_traffic() -> None:
+    times_s = iter([0.0, 1.0])
+    assert NicRates(clock=lambda: next(times_s), read_nics=dict).read() == (0.0, 0.0)
+
+
+def test_loopback_is_left_out_of_this_nodes_cards() -> None:
+    loopback = {
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address == HOST for address in addresses)
+    }
+    assert loopback
+    assert not loopback & read_nics().keys()
+
+
+def test_a_neighbour_is_what_the_cards_carry_beside_our_own_bytes() -> None:
+    neighbours = Neighbours()
+    # Steps of 3 s: their bytes are known at the end, 1 % of them are headers.
+    for step in range(10):
+        for second in range(3):
+            found = neighbours.add(1.05e6, 3e6 if second == 2 else 0, 1.0)
+        assert found < 0.1e6, (step, found)
+    for _ in range(10):
+        for second in range(3):
+            found = neighbours.add(6.05e6, 3e6 if second == 2 else 0, 1.0)
+    assert found == pytest.approx(5e6, rel=0.02)
+    assert Neighbours().add(0.0, 0.0, 0.0) == 0.0
+
+
+def test_neighbours_are_unknown_for_half_a_minute_after_own_bytes_were() -> None:
+    neighbours = Neighbours()
+    found = [neighbours.add(1e6, None if second == 2 else 0.0, 1.0) for second in range(40)]
+    assert found == [1e6, 1e6, *[None] * 30, *[1e6] * 8]
+
+
+def test_own_bytes_are_those_that_leave_the_node_or_unknown() -> None:
+    """Steps of 1,000 bytes. Ranks of a node that share no memory do not know where their messages went."""
+    apart = [replace(step_sample(rank, 0), card_bytes=1000) for rank in (0, 1)]
+    sharing = [replace(step, num_local=2) for step in apart]
+    assert OwnBytes(has_peers=False).of(sharing) == 0
+    alone = OwnBytes(has_peers=True)
+    assert [alone.of(apart[:1]), alone.of([])] == [1000, 0]
+    together = OwnBytes(has_peers=True)
+    steps = [sharing[:1], sharing, [], apart, apart[:1]]
+    assert [together.of(some) for some in steps] == [1000, 2000, 0, None, None]
+
+
+def test_pressure_is_the_share_of_the_last_ten_seconds_or_unknown(tmp_path: Path) -> None:
+    (tmp_path / "cpu").write_text("some avg10=25.50 avg60=1.00 avg300=0.00 total=9\nfull avg10=0.00 avg60=0.00\n")
+    assert read_pressure("cpu", tmp_path) == 0.255
+    assert read_pressure("memory", tmp_path) is None
+
+
+def test_a_host_is_within_its_bounds() -> None:
+    load = HostMonitor().read(0)
+    assert 0 <= load.cpu_share <= 1, load
+    assert 0 < load.memory_share <= 1, load
+    assert all(0 <= share <= 1 for share in load.pressure.values()), load
+
+
+# Round trips.
+
+
+def test_echo_server_answers_several_clients_and_then_closes() -> None:
+    server = EchoServer(HOST)
+    with socket.create_connection(server.address, timeout=5) as idle:
+        found: list[float] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(round_trip_s(*server.address, timeout_s=30, gap_s=0)))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 4
+        assert all(0 < seconds < 30 for seconds in found), found
+        server.close()
+        assert idle.recv(1) == b"", "the server left a connection open"
+    with pytest.raises(OSError, match="refused"):
+        round_trip_s(*server.address)
+    server.close()
+
+
+def test_a_busy_peer_does_not_make_a_round_trip_longer() -> None:
+    delays_s = [0.6, 0.4, 0.3]
+
+    def answer_late(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client:
+            for delay_s in delays_s:
+                message = client.recv(64)
+                time.sleep(delay_s)
+                client.sendall(message)
+
+    with closing(socket.create_server((HOST, 0))) as listener:
+        thread = threading.Thread(target=answer_late, args=(listener,))
+        thread.start()
+        found_s = round_trip_s(HOST, listener.getsockname()[1], num_probes=3, timeout_s=10, gap_s=0)
+        thread.join()
+    # The kernel shook hands at once.
+    assert 0 < found_s < 0.3, found_s
+
+
+def test_a_peer_that_accepts_and_never_answers_times_out() -> None:
+    with closing(socket.create_server((HOST, 0))) as listener, pytest.raises(TimeoutError):
+        round_trip_s(HOST, listener.getsockname()[1], timeout_s=0.1)
+
+
+def test_a_peer_that_hangs_up_or_answers_nonsense_is_a_connection_error() -> None:
+    def misbehave(listener: socket.socket) -> None:
+        for answer in (b"", b"HTTP/1.1"):
+            client, _ = listener.accept()
+            with client:
+                client.recv(64)
+                client.sendall(answer)
+
+    with closing(socket.create_server((HOST, 0))) as listener:
+        thread = threading.Thread(target=misbehave, args=(listener,))
+        thread.start()
+        with pytest.raises(ConnectionError, match="closed"):
+            round_trip_s(HOST, listener.getsockname()[1])
+        with pytest.raises(ConnectionError, match="not an echo server"):
+            round_trip_s(HOST, listener.getsockname()[1])
+        thread.join()
+
+
+def test_an_address_of_another_node_is_refused() -> None:
+    # 192.0.2.0/24 is set aside for documentation: no node has it.
+    with pytest.raises(OSError, match="assign"):
+        EchoServer("192.0.2.1")
+
+
+# The agent in a real Ray.
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        # Prometheus text every second, not every ten.
+        _system_config={"metrics_report_interval_ms": 1000},
+    )
+    yield
+    ray.shutdown()
+
+
+# Ray pickles what is defined inside a function by value; its workers cannot import test modules.
+def fake_controller() -> Any:
+    @ray.remote(num_cpus=0)
+    class FakeController:
+        def __init__(self) -> None:
+            self.samples: list[NodeSample] = []
+            self.rejects = False
+            self.order: str | None = None
+
+        def observe(self, sample: NodeSample) -> str | None:
+            if self.rejects:
+                raise ValueError("no use for this")
+            self.samples.append(sample)
+            order, self.order = self.order, None
+            return order
+
+        def probe(self, node_id: str) -> None:
+            self.order = node_id
+
+        def next_order(self) -> str | None:
+            return self.order
+
+        def reject(self, rejects: bool) -> None:
+            self.rejects = rejects
+
+        def taken(self) -> list[NodeSample]:
+            return self.samples
+
+    return FakeController.remote()
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("cgx_ray")]
+
+
+@pytest.fixture
+def agent(local_ray: None) -> Iterator[NodeAgent]:
+    """An agent in the test's own process, so that its log is at hand. Its controllers are real actors."""
+    agent = NodeAgent("a", "run", HOST, interval_s=0.05, latency_interval_s=0.1)
+    yield agent
+    agent.stop()
+
+
+def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray: None) -> None:
+    actor = ray.remote(NodeAgent).options(num_cpus=0).remote("a", "run", HOST, interval_s=0.2)
+    controller = fake_controller()
+    with closing(EchoServer(HOST)) as peer:
+        own = ray.get(actor.address.remote())
+        assert round_trip_s(*own) > 0
+        ray.get(actor.start.remote({"a": own, "b": peer.address}, controller))
+        for step in range(20):
+            samples = [replace(step_sample(rank, step), num_local=2) for rank in (0, 1)]
+            ray.get(actor.report.remote(samples))
+
+        def taken() -> list[NodeSample]:
+            return ray.get(controller.taken.remote())
+
+        wait_until(lambda: sum(len(sample.steps) for sample in taken()) >= 40, "40 steps")
+        latest = wait_until(lambda: [sample for sample in taken() if sample.latency_s], "a latency")[-1]
+        steps = [(step.step, step.rank) for sample in taken() for step in sample.steps]
+        assert steps == [(step, rank) for step in range(20) for rank in (0, 1)]
+        assert latest.latency_s.keys() == {"b"}
+        assert 0 < latest.latency_s["b"] < 0.5
+
+        # There may be no broken packets to count, and no pressure on older kernels.
+        wait_until(lambda: set(missing(served_metrics())) <= {"cgx_ray_nic_errors", "cgx_ray_pressure"}, "every metric")
+        # Both ranks, 20 steps of 1,500 bytes each.
+        sent = "ray_cgx_ray_wire_bytes_total{"
+        wait_until(lambda: values(served_metrics(), sent) == [30_000, 30_000], "all bytes")
+        text = served_metrics()
+    ratios = [line for line in text.splitlines() if line.startswith("ray_cgx_ray_compression_ratio{")]
+    assert len(ratios) == 2
+    assert all(f'{RUN}="run"' in line and line.endswith(" 4.0") for line in ratios), ratios
+    # Ranks 0 and 1 have 0.5 and 0.6 at every density.
+    assert values(text, "ray_cgx_ray_gain_at_density{") == pytest.approx([0.55] * len(CURVE_DENSITIES))
+    ray.get(actor.stop.remote())
+
+
+@dataclass(frozen=True)
+class Facts:
+    slow_link_bits_per_s: Mapping[int, float]
+    slow_ranks: frozenset[int]
+    silent_nodes: frozenset[str] = frozenset({"c"})
+    bandwidth_bits_per_s: float = 1e9
+    bandwidth_error: float = 0.05
+    latency_s: float = 1e-3
+    num_link_changes: int = 1
+    predicted_step_s: float = 0.2
+    measured_step_s: float = 0.25
+
+
+def served_metrics() -> str:
+    """What Prometheus would read. The test itself speaks for the controller."""
+    controller_metrics = ControllerMetrics("run")
+    controller_metrics.count_decision("replace")
+    controller_metrics.export(Facts({1: 1e8}, frozenset({1})), num_journal_errors=1)
+    return scrape()
+
+
+def test_a_rank_that_is_no_longer_slow_is_set_to_zero(local_ray: None) -> None:
+    controller_metrics = ControllerMetrics("other run")
+    controller_metrics.export(Facts({1: 1e8, 2: 2e8}, frozenset({3})), num_journal_errors=0)
+    controller_metrics.export(Facts({2: 3e8}, frozenset()), num_journal_errors=0)
+
+    def found() -> dict[str, list[float]]:
+        lines = [line for line in scrape().splitlines() if f'{RUN}="other run"' in line]
+        return {name: sorted(values("\n".join(lines), f"ray_cgx_ray_slow_{name}{{")) for name in expected}
+
+    expected = {"link_bits_per_second": [0, 3e8], "rank": [0]}
+    wait_until(lambda: found() == expected, str(expected))
+
+
+def scrape() -> str:
+    node = ray.nodes()[0]
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return response.read().decode()
+
+
+def test_a_peer_that_is_gone_has_no_latency_and_is_logged_once(
+    agent: NodeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = fake_controller()
+
+    def last_latency_s() -> dict[str, float] | None:
+        taken = ray.get(controller.taken.remote())
+        return dict(taken[-1].latency_s) if taken else None
+
+    with closing(EchoServer(HOST)) as peer:
+        agent.start({"b": peer.address}, controller)
+        wait_until(last_latency_s, "a latency")
+    wait_until(lambda: last_latency_s() == {}, "no latency")
+    time.sleep(0.5)  # five more attempts
+    heard = logged(caplog)
+    assert len(heard) == 1, heard
+    assert "node b does not answer" in heard[0]
+
+
+def test_agent_outlives_its_controller_says_so_once_and_takes_another(
+    agent: NodeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = fake_controller()
+    agent.start({}, first)
+    wait_until(lambda: ray.get(first.taken.remote()), "a first sample")
+    ray.kill(first)
+    wait_until(lambda: logged(caplog), "a line about the controller")
+    agent.report([step_sample(0, 0)])
+    time.sleep(0.5)  # ten more intervals
+    heard = logged(caplog)
+    assert len(heard) == 1, heard
+    assert "the controller is gone" in heard[0]
+
+    second = fake_controller()
+    agent.start({}, second)
+    agent.report([step_sample(0, 1)])
+    wait_until(lambda: any(sample.steps for sample in ray.get(second.taken.remote())), "steps")
+
+
+def test_an_agent_probes_the_node_that_the_controller_names_and_no_other(agent: NodeAgent) -> None:
+    controller = fake_controller()
+    with closing(EchoServer(HOST)) as echo, closing(BulkServer(HOST)) as bulk:
+        agent.start({"b": echo.address}, controller, {"b": bulk.address})
+        for order in ("gone", "b"):
+            ray.get(controller.probe.remote(order))
+            wait_until(lambda: ray.get(controller.next_order.remote()) is None, f"order {order}")
+        found = wait_until(
+            lambda: [one.bandwidth for one in ray.get(controller.taken.remote()) if one.bandwidth], "a rate"
+        )
+        agent.stop()
+    assert [list(rates) for rates in found] == [["b"]]
+    assert found[0]["b"] > 1e6
+
+
+def test_a_node_that_falls_silent_again_is_named_again(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(EchoServer(HOST)) as gone:
+        pass
+    with closing(EchoServer(HOST)) as there:
+        addresses = {"b": gone.address}
+        peers = Peers(addresses)
+        for address, answers in ((gone, 0), (there, 1), (gone, 0), (gone, 0)):
+            addresses["b"] = address.address
+            peers.measure(threading.Event())
+            assert len(peers.latency_s) == answers
+    heard = logged(caplog)
+    assert len(heard) == 2, heard
+
+
+def test_a_controller_that_rejects_a_sample_still_gets_the_next(
+    agent: NodeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = fake_controller()
+    ray.get(controller.reject.remote(True))
+    agent.start({}, controller)
+    wait_until(lambda: logged(caplog), "a line about the rejection")
+    ray.get(controller.reject.remote(False))
+    wait_until(lambda: len(ray.get(controller.taken.remote())) > 3, "samples")
+    heard = logged(caplog)
+    assert len(heard) == 1, heard
+    assert "no use for this" in heard[0]
+
+
+def test_an_agent_takes_little_more_memory_than_an_actor_that_does_nothing(local_ray: None) -> None:
+    memory = next(row for row in monitor_rows(0.5, warm_up_s=0.5) if row.name == "agent_memory")
+    assert memory.met, memory
+
+
+def test_an_agent_that_never_started_stops(agent: NodeAgent) -> None:
+    agent.report([step_sample(0, 0)])
+    agent.stop()
+    with pytest.raises(OSError, match="refused"):
+        round_trip_s(*agent.address())
+
+
+def values(text: str, start: str) -> list[float]:
+    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith(start)]
+
+
+def missing(text: str) -> list[str]:
+    return [name for name in METRICS if f"\nray_{name}" not in text]
+
+
+def test_no_metric_has_a_label_for_steps_tensors_or_groups() -> None:
+    allowed = {RUN, "ray_train_worker_world_rank", "phase", "codec", "peer", "direction", "kind", "density", "resource"}
+    assert {tag for metric in METRICS.values() for tag in metric.tags} == allowed
+    assert all(metric.tags[0] == RUN for metric in METRICS.values())

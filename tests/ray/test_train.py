@@ -1,0 +1,201 @@
+"""TorchTrainer runs on a real local Ray cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.state import list_actors
+from support import plain_script, train_functions
+
+import cgx_ray
+
+pytestmark = [
+    # Ray's own: sockets and files it leaves to its processes' end, and APIs it deprecates in its own calls.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Path]:
+    """A Ray cluster; gives its session's folder."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    context = ray.init(
+        num_cpus=4,
+        include_dashboard=True,
+        dashboard_port=0,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
+    )
+    yield Path(context.address_info["session_dir"])
+    ray.shutdown()
+
+
+def fit(tmp_path: Path, *, workers: int = 2, failures: int = 0, torch_config: Any = None, **config: Any) -> Any:
+    (tmp_path / "log").mkdir(exist_ok=True)
+    return TorchTrainer(
+        train_functions.train,
+        train_loop_config={"log": str(tmp_path / "log"), **config},
+        torch_config=torch_config or cgx_ray.CGXConfig(),
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(
+            name="run", storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=failures)
+        ),
+    ).fit()
+
+
+def log_of(tmp_path: Path, rank: int, first: int = 0) -> list[dict[str, Any]]:
+    lines = (tmp_path / "log" / f"rank{rank}-from{first}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def journal_of(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()]
+
+
+def our_actors() -> list[Any]:
+    # Without its address Ray looks for clusters on the machine, and there may be others.
+    address = ray.get_runtime_context().gcs_address
+    return [
+        actor
+        for actor in list_actors(address=address, filters=[("state", "=", "ALIVE")])
+        if actor.class_name in ("Controller", "NodeAgent")
+    ]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_adaptive_run_decides_switches_and_leaves_no_actor(tmp_path: Path) -> None:
+    link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 1e8), (60, 1e7)))
+    config = cgx_ray.CGXConfig(simulated_link=link)
+    fit(tmp_path, steps=300, torch_config=config, pace=True)
+    first, second = log_of(tmp_path, 0)[1:], log_of(tmp_path, 1)[1:]
+    assert [line["hash"] for line in first] == [line["hash"] for line in second]
+    assert first[0]["plan_version"] == 0
+    assert first[-1]["plan_version"] > 0
+    # In the end it may be dense again: where processors are too busy to encode, that is faster.
+    assert min(line["wire_bytes"] for line in first) < first[0]["wire_bytes"]
+    decisions = [entry for entry in journal_of(tmp_path) if entry["event"] == "decision"]
+    outcomes = [entry for entry in journal_of(tmp_path) if entry["event"] == "outcome"]
+    assert decisions[0]["reason"].startswith("first measurements")
+    assert decisions[0]["kind"] == "replace"
+    assert decisions[0]["old"]["plan"] == "dense"
+    # A busy machine can look like another link, so there may be other looks at it; one that sees the new rate must be
+    # there. It takes 1.1 s, some 40 steps, as a neighbour's burst would look the same until then.
+    rates = [(entry["step"], entry["inputs"]["bandwidth_gbps"]) for entry in decisions]
+    assert any(step > 60 and gbps < 0.02 for step, gbps in rates), rates
+    assert outcomes
+    assert outcomes[0]["version"] == decisions[0]["new"]["version"]
+    assert outcomes[0]["measured_step_s"] > 0
+    assert our_actors() == []
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_static_run_keeps_the_users_choice(tmp_path: Path) -> None:
+    config = cgx_ray.CGXConfig(policy="static", codec="topk:density=0.05", scheme="allgather")
+    fit(tmp_path, steps=20, torch_config=config, expect_plan="topk:density=0.05 over allgather")
+    assert log_of(tmp_path, 0)[-1]["plan_version"] == 0
+    assert log_of(tmp_path, 0)[-1]["hash"] == log_of(tmp_path, 1)[-1]["hash"]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_residuals_come_back_after_a_worker_died(tmp_path: Path) -> None:
+    config = cgx_ray.CGXConfig(policy="static", codec="topk:density=0.05", scheme="allgather")
+    fit(tmp_path, steps=12, die_at=8, report_at=(5, 12), failures=1, torch_config=config)
+    for rank in (0, 1):
+        resumed = log_of(tmp_path, rank, first=5)
+        assert resumed[0]["engine_step"] == 5
+        assert set(resumed[0]["residuals"]) == {"0.weight", "2.weight"}
+        assert min(resumed[0]["residuals"].values()) > 0
+        assert resumed[-1]["step"] == 11
+    # The restart repeats steps 5 to 7 with the same random numbers and residuals, so with the same weights.
+    before = {line["step"]: line["hash"] for line in log_of(tmp_path, 0)[1:]}
+    after = {line["step"]: line["hash"] for line in log_of(tmp_path, 0, first=5)[1:]}
+    assert [after[step] for step in (5, 6, 7)] == [before[step] for step in (5, 6, 7)]
+
+
+def test_training_goes_on_when_controller_and_monitor_are_killed(cluster: Path, tmp_path: Path) -> None:
+    killed: list[str] = []
+
+    def kill_when_decided() -> None:
+        while not (tmp_path / "run" / "decisions.jsonl").exists():
+            time.sleep(0.2)
+        for actor in our_actors():
+            os.kill(actor.pid, signal.SIGKILL)
+            killed.append(actor.class_name)
+
+    thread = threading.Thread(target=kill_when_decided)
+    thread.start()
+    link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 2e7),))
+    fit(tmp_path, steps=150, pace=True, torch_config=cgx_ray.CGXConfig(simulated_link=link))
+    thread.join()
+    assert sorted(killed) == ["Controller", "NodeAgent"]
+    first, second = log_of(tmp_path, 0)[1:], log_of(tmp_path, 1)[1:]
+    assert len(first) == 150
+    assert [line["hash"] for line in first] == [line["hash"] for line in second]
+    logs = [path.read_text() for path in (cluster / "logs").glob("worker-*.err")]
+    # Both workers notice that both are gone, each once.
+    assert [text.count("the controller is gone: training goes on with plan") for text in logs].count(1) == 2
+    assert [text.count("this node's monitor is gone") for text in logs].count(1) == 2
+    assert max(text.count("is gone") for text in logs) == 2
+
+
+@pytest.mark.usefixtures("cluster")
+def test_world_size_one_trains_as_if_nothing_was_attached(tmp_path: Path) -> None:
+    fit(tmp_path, workers=1, steps=5, report_at=(5,))
+    assert len(log_of(tmp_path, 0)) == 6
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(tmp_path: Path) -> None:
+    TorchTrainer(
+        plain_script.train,
+        train_loop_config={"log": str(tmp_path)},
+        torch_config=TorchConfig(backend="cgx"),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    ).fit()
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first["backend"] == "cgx"
+    assert first["hash"] == second["hash"]
+    for losses in (first["losses"], second["losses"]):
+        assert losses[-1] < 0.9 * losses[0], losses
+    # Two roundings to a 15th of a bucket's range at most, of numbers within a bucket of 128 of 5,000.
+    assert 0 < first["error"] <= 2 * 2 * (2 * 128 / 5000 + 2 * 2**-7) / 15, first["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"policy": "clever"}, "unknown policy 'clever'; known: adaptive, static"),
+        ({"codec": "zip"}, "unknown codec 'zip'; known: none, fp16, bf16, prefix, qsgd"),
+        ({"codec": "qsgd:bits=9"}, "bits 9 is not allowed; give a whole number from 1 to 8"),
+        ({"codec": "qsgd:bits=x"}, "bits 'x' is not allowed; give a whole number from 1 to 8"),
+        ({"codec": "topk:density=0"}, "density 0.0 is not allowed; give a share in (0, 1]"),
+        ({"codec": "topk", "scheme": "sra"}, "scheme sra cannot carry codec topk"),
+        ({"scheme": "mesh"}, "unknown scheme 'mesh'; known: dense, allreduce, allgather, sra, ring, tree, "),
+        ({"codec": "topk", "scheme": "allgather"}, "not allowed with policy 'adaptive', which chooses for itself"),
+        ({"densities": (2.0,)}, "density 2.0 is not allowed; give a share in (0, 1]"),
+        ({"densities": 0.1}, "give a tuple such as"),
+        ({"seed": "a"}, "seed 'a' is not allowed"),
+        ({"min_gain": 2}, "min_gain 2 is not in [0, 1]"),
+        ({"num_streams": 0}, "num_streams 0 is not allowed; give 1 or more"),
+    ],
+)
+def test_a_wrong_config_fails_where_it_is_written(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(cgx_ray.ConfigError) as caught:
+        cgx_ray.CGXConfig(**arguments)
+    assert says in str(caught.value)

@@ -1,0 +1,25 @@
+"""Samples as an engine takes them."""
+
+from __future__ import annotations
+
+from cgx_ray.monitors.sample import CURVE_DENSITIES, StepSample, Transfer
+
+
+def step_sample(rank: int, step: int) -> StepSample:
+    return StepSample(
+        rank=rank,
+        step=step,
+        plan_version=3,
+        step_s=0.25,
+        compute_s=0.1,
+        encode_s=0.01,
+        exchange_s=0.2,
+        decode_s=0.02,
+        wire_bytes=1500,
+        dense_bytes=4000,
+        ready_s=(0.1,),
+        transfers=(Transfer(group=0, scheme="sra", numel=1000, wire_bytes=1000, seconds=0.2),),
+        gain={"bf16": 0.99},
+        gain_curve=tuple(0.5 + rank / 10 for _ in CURVE_DENSITIES),
+        norm=2.5,
+    )

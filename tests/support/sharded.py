@@ -1,0 +1,67 @@
+"""Models made by `fully_shard`, and how the tests train them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from support.branches import batch
+
+BITS8 = "qsgd:bits=8,rounding=nearest"
+
+
+def make_mesh(num_replicas: int = 1) -> DeviceMesh:
+    num_ranks = dist.get_world_size()
+    if num_replicas == 1:
+        return init_device_mesh("cpu", (num_ranks,))
+    shape = (num_replicas, num_ranks // num_replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
+    """`model` with each linear layer in a `fully_shard` of its own, and what is left in that of the model."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            fully_shard(module, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor put together, apart from autograd."""
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().detach()
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: whole(gradient) for name, gradient in found.items() if gradient is not None}
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    x_BD = batch(rank, step)
+    (model(x_BD).float() - x_BD).square().mean().backward()
+
+
+def train(model: nn.Module, rank: int, steps: range) -> dict[str, torch.Tensor]:
+    """Plain SGD; returns the weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
+    return weights_of(model)
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
