@@ -21,7 +21,7 @@ from rich.console import Console
 
 from cgx_ray.bench.monitor_cost import local_ray, monitor_rows
 from cgx_ray.bench.network_job import Job, NetworkBenchError
-from cgx_ray.control.loop import LoopFacts
+from cgx_ray.control.facts import LoopFacts
 from cgx_ray.lab.link import MTU_BYTES, Direction, LinkChange, format_rate
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.report.result import Row, write_result

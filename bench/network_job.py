@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.journal import Journal
-from cgx_ray.control.loop import ControlLoop, LoopFacts
+from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.namespaces import Lab

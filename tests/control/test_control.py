@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
-from cgx_ray.control.joined_steps import StepBook
+from cgx_ray.control.joined_steps import StepJoiner
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.known_network import PROBE_HOLDS_S, RATE_HOLDS_S, KnownNetwork
 from cgx_ray.control.link_estimate import PassiveLink
-from cgx_ray.control.loop import BAN_STEPS, JUDGED_STEPS, LINK_STEPS, WARM_UP_STEPS, ControlLoop
+from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.measured import beside_dense, is_dense, layer_times
+from cgx_ray.control.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.policy import AdaptivePolicy, Decision, Disable, Keep, Replace, StaticPolicy
+from cgx_ray.control.setbacks import BAN_STEPS
+from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.monitors.sample import Burst, HostLoad, NodeSample, StepSample, Transfer
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, exchange_s
@@ -139,8 +142,10 @@ def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_netwo
     decisions = run.run(LINK_STEPS)
     assert [type(decision) for decision in decisions] == [Replace]
     assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
-    assert "qsgd:bits=4,bucket_size=128 over sra, 1x none over sra: 0.621 s a step" in decisions[0].reason
-    assert "dense 2.705 s, keeps 98.0% of the gradient, gap 0.0%" in decisions[0].reason
+    assert decisions[0].reason == (
+        "first measurements: 1x qsgd:bits=4,bucket_size=128 over sra, 1x none over sra; predicted 0.621 s per step "
+        "(dense 2.705 s), keeps 98.0% of the gradient"
+    )
 
 
 def test_a_fast_network_keeps_dense(tmp_path: Path) -> None:
@@ -161,7 +166,7 @@ def test_a_slower_network_is_noticed_within_three_steps_even_if_a_rank_is_late(
     run.gbps = 0.1
     decisions = run.run(3)
     assert len(decisions) == 1
-    assert "bandwidth 1.00 Gbit/s -> 100 Mbit/s" in decisions[0].reason
+    assert "bandwidth fell from 1.00 Gbit/s to 100 Mbit/s" in decisions[0].reason
 
 
 def test_an_unchanged_network_causes_no_decision_until_the_review(tmp_path: Path) -> None:
@@ -196,7 +201,7 @@ def test_a_plan_slower_than_dense_is_taken_back_and_others_are_tried_more_and_mo
     assert isinstance(first, Replace)
     assert isinstance(second, Disable)
     assert run.loop.plans[-1].describe() == "dense"
-    assert "on this network; nothing else is tried for 500 steps, its options for 1000" in second.reason
+    assert "on this network; only dense for 500 steps, these options banned for 1000" in second.reason
     assert run.run(BAN_STEPS - 1) == []
     next_one, its_end = run.run(2 * BAN_STEPS)
     assert isinstance(next_one, Replace)
@@ -265,7 +270,7 @@ def test_a_codec_whose_gain_falls_in_use_is_left_and_not_tried_again(tmp_path: P
     run.gain["topk:density=0.01"] = 0.2
     assert run.run(20) == [], "one measurement is not enough"
     (decision,) = run.run(20)
-    assert decision.reason.startswith("gain of topk:density=0.01 fell from 0.70 to 0.20; ")
+    assert decision.reason.startswith("gain of topk:density=0.01 fell from 0.70 to 0.20: ")
     # Not in use, it is estimated from each rank's own top-k again.
     run.gain["topk:density=0.01"] = 0.7
     run.run(200)
@@ -292,7 +297,7 @@ def test_a_codec_whose_gain_rises_is_taken_before_the_review(tmp_path: Path) -> 
     assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
     run.gain["topk:density=0.01"] = 0.9
     (decision,) = run.run(35)
-    assert decision.reason.startswith("gain of topk:density=0.01 rose from 0.30 to 0.90; ")
+    assert decision.reason.startswith("gain of topk:density=0.01 rose from 0.30 to 0.90: ")
     assert "topk:density=0.01" in run.loop.plans[-1].describe()
 
 
@@ -337,11 +342,11 @@ def test_bursts_count_for_the_node_whose_link_its_ranks_share(tmp_path: Path) ->
     for num_local, factor in ((1, 1), (2, 2), (WORLD, 1)):
         run.num_local = num_local
         samples = [replace(run._sample(rank), bursts=(Burst(1000, 0.1),)) for rank in range(WORLD)]
-        (joined,) = StepBook(WORLD).add(samples)
-        assert joined.seen.bursts[1] == (Burst(1000 * factor, 0.1),)
+        (joined,) = StepJoiner(WORLD).add(samples)
+        assert joined.traffic.bursts[1] == (Burst(1000 * factor, 0.1),)
         assert joined.num_local == num_local
     odd = [replace(run._sample(rank), num_local=1 + (rank > 0) * 2) for rank in range(WORLD)]
-    assert StepBook(WORLD).add(odd)[0].num_local == 1
+    assert StepJoiner(WORLD).add(odd)[0].num_local == 1
 
 
 def test_layer_times_follow_ready_groups_and_between_them_elements() -> None:
@@ -359,7 +364,7 @@ def test_a_tenfold_latency_is_a_cause(tmp_path: Path) -> None:
     run.run(20)
     run.latency_s = 0.02
     decisions = run.run(3)
-    assert "latency 0.1 -> 20.0 ms" in decisions[0].reason
+    assert "latency rose from 0.1 to 20.0 ms" in decisions[0].reason
 
 
 def test_codecs_that_keep_too_little_are_not_chosen(tmp_path: Path) -> None:
@@ -438,7 +443,7 @@ def test_probes_count_with_a_slow_node_and_name_it_once_the_other_end_was_fast_e
 
     def report(node: str, found: dict[str, float]) -> None:
         steps, latency_s = (run._sample("abcd".index(node)),), {other: 1e-3 for other in "abcd" if other != node}
-        network.hear(
+        network.add_report(
             NodeSample(node_id=node, time_s=0.0, steps=steps, latency_s=latency_s, host=QUIET, bandwidth=found), 0.0
         )
 
@@ -494,11 +499,11 @@ def test_steps_join_when_the_last_rank_reports_and_the_shortest_transfer_counts(
     run = start(tmp_path)
     run.late_rank_s = 5.0
     samples = [run._sample(rank) for rank in range(WORLD)]
-    book = StepBook(WORLD)
+    book = StepJoiner(WORLD)
     assert book.add(samples[1:]) == []
     (joined,) = book.add(samples[:1])
     link = PassiveLink()
-    link.add(joined.seen, probed_latency_s=1e-4)
+    link.add(joined.traffic, probed_latency_s=1e-4)
     assert link.bandwidth is not None
     assert 8 * link.bandwidth.value == pytest.approx(1e9)
 
@@ -507,9 +512,9 @@ def test_bandwidth_is_told_from_the_indices_and_values_of_artopk(tmp_path: Path)
     run = start(tmp_path)
     topk = CodecSpec(name="topk", density=0.1)
     run.loop.plans.append(make_plan(LAYERS, version=1, world_size=WORLD, codec=topk, scheme=Scheme.ARTOPK_RING))
-    (joined,) = StepBook(WORLD).add([run._sample(rank) for rank in range(WORLD)])
+    (joined,) = StepJoiner(WORLD).add([run._sample(rank) for rank in range(WORLD)])
     link = PassiveLink()
-    link.add(joined.seen, probed_latency_s=1e-4)
+    link.add(joined.traffic, probed_latency_s=1e-4)
     assert link.bandwidth is not None
     assert 8 * link.bandwidth.value == pytest.approx(1e9)
 

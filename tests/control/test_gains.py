@@ -30,7 +30,7 @@ def causes(watched: GainWatch, gains: Iterable[float]) -> dict[int, str]:
             found[number] = cause
         if cause is not None or number % NUM_MEASUREMENTS == 1:
             decided = watched.gain
-            watched.look()
+            watched.acknowledge()
     return found
 
 
@@ -81,7 +81,7 @@ def test_under_a_new_plan_its_codecs_are_held_against_what_was_expected_and_othe
     for _ in range(10):
         watched.add({TOPK: 0.9, QSGD: 0.9})
     decided = watched.gain
-    watched.enter([TOPK])
+    watched.start_plan([TOPK])
     assert watched.gain == decided, "until something is measured"
     watched.add({TOPK: 0.6, QSGD: 0.6})
     assert watched.gain == {TOPK: 0.6, QSGD: 0.6}

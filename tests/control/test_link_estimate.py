@@ -18,9 +18,12 @@ from support.ranks import run_ranks
 
 from cgx_ray.collectives import tcp
 from cgx_ray.control.changes import ChangeDetector, SlowRanks
-from cgx_ray.control.joined_steps import StepBook
-from cgx_ray.control.link_estimate import Exchange, PassiveLink, Seen, fit_exchanges, quantile_interval
+from cgx_ray.control.estimate import quantile_interval
+from cgx_ray.control.joined_steps import StepJoiner
+from cgx_ray.control.link_estimate import PassiveLink
+from cgx_ray.control.rate_estimates import fit_exchanges
 from cgx_ray.control.topology import SilentNodes, clusters, slow_links
+from cgx_ray.control.traffic import ObservedExchange, StepTraffic
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors.sample import Burst, StepSample
 from cgx_ray.session.attach import attach
@@ -30,7 +33,7 @@ PAIRS = list(itertools.combinations(range(WORLD), 2))
 MIB = 1 << 20
 
 
-class Network:
+class NoisyNetwork:
     """Steps on a network that is known, beside processors that are busy: they only make things slower."""
 
     def __init__(self, *, rate: float, latency_s: float, seed: int = 0, step_s: float = 0.5) -> None:
@@ -40,13 +43,13 @@ class Network:
         self.neighbour = 0.0
         self._random = random.Random(seed)
 
-    def step(self, *, has_mesh: bool = True, sizes: tuple[int, ...] = (40_000, *[4 * MIB] * 5, MIB)) -> Seen:
+    def step(self, *, has_mesh: bool = True, sizes: tuple[int, ...] = (40_000, *[4 * MIB] * 5, MIB)) -> StepTraffic:
         if not has_mesh:
-            return Seen(seconds=self.step_s, exchanges=[self._exchange(size) for size in sizes])
+            return StepTraffic(seconds=self.step_s, exchanges=[self._exchange(size) for size in sizes])
         left = 1 - self.neighbour
         down = {rank: left * self.rate * self.slow_down.get(rank, 1.0) for rank in range(WORLD)}
         up = {rank: left * self.rate * self.slow_up.get(rank, 1.0) for rank in range(WORLD)}
-        return Seen(
+        return StepTraffic(
             seconds=self.step_s,
             bursts={
                 rank: [Burst(MIB, MIB / rate * self._contention()) for _ in range(6)] for rank, rate in down.items()
@@ -58,16 +61,18 @@ class Network:
             round_trip_s={pair: 2 * self.latency_s * self._contention() for pair in PAIRS},
         )
 
-    def _exchange(self, num_bytes: int) -> Exchange:
+    def _exchange(self, num_bytes: int) -> ObservedExchange:
         seconds = (6 * self.latency_s + num_bytes / self.rate) * self._contention()
-        return Exchange(hops=6, num_bytes=num_bytes, seconds=seconds)
+        return ObservedExchange(hops=6, num_bytes=num_bytes, seconds=seconds)
 
     def _contention(self) -> float:
         """A few percent of noise, and a third of the time up to twice as long."""
         return 1 + abs(self._random.gauss(0, 0.02)) + (self._random.random() if self._random.random() < 0.33 else 0)
 
 
-def watch(link: PassiveLink, network: Network, num_steps: int, probed_latency_s: float = 1e-3, **step: bool) -> None:
+def watch(
+    link: PassiveLink, network: NoisyNetwork, num_steps: int, probed_latency_s: float = 1e-3, **step: bool
+) -> None:
     for _ in range(num_steps):
         link.add(network.step(**step), probed_latency_s)
 
@@ -78,7 +83,7 @@ def test_messages_tell_bandwidth_within_5_percent_and_latency_within_10_beside_b
     rate: float, latency_s: float
 ) -> None:
     link = PassiveLink()
-    watch(link, Network(rate=rate, latency_s=latency_s), 20)
+    watch(link, NoisyNetwork(rate=rate, latency_s=latency_s), 20)
     assert link.bandwidth is not None
     assert link.latency_s is not None
     assert (link.bandwidth.source, link.latency_s.source) == ("bursts", "agreement")
@@ -90,7 +95,7 @@ def test_messages_tell_bandwidth_within_5_percent_and_latency_within_10_beside_b
 @pytest.mark.parametrize("latency_s", [1e-4, 0.01, 0.05])
 def test_without_a_mesh_sizes_tell_bandwidth_whatever_latency_was_probed(latency_s: float) -> None:
     link = PassiveLink()
-    watch(link, Network(rate=125e6, latency_s=latency_s), 20, probed_latency_s=1e-5, has_mesh=False)
+    watch(link, NoisyNetwork(rate=125e6, latency_s=latency_s), 20, probed_latency_s=1e-5, has_mesh=False)
     assert link.bandwidth is not None
     assert link.bandwidth.source == "fit"
     assert link.bandwidth.value == pytest.approx(125e6, rel=0.1)
@@ -98,7 +103,7 @@ def test_without_a_mesh_sizes_tell_bandwidth_whatever_latency_was_probed(latency
 
 
 def test_groups_of_one_size_do_not_tell_bandwidth_from_latency_and_the_probed_one_is_used() -> None:
-    network, link = Network(rate=125e6, latency_s=0.01), PassiveLink()
+    network, link = NoisyNetwork(rate=125e6, latency_s=0.01), PassiveLink()
     for _ in range(20):
         link.add(network.step(has_mesh=False, sizes=(4 * MIB, 4 * MIB)), 0.01)
     assert fit_exchanges([network._exchange(4 * MIB) for _ in range(50)]) is None
@@ -112,20 +117,22 @@ def test_exchanges_that_processors_could_have_taken_are_not_sure() -> None:
     for seconds, is_sure in ((1e-4, False), (3e-3, False), (0.1, True)):
         link = PassiveLink()
         for _ in range(40):
-            link.add(Seen(seconds=0.2, exchanges=[Exchange(hops=1, num_bytes=170_000, seconds=seconds)]), 1e-5)
+            link.add(
+                StepTraffic(seconds=0.2, exchanges=[ObservedExchange(hops=1, num_bytes=170_000, seconds=seconds)]), 1e-5
+            )
         assert link.bandwidth is not None
         assert link.bandwidth.is_sure == is_sure, (seconds, link.bandwidth)
 
 
 def test_steps_with_few_bursts_count_together_whatever_their_exchanges_take() -> None:
-    network, link = Network(rate=125e6, latency_s=1e-3, step_s=0.3), PassiveLink()
+    network, link = NoisyNetwork(rate=125e6, latency_s=1e-3, step_s=0.3), PassiveLink()
     for rate in (125e6, 62.5e6):
         network.rate = rate
         for step in range(60):
             seen = network.step()
             few = {step % WORLD: seen.bursts[step % WORLD][:1]} if step % 2 else {}
             # Another plan every second: one whose exchanges say something else.
-            exchange = Exchange(hops=1, num_bytes=1e5, seconds=1e-4 if step // 8 % 2 else 0.1)
+            exchange = ObservedExchange(hops=1, num_bytes=1e5, seconds=1e-4 if step // 8 % 2 else 0.1)
             link.add(replace(seen, bursts=few, pair_rate={}, exchanges=[exchange]), 1e-3)
     assert link.num_changes == 1
     assert link.bandwidth is not None
@@ -133,14 +140,16 @@ def test_steps_with_few_bursts_count_together_whatever_their_exchanges_take() ->
 
 
 def test_three_exchanges_are_not_sure_of_a_slope() -> None:
-    few = [Exchange(hops=6, num_bytes=size, seconds=size / 1e8) for size in (1000, 10_000, 100_000)]
-    noisy = [Exchange(hops=6, num_bytes=one.num_bytes, seconds=one.seconds * (1 + i)) for i, one in enumerate(few)]
+    few = [ObservedExchange(hops=6, num_bytes=size, seconds=size / 1e8) for size in (1000, 10_000, 100_000)]
+    noisy = [
+        ObservedExchange(hops=6, num_bytes=one.num_bytes, seconds=one.seconds * (1 + i)) for i, one in enumerate(few)
+    ]
     assert fit_exchanges(noisy) is None
 
 
 def test_nothing_seen_is_no_estimate() -> None:
     link = PassiveLink()
-    link.add(Seen(seconds=1.0), 1e-3)
+    link.add(StepTraffic(seconds=1.0), 1e-3)
     assert link.bandwidth is None
     assert link.latency_s is None
     assert (link.slow, link.num_changes) == ({}, 0)
@@ -150,7 +159,7 @@ def test_nothing_seen_is_no_estimate() -> None:
 @pytest.mark.parametrize("has_mesh", [True, False])
 @pytest.mark.parametrize("step_s", [0.1, 0.5, 1.0])
 def test_a_bandwidth_that_changes_by_2x_is_noticed_within_3_s(factor: float, has_mesh: bool, step_s: float) -> None:
-    network, link = Network(rate=125e6, latency_s=1e-3, step_s=step_s), PassiveLink()
+    network, link = NoisyNetwork(rate=125e6, latency_s=1e-3, step_s=step_s), PassiveLink()
     watch(link, network, round(20 / step_s), has_mesh=has_mesh)
     assert link.num_changes == 0
     network.rate *= factor
@@ -162,7 +171,7 @@ def test_a_bandwidth_that_changes_by_2x_is_noticed_within_3_s(factor: float, has
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_latency_that_changes_by_2x_is_noticed_within_3_s(factor: float) -> None:
-    network, link = Network(rate=125e6, latency_s=0.01), PassiveLink()
+    network, link = NoisyNetwork(rate=125e6, latency_s=0.01), PassiveLink()
     watch(link, network, 40)
     network.latency_s *= factor
     watch(link, network, 6)
@@ -173,7 +182,7 @@ def test_a_latency_that_changes_by_2x_is_noticed_within_3_s(factor: float) -> No
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ten_minutes_beside_a_bursty_neighbour_are_no_change(seed: int) -> None:
-    network, link = Network(rate=125e6, latency_s=1e-3, seed=seed), PassiveLink()
+    network, link = NoisyNetwork(rate=125e6, latency_s=1e-3, seed=seed), PassiveLink()
     chance = random.Random(seed)
     passed_s = 0.0
     while passed_s < 600:
@@ -187,7 +196,7 @@ def test_ten_minutes_beside_a_bursty_neighbour_are_no_change(seed: int) -> None:
 
 @pytest.mark.parametrize("direction", ["slow_up", "slow_down"])
 def test_the_one_slow_host_of_four_is_named_and_its_return_noticed(direction: str) -> None:
-    network, link = Network(rate=125e6, latency_s=1e-3), PassiveLink()
+    network, link = NoisyNetwork(rate=125e6, latency_s=1e-3), PassiveLink()
     watch(link, network, 20)
     getattr(network, direction)[2] = 0.2
     watch(link, network, 20)
@@ -204,7 +213,7 @@ def test_latency_is_that_between_hosts_where_some_ranks_share_one() -> None:
     link = PassiveLink()
     trips = {(a, b): 5e-5 if a // 2 == b // 2 else 0.02 for a, b in PAIRS}
     for _ in range(5):
-        link.add(Seen(seconds=0.5, round_trip_s=trips), 1e-3)
+        link.add(StepTraffic(seconds=0.5, round_trip_s=trips), 1e-3)
     assert link.latency_s is not None
     assert link.latency_s.value == 0.01
 
@@ -358,29 +367,29 @@ def train(rank: int, transport: str) -> list[StepSample]:
 
 def test_round_trips_of_real_ranks_add_up_and_long_messages_have_a_rate() -> None:
     by_rank = run_ranks(3, train, "tcp")
-    steps = StepBook(3).add(sample for samples in by_rank for sample in samples)
+    steps = StepJoiner(3).add(sample for samples in by_rank for sample in samples)
     assert len(steps) == 6
     # The first step reads no agreement.
-    assert steps[0].seen.round_trip_s == {}
+    assert steps[0].traffic.round_trip_s == {}
     for step in steps[1:]:
-        trips = step.seen.round_trip_s
+        trips = step.traffic.round_trip_s
         assert trips.keys() == {(0, 1), (0, 2), (1, 2)}
         # Loopback: above nothing, under what it takes to train all steps.
         assert all(0 < seconds < sum(one.step_s for one in steps) for seconds in trips.values()), trips
-    bursts = [burst for step in steps for bursts in step.seen.bursts.values() for burst in bursts]
+    bursts = [burst for step in steps for bursts in step.traffic.bursts.values() for burst in bursts]
     sent = sum(sample.wire_bytes for samples in by_rank for sample in samples)
     assert all(burst.seconds > 0 and burst.num_bytes > 0 for burst in bursts)
     assert sum(burst.num_bytes for burst in bursts) <= sent
-    assert all(sender != receiver for step in steps for sender, receiver in step.seen.pair_rate)
+    assert all(sender != receiver for step in steps for sender, receiver in step.traffic.pair_rate)
 
 
 def test_over_torch_distributed_only_exchanges_tell() -> None:
-    steps = StepBook(2).add(sample for samples in run_ranks(2, train, "gloo") for sample in samples)
+    steps = StepJoiner(2).add(sample for samples in run_ranks(2, train, "gloo") for sample in samples)
     link = PassiveLink()
     for step in steps:
-        assert not step.seen.round_trip_s
-        assert not any(step.seen.bursts.values())
-        link.add(step.seen, 1e-5)
+        assert not step.traffic.round_trip_s
+        assert not any(step.traffic.bursts.values())
+        link.add(step.traffic, 1e-5)
     assert link.latency_s is None
     assert link.bandwidth is not None
     assert link.bandwidth.source in {"fit", "exchanges"}
@@ -398,7 +407,7 @@ def test_a_real_exchange_shows_the_rate_of_the_lab_within_10_percent() -> None:
     for step in zip(*(json.loads(output) for output in outputs), strict=True):
         bursts = {rank: [Burst(*burst) for burst in seen["bursts"]] for rank, seen in enumerate(step)}
         trips = {(a, b): step[a]["lag_s"][b] + step[b]["lag_s"][a] for a, b in itertools.combinations(range(3), 2)}
-        link.add(Seen(seconds=1.0, bursts=bursts, round_trip_s=trips), 1e-3)
+        link.add(StepTraffic(seconds=1.0, bursts=bursts, round_trip_s=trips), 1e-3)
     assert link.bandwidth is not None
     assert link.latency_s is not None
     # 1448 of 1514 bytes are payload.
