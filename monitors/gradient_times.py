@@ -1,4 +1,4 @@
-"""When each gradient of a model is there: backward measured by hooks, to plan with."""
+"""Times at which the gradients of a model are ready: backward measured by hooks, for the planner."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def measure_ready_s(
     num_warm_steps: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Seconds from the start of forward until each gradient of `model` is there: the median of `num_steps`.
+    """Return seconds from the start of forward until each gradient of `model` is ready: the median of `num_steps`.
 
-    loss  runs forward; its gradients are computed and thrown away. `num_warm_steps` come before those that count
+    loss            runs forward and returns the loss; its gradients are computed and thrown away
+    num_warm_steps  steps before the measured ones
 
-    On a CUDA device the times are those of its stream, which runs behind the host. Raises ConfigError if nothing is
-    trained, or a parameter that is gets no gradient.
+    On a CUDA device the times are those of its stream, which runs behind the host. Raises ConfigError if no parameter
+    requires a gradient, or if one of them gets none.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained:
