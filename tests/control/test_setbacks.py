@@ -72,7 +72,7 @@ def test_what_dense_took_before_compute_fell_keeps_no_plan_that_is_slower_than_d
 
 
 def test_hierarchical_sums_that_are_slower_than_dense_are_taken_back(tmp_path: Path) -> None:
-    """The link inside nodes is assumed, so these plans are judged like any other. They leave the bandwidth unmeasured."""
+    """The link inside nodes is assumed, so their plans are judged like others. They leave the bandwidth unmeasured."""
     run = start(tmp_path, options=[Option(codec=NONE, scheme=Scheme.DENSE, intra=Intra.DENSE)])
     run.num_local, run.latency_s, run.slowdown = 2, 0.02, 3.0
     first, second = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
