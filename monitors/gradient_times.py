@@ -46,7 +46,7 @@ def measure_ready_s(
             if value.numel() != 1 or not value.requires_grad:
                 has = "a" if value.requires_grad else "no"
                 raise ConfigError(
-                    f"the loss has {value.numel()} elements and {has} gradient; return one number that has a gradient"
+                    f"the loss has {value.numel()} elements with {has} gradient; return one number that has a gradient"
                 )
             value.backward()
             for name, seconds in clock.read_s().items():
