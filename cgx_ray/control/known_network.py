@@ -171,7 +171,7 @@ class KnownNetwork:
 
     @property
     def _is_probed(self) -> bool:
-        """Whether all nodes that answer have measured latencies since the last change."""
+        """True if all nodes that answer have measured latencies since the last change."""
         return bool(self._probed_latency_s) and not self._outdated_s.keys() - self.silent_nodes
 
 

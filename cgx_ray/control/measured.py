@@ -16,7 +16,7 @@ FORWARD_SHARE = 1 / 3
 
 
 def beside_dense(plan: Plan) -> frozenset[Option]:
-    """Return the options of `plan` except plain dense, which is what DDP does. Hierarchical dense sums are included."""
+    """Return the options of `plan` except plain dense, the sums of DDP. Hierarchical dense sums are included."""
     options = {Option(codec=group.codec, scheme=group.scheme, intra=group.intra) for group in plan.groups}
     return frozenset(option for option in options if option != DENSE)
 
@@ -27,7 +27,7 @@ def codecs_in_use(plan: Plan) -> frozenset[CodecSpec]:
 
 
 def is_dense(plan: Plan) -> bool:
-    """Return whether `plan` does what DDP does: sums by the vendor over all ranks."""
+    """Return whether `plan` has nothing but plain dense groups, as DDP."""
     return not beside_dense(plan)
 
 

@@ -8,7 +8,8 @@ scored with the same measurements, then:
    slower than dense, the best plan replaces it at once.
 2. Else the best plan replaces it only if its score is more than 5 % smaller.
 
-Dense means what DDP does, never hierarchical sums: these are judged like any other option.
+Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. Where a node has one rank or all
+ranks share memory, hierarchical options equal flat ones, so the planner leaves them out.
 """
 
 from __future__ import annotations
