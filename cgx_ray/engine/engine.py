@@ -19,8 +19,9 @@ from cgx_ray.codecs.codec import HOST, KINDS, POWERSGD_Q
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.agreement import Agreement
-from cgx_ray.engine.group import GainMeter, Group
+from cgx_ray.engine.group import GainMeter, Group, StepMeter
 from cgx_ray.engine.step import Bucket, StepRun
+from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, WorkThread, follow_num_threads, take_all
 from cgx_ray.errors import CGXError, PlanError, StateError
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer
@@ -75,6 +76,7 @@ class Engine:
         self._lock = threading.Lock()
         self._held: dict[int, Plan] = {}
         self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
+        self.telemetry = Telemetry(transport.rank)
         self._failure: CGXError | None = None
         self.last_step: StepSample | None = None
         self.step = 0
@@ -195,7 +197,8 @@ class Engine:
         meter = None
         is_affordable = self._gain_share is None or self.step >= meter_from
         if self._candidates and self.step % self._gain_interval_steps == GAIN_FIRST_STEP and is_affordable:
-            meter = GainMeter(self._candidates, ops.message_key(self._seed, self.step, 0, self._transport.rank, 0))
+            key = ops.message_key(self._seed, self.step, 0, self._transport.rank, 0)
+            meter = StepMeter(GainMeter(self._candidates, key), self.telemetry, self.step)
         return StepRun(
             self._groups,
             plan_version=self.plan.version,
@@ -219,12 +222,20 @@ class Engine:
     def _end(self, step: StepRun) -> None:
         began_s = self._last_end_s
         self._mark_end()
+        with self.telemetry.optional("times, bytes and gains", self.step):
+            self._sample(step, began_s)
+        self.step += 1
+
+    def _sample(self, step: StepRun, began_s: float) -> None:
         now = self._last_end_s
         step_s = now - began_s
         if step.meter is not None and self._gain_share is not None:
             budget_s = self._gain_share * (step_s - step.meter.seconds)
             self._meter_from = self.step + math.ceil(step.meter.seconds / budget_s)
-        bursts, rate_from = _rates(self._transport.take_bursts(), self._transport.world_size)
+        bursts: tuple[Burst, ...] = ()
+        rate_from: tuple[float, ...] = ()
+        with self.telemetry.optional("rates of arrival", self.step):
+            bursts, rate_from = _rates(self._transport.take_bursts(), self._transport.world_size)
         sample = StepSample(
             rank=self._transport.rank,
             step=self.step,
@@ -261,7 +272,6 @@ class Engine:
         )
         self.last_step = sample
         self._samples.append(sample)
-        self.step += 1
 
     def _mark_end(self) -> None:
         """Take the time, once the device has done what it was given: what comes next counts from here."""

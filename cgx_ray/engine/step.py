@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases
-from cgx_ray.engine.group import GainMeter, Group
+from cgx_ray.engine.group import Group, StepMeter
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class StepRun:
         plan_version: int,
         step: int,
         seed: int,
-        meter: GainMeter | None,
+        meter: StepMeter | None,
         checks_finite: bool,
         began: tuple[float, torch.cuda.Event | None] = (0.0, None),
     ) -> None:
