@@ -1,0 +1,14 @@
+"""Asks torch's DDP for its buckets, by a private name. tests/test_attach_checks.py runs it on the pinned torch."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def bucket_parameters(model: DistributedDataParallel) -> list[list[nn.Parameter]]:
+    """The parameters in each of DDP's buckets, as it has cut them by now. Together, those that it averages.
+
+    Torch makes room for all buckets for that, which is let go again at once. It raises RuntimeError for sparse gradients.
+    """
+    return [bucket.parameters() for bucket in model.reducer._get_zeros_like_grad_buckets()]
