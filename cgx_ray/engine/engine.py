@@ -22,8 +22,8 @@ from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.group import GainMeter, Group, StepMeter
 from cgx_ray.engine.step import Bucket, StepRun
 from cgx_ray.engine.telemetry import Telemetry
-from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, WorkThread, follow_num_threads, take_all
-from cgx_ray.errors import CGXError, PlanError, StateError
+from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, Inbox, WorkThread, follow_num_threads, take_all
+from cgx_ray.errors import CGXError, PlanError, StateError, listed
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer
 from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
@@ -92,6 +92,7 @@ class Engine:
         """Queue a bucket. Raises what stopped the engine, if something did."""
         if self._failure is not None:
             raise self._failure
+        self._thread.check(f"rank {self._transport.rank}, step {self.step}")
         self._num_threads = torch.get_num_threads()
         self._thread.put(bucket)
 
@@ -161,13 +162,13 @@ class Engine:
 
     # Called by the engine's own thread.
 
-    def _run(self, buckets: Iterator[Bucket]) -> None:
+    def _run(self, inbox: Inbox[Bucket]) -> None:
         if self.device.type == "cuda":
             # Both are this thread's own.
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
         step: StepRun | None = None
-        for bucket in buckets:
+        while (bucket := self._next(inbox, step)) is not None:
             if self._failure is not None:
                 bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
                 continue
@@ -179,8 +180,27 @@ class Engine:
                     self._end(step)
                     step.release()
                     step = None
-            except Exception as error:  # noqa: BLE001 - raised again in the training thread, through the futures
+            except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the futures
                 self._fail(error, [bucket, *(step.buckets if step is not None else [])])
+
+    def _next(self, inbox: Inbox[Bucket], step: StepRun | None) -> Bucket | None:
+        """The next bucket; None at the end. The engine stops if it belongs to `step` and does not come in time."""
+        if step is None or self._failure is not None:
+            return inbox.take()
+        try:
+            return inbox.take(self._transport.timeout_s)
+        except TimeoutError:
+            self._fail(self._overdue(step.missing), step.buckets)
+        return inbox.take()
+
+    def _overdue(self, missing: Sequence[str]) -> CGXError:
+        return CGXError(
+            f"rank {self._transport.rank}, step {self.step}: {len(missing)} of {len(self._layers)} layers have no "
+            f"gradient {self._transport.timeout_s:g} s after the last one came: {listed(missing)}; the loss may not "
+            "use them (give DistributedDataParallel find_unused_parameters=True), they may have been frozen or "
+            "unfrozen after it was built (build it anew and attach again), backward may have raised an error, or it "
+            "takes longer than that (give attach or CGXConfig a larger timeout_s)"
+        )
 
     def _begin(self) -> StepRun:
         follow_num_threads(self._num_threads)
@@ -281,7 +301,7 @@ class Engine:
             self._last_end.synchronize()
         self._last_end_s = time.perf_counter()
 
-    def _fail(self, error: Exception, buckets: Sequence[Bucket]) -> None:
+    def _fail(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
         if isinstance(error, CGXError):
             self._failure = error
         else:

@@ -150,6 +150,7 @@ class ShardedEngine:
     def _submit(self, what: str, call: Callable[[], Any]) -> Future[Any]:
         if self._failure is not None:
             raise self._failure
+        self._thread.check(f"rank {self._rank}, step {self.step}")
         self._num_threads = torch.get_num_threads()
         future: Future[Any] = Future()
         self._thread.put((what, call, future))
@@ -165,7 +166,7 @@ class ShardedEngine:
             follow_num_threads(self._num_threads)
             try:
                 future.set_result(call())
-            except Exception as error:  # noqa: BLE001 - raised again in the training thread, through the future
+            except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the future
                 future.set_exception(self._fail(what, error))
 
     def _reduce_scatter(self, unit: Unit, rows_RT: Tensor, out_T: Tensor, is_average: bool) -> None:
@@ -315,7 +316,7 @@ class ShardedEngine:
     def _parts(self) -> list[Part]:
         return [part for unit in self._units for part in unit.gradients]
 
-    def _fail(self, what: str, error: Exception) -> CGXError:
+    def _fail(self, what: str, error: BaseException) -> CGXError:
         where = f"rank {self._rank}, step {self.step}" + (f", module {what!r}" if what else "")
         if self._replicas is not None:
             where += ", in which ranks count from 0 along each dimension of the mesh"

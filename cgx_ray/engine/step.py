@@ -84,6 +84,11 @@ class StepRun:
         """All groups have run."""
         return len(self.phases) == len(self._groups)
 
+    @property
+    def missing(self) -> list[str]:
+        """Layers whose gradients have not come."""
+        return [name for name in self._group_of if name not in self._bucket_of]
+
     def settle(self) -> None:
         """Let codecs remember this step, on all ranks or on none: the averages are the same everywhere."""
         if all(group.is_finite for group in self._groups):
