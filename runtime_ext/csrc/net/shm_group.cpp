@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "../cpu/kernels.h"
+#include "kernels.h"
 #include "portable.h"
 
 namespace cgx {
