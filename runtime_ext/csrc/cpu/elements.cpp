@@ -178,7 +178,7 @@ Guess guess_low(Input input, int64_t rank) {
 
 Elements all_elements(Input input, int num_threads) {
     const int num_parts = count_parts(num_threads, input.numel);
-    Elements elements{std::vector<Part>(num_parts), {}, {}};
+    Elements elements{std::vector<ElementRange>(num_parts), {}, {}};
     float* sum = input.next;
     if (input.residual != nullptr && sum == nullptr) {
         sum = elements.values.emplace_back(std::make_unique_for_overwrite<float[]>(input.numel)).get();
@@ -199,7 +199,7 @@ Elements all_elements(Input input, int num_threads) {
 
 Elements elements_above(Input input, uint32_t low, int64_t capacity, int num_threads) {
     const int num_parts = count_parts(num_threads, input.numel);
-    Elements elements{std::vector<Part>(num_parts), {}, {}};
+    Elements elements{std::vector<ElementRange>(num_parts), {}, {}};
     for (int p = 0; p < num_parts; ++p) {
         const int64_t size = std::min(capacity, input.numel) + kBlock;
         elements.values.push_back(std::make_unique_for_overwrite<float[]>(size));
@@ -213,8 +213,8 @@ Elements elements_above(Input input, uint32_t low, int64_t capacity, int num_thr
                                           capacity, value, index);
         elements.parts[p] = {value, index, 0, count};
     });
-    const bool fits =
-        std::all_of(elements.parts.begin(), elements.parts.end(), [](Part part) { return part.numel >= 0; });
+    const bool fits = std::all_of(elements.parts.begin(), elements.parts.end(),
+                                  [](ElementRange part) { return part.numel >= 0; });
     return fits ? std::move(elements) : all_elements(fed_input(input), num_threads);
 }
 
@@ -223,7 +223,7 @@ Elements largest_elements(Input input, int64_t rank, int num_threads) {
     if (guess.low == 0) return all_elements(input, num_threads);
     Elements elements = elements_above(input, guess.low, guess.capacity, num_threads);
     int64_t numel = 0;
-    for (const Part& part : elements.parts) numel += part.numel;
+    for (const ElementRange& part : elements.parts) numel += part.numel;
     return numel >= rank ? std::move(elements) : all_elements(fed_input(input), num_threads);
 }
 

@@ -13,7 +13,7 @@ namespace cgx {
 constexpr int kBlock = 64;  // elements looked at together: a bit each in a word
 
 // Some elements in the order of their indices.
-struct Part {
+struct ElementRange {
     const float* value;
     const int32_t* index;  // null if element i of the part is element first + i of the input
     int64_t first;
@@ -22,7 +22,7 @@ struct Part {
 
 // The parts, one a thread, and the memory of those that are not in the input.
 struct Elements {
-    std::vector<Part> parts;
+    std::vector<ElementRange> parts;
     std::vector<std::unique_ptr<float[]>> values;
     std::vector<std::unique_ptr<int32_t[]>> indices;
 };

@@ -128,14 +128,14 @@ CGX_INLINE __m256i broadcast(uint32_t x) {
 
 class Avx2 {
   public:
-    CGX_INLINE explicit Avx2(const QsgdEncoder& encoder)
-        : stochastic_(encoder.stochastic),
-          outer_(broadcast(encoder.key.outer)),
+    CGX_INLINE explicit Avx2(const QsgdEncoding& encoding)
+        : stochastic_(encoding.stochastic),
+          outer_(broadcast(encoding.key.outer)),
           first_factor_(broadcast(kFirstFactor)),
-          inner_(broadcast(encoder.key.inner)),
+          inner_(broadcast(encoding.key.inner)),
           second_factor_(broadcast(kSecondFactor)),
           unit_(_mm256_castsi256_ps(broadcast(float_bits(0x1p-16f)))) {
-        const int32_t top = top_level(encoder.bits, encoder.grid != kMaxMin);
+        const int32_t top = top_level(encoding.bits, encoding.grid != kMaxMin);
         top_ = broadcast(static_cast<uint32_t>(top));
         top_bytes_ = broadcast(static_cast<uint32_t>(top) * 0x01010101u);
         zero_level_ = _mm256_castsi256_ps(broadcast(float_bits(static_cast<float>(top / 2))));
@@ -262,12 +262,12 @@ class Avx2 {
 
 }  // namespace
 
-void qsgd_encode_avx2(const QsgdEncoder& encoder, int64_t first, int64_t last) {
-    encode_part<Avx2>(encoder, first, last);
+void walk_avx2(const QsgdEncoding& encoding, int64_t first, int64_t last) {
+    walk<Avx2>(encoding, first, last);
 }
 
-void qsgd_decode_avx2(const QsgdDecoder& decoder, int64_t first, int64_t last) {
-    decode_part<Avx2>(decoder, first, last);
+void walk_avx2(const QsgdDecoding& decoding, int64_t first, int64_t last) {
+    walk<Avx2>(decoding, first, last);
 }
 
 }  // namespace cgx

@@ -1,9 +1,8 @@
 // One-bit codecs: sums and signs in one pass over some buckets, what is left in another while they are in the
 // L1 cache.
-#include "isa.h"
+#include "bucket_dispatch.h"
 #include "qsgd.h"
 #include "sign_loops.h"
-#include "threads.h"
 
 namespace cgx {
 namespace {
@@ -70,33 +69,17 @@ struct Portable {
     }
 };
 
-void encode(const SignEncoder& encoder, int64_t first, int64_t last) {
-#if CGX_HAS_AVX2
-    if (has_avx2()) return sign_encode_avx2(encoder, first, last);
-#endif
-    encode_part<Portable>(encoder, first, last);
-}
-
-void decode(const SignDecoder& decoder, int64_t first, int64_t last) {
-#if CGX_HAS_AVX2
-    if (has_avx2()) return sign_decode_avx2(decoder, first, last);
-#endif
-    decode_part<Portable>(decoder, first, last);
-}
-
 }  // namespace
 
 void sign_encode(Input input, uint8_t* out, int64_t bucket_size, int kind, int num_threads) {
-    const SignEncoder encoder{input, out, bucket_size, kind};
-    parallel_for(num_threads, input.numel, bucket_size,
-                 [&](int64_t first, int64_t last) { encode(encoder, first, last); });
+    const SignEncoding encoding{{input, out, bucket_size}, kind};
+    run_buckets<Portable>(encoding, num_threads);
 }
 
 void sign_decode(const uint8_t* payload, float* out, int64_t numel, int64_t bucket_size, int kind, bool add,
                  int num_threads) {
-    const SignDecoder decoder{payload, out, numel, bucket_size, kind, add};
-    parallel_for(num_threads, numel, bucket_size,
-                 [&](int64_t first, int64_t last) { decode(decoder, first, last); });
+    const SignDecoding decoding{{payload, out, numel, bucket_size, add}, kind};
+    run_buckets<Portable>(decoding, num_threads);
 }
 
 }  // namespace cgx

@@ -91,12 +91,12 @@ struct Avx2 {
 
 }  // namespace
 
-void sign_encode_avx2(const SignEncoder& encoder, int64_t first, int64_t last) {
-    encode_part<Avx2>(encoder, first, last);
+void walk_avx2(const SignEncoding& encoding, int64_t first, int64_t last) {
+    walk<Avx2>(encoding, first, last);
 }
 
-void sign_decode_avx2(const SignDecoder& decoder, int64_t first, int64_t last) {
-    decode_part<Avx2>(decoder, first, last);
+void walk_avx2(const SignDecoding& decoding, int64_t first, int64_t last) {
+    walk<Avx2>(decoding, first, last);
 }
 
 }  // namespace cgx

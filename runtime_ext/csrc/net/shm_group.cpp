@@ -3,12 +3,12 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <stdexcept>
 #include <type_traits>
 
-#include "../cpu/kernels.h"
+#include "clock.h"
+#include "errors.h"
+#include "kernels.h"
 #include "portable.h"
 
 namespace cgx {
@@ -24,11 +24,6 @@ constexpr int64_t kLag = 2;
 constexpr double kLookS = 0.05;
 constexpr int kNumSpins = 2000;
 constexpr int64_t kSumBlock = 1024;
-
-double now() {
-    using namespace std::chrono;
-    return duration<double>(steady_clock::now().time_since_epoch()).count();
-}
 
 bool has_cores_to_spare(int num_ranks) {
     cpu_set_t cores;
@@ -334,7 +329,7 @@ void LocalGroup::await(int peer, Phase phase, uint32_t at_least, double& deadlin
         if (is_there(peer)) return;
         relax();
     }
-    if (deadline == 0) deadline = now() + timeout_s_;
+    if (deadline == 0) deadline = now_s() + timeout_s_;
     while (true) {
         // All are needed, so any that is gone ends it. One that gave up has said so, and is not where it
         // began.
@@ -347,7 +342,7 @@ void LocalGroup::await(int peer, Phase phase, uint32_t at_least, double& deadlin
         }
         if (is_there(peer)) return;
         if (gone >= 0) give_up("rank " + std::to_string(names_[gone]) + " hung up");
-        const double left_s = deadline - now();
+        const double left_s = deadline - now_s();
         if (left_s <= 0) break;
         counter.sleep(seen, std::min(kLookS, left_s));
     }
@@ -372,7 +367,7 @@ void LocalGroup::check_operation(uint32_t piece) {
 
 void LocalGroup::give_up(const std::string& why) {
     segment_->rank(rank_).has_left.store(1);
-    throw std::runtime_error(why);
+    fail(why);
 }
 
 }  // namespace cgx

@@ -12,13 +12,13 @@
 
 #include <algorithm>
 #include <bit>
-#include <cerrno>
 #include <climits>
 #include <cmath>
 #include <cstring>
 #include <ctime>
 #include <new>
-#include <stdexcept>
+
+#include "errors.h"
 
 namespace cgx {
 namespace {
@@ -31,10 +31,6 @@ constexpr char kPrefix[] = "/cgx-ray-";
 constexpr size_t kPage = 4096;
 // Both stay in a core's cache. All rings together take 16 MiB or less up to 32 ranks.
 constexpr size_t kMaxRingBytes = 1 << 18, kMinRingBytes = 1 << 14, kAllRingsBytes = 1 << 24;
-
-[[noreturn]] void fail_errno(const std::string& what, int error) {
-    throw std::runtime_error(what + ": " + std::strerror(error));
-}
 
 size_t round_up(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -60,7 +56,7 @@ size_t bytes_at(int num_ranks) {
 
 std::string random_bytes(size_t count) {
     std::string bytes(count, '\0');
-    if (getrandom(bytes.data(), count, 0) != static_cast<ssize_t>(count)) fail_errno("getrandom", errno);
+    if (getrandom(bytes.data(), count, 0) != static_cast<ssize_t>(count)) fail_errno("getrandom");
     return bytes;
 }
 
@@ -138,11 +134,11 @@ Segment::Segment(int num_ranks, const std::string& name, const std::string& nonc
       nonce_(nonce),
       gone_(num_ranks) {
     const int fd = shm_open(name.c_str(), O_RDWR, 0);
-    if (fd < 0) fail_errno("cannot open shared memory " + name, errno);
+    if (fd < 0) fail_errno("cannot open shared memory " + name);
     struct stat status{};
     const bool is_whole = fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == num_bytes_;
     try {
-        if (!is_whole) throw std::runtime_error("shared memory " + name + " has another size");
+        if (!is_whole) fail("shared memory " + name + " has another size");
         map(fd);
     } catch (...) {
         ::close(fd);
@@ -151,7 +147,7 @@ Segment::Segment(int num_ranks, const std::string& name, const std::string& nonc
     ::close(fd);
     if (nonce.size() != kNonceBytes || std::memcmp(base_, nonce.data(), kNonceBytes) != 0) {
         munmap(base_, num_bytes_);
-        throw std::runtime_error("shared memory " + name + " is of another run");
+        fail("shared memory " + name + " is of another run");
     }
 }
 
@@ -166,8 +162,8 @@ void Segment::make() {
         unlink();
         name_ = random_name();
         owner_fd_ = shm_open(name_.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
-        if (owner_fd_ < 0) fail_errno("cannot make shared memory in " + std::string(kFolder), errno);
-        if (flock(owner_fd_, LOCK_EX) != 0 || fstat(owner_fd_, &status) != 0) fail_errno("flock", errno);
+        if (owner_fd_ < 0) fail_errno("cannot make shared memory in " + std::string(kFolder));
+        if (flock(owner_fd_, LOCK_EX) != 0 || fstat(owner_fd_, &status) != 0) fail_errno("flock");
     } while (status.st_nlink == 0);
     // Takes the pages now: without them a full folder would end this process by SIGBUS later on.
     const int error = posix_fallocate(owner_fd_, 0, static_cast<off_t>(num_bytes_));
@@ -187,7 +183,7 @@ void Segment::unlink() {
 
 void Segment::map(int fd) {
     void* base = mmap(nullptr, num_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
-    if (base == MAP_FAILED) fail_errno("cannot map shared memory " + name_, errno);
+    if (base == MAP_FAILED) fail_errno("cannot map shared memory " + name_);
     base_ = static_cast<uint8_t*>(base);
 }
 

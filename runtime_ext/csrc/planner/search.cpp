@@ -200,7 +200,7 @@ class Search {
 
     // Follow the bound from a label to the end, of equal next groups the longest: fewer groups.
     void complete(int64_t start, const Bound& bound) {
-        std::vector<Group> tail;
+        std::vector<PlannedGroup> tail;
         Label now = labels_[start];
         while (now.end < problem_.num_layers) {
             Label next{};
@@ -220,8 +220,8 @@ class Search {
         best_.groups.insert(best_.groups.end(), tail.begin(), tail.end());
     }
 
-    std::vector<Group> trace(int64_t at) const {
-        std::vector<Group> groups;
+    std::vector<PlannedGroup> trace(int64_t at) const {
+        std::vector<PlannedGroup> groups;
         for (; at > 0; at = labels_[at].parent) groups.push_back({labels_[at].end, labels_[at].option});
         std::reverse(groups.begin(), groups.end());
         return groups;

@@ -13,13 +13,13 @@ struct Option {
 };
 
 // A group: the layers after those of the group before it, up to but not including `end`.
-struct Group {
+struct PlannedGroup {
     int end, option;
 };
 
 struct Answer {
     double finish_s, bound_s;  // of the groups; no plan finishes earlier than bound_s
-    std::vector<Group> groups;
+    std::vector<PlannedGroup> groups;
     int64_t num_labels;
 };
 
