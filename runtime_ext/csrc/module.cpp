@@ -15,7 +15,7 @@ namespace nb = nanobind;
 
 namespace {
 
-// An address that turns into a pointer to whatever the kernel takes there.
+// An address that converts to the type of pointer that a kernel takes.
 struct Address {
     uintptr_t value;
     template <typename T>
@@ -56,7 +56,7 @@ std::vector<cgx::Mesh::Message> to_messages(const PeerBuffers& buffers) {
 
 NB_MODULE(_native, m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
-    // A mesh that is open when the interpreter ends ends with the process.
+    // A mesh that is still open when the interpreter ends is closed with the process.
     nb::set_leak_warnings(false);
     nb::class_<cgx::Mesh> mesh(m, "Mesh");
     mesh.attr("TOKEN_BYTES") = cgx::kTokenBytes;

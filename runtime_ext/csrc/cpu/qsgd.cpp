@@ -5,7 +5,7 @@
 namespace cgx {
 namespace {
 
-// What the compiler makes of plain loops.
+// Plain loops, which the compiler vectorizes.
 class Portable {
   public:
     explicit Portable(const QsgdEncoding& encoding) : key_(encoding.key), stochastic_(encoding.stochastic) {}
@@ -21,7 +21,7 @@ class Portable {
         max = bits_float(static_cast<uint32_t>(flip_negative(high)));
     }
 
-    // Bits of the largest magnitude.
+    // Returns the bits of the largest magnitude.
     static CGX_INLINE uint32_t find_largest(Fed fed, int64_t count) {
         uint32_t largest = 0;
         for (int64_t i = 0; i < count; ++i) {
@@ -42,8 +42,8 @@ class Portable {
         return sum.total();
     }
 
-    // Encodes the chunk `fed`, which begins with element i of the gradient, into out (kChunk * kBits / 8,),
-    // and writes to next (kChunk,), which may be null, what `out` does not hold.
+    // Encodes the chunk `fed`, which begins with element i of the gradient, into out (kChunk * kBits / 8,).
+    // Writes what `out` does not hold to next (kChunk,), which may be null.
     template <int kBits, bool kAroundZero>
     CGX_INLINE void encode_chunk(Fed fed, float* next, uint8_t* out, Scale scale, int64_t i) const {
         constexpr int32_t kTop = top_level(kBits, kAroundZero);
@@ -73,7 +73,7 @@ class Portable {
         }
     }
 
-    // packed (kChunk * kBits / 8,), out (kChunk,)
+    // Decodes packed (kChunk * kBits / 8,) to out (kChunk,), or adds it.
     template <int kBits, bool kAdd>
     static CGX_INLINE void decode_chunk(const uint8_t* packed, float* out, Grid grid) {
         uint8_t level[kChunk];

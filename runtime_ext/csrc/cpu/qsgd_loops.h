@@ -29,7 +29,7 @@ struct Scale {
     float inverse;
 };
 
-// Of each bucket of a batch.
+// The grids of a batch of buckets, and the inverses of their scales.
 struct Grids {
     float lo[kBatch] = {};
     float scale[kBatch] = {};

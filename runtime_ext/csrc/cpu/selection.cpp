@@ -10,12 +10,12 @@ namespace {
 
 constexpr int kScatterAhead = 32;  // elements fetched before their turn
 constexpr int kCountBlock = 16;    // elements whose bins are computed together
-constexpr int kTables = 2;  // neighbours in one bin would wait for each other's increment in a single table
+constexpr int kTables = 2;  // in a single table, neighbours in one bin would wait for each other's increment
 
 int num_level_bits(int level) { return level_shift(level) - level_shift(level + 1); }
 
 CGX_INLINE void count_first(ElementRange part, int64_t* counts) {
-    constexpr int64_t kLimit = 1 << 30;  // of a 32-bit counter, and of elements
+    constexpr int64_t kLimit = 1 << 30;  // elements whose counts fit 32 bits
     for (int64_t begin = 0; begin < part.numel; begin += kLimit) {
         const int64_t end = std::min(begin + kLimit, part.numel);
         uint32_t table[kTables][kNumBins] = {};
@@ -76,8 +76,8 @@ Reached count_reached(ElementRange part, Thresholds thresholds) {
     return {num_sure, num_any - num_sure};
 }
 
-// Writes to index and value from `begin` to before `end`; `rank` is that of the part's first element that may
-// be sent.
+// Writes to index and value in [begin, end). `rank` is the rank of the first element of the part that may be
+// sent.
 CGX_MULTIVERSION
 void write_part(ElementRange part, Thresholds thresholds, Run run, int64_t rank, int32_t* index, float* value,
                 int64_t begin, int64_t end, float* next) {

@@ -1,5 +1,5 @@
-// One-bit codecs: sums and signs in one pass over some buckets, what is left in another while they are in the
-// L1 cache.
+// One-bit codecs. A first pass over some buckets finds sums and signs. A second one writes what is not sent
+// while the buckets are in the L1 cache.
 #include "bucket_dispatch.h"
 #include "qsgd.h"
 #include "sign_loops.h"
@@ -7,13 +7,13 @@
 namespace cgx {
 namespace {
 
-// What the compiler makes of plain loops.
+// Plain loops, which the compiler vectorizes.
 struct Portable {
     template <int kKind>
     struct Sums {
         LaneSum low, high;
 
-        // Adds the first num_rows rows of kLanes elements; returns a bit for each of kChunk.
+        // Adds the first num_rows rows of kLanes elements; returns a bit for each of kChunk elements.
         CGX_INLINE uint64_t add_chunk(Fed fed, int num_rows) {
             uint8_t sign[kChunk];
             for (int i = 0; i < kChunk; ++i) sign[i] = is_positive(fed[i]);
@@ -48,7 +48,7 @@ struct Portable {
         CGX_INLINE float total_high() { return high.total(); }
     };
 
-    // next (count,) = the error-fed gradient without what was sent
+    // Sets next (count,) to the error-fed gradient minus what is sent.
     static CGX_INLINE void write_next(Fed fed, int64_t count, Means means, float* next) {
         for (int64_t i = 0; i < count; ++i) {
             const float x = fed[i];
@@ -56,7 +56,7 @@ struct Portable {
         }
     }
 
-    // out (kChunk,), for a bit each
+    // Decodes a bit per element to out (kChunk,), or adds it.
     template <bool kAdd>
     static CGX_INLINE void decode_chunk(uint64_t bits, float* out, Means means) {
         uint8_t sign[kChunk];

@@ -26,7 +26,7 @@ struct Avx2 {
         // GCC would compile an implicit constructor for the target of the command line.
         CGX_INLINE Sums() {}
 
-        // Adds the first num_rows rows of kLanes elements; returns a bit for each of kChunk.
+        // Adds the first num_rows rows of kLanes elements; returns a bit for each of kChunk elements.
         CGX_INLINE uint64_t add_chunk(Fed fed, int num_rows) {
             const uint64_t first = add_row(fed, true);
             const uint64_t second = add_row(fed.from(kLanes), num_rows > 1);

@@ -1,5 +1,5 @@
-// The one-bit codecs on the walk of bucket_loops.h: signs and sums in a first pass, means and what is left in
-// a second one.
+// The one-bit codecs on the walk of bucket_loops.h: a first pass finds signs and sums, a second one the means
+// and what is not sent.
 #pragma once
 
 #include "bucket_loops.h"

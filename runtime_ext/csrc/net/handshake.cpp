@@ -32,7 +32,7 @@ struct Stranger {
     size_t num_received = 0;
 
     // Reads more of the hello. False if the stranger has hung up.
-    bool listen() {
+    bool read_hello() {
         char* const bytes = reinterpret_cast<char*>(&hello);
         const ssize_t got = recv(socket.get(), bytes + num_received, sizeof(Hello) - num_received, 0);
         if (got > 0) num_received += static_cast<size_t>(got);
@@ -71,7 +71,7 @@ class Handshake {
             await_strangers(listen_fd, strangers);
             std::vector<Stranger> still;
             for (Stranger& stranger : strangers) {
-                if (!stranger.listen()) continue;
+                if (!stranger.read_hello()) continue;
                 if (stranger.num_received < sizeof(Hello)) {
                     still.push_back(std::move(stranger));
                 } else {

@@ -13,7 +13,7 @@ namespace cgx {
 
 constexpr size_t kTokenBytes = 32;
 
-// Who this rank is, and what it expects of the others.
+// This rank, and what it needs to recognize the others.
 struct Identity {
     int rank, world_size;
     int num_streams;    // connections to each peer that is far

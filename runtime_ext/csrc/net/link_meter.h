@@ -20,7 +20,7 @@ class LinkMeter {
         meters_.emplace_back(-1);
     }
 
-    // As in ArrivalMeter. Both are for the thread that reads the sockets.
+    // `add` and `settle` as in ArrivalMeter, for the thread that reads the sockets.
     void add(int peer, double at, int64_t num_bytes, bool begins, bool ends) {
         meters_[peer].add(at, num_bytes, begins, ends);
         meters_.back().add(at, num_bytes, begins, ends);

@@ -37,7 +37,7 @@ void RingLoop::move_until_over(const Ticket& ticket, double timeout_s) {
         if (!is_more) own.waiter_bell.sleep(seen, left_s);
     }
     --own.num_waiters;
-    // What has come up since then is for the next thread that moves messages.
+    // Leave data that has arrived since then to the next thread that moves messages.
     if (is_more || own.waiter_bell.value.load() != seen) wake();
 }
 

@@ -16,7 +16,7 @@ class RingPair {
     RingPair(Segment& segment, int own_place, int place)
         : segment_(&segment), own_place_(own_place), place_(place) {}
 
-    // As sendmsg.
+    // Sends as sendmsg does, and sets errno.
     ssize_t send(const iovec* pieces, int num_pieces) const {
         if (segment_->is_gone(place_)) {
             errno = EPIPE;
@@ -27,7 +27,7 @@ class RingPair {
         return moved > 0 ? static_cast<ssize_t>(moved) : -1;
     }
 
-    // As recv.
+    // Receives as recv does, and sets errno.
     ssize_t receive(void* data, size_t num_bytes) const {
         // Look at this before the ring: bytes that a rank sent before it left are still good.
         const bool is_gone = segment_->is_gone(place_);

@@ -53,10 +53,10 @@ int left_ms(double deadline);
 bool read_all(int fd, void* data, size_t num_bytes, double deadline);
 bool write_all(int fd, const void* data, size_t num_bytes, double deadline);
 
-// As sendmsg.
+// Sends as sendmsg does.
 ssize_t send_pieces(int fd, iovec* pieces, int num_pieces);
 
-// As recv. `at` becomes the time at which the kernel got the last of these bytes.
+// Receives as recv does. `at` becomes the time at which the kernel got the last of these bytes.
 ssize_t receive_stamped(int fd, void* data, size_t num_bytes, double& at);
 
 // Bytes that have arrived and are not read yet.

@@ -112,7 +112,7 @@ ssize_t Stream::receive(void* data, size_t num_bytes, double& at) {
     return rings_ ? rings_->receive(data, num_bytes) : receive_stamped(fd(), data, num_bytes, at);
 }
 
-// As `receive`, into the part. Nothing if the peer sends another part than this one.
+// Receives into the part. Returns no number if the peer sends another part than this one.
 std::optional<ssize_t> Stream::receive_part(MessagePart& part, size_t budget, double& at) {
     if (part.num_moved >= sizeof(Frame)) {
         const size_t in_data = part.num_moved - sizeof(Frame);

@@ -1,4 +1,4 @@
-// What is posted and not done yet, and the threads that wait for it.
+// Tickets for messages that are posted and not done yet, and the threads that wait for them.
 #pragma once
 
 #include <condition_variable>
@@ -14,7 +14,7 @@
 
 namespace cgx {
 
-// What one `post` waits for. Guarded by the mutex of its Tickets.
+// State of one `post`. Guarded by the mutex of its Tickets.
 struct Ticket {
     std::vector<int> num_open;      // parts of messages that are not done, by peer
     std::vector<double> arrived_s;  // when the last part arrived, by peer, from `posted_at` on
