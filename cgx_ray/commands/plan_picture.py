@@ -11,9 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cgx_ray.plan import Scheme
+from cgx_ray.plan import DENSE, Option, Scheme
 from cgx_ray.planner.joint import BestPlan
-from cgx_ray.planner.options import DENSE, Option
 from cgx_ray.planner.prediction import Prediction
 from cgx_ray.planner.scenario import Sweep
 from cgx_ray.planner.timeline import BACKWARD, Resource, StageSpan

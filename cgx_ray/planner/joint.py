@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Intra, Layer, Scheme
-from cgx_ray.planner.options import DENSE, Option
+from cgx_ray.plan import DENSE, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Intra, Layer, Option, Scheme
 from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 from cgx_ray.planner.search import search

@@ -8,39 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import (
-    CODECS_OF_SCHEME,
-    COMPRESSED_INSIDE,
-    NONE,
-    PIECE_BYTES,
-    CodecSpec,
-    Intra,
-    Scheme,
-    check_intra,
-    check_pair,
-)
+from cgx_ray.plan import DENSE, NONE, PIECE_BYTES, CodecSpec, Intra, Option, Scheme, options_of
 from cgx_ray.planner.cost import Link, Network, check_seconds
 from cgx_ray.planner.timeline import Resource, Stage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One codec over one scheme, flat or after sums inside nodes."""
-
-    codec: CodecSpec
-    scheme: Scheme
-    intra: Intra = Intra.FLAT
-
-    def __post_init__(self) -> None:
-        check_pair(self.codec, self.scheme)
-        check_intra(self.codec, self.intra)
-
-    def __str__(self) -> str:
-        text = "dense" if self.scheme is Scheme.DENSE else f"{self.codec} over {self.scheme}"
-        return text if self.intra is Intra.FLAT else f"{text}, {self.intra} inside nodes"
-
-
-DENSE = Option(codec=NONE, scheme=Scheme.DENSE)
 
 
 def candidate_codecs(densities: Iterable[float]) -> tuple[CodecSpec, ...]:
@@ -56,19 +26,7 @@ def candidate_options(densities: Iterable[float]) -> tuple[Option, ...]:
 
 def codec_options(codecs: Iterable[CodecSpec]) -> tuple[Option, ...]:
     """Dense, and each of `codecs` over every scheme that can carry it, flat and hierarchical."""
-    return (
-        DENSE,
-        *(
-            option
-            for codec in codecs
-            for scheme in Scheme
-            for intra in Intra
-            if codec.name in CODECS_OF_SCHEME[scheme]
-            and not (scheme.is_artopk and codec.value_bits != 32)
-            and (intra is not Intra.COMPRESSED or codec.name in COMPRESSED_INSIDE)
-            if (option := Option(codec=codec, scheme=scheme, intra=intra)) != DENSE
-        ),
-    )
+    return DENSE, *(option for codec in codecs for option in options_of(codec) if option != DENSE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

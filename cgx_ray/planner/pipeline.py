@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import Scheme
+from cgx_ray.plan import Option, Scheme
 from cgx_ray.planner.cost import Network, check_seconds
-from cgx_ray.planner.options import CodecCost, Option, legs
+from cgx_ray.planner.options import CodecCost, legs
 
 
 class Group(NamedTuple):

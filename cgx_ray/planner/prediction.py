@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Plan
+from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.cost import Network
-from cgx_ray.planner.options import DENSE, CodecCost, Option, codec_cost_of, efficiency, exchange_stages
+from cgx_ray.planner.options import CodecCost, codec_cost_of, efficiency, exchange_stages
 from cgx_ray.planner.timeline import Part, Resource, Schedule, simulate
 
 
@@ -143,15 +143,7 @@ class Prediction:
         return Plan(
             version=version,
             world_size=world_size,
-            groups=tuple(
-                GroupPlan(
-                    layers=group.layers,
-                    codec=group.option.codec,
-                    scheme=group.option.scheme,
-                    intra=group.option.intra,
-                )
-                for group in self.groups
-            ),
+            groups=tuple(GroupPlan(layers=group.layers, option=group.option) for group in self.groups),
         )
 
 
@@ -190,10 +182,4 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
 def groups_of(plan: Plan, layers: Iterable[Layer]) -> tuple[PlannedGroup, ...]:
     """The groups of a plan for `layers`."""
     by_name = {layer.name: layer for layer in layers}
-    return tuple(
-        PlannedGroup.of(
-            [by_name[name] for name in group.layers],
-            Option(codec=group.codec, scheme=group.scheme, intra=group.intra),
-        )
-        for group in plan.groups
-    )
+    return tuple(PlannedGroup.of([by_name[name] for name in group.layers], group.option) for group in plan.groups)

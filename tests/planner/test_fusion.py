@@ -8,10 +8,10 @@ import pytest
 
 from cgx_ray.bench.planner_cases import earliest_finish_s, random_pipeline
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link, Network, exchange_s
 from cgx_ray.planner.fusion import fuse
-from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option
+from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline, group_cost
 from cgx_ray.planner.search import search
 from cgx_ray.planner.strategies import cupcake

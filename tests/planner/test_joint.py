@@ -9,11 +9,11 @@ import random
 import pytest
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Intra, Layer, Scheme, make_plan
+from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network, hierarchical_terms, terms
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.models import MODEL_NAMES, load_model
-from cgx_ray.planner.options import DENSE, CodecCost, Option, candidate_options, exchange_stages
+from cgx_ray.planner.options import CodecCost, candidate_options, exchange_stages
 from cgx_ray.planner.pipeline import Group, Pipeline, cheapest, group_cost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 from cgx_ray.planner.strategies import named_strategies
@@ -132,8 +132,8 @@ def test_small_layers_and_those_of_another_dtype_are_sent_after_the_others_uncom
     plan = found.best.plan(version=3, world_size=8)
     plan.check(layers, 8)
     assert [group.layers for group in plan.groups][-2:] == [("bias",), ("half",)]
-    assert {group.codec.name for group in plan.groups[-2:]} == {"none"}
-    assert all(group.codec.name != "none" for group in plan.groups[:-2]), found.best.describe()
+    assert {group.option.codec.name for group in plan.groups[-2:]} == {"none"}
+    assert all(group.option.codec.name != "none" for group in plan.groups[:-2]), found.best.describe()
     assert groups_of(plan, layers) == found.best.groups
     fast = best_plan(measured(layers, (1, 1, 1, 1), network(100)), OPTIONS).best.plan(version=0, world_size=8)
     assert sum(len(group.layers) for group in fast.groups) == 4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cgx_ray.bench.planner_cases import read_table
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Intra, Layer, Scheme
+from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme
 from cgx_ray.planner.cost import (
     Link,
     Network,
@@ -23,13 +23,7 @@ from cgx_ray.planner.cost import (
     terms,
     tree_over_allgather_below,
 )
-from cgx_ray.planner.options import (
-    DENSE,
-    CodecCost,
-    Option,
-    candidate_options,
-    efficiency,
-)
+from cgx_ray.planner.options import CodecCost, candidate_options, efficiency
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
 DENSITIES = (0.1, 0.01, 0.001)

@@ -9,9 +9,9 @@ import pytest
 
 from cgx_ray.bench.planner_cases import random_pipeline
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import PIECE_BYTES, CodecSpec, Scheme
+from cgx_ray.plan import DENSE, PIECE_BYTES, CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option, exchange_stages
+from cgx_ray.planner.options import FREE, CodecCost, exchange_stages
 from cgx_ray.planner.pipeline import Group
 from cgx_ray.planner.timeline import Resource, Stage, simulate
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from cgx_ray.plan import NONE, CodecSpec, Intra, Scheme
+from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import CodecCost, Option
+from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.pipeline import GroupCost
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.plan import CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Network
-from cgx_ray.planner.options import CodecCost, Option, legs
+from cgx_ray.planner.options import CodecCost, legs
 
 # Section 3-E1: from 0.001 by factors of 3 to 0.1.
 CANDIDATE_DENSITIES = (0.1, 0.033, 0.011, 0.004, 0.001)
