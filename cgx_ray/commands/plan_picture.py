@@ -72,7 +72,7 @@ def _lanes(steps: Sequence[Prediction]) -> list[Resource]:
     used = {
         resource
         for step in steps
-        for span in step.schedule.spans
+        for span in step.timeline.spans
         for resource, busy_s in span.stage.busy_s.items()
         if busy_s > 0
     }
@@ -80,7 +80,7 @@ def _lanes(steps: Sequence[Prediction]) -> list[Resource]:
 
 
 def _draw_step(axes: Axes, name: str, step: Prediction, lanes: Sequence[Resource], colors: Mapping[str, str]) -> None:
-    for span in step.schedule.spans:
+    for span in step.timeline.spans:
         color = _COMPUTE if span.stage.name == BACKWARD else colors[str(step.groups[span.group].option)]
         _draw_span(axes, span, lanes, color)
     end_ms = 1e3 * step.step_s
