@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import cuda_launch
 
-# As in csrc/include/bucket.h: 8 threads take a bucket.
+# As in csrc/cuda/bucket.h: 8 threads take a bucket.
 _BLOCK_SIZE = 256
 _BUCKETS_A_BLOCK = _BLOCK_SIZE // 8
 # A multiprocessor holds 5 such blocks at once; more would only wait.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
+INCLUDE_FOLDERS = (SOURCES / "cuda", SOURCES / "include")
 # No contraction, no fast-math: the kernels agree bit for bit with reference.py. Division and square root are rounded
 # correctly, and denormal numbers kept, by default.
 OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space")
@@ -85,7 +86,8 @@ def compile_source(source: str, architecture: str, define: str | None = None) ->
     Raises RuntimeError with the compiler's log.
     """
     nvrtc = _nvrtc()
-    options = [*OPTIONS, f"--include-path={SOURCES / 'include'}", f"--gpu-architecture={architecture}"]
+    includes = [f"--include-path={folder}" for folder in INCLUDE_FOLDERS]
+    options = [*OPTIONS, *includes, f"--gpu-architecture={architecture}"]
     if define is not None:
         options.append(f"--define-macro={define}")
     text = (SOURCES / "cuda" / f"{source}.cu").read_bytes()
@@ -112,7 +114,8 @@ def _function(kernel: str, define: str | None, device_index: int) -> Any:
 def compiled_file(source: str, architecture: str, define: str | None, folder: Path) -> Path:
     """The file in `folder` that holds what `compile_source` returns; makes it if it is missing."""
     digest = hashlib.sha256(repr((source, architecture, define, OPTIONS, _checked(_nvrtc().nvrtcVersion()))).encode())
-    for path in sorted([SOURCES / "cuda" / f"{source}.cu", *(SOURCES / "include").glob("*.h")]):
+    headers = [header for folder in INCLUDE_FOLDERS for header in folder.glob("*.h")]
+    for path in sorted([SOURCES / "cuda" / f"{source}.cu", *headers]):
         digest.update(path.read_bytes())
     file = folder / f"cgx_ray-{source}-{digest.hexdigest()[:32]}.cubin"
     if not file.exists():

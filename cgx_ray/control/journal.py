@@ -10,7 +10,6 @@ from typing import Any
 from cgx_ray.control.outcome import PendingOutcome
 from cgx_ray.control.policy import Decision
 from cgx_ray.plan import Plan
-from cgx_ray.planner.options import Option
 from cgx_ray.planner.prediction import Measured
 
 logger = logging.getLogger(__name__)
@@ -71,8 +70,7 @@ def _plan_fields(plan: Plan) -> dict[str, Any]:
     """Return the plan in one phrase, and the number of groups and layers of each option."""
     options: dict[str, dict[str, int]] = {}
     for group in plan.groups:
-        option = str(Option(codec=group.codec, scheme=group.scheme, intra=group.intra))
-        counts = options.setdefault(option, {"groups": 0, "layers": 0})
+        counts = options.setdefault(str(group.option), {"groups": 0, "layers": 0})
         counts["groups"] += 1
         counts["layers"] += len(group.layers)
     return {"version": plan.version, "plan": plan.describe(), "options": options}

@@ -39,7 +39,7 @@ from cgx_ray.control.policy import (
 )
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Layer, Plan, Scheme, make_plan
+from cgx_ray.plan import Layer, Plan, make_plan, options_of
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
@@ -128,7 +128,7 @@ class ControlLoop:
         if isinstance(decision, Replace):
             # A codec's true gain is only known while it is in use. Unused, its estimate would bring it straight back.
             fallen = state.fallen_codecs(measured)
-            state.setbacks.add_gain_fall(((codec, scheme) for codec in fallen for scheme in Scheme), step.step)
+            state.setbacks.add_gain_fall((option for codec in fallen for option in options_of(codec)), step.step)
         if decision is not None:
             self._apply(state, decision, step.step, measured, time_s)
         return decision
@@ -159,8 +159,7 @@ class ControlLoop:
             dense_s, verb = dense.step_s, "is predicted to take"
         if outcome.step_s <= MAX_SLOWDOWN * dense_s:
             return None
-        pairs = ((option.codec, option.scheme) for option in outcome.options)
-        pause_steps = state.setbacks.add_slow_plan(pairs, step)
+        pause_steps = state.setbacks.add_slow_plan(outcome.options, step)
         decision = Disable(
             plan=plan,
             reason=f"{describe_options(outcome.decision.predicted)} took {outcome.step_s:.3f} s per step, dense {verb} "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import DENSE, CodecCost, Option
+from cgx_ray.planner.options import CodecCost
 
 # Assumed link between two ranks that share memory, since trainings do not measure it: 100 MB among 4 ranks took 90 ms
 # on 2 cores (LOG.md).
@@ -15,20 +15,19 @@ INSIDE = Link.from_rates(bandwidth_gbps=16, latency_ms=0.05)
 FORWARD_SHARE = 1 / 3
 
 
-def beside_dense(plan: Plan) -> frozenset[Option]:
+def non_dense_options(plan: Plan) -> frozenset[Option]:
     """Return the options of `plan` except plain dense, the sums of DDP. Hierarchical dense sums are included."""
-    options = {Option(codec=group.codec, scheme=group.scheme, intra=group.intra) for group in plan.groups}
-    return frozenset(option for option in options if option != DENSE)
+    return frozenset(group.option for group in plan.groups if group.option != DENSE)
 
 
 def codecs_in_use(plan: Plan) -> frozenset[CodecSpec]:
-    """Return the codecs of `beside_dense(plan)`."""
-    return frozenset(option.codec for option in beside_dense(plan))
+    """Return the codecs of `non_dense_options(plan)`."""
+    return frozenset(option.codec for option in non_dense_options(plan))
 
 
 def is_dense(plan: Plan) -> bool:
     """Return whether `plan` has nothing but plain dense groups, as DDP."""
-    return not beside_dense(plan)
+    return not non_dense_options(plan)
 
 
 def layer_times(layers: Sequence[Layer], plan: Plan, ready_s: Sequence[float]) -> tuple[float, ...]:

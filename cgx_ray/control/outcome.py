@@ -7,7 +7,7 @@ from statistics import median
 
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.policy import Decision
-from cgx_ray.planner.options import Option
+from cgx_ray.plan import Option
 
 # Steps of a new plan that are not judged: the first one still allocates buffers.
 WARM_UP_STEPS = 1

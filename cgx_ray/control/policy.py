@@ -8,7 +8,7 @@ scored with the same measurements, then:
    slower than dense, the best plan replaces it at once.
 2. Else the best plan replaces it only if its score is more than 5 % smaller.
 
-Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. Where a node has one rank or all
+Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. If a node has one rank, or all
 ranks share memory, hierarchical options equal flat ones, so the planner leaves them out.
 """
 
@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cgx_ray.plan import CodecSpec, Plan, Scheme
+from cgx_ray.plan import DENSE, Option, Plan
 from cgx_ray.planner.joint import BestPlan, best_plan
-from cgx_ray.planner.options import DENSE, Option
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
 # Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
@@ -65,7 +64,6 @@ class Disable:
 
 
 Decision = Keep | Replace | Disable
-Pair = tuple[CodecSpec, Scheme]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +72,14 @@ class Situation:
 
     cause   the reason for asking now, in words
     plan    in force
-    banned  codecs and schemes that failed, flat or hierarchical: their plan was slower than dense or their gain fell
+    banned  flat options whose plan was slower than dense or whose gain fell; the hierarchical ones with the same codec
+            and scheme are banned too
     """
 
     cause: str
     plan: Plan
     measured: Measured
-    banned: frozenset[Pair] = field(default_factory=frozenset)
+    banned: frozenset[Option] = field(default_factory=frozenset)
 
 
 class Policy(Protocol):
@@ -108,14 +107,14 @@ class AdaptivePolicy:
 
     def decide(self, situation: Situation) -> Decision:
         measured, cause = situation.measured, situation.cause
-        allowed = [option for option in self._options if (option.codec, option.scheme) not in situation.banned]
+        allowed = [option for option in self._options if option.flat() not in situation.banned]
         found = best_plan(measured, allowed, min_gain=self._min_gain)
         best, dense_s = found.best, found.dense.step_s
         current = predict(measured, groups_of(situation.plan, measured.layers))
         if best.groups == current.groups:
             return Keep(reason=f"{cause}: {_describe_best(found)}", predicted=current, dense_s=dense_s)
         is_allowed = current.efficiency is not None and current.efficiency >= self._min_gain
-        used = {(option.codec, option.scheme) for option in current.options if option != DENSE}
+        used = {option.flat() for option in current.options if option != DENSE}
         is_allowed = is_allowed and situation.banned.isdisjoint(used)
         breaks_promise = not current.is_dense and current.step_s > MAX_SLOWDOWN * dense_s
         if is_allowed and not breaks_promise and best.score > current.score * (1 - MIN_IMPROVEMENT):

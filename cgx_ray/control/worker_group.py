@@ -12,7 +12,7 @@ from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.gains import GAIN_CHANGE, GainWatch
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.known_network import KnownNetwork
-from cgx_ray.control.measured import beside_dense, codecs_in_use, is_dense, layer_times, network_of, slowed
+from cgx_ray.control.measured import codecs_in_use, is_dense, layer_times, network_of, non_dense_options, slowed
 from cgx_ray.control.network_change import network_cause
 from cgx_ray.control.outcome import PendingOutcome
 from cgx_ray.control.policy import Decision, Keep
@@ -96,7 +96,7 @@ class WorkerGroupState:
             self.setbacks.pause_end = 0
         self.decided, self.decision_step = measured, step
         self._predicted_s = decision.predicted.step_s
-        self.pending = PendingOutcome(decision=decision, options=beside_dense(self.plan))
+        self.pending = PendingOutcome(decision=decision, options=non_dense_options(self.plan))
 
     def correct_codec_times(self, *, measured_s: float, predicted_s: float) -> None:
         """Scale the codecs' times, which were measured while nothing else ran, to those of real steps."""

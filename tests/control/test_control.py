@@ -100,7 +100,7 @@ def test_where_some_ranks_share_memory_nodes_sum_before_they_exchange(tmp_path: 
     (decision,) = run.run(LINK_STEPS)
     assert journal(tmp_path)[0]["inputs"]["ranks_per_node"] == 2
     assert "inside nodes" in decision.reason, decision.reason
-    assert Intra.FLAT not in {group.intra for group in run.loop.plans[-1].groups}
+    assert Intra.FLAT not in {group.option.intra for group in run.loop.plans[-1].groups}
 
 
 def test_a_tenfold_latency_is_a_cause(tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 from support.control_runs import journal, start
 
-from cgx_ray.control.measured import beside_dense, is_dense
+from cgx_ray.control.measured import is_dense, non_dense_options
 from cgx_ray.control.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.policy import Disable, Replace
 from cgx_ray.control.setbacks import BAN_STEPS
 from cgx_ray.control.worker_group import LINK_STEPS
-from cgx_ray.plan import NONE, CodecSpec, Intra, Scheme
-from cgx_ray.planner.options import Option
+from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme
 
 
 def test_a_plan_slower_than_dense_is_taken_back_and_others_are_tried_more_and_more_rarely(tmp_path: Path) -> None:
@@ -28,7 +27,7 @@ def test_a_plan_slower_than_dense_is_taken_back_and_others_are_tried_more_and_mo
     next_one, its_end = run.run(2 * BAN_STEPS)
     assert isinstance(next_one, Replace)
     assert isinstance(its_end, Disable)
-    tried = [{(option.codec, option.scheme) for option in beside_dense(one.plan)} for one in (first, next_one)]
+    tried = [{(option.codec, option.scheme) for option in non_dense_options(one.plan)} for one in (first, next_one)]
     assert all(tried)
     assert tried[0].isdisjoint(tried[1]), tried
 
@@ -96,7 +95,7 @@ def test_a_codec_whose_gain_falls_in_use_is_left_and_not_tried_again(tmp_path: P
     # When the codec is not in use, its gain is estimated from each rank's own top-k again.
     run.gain["topk:density=0.01"] = 0.7
     run.run(200)
-    used = {option.codec for plan in run.loop.plans[2:] for option in beside_dense(plan)}
+    used = {option.codec for plan in run.loop.plans[2:] for option in non_dense_options(plan)}
     assert used
     assert CodecSpec(name="topk", density=0.01) not in used
 

@@ -14,9 +14,9 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.measured import is_dense
 from cgx_ray.control.policy import AdaptivePolicy, Decision
 from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample, Transfer
-from cgx_ray.plan import Layer, make_plan
+from cgx_ray.plan import Layer, Option, make_plan
 from cgx_ray.planner.cost import Link, exchange_s
-from cgx_ray.planner.options import CodecCost, Option, candidate_options
+from cgx_ray.planner.options import CodecCost, candidate_options
 
 WORLD = 4
 
@@ -87,20 +87,20 @@ class FakeTraining:
         transfers = []
         for index, group in enumerate(plan.groups):
             n = sum(numel[name] for name in group.layers)
-            m = group.codec.payload_bytes(n)
-            m_i = group.codec.index_bytes(n)
+            m = group.option.codec.payload_bytes(n)
+            m_i = group.option.codec.index_bytes(n)
             seconds = exchange_s(
-                group.scheme, num_workers=WORLD, dense_bytes=4 * n, wire_bytes=m, index_bytes=m_i, link=link
+                group.option.scheme, num_workers=WORLD, dense_bytes=4 * n, wire_bytes=m, index_bytes=m_i, link=link
             )
             transfers.append(
                 Transfer(
                     group=index,
-                    scheme=str(group.scheme),
+                    scheme=str(group.option.scheme),
                     numel=n,
                     wire_bytes=m,
                     index_bytes=m_i,
                     seconds=seconds,
-                    intra=str(group.intra),
+                    intra=str(group.option.intra),
                 )
             )
         exchange = sum(transfer.seconds for transfer in transfers)
