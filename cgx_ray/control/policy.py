@@ -118,8 +118,9 @@ class AdaptivePolicy:
         is_allowed = is_allowed and situation.banned.isdisjoint(used)
         breaks_promise = not current.is_dense and current.step_s > MAX_SLOWDOWN * dense_s
         if is_allowed and not breaks_promise and best.score > current.score * (1 - MIN_IMPROVEMENT):
+            kept, other = describe_options(current), describe_options(best)
             return Keep(
-                reason=f"{cause}: kept {describe_options(current)}; {describe_options(best)} would be less than "
+                reason=f"{cause}: kept {kept}; {other if other != kept else 'another grouping'} would be less than "
                 f"{MIN_IMPROVEMENT:.0%} better",
                 predicted=current,
                 dense_s=dense_s,
