@@ -13,9 +13,9 @@ from . import cuda_launch
 
 # As in csrc/include/bucket.h: 8 threads take a bucket.
 _BLOCK_SIZE = 256
-_BUCKETS_A_BLOCK = _BLOCK_SIZE // 8
+_BUCKETS_PER_BLOCK = _BLOCK_SIZE // 8
 # A multiprocessor holds 5 such blocks at once; more would only wait.
-_BLOCKS_A_MULTIPROCESSOR = 5
+_BLOCKS_PER_MULTIPROCESSOR = 5
 
 
 def qsgd_encode(
@@ -91,5 +91,5 @@ def _decode(
 
 def _num_blocks(numel: int, bucket_size: int, device: torch.device) -> int:
     num_buckets = -(-numel // bucket_size)
-    most = _BLOCKS_A_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
-    return min(-(-num_buckets // _BUCKETS_A_BLOCK), most)
+    most = _BLOCKS_PER_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
+    return min(-(-num_buckets // _BUCKETS_PER_BLOCK), most)

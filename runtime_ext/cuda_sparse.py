@@ -18,7 +18,7 @@ from . import cuda_launch, reference
 
 # As in block.h, which says why.
 _BLOCK_SIZE = 256
-_BLOCKS_A_MULTIPROCESSOR = 6
+_BLOCKS_PER_MULTIPROCESSOR = 6
 _WORD_BITS = 32
 _SEARCH_WORDS = 6
 _LEVEL_BITS = (12, 23, 31)  # bits of a magnitude that are known after each level
@@ -30,24 +30,24 @@ _MIN_RATIO = 8
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Bits of N elements in W words, and the grid over them: a block owns `words_a_block`."""
+    """Bits of N elements in W words, and the grid over them: a block owns `words_per_block`."""
 
     num_words: int
-    words_a_block: int
+    words_per_block: int
     num_blocks: int
 
     @classmethod
     def of_bits(cls, num_bits: int, device: torch.device) -> _Words:
         num_words = -(-num_bits // _WORD_BITS)
         rounds = max(-(-num_words // (_BLOCK_SIZE * _max_blocks(device))), 1)
-        words_a_block = rounds * _BLOCK_SIZE
-        return cls(num_words, words_a_block, max(-(-num_words // words_a_block), 1))
+        words_per_block = rounds * _BLOCK_SIZE
+        return cls(num_words, words_per_block, max(-(-num_words // words_per_block), 1))
 
     def sizes(self) -> tuple[np.uint32, np.uint32]:
-        return np.uint32(self.num_words), np.uint32(self.words_a_block)
+        return np.uint32(self.num_words), np.uint32(self.words_per_block)
 
 
-class _Selection:
+class _SelectionWork:
     """One selection of `numel` elements: its workspace, and the source that its passes read."""
 
     def __init__(self, grad_N: Tensor, residual_N: Tensor | None) -> None:
@@ -110,7 +110,7 @@ def topk_select(
     grad_N: Tensor, residual_N: Tensor | None, next_N: Tensor | None, index_K: Tensor, value_K: Tensor
 ) -> None:
     with cuda_launch.written(next_N, index_K, value_K) as (next_copy_N, index_copy_K, value_copy_K):
-        selection = _Selection(grad_N.contiguous(), cuda_launch.read(residual_N))
+        selection = _SelectionWork(grad_N.contiguous(), cuda_launch.read(residual_N))
         selection.find(next_copy_N, index_K.numel(), len(_LEVEL_BITS))
         selection.split(None, level=len(_LEVEL_BITS))
         # Of equal elements the first are sent: with key 0 the run starts at the first.
@@ -126,7 +126,7 @@ def magnitude_histogram(grad_N: Tensor, counts: Tensor) -> None:
 
 def bisect_thresholds(grad_N: Tensor, num_kept: int, num_rounds: int, thresholds_2: Tensor) -> None:
     # More than num_kept magnitudes reach `maybe`: it has the first bits of the next one.
-    selection = _Selection(grad_N.contiguous(), None)
+    selection = _SelectionWork(grad_N.contiguous(), None)
     num_levels = 1 + sum(bits < num_rounds for bits in _LEVEL_BITS)
     selection.find(None, num_kept + 1, num_levels)
     args = (selection.search, np.int32(num_levels), np.int32(num_rounds), thresholds_2)
@@ -146,7 +146,7 @@ def collect(
     grad_N: Tensor, thresholds_2: Tensor, index_K: Tensor, value_K: Tensor, count_1: Tensor, *, key: int
 ) -> None:
     with cuda_launch.written(index_K, value_K) as (index_copy_K, value_copy_K):
-        selection = _Selection(grad_N.contiguous(), None)
+        selection = _SelectionWork(grad_N.contiguous(), None)
         selection.split(None, thresholds_2=thresholds_2.contiguous())
         selection.write(None, index_copy_K, value_copy_K, count_1, key)
 
@@ -202,7 +202,7 @@ def scatter_add(index_K: Tensor, value_K: Tensor, count_1: Tensor, out_N: Tensor
 
 
 def _max_blocks(device: torch.device) -> int:
-    return _BLOCKS_A_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
+    return _BLOCKS_PER_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
 
 
 def _num_blocks(num_threads: int, device: torch.device) -> int:

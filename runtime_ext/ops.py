@@ -126,7 +126,7 @@ def qsgd_decode(
 
 def qsgd_bytes(numel: int, bits: int, bucket_size: int, grid: str) -> int:
     """Bytes that `qsgd_encode` fills."""
-    return reference.grid_bytes_a_bucket(GRIDS[grid]) * -(-numel // bucket_size) + -(-numel * bits // 8)
+    return reference.grid_bytes_per_bucket(GRIDS[grid]) * -(-numel // bucket_size) + -(-numel * bits // 8)
 
 
 def sign_encode(
@@ -180,7 +180,7 @@ def sign_decode(payload: Tensor, out_N: Tensor, *, kind: str, bucket_size: int, 
 
 def sign_bytes(numel: int, bucket_size: int, kind: str) -> int:
     """Bytes that `sign_encode` fills."""
-    return reference.sign_bytes_a_bucket(SIGN_KINDS[kind]) * -(-numel // bucket_size) + -(-numel // 8)
+    return reference.mean_bytes_per_bucket(SIGN_KINDS[kind]) * -(-numel // bucket_size) + -(-numel // 8)
 
 
 def _check_bucket_size(bucket_size: int) -> None:
