@@ -1,6 +1,6 @@
-"""The CUDA kernels of `ops`: which of them to launch, and on how many blocks.
+"""Launches of the CUDA kernels that `ops` calls: their names, arguments and number of blocks.
 
-N elements of a gradient; `ops` documents the arguments. Tensors that are not contiguous are copied.
+N elements of a gradient. `ops` documents the arguments. Tensors that are not contiguous are copied.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from . import cuda_launch
 
-# As in csrc/include/bucket.h: 8 threads take a bucket.
+# 8 threads work on a quantization bucket, as csrc/include/bucket.h says.
 _BLOCK_SIZE = 256
 _BUCKETS_PER_BLOCK = _BLOCK_SIZE // 8
-# A multiprocessor holds 5 such blocks at once; more would only wait.
+# A multiprocessor holds 5 of these blocks at once; more would only wait.
 _BLOCKS_PER_MULTIPROCESSOR = 5
 
 
