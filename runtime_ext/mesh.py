@@ -24,8 +24,8 @@ class Mesh:
 
     Messages are sent as soon as they are posted, even if the receiver has not posted yet.
 
-    num_streams  connections to each rank with a round trip of `far_s` seconds or more at the time of connecting; to nearer
-                 ranks and to those that share memory there is one connection
+    num_streams  connections to each rank whose round trip is `far_s` seconds or more at the time of connecting; to
+                 nearer ranks and to those that share memory there is one connection
     address      numeric IP address to listen on, at `port`, which the kernel picks
     token        TOKEN_BYTES secret bytes that all ranks of the run have; peers that do not present them are hung up on
 
@@ -96,8 +96,8 @@ class Mesh:
     def take_bursts(self) -> list[tuple[int, int, float]]:
         """Return and forget (rank, bytes, seconds) of the bursts in which long messages arrived, about 50 ms each.
 
-        The kernel's time stamps are used, so late ranks and busy processors do not count. Rank -1 is all ranks together:
-        the traffic on this rank's link. At most the newest 1,024 bursts are kept.
+        The kernel's time stamps are used, so late ranks and busy processors do not count. Rank -1 is all ranks
+        together: the traffic on this rank's link. At most the newest 1,024 bursts are kept.
         """
         return self._native.take_bursts()
 
