@@ -1,7 +1,7 @@
 // How CUDA threads share buckets: a team of 8 threads takes a bucket, row by row.
 //
 // A row is 32 elements, 4 per thread, so the team reads 128 bytes of float32 at once, and thread t has the
-// elements of lanes 4t to 4t + 3 in the sums that reference.py defines: a thread adds rows without asking a
+// elements of lanes 4t to 4t + 3 in the sums that reference/ defines: a thread adds rows without asking a
 // neighbour. The four teams of a warp walk together, since they shuffle together; a team beyond the last
 // bucket gets a bucket without elements.
 //
@@ -227,7 +227,7 @@ CGX_DEVICE T over_team(T value, Combine combine) {
     return value;
 }
 
-// The sum of a bucket in the order of reference.py: 32 lanes, each from its first row on, then halved.
+// The sum of a bucket in the order of reference/: 32 lanes, each from its first row on, then halved.
 struct LaneSum {
     // Minus zero: adding it to a first element changes nothing, not even another minus zero.
     float lanes[kQuad] = {-0.0f, -0.0f, -0.0f, -0.0f};

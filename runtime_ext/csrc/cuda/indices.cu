@@ -1,4 +1,4 @@
-// Packing of indices, random indices, and adding of received elements. runtime_ext/reference.py is the
+// Packing of indices, random indices, and adding of received elements. runtime_ext/reference/ is the
 // specification, and its `index_layout` the format. Words are aligned; callers copy a message that is not.
 #include "block.h"
 

@@ -1,4 +1,4 @@
-// QSGD with CGX_BITS bits per element, a macro that the compiler is given. runtime_ext/reference.py is the
+// QSGD with CGX_BITS bits per element, a macro that the compiler is given. runtime_ext/reference/ is the
 // specification.
 #include "bucket.h"
 #include "qsgd.h"

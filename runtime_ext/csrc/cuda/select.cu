@@ -1,4 +1,4 @@
-// Selection: exact top-k and threshold windows. runtime_ext/reference.py is the specification.
+// Selection: exact top-k and threshold windows. runtime_ext/reference/ is the specification.
 //
 // Two words of 32 bits stand for 32 elements: `sure` has the elements that are sent, `maybe` those that may
 // be. The first pass over the gradient fills both. Later passes look at the elements in `maybe` only, and

@@ -1,5 +1,5 @@
 // Kernels that find thresholds, besides the passes of select.cu: the guess from a sample, the histogram of
-// all magnitudes, the exponential fit and the bracket. runtime_ext/reference.py is the specification.
+// all magnitudes, the exponential fit and the bracket. runtime_ext/reference/ is the specification.
 #include "bins.h"
 
 namespace cgx {

@@ -1,4 +1,4 @@
-// Formulas and wire layout of the one-bit codecs. runtime_ext/reference.py is the specification.
+// Formulas and wire layout of the one-bit codecs. runtime_ext/reference/ is the specification.
 #pragma once
 
 #include "portable.h"

@@ -1,4 +1,4 @@
-// Formulas of the codecs that send some elements. runtime_ext/reference.py is the specification.
+// Formulas of the codecs that send some elements. runtime_ext/reference/ is the specification.
 #pragma once
 
 #include "portable.h"
