@@ -67,8 +67,12 @@ def measure_ready_s(
 
 
 class _HostClock:
-    def start(self) -> None:
+    def __init__(self) -> None:
         self._marks: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    def start(self) -> None:
+        self._marks = {}
         self._start = time.perf_counter()
 
     def mark(self, name: str) -> None:
@@ -79,8 +83,12 @@ class _HostClock:
 
 
 class _CudaClock:
-    def start(self) -> None:
+    def __init__(self) -> None:
         self._marks: dict[str, torch.cuda.Event] = {}
+        self._start = torch.cuda.Event(enable_timing=True)
+
+    def start(self) -> None:
+        self._marks = {}
         self._start = torch.cuda.Event(enable_timing=True)
         self._start.record()
 
