@@ -22,9 +22,10 @@ from rich.console import Console
 from cgx_ray.bench.monitor_cost import local_ray, monitor_rows
 from cgx_ray.bench.network_job import Job, NetworkBenchError
 from cgx_ray.control.loop import LoopFacts
-from cgx_ray.lab.link import MTU_BYTES, Direction, LinkChange, format_rate
+from cgx_ray.lab.link import MTU_BYTES, Direction, LinkChange
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.report.result import Row, write_result
+from cgx_ray.units import compact_rate
 
 _NUM_HOSTS = 4
 _RATES = (1e8, 5e8, 1e9, 2e9)
@@ -159,7 +160,7 @@ def _errors(
 
 
 def _name(rate: float, latency_s: float) -> str:
-    return f"{format_rate(rate)}_{latency_s * 1e3:g}ms"
+    return f"{compact_rate(rate)}_{latency_s * 1e3:g}ms"
 
 
 def _settle(lab: Lab, job: Job) -> None:
