@@ -36,11 +36,12 @@ from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.joint import MAX_GAP, BestPlan, best_plan
 from cgx_ray.planner.models import MODEL_NAMES
 from cgx_ray.planner.options import candidate_options
-from cgx_ray.planner.papers.bytecomp_tree import Device, Path, option_of, path_cost, paths
+from cgx_ray.planner.papers.bytecomp import CodecDevice, Path, bytecomp, option_of, path_cost, paths
+from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.pipeline import GroupCost, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.search import search
-from cgx_ray.planner.strategies import bytecomp, cupcake, named_strategies
+from cgx_ray.planner.strategies import named_strategies
 from cgx_ray.planner.what_if import compare_schemes
 from cgx_ray.report.result import Row
 from cgx_ray.session.calibrate import Call, best_seconds
@@ -287,7 +288,7 @@ def _tree(numbers: PlannerNumbers) -> None:
     Quick: for AlexNet, as the greedy choice tries all paths for every tensor.
     """
     network, qsgd = cluster(64, gbps=TREE_GBPS), CodecSpec(name="qsgd")
-    found = [(path, path_cost(path, network, qsgd, {Device.GPU: GPU, Device.CPU: CPU})) for path in paths()]
+    found = [(path, path_cost(path, network, qsgd, {CodecDevice.GPU: GPU, CodecDevice.CPU: CPU})) for path in paths()]
     ours = [(path, cost) for path, cost in found if option_of(path, qsgd) is not None]
     numbers.add("tree_paths", len(found), "paths", "== 4341")
     numbers.add("tree_engine_paths", len(ours), "paths")

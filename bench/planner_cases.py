@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.models import load_model
-from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option, candidate_codecs
+from cgx_ray.planner.options import FREE, CodecCost, candidate_codecs
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.pipeline import GroupCost, Pipeline, group_cost
 from cgx_ray.planner.prediction import Measured

@@ -19,14 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ray.backend.options import BackendOptions, Way
-from cgx_ray.engine.layers import as_layer, averaged_parameters
+from cgx_ray.backend.options import BackendOptions, check_option
+from cgx_ray.engine.layers import as_layer, averaged_parameters, sparse_modules
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, Intra, Layer, Plan
+from cgx_ray.plan import NONE, Intra, Layer, Option, Plan
+from cgx_ray.torch_compat import bucket_parameters
 
 Run = tuple[int, int]  # elements [start, stop)
 # The parts of a tensor by how they are reduced, each in ascending order. None: by Gloo, uncompressed.
-Parts = dict[Way | None, list[Run]]
+Parts = dict[Option | None, list[Run]]
 
 _excluded_names: list[str] = []
 _registered: RegisteredModel | None = None
@@ -87,24 +88,19 @@ def parts_of(
     Raises ConfigError on all ranks if it is not the same on all of them.
     """
     parts = _registered.take(group, numel, options, gather) if _registered is not None else None
-    return {options.way: [(0, numel)]} if parts is None else parts
+    return {options.option: [(0, numel)]} if parts is None else parts
 
 
 class RegisteredModel:
     """The buckets of a DDP model, read again when DDP has rebuilt them."""
 
     def __init__(self, model: DistributedDataParallel, plan: Plan | None) -> None:
-        sparse = [
-            name
-            for name, part in model.module.named_modules()
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
-        ]
-        if sparse:
+        if sparse := sparse_modules(model.module):
             raise ConfigError(
                 f"the model has sparse gradients, of {', '.join(sparse)}, which lie in no bucket; use sparse=False, or "
                 "leave register_model out"
             )
-        self._planned = _ways(plan, model) if plan is not None else None
+        self._planned = _options_of(plan, model) if plan is not None else None
         # Not kept alive by being registered.
         self._model = weakref.ref(model)
         self._buckets: list[list[Layer]] = []
@@ -141,20 +137,22 @@ class RegisteredModel:
         parts: Parts = {}
         starts = itertools.accumulate((layer.numel for layer in bucket), initial=0)
         for start, layer in zip(starts, bucket, strict=False):
-            runs = parts.setdefault(self._way(layer, options), [])
+            runs = parts.setdefault(self._option(layer, options), [])
             first = runs.pop()[0] if runs and runs[-1][1] == start else start
             runs.append((first, start + layer.numel))
         return parts
 
-    def _way(self, layer: Layer, options: BackendOptions) -> Way | None:
+    def _option(self, layer: Layer, options: BackendOptions) -> Option | None:
         if any(part in layer.name for part in self._excluded):
             return None
         if self._planned is not None:
             return self._planned[layer.name]
-        return None if layer.ndim <= 1 or layer.numel < options.min_numel else options.way
+        return None if layer.ndim <= 1 or layer.numel < options.min_numel else options.option
 
     def _agree(self, options: BackendOptions, gather: Callable[[str], list[str]]) -> None:
-        parts = [{str(way): runs for way, runs in self._parts(bucket, options).items()} for bucket in self._buckets]
+        parts = [
+            {str(option): runs for option, runs in self._parts(bucket, options).items()} for bucket in self._buckets
+        ]
         offers = gather(hashlib.sha256(repr(parts).encode()).hexdigest())
         for rank, offer in enumerate(offers):
             if offer != offers[0]:
@@ -193,11 +191,10 @@ def _before_forward(module: nn.Module, inputs: Any) -> None:
 
 def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
     layers = {id(parameter): as_layer(name, parameter) for name, parameter in averaged_parameters(model).items()}
-    buckets = model.reducer._get_zeros_like_grad_buckets()
-    return [[layers[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
+    return [[layers[id(parameter)] for parameter in bucket] for bucket in bucket_parameters(model)]
 
 
-def _ways(plan: Plan, model: DistributedDataParallel) -> dict[str, Way | None]:
+def _options_of(plan: Plan, model: DistributedDataParallel) -> dict[str, Option | None]:
     """By layer. Raises ConfigError or PlanError for a plan that is not for the model or not for this backend."""
     if not isinstance(plan, Plan):
         raise ConfigError(
@@ -211,12 +208,14 @@ def _ways(plan: Plan, model: DistributedDataParallel) -> dict[str, Way | None]:
         )
     layers = [as_layer(name, parameter) for name, parameter in averaged_parameters(model).items()]
     plan.check(layers, model.process_group.size())
-    ways: dict[str, Way | None] = {}
+    options: dict[str, Option | None] = {}
     for group in plan.groups:
-        if group.intra is not Intra.FLAT:
+        if group.option.intra is not Intra.FLAT:
             raise ConfigError(
-                f"intra {group.intra!s} is not for backend cgx; give a plan with 'flat', or use cgx_ray.attach"
+                f"intra {group.option.intra!s} is not for backend cgx; give a plan with 'flat', or use cgx_ray.attach"
             )
-        way = Way(codec=group.codec, scheme=group.scheme) if group.codec != NONE else None
-        ways.update(dict.fromkeys(group.layers, way))
-    return ways
+        compresses = group.option.codec != NONE
+        if compresses:
+            check_option(group.option.codec, group.option.scheme)
+        options.update(dict.fromkeys(group.layers, group.option if compresses else None))
+    return options

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.backend.buckets import parts_of
-from cgx_ray.backend.options import BackendOptions, Way, current_options
+from cgx_ray.backend.options import BackendOptions, current_options
 from cgx_ray.backend.work import CompressedWork, ExactPart
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import Stamp
@@ -21,7 +21,7 @@ from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange
 from cgx_ray.collectives.tcp import connect_mesh_by_store
 from cgx_ray.engine.thread import WorkThread
 from cgx_ray.errors import CGXError, ConfigError
-from cgx_ray.plan import NONE, Scheme
+from cgx_ray.plan import NONE, Option
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class CgxProcessGroup(dist.ProcessGroup):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._lane: _Lane | None = None
-        if world_size > 1 and cgx_options.way.codec != NONE:
+        if world_size > 1 and cgx_options.option.codec != NONE:
             self._lane = _Lane(self, store, options.timeout.total_seconds())
 
     @property
@@ -124,7 +124,7 @@ class CgxProcessGroup(dist.ProcessGroup):
             return self._plain.allreduce(tensors, opts)
         tensor_N = tensors[0].detach().view(-1)
         parts = parts_of(self, tensor_N.numel(), self._options, self._gather)
-        compressed = {way: runs for way, runs in parts.items() if way is not None}
+        compressed = {option: runs for option, runs in parts.items() if option is not None}
         if not compressed:
             return self._plain.allreduce(tensors, opts)
         # In this thread, so that Gloo gets its work in the same order on all ranks.
@@ -197,7 +197,7 @@ class _Lane:
         self._timeout_s = timeout_s
         self._mesh = connect_mesh_by_store(store, group.rank(), group.size(), timeout_s)
         self._transport: Transport | None = None
-        self._exchanges: dict[tuple[Way, int], Exchange] = {}
+        self._exchanges: dict[tuple[Option, int], Exchange] = {}
         self._buffer_N = torch.empty(0)
         self._failure: CGXError | None = None
         self._lock = threading.Lock()
@@ -228,7 +228,7 @@ class _Lane:
                     # So that tensors made in inference mode can be written as well.
                     with torch.inference_mode():
                         self._reduce(work, step)
-                except Exception as error:  # noqa: BLE001 - raised again where the work is waited for
+                except BaseException as error:  # noqa: BLE001 - raised again where the work is waited for
                     self._fail(error, step)
             # Runs the callbacks of its future, which may need gradients.
             work.finish(self._failure)
@@ -236,12 +236,13 @@ class _Lane:
 
     def _reduce(self, work: CompressedWork, step: int) -> None:
         tensor_N = work.tensor.detach().view(-1)
-        for index, (way, runs) in enumerate(work.parts.items()):
+        for index, (option, runs) in enumerate(work.parts.items()):
             parts = [tensor_N[start:stop] for start, stop in runs]
             # A float32 tensor that is compressed as a whole is averaged where it is.
             is_in_place = len(parts) == 1 and tensor_N.dtype == torch.float32
             average_N = parts[0] if is_in_place else self._gather(parts)
-            self._exchange(way, average_N, Stamp(plan_version=0, step=step, group=index, codec=way.codec.name))
+            stamp = Stamp(plan_version=0, step=step, group=index, codec=option.codec.name)
+            self._exchange(option, average_N, stamp)
             if work.op == dist.ReduceOp.SUM:
                 # In float32: only a sum that float16 cannot hold is Inf there.
                 average_N.mul_(self._group.size())
@@ -261,22 +262,22 @@ class _Lane:
             room.copy_(part)
         return buffer_N
 
-    def _exchange(self, way: Way, average_N: Tensor, stamp: Stamp) -> None:
+    def _exchange(self, option: Option, average_N: Tensor, stamp: Stamp) -> None:
         if self._transport is None:
             # Not before: the group has its ranks only when torch has registered it.
             self._transport = Transport(self._group, mesh=self._mesh, timeout_s=self._timeout_s)
         self._transport.step, self._transport.group_index = stamp.step, stamp.group
         numel = average_N.numel()
-        exchange = self._exchanges.pop((way, numel), None)
+        exchange = self._exchanges.pop((option, numel), None)
         if exchange is None:
-            codec = make_codec(way.codec, world_size=self._group.size())
-            exchange = make_exchange(codec, Scheme(way.scheme), numel, 4, self._transport)
-        self._exchanges[way, numel] = exchange
+            codec = make_codec(option.codec, world_size=self._group.size())
+            exchange = make_exchange(codec, option.scheme, numel, 4, self._transport)
+        self._exchanges[option, numel] = exchange
         if len(self._exchanges) > MAX_EXCHANGES:
             del self._exchanges[next(iter(self._exchanges))]
         exchange.run(average_N, None, stamp, SEED, Phases())
 
-    def _fail(self, error: Exception, step: int) -> None:
+    def _fail(self, error: BaseException, step: int) -> None:
         """Remember what went wrong: after it the ranks' messages no longer fit each other."""
         if isinstance(error, CGXError):
             self._failure = error

@@ -72,6 +72,7 @@ class Transport:
     nodes              index of the node of every rank: those of one node share memory
     local              the ranks of this node, if they are several; none on a simulated link, which is between any two
     step, group_index  what is under way, for messages of errors
+    timeout_s          before a peer that does not answer counts as gone
     lag_s              by rank, from this rank's last `start_minimum` to when the other's came; over TCP only
     """
 
@@ -91,7 +92,7 @@ class Transport:
         self._cuda_group = cuda_group if cuda_group is not None else group
         self._link = link
         self._mesh = mesh
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self.takes_many = mesh is not None
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -138,7 +139,7 @@ class Transport:
         try:
             if isinstance(handle, int):
                 assert self._mesh is not None
-                self._mesh.wait(handle, self._timeout_s)
+                self._mesh.wait(handle, self.timeout_s)
                 return
             for work in handle:
                 assert work is not None
@@ -201,7 +202,7 @@ class Transport:
         ticket = mesh.post(dict.fromkeys(received, values_K), received)
 
         def wait() -> None:
-            lag_s = mesh.wait(ticket, self._timeout_s)
+            lag_s = mesh.wait(ticket, self.timeout_s)
             self.lag_s = tuple(lag_s) if self._link is None else ()
 
         return lambda: self._minimum_of(wait, [values_K, *received.values()])

@@ -147,7 +147,7 @@ def describe_sweep(sweep: Sweep, points: Sequence[BestPlan]) -> dict[str, Any]:
 
 
 def _parts_ms(step: Prediction) -> Mapping[str, float]:
-    return {part: 1e3 * seconds for part, seconds in step.schedule.parts_s.items()}
+    return {part: 1e3 * seconds for part, seconds in step.timeline.parts_s.items()}
 
 
 def _title(scenario: Scenario) -> str:

@@ -20,7 +20,6 @@ from cgx_ray.monitors.probe_schedule import rounds
 from cgx_ray.report.show import new_table, print_line, progress_bar, write_json
 from cgx_ray.report.style import new_figure, save_figure
 
-CLOSE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 
 Ways = Mapping[tuple[str, str], Way]
@@ -97,9 +96,6 @@ def probe_nodes(
             ray.get([actors[to].stop_iperf3.remote() for _, to in pairs])
         return ways
     finally:
-        # Killing an actor would leave its iperf3 running.
-        closed = [actor.close.remote() for actor in actors]
-        ray.wait(closed, num_returns=len(closed), timeout=CLOSE_TIMEOUT_S)
         for actor in actors:
             ray.kill(actor)
 

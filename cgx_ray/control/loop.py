@@ -24,11 +24,11 @@ from cgx_ray.control.measured import (
     network_of,
     slowed,
 )
-from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Pair, Policy, Replace, View
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Policy, Replace, View
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, make_plan
+from cgx_ray.plan import CodecSpec, Layer, Option, Plan, make_plan, options_of
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.options import CodecCost, Option
+from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
 # Steps of a plan before it is judged; the first one still has cold buffers.
@@ -125,7 +125,7 @@ class ControlLoop:
         self._trial: _Trial | None = None
         self._predicted_s: float | None = None
         self._dense_s: tuple[float, Measured] | None = None
-        self._banned: dict[Pair, int] = {}
+        self._banned: dict[Option, int] = {}
         self._num_failures = 0
         return self.plans[-1]
 
@@ -178,14 +178,14 @@ class ControlLoop:
         cause = self._cause(step, measured) if measured is not None else None
         if measured is None or cause is None:
             return None
-        self._banned = {pair: until for pair, until in self._banned.items() if until > step.step}
+        self._banned = {option: until for option, until in self._banned.items() if until > step.step}
         decision = self._policy.decide(
             View(cause=cause, plan=self.plans[-1], measured=measured, banned=frozenset(self._banned))
         )
         if isinstance(decision, Replace):
             # Its gain is only known while it is used: unused, the estimate would bring it straight back.
             fallen = self._fallen(measured)
-            self._ban(((codec, scheme) for codec in fallen for scheme in Scheme), until=step.step + BAN_STEPS)
+            self._ban((option for codec in fallen for option in options_of(codec)), until=step.step + BAN_STEPS)
         if decision is not None:
             self._act(decision, step, measured, now_s)
         return decision
@@ -264,7 +264,7 @@ class ControlLoop:
         pause = BAN_STEPS << self._num_failures
         self._num_failures += 1
         # Twice the pause, so that what is tried after it is something else.
-        self._ban(((option.codec, option.scheme) for option in trial.options), until=step.step + 2 * pause)
+        self._ban(trial.options, until=step.step + 2 * pause)
         decision = Disable(
             plan=plan,
             reason=f"{trial.decision.predicted.describe()} took {measured_s:.3f} s a step, dense {source} "
@@ -276,8 +276,8 @@ class ControlLoop:
         self._act(decision, step, measured, now_s)
         return decision
 
-    def _ban(self, pairs: Iterable[Pair], *, until: int) -> None:
-        self._banned |= {pair: max(until, self._banned.get(pair, 0)) for pair in pairs}
+    def _ban(self, options: Iterable[Option], *, until: int) -> None:
+        self._banned |= {flat: max(until, self._banned.get(flat, 0)) for flat in (each.flat() for each in options)}
 
     def _dense_now(self, measured: Measured, predicted: Prediction) -> tuple[float, str]:
         """Seconds of a dense step, and how they are known.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import DENSE, CodecCost, Option
+from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured
 
 # What ranks that share memory take for a sum is not measured in a run: 100 MB among 4 took 90 ms on 2 cores (LOG.md).
@@ -22,7 +22,7 @@ MIN_LATENCY_CHANGE_S = 1e-3
 
 def beside_dense(plan: Plan) -> frozenset[Option]:
     """The options of a plan but for what DDP does, sums by the vendor over all ranks. Hierarchical sums are in it."""
-    options = {Option(codec=group.codec, scheme=group.scheme, intra=group.intra) for group in plan.groups}
+    options = {group.option for group in plan.groups}
     return frozenset(option for option in options if option != DENSE)
 
 
@@ -65,8 +65,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     """A plan as it is journalled: in a word, and how many groups and layers each option has."""
     options: dict[str, dict[str, int]] = {}
     for group in plan.groups:
-        option = str(Option(codec=group.codec, scheme=group.scheme, intra=group.intra))
-        counts = options.setdefault(option, {"groups": 0, "layers": 0})
+        counts = options.setdefault(str(group.option), {"groups": 0, "layers": 0})
         counts["groups"] += 1
         counts["layers"] += len(group.layers)
     return {"version": plan.version, "plan": plan.describe(), "options": options}

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cgx_ray.plan import CodecSpec, Plan, Scheme
+from cgx_ray.plan import DENSE, Option, Plan
 from cgx_ray.planner.joint import BestPlan, best_plan
-from cgx_ray.planner.options import DENSE, Option
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
 # A change must promise this much, or noise would flip plans back and forth.
@@ -47,7 +46,6 @@ class Disable:
 
 
 Decision = Keep | Replace | Disable
-Pair = tuple[CodecSpec, Scheme]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +53,14 @@ class View:
     """What a policy decides on.
 
     cause   why it is asked now, in words
-    banned  codecs and schemes that failed, flat or hierarchical: in plans slower than dense, or by a gain that fell
+    banned  flat options that failed, in plans slower than dense or by a gain that fell; hierarchical ones of the same
+            codec and scheme are banned too
     """
 
     cause: str
     plan: Plan
     measured: Measured
-    banned: frozenset[Pair] = field(default_factory=frozenset)
+    banned: frozenset[Option] = field(default_factory=frozenset)
 
 
 class Policy(Protocol):
@@ -86,14 +85,14 @@ class AdaptivePolicy:
     def decide(self, view: View) -> Decision:
         """The plan in force is scored under the new measurements as well, and only a better one takes its place."""
         measured = view.measured
-        allowed = [option for option in self._options if (option.codec, option.scheme) not in view.banned]
+        allowed = [option for option in self._options if option.flat() not in view.banned]
         found = best_plan(measured, allowed, min_gain=self._min_gain)
         best, dense_s = found.best, found.dense.step_s
         current = predict(measured, groups_of(view.plan, measured.layers))
         if best.groups == current.groups:
             return Keep(reason=f"{view.cause}; {_say(found)}", predicted=current, dense_s=dense_s)
         is_allowed = current.efficiency is not None and current.efficiency >= self._min_gain
-        used = {(option.codec, option.scheme) for option in current.options if option != DENSE}
+        used = {option.flat() for option in current.options if option != DENSE}
         is_allowed = is_allowed and view.banned.isdisjoint(used)
         breaks_promise = not current.is_dense and current.step_s > MAX_SLOWDOWN * dense_s
         if is_allowed and not breaks_promise and best.score > current.score * (1 - MIN_IMPROVEMENT):

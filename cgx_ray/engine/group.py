@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from cgx_ray.codecs.codec import HOST, is_finite
 from cgx_ray.codecs.feedback import CURVE_SAMPLE_NUMEL, GainCurve, Memories, kept_energy, sample_blocks
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
+from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.monitors.sample import CURVE_DENSITIES
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Scheme
+
+T = TypeVar("T")
 
 
 class Group:
@@ -40,18 +44,18 @@ class Group:
         self._transport = transport
         self._is_compressible = not all(layer.is_small for layer in self._layers)
         # Dense groups are summed in the gradient's own type, as DDP would; codecs work on float32.
-        dtype = getattr(torch, self._layers[0].dtype) if plan.scheme is Scheme.DENSE else torch.float32
+        dtype = getattr(torch, self._layers[0].dtype) if plan.option.scheme is Scheme.DENSE else torch.float32
         # Sums inside a node are made on the host.
-        if plan.device == "cpu" or plan.intra is not Intra.FLAT:
+        if plan.device == "cpu" or plan.option.intra is not Intra.FLAT:
             device = HOST
         # Dense groups rarely need it; memory that is never touched is never really allocated.
         self._flat_N = torch.empty(self.numel, dtype=dtype, device=device)
         self._slices = dict(zip(plan.layers, self._flat_N.split(numels), strict=True))
-        self._use(plan.codec)
+        self._use(plan.option.codec)
         self._memories = memories
         self._memory = memories.of_group(self._codec)
         # Hierarchical: what a rank owes is of its node's gradients, so gains are those of gradients without it.
-        self._own_memory = self._memory if plan.intra is Intra.FLAT else None
+        self._own_memory = self._memory if plan.option.intra is Intra.FLAT else None
         self._paid: list[str] = []
         self._arrived: dict[str, Tensor] = {}
         # Of the last average; True as well if nobody asked.
@@ -64,7 +68,7 @@ class Group:
         self.wire_bytes = self.numel * item_bytes if spec == NONE else self._codec.payload_bytes(self.numel)
         self.index_bytes = spec.index_bytes(self.numel)
         self.exchange = make_exchange(
-            self._codec, self.plan.scheme, self.numel, item_bytes, self._transport, self.plan.intra
+            self._codec, self.plan.option.scheme, self.numel, item_bytes, self._transport, self.plan.option.intra
         )
 
     @property
@@ -76,22 +80,22 @@ class Group:
         """Take note of a layer's gradient. It is read, and overwritten with the average, in `run`."""
         self._arrived[name] = view
 
-    def run(self, stamp: Stamp, seed: int, gain: GainMeter | None, *, checks_finite: bool) -> Phases:
+    def run(self, stamp: Stamp, seed: int, gain: StepMeter | None, *, checks_finite: bool) -> Phases:
         """Average this group over all ranks, in place in the gradients that arrived."""
         phases = Phases()
         self._transport.group_index = self.index
         views = [self._arrived[name] for name in self._slices]
         # Every rank at the same step, so their messages keep the same size.
-        if (spec := self.plan.codec.at_step(stamp.step)) != self._codec.spec:
+        if (spec := self.plan.option.codec.at_step(stamp.step)) != self._codec.spec:
             self._use(spec)
         if self._memory is None:
             self._pay_residuals()
         # The same on all ranks, since DDP lays out its buckets alike: they add up memory that means the same.
-        in_place = self.plan.scheme is Scheme.DENSE and views[0].device == self._flat_N.device
+        in_place = self.plan.option.scheme is Scheme.DENSE and views[0].device == self._flat_N.device
         joint_N = _joint_memory(views) if in_place else None
         grad_N = joint_N if joint_N is not None else self._gather(views)
         metered = gain if self._is_compressible else None
-        energy = metered.measure(self._fed(grad_N)) if metered is not None else 0.0
+        energy = metered.measure(lambda: self._fed(grad_N)) if metered is not None else 0.0
         phases.lap("encode")
         self.exchange.run(grad_N, self._memory, stamp, seed, phases)
         if joint_N is None:
@@ -99,7 +103,8 @@ class Group:
                 view.view(-1).copy_(part)
         self.is_finite = not checks_finite or is_finite(grad_N)
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
-            metered.correct(str(self.plan.codec), 1 - float(self._own_memory.next_N.norm()) ** 2 / energy)
+            left_N = self._own_memory.next_N
+            metered.correct(str(self.plan.option.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
         return phases
@@ -206,3 +211,46 @@ class GainMeter:
     @property
     def _energy(self) -> float:
         return sum(energy for energy, _, _ in self._groups)
+
+
+class StepMeter:
+    """The GainMeter of one step. After an error the step has no gains: those of the other groups would mislead."""
+
+    def __init__(self, meter: GainMeter, telemetry: Telemetry, step: int) -> None:
+        self._meter: GainMeter | None = meter
+        self._telemetry = telemetry
+        self._step = step
+
+    def measure(self, fed: Callable[[], Tensor]) -> float:
+        """See `GainMeter`, for what `fed` returns; 0 after an error."""
+        return self._ask(lambda meter: meter.measure(fed()), 0.0)
+
+    def correct(self, name: str, kept: Callable[[], float]) -> None:
+        """See `GainMeter`, for what `kept` returns."""
+        self._ask(lambda meter: meter.correct(name, kept()), None)
+
+    def gains(self) -> dict[str, float]:
+        """See `GainMeter`; empty after an error."""
+        return self._ask(lambda meter: meter.gains(), {})
+
+    def curve(self) -> tuple[float, ...]:
+        """See `GainMeter`; empty after an error."""
+        return self._ask(lambda meter: meter.curve(), ())
+
+    @property
+    def norm(self) -> float | None:
+        """See `GainMeter`; None after an error."""
+        return self._ask(lambda meter: meter.norm, None)
+
+    @property
+    def seconds(self) -> float:
+        """See `GainMeter`; 0 after an error."""
+        return self._ask(lambda meter: meter.seconds, 0.0)
+
+    def _ask(self, question: Callable[[GainMeter], T], otherwise: T) -> T:
+        if self._meter is None:
+            return otherwise
+        with self._telemetry.optional("gains", self._step):
+            return question(self._meter)
+        self._meter = None
+        return otherwise

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases
-from cgx_ray.engine.group import GainMeter, Group
+from cgx_ray.engine.group import Group, StepMeter
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class StepRun:
         plan_version: int,
         step: int,
         seed: int,
-        meter: GainMeter | None,
+        meter: StepMeter | None,
         checks_finite: bool,
         began: tuple[float, torch.cuda.Event | None] = (0.0, None),
     ) -> None:
@@ -84,6 +84,11 @@ class StepRun:
         """All groups have run."""
         return len(self.phases) == len(self._groups)
 
+    @property
+    def missing(self) -> list[str]:
+        """Layers whose gradients have not come."""
+        return [name for name in self._group_of if name not in self._bucket_of]
+
     def settle(self) -> None:
         """Let codecs remember this step, on all ranks or on none: the averages are the same everywhere."""
         if all(group.is_finite for group in self._groups):
@@ -97,7 +102,9 @@ class StepRun:
                 bucket.future.set_result(bucket.buffer)
 
     def _run(self, group: Group) -> None:
-        stamp = Stamp(plan_version=self._plan_version, step=self._step, group=group.index, codec=group.plan.codec.name)
+        stamp = Stamp(
+            plan_version=self._plan_version, step=self._step, group=group.index, codec=group.plan.option.codec.name
+        )
         self.phases.append(group.run(stamp, self._seed, self.meter, checks_finite=self._checks_finite))
         for name in group.plan.layers:
             self._bucket_of[name].num_waiting -= 1

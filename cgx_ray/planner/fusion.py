@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cgx_ray.planner.pipeline import Group, Pipeline
+from cgx_ray.planner.pipeline import GroupEnd, Pipeline
 
 
-def fuse(pipeline: Pipeline, option: int = 0) -> tuple[tuple[Group, ...], float]:
+def fuse(pipeline: Pipeline, option: int = 0) -> tuple[tuple[GroupEnd, ...], float]:
     """Groups with the earliest finish when all use `option`, and that finish in seconds.
 
     The problem of Cupcake (Wang et al. 2023, equations 2 and 3), which searches 2^(N-1) groupings, by the recursion
@@ -56,4 +56,4 @@ def fuse(pipeline: Pipeline, option: int = 0) -> tuple[tuple[Group, ...], float]
     ends = [N]
     for starts in reversed(last_starts[1:best_y]):
         ends.append(int(starts[ends[-1]]))
-    return tuple(Group(end, option) for end in reversed(ends)), best_s
+    return tuple(GroupEnd(end, option) for end in reversed(ends)), best_s

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Intra, Layer, Scheme
-from cgx_ray.planner.options import DENSE, Option
-from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline, cheapest, group_cost, undominated
+from cgx_ray.plan import DENSE, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Intra, Layer, Option, Scheme
+from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 from cgx_ray.planner.search import search
 
@@ -158,14 +157,14 @@ class _Chain:
         finish_s = joint.finish_s if cut == joint.groups else pipeline.finish_s(cut)
         return _Found(groups=(*groups, *rest), finish_s=finish_s + rest_s, bound_s=joint.bound_s + rest_s)
 
-    def _cut(self, groups: Sequence[Group], options: Sequence[Option]) -> Iterator[Group]:
+    def _cut(self, groups: Sequence[GroupEnd], options: Sequence[Option]) -> Iterator[GroupEnd]:
         """End a group before the layer that would make it longer than messages may be."""
         start = 0
         for group in groups:
             limit, filled = _max_numel(options[group.option]), 0
             for index in range(start, group.end):
                 if filled + self.layers[index].numel > limit:
-                    yield Group(index, group.option)
+                    yield GroupEnd(index, group.option)
                     filled = 0
                 filled += self.layers[index].numel
             yield group

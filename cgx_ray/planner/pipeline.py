@@ -21,16 +21,20 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import Scheme
+from cgx_ray.plan import Option
 from cgx_ray.planner.cost import Network, check_seconds
-from cgx_ray.planner.options import CodecCost, Option, legs
+from cgx_ray.planner.legs import legs
+from cgx_ray.planner.options import CodecCost
 
 
-class Group(NamedTuple):
+class GroupEnd(NamedTuple):
     """The layers after those of the group before it, up to but not including `end`; `option` is an index."""
 
     end: int
     option: int
+
+
+Groups = tuple[GroupEnd, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,7 @@ class Pipeline:
     def num_layers(self) -> int:
         return len(self.numel)
 
-    def finish_s(self, groups: Sequence[Group]) -> float:
+    def finish_s(self, groups: Sequence[GroupEnd]) -> float:
         """When the step with `groups` is over. Raises ConfigError unless they hold every layer once, in order."""
         ends = [0, *(group.end for group in groups)]
         if ends[-1] != self.num_layers or any(end <= start for start, end in itertools.pairwise(ends)):
@@ -123,13 +127,7 @@ def group_cost(
             encode_a_s = encode_b_s = 0.0
         link_b_s = leg.num_bytes * leg.link.beta_s_per_byte
         network_a += leg.hops * leg.link.alpha_s + encode_a_s + decode_a_s
-        match leg.scheme:
-            case Scheme.SRA:
-                network_b += max(link_b_s, encode_b_s + decode_b_s)
-            case Scheme.ALLGATHER:
-                network_b += encode_b_s + max(link_b_s, decode_b_s)
-            case _:
-                network_b += encode_b_s + link_b_s + decode_b_s
+        network_b += leg.overlap.seconds(encode_b_s, link_b_s, decode_b_s)
     return GroupCost(
         compute_a_s=compute_a,
         compute_b_s_per_element=compute_b / numel,

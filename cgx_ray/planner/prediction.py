@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Plan
+from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.cost import Network
-from cgx_ray.planner.options import DENSE, CodecCost, Option, codec_cost_of, efficiency, exchange_stages
-from cgx_ray.planner.timeline import Part, Resource, Schedule, simulate
+from cgx_ray.planner.legs import exchange_stages
+from cgx_ray.planner.options import CodecCost, codec_cost_of, efficiency
+from cgx_ray.planner.timeline import Resource, StepPart, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class PlannedGroup(NamedTuple):
 class Prediction:
     """What groups make of a step.
 
-    schedule    the step as the engine runs it, one group at a time, up to its last exchange
+    timeline    the step as the engine runs it, one group at a time, up to its last exchange
     compute_s   of the step without any exchange
     after_s     of that, after the last exchange
     codec_s     encoding and decoding of one rank, hidden or not
@@ -100,7 +101,7 @@ class Prediction:
     """
 
     groups: tuple[PlannedGroup, ...]
-    schedule: Schedule
+    timeline: Timeline
     compute_s: float
     after_s: float
     codec_s: float
@@ -108,7 +109,7 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        return self.schedule.finish_s + self.after_s
+        return self.timeline.finish_s + self.after_s
 
     @property
     def score(self) -> float:
@@ -116,9 +117,9 @@ class Prediction:
         return self.step_s / self.efficiency if self.efficiency is not None else math.inf
 
     @property
-    def bound_by(self) -> Part:
+    def bound_by(self) -> StepPart:
         """What most of the critical path up to the last exchange is spent on."""
-        return self.schedule.bound_by
+        return self.timeline.bound_by
 
     @property
     def is_dense(self) -> bool:
@@ -143,15 +144,7 @@ class Prediction:
         return Plan(
             version=version,
             world_size=world_size,
-            groups=tuple(
-                GroupPlan(
-                    layers=group.layers,
-                    codec=group.option.codec,
-                    scheme=group.option.scheme,
-                    intra=group.option.intra,
-                )
-                for group in self.groups
-            ),
+            groups=tuple(GroupPlan(layers=group.layers, option=group.option) for group in self.groups),
         )
 
 
@@ -179,7 +172,7 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
     known = [share for share in kept if share is not None]
     return Prediction(
         groups=tuple(groups),
-        schedule=simulate(waits_s, stages, one_group_at_a_time=True),
+        timeline=simulate(waits_s, stages, one_group_at_a_time=True),
         compute_s=measured.compute_s,
         after_s=measured.after_s,
         codec_s=math.fsum(stage.busy_s.get(Resource.CODEC, 0.0) for way in stages for stage in way),
@@ -190,10 +183,4 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
 def groups_of(plan: Plan, layers: Iterable[Layer]) -> tuple[PlannedGroup, ...]:
     """The groups of a plan for `layers`."""
     by_name = {layer.name: layer for layer in layers}
-    return tuple(
-        PlannedGroup.of(
-            [by_name[name] for name in group.layers],
-            Option(codec=group.codec, scheme=group.scheme, intra=group.intra),
-        )
-        for group in plan.groups
-    )
+    return tuple(PlannedGroup.of([by_name[name] for name in group.layers], group.option) for group in plan.groups)

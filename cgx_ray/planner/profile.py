@@ -84,19 +84,9 @@ def save_profile(profile: Profile, path: str | Path) -> None:
     Path(path).write_text(json.dumps({"format_version": FORMAT_VERSION, **asdict(profile)}, indent=2) + "\n")
 
 
-def load_profile(path: str | Path, *, device: str | None = None) -> Profile:
-    """Read a file of `save_profile`.
-
-    device  refuse a profile of any other device; None takes it as it is, for plans that are made elsewhere
-
-    Raises ConfigError if it cannot be read, is not of this format, or of another device.
-    """
+def load_profile(path: str | Path) -> Profile:
+    """Read a file of `save_profile`. Raises ConfigError if it cannot be read or is not of this format."""
     found = _read(path, _SCHEMA, "no profile of this version; make one by `cgx-ray profile`")
-    if device is not None and found["device"] != device:
-        raise ConfigError(
-            f"{path} was measured on {found['device']!r}, this is {device!r}; measure here by `cgx-ray profile`, or "
-            "name no device where plans are for that one"
-        )
     return Profile(
         package_version=found["package_version"],
         device=found["device"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.planner import _search
-from cgx_ray.planner.pipeline import Group, Pipeline
+from cgx_ray.planner.pipeline import GroupEnd, Pipeline
 
 # Of the last pass of the search: about 50 ms.
 MAX_LABELS = 30_000
@@ -22,7 +22,7 @@ class JointPlan:
     num_labels  partial plans that were kept on the way
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[GroupEnd, ...]
     finish_s: float
     bound_s: float
     num_labels: int
@@ -68,7 +68,7 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
         for cost in pipeline.costs
     ]
     _, bound_s, found, num_labels = _search.search(pipeline.backward_s, pipeline.numel, costs, max_gap, max_labels)
-    groups = tuple(Group(end, option) for end, option in found)
+    groups = tuple(GroupEnd(end, option) for end, option in found)
     finish_s = pipeline.finish_s(groups)
     is_best = math.isclose(bound_s, finish_s, rel_tol=1e-12)
     return JointPlan(groups=groups, finish_s=finish_s, bound_s=finish_s if is_best else bound_s, num_labels=num_labels)

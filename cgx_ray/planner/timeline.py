@@ -21,12 +21,12 @@ class Resource(StrEnum):
 
 
 BACKWARD = "backward"
-Part = Literal["compute", "codec", "bandwidth", "latency"]
+StepPart = Literal["compute", "codec", "bandwidth", "latency"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Part of a group's way: encode, exchange, ...
+    """One step of a group's exchange: encode, send, ...
 
     busy_s     seconds of work for each resource it needs. It works on all of them at once, as where an exchange decodes
                while messages come in: it lasts as long as the longest, and holds all of them so long
@@ -53,7 +53,7 @@ class StageSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class Timeline:
     """A step played through.
 
     finish_s  when the last group is through
@@ -66,17 +66,17 @@ class Schedule:
     finish_s: float
     spans: tuple[StageSpan, ...]
     critical: tuple[StageSpan, ...]
-    parts_s: Mapping[Part, float]
+    parts_s: Mapping[StepPart, float]
 
     @property
-    def bound_by(self) -> Part:
+    def bound_by(self) -> StepPart:
         """What most of the critical path is spent on."""
         return max(self.parts_s, key=lambda part: self.parts_s[part])
 
 
 def simulate(
     backward_s: Sequence[float], stages: Sequence[Sequence[Stage]], *, one_group_at_a_time: bool = False
-) -> Schedule:
+) -> Timeline:
     """Play a step through: groups in the order of backward, each through its stages one after the other.
 
     backward_s           each group's layers', on `compute`, one group after the other
@@ -136,10 +136,10 @@ def _backward(seconds: float) -> Stage:
     return Stage(name=BACKWARD, busy_s={Resource.COMPUTE: seconds})
 
 
-def _schedule(spans: Sequence[StageSpan], causes: Sequence[int | None]) -> Schedule:
+def _schedule(spans: Sequence[StageSpan], causes: Sequence[int | None]) -> Timeline:
     last = max(range(len(spans)), key=lambda index: spans[index].end_s)
     critical: list[StageSpan] = []
-    parts_s: dict[Part, float] = {"compute": 0.0, "codec": 0.0, "bandwidth": 0.0, "latency": 0.0}
+    parts_s: dict[StepPart, float] = {"compute": 0.0, "codec": 0.0, "bandwidth": 0.0, "latency": 0.0}
     at: int | None = last
     while at is not None:
         stage = spans[at].stage
@@ -147,10 +147,10 @@ def _schedule(spans: Sequence[StageSpan], causes: Sequence[int | None]) -> Sched
         parts_s["latency"] += stage.latency_s
         parts_s[_part(stage)] += stage.duration_s - stage.latency_s
         at = causes[at]
-    return Schedule(finish_s=spans[last].end_s, spans=tuple(spans), critical=tuple(reversed(critical)), parts_s=parts_s)
+    return Timeline(finish_s=spans[last].end_s, spans=tuple(spans), critical=tuple(reversed(critical)), parts_s=parts_s)
 
 
-def _part(stage: Stage) -> Part:
+def _part(stage: Stage) -> StepPart:
     """What a stage is spent on but for its latency: its longest work."""
     if stage.name == BACKWARD:
         return "compute"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
-from cgx_ray.planner.cost import Link, allgather_tree_s, artopk_tree_s, exchange_s
+from cgx_ray.planner.cost import Link, exchange_s
+from cgx_ray.planner.papers.flexible import allgather_tree_s, artopk_tree_s
 
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}

@@ -118,7 +118,7 @@ def test_picture_has_a_bar_for_all_work_and_the_swept_times() -> None:
     dense, planned, swept = draw_answer(answer, title="", sweep=sweep, points=points).axes
     for axes, step in ((dense, answer.dense), (planned, answer.best)):
         ends_ms = [path.vertices[:, 0].max() for bars in axes.collections for path in bars.get_paths()]
-        works = [busy_s for span in step.schedule.spans for busy_s in span.stage.busy_s.values() if busy_s > 0]
+        works = [busy_s for span in step.timeline.spans for busy_s in span.stage.busy_s.values() if busy_s > 0]
         assert len(ends_ms) >= len(works)
         assert max(ends_ms) == pytest.approx(1e3 * step.step_s)
         assert f"{1e3 * step.step_s:.4g} ms" in axes.get_title(loc="left")

@@ -21,9 +21,9 @@ from cgx_ray.control.loop import BAN_STEPS, JUDGED_STEPS, LINK_STEPS, WARM_UP_ST
 from cgx_ray.control.measured import beside_dense, is_dense, layer_times
 from cgx_ray.control.policy import AdaptivePolicy, Decision, Disable, Keep, Replace, StaticPolicy
 from cgx_ray.monitors.sample import Burst, HostLoad, NodeSample, StepSample, Transfer
-from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Plan, Scheme, make_plan
+from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, exchange_s
-from cgx_ray.planner.options import CodecCost, Option, candidate_options
+from cgx_ray.planner.options import CodecCost, candidate_options
 
 WORLD = 4
 DENSITIES = (0.1, 0.01)
@@ -82,20 +82,20 @@ class FakeRun:
         transfers = []
         for index, group in enumerate(plan.groups):
             n = sum(numel[name] for name in group.layers)
-            m = group.codec.payload_bytes(n)
-            m_i = group.codec.index_bytes(n)
+            m = group.option.codec.payload_bytes(n)
+            m_i = group.option.codec.index_bytes(n)
             seconds = exchange_s(
-                group.scheme, num_workers=WORLD, dense_bytes=4 * n, wire_bytes=m, index_bytes=m_i, link=link
+                group.option.scheme, num_workers=WORLD, dense_bytes=4 * n, wire_bytes=m, index_bytes=m_i, link=link
             )
             transfers.append(
                 Transfer(
                     group=index,
-                    scheme=str(group.scheme),
+                    scheme=str(group.option.scheme),
                     numel=n,
                     wire_bytes=m,
                     index_bytes=m_i,
                     seconds=seconds,
-                    intra=str(group.intra),
+                    intra=str(group.option.intra),
                 )
             )
         exchange = sum(transfer.seconds for transfer in transfers)
@@ -329,7 +329,7 @@ def test_where_some_ranks_share_memory_nodes_sum_before_they_exchange(tmp_path: 
     (decision,) = run.run(LINK_STEPS)
     assert journal(tmp_path)[0]["inputs"]["ranks_per_node"] == 2
     assert "inside nodes" in decision.reason, decision.reason
-    assert Intra.FLAT not in {group.intra for group in run.loop.plans[-1].groups}
+    assert Intra.FLAT not in {group.option.intra for group in run.loop.plans[-1].groups}
 
 
 def test_bursts_count_for_the_node_whose_link_its_ranks_share(tmp_path: Path) -> None:

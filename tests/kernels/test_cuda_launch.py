@@ -72,7 +72,7 @@ def test_every_kernel_compiles_for_a100_and_h100(source: str, define: str | None
 
 def _ptx(source: str, define: str | None, options: Sequence[str]) -> str:
     text = (cuda_launch.SOURCES / "cuda" / f"{source}.cu").read_bytes()
-    includes = [f"--include-path={cuda_launch.SOURCES / 'include'}"]
+    includes = [f"--include-path={folder}" for folder in cuda_launch.INCLUDE_FOLDERS]
     defines = [] if define is None else [f"--define-macro={define}"]
     arguments = [option.encode() for option in [*options, *includes, *defines, "--gpu-architecture=compute_90"]]
     _, program = nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], [])

@@ -120,7 +120,7 @@ def test_a_guess_from_a_sample_changes_no_selection(
 @pytest.mark.usefixtures("emulated_cuda")
 @pytest.mark.parametrize("num_multiprocessors", [1, 3])
 def test_the_number_of_blocks_changes_no_selection(num_multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_sparse, "_BLOCKS_A_MULTIPROCESSOR", 1)
+    monkeypatch.setattr(cuda_sparse, "_BLOCKS_PER_MULTIPROCESSOR", 1)
     monkeypatch.setattr(cuda_launch, "num_multiprocessors", lambda _: num_multiprocessors)
     grad_N = (torch.randn(SEVERAL_BLOCKS) * 3).round()
     check_topk(grad_N, 5_000, torch.zeros(SEVERAL_BLOCKS), torch.empty(SEVERAL_BLOCKS))

@@ -151,7 +151,7 @@ class Library:
 
 def _compile(*args: str | Path) -> str:
     """What g++ prints; raises CalledProcessError, and g++ says why on stderr."""
-    include = [f"-I{cuda_launch.SOURCES / 'include'}", f"-I{HERE}"]
+    include = [f"-I{folder}" for folder in (*cuda_launch.INCLUDE_FOLDERS, HERE)]
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     return subprocess.run(["g++", *options, *include, *args], check=True, stdout=subprocess.PIPE, text=True).stdout
 
