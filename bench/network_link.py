@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from cgx_ray.bench.network_host import process_in_host
 from cgx_ray.bench.network_job import Job, NetworkBenchError
 from cgx_ray.control.facts import LoopFacts
-from cgx_ray.lab.link import MTU_BYTES, format_rate
+from cgx_ray.lab.link import MTU_BYTES
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.report.result import Row
+from cgx_ray.units import compact_rate
 
 # Payload bytes per byte of an IP packet, which is what the lab's rates count: 52 bytes are IP and TCP headers with time
 # stamps.
@@ -101,4 +102,4 @@ def _is_probed(facts: LoopFacts) -> bool:
 
 
 def _point_name(rate: float, latency_s: float) -> str:
-    return f"{format_rate(rate)}_{latency_s * 1e3:g}ms"
+    return f"{compact_rate(rate)}_{latency_s * 1e3:g}ms"

@@ -254,7 +254,7 @@ def test_an_all_reduce_in_the_lab_is_never_faster_than_its_links():
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ([("rate", "1")], "rate '1' is not understood; write 1gbit"),
+        ([("rate", "1")], "rate '1' is not allowed; give a number and kbit"),
         ([("latency", "5sec")], "write 5ms; units are us, ms, s"),
         ([("speed", "1gbit")], "not a property of a link"),
     ],

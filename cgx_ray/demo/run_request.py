@@ -1,4 +1,4 @@
-"""What the demo asks its driver to train."""
+"""The demo's request to its driver: one training run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One training run.
+class RunRequest:
+    """One training run, as a line of JSON.
 
-    policy          None is plain DDP; else CGXConfig's "adaptive" or "static"
-    simulated_link  (latency_s, ((step, bit/s), ...)), or None on a real network
+    policy          "adaptive" or "static", as in CGXConfig; None: plain DDP
+    simulated_link  (latency_s, ((step, bit/s), ...)); None on a real network
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Live progress: a rich panel on a terminal, a plain line every few seconds elsewhere."""
+"""Progress of the demo: live panels on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cgx_ray.report.record import RunRecord, StepLine
+from cgx_ray.report.show import print_line
+from cgx_ray.units import format_rate
 
 PARTS = (("compute", "green"), ("encode", "magenta"), ("exchange", "red"), ("decode", "blue"))
 _PLAIN_INTERVAL_S = 5.0
@@ -23,7 +25,7 @@ _BAR_WIDTH = 40
 
 @dataclass(slots=True)
 class Scene:
-    """What the view shows. `records` are the runs so far, the last one is running."""
+    """The state that a screen shows. `records` are the runs so far; the last one is running."""
 
     link: str
     num_steps: int
@@ -32,23 +34,23 @@ class Scene:
     records: list[RunRecord] = field(default_factory=list)
 
 
-class View(Protocol):
-    def __enter__(self) -> View: ...
+class Screen(Protocol):
+    def __enter__(self) -> Screen: ...
     def __exit__(self, *error: Any) -> None: ...
     def update(self, scene: Scene) -> None: ...
 
 
-def make_view(console: Console) -> View:
-    return LiveView(console) if console.is_terminal else PlainView(console)
+def make_screen(console: Console) -> Screen:
+    return LiveScreen(console) if console.is_terminal else PlainScreen(console)
 
 
-class LiveView:
-    """Redraws a panel for each run."""
+class LiveScreen:
+    """A panel per run, redrawn in place."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, refresh_per_second=8)
 
-    def __enter__(self) -> LiveView:
+    def __enter__(self) -> LiveScreen:
         self._live.__enter__()
         return self
 
@@ -65,8 +67,8 @@ class LiveView:
         self._live.update(Group(*panels))
 
 
-class PlainView:
-    """Prints a line every few seconds, and each decision when it is made."""
+class PlainScreen:
+    """A line every few seconds, and one per decision when it is made."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -74,7 +76,7 @@ class PlainView:
         self._status = ""
         self._shown: dict[str, int] = {}
 
-    def __enter__(self) -> PlainView:
+    def __enter__(self) -> PlainScreen:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -96,17 +98,11 @@ class PlainView:
             self._print(_plain_line(record, scene))
 
     def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def format_rate(bit_per_s: float) -> str:
-    """`"1 Gbit/s"`, `"100 Mbit/s"`."""
-    value, unit = (bit_per_s / 1e9, "Gbit/s") if bit_per_s >= 1e9 else (bit_per_s / 1e6, "Mbit/s")
-    return f"{value:g} {unit}"
+        print_line(self._console, text)
 
 
 def describe_decision(line: dict[str, Any]) -> str:
-    """One line: step, old and new plan, and the reason, which holds the prediction."""
+    """Return a line with step, old and new plan, and the reason, which contains the prediction."""
     change = (
         f"keep {line['new']['plan']}" if line["kind"] == "keep" else f"{line['old']['plan']} -> {line['new']['plan']}"
     )
@@ -150,11 +146,11 @@ def _run_panel(record: RunRecord, scene: Scene) -> Panel:
 
 
 def _step_time(step: StepLine) -> Text:
-    """Seconds, then a bar of the parts. They overlap, so together they can be longer than the step."""
+    """Return the seconds and a bar of their parts. Parts overlap, so their sum can exceed the step."""
     text = Text(f"{step.step_s:.2f} s  ")
     parts = _parts(step)
     if not parts:
-        return text.append("(plain DDP does not tell its parts)", style="dim")
+        return text.append("(plain DDP does not report its parts)", style="dim")
     colors = dict(PARTS)
     total = sum(seconds for _, seconds in parts) or 1.0
     for name, seconds in parts:
