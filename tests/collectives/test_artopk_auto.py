@@ -16,7 +16,8 @@ import cgx_ray
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
-from cgx_ray.collectives.artopk import ArTopk, Trials, compression_gain
+from cgx_ray.collectives.artopk import ArTopk
+from cgx_ray.collectives.star_or_var import StarOrVar, compression_gain
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.plan import CodecSpec, Scheme
 
@@ -64,7 +65,7 @@ def _keep(rank: int, case: str, scheme: str, transport: Transport) -> Kept:
     memory = codec.new_memory(NUMEL)
     energy, by_norm, averages = 0.0, [], []
     for step in range(NUM_STEPS):
-        by_norm.append(exchange.trials.by_norm if exchange.trials is not None else scheme.endswith("_var"))
+        by_norm.append(exchange.star_or_var.by_norm if exchange.star_or_var is not None else scheme.endswith("_var"))
         grad_N = gradient(case, rank, step)
         # Nothing is committed: what is owed from the steps before would blur which choice was the better one.
         exchange.run(grad_N, memory, Stamp(plan_version=0, step=step, group=0, codec="topk"), 0, Phases())
@@ -90,7 +91,7 @@ def test_auto_settles_for_the_better_choice_and_is_nearly_as_good_as_that_throug
 
 
 def test_of_equals_it_takes_star() -> None:
-    trials = Trials(3)
+    trials = StarOrVar(3)
     for _ in range(2 * 2 * 3):
         trials.note(0.5)
     assert not trials.by_norm
@@ -98,7 +99,7 @@ def test_of_equals_it_takes_star() -> None:
 
 def test_what_the_first_turn_of_a_trial_kept_does_not_count() -> None:
     """It sends what the other choice left behind."""
-    trials = Trials(2)
+    trials = StarOrVar(2)
     chosen = []
     for gain in [9, 9, 1, 1, 9, 9, 2, 2]:
         chosen.append(trials.by_norm)

@@ -10,7 +10,7 @@ from support.ranks import TIMEOUT_S, run_ranks
 import cgx_ray
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import HEADER_BYTES, Stamp
-from cgx_ray.collectives import Phases, Transport, make_exchange, parcel, transport
+from cgx_ray.collectives import Phases, Transport, make_exchange, pieces, simulated_link
 from cgx_ray.collectives import phases as phases_module
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.plan import CodecSpec, Scheme
@@ -42,7 +42,7 @@ def _run_scheme(
     rank: int, scheme: str, codec: str, piece_bytes: int, kind: str, num_steps: int, device: str = "cpu"
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Averages by step, and what this rank owes in the end."""
-    parcel.PIECE_BYTES = piece_bytes
+    pieces.PIECE_BYTES = piece_bytes
     made, link = make_codec(CodecSpec.parse(codec), device=torch.device(device)), _transport(kind)
     exchange, memory = make_exchange(made, Scheme(scheme), NUMEL, 4, link), made.new_memory(NUMEL)
     results = []
@@ -84,7 +84,7 @@ def test_pieces_change_no_bit_where_no_random_numbers_are_drawn(codec: str, sche
 
 
 def _average_exactly(rank: int, scheme: str) -> torch.Tensor:
-    parcel.PIECE_BYTES = CUT
+    pieces.PIECE_BYTES = CUT
     codec, link = make_codec(CodecSpec.parse("none")), _transport("tcp")
     grad_N = _gradient(rank, 0)
     stamp = Stamp(plan_version=0, step=0, group=0, codec="none")
@@ -99,7 +99,7 @@ def test_sums_are_made_in_rank_order_whoever_comes_first(scheme: str) -> None:
     """In sra the owner of a chunk begins with its own."""
     inputs = [_gradient(rank, 0) for rank in range(4)]
     parts = []
-    for owner, (start, stop) in enumerate(parcel.chunk_bounds(NUMEL, 4, 1)):
+    for owner, (start, stop) in enumerate(pieces.chunk_bounds(NUMEL, 4, 1)):
         order = sorted(range(4), key=lambda rank: (rank != owner, rank)) if scheme == "sra" else range(4)
         total = torch.zeros(stop - start)
         for rank in order:
@@ -128,7 +128,7 @@ def test_in_pieces_what_was_not_sent_is_in_the_residuals_and_ranks_agree(scheme:
 
 def _average_of_alike(rank: int) -> torch.Tensor:
     """Two ranks with the same bucket again and again: pieces of one bucket each differ by their random numbers only."""
-    parcel.PIECE_BYTES = 1
+    pieces.PIECE_BYTES = 1
     codec = make_codec(CodecSpec.parse("qsgd:bits=2,bucket_size=128"))
     link = _transport("tcp")
     grad_N = torch.randn(128, generator=torch.Generator().manual_seed(0)).repeat(8)
@@ -172,8 +172,8 @@ def _held_back(rank: int, scheme: str, piece_bytes: int) -> tuple[float, int]:
     class Clock:
         sleep = staticmethod(held_s.append)
 
-    transport.time = Clock  # type: ignore[attr-defined,assignment]
-    parcel.PIECE_BYTES = piece_bytes
+    simulated_link.time = Clock  # type: ignore[attr-defined,assignment]
+    pieces.PIECE_BYTES = piece_bytes
     codec = make_codec(CodecSpec.parse("none"))
     link = _transport("tcp", cgx_ray.SimulatedLink(latency_s=1000.0, schedule=((0, 8.0),)))
     exchange = make_exchange(codec, Scheme(scheme), 3 * 1000, 4, link)
@@ -195,7 +195,7 @@ def test_a_simulated_link_holds_back_one_hop_a_round_and_every_byte(
 
 
 def _sent_bytes(rank: int, piece_bytes: int, kind: str) -> int:
-    parcel.PIECE_BYTES = piece_bytes
+    pieces.PIECE_BYTES = piece_bytes
     link = _transport(kind)
     sent_bytes = make_exchange(make_codec(CodecSpec.parse("none")), Scheme.SRA, 3000, 4, link).sent_bytes
     dist.barrier()

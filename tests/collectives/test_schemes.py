@@ -18,7 +18,7 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
-from cgx_ray.collectives.transport import Handle
+from cgx_ray.collectives.transport_like import Handle
 from cgx_ray.plan import CODECS_OF_SCHEME, NONE, CodecSpec, Scheme
 from cgx_ray.runtime_ext.mesh import Parts, flat
 
