@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass
 
+from cgx_ray.monitors import iperf3_probe
+from cgx_ray.monitors.iperf3_probe import Iperf3Server, measure_iperf3
 from cgx_ray.monitors.probe_schedule import budget_bytes
 from cgx_ray.monitors.round_trip import EchoServer, round_trip_s
 
@@ -154,45 +153,6 @@ def _windows(train: list[tuple[float, int]]) -> list[tuple[int, float]]:
     return windows
 
 
-class Iperf3Server:
-    """`iperf3 --server` for one test, on a port that the system chooses.
-
-    The program, not the library: that redirects the standard output of the whole process while it measures.
-    """
-
-    @staticmethod
-    def available() -> bool:
-        return shutil.which("iperf3") is not None
-
-    def __init__(self, host: str) -> None:
-        with socket.create_server((host, 0)) as probe:
-            self.address: tuple[str, int] = (host, probe.getsockname()[1])
-        argv = ["iperf3", "--server", "--one-off", "--bind", host, "--port", str(self.address[1]), "--forceflush"]
-        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if "listening" in line:
-                return
-        raise OSError(f"iperf3 does not listen on {host}:{self.address[1]}; it ended with {self._process.wait()}")
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-def measure_iperf3(host: str, port: int, num_bytes: int) -> Bandwidth:
-    """Send `num_bytes` to an `Iperf3Server`. Raises OSError if iperf3 says that it failed or takes too long."""
-    argv = ["iperf3", "--client", host, "--port", str(port), "--bytes", str(num_bytes), "--interval", "0.1", "--json"]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=4 * MAX_PROBE_S)
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"iperf3 to {host}:{port} took longer than {error.timeout} s") from error
-    found = json.loads(done.stdout or "{}")
-    if "error" in found or "end" not in found:
-        raise OSError(f"iperf3 to {host}:{port}: {found.get('error', done.stderr.strip())}")
-    return Bandwidth(bytes_per_s=found["end"]["sum_received"]["bits_per_second"] / 8, tool="iperf3")
-
-
 def count_hops(host: str, port: int, timeout_s: float = 1.0) -> int | None:
     """Network hops to a listening port: the smallest time-to-live that reaches it; None if MAX_HOPS do not.
 
@@ -265,8 +225,8 @@ class Prober:
         return self._echo.address, self._bulk.address
 
     def start_iperf3(self) -> tuple[str, int] | None:
-        """Serve one iperf3 test, until `stop_iperf3`; returns where. None if iperf3 is not installed here."""
-        if Iperf3Server.available():
+        """Serve one iperf3 test, until `stop_iperf3`; returns where. None if libiperf is not installed here."""
+        if iperf3_probe.available():
             self._iperf3 = Iperf3Server(self._host)
         return self._iperf3.address if self._iperf3 is not None else None
 
@@ -285,14 +245,16 @@ class Prober:
     ) -> Way:
         """Probe the way to another node. All probes together keep to the budget of a minute.
 
-        iperf3  where the other serves it; used if it is installed here as well
+        iperf3  where the other serves it; used if libiperf is installed here as well
 
         Raises OSError if the other does not answer.
         """
         latency_s = round_trip_s(*echo) / 2
         left, found = measure_bulk(bulk)
-        if iperf3 is not None and left > 0 and Iperf3Server.available():
-            found.append(measure_iperf3(*iperf3, left // 3))
+        if iperf3 is not None and left > 0 and iperf3_probe.available():
+            bytes_per_s = measure_iperf3(*iperf3, left // 3)
+            if bytes_per_s > 0:
+                found.append(Bandwidth(bytes_per_s=bytes_per_s, tool="iperf3"))
         rates = [one.bytes_per_s for one in found]
         return Way(
             latency_s=latency_s,

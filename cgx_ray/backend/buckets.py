@@ -20,9 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.backend.options import BackendOptions, Way
-from cgx_ray.engine.layers import as_layer, averaged_parameters
+from cgx_ray.engine.layers import as_layer, averaged_parameters, sparse_modules
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE, Intra, Layer, Plan
+from cgx_ray.torch_compat import bucket_parameters
 
 Run = tuple[int, int]  # elements [start, stop)
 # The parts of a tensor by how they are reduced, each in ascending order. None: by Gloo, uncompressed.
@@ -94,12 +95,7 @@ class RegisteredModel:
     """The buckets of a DDP model, read again when DDP has rebuilt them."""
 
     def __init__(self, model: DistributedDataParallel, plan: Plan | None) -> None:
-        sparse = [
-            name
-            for name, part in model.module.named_modules()
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
-        ]
-        if sparse:
+        if sparse := sparse_modules(model.module):
             raise ConfigError(
                 f"the model has sparse gradients, of {', '.join(sparse)}, which lie in no bucket; use sparse=False, or "
                 "leave register_model out"
@@ -193,8 +189,7 @@ def _before_forward(module: nn.Module, inputs: Any) -> None:
 
 def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
     layers = {id(parameter): as_layer(name, parameter) for name, parameter in averaged_parameters(model).items()}
-    buckets = model.reducer._get_zeros_like_grad_buckets()
-    return [[layers[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
+    return [[layers[id(parameter)] for parameter in bucket] for bucket in bucket_parameters(model)]
 
 
 def _ways(plan: Plan, model: DistributedDataParallel) -> dict[str, Way | None]:

@@ -228,7 +228,7 @@ class _Lane:
                     # So that tensors made in inference mode can be written as well.
                     with torch.inference_mode():
                         self._reduce(work, step)
-                except Exception as error:  # noqa: BLE001 - raised again where the work is waited for
+                except BaseException as error:  # noqa: BLE001 - raised again where the work is waited for
                     self._fail(error, step)
             # Runs the callbacks of its future, which may need gradients.
             work.finish(self._failure)
@@ -276,7 +276,7 @@ class _Lane:
             del self._exchanges[next(iter(self._exchanges))]
         exchange.run(average_N, None, stamp, SEED, Phases())
 
-    def _fail(self, error: Exception, step: int) -> None:
+    def _fail(self, error: BaseException, step: int) -> None:
         """Remember what went wrong: after it the ranks' messages no longer fit each other."""
         if isinstance(error, CGXError):
             self._failure = error

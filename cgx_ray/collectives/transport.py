@@ -28,6 +28,7 @@ class Transport:
     nodes              by rank, the index of its node; ranks of one node share memory
     local              collectives among the ranks of this node; None if it has one rank, or with a simulated link
     step, group_index  the exchange under way, for error messages
+    timeout_s          seconds after which a peer that does not answer counts as gone
     lag_s              by rank, seconds from this rank's last `start_minimum` until the other's came; over TCP only
     """
 
@@ -48,7 +49,7 @@ class Transport:
         self._cuda_group = cuda_group if cuda_group is not None else group
         self._delay = LinkDelay(link) if link is not None else None
         self._mesh = mesh
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self.takes_many = mesh is not None
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -86,7 +87,7 @@ class Transport:
         try:
             if isinstance(handle, int):
                 assert self._mesh is not None
-                self._mesh.wait(handle, self._timeout_s)
+                self._mesh.wait(handle, self.timeout_s)
                 return
             for work in handle:
                 assert work is not None
@@ -141,7 +142,7 @@ class Transport:
         ticket = mesh.post(dict.fromkeys(received, values_K), received)
 
         def wait() -> None:
-            lag_s = mesh.wait(ticket, self._timeout_s)
+            lag_s = mesh.wait(ticket, self.timeout_s)
             self.lag_s = tuple(lag_s) if self._delay is None else ()
 
         return lambda: self._minimum_of(wait, [values_K, *received.values()])

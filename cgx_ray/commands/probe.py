@@ -22,8 +22,6 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.probe import Prober, Way
 from cgx_ray.monitors.probe_schedule import rounds
 
-CLOSE_TIMEOUT_S = 5.0
-
 Ways = Mapping[tuple[str, str], Way]
 
 CONNECT_TIMEOUT_S = 5.0
@@ -96,9 +94,6 @@ def probe_nodes(
             ray.get([actors[to].stop_iperf3.remote() for _, to in pairs])
         return ways
     finally:
-        # An iperf3 outlives an actor that is killed.
-        closed = [actor.close.remote() for actor in actors]
-        ray.wait(closed, num_returns=len(closed), timeout=CLOSE_TIMEOUT_S)
         for actor in actors:
             ray.kill(actor)
 

@@ -15,7 +15,7 @@ import cgx_ray
 from cgx_ray.codecs.codec import Memory, is_finite
 from cgx_ray.codecs.qsgd import Qsgd
 from cgx_ray.collectives.dense import Dense
-from cgx_ray.collectives.parcel import chunk_bounds
+from cgx_ray.collectives.pieces import chunk_bounds
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.errors import WireError
 from cgx_ray.plan import CodecSpec

@@ -595,7 +595,7 @@ print(heavy, "ray" in sys.modules, "torch" in sys.modules)
 
 def test_attach_stays_the_function_whoever_imports_its_module() -> None:
     code = """
-import cgx_ray.attach, cgx_ray.backend
+import cgx_ray.session.attach, cgx_ray.backend
 from cgx_ray.session.attach import attach
 from cgx_ray.session.attachment import Attachment
 assert cgx_ray.attach is attach and cgx_ray.Attachment is Attachment, cgx_ray.attach

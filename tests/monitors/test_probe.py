@@ -17,10 +17,8 @@ from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors import probe
 from cgx_ray.monitors.probe import (
     BulkServer,
-    Iperf3Server,
     Prober,
     count_hops,
-    measure_iperf3,
     measure_tcp,
 )
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule, budget_bytes, rounds
@@ -177,16 +175,6 @@ def test_too_little_to_say_a_rate_is_an_error(bulk: BulkServer) -> None:
         measure_tcp(*bulk.address, 1000)
 
 
-def test_iperf3_measures_once_and_ends_with_its_server() -> None:
-    server = Iperf3Server(HOST)
-    found = measure_iperf3(*server.address, 10_000_000)
-    server.close()
-    assert found.tool == "iperf3"
-    assert found.bytes_per_s > 0
-    with pytest.raises(OSError, match=f"{server.address[1]}"):
-        measure_iperf3(*server.address, 1000)
-
-
 def test_a_prober_finds_its_way_to_another() -> None:
     here, there = Prober(HOST), Prober(HOST)
     echo, bulk_address = there.addresses()
@@ -197,6 +185,16 @@ def test_a_prober_finds_its_way_to_another() -> None:
     assert way.tool == "iperf3"
     assert way.bytes_per_s > 0
     assert 0 < way.latency_s < 0.1
+
+
+def test_where_iperf3_receives_nothing_tcp_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "measure_iperf3", lambda host, port, num_bytes: 0.0)
+    here, there = Prober(HOST), Prober(HOST)
+    way = here.probe(*there.addresses(), (HOST, 1))
+    here.close()
+    there.close()
+    assert way.tool == "tcp"
+    assert way.bytes_per_s > 0
 
 
 def test_hops_to_a_port_where_nobody_listens_are_refused() -> None:
@@ -225,14 +223,16 @@ def test_probes_find_the_rate_of_the_lab() -> None:
 
 _SERVE = """
 import sys
-from cgx_ray.monitors.probe import BulkServer, Iperf3Server
+from cgx_ray.monitors.iperf3_probe import Iperf3Server
+from cgx_ray.monitors.probe import BulkServer
 bulk, iperf3 = BulkServer(sys.argv[1]), Iperf3Server(sys.argv[1])
 print(bulk.address[1], iperf3.address[1], flush=True)
 sys.stdin.read()
 """
 _PROBE = """
 import sys
-from cgx_ray.monitors.probe import measure_iperf3, measure_tcp
-for measure, port in ((measure_tcp, sys.argv[2]), (measure_iperf3, sys.argv[3])):
-    print(measure(sys.argv[1], int(port), 7_500_000).bytes_per_s)
+from cgx_ray.monitors.iperf3_probe import measure_iperf3
+from cgx_ray.monitors.probe import measure_tcp
+print(measure_tcp(sys.argv[1], int(sys.argv[2]), 7_500_000).bytes_per_s)
+print(measure_iperf3(sys.argv[1], int(sys.argv[3]), 7_500_000))
 """
