@@ -153,7 +153,7 @@ def _reduce_ever_new_sizes(rank: int) -> int:
     for numel in range(2000, 2080):
         dist.all_reduce(torch.ones(numel))
     group: Any = dist.group.WORLD
-    return len(group._lane._exchanges)
+    return len(group._thread._exchanges)
 
 
 def test_buffers_of_old_sizes_are_let_go() -> None:
