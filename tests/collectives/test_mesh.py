@@ -208,9 +208,7 @@ def test_a_message_of_another_size_is_refused(num_bytes: int, sharers: Sequence[
     _close(meshes)
 
 
-HELLO = b"cgx2" + struct.pack(
-    "<3I", 1, 0, 1
-)  # rank, connection, number of connections; then the token
+HELLO = b"cgx2" + struct.pack("<3I", 1, 0, 1)  # rank, connection, number of connections; then the token
 
 
 @pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"cgx2" + bytes(28), HELLO + bytes(16)])
