@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import CODEC_IDS, HEADER_BYTES, Message, Stamp
-from cgx_ray.collectives.parcel import Parcel, chunk_bounds
+from cgx_ray.collectives.parcel import Parcel
+from cgx_ray.collectives.pieces import chunk_bounds
 from cgx_ray.errors import ConfigError, PlanError, WireError
 from cgx_ray.plan import (
     CODEC_DEFAULTS,
