@@ -111,7 +111,7 @@ class ReduceThread:
         exchange = self._exchanges.pop((option, numel), None)
         if exchange is None:
             codec = make_codec(option.codec, world_size=self._group.size())
-            exchange = make_exchange(codec, Scheme(option.scheme), numel, 4, self._transport)
+            exchange = make_exchange(codec, option.scheme, numel, 4, self._transport)
         self._exchanges[option, numel] = exchange
         if len(self._exchanges) > MAX_EXCHANGES:
             del self._exchanges[next(iter(self._exchanges))]
