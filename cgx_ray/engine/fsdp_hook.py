@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from cgx_ray.engine.loss_scale import LossScale
 from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.engine.shards import ShardedLayer, Unit
 from cgx_ray.errors import CGXError, ConfigError
@@ -126,8 +127,9 @@ def make_units(
 class Calls:
     """What the hooks of one model have begun and nobody has waited for."""
 
-    def __init__(self, engine: ShardedEngine) -> None:
+    def __init__(self, engine: ShardedEngine, loss_scale: LossScale) -> None:
         self.engine = engine
+        self.loss_scale = loss_scale
         self._begun: list[Future[None]] = []
         self._reading: deque[Future[None]] = deque()
 
@@ -216,8 +218,9 @@ class _CompressedReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         rows_RT = input_tensor.view(group.size(), -1)
-        is_average = _is_average(op)
-        future = self._calls.engine.reduce_scatter(self._unit, rows_RT, output_tensor, is_average=is_average)
+        future = self._calls.engine.reduce_scatter(
+            self._unit, rows_RT, output_tensor, is_average=_is_average(op), scales=self._calls.loss_scale.now()
+        )
         self._calls.begin_reading(future)
         self._calls.begin(future, self._group, op)
 
@@ -280,10 +283,14 @@ def _is_average(op: Any) -> bool:
 
 
 def install(
-    model: nn.Module, engine: ShardedEngine, groups: Mapping[str, FSDPParamGroup], units: Sequence[Unit]
+    model: nn.Module,
+    engine: ShardedEngine,
+    groups: Mapping[str, FSDPParamGroup],
+    units: Sequence[Unit],
+    loss_scale: LossScale,
 ) -> Callable[[], None]:
     """Put hooks into every group; what is returned takes them out again."""
-    calls = Calls(engine)
+    calls = Calls(engine, loss_scale)
     undo: list[Callable[[], None]] = []
     for (name, group), unit in zip(groups.items(), units, strict=True):
         module, mesh = model.get_submodule(name), group.mesh_info

@@ -12,18 +12,21 @@ from torch import Tensor
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases
 from cgx_ray.engine.group import GainMeter, Group
+from cgx_ray.engine.loss_scale import Scales
 
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
     """Gradients that became ready together, at `arrived_s`. `future` gets `buffer` once all of them are averaged.
 
-    computed  on a CUDA device, when they are there
+    scales    of the losses that they come from, see `LossScale.now`
+    computed  on a CUDA device, when they and the scales are there
     """
 
     gradients: Mapping[str, Tensor]
     buffer: Tensor
     future: torch.futures.Future[Tensor]
+    scales: Scales = ()
     computed: torch.cuda.Event | None = None
     arrived_s: float = field(default_factory=time.perf_counter)
     num_waiting: int = 0
