@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -32,6 +32,9 @@ class _Place:
 
     def now(self) -> Tensor:
         return self.memory.now[self.kind][self.start : self.stop]
+
+    def keep(self) -> None:
+        self.memory.next[self.kind][self.start : self.stop] = self.now()
 
 
 class Memories:
@@ -93,6 +96,12 @@ class Memories:
     def forget(self, name: str) -> None:
         """Nothing is owed to a layer any more."""
         self._entries[RESIDUALS].pop(name, None)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Let layers remember after the next commit of their groups what they do now."""
+        for entry in (entries.get(name) for name in names for entries in self._entries.values()):
+            if isinstance(entry, _Place):
+                entry.keep()
 
     def rescale(self, scale: float) -> None:
         """Change the unit to `scale`, in place; costs nothing if it is that already."""

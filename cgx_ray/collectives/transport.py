@@ -188,10 +188,10 @@ class Transport:
         except RuntimeError as error:
             raise self._broken("a broadcast", error) from error
 
-    def start_minimum(self, values_K: Tensor) -> Callable[[], Tensor]:
+    def start_minimum(self, values_K: Tensor, *, notes_lag: bool = True) -> Callable[[], Tensor]:
         """Begin an element-wise minimum over ranks and return at once; what is returned waits for it.
 
-        `values_K` must stay as it is until then.
+        `values_K` must stay as it is until then. Without `notes_lag` it leaves `lag_s` alone.
         """
         if self._mesh is None:
             work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
@@ -202,7 +202,8 @@ class Transport:
 
         def wait() -> None:
             lag_s = mesh.wait(ticket, self._timeout_s)
-            self.lag_s = tuple(lag_s) if self._link is None else ()
+            if notes_lag:
+                self.lag_s = tuple(lag_s) if self._link is None else ()
 
         return lambda: self._minimum_of(wait, [values_K, *received.values()])
 

@@ -204,11 +204,12 @@ class Engine:
             meter = GainMeter(self._candidates, ops.message_key(self._seed, self.step, 0, self._transport.rank, 0))
         return StepRun(
             self._groups,
+            self._transport,
             plan_version=self.plan.version,
             step=self.step,
             seed=self._seed,
             meter=meter,
-            checks_finite=not self._memories.is_empty,
+            has_memory=not self._memories.is_empty,
             began=(self._last_end_s, self._last_end),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -104,12 +104,17 @@ class Group:
         self._arrived.clear()
         return phases
 
-    def settle(self) -> None:
-        """Keep what `run` left to remember, and forget what it paid: for a step that will not be skipped."""
+    def settle(self, unused: Collection[str]) -> None:
+        """Keep what `run` left to remember, and forget what it paid: for a step that will not be skipped.
+
+        unused  layers of which the model gets no average: all that they remember stays as it is
+        """
         if self._memory is not None:
+            self._memories.keep(name for name in self.plan.layers if name in unused)
             self._memory.commit()
         for name in self._paid:
-            self._memories.forget(name)
+            if name not in unused:
+                self._memories.forget(name)
 
     def _fed(self, grad_N: Tensor) -> Tensor:
         return grad_N if self._own_memory is None else self._codec.feed(grad_N, self._own_memory)
