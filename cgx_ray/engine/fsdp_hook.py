@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    _get_gradient_divide_factors,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -203,6 +207,7 @@ class _CompressedReduceScatter(ReduceScatter):
         self._calls = calls
         self._unit = unit
         self._group = group
+        self._has_replicas = isinstance(group.mesh_info, HSDPMeshInfo) and group.mesh_info.replicate_mesh_size > 1
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for the gradients of all ranks' shards, then for those of this rank's."""
@@ -219,7 +224,13 @@ class _CompressedReduceScatter(ReduceScatter):
     ) -> None:
         rows_RT = input_tensor.view(group.size(), -1)
         future = self._calls.engine.reduce_scatter(
-            self._unit, rows_RT, output_tensor, is_average=_is_average(op), scales=self._calls.loss_scale.now()
+            self._unit,
+            rows_RT,
+            output_tensor,
+            is_average=_is_average(op),
+            scales=self._calls.loss_scale.now(),
+            # What replicas exchange next is no gradient yet.
+            delivered=None if self._has_replicas else partial(_delivered, self._group, op),
         )
         self._calls.begin_reading(future)
         self._calls.begin(future, self._group, op)
@@ -262,7 +273,9 @@ class _Replicas(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
         op, (shard_T,) = opts.reduceOp, tensors
         try:
-            future = self._calls.engine.all_reduce(self._unit, shard_T, is_average=_is_average(op))
+            future = self._calls.engine.all_reduce(
+                self._unit, shard_T, is_average=_is_average(op), delivered=partial(_delivered, self._group, op)
+            )
             self._calls.begin(future, self._group, op)
         except CGXError as error:
             # Torch would log it, ask what group this is, and raise that it does not know.
@@ -280,6 +293,22 @@ def _is_average(op: Any) -> bool:
             "set_force_sum_reduction_for_comms(True) as well, so that it divides itself"
         )
     return False
+
+
+def _delivered(group: FSDPParamGroup, op: Any, reduced_T: Tensor) -> Tensor:
+    """The gradient that FSDP2 makes of a reduced one (`foreach_reduce` in torch)."""
+    if op != dist.ReduceOp.AVG:
+        mesh, first = group.mesh_info, group.fsdp_params[0]
+        factors = _get_gradient_divide_factors(
+            group._reduce_scatter_process_group,
+            group._all_reduce_process_group if isinstance(mesh, HSDPMeshInfo) else None,
+            group._reduce_dtype or first.param_dtype or first.orig_dtype,
+            group.device.type,
+            group.gradient_divide_factor,
+            group.force_sum_reduction_for_comms,
+        )
+        reduced_T = reduced_T / (factors[1] or 1)
+    return reduced_T.to(group._orig_dtype)
 
 
 def install(

@@ -54,7 +54,7 @@ class Group:
         self._own_memory = self._memory if plan.intra is Intra.FLAT else None
         self._paid: list[str] = []
         self._arrived: dict[str, Tensor] = {}
-        # Of the last average; True as well if nobody asked.
+        # Of the last average, as the model gets it; True as well if nobody asked.
         self.is_finite = True
 
     def _use(self, spec: CodecSpec) -> None:
@@ -97,7 +97,7 @@ class Group:
         if joint_N is None:
             for view, part in zip(views, self._slices.values(), strict=True):
                 view.view(-1).copy_(part)
-        self.is_finite = not checks_finite or is_finite(grad_N)
+        self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
             metered.correct(str(self.plan.codec), 1 - float(self._own_memory.next_N.norm()) ** 2 / energy)
         phases.lap("decode")
@@ -132,6 +132,11 @@ class Group:
         for view, part in zip(views, self._slices.values(), strict=True):
             part.copy_(view.view(-1))
         return self._flat_N
+
+
+def _delivered(grad_N: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The average as the model gets it: from 65520 on float32 has numbers where float16 has Inf."""
+    return [grad_N] if all(view.dtype == grad_N.dtype for view in views) else views
 
 
 def _joint_memory(views: Sequence[Tensor]) -> Tensor | None:

@@ -93,17 +93,23 @@ class ShardedEngine:
         *,
         is_average: bool,
         scales: Scales = (),
+        delivered: Callable[[Tensor], Tensor] | None = None,
     ) -> Future[None]:
         """Begin to fill `out_T` with the sum or average of this rank's row over the ranks that share the parameters.
 
         rows_RT, out_T  float32, of the unit's gradients; the rows are changed
         scales          of the losses that they come from, see `LossScale.now`
+        delivered       makes of `out_T` the gradient that the model gets, to judge whether the step is finite
         """
-        return self._submit(unit.name, lambda: self._reduce_scatter(unit, rows_RT, out_T, is_average, scales))
+        return self._submit(
+            unit.name, lambda: self._reduce_scatter(unit, rows_RT, out_T, is_average, scales, delivered or _as_it_is)
+        )
 
-    def all_reduce(self, unit: Unit, shard_T: Tensor, *, is_average: bool) -> Future[None]:
-        """Begin to replace what `reduce_scatter` has made by its sum or average over replicas."""
-        return self._submit(unit.name, lambda: self._all_reduce(unit, shard_T, is_average))
+    def all_reduce(
+        self, unit: Unit, shard_T: Tensor, *, is_average: bool, delivered: Callable[[Tensor], Tensor] | None = None
+    ) -> Future[None]:
+        """Begin to replace what `reduce_scatter` has made by its sum or average over replicas; `delivered` as there."""
+        return self._submit(unit.name, lambda: self._all_reduce(unit, shard_T, is_average, delivered or _as_it_is))
 
     def all_gather(self, unit: Unit, rows_RT: Tensor) -> Future[None]:
         """Begin to fill `rows_RT` with everyone's parameters, this rank's own row as its peers will see it."""
@@ -185,6 +191,7 @@ class ShardedEngine:
         out_T: Tensor,
         is_average: bool,
         scales: Scales,
+        delivered: Callable[[Tensor], Tensor],
     ) -> None:
         if unit in self._ran:
             self._end_step(0.0)
@@ -213,10 +220,10 @@ class ShardedEngine:
                 own_1S.div_(num_ranks)
             part.scatter(own_1S, out_T.view(1, -1))
             part.forgive_padding()
-        self._note(out_T)
+        self._note(out_T, delivered)
         phases.lap("decode")
 
-    def _all_reduce(self, unit: Unit, shard_T: Tensor, is_average: bool) -> None:
+    def _all_reduce(self, unit: Unit, shard_T: Tensor, is_average: bool, delivered: Callable[[Tensor], Tensor]) -> None:
         assert self._replicas is not None
         phases = self._start(self._replicas, unit.gradients)
         shard_1T = shard_T.view(1, -1)
@@ -237,7 +244,7 @@ class ShardedEngine:
             if not is_average:
                 values_1S.mul_(self._replicas.world_size)
             part.scatter(values_1S, shard_1T)
-        self._note(shard_T)
+        self._note(shard_T, delivered)
         phases.lap("decode")
 
     def _all_gather(self, unit: Unit, rows_RT: Tensor) -> None:
@@ -272,8 +279,8 @@ class ShardedEngine:
             self._averaging[part.index] = Sra(part.codec, part.width, self._replicas), Memory.joined(kinds)
         return self._averaging[part.index]
 
-    def _note(self, average_T: Tensor) -> None:
-        if self._has_memory and not is_finite(average_T):
+    def _note(self, average_T: Tensor, delivered: Callable[[Tensor], Tensor]) -> None:
+        if self._has_memory and not is_finite(delivered(average_T)):
             self._is_finite = False
 
     def _end_step(self, waited_s: float) -> None:
@@ -358,6 +365,10 @@ class ShardedEngine:
 def _close(transports: Sequence[Transport]) -> None:
     for transport in transports:
         transport.close()
+
+
+def _as_it_is(average_T: Tensor) -> Tensor:
+    return average_T
 
 
 def _check_width(rows_RT: Tensor, width: int) -> None:
