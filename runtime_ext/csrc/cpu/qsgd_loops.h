@@ -84,7 +84,7 @@ CGX_NOINLINE void encode_rest(const Isa& isa, const QsgdEncoding& encoding, int6
     for (int64_t j = 0; j < count; ++j) next[i + j] = fed[j] - x[j];
 }
 
-// The chunks of a bucket whose grid is known.
+// The chunks of a bucket whose grid is known. Not `encode` at an unusable scale.
 template <typename Isa, int kBits, bool kAroundZero>
 struct QsgdChunks {
     const Isa& isa;
@@ -92,7 +92,6 @@ struct QsgdChunks {
     Scale scale;
 
     CGX_INLINE void encode(int64_t i, uint8_t* packed) const {
-        if (scale.inverse == 0.0f) return encode_rest(i, kChunk, packed);
         float* next = encoding.input.next;
         isa.template encode_chunk<kBits, kAroundZero>(encoding.fed().from(i),
                                                       next == nullptr ? nullptr : next + i, packed, scale, i);
@@ -125,7 +124,9 @@ struct QsgdEncoder {
             store<uint32_t>(head, pack_grid(scale.grid));
         }
         const QsgdChunks<Isa, kBits, kAroundZero> chunks{isa, encoding, scale};
-        encode_chunks<kBits>(chunks, encoding.input, begin, end, packed);
+        if (scale.inverse != 0.0f) return encode_chunks<kBits>(chunks, encoding.input, begin, end, packed);
+        for (int64_t i = begin; i < end; i += kChunk)
+            chunks.encode_rest(i, std::min<int64_t>(end - i, kChunk), packed + i / 8 * kBits);
     }
 };
 
