@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import cuda_launch, reference
 
-# As in csrc/include/block.h, which gives the reason.
+# As in csrc/cuda/block.h, which gives the reason.
 _BLOCK_SIZE = 256
 _BLOCKS_PER_MULTIPROCESSOR = 6
 _WORD_BITS = 32

@@ -19,7 +19,7 @@ namespace cgx {
 
 // Elements of a loop of constant length, which the compiler unrolls fully at every vector width.
 constexpr int kChunk = 64;
-constexpr int kLanes = 32;  // of a sum, see _lane_sum in reference/
+constexpr int kLanes = 32;  // of a sum, see lane_sum in reference/buckets.py
 
 // Buckets whose statistics are found together, so that their divisions overlap.
 constexpr int kBatch = 16;
