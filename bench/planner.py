@@ -98,7 +98,7 @@ class Scaling:
 
     @property
     def efficiency(self) -> float:
-        """The same under the plan, minus the progress that compression loses."""
+        """Share of that progress under the plan, without what compression loses."""
         return self.plan.best.compute_s / self.plan.best.score
 
 

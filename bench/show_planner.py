@@ -135,7 +135,7 @@ def _draw_times(axes: Axes, numbers: PlannerNumbers) -> None:
 def _draw_scaling(axes: Axes, numbers: PlannerNumbers) -> None:
     for ranks_per_node, style in ((RANKS_PER_NODE, "o-"), (1, "s--")):
         found = [scaling for scaling in numbers.scaling if scaling.ranks_per_node == ranks_per_node]
-        workers, place = [scaling.num_workers for scaling in found], f"{ranks_per_node} a node"
+        workers, place = [scaling.num_workers for scaling in found], f"{ranks_per_node} per node"
         planned, dense = (
             [100 * share for share in shares]
             for shares in zip(*((scaling.efficiency, scaling.dense_efficiency) for scaling in found), strict=True)

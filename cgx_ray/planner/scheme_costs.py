@@ -137,7 +137,7 @@ def _by_chunk(N: int, n: float) -> Work:
 
 
 def _tree_work(N: int, n: float) -> Work:
-    """The same with P chunks. Before it, a rank beyond P encodes all its chunks and another rank decodes them."""
+    """Do the work of `_by_chunk` with P chunks. Before it, a rank beyond P encodes all its chunks for another rank."""
     P = power_of_two(N)
     folds = 1 if P < N else 0
     return Work(
