@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cgx_ray.bench.planner import MODEL_GBPS, SCALING_GBPS, PlannerNumbers, measure_planner
+from cgx_ray.bench.planner import MODEL_GBPS, SCALING_GBPS, measure_planner
 from cgx_ray.bench.planner_cases import RANKS_PER_NODE
+from cgx_ray.bench.planner_numbers import PlannerNumbers
 from cgx_ray.report.result import write_result
 
 _MET = {None: "", True: "yes", False: "no"}

@@ -72,7 +72,7 @@ def test_knee_is_where_the_curve_bends() -> None:
 
 
 def test_nsga2_finds_the_knee_of_the_grid_within_a_step_of_it() -> None:
-    """Return a link on which the fastest collective changes with the density."""
+    """On this link the fastest collective changes with the density."""
     trial_at = trial_by_density(1, 1)
     grid = density_grid()
     exact, found = knee([trial_at(density) for density in grid]), knee(nsga2(trial_at))
