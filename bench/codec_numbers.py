@@ -1,4 +1,4 @@
-"""What one codec costs at a size, and what it loses."""
+"""Times of a codec at one size, and its error."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DISTRIBUTIONS = ("gaussian", "laplace", "student_t3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One codec, at its default, on one size of gradient."""
+class CodecTiming:
+    """Seconds of one codec at its defaults, and of `copy_`, for one size of gradient."""
 
     codec: str
     message_bytes: int
@@ -30,9 +30,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """One codec, at its default.
+    """Size and error of one codec at its defaults.
 
-    bits    an element, on the wire
+    bits    per element, on the wire
     errors  |x - decode(encode(x))| / |x| for x of each of DISTRIBUTIONS
     """
 
@@ -43,7 +43,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecCalls:
-    """Encode a gradient, and add what that decodes to; all buffers exist, so what is allocated the codec allocates."""
+    """Calls that encode a gradient, and decode and add it. All buffers exist, so only the codec allocates memory."""
 
     encode: Call
     decode_add: Call
@@ -51,13 +51,13 @@ class CodecCalls:
 
 
 def codec_calls(name: str, grad_N: Tensor, out_N: Tensor, key: int, *, with_feedback: bool = True) -> CodecCalls:
-    """Calls of a codec at its default; with feedback, if it needs that, they do what a training step does."""
+    """Return the calls of a codec at its defaults; with feedback, if it needs that, as in a training step."""
     codec = make_codec(CodecSpec(name=name))
     payload = torch.empty(codec.payload_bytes(grad_N.numel()), dtype=torch.uint8, device=grad_N.device)
-    # Never committed: every call finds the same residual.
+    # The memory is never committed, so every call reads the same residual.
     memory = codec.new_memory(grad_N.numel(), grad_N.device) if with_feedback else None
     encode = partial(codec.encode, grad_N, payload, key, memory)
-    encode()  # so that there is something to decode
+    encode()  # fills the payload for decode
     return CodecCalls(
         encode=encode,
         decode_add=partial(codec.decode, payload, out_N, add=True, key=key),
@@ -65,15 +65,17 @@ def codec_calls(name: str, grad_N: Tensor, out_N: Tensor, key: int, *, with_feed
     )
 
 
-def measure_size(names: Sequence[str], grad_N: Tensor, out_N: Tensor, key: int, *, num_rounds: int) -> list[Point]:
-    """Encode, with feedback where the codec needs it, decode-add of the codecs `names` and `copy_`, in turns."""
+def measure_size(
+    names: Sequence[str], grad_N: Tensor, out_N: Tensor, key: int, *, num_rounds: int
+) -> list[CodecTiming]:
+    """Time encode (with feedback where the codec needs it), decode-add and `copy_`, in turns."""
     calls: list[Call] = [partial(out_N.copy_, grad_N)]
     for name in names:
         codec = codec_calls(name, grad_N, out_N, key)
         calls += [codec.encode, codec.decode_add]
     copy_s, *seconds = best_seconds(calls, grad_N.device, num_rounds=num_rounds)
     return [
-        Point(
+        CodecTiming(
             codec=name,
             message_bytes=4 * grad_N.numel(),
             encode_s=seconds[2 * index],
@@ -85,7 +87,7 @@ def measure_size(names: Sequence[str], grad_N: Tensor, out_N: Tensor, key: int, 
 
 
 def measure_quality(name: str, samples: dict[str, Tensor], key: int) -> Quality:
-    """Send each of `samples`, by distribution, as the first message of a run."""
+    """Return size and error of a codec for `samples`, each encoded as the first message of a run."""
     codec = make_codec(CodecSpec(name=name))
     errors: dict[str, float] = {}
     for distribution, grad_N in samples.items():
@@ -99,10 +101,10 @@ def measure_quality(name: str, samples: dict[str, Tensor], key: int) -> Quality:
 
 
 def draw_samples(numel: int, seed: int, device: torch.device) -> dict[str, Tensor]:
-    """(N,) float32 of each of DISTRIBUTIONS, the same on every device.
+    """Return (N,) float32 of each of DISTRIBUTIONS, the same on every device.
 
-    Gradients lie between the first two (light tails) and the third: Student's t with 3 degrees of freedom has tails of
-    x^-4, the heaviest with a whole number of degrees whose variance exists.
+    Gradients lie between the first two, with light tails, and the third. Student's t with 3 degrees of freedom has
+    tails of x^-4, the heaviest of a whole number of degrees with a finite variance.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,6 +1,6 @@
-"""One rank of `cgx-ray bench collectives`: a process of its own, in a host of the lab or on loopback.
+"""One rank of `cgx-ray bench collectives`: a process in a host of the lab or on loopback.
 
-Rank 0 writes the name of a case after each of its turns, and in the end {case: [seconds by round]} as JSON.
+Rank 0 writes the name of a case after each of its turns, and at the end {case: [seconds per round]} as JSON.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.plan import CodecSpec, Scheme
 
 _TIMEOUT_S = 120.0
-# By then all ranks know when to begin: longer than the all-reduce that tells them takes.
+# Longer than the all-reduce that tells all ranks when to start.
 _LEAD_S = 0.4
-# Takes a gradient, (N,) float32, and the number of the turn; leaves the average or, for the vendor, the sum there.
+# Replaces a gradient, (N,) float32, by the average (for the vendor the sum); gets the number of the turn too.
 Collective = Callable[[Tensor, int], None]
 
 
@@ -43,8 +43,8 @@ def main() -> None:
     except Exception:  # noqa: BLE001 - printed, and the exit status says so
         traceback.print_exc()
         failed = True
-    # Not in a `finally`: the frames of what was raised hold the group. Its threads free tensors, and one that comes
-    # back to Python while that ends is unwound, for which C++ ends the process with SIGABRT.
+    # Not in a `finally`, where the exception's frames would still hold the group. Its threads free tensors; a thread
+    # that enters Python while the interpreter ends is unwound, and then C++ ends the process with SIGABRT.
     dist.destroy_process_group()
     sys.exit(failed)
 
@@ -59,10 +59,10 @@ def _measure(job: dict[str, Any]) -> None:
     names = [case["name"] for case in job["cases"]]
     collectives = [_collective(case, job["numel"], transports) for case in job["cases"]]
     grad_N = torch.randn(job["numel"], generator=torch.Generator().manual_seed(rank))
-    # The first round makes pages and connections warm and is not counted.
+    # The first round warms up memory and connections, and is not counted.
     seconds_TC = torch.zeros(1 + num_rounds, len(names), dtype=torch.float64)
     for turn in range(1 + num_rounds):
-        # A B C, then C B A: none of them always has the better place.
+        # A B C, then C B A, so that none always runs first.
         for which in range(len(names)) if turn % 2 == 0 else reversed(range(len(names))):
             seconds_TC[turn, which] = _time(collectives[which], grad_N.clone(), turn)
             if rank == 0:
@@ -76,8 +76,8 @@ def _measure(job: dict[str, Any]) -> None:
 
 
 def _time(collective: Collective, grad_N: Tensor, turn: int) -> float:
-    # Ranks leave a barrier up to two latencies apart, and the first one would wait for the last. All are on one
-    # machine, so they have one clock.
+    # Ranks leave a barrier up to two latencies apart, and the first would wait for the last. All run on one machine,
+    # so they share a clock and start at an agreed time.
     start = torch.tensor(time.perf_counter(), dtype=torch.float64)
     dist.all_reduce(start, op=dist.ReduceOp.MAX)
     begin = start.item() + _LEAD_S

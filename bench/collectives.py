@@ -1,8 +1,8 @@
-"""`cgx-ray bench collectives`: how long schemes take between real processes, against Gloo's all-reduce and the bound.
+"""`cgx-ray bench collectives`: times of schemes between real processes, with Gloo's all-reduce and the bound.
 
-A time is the slowest rank's, from when all begin until it holds the average, codecs included; the median of the rounds.
-All cases take turns in every round. The bound is the alpha-beta cost at the set rate and latency. The rate counts whole
-frames, of which 96 % is payload in labs with rates only, and 99 % in those with latency, whose frames are larger.
+A time is that of the slowest rank, from the common start until it holds the average, codecs included; the median of the
+rounds. All cases take turns in every round. The bound is the alpha-beta cost at the set rate and latency. The rate
+counts whole frames: 96 % of them is payload in labs with rates only, 99 % in labs with latency (larger frames).
 """
 
 from __future__ import annotations
@@ -13,140 +13,35 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cgx_ray.errors import CGXError, ConfigError
+from cgx_ray.bench.collective_cases import (
+    BOUND_GOALS,
+    GOAL_RANKS,
+    PEER,
+    SPEEDUP_GOALS,
+    Case,
+    CollectiveOptions,
+    Setting,
+)
+from cgx_ray.errors import CGXError
 from cgx_ray.lab.link import LinkChange
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.report.result import Row
 
-GOAL_RANKS = 4
-_GOAL_NUMEL = 25_000_000
-
 
 class BenchError(CGXError, RuntimeError):
-    """A rank did not get to its end; the message holds its last lines."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What is measured. `transport`: "tcp", "shm" or "gloo", of messages between ranks; "vendor": all is Gloo's."""
-
-    name: str
-    codec: str
-    scheme: str
-    transport: str
-
-
-PEER = Case(name="gloo_allreduce", codec="none", scheme="dense", transport="vendor")
-CASES = (
-    PEER,
-    *(
-        Case(name=f"{name}_{transport}", codec=codec, scheme=scheme, transport=transport)
-        for name, codec, scheme in (
-            ("sra_qsgd", "qsgd:bits=4,bucket_size=128", "sra"),
-            ("sra_none", "none", "sra"),
-            ("allgather_topk", "topk:density=0.01", "allgather"),
-        )
-        for transport in ("tcp", "gloo")
-    ),
-)
-# Of ranks that share memory, on loopback only: hosts of a lab do not.
-SHARED = tuple(
-    Case(name=f"{name}_shm", codec=codec, scheme=scheme, transport="shm")
-    for name, codec, scheme in (
-        ("dense", "none", "dense"),
-        ("sra_qsgd", "qsgd:bits=4,bucket_size=128", "sra"),
-        ("sra_none", "none", "sra"),
-    )
-)
-# Schemes of our own with nothing compressed. Not broadcast: 600 MB cross the link of its root.
-UNCOMPRESSED = (
-    PEER,
-    *(
-        Case(name=f"{scheme}_none_tcp", codec="none", scheme=scheme, transport="tcp")
-        for scheme in ("sra", "ring", "tree", "allgather")
-    ),
-)
-DIRECT = (PEER, UNCOMPRESSED[1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """A network and what is sent over it.
-
-    rate_bit_per_s  None is loopback, which has none to set
-    latency_s       one way
-    """
-
-    name: str
-    rate_bit_per_s: float | None
-    numel: int
-    num_rounds: int
-    latency_s: float = 0.0
-    cases: tuple[Case, ...] = CASES
-
-
-LOOPBACK = Setting(name="loopback", rate_bit_per_s=None, numel=_GOAL_NUMEL, num_rounds=5, cases=(*CASES, *SHARED))
-GIGABIT = Setting(name="1gbit", rate_bit_per_s=1e9, numel=_GOAL_NUMEL, num_rounds=5)
-# A tenth of the gradient: the same seconds.
-SLOW = Setting(name="100mbit", rate_bit_per_s=1e8, numel=_GOAL_NUMEL // 10, num_rounds=3)
-# 1 MB and 40 MB of gradient, the issue's rows.
-FAR = Setting(name="1mb_10ms", rate_bit_per_s=1e9, numel=250_000, num_rounds=5, latency_s=0.01, cases=DIRECT)
-FARTHER = Setting(name="40mb_25ms", rate_bit_per_s=1e9, numel=10_000_000, num_rounds=5, latency_s=0.025, cases=DIRECT)
-GRID = tuple(
-    Setting(
-        name=f"{rate_name}_{latency_ms:g}ms",
-        rate_bit_per_s=rate,
-        numel=numel,
-        num_rounds=3,
-        latency_s=latency_ms / 1e3,
-        cases=UNCOMPRESSED,
-    )
-    for rate_name, rate, numel in (("1gbit", 1e9, _GOAL_NUMEL), ("100mbit", 1e8, _GOAL_NUMEL // 10))
-    for latency_ms in (0.05, 1, 10, 25)
-)
-SETTINGS = (LOOPBACK, GIGABIT, SLOW, FAR, FARTHER, *GRID)
-QUICK = (
-    *(replace(setting, numel=1 << 20, num_rounds=2) for setting in (LOOPBACK, GIGABIT)),
-    replace(FAR, num_rounds=2),
-)
-
-# By case and setting, for GOAL_RANKS and whole gradients: times faster than Gloo's all-reduce, times the bound.
-_SPEEDUP_GOALS = {
-    ("dense_shm", "loopback"): ">= 2",
-    ("sra_qsgd_tcp", "1gbit"): ">= 6.5",
-    ("sra_none_tcp", FAR.name): ">= 4",
-    ("sra_none_tcp", FARTHER.name): ">= 2.2",
-}
-_BOUND_GOALS = {
-    ("sra_qsgd_tcp", "1gbit"): "<= 1.25",
-    ("sra_none_tcp", "1gbit"): "<= 1.1",
-    ("sra_none_tcp", "100mbit"): "<= 1.1",
-    **{(case.name, setting.name): "<= 1.1" for setting in GRID for case in UNCOMPRESSED[1:]},
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveOptions:
-    """What to measure: `num_ranks` processes, at every setting or, `quick`, small gradients and no goals."""
-
-    num_ranks: int = GOAL_RANKS
-    quick: bool = False
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.num_ranks <= 16:
-            raise ConfigError(f"ranks {self.num_ranks} is not allowed; give 2 to 16, goals are for {GOAL_RANKS}")
+    """A rank ended early; the message holds its last lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds of one case at one setting, and those that the network alone would take at its rate."""
+    """Seconds of one case at one setting; `bound_s`: seconds that the network alone would take."""
 
     case: Case
     setting: Setting
@@ -159,7 +54,7 @@ class Timing:
         name = "_".join(place)
         if self.case == PEER:
             return [Row(name=name, value=self.seconds, unit="s", limit=self.bound_s)]
-        speedup = _SPEEDUP_GOALS.get(place) if with_goals else None
+        speedup = SPEEDUP_GOALS.get(place) if with_goals else None
         ratio = self.gloo_s / self.seconds
         rows = [
             Row(
@@ -173,30 +68,21 @@ class Timing:
             )
         ]
         if self.bound_s is not None:
-            goal = _BOUND_GOALS.get(place) if with_goals else None
+            goal = BOUND_GOALS.get(place) if with_goals else None
             rows.append(
                 Row(name=f"{name}_over_bound", value=self.seconds / self.bound_s, unit="x", limit=1.0, goal=goal)
             )
         return rows
 
 
-def settings_of(options: CollectiveOptions, lab_reason: str | None, latency_reason: str | None) -> tuple[Setting, ...]:
-    """The settings to measure, without those that need a lab, or one with latency, if there is a reason against it."""
-
-    def is_possible(setting: Setting) -> bool:
-        return setting.rate_bit_per_s is None or (latency_reason if setting.latency_s else lab_reason) is None
-
-    return tuple(setting for setting in (QUICK if options.quick else SETTINGS) if is_possible(setting))
-
-
 def measure_collectives(
     options: CollectiveOptions, settings: Sequence[Setting], on_turn: Callable[[str, float], None]
 ) -> list[Timing]:
-    """Measure the cases of all `settings`, some 10 minutes.
+    """Measure the cases of all `settings`, which takes some 10 minutes.
 
-    on_turn  gets, before each setting and after each turn of a case, where it is and the share of turns that are done
+    on_turn  called before each setting and after each turn of a case with its name and the fraction of turns done
 
-    Raises BenchError if a rank ends before its time, LabError if the lab cannot be made.
+    Raises BenchError if a rank ends early, LabError if the lab cannot be made.
     """
     timings = []
     num_turns = sum((1 + setting.num_rounds) * len(setting.cases) for setting in settings)
@@ -225,7 +111,7 @@ def measure_collectives(
 
 
 def rows_of(options: CollectiveOptions, timings: Sequence[Timing]) -> list[Row]:
-    """`timings` as rows, with what they were measured with."""
+    """Return `timings` as rows, and the sizes and rounds of their settings."""
     with_goals = options.num_ranks == GOAL_RANKS and not options.quick
     rows = [Row(name="ranks", value=options.num_ranks, unit="processes")]
     for setting in dict.fromkeys(timing.setting for timing in timings):
@@ -247,13 +133,13 @@ def _bound_s(case: Case, setting: Setting, num_ranks: int) -> float | None:
 
 
 def _run_ranks(num_ranks: int, setting: Setting) -> Iterator[str]:
-    """Start the ranks and give out the lines that rank 0 writes."""
+    """Start the ranks and yield the lines that rank 0 writes."""
     with tempfile.TemporaryDirectory() as folder:
         job: dict[str, Any] = {
             "world_size": num_ranks,
             "numel": setting.numel,
             "num_rounds": setting.num_rounds,
-            # Hosts of a lab share the file system, but for their temporary folders.
+            # Hosts of a lab share this folder: only their own temporary folders are private.
             "store": str(Path(folder) / "store"),
             "is_loopback": setting.rate_bit_per_s is None,
             "cases": [asdict(case) for case in setting.cases],
@@ -291,9 +177,9 @@ def _logs(folder: Path, num_ranks: int) -> Iterator[list[Any]]:
 
 @contextmanager
 def _starter(num_ranks: int, setting: Setting) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """What starts the process of a rank, given rank, argv and options of `subprocess.Popen`; all end with it."""
+    """Yield a function that starts the process of a rank, with options of `subprocess.Popen`; all end with the body."""
     if setting.rate_bit_per_s is not None:
-        # A lab with rates only is cheaper, and its frames are those of stock hosts.
+        # A lab with rates only takes less processor time, and has the frames of stock hosts.
         link = LinkChange(rate_bit_per_s=setting.rate_bit_per_s)
         if setting.latency_s:
             link["latency_s"] = setting.latency_s

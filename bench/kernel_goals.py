@@ -1,4 +1,4 @@
-"""The numbers that have a goal: kernels next to what else could be done with the same bytes, in turns with it."""
+"""The numbers that have a goal: kernels timed in turns with an alternative on the same bytes, such as `copy_`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cgx_ray.bench.codec_numbers import Point, codec_calls
+from cgx_ray.bench.codec_numbers import CodecTiming, codec_calls
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.profile import fit_line
 from cgx_ray.report.result import Row
@@ -16,16 +16,16 @@ from cgx_ray.runtime_ext import reference
 from cgx_ray.session.calibrate import Call, best_seconds
 
 NUM_ROUNDS = 15
-# The plain-PyTorch encoder takes some 100 bytes of memory an element.
+# Keeps memory small: the plain-PyTorch encoder takes some 100 bytes per element.
 REFERENCE_NUMEL = 1 << 22
 LATENCY_BYTES = tuple(1 << exponent for exponent in range(10, 21, 2))
 
 
 def dense_goals(grad_N: Tensor, out_N: Tensor, key: int) -> list[Row]:
-    """qsgd encode, qsgd decode-add and ef_signsgd encode with a residual read and written, against `copy_`.
+    """Compare qsgd encode, qsgd decode-add and ef_signsgd encode, which updates a residual, with `copy_`.
 
-    `copy_` goes from `grad_N` to `out_N`, which exists. On the CPU a throughput is 4 N bytes over the time, for every
-    kernel and for `copy_`; on CUDA it is all that is read and written, 8 N bytes for `copy_`.
+    `copy_` goes from `grad_N` to `out_N`. On the CPU, the throughput of each is 4 N bytes over its time. On CUDA it
+    counts all bytes read and written, which are 8 N for `copy_`.
     """
     numel = grad_N.numel()
     qsgd, signs = (codec_calls(name, grad_N, out_N, key) for name in ("qsgd", "ef_signsgd"))
@@ -43,22 +43,22 @@ def dense_goals(grad_N: Tensor, out_N: Tensor, key: int) -> list[Row]:
 
 
 def topk_goal(grad_N: Tensor, out_N: Tensor, key: int) -> Row:
-    """Exact top-k encode at 1 %, indices packed, without feedback, against `torch.topk` of the magnitudes.
+    """Compare exact top-k encode at 1 %, with packed indices and without feedback, with `torch.topk`.
 
-    `torch.topk` gets the magnitudes ready, leaves its result unsorted, and packs nothing.
+    `torch.topk` gets the magnitudes ready-made, leaves its result unsorted, and packs nothing.
     """
     spec = CodecSpec(name="topk", density=0.01)
     magnitude_N = grad_N.abs()
     select = partial(torch.topk, magnitude_N, spec.num_kept(grad_N.numel()), sorted=False)
     calls: list[Call] = [codec_calls("topk", grad_N, out_N, key, with_feedback=False).encode, select]
-    # torch.topk takes seconds: few rounds.
+    # Few rounds, because torch.topk takes seconds.
     encode_s, select_s = best_seconds(calls, grad_N.device, num_rounds=3)
     goal = ">= 5" if grad_N.device.type == "cuda" else ">= 15"
     return _based("topk_over_torch_topk", grad_N.numel(), encode_s, select_s, goal)
 
 
 def bf16_goal(grad_N: Tensor, out_N: Tensor, key: int) -> Row:
-    """The bf16 codec against `Tensor.to`, which allocates its result. No goal on CUDA: there they are one kernel."""
+    """Compare bf16 with `Tensor.to`, which allocates its result. No goal on CUDA: there both are one kernel."""
     calls: list[Call] = [codec_calls("bf16", grad_N, out_N, key).encode, partial(grad_N.to, torch.bfloat16)]
     encode_s, to_s = best_seconds(calls, grad_N.device, num_rounds=NUM_ROUNDS)
     goal = None if grad_N.device.type == "cuda" else ">= 1"
@@ -66,7 +66,7 @@ def bf16_goal(grad_N: Tensor, out_N: Tensor, key: int) -> Row:
 
 
 def reference_goal(grad_N: Tensor, out_N: Tensor, key: int) -> Row:
-    """qsgd encode on the CPU against its specification in plain PyTorch, on `REFERENCE_NUMEL` elements at most."""
+    """Compare qsgd encode on the CPU with its plain-PyTorch specification, for at most `REFERENCE_NUMEL` elements."""
     grad_N, out_N = grad_N[:REFERENCE_NUMEL], out_N[:REFERENCE_NUMEL]
     spec = CodecSpec(name="qsgd")
     payload = torch.empty(spec.payload_bytes(grad_N.numel()), dtype=torch.uint8)
@@ -87,21 +87,21 @@ def reference_goal(grad_N: Tensor, out_N: Tensor, key: int) -> Row:
     return _based("qsgd_over_reference", grad_N.numel(), encode_s, reference_s, ">= 20")
 
 
-def overhead_goals(points: Sequence[Point], device: torch.device) -> list[Row]:
-    """Fixed cost of an encode: a of the line a + b x through the times of the messages of LATENCY_BYTES."""
+def overhead_goals(timings: Sequence[CodecTiming], device: torch.device) -> list[Row]:
+    """Return the fixed cost of an encode: a of the line a + b x through the times at the sizes LATENCY_BYTES."""
     rows = []
-    for name in dict.fromkeys(point.codec for point in points):
-        small = [point for point in points if point.codec == name and point.message_bytes in LATENCY_BYTES]
-        sizes = [point.message_bytes for point in small]
-        fixed_s, _ = fit_line(sizes, [point.encode_s for point in small])
-        copy_s, _ = fit_line(sizes, [point.copy_s for point in small])
+    for name in dict.fromkeys(timing.codec for timing in timings):
+        small = [timing for timing in timings if timing.codec == name and timing.message_bytes in LATENCY_BYTES]
+        sizes = [timing.message_bytes for timing in small]
+        fixed_s, _ = fit_line(sizes, [timing.encode_s for timing in small])
+        copy_s, _ = fit_line(sizes, [timing.copy_s for timing in small])
         goal = "<= 20" if device.type == "cpu" else None
         rows.append(Row(name=f"{name}_call_overhead", value=fixed_s * 1e6, unit="us", limit=copy_s * 1e6, goal=goal))
     return rows
 
 
 def limited(name: str, unit: str, value: float, limit: float, goal: str | None = None) -> Row:
-    """A row whose ratio is that to the limit."""
+    """Return a row whose ratio is value over limit."""
     return Row(name=name, value=value, unit=unit, limit=limit, ratio=value / limit, goal=goal)
 
 

@@ -1,7 +1,7 @@
-"""`cgx-ray bench kernels`: what the codecs cost and what they lose, without Ray and without a network.
+"""`cgx-ray bench kernels`: speed and error of the codecs, without Ray and without a network.
 
-Throughput is in bytes of float32 gradient a second, 4 for each element, unless `kernel_goals` says otherwise. Every
-number is the best of several turns; `copy_` and other peers take turns with what they are compared with.
+Throughput is bytes of float32 gradient per second, 4 per element, unless `kernel_goals` says otherwise. Every number is
+the best of several turns, and a codec and its alternative take turns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from cgx_ray.bench.codec_numbers import QUALITY_NUMEL, Point, Quality, draw_samples, measure_quality, measure_size
+from cgx_ray.bench.codec_numbers import QUALITY_NUMEL, CodecTiming, Quality, draw_samples, measure_quality, measure_size
 from cgx_ray.bench.kernel_goals import (
     LATENCY_BYTES,
     bf16_goal,
@@ -26,6 +26,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CODEC_DEFAULTS
 from cgx_ray.report.result import Row
 from cgx_ray.runtime_ext import ops
+from cgx_ray.units import format_bytes
 
 SWEPT_CODECS = ("qsgd", "topk", "ef_signsgd", "bf16")
 GOAL_NUMEL = 1 << 26
@@ -34,7 +35,7 @@ _SWEPT_BYTES = tuple(1 << exponent for exponent in range(10, 29, 2))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelOptions:
-    """What to measure: `numel` elements of the large gradients, on `device`, with `threads` threads on the CPU."""
+    """Options of the bench. `numel`: elements of the large gradients."""
 
     device: str = "cpu"
     numel: int = GOAL_NUMEL
@@ -53,25 +54,24 @@ class KernelOptions:
 
     @property
     def is_judged(self) -> bool:
-        """Goals are for gradients far beyond all caches, and for one core."""
+        """True if goals apply: for gradients much larger than all caches, and one core."""
         return self.numel == GOAL_NUMEL and self.threads == 1
 
 
 @dataclass(slots=True)
 class KernelNumbers:
-    """What was measured.
+    """The measured numbers.
 
-    options   what was asked for
-    goals     rows that have a goal, or would have one on the other device
-    points    SWEPT_CODECS over message sizes
-    large     every codec at `KernelOptions.numel`
-    qualities every codec at QUALITY_NUMEL
+    goals      rows that have a goal on this device or another
+    timings    SWEPT_CODECS over message sizes
+    large      every codec at `KernelOptions.numel`
+    qualities  every codec at QUALITY_NUMEL
     """
 
     options: KernelOptions
     goals: list[Row] = field(default_factory=list)
-    points: list[Point] = field(default_factory=list)
-    large: list[Point] = field(default_factory=list)
+    timings: list[CodecTiming] = field(default_factory=list)
+    large: list[CodecTiming] = field(default_factory=list)
     qualities: list[Quality] = field(default_factory=list)
 
     def rows(self) -> list[Row]:
@@ -80,14 +80,14 @@ class KernelNumbers:
             Row(name="numel", value=self.options.numel, unit="elements"),
             Row(name="threads", value=self.options.threads, unit="threads"),
         ]
-        for point in self.points:
-            size = format_bytes(point.message_bytes)
-            rows += _throughput_rows(point, f"_{size}")
-            if point.message_bytes in LATENCY_BYTES:
-                latency_us, copy_us = point.encode_s * 1e6, point.copy_s * 1e6
-                rows.append(limited(f"{point.codec}_encode_latency_{size}", "us", latency_us, copy_us))
-        for point in self.large:
-            rows += _throughput_rows(point, "")
+        for timing in self.timings:
+            size = format_bytes(timing.message_bytes)
+            rows += _throughput_rows(timing, f"_{size}")
+            if timing.message_bytes in LATENCY_BYTES:
+                latency_us, copy_us = timing.encode_s * 1e6, timing.copy_s * 1e6
+                rows.append(limited(f"{timing.codec}_encode_latency_{size}", "us", latency_us, copy_us))
+        for timing in self.large:
+            rows += _throughput_rows(timing, "")
         for quality in self.qualities:
             name = quality.spec.name
             rows.append(Row(name=f"{name}_bits", value=quality.bits, unit="bits/element"))
@@ -96,9 +96,9 @@ class KernelNumbers:
 
 
 def measure_kernels(options: KernelOptions, on_part: Callable[[str, float], None]) -> KernelNumbers:
-    """Measure everything, about 2 minutes for 2**26 elements on one core.
+    """Measure everything, which takes about 2 minutes for 2**26 elements on one core.
 
-    on_part  gets, before each part, what it measures and the share of the parts that are done
+    on_part  called before each part with its name and the fraction done
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
@@ -116,7 +116,7 @@ def measure_kernels(options: KernelOptions, on_part: Callable[[str, float], None
 
 
 def _parts(numbers: KernelNumbers) -> list[tuple[str, Callable[[], None]]]:
-    """(what it measures, call that adds it to `numbers`), in the order in which they must run."""
+    """Return (name, call that adds its numbers to `numbers`) per part, in the order in which parts must run."""
     options = numbers.options
     device = torch.device(options.device)
     key = ops.message_key(options.seed, 0, 0, 0, 0)
@@ -134,14 +134,14 @@ def _parts(numbers: KernelNumbers) -> list[tuple[str, Callable[[], None]]]:
         parts.append(("qsgd and plain PyTorch", lambda: numbers.goals.append(reference_goal(grad_N, out_N, key))))
 
     def sweep(numel: int) -> None:
-        # Short calls can be had often, and are the ones that an interrupt spoils.
+        # Interrupts disturb short calls the most, and more rounds of them take little time.
         num_rounds = 15 if 4 * numel in LATENCY_BYTES else 5
-        numbers.points += measure_size(SWEPT_CODECS, all_N[:numel], all_out_N[:numel], key, num_rounds=num_rounds)
+        numbers.timings += measure_size(SWEPT_CODECS, all_N[:numel], all_out_N[:numel], key, num_rounds=num_rounds)
 
     for message_bytes in _SWEPT_BYTES:
         if message_bytes <= 4 * largest:
             parts.append((f"gradients of {format_bytes(message_bytes)}", partial(sweep, message_bytes // 4)))
-    parts.append(("fixed cost of a call", lambda: numbers.goals.extend(overhead_goals(numbers.points, device))))
+    parts.append(("fixed cost of a call", lambda: numbers.goals.extend(overhead_goals(numbers.timings, device))))
 
     samples = draw_samples(QUALITY_NUMEL, options.seed, device)
 
@@ -152,18 +152,13 @@ def _parts(numbers: KernelNumbers) -> list[tuple[str, Callable[[], None]]]:
     return parts + [(f"codec {name}", partial(codec, name)) for name in CODEC_DEFAULTS]
 
 
-def format_bytes(num_bytes: int) -> str:
-    """`"64KB"`, of 1,024 bytes, `"256MB"`."""
-    return f"{num_bytes >> 10}KB" if num_bytes < 1 << 20 else f"{num_bytes >> 20}MB"
-
-
-def _throughput_rows(point: Point, suffix: str) -> list[Row]:
+def _throughput_rows(timing: CodecTiming, suffix: str) -> list[Row]:
     return [
         limited(
-            f"{point.codec}_{what}_gbps{suffix}",
+            f"{timing.codec}_{what}_gbps{suffix}",
             "GB/s",
-            point.message_bytes / seconds / 1e9,
-            point.message_bytes / point.copy_s / 1e9,
+            timing.message_bytes / seconds / 1e9,
+            timing.message_bytes / timing.copy_s / 1e9,
         )
-        for what, seconds in (("encode", point.encode_s), ("decode_add", point.decode_add_s))
+        for what, seconds in (("encode", timing.encode_s), ("decode_add", timing.decode_add_s))
     ]

@@ -1,8 +1,8 @@
-"""`cgx-ray bench lab`: where the lab stops being faithful here. Gloo's all-reduce against the alpha-beta model.
+"""`cgx-ray bench lab`: how faithful the lab is here: Gloo's all-reduce compared with the alpha-beta model.
 
-A time is the slowest rank's, from a barrier until it holds the sum; the median of several rounds after one that opens
-the TCP windows. The model is that of the dense ring. A row is sound if the switch delivered 99 % of the packets less
-than 0.2 ms late; if it is sound and yet far from the model, that is TCP's and Gloo's doing, as it would be on wires.
+A time is that of the slowest rank, from a barrier until it holds the sum; the median of several rounds, after one that
+opens the TCP windows. The model is that of the dense ring. A row is sound if the switch delivered 99 % of the packets
+less than 0.2 ms late. If a sound row is far from the model, the cause is TCP and Gloo, as on real wires.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
 from cgx_ray.errors import CGXError
-from cgx_ray.lab.link import format_rate
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import Link, exchange_s
-from cgx_ray.report.result import Row, write_result
+from cgx_ray.report.result import Row
+from cgx_ray.report.show import new_table
+from cgx_ray.units import compact_rate
 
 _NUM_RANKS = 4
-_RATES = (1e8, 5e8, 1e9, 2e9)
-_LATENCIES_S = (0.05e-3, 0.5e-3, 5e-3, 25e-3)
+RATES = (1e8, 5e8, 1e9, 2e9)
+LATENCIES_S = (0.05e-3, 0.5e-3, 5e-3, 25e-3)
 _NUM_ROUNDS = 5
-# The gradient is what takes this long at the rate: every row the same seconds.
+# The gradient takes this long at the rate, so that every row takes the same time.
 _WIRE_S = 0.4
 _SOUND_MS = 0.2
 
 
 class LabBenchError(CGXError, RuntimeError):
-    """A rank ended before its time; the message holds its last lines."""
+    """A rank ended early; the message holds its last lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """What one link made of the all-reduce of `numel` float32, in seconds."""
+class LabPoint:
+    """Seconds of an all-reduce of `numel` float32 over one link."""
 
     rate_bit_per_s: float
     latency_s: float
@@ -64,7 +63,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        return f"gloo_allreduce_{format_rate(self.rate_bit_per_s)}_{self.latency_s * 1e3:g}ms"
+        return f"gloo_allreduce_{compact_rate(self.rate_bit_per_s)}_{self.latency_s * 1e3:g}ms"
 
     def rows(self) -> list[Row]:
         return [
@@ -73,18 +72,12 @@ class Point:
         ]
 
 
-def lab_command(console: Console, json_path: str | None) -> None:
-    """Measure, print the table, write the rows if `json_path` is given. About a minute."""
-    points = measure_lab(_RATES, _LATENCIES_S, lambda point: console.print(point.name, highlight=False))
-    console.print(_table(points))
-    if json_path:
-        write_result("lab", [row for point in points for row in point.rows()], json_path)
+def measure_lab(
+    rates: Sequence[float], latencies_s: Sequence[float], on_point: Callable[[LabPoint], None]
+) -> list[LabPoint]:
+    """Time an all-reduce between four processes, each in its own host, over every link.
 
-
-def measure_lab(rates: Sequence[float], latencies_s: Sequence[float], on_point: Callable[[Point], None]) -> list[Point]:
-    """All-reduce between four processes, each in a host of its own, over every link.
-
-    Raises LabBenchError if a rank ends before its time, LabError if the lab cannot be made.
+    Raises LabBenchError if a rank ends early, LabError if the lab cannot be made.
     """
     points = []
     with ExitStack() as stack:
@@ -113,7 +106,7 @@ def measure_lab(rates: Sequence[float], latencies_s: Sequence[float], on_point: 
                 seconds = _measure(ranks, numel, folder / "errors")
                 late = lab.counters().late_p99_ms
                 points.append(
-                    Point(rate_bit_per_s=rate, latency_s=latency_s, numel=numel, seconds=seconds, late_p99_ms=late)
+                    LabPoint(rate_bit_per_s=rate, latency_s=latency_s, numel=numel, seconds=seconds, late_p99_ms=late)
                 )
                 on_point(points[-1])
     return points
@@ -127,18 +120,18 @@ def _measure(ranks: Sequence[subprocess.Popen[str]], numel: int, errors: Path) -
     assert ranks[0].stdout is not None
     line = ranks[0].stdout.readline()
     if not line:
-        raise LabBenchError(f"a rank ended before its time:\n{errors.read_text()[-2000:]}")
+        raise LabBenchError(f"a rank ended early:\n{errors.read_text()[-2000:]}")
     return float(line)
 
 
-def _table(points: Sequence[Point]) -> Table:
+def lab_table(points: Sequence[LabPoint]) -> Table:
+    """Return a table with one row per link."""
     title = f"Gloo's all-reduce on {_NUM_RANKS} hosts, times the alpha-beta model; late: p99 of the switch, ms"
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=0)
-    for heading in ("rate", "one way", "MB", "ms", "model ms", "ratio", "late", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("rate", "one way", "MB", "ms", "model ms", "ratio", "late", "")
+    table = new_table(title, *headings, num_left=0, gap=0)
     for point in points:
         table.add_row(
-            format_rate(point.rate_bit_per_s),
+            compact_rate(point.rate_bit_per_s),
             f"{point.latency_s * 1e3:g} ms",
             f"{point.numel * 4e-6:.1f}",
             f"{point.seconds * 1e3:.0f}",

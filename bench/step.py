@@ -1,7 +1,7 @@
-"""`cgx-ray bench step`: what the engine costs when it compresses nothing.
+"""`cgx-ray bench step`: the cost of the engine when it compresses nothing.
 
 Two copies of the demo's model train in the same processes, one as plain DDP and one through the engine with dense
-gradients. They take turns, so that whatever else the machine does hits both.
+gradients. They take turns, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
+import cgx_ray
 from cgx_ray.demo.gpt import StdlibBytes, build_gpt
 from cgx_ray.report.result import Row
+from cgx_ray.report.show import new_table
 
 NUM_PROCESSES = 4
 BATCH_SIZE = 2
-# DDP rebuilds its buckets after step 1, the engine's residuals and buffers start with step 2.
+# DDP rebuilds its buckets after step 1, and the engine allocates residuals and buffers in step 2.
 _WARMUP_STEPS = 3
 
 
 def measure_step(*, num_rounds: int = 12, steps_per_round: int = 4) -> list[Row]:
-    """Train for `num_rounds` rounds of both ways on loopback; goal: at most 1.05 times plain DDP.
+    """Train both copies for `num_rounds` rounds on loopback; the goal is at most 1.05 times plain DDP.
 
-    The overhead is the median of the rounds' ratios: what slows the machine for longer than a round slows both.
+    The overhead is the median of the rounds' ratios, because load that lasts longer than a round slows both.
     """
-    # Port 0: the kernel picks a free one, and nobody can take it in between.
+    # With port 0 the kernel picks a free port that no other process can take meanwhile.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_worker, args=(store.port, num_rounds, steps_per_round, results), nprocs=NUM_PROCESSES)
@@ -47,15 +48,13 @@ def measure_step(*, num_rounds: int = 12, steps_per_round: int = 4) -> list[Row]
     ]
 
 
-def print_rows(console: Console, rows: Sequence[Row]) -> None:
-    table = Table()
-    for heading in ("", "value", "goal", "met"):
-        table.add_column(heading)
+def step_table(rows: Sequence[Row]) -> Table:
+    """Return a table of the rows and their goals."""
+    table = new_table(None, "", "value", "goal", "met")
     for row in rows:
-        met = {None: "", True: "yes", False: "no"}[row.met]
         value = "-" if row.value is None else f"{row.value:.3f} {row.unit}"
-        table.add_row(row.name, value, row.goal or "", met)
-    console.print(table)
+        table.add_row(row.name, value, row.goal or "", row.verdict)
+    return table
 
 
 def _worker(rank: int, port: int, num_rounds: int, steps_per_round: int, results: Any) -> None:
@@ -63,8 +62,6 @@ def _worker(rank: int, port: int, num_rounds: int, steps_per_round: int, results
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_PROCESSES)
-    import cgx_ray  # noqa: PLC0415  (after the process group: it is what attach needs)
-
     plain = DistributedDataParallel(build_gpt(0))
     engine = DistributedDataParallel(build_gpt(0))
     handle = cgx_ray.attach(engine, codec="none", scheme="dense")
@@ -81,9 +78,9 @@ def _worker(rank: int, port: int, num_rounds: int, steps_per_round: int, results
 
 
 def _time_round(steps: Sequence[Callable[[], None]], index: int, num_repeats: int) -> list[float]:
-    """Median seconds of each of `steps`."""
+    """Return the median seconds of each of `steps`."""
     seconds = [0.0] * len(steps)
-    # A B C, then C B A: none of them always has the better place.
+    # A B C, then C B A, so that none always runs first.
     for which in range(len(steps)) if index % 2 == 0 else reversed(range(len(steps))):
         dist.barrier()
         repeats = []
@@ -96,7 +93,7 @@ def _time_round(steps: Sequence[Callable[[], None]], index: int, num_repeats: in
 
 
 def _stepper(model: torch.nn.Module, rank: int) -> Callable[[], None]:
-    """One training step of `model` a call."""
+    """Return a function that does one training step of `model`."""
     data = StdlibBytes()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     count = 0

@@ -1,5 +1,7 @@
 """Errors of cgx_ray. Every message says what was given, what is allowed and what to do next."""
 
+from collections.abc import Sequence
+
 
 class CGXError(Exception):
     """Base of every error that cgx_ray raises on purpose."""
@@ -27,3 +29,9 @@ class StateError(CGXError, ValueError):
 
 class LabError(CGXError, RuntimeError):
     """An emulated network could not be made or changed."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first three of `names`, for a message, and how many more there are."""
+    num_more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {num_more} more" if num_more > 0 else "")

@@ -143,6 +143,9 @@ class GainCurve:
 
     def __init__(self, grad_N: Tensor) -> None:
         """`grad_N`: the error-fed gradient or a sample of it, of any float type and device."""
+        if grad_N.dtype == torch.float64:
+            # The histogram's bins are those of float32.
+            grad_N = grad_N.float()
         counts = sparse.magnitude_histogram(grad_N).cpu().double()
         # Largest first. Empty bins of NaN and Inf would be 0 * inf.
         energy = torch.where(counts > 0, counts * _bin_squares(), 0.0)

@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+import time
+from pathlib import Path
+
+import click
 
 from cgx_ray.bench.step import measure_step
+from cgx_ray.commands.options import console_for, json_option
 from cgx_ray.demo.run import DemoOptions, run_demo
 from cgx_ray.demo.summary import make_rows, print_summary
-from cgx_ray.demo.view import format_rate
 from cgx_ray.report.picture import plot_runs
 from cgx_ray.report.result import write_result
+from cgx_ray.report.show import print_line
+from cgx_ray.units import format_rate, parse_rate
 
 
-def demo_command(options: DemoOptions, console: Console, json_path: str | None, *, num_bench_rounds: int) -> None:
-    """Run the demo, show what came out, and write the rows if `json_path` is given."""
+@click.command()
+@click.option("--workers", default=4, show_default=True, help="Training processes, one per host.")
+@click.option("--steps", default=48, show_default=True, help="Steps of each run; the network slows down after half.")
+@click.option("--rate", default="1gbit", show_default=True, help="Rate of every link in the first half.")
+@click.option("--slow-rate", default="100mbit", show_default=True, help="Rate of every link in the second half.")
+@click.option("--seed", default=0, show_default=True, help="Seed of weights, batches and rounding.")
+@click.option("--dense-only", is_flag=True, help="Do the dense run only.")
+@click.option("--simulated-link", is_flag=True, help="Delay messages in software even if namespaces work here.")
+@json_option()
+@click.option("--bench-rounds", default=12, show_default=True, help="Rounds of `bench step`, whose rows --json adds.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the runs.  [default: runs/demo-<time>]")
+def demo(
+    workers: int,
+    steps: int,
+    rate: str,
+    slow_rate: str,
+    seed: int,
+    dense_only: bool,
+    simulated_link: bool,
+    json_path: str | None,
+    bench_rounds: int,
+    out: Path | None,
+) -> None:
+    """Train a small GPT, dense and adaptive, on a network that slows down."""
+    options = DemoOptions(
+        out=out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"),
+        workers=workers,
+        steps=steps,
+        rate=parse_rate("rate", rate, needs_unit=False),
+        slow_rate=parse_rate("slow rate", slow_rate, needs_unit=False),
+        seed=seed,
+        dense_only=dense_only,
+        force_simulated=simulated_link,
+    )
+    _run(options, json_path, num_bench_rounds=bench_rounds)
+
+
+def _run(options: DemoOptions, json_path: str | None, *, num_bench_rounds: int) -> None:
+    """Run the demo, print and draw its numbers, and write the rows if `json_path` is given."""
+    console = console_for(json_path)
     result = run_demo(options, console)
     print_summary(console, result.dense, result.adaptive, result.link)
     picture = options.out / "demo.png"
@@ -22,9 +65,9 @@ def demo_command(options: DemoOptions, console: Console, json_path: str | None, 
         f"{options.workers} workers, {result.link} from {format_rate(options.rate)} to {format_rate(options.slow_rate)}"
     )
     plot_runs(records, picture, title=title)
-    console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+    print_line(console, f"picture: {picture}")
     if json_path is None:
         return
     rows = make_rows(result.dense, result.adaptive) if result.adaptive is not None else []
-    console.print("measuring what the engine costs with dense gradients", highlight=False)
+    print_line(console, "measuring the cost of the engine with dense gradients")
     write_result("demo", [*rows, *measure_step(num_rounds=num_bench_rounds)], json_path)

@@ -1,4 +1,4 @@
-"""`cgx-ray plan`: what a plan would make of a model on a network, as text, picture and JSON."""
+"""`cgx-ray plan`: the best plan of a model on a network, as text, picture and JSON."""
 
 from __future__ import annotations
 
@@ -8,54 +8,81 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from cgx_ray.commands.plan_picture import draw_answer, main_option
+from cgx_ray.commands.options import PICTURE, console_for, json_option
+from cgx_ray.commands.plan_picture import draw_answer
+from cgx_ray.commands.plan_tables import group_table, step_table, sweep_table
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.prediction import Prediction
-from cgx_ray.planner.question import Question
+from cgx_ray.planner.question import read_question
 from cgx_ray.planner.scenario import Price, Scenario, Sweep, verdict
+from cgx_ray.report.show import print_line, progress_bar, write_json
+from cgx_ray.report.style import save_figure
 
-MAX_ROWS = 20
 
+@click.command()
+@click.option("--model", required=True, metavar="NAME|FILE", help="resnet50, gpt2, ..., or a file of `profile-model`.")
+@click.option("--workers", type=int, required=True, help="Number of workers.")
+@click.option("--latency", help="Latency one way between nodes, such as 4ms or 50us.  [default: that of --profile]")
+@click.option("--bandwidth", help="Bandwidth of a node's link, such as 10gbps.  [default: that of --profile]")
+@click.option("--ranks-per-node", default=1, show_default=True, help="Workers that share a node and its link.")
+@click.option("--inside-latency", default="50us", show_default=True, help="Latency between ranks of a node.")
+@click.option("--inside-bandwidth", default="16gbps", show_default=True, help="Bandwidth between ranks of a node.")
+@click.option("--step-time", help="Forward and backward of a step without communication, such as 120ms.")
+@click.option("--throughput", type=float, help="Instead: samples per second of one worker without communication.")
+@click.option("--gpu", help="Instead: v100, a100, ..., at 30 % of its peak.")
+@click.option("--batch", default=32, show_default=True, help="Samples per worker and step.")
+@click.option("--profile", type=click.Path(path_type=Path), help="Codec times, a file of `cgx-ray profile`.")
+@click.option("--gain", "gains", multiple=True, metavar="CODEC=GAIN", help="Gain of a codec; may be repeated.")
+@click.option("--min-gain", default=0.8, show_default=True, help="Leave out codecs with a lower gain.")
+@click.option("--price", type=float, help="US dollars per hour and worker.")
+@click.option("--samples-per-epoch", type=int, help="With --price: print the cost of an epoch.")
+@click.option("--sweep", metavar="NAME=LOW..HIGH", help="bandwidth=0.1..25gbps, latency=50us..20ms or workers=2..1024.")
+@json_option("everything")
+@click.option("--plot", type=PICTURE, help="Draw the dense step, the planned one and the sweep.")
+def plan(json_path: str | None, plot: Path | None, **given: Any) -> None:
+    """Predict the best plan of a model on a network, and its step time.
 
-def plan_command(question: Question, console: Console, *, json_path: str | None, plot: Path | None) -> None:
-    """Plan, say in one sentence what came out, then how; write picture and JSON where paths are given."""
+    Also prints what bounds the step, the groups of the plan, and its cost with --price.
+    """
+    question, console = read_question(**given), console_for(json_path)
     scenario, sweep, price = question.scenario, question.sweep, question.price
     answer = scenario.solve()
-    points: list[BestPlan] = []
-    if sweep is not None:
-        hidden = not console.is_terminal  # else it leaves an empty line before the answer
-        solving = track(sweep.values, description="sweep", console=console, transient=True, disable=hidden)
-        points = [scenario.swept(sweep, value).solve() for value in solving]
-    N = scenario.network.num_workers
-    console.print(verdict(answer, N), style="bold", highlight=False)
+    points = [] if sweep is None else _solve_sweep(scenario, sweep, console)
+    num_workers = scenario.network.num_workers
+    print_line(console, verdict(answer, num_workers), style="bold")
     for line in question.assumptions:
-        console.print(f"assumed: {line}", highlight=False, style="dim")
-    console.print(_summary(answer, price, N))
-    console.print(_groups(answer.best))
+        print_line(console, f"assumed: {line}", style="dim")
+    console.print(step_table(answer, price, num_workers))
+    console.print(group_table(answer.best))
     if sweep is not None:
-        console.print(_sweep(sweep, points))
+        console.print(sweep_table(sweep, points))
     if plot is not None:
-        plot.parent.mkdir(parents=True, exist_ok=True)
-        draw_answer(answer, title=_title(scenario), sweep=sweep, points=points).savefig(plot)
-        console.print(f"picture: {plot}", highlight=False, soft_wrap=True)
+        save_figure(draw_answer(answer, title=_title(scenario), sweep=sweep, points=points), plot)
+        print_line(console, f"picture: {plot}")
     if json_path is not None:
         described = {
             **describe_answer(scenario, answer),
             "assumptions": question.assumptions,
-            "price": None if price is None else describe_price(price, answer, N),
+            "price": None if price is None else describe_price(price, answer, num_workers),
             "sweep": None if sweep is None else describe_sweep(sweep, points),
         }
-        with click.open_file(json_path, "w") as file:
-            file.write(json.dumps(described, indent=2) + "\n")
+        write_json(json_path, described)
+
+
+def _solve_sweep(scenario: Scenario, sweep: Sweep, console: Console) -> list[BestPlan]:
+    """Return the best plan per value of the sweep."""
+    points: list[BestPlan] = []
+    with progress_bar(console) as on_part:
+        for value in sweep.values:
+            on_part("sweep", len(points) / len(sweep.values))
+            points.append(scenario.swept(sweep, value).solve())
+    return points
 
 
 def describe_price(price: Price, answer: BestPlan, num_workers: int) -> dict[str, Any]:
-    """US dollars an hour, and an epoch's hours and dollars if its samples are known, as JSON has them."""
+    """Return for JSON: US dollars per hour, and hours and dollars per epoch if its samples are known."""
     steps = {"dense": answer.dense.step_s, "planned": answer.best.step_s}
     epochs = (
         {}
@@ -66,7 +93,7 @@ def describe_price(price: Price, answer: BestPlan, num_workers: int) -> dict[str
 
 
 def describe_answer(scenario: Scenario, answer: BestPlan) -> dict[str, Any]:
-    """The answer as JSON has it."""
+    """Return the answer for JSON."""
     dense, best, network = answer.dense, answer.best, scenario.network
     links = {"between": network.between, "inside": network.inside}
     return {
@@ -114,82 +141,13 @@ def _numbers(answer: BestPlan) -> dict[str, Any]:
 
 
 def describe_sweep(sweep: Sweep, points: Sequence[BestPlan]) -> dict[str, Any]:
-    """Its rows as JSON has them."""
+    """Return the rows of a sweep for JSON."""
     rows = [{sweep.name: value, **_numbers(point)} for value, point in zip(sweep.values, points, strict=True)]
     return {"name": sweep.name, "unit": sweep.unit, "rows": rows}
 
 
 def _parts_ms(step: Prediction) -> Mapping[str, float]:
     return {part: 1e3 * seconds for part, seconds in step.timeline.parts_s.items()}
-
-
-def _summary(answer: BestPlan, price: Price | None, num_workers: int) -> Table:
-    table = _table("", "", "dense", "planned")
-    table.columns[0].justify = "left"
-    dense, best = answer.dense, answer.best
-    assert best.efficiency is not None
-    table.add_row("step, ms", *(f"{1e3 * step.step_s:.1f}" for step in (dense, best)))
-    table.add_row("compute of it, ms", *(f"{1e3 * step.compute_s:.1f}" for step in (dense, best)))
-    table.add_row("bound by", *(step.bound_by for step in (dense, best)))
-    for part in dense.timeline.parts_s:
-        shares = (step.timeline.parts_s[part] / step.step_s if step.step_s else 0.0 for step in (dense, best))
-        table.add_row(f"  critical path, {part}", *(f"{share:.0%}" for share in shares))
-    num_bytes = (sum(group.wire_bytes for group in step.groups) for step in (dense, best))
-    table.add_row("gradient encoded, MB", *(f"{each / 1e6:.2f}" for each in num_bytes))
-    table.add_row("gain kept", "100%", f"{best.efficiency:.1%}")
-    table.add_row("progress against dense", "1x", f"{answer.speedup:.2f}x")
-    table.add_row("a better plan could save", "", f"{answer.gap:.2%} at most")
-    if price is not None:
-        table.add_row("USD an hour", *[f"{num_workers * price.usd_per_hour:.2f}"] * 2)
-        if price.samples is not None:
-            epochs = [price.epoch(step.step_s, num_workers) for step in (dense, best)]
-            table.add_row("hours an epoch", *(f"{epoch.hours:.3g}" for epoch in epochs))
-            table.add_row("USD an epoch", *(f"{epoch.usd:.2f}" for epoch in epochs))
-            table.add_row("USD for its progress", f"{epochs[0].usd:.2f}", f"{epochs[1].usd / best.efficiency:.2f}")
-    return table
-
-
-def _table(title: str, *numbers: str) -> Table:
-    table = Table(box=SIMPLE, title=title, title_justify="left", pad_edge=False)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _groups(step: Prediction) -> Table:
-    """The plan, one row a group; the middle of a long one left out."""
-    table = _table(f"plan: {step.describe()}", "group", "layers", "elements", "dense MB", "wire MB")
-    table.add_column("option", overflow="fold")
-    last = len(step.groups) - 1
-    for index, group in enumerate(step.groups):
-        if len(step.groups) > MAX_ROWS and MAX_ROWS // 2 <= index <= last - MAX_ROWS // 2:
-            if index == MAX_ROWS // 2:
-                table.add_row("...")
-            continue
-        table.add_row(
-            str(index),
-            str(len(group.layers)),
-            f"{group.numel:,}",
-            f"{group.dense_bytes / 1e6:.2f}",
-            f"{group.wire_bytes / 1e6:.3f}",
-            str(group.option),
-        )
-    return table
-
-
-def _sweep(sweep: Sweep, points: Sequence[BestPlan]) -> Table:
-    """The ends, and where the plan becomes another one or something else bounds it."""
-    table = _table(f"sweep over {sweep.name}", sweep.unit, "dense ms", "planned ms", "progress")
-    table.add_column("bound by", no_wrap=True)
-    table.add_column("most of it by", overflow="fold")
-    before = None
-    for index, (value, point) in enumerate(zip(sweep.values, points, strict=True)):
-        now = (point.best.bound_by, str(main_option(point.best)))
-        if now != before or index == len(points) - 1:
-            numbers = (f"{1e3 * point.dense.step_s:.1f}", f"{1e3 * point.best.step_s:.1f}", f"{point.speedup:.2f}x")
-            table.add_row(f"{value:.0f}" if sweep.name == "workers" else f"{value:.3g}", *numbers, *now)
-        before = now
-    return table
 
 
 def _title(scenario: Scenario) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of what a plan would do: steps as lanes over time, and step time over a sweep of the network."""
+"""Pictures of a predicted plan: steps as lanes over time, and step time over a sweep of the network."""
 
 from __future__ import annotations
 
@@ -16,13 +16,26 @@ from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.prediction import Prediction
 from cgx_ray.planner.scenario import Sweep
 from cgx_ray.planner.timeline import BACKWARD, Resource, StageSpan
+from cgx_ray.report.style import (
+    BLUE,
+    DENSE_COLOR,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    SKY,
+    YELLOW,
+    add_title,
+    clean,
+    new_figure,
+    plain_numbers,
+)
 
-# Colour-blind safe (Okabe and Ito).
-_DENSE = "#D55E00"
-_COMPUTE = "#8A8F98"
-_DENSE_INSIDE = "#E69F00"
-_PALETTE = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
-_INK = "#333333"
+_COMPUTE_COLOR = GREY
+# Dense, but in two stages: inside nodes and between them.
+_DENSE_INSIDE_COLOR = ORANGE
+_CODEC_COLORS = (BLUE, GREEN, PURPLE, SKY, YELLOW)
 _LANES: Mapping[Resource, str] = {
     Resource.COMPUTE: "compute",
     Resource.CODEC: "codec",
@@ -32,43 +45,43 @@ _LANES: Mapping[Resource, str] = {
 
 
 def draw_answer(answer: BestPlan, *, title: str, sweep: Sweep | None = None, points: Sequence[BestPlan] = ()) -> Figure:
-    """The dense step, the planned one below it, and below both the sweep, if there is one: a plan a value."""
+    """Draw the dense step, the planned step below it, and the sweep, with one plan per value, at the bottom."""
     drawn = [*answer.dense.options, *answer.best.options, *(main_option(point.best) for point in points)]
     colors = _colors(drawn)
     lanes = _lanes((answer.dense, answer.best))
     height = 1.1 + 2 * (0.75 + 0.42 * len(lanes)) + (4.0 if sweep else 0)
-    figure = Figure(figsize=(11.5, height), dpi=130, layout="constrained")
+    figure = new_figure(11.5, height)
     ratios = [1, 1, 4.0 / (0.75 + 0.42 * len(lanes))] if sweep else [1, 1]
     rows = figure.subplots(len(ratios), 1, height_ratios=ratios)
     for axes, name, step in ((rows[0], "dense", answer.dense), (rows[1], "planned", answer.best)):
         _draw_step(axes, name, step, lanes, colors)
         axes.set_xlim(0, 1e3 * max(answer.dense.step_s, answer.best.step_s) * 1.01)
     rows[0].tick_params(labelbottom=False)
-    rows[1].set_xlabel("milliseconds of a step, which ends at the line; groups by turns darker and lighter")
+    rows[1].set_xlabel("milliseconds of a step, which ends at the line; every other group is lighter")
     if sweep:
         _draw_sweep(rows[2], sweep, points, colors)
-    handles = [Patch(color=_COMPUTE, label="forward and backward")]
+    handles = [Patch(color=_COMPUTE_COLOR, label="forward and backward")]
     handles += [Patch(color=color, label=name) for name, color in colors.items()]
-    handles += [Patch(facecolor="white", edgecolor=_INK, hatch="////", linewidth=0.5, label="latency")]
+    handles += [Patch(facecolor="white", edgecolor=INK, hatch="////", linewidth=0.5, label="latency")]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=12, fontweight="bold", wrap=True)
+    add_title(figure, title)
     return figure
 
 
 def _colors(options: Iterable[Option]) -> dict[str, str]:
-    """By option: dense ones in orange, others as they come."""
+    """Return a colour per option: dense options in orange, the others in order of appearance."""
     colors: dict[str, str] = {}
-    palette = itertools.cycle(_PALETTE)
+    palette = itertools.cycle(_CODEC_COLORS)
     for option in dict.fromkeys(options):
         if option.scheme is Scheme.DENSE:
-            colors[str(option)] = _DENSE if option == DENSE else _DENSE_INSIDE
+            colors[str(option)] = DENSE_COLOR if option == DENSE else _DENSE_INSIDE_COLOR
         else:
             colors[str(option)] = next(palette)
     return colors
 
 
 def _lanes(steps: Sequence[Prediction]) -> list[Resource]:
-    """Those in use, and compute."""
+    """Return the lanes in use, and compute."""
     used = {
         resource
         for step in steps
@@ -81,29 +94,28 @@ def _lanes(steps: Sequence[Prediction]) -> list[Resource]:
 
 def _draw_step(axes: Axes, name: str, step: Prediction, lanes: Sequence[Resource], colors: Mapping[str, str]) -> None:
     for span in step.timeline.spans:
-        color = _COMPUTE if span.stage.name == BACKWARD else colors[str(step.groups[span.group].option)]
+        color = _COMPUTE_COLOR if span.stage.name == BACKWARD else colors[str(step.groups[span.group].option)]
         _draw_span(axes, span, lanes, color)
     end_ms = 1e3 * step.step_s
-    axes.axvline(end_ms, color=_INK, linewidth=1)
+    axes.axvline(end_ms, color=INK, linewidth=1)
     axes.set_yticks(range(len(lanes)), [_LANES[lane] for lane in lanes])
     axes.set_ylim(len(lanes) - 0.45, -0.55)
     axes.set_title(
         f"{name}: {end_ms:.4g} ms, bound by {step.bound_by}" + (f"; {step.describe()}" if name == "planned" else ""),
         loc="left",
         fontsize=10,
-        color=_INK,
+        color=INK,
     )
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    clean(axes, hidden_spines=("top", "right", "left"))
+    axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def _draw_span(axes: Axes, span: StageSpan, lanes: Sequence[Resource], color: str) -> None:
-    """As long as it takes, as high as the share of it in which the lane works; latency hatched, at the end."""
+    """Draw a bar as long as the stage, as high as the fraction of it in which the lane works; latency is hatched."""
     latency_s = span.stage.latency_s
     works_s = span.stage.duration_s - latency_s
-    # Every other group lighter, so that one sees where they end.
+    # Every other group is lighter, so that its ends are visible.
     alpha = 0.95 if span.group % 2 == 0 else 0.7
     for resource, busy_s in span.stage.busy_s.items():
         if resource not in lanes:
@@ -125,12 +137,12 @@ def _draw_span(axes: Axes, span: StageSpan, lanes: Sequence[Resource], color: st
 
 
 def _draw_sweep(axes: Axes, sweep: Sweep, points: Sequence[BestPlan], colors: Mapping[str, str]) -> None:
-    """Step time, dense, planned and without any exchange, and along the bottom what most of the plan's bytes use."""
+    """Draw step times (dense, planned, compute alone), and along the bottom the option that most bytes use."""
     values, middle = list(sweep.values), len(sweep.values) // 2
     lines = (
-        ("dense", [1e3 * point.dense.step_s for point in points], _DENSE, "-", 5),
-        ("planned", [1e3 * point.best.step_s for point in points], _PALETTE[0], "-", 5),
-        ("compute alone", [1e3 * point.dense.compute_s for point in points], _COMPUTE, "--", -14),
+        ("dense", [1e3 * point.dense.step_s for point in points], DENSE_COLOR, "-", 5),
+        ("planned", [1e3 * point.best.step_s for point in points], _CODEC_COLORS[0], "-", 5),
+        ("compute alone", [1e3 * point.dense.compute_s for point in points], _COMPUTE_COLOR, "--", -14),
     )
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -138,7 +150,7 @@ def _draw_sweep(axes: Axes, sweep: Sweep, points: Sequence[BestPlan], colors: Ma
         axes.plot(values, step_ms, style, color=color, linewidth=2.2, label=name)
         at = (values[middle], step_ms[middle])
         axes.annotate(name, at, (4, label_pt), textcoords="offset points", color=color, fontweight="bold")
-    axes.fill_between(values, lines[1][1], lines[0][1], color=_PALETTE[0], alpha=0.08, linewidth=0)
+    axes.fill_between(values, lines[1][1], lines[0][1], color=_CODEC_COLORS[0], alpha=0.08, linewidth=0)
     low, high = axes.get_ylim()
     axes.set_ylim(low / (high / low) ** 0.16, high * (high / low) ** 0.05)
     edges = [values[0], *(math.sqrt(a * b) for a, b in itertools.pairwise(values)), values[-1]]
@@ -147,16 +159,14 @@ def _draw_sweep(axes: Axes, sweep: Sweep, points: Sequence[BestPlan], colors: Ma
     axes.text(0.006, 0.033, "most of the plan", transform=axes.transAxes, color="white", fontsize=8, va="center")
     axes.set_xlim(values[0], values[-1])
     axes.set_xlabel(f"{sweep.name}, {sweep.unit}" if sweep.name != "workers" else "workers")
-    axes.set_ylabel("milliseconds a step")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.set_ylabel("milliseconds per step")
+    plain_numbers(axes.xaxis)
+    plain_numbers(axes.yaxis, minor="25")
+    clean(axes)
 
 
 def main_option(step: Prediction) -> Option:
-    """What most of a step's dense bytes go by."""
+    """Return the option that carries most of a step's dense bytes."""
     num_bytes: Counter[Option] = Counter()
     for group in step.groups:
         num_bytes[group.option] += group.dense_bytes

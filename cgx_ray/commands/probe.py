@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import click
 import ray
-from matplotlib.figure import Figure
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cgx_ray.commands.options import console_for, json_option, plot_option
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.probe import Prober, Way
+from cgx_ray.monitors.probe import NodePath, Prober
 from cgx_ray.monitors.probe_schedule import rounds
-
-CLOSE_TIMEOUT_S = 5.0
-
-Ways = Mapping[tuple[str, str], Way]
+from cgx_ray.report.show import new_table, print_line, progress_bar, write_json
+from cgx_ray.report.style import new_figure, save_figure
 
 CONNECT_TIMEOUT_S = 5.0
 
+Ways = Mapping[tuple[str, str], NodePath]
 
-def probe_command(address: str, console: Console, json_path: str | None, plot: Path, *, counts_hops: bool) -> None:
-    """Probe every pair of nodes, show what came out, and write JSON if `json_path` is given.
 
-    Raises ConfigError if there is no cluster at `address`, or if it has one node.
-    """
+@click.command()
+@click.option("--address", default="auto", show_default=True, help="Address of a running Ray cluster.")
+@click.option("--hops", is_flag=True, help="Count network hops as well, which takes up to a second per hop.")
+@json_option("the matrix")
+@plot_option("network.png")
+def probe(address: str, hops: bool, json_path: str | None, plot: Path) -> None:
+    """Measure latency and bandwidth between all nodes of a Ray cluster."""
+    console = console_for(json_path)
+    node_of_host = _connect(address)
+    hosts = list(node_of_host)
+    if len(hosts) < 2:
+        raise ConfigError(f"the cluster has one node, {hosts[0]}: there is nothing to probe; add another node")
+    done: list[tuple[str, str]] = []
+    with progress_bar(console) as on_part:
+
+        def on_done(pair: tuple[str, str]) -> None:
+            done.append(pair)
+            on_part(" to ".join(pair), len(done) / (len(hosts) * (len(hosts) - 1)))
+
+        ways = probe_nodes(node_of_host, on_done, counts_hops=hops)
+    console.print(way_table(hosts, ways))
+    plot_ways(hosts, ways, plot)
+    print_line(console, f"picture: {plot}")
+    if json_path is not None:
+        write_json(json_path, describe_ways(hosts, ways))
+
+
+def _connect(address: str) -> dict[str, str]:
+    """Connect to the Ray cluster at `address`; return Ray's node id per host. Raises ConfigError if there is none."""
     try:
         host, _, port = address.rpartition(":")
         if host and port.isdigit():
@@ -42,35 +62,15 @@ def probe_command(address: str, console: Console, json_path: str | None, plot: P
         ray.init(address=address, log_to_driver=False)
     except OSError as error:
         raise ConfigError(f"no Ray cluster at {address!r} ({error}); start one, or give its --address") from error
-    node_of_host = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    hosts = list(node_of_host)
-    if len(hosts) < 2:
-        raise ConfigError(f"the cluster has one node, {hosts[0]}: there is nothing to probe; add another node")
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(hosts) * (len(hosts) - 1))
-        ways = probe_nodes(
-            node_of_host,
-            lambda pair: progress.update(task, description=" to ".join(pair), advance=1),
-            counts_hops=counts_hops,
-        )
-    console.print(way_table(hosts, ways))
-    plot_ways(hosts, ways, plot)
-    console.print(f"picture: {plot}", highlight=False, soft_wrap=True)
-    if json_path is not None:
-        text = json.dumps(describe_ways(hosts, ways), indent=2) + "\n"
-        if json_path == "-":
-            sys.stdout.write(text)
-        else:
-            Path(json_path).write_text(text)
+    return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def probe_nodes(
     node_of_host: Mapping[str, str], on_done: Callable[[tuple[str, str]], None], *, counts_hops: bool = False
-) -> dict[tuple[str, str], Way]:
-    """Probe every ordered pair of hosts, by rounds in which no node takes part twice.
+) -> dict[tuple[str, str], NodePath]:
+    """Probe every ordered pair of hosts, in rounds in which no node takes part twice.
 
-    node_of_host  Ray's node id by address; Ray must be initialised. Each gets an actor, without a CPU, while this lasts
+    node_of_host  Ray's node id per address; Ray must be initialised. Each node runs an actor, without a CPU, meanwhile
 
     Raises the OSError of a probe that failed, as a RayTaskError.
     """
@@ -96,38 +96,32 @@ def probe_nodes(
             ray.get([actors[to].stop_iperf3.remote() for _, to in pairs])
         return ways
     finally:
-        # An iperf3 outlives an actor that is killed.
-        closed = [actor.close.remote() for actor in actors]
-        ray.wait(closed, num_returns=len(closed), timeout=CLOSE_TIMEOUT_S)
         for actor in actors:
             ray.kill(actor)
 
 
 def describe_ways(hosts: list[str], ways: Ways) -> dict[str, Any]:
-    """The matrix as JSON has it."""
+    """Return the matrix for JSON."""
     return {"hosts": hosts, "ways": [{"from": at, "to": to, **asdict(way)} for (at, to), way in ways.items()]}
 
 
 def way_table(hosts: list[str], ways: Ways) -> Table:
-    """From the hosts of the rows to those of the columns."""
-    table = Table(title="Mbit/s, error; one-way ms, hops", title_justify="left", box=SIMPLE, padding=(0, 1))
-    table.add_column("from \\ to", no_wrap=True)
-    for host in hosts:
-        table.add_column(host, justify="right", no_wrap=True)
+    """Return a table with a sender per row and a receiver per column."""
+    table = new_table("Mbit/s, error; one-way ms, hops", "from \\ to", *hosts)
     for at in hosts:
         table.add_row(at, *("" if at == to else _cell(ways[at, to]) for to in hosts))
     return table
 
 
-def _cell(way: Way) -> str:
+def _cell(way: NodePath) -> str:
     hops = f", {way.hops}" if way.hops is not None else ""
     return f"{8e-6 * way.bytes_per_s:.0f} ±{way.error:.0%}\n{way.latency_s * 1e3:.2f}{hops}"
 
 
 def plot_ways(hosts: list[str], ways: Ways, path: Path) -> None:
-    """Write a PNG: bandwidth and latency as heat maps."""
-    figure = Figure(figsize=(4 + 1.2 * len(hosts), 2 + 0.6 * len(hosts)), dpi=130, layout="constrained")
-    panels: list[tuple[str, str, Callable[[Way], float]]] = [
+    """Write a picture of bandwidth and latency as heat maps."""
+    figure = new_figure(4 + 1.2 * len(hosts), 2 + 0.6 * len(hosts))
+    panels: list[tuple[str, str, Callable[[NodePath], float]]] = [
         ("Mbit/s", "viridis", lambda way: 8e-6 * way.bytes_per_s),
         ("one-way ms", "viridis_r", lambda way: way.latency_s * 1e3),
     ]
@@ -139,5 +133,4 @@ def plot_ways(hosts: list[str], ways: Ways, path: Path) -> None:
         axes.set_yticks(range(len(hosts)), hosts)
         axes.set_xlabel("to")
         axes.set_ylabel("from")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""`cgx-ray profile`: what codecs cost on a device, as a file to plan with."""
+"""`cgx-ray profile`: times of all codecs on a device, as a file for `cgx-ray plan` and adaptive runs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+import click
 import torch
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cgx_ray.commands.options import FILE, console_for
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec
 from cgx_ray.planner.cost import Link
@@ -19,13 +18,34 @@ from cgx_ray.planner.options import CodecCost, candidate_codecs
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.profile import Profile, load_link, save_profile
 from cgx_ray.report.result import cpu_model
+from cgx_ray.report.show import new_table, print_line, progress_bar
 from cgx_ray.session.calibrate import TURN_S, measure_codec
 
 PROFILE_NUMELS = tuple(1 << exponent for exponent in range(10, 23, 2))
 
 
+@click.command()
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
+@click.option("--threads", default=1, show_default=True, help="Threads of the CPU, as many as a rank will have.")
+@click.option("--network", type=click.Path(path_type=Path), help="File of `cgx-ray probe --json`: adds its link.")
+@click.option("--out", type=FILE, default="profile.json", show_default=True, help="File of the profile.")
+def profile(device: str, threads: int, network: Path | None, out: Path) -> None:
+    """Measure the time of all codecs on this device, for `plan`."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: PyTorch sees no CUDA device here; give --device cpu")
+    if threads < 1:
+        raise ConfigError(f"threads {threads} is not allowed; give 1 or more")
+    link = None if network is None else load_link(network)
+    console = console_for(None)
+    with progress_bar(console) as on_codec:
+        measured = measure_profile(torch.device(device), threads if device == "cpu" else 1, link, on_codec)
+    save_profile(measured, out)
+    console.print(cost_table(measured.codec_costs, f"{measured.device}, threads: {measured.threads}"))
+    print_line(console, f"profile: {out}")
+
+
 def profiled_codecs() -> dict[str, CodecSpec]:
-    """Every codec at its defaults, by name, and what an adaptive run chooses from, by `str(CodecSpec)`."""
+    """Return every codec at its defaults, by name, and the candidates of an adaptive run, by `str(CodecSpec)`."""
     codecs = {name: CodecSpec(name=name) for name in CODEC_DEFAULTS}
     candidates = candidate_codecs(CANDIDATE_DENSITIES)
     return codecs | {str(codec): codec for codec in candidates if codec != codecs[codec.name]}
@@ -34,9 +54,9 @@ def profiled_codecs() -> dict[str, CodecSpec]:
 def measure_profile(
     device: torch.device, threads: int, link: Link | None, on_codec: Callable[[str, float], None]
 ) -> Profile:
-    """Time all of `profiled_codecs`, some 20 s on one core.
+    """Time all of `profiled_codecs`, which takes some 20 s on one core.
 
-    on_codec  gets, before each codec, its name and the share that is done
+    on_codec  called before each codec with its name and the fraction done
     """
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -54,40 +74,13 @@ def measure_profile(
 
 
 def device_name(device: torch.device) -> str:
-    """As profiles have it: the model of the GPU or of the processor."""
+    """Return the name of a device in profiles: the model of the GPU or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
 
-def profile_command(device: str, threads: int, network: Path | None, path: Path, console: Console) -> None:
-    """Measure, show what came out, and write the profile to `path`.
-
-    network  what `cgx-ray probe --json` wrote, for the profile's link; None leaves that out
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: PyTorch sees no CUDA device here; give --device cpu")
-    if threads < 1:
-        raise ConfigError(f"threads {threads} is not allowed; give 1 or more")
-    link = None if network is None else load_link(network)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=1.0)
-        profile = measure_profile(
-            torch.device(device),
-            threads if device == "cpu" else 1,
-            link,
-            lambda what, share: progress.update(task, description=what, completed=share),
-        )
-    save_profile(profile, path)
-    console.print(cost_table(profile.codec_costs, f"{profile.device}, threads: {profile.threads}"))
-    console.print(f"profile: {path}", highlight=False, soft_wrap=True)
-
-
 def cost_table(costs: Mapping[str, CodecCost], title: str) -> Table:
-    """Microseconds a call and nanoseconds an element."""
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1))
-    table.add_column("codec", no_wrap=True)
-    for heading in ("encode, us", "ns/element", "decode, us", "ns/element"):
-        table.add_column(heading, justify="right")
+    """Return a table with microseconds per call and nanoseconds per element."""
+    table = new_table(title, "codec", "encode, us", "ns/element", "decode, us", "ns/element")
     for codec, cost in costs.items():
         numbers = (
             1e6 * cost.encode_a_s,

@@ -10,56 +10,75 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
+from cgx_ray.commands.options import FILE
 from cgx_ray.engine.layers import layers_of
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.gradient_times import measure_ready_s
 from cgx_ray.planner.models import MeasuredLayer, write_model
+from cgx_ray.report.show import print_line, progress_bar
 
 NUM_WARM_STEPS = 3
 _RETURNS = "(model, batch) or (model, function that computes the loss), or the model alone and give --input 8x3x224x224"
 
 
-def profile_model_command(target: str, console: Console, path: Path, *, input_shape: str | None, steps: int) -> None:
-    """Measure what the function of `target` builds, write `path`, and say what is in it."""
+@click.command("profile-model")
+@click.argument("target", metavar="MODULE:FUNCTION")
+@click.option("--out", type=FILE, default="model.csv", show_default=True, help="The model file.")
+@click.option("--input", "input_shape", metavar="SHAPE", help="Shape of a batch of noise, such as 8x3x224x224.")
+@click.option("--steps", default=10, show_default=True, help="Measured steps, after three to warm up.")
+def profile_model(target: str, out: Path, input_shape: str | None, steps: int) -> None:
+    """Measure a model that runs here, for `plan`.
+
+    MODULE:FUNCTION, or script.py:function, names a function without arguments. It returns the model and a batch, or
+    the model and a function that computes its loss. The file goes to `plan --model`.
+    """
     if steps < 1:
         raise ConfigError(f"--steps {steps} is not allowed; give 1 or more")
     model, loss = load_target(target, input_shape)
-    layers_of(model)  # refuses what no run could carry
-    columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=NUM_WARM_STEPS + steps)
-        ready_s = measure_ready_s(
-            model, loss, num_steps=steps, num_warm_steps=NUM_WARM_STEPS, on_step=lambda: progress.advance(task)
-        )
+    layers_of(model)  # raises for a model that no run could train
+    console = Console()
+    ready_s = _measure(model, loss, steps, console)
     parameters = dict(model.named_parameters())
     layers = [
         MeasuredLayer(name, tuple(parameters[name].shape), str(parameters[name].dtype).removeprefix("torch."), seconds)
         for name, seconds in ready_s.items()
     ]
-    write_model(layers, path)
+    write_model(layers, out)
     numel = sum(math.prod(layer.shape) for layer in layers)
-    console.print(
-        f"{path}: {len(layers)} layers, {numel:,} elements; forward and backward take "
-        f"{1e3 * max(ready_s.values()):.1f} ms, the first gradient is there after {1e3 * min(ready_s.values()):.1f} ms "
-        f"(median of {steps} steps)\nnext: cgx-ray plan --model {path} --workers 8 --latency 1ms --bandwidth 10gbps",
-        highlight=False,
-        soft_wrap=True,
+    print_line(
+        console,
+        f"{out}: {len(layers)} layers, {numel:,} elements; forward and backward take "
+        f"{1e3 * max(ready_s.values()):.1f} ms, the first gradient is ready after {1e3 * min(ready_s.values()):.1f} ms "
+        f"(median of {steps} steps)\nnext: cgx-ray plan --model {out} --workers 8 --latency 1ms --bandwidth 10gbps",
     )
 
 
+def _measure(model: nn.Module, loss: Callable[[], Tensor], num_steps: int, console: Console) -> dict[str, float]:
+    """Return, per parameter, the seconds from the start of forward until its gradient is ready."""
+    num_all, num_done = NUM_WARM_STEPS + num_steps, 0
+    with progress_bar(console) as on_part:
+
+        def on_step() -> None:
+            nonlocal num_done
+            num_done += 1
+            on_part(f"step {num_done} of {num_all}", num_done / num_all)
+
+        return measure_ready_s(model, loss, num_steps=num_steps, num_warm_steps=NUM_WARM_STEPS, on_step=on_step)
+
+
 def load_target(target: str, input_shape: str | None = None) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Call the function of `"package.module:function"` or `"script.py:function"` and read what it returns.
+    """Call the function of `"package.module:function"` or `"script.py:function"`; return its model and loss function.
 
-    That is a model and a batch (a tensor, a tuple of arguments or a dict of keywords), or a model and a function
-    without arguments that computes its loss, or a model alone, which then gets noise of `input_shape`. The loss of a
-    batch is what the model returns as `loss`, or else the sum of its outputs, whose backward takes as long.
+    The function may return a model and a batch (a tensor, a tuple of arguments or a dict of keywords), a model and a
+    function without arguments that computes its loss, or a model alone, which then gets noise of `input_shape`. The
+    loss of a batch is the model's output `loss`, else the sum of its outputs, whose backward takes as long.
 
-    Raises ConfigError where that does not work; what the module itself raises passes through.
+    Raises ConfigError if that does not work; errors of the module itself pass through.
     """
     place, colon, name = target.rpartition(":")
     if not (place and colon and name):
@@ -86,7 +105,7 @@ def load_target(target: str, input_shape: str | None = None) -> tuple[nn.Module,
 
 
 def _import(place: str) -> Mapping[str, Any]:
-    """Names of a module, imported as `python script.py` or `python -m package.module` would."""
+    """Return the names of a module, imported as `python script.py` or `python -m package.module` would."""
     path = Path(place)
     is_file = path.suffix == ".py"
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
@@ -94,12 +113,12 @@ def _import(place: str) -> Mapping[str, Any]:
         return runpy.run_path(place, run_name=path.stem) if is_file else vars(importlib.import_module(place))
     except (ImportError, SyntaxError, OSError) as error:
         raise ConfigError(
-            f"cannot import {place}: {error}; give a module that is installed or lies here, or a path to a .py file"
+            f"cannot import {place}: {error}; give an installed module, one in this folder, or a path to a .py file"
         ) from error
 
 
 def _noise(model: nn.Module, shape: str) -> Tensor:
-    """A batch like the first parameter in type and place."""
+    """Return a batch of noise with the type and device of the first parameter."""
     try:
         sizes = [int(size) for size in shape.split("x")]
     except ValueError:

@@ -1,1 +1,1 @@
-"""The demo: a byte-level GPT on a network that gets slow half way."""
+"""The demo: a byte-level GPT on a network that slows down."""

@@ -1,4 +1,4 @@
-"""Where the demo runs: four hosts of a lab, or a local Ray cluster with a simulated link."""
+"""The cluster of the demo: hosts of a lab, or a local Ray cluster with a simulated link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from cgx_ray.demo.runs import Run
+from cgx_ray.demo.run_request import RunRequest
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.namespaces import Lab, uninterrupted
 from cgx_ray.lab.ray_nodes import RayNodes, ray_env
@@ -24,14 +24,14 @@ _END_TIMEOUT_S = 10.0
 
 
 class DemoError(CGXError, RuntimeError):
-    """The demo's training did not get to its end; the message holds the driver's last lines."""
+    """The demo's training ended early; the message holds the driver's last lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A driver process that takes runs, and the network it runs on.
+    """A driver process that trains runs, and its network.
 
-    set_rate  changes the real links; None where the link is simulated
+    set_rate  changes the rate of the links; None where the link is simulated
     """
 
     driver: subprocess.Popen[str]
@@ -42,7 +42,7 @@ class Cluster:
     def is_simulated(self) -> bool:
         return self.set_rate is None
 
-    def submit(self, run: Run) -> None:
+    def submit(self, run: RunRequest) -> None:
         assert self.driver.stdin is not None
         try:
             self.driver.stdin.write(run.to_json() + "\n")
@@ -52,21 +52,21 @@ class Cluster:
             self.check()
 
     def check(self) -> None:
-        """Raise DemoError if the driver has ended: it has no reason to before it is told to."""
+        """Raise DemoError if the driver has ended early."""
         status = self.driver.poll()
         if status is not None:
             raise DemoError(f"the training process ended with status {status}:\n{self.log_tail()}")
 
     def log_tail(self, num_lines: int = 30) -> str:
         lines = self.driver_log.read_text(errors="replace").splitlines()
-        # Once a second and harmless: Ray's state API is part of the dashboard, which is off.
+        # Ray writes this every second, and it is harmless: its state API needs the dashboard, which is off.
         lines = [line for line in lines if "(PlacementGroupCleaner" not in line][-num_lines:]
-        return "\n".join([*lines, f"(all of it: {self.driver_log})"])
+        return "\n".join([*lines, f"(whole log: {self.driver_log})"])
 
 
 @contextmanager
 def lab_cluster(num_workers: int, rate_bit_per_s: float, out: Path) -> Iterator[Cluster]:
-    """One host a worker, all processes inside the lab."""
+    """Run one host per worker, with all processes inside the lab."""
     with Lab(num_workers, rate_bit_per_s=rate_bit_per_s) as lab, RayNodes(lab, out / "logs") as nodes:
         log_path = out / "logs" / "driver.log"
         with log_path.open("w") as log:
@@ -87,7 +87,7 @@ def lab_cluster(num_workers: int, rate_bit_per_s: float, out: Path) -> Iterator[
 
 @contextmanager
 def local_cluster(num_workers: int, out: Path) -> Iterator[Cluster]:
-    """A Ray cluster of one node that the driver starts itself."""
+    """Run a Ray cluster of one node, which the driver starts itself."""
     log_path = out / "logs" / "driver.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("w") as log:
@@ -118,9 +118,9 @@ def _driver_argv(address: str, num_workers: int) -> list[str]:
 
 
 def _end(driver: subprocess.Popen[str]) -> None:
-    """Wait for the driver to end, insist, then end what its Ray cluster has left.
+    """Wait for the driver to end, kill it after a while, then kill the remaining processes of its Ray cluster.
 
-    Ray's processes notice the driver's end themselves, but some that were just starting do so only after minutes.
+    Ray's processes notice the end of the driver themselves, but those that were starting notice only after minutes.
     """
     try:
         driver.wait(timeout=_END_TIMEOUT_S)
@@ -136,7 +136,7 @@ def _end(driver: subprocess.Popen[str]) -> None:
 
 
 def _session_members(session: int) -> list[int]:
-    """All processes of a session. The driver leads its own, and Ray's processes stay in it."""
+    """Return all processes of a session. The driver leads one, and Ray's processes stay in it."""
     members = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError):

@@ -1,7 +1,7 @@
-"""The process that calls `TorchTrainer.fit`, once for every line on standard input.
+"""The process that calls `TorchTrainer.fit`, once per line on standard input.
 
-`python -m cgx_ray.demo.driver '{"address": ..., "num_workers": 4}'`; a line is one run, see `Run`. It ends when
-standard input does. The demo starts it inside the lab's host 0, or plainly when there is no lab.
+`python -m cgx_ray.demo.driver '{"address": ..., "num_workers": 4}'`; a line is a `RunRequest`. The process ends when
+standard input ends. The demo starts it inside host 0 of the lab, or directly where there is no lab.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from cgx_ray import SimulatedLink
-from cgx_ray.demo.runs import Run
+from cgx_ray.demo.run_request import RunRequest
 from cgx_ray.demo.train import train_fn
 from cgx_ray.ray_train.config import CGXConfig
 
@@ -29,10 +29,10 @@ def main() -> None:
         options |= {"num_cpus": num_workers, "include_dashboard": False, "object_store_memory": 128 << 20}
     ray.init(logging_level=logging.WARNING, **options)
     for line in sys.stdin:
-        _fit(Run(**json.loads(line)), num_workers)
+        _fit(RunRequest(**json.loads(line)), num_workers)
 
 
-def _fit(run: Run, num_workers: int) -> None:
+def _fit(run: RunRequest, num_workers: int) -> None:
     config = {
         "steps": run.steps,
         "seed": run.seed,
@@ -49,7 +49,7 @@ def _fit(run: Run, num_workers: int) -> None:
     ).fit()
 
 
-def _torch_config(run: Run) -> TorchConfig:
+def _torch_config(run: RunRequest) -> TorchConfig:
     if run.policy is None:
         return TorchConfig(backend="gloo")
     options: dict[str, Any] = {"policy": run.policy, "seed": run.seed}

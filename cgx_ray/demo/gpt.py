@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain PyTorch and CPython's own source code to train it on.
+"""A byte-level GPT in plain PyTorch, and CPython's standard library as its training data.
 
 Shapes: B sequences, T bytes of context, C width, H heads, V byte values
 """
@@ -22,7 +22,7 @@ from cgx_ray.errors import ConfigError
 
 NUM_BYTES = 256
 VALIDATION_SHARE = 0.1
-# Debian ships CPython without its tests and sites add packages: neither belongs to the data.
+# Debian ships CPython without its tests, and sites add packages: without both, the data is the same everywhere.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
 
@@ -41,7 +41,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Pre-norm attention and a four times wider MLP, both residual."""
+    """A residual block: pre-norm attention, then an MLP four times as wide."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte. `forward(input, target)` gives the mean cross entropy in nats a byte."""
+    """A GPT that predicts the next byte. `forward(input, target)` returns the mean cross entropy in nats per byte."""
 
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class GPT(nn.Module):
 
 
 def build_gpt(seed: int, config: GPTConfig | None = None) -> GPT:
-    """A GPT whose weights depend on `seed` alone; the global random state is left as it was."""
+    """Return a GPT whose weights depend on `seed` alone; the global random state does not change."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = GPT(config)
@@ -100,17 +100,17 @@ def build_gpt(seed: int, config: GPTConfig | None = None) -> GPT:
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2:
                 continue
-            # GPT-2: residual branches start smaller, so that their sum keeps its size with depth.
+            # As in GPT-2, residual branches start smaller the deeper the model is, which keeps the size of their sum.
             std = 0.02 * (depth_scale if name.endswith(("attention_out.weight", "mlp_out.weight")) else 1.0)
             nn.init.normal_(parameter, std=std)
     return model
 
 
 class StdlibBytes:
-    """The source of the running Python's standard library, split by file into train and validation.
+    """The source of the running Python's standard library, split by file into training and validation data.
 
-    A file's side is given by the hash of its relative path, so it is the same on every machine. Batches are
-    functions of (seed, step, rank) without state: a resumed run repeats what an uninterrupted one saw.
+    The hash of a file's relative path decides, so the split is the same on every machine. A batch depends on (seed,
+    step, rank) alone, so a resumed run gets the same batches as an uninterrupted one.
     """
 
     def __init__(self, root: Path | None = None, *, context: int = 128) -> None:
@@ -129,13 +129,13 @@ class StdlibBytes:
         return _read_all(self.validation_files)
 
     def train_batch(self, *, seed: int, step: int, rank: int, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Input and target, both (batch_size, context) int64."""
+        """Return input and target, both (batch_size, context) int64."""
         random = np.random.default_rng((seed, step, rank))
         starts = random.integers(0, len(self._train) - self.context - 1, size=batch_size)
         return self._cut(self._train, starts)
 
     def validation_batches(self, *, num_sequences: int = 64, batch_size: int = 16) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same evenly spaced sequences for every run, whatever its seed."""
+        """Yield the validation batches, evenly spaced sequences that are the same for every seed."""
         starts = np.linspace(0, len(self._validation) - self.context - 2, num_sequences).astype(np.int64)
         for first in range(0, num_sequences, batch_size):
             yield self._cut(self._validation, starts[first : first + batch_size])
@@ -146,7 +146,7 @@ class StdlibBytes:
 
 
 def split_files(root: Path) -> tuple[list[Path], list[Path]]:
-    """Train and validation files below `root`, sorted by path."""
+    """Return training and validation files below `root`, sorted by path."""
     train: list[Path] = []
     validation: list[Path] = []
     for path in sorted(_python_files(root)):
@@ -157,7 +157,7 @@ def split_files(root: Path) -> tuple[list[Path], list[Path]]:
 
 def _python_files(root: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
-        # Pruned, not filtered: site-packages holds more files than everything else.
+        # Skips whole folders, because site-packages holds more files than everything else.
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 

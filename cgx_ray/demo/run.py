@@ -1,4 +1,4 @@
-"""`cgx-ray demo`: the same training twice on a network that gets slow half way, dense and adaptive."""
+"""The demo: the same training twice, dense and adaptive, on a network that slows down after half of the steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from pathlib import Path
 from rich.console import Console
 
 from cgx_ray.demo.cluster import Cluster, DemoError, lab_cluster, local_cluster
-from cgx_ray.demo.runs import Run
-from cgx_ray.demo.view import Scene, View, format_rate, make_view
+from cgx_ray.demo.run_request import RunRequest
+from cgx_ray.demo.screen import Scene, Screen, make_screen
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.events import LinkEvent
 from cgx_ray.lab.link import LinkChange
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.report.record import RunRecord
+from cgx_ray.report.show import print_line
+from cgx_ray.units import format_rate
 
-BATCH_SIZE = 2  # a worker; with 128 bytes of context about 0.3 s of compute a step for 4 workers on 2 cores
+# Per worker. With 128 bytes of context a step of 4 workers on 2 cores takes about 0.3 s of compute.
+BATCH_SIZE = 2
 SIMULATED_LATENCY_S = 1e-4
 _POLL_S = 0.05
 _STALL_S = 120.0
-_DENSE_BITS = 20e6 * 8 * 2  # what a dense step moves over a link, roughly; for the stall limit only
+# A dense step sends roughly this over a link; it scales the time after which a run counts as stuck.
+_DENSE_BITS = 20e6 * 8 * 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +35,8 @@ class DemoOptions:
     """Options of `cgx-ray demo`.
 
     out             folder for both runs and the picture
-    slow_rate       from half of the steps on, bit/s, as `rate`
-    force_simulated use the simulated link even where a lab would work
+    rate, slow_rate rate of every link in the first and in the second half of the steps, bit/s
+    force_simulated use the simulated link even where a lab works
     """
 
     out: Path
@@ -60,7 +64,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """What was trained. `adaptive` is None with `dense_only`."""
+    """Records of both runs. `adaptive` is None with `dense_only`."""
 
     link: str
     dense: RunRecord
@@ -68,7 +72,7 @@ class DemoResult:
 
 
 def run_demo(options: DemoOptions, console: Console) -> DemoResult:
-    """Train and show it. Raises DemoError with the training's last lines if it fails."""
+    """Train both runs and show their progress. Raises DemoError with the training's last lines if it fails."""
     out = options.out.resolve()
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; give another --out")
@@ -76,13 +80,13 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     reason = "asked for" if options.force_simulated else Lab.available()
     link = "emulated link" if reason is None else "simulated link"
     if reason is not None:
-        console.print(f"simulated link ({reason})", highlight=False)
+        print_line(console, f"simulated link ({reason})")
     scene = Scene(link=link, num_steps=options.steps, rate_bit_per_s=options.rate)
-    with make_view(console) as view:
-        view.update(scene)
+    with make_screen(console) as screen:
+        screen.update(scene)
         with _cluster(options, out, is_simulated=reason is not None) as cluster:
             for run in _runs(options, out, cluster):
-                _train(run, cluster, options, scene, view)
+                _train(run, cluster, options, scene, screen)
     records = {record.name: record for record in scene.records}
     return DemoResult(link=link, dense=records["dense"], adaptive=records.get("adaptive"))
 
@@ -97,14 +101,14 @@ def _cluster(options: DemoOptions, out: Path, *, is_simulated: bool) -> Iterator
             yield cluster
 
 
-def _runs(options: DemoOptions, out: Path, cluster: Cluster) -> list[Run]:
+def _runs(options: DemoOptions, out: Path, cluster: Cluster) -> list[RunRequest]:
     link = None
     if cluster.is_simulated:
         link = (SIMULATED_LATENCY_S, ((0, options.rate), (options.half, options.slow_rate)))
-    # On a real network the baseline is DDP as everyone runs it; only our transport can simulate one.
+    # On a real network the baseline is plain DDP. A simulated link needs our transport, so there it is dense gradients.
     policies = {"dense": "static" if cluster.is_simulated else None, "adaptive": "adaptive"}
     return [
-        Run(
+        RunRequest(
             name=name,
             policy=policy,
             steps=options.steps,
@@ -118,8 +122,8 @@ def _runs(options: DemoOptions, out: Path, cluster: Cluster) -> list[Run]:
     ]
 
 
-def _train(run: Run, cluster: Cluster, options: DemoOptions, scene: Scene, view: View) -> None:
-    """Submit `run` and follow it to its end, slowing the network down on the way."""
+def _train(run: RunRequest, cluster: Cluster, options: DemoOptions, scene: Scene, screen: Screen) -> None:
+    """Submit `run`, follow it to its end, and slow the network down after half of its steps."""
     record = RunRecord(run.run_dir)
     scene.records.append(record)
     scene.status = f"starting {options.workers} workers for the {run.name} run"
@@ -140,12 +144,12 @@ def _train(run: Run, cluster: Cluster, options: DemoOptions, scene: Scene, view:
             raise DemoError(f"no step for {stall_s:.0f} s:\n{cluster.log_tail()}")
         if record.steps and record.steps[-1].step >= options.half - 1 and not record.changes:
             _slow_down(record, cluster, options, scene)
-        view.update(scene)
+        screen.update(scene)
         if record.end is None:
             cluster.check()
             time.sleep(_POLL_S)
     scene.status = "ending"
-    view.update(scene)
+    screen.update(scene)
 
 
 def _slow_down(record: RunRecord, cluster: Cluster, options: DemoOptions, scene: Scene) -> None:
@@ -156,14 +160,3 @@ def _slow_down(record: RunRecord, cluster: Cluster, options: DemoOptions, scene:
     change = LinkChange(rate_bit_per_s=options.slow_rate)
     record.note(LinkEvent(event="change", time=time.time(), step=record.steps[-1].step, change=change))
     record.poll()
-
-
-def parse_rate(text: str) -> float:
-    """Bit/s of `"1gbit"`, `"100mbit"`, `"2.5gbit"` or a plain number."""
-    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "": 1.0}
-    number = text.lower().rstrip("abcdefghijklmnopqrstuvwxyz/")
-    unit = text.lower()[len(number) :].removesuffix("/s").removesuffix("ps").strip()
-    try:
-        return float(number) * units[unit]
-    except (KeyError, ValueError):
-        raise ConfigError(f"rate {text!r} is not a rate; write 1gbit, 100mbit or bits a second") from None

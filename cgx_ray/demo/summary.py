@@ -1,4 +1,4 @@
-"""The demo's numbers: what each run took, the ratios, and whether they meet the goals."""
+"""The demo's numbers: times of both runs, their ratios, and whether they meet the goals."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 
-from cgx_ray.demo.view import describe_decision, format_rate
+from cgx_ray.demo.screen import describe_decision
 from cgx_ray.lab.events import LinkEvent
-from cgx_ray.report.record import RunRecord, StepLine
+from cgx_ray.report.record import RunRecord, StepLine, smooth_losses
 from cgx_ray.report.result import Row
-from cgx_ray.report.smoothing import smooth_losses
+from cgx_ray.report.show import new_table, print_line
+from cgx_ray.units import format_rate
 
-# DDP rebuilds its buckets after the first step and memory is still being touched for the first time.
+# DDP rebuilds its buckets after the first step, and the first steps touch new memory.
 _WARMUP_STEPS = 3
-# Both runs see the same batches, yet no two compressed runs are equal: 1 % is the promised accuracy.
+# 1 % is the accuracy that cgx_ray promises. Compressed runs differ slightly, even on the same batches.
 _TARGET_SLACK = 1.01
 _DELAY_STEPS, _DELAY_S = 20, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phases:
-    """The steps wholly before and wholly after the network changed, without the first few."""
+class NetworkPhases:
+    """The steps entirely before and entirely after the network changed, without the first few."""
 
     fast: tuple[StepLine, ...]
     slow: tuple[StepLine, ...]
 
     @classmethod
-    def of(cls, record: RunRecord) -> Phases:
+    def of(cls, record: RunRecord) -> NetworkPhases:
         change = record.changes[0].step
         assert change is not None
-        # The change fell into the step after `change`.
+        # The network changed during step `change` + 1.
         return cls(
             fast=tuple(line for line in record.steps if _WARMUP_STEPS <= line.step <= change),
             slow=tuple(line for line in record.steps if line.step > change + 1),
@@ -41,36 +41,33 @@ class Phases:
 
 
 def median_step_s(lines: Sequence[StepLine]) -> float | None:
+    """Return the median time of the steps; None without steps."""
     return statistics.median(line.step_s for line in lines) if lines else None
 
 
 def train_seconds(record: RunRecord) -> float:
-    """From the start of the first step to the end of the last."""
-    return record.steps[-1].time - _start(record)
+    """Return the time from the start of the first step to the end of the last."""
+    return record.steps[-1].time - record.start_time
 
 
 def time_to_loss_s(record: RunRecord, target: float) -> float | None:
-    """Until the smoothed loss is first at or below `target`; None if it never is."""
+    """Return the time until the smoothed loss first reaches `target`; None if it never does."""
     for line, loss in zip(record.steps, smooth_losses(record.steps), strict=True):
         if loss <= target:
-            return line.time - _start(record)
+            return line.time - record.start_time
     return None
 
 
-def _start(record: RunRecord) -> float:
-    return record.steps[0].time - record.steps[0].step_s
-
-
 def loss_target(dense: RunRecord) -> float:
-    """The smoothed loss that dense ends with, and 1 %."""
+    """Return the last smoothed loss of the dense run, plus 1 %."""
     return smooth_losses(dense.steps)[-1] * _TARGET_SLACK
 
 
 def decision_delay(record: RunRecord) -> tuple[int, float] | None:
-    """Steps and seconds from the network's change to the first decision that knows of it; None if none does.
+    """Return steps and seconds from the network's change to the first decision that noticed it; None if none did.
 
-    To keep the plan is a decision too. It knows of the change if the bandwidth it was made with is at most twice the
-    new rate: a decision right after the change may still rest on the old network.
+    A decision noticed the change if it used a bandwidth of at most twice the new rate: one right after the change may
+    still use the old bandwidth. Keeping the plan is a decision too.
     """
     change = record.changes[0]
     assert change.step is not None
@@ -82,7 +79,7 @@ def decision_delay(record: RunRecord) -> tuple[int, float] | None:
 
 
 def make_rows(dense: RunRecord, adaptive: RunRecord) -> list[Row]:
-    """One row for each number the demo has to show."""
+    """Return one row per number of the demo."""
     rows = _phase_rows(dense, adaptive)
     rows += _loss_rows(dense, adaptive)
     rows += _delay_rows(adaptive)
@@ -93,7 +90,7 @@ def make_rows(dense: RunRecord, adaptive: RunRecord) -> list[Row]:
 
 
 def _phase_rows(dense: RunRecord, adaptive: RunRecord) -> list[Row]:
-    ours, theirs = Phases.of(adaptive), Phases.of(dense)
+    ours, theirs = NetworkPhases.of(adaptive), NetworkPhases.of(dense)
     slow, slow_dense, slow_free = median_step_s(ours.slow), median_step_s(theirs.slow), _compute_s(ours.slow)
     fast, fast_dense, fast_free = median_step_s(ours.fast), median_step_s(theirs.fast), _compute_s(ours.fast)
     return [
@@ -133,7 +130,7 @@ def _loss_rows(dense: RunRecord, adaptive: RunRecord) -> list[Row]:
 
 
 def _delay_rows(adaptive: RunRecord) -> list[Row]:
-    """The goal is 20 steps or 5 s, whichever is later: meeting one of them is meeting both."""
+    """Return the delay of the decision. The goal is 20 steps or 5 s, whichever is later, so meeting one is enough."""
     steps, seconds = decision_delay(adaptive) or (None, None)
     met = steps is not None and seconds is not None and (steps <= _DELAY_STEPS or seconds <= _DELAY_S)
     return [
@@ -143,7 +140,7 @@ def _delay_rows(adaptive: RunRecord) -> list[Row]:
 
 
 def _compute_s(lines: Sequence[StepLine]) -> float | None:
-    """Median step time had the network been free: what compute alone takes."""
+    """Return the median time of compute, a lower bound on the step; None if unknown."""
     seconds = [line.compute_s for line in lines if line.compute_s is not None]
     return statistics.median(seconds) if seconds else None
 
@@ -153,26 +150,23 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def print_summary(console: Console, dense: RunRecord, adaptive: RunRecord | None, link: str) -> None:
-    """A table of both runs, then the decisions and the ratios."""
+    """Print a table of both runs, then the decisions and the ratios."""
     change = dense.changes[0]
-    table = Table(title=f"byte-level GPT, {len(dense.steps)} steps, {link}", title_justify="left")
-    table.add_column("")
     records = [dense] if adaptive is None else [dense, adaptive]
-    for record in records:
-        table.add_column(record.name, justify="right")
+    title = f"byte-level GPT, {len(dense.steps)} steps, {link}"
+    table = new_table(title, "", *(record.name for record in records))
     for label, cells in _table_rows(records, change):
         table.add_row(label, *cells)
     console.print(table)
     if adaptive is None:
         return
     for line in adaptive.decisions:
-        console.print(describe_decision(line), highlight=False, markup=False, soft_wrap=True)
+        print_line(console, describe_decision(line))
     by_name = {row.name: row for row in make_rows(dense, adaptive)}
-    console.print(
+    print_line(
+        console,
         f"time to the same loss ({loss_target(dense):.3f}): {_times(by_name['time_to_loss_ratio'].value)} faster; "
         f"validation loss: {by_name['validation_loss_ratio'].value:.4f} of dense",
-        highlight=False,
-        soft_wrap=True,
     )
 
 
@@ -181,7 +175,7 @@ def _times(value: float | None) -> str:
 
 
 def _table_rows(records: Sequence[RunRecord], change: LinkEvent) -> list[tuple[str, list[str]]]:
-    phases = [Phases.of(record) for record in records]
+    phases = [NetworkPhases.of(record) for record in records]
     ends = [record.end or {} for record in records]
     slow_rate = format_rate(change.change["rate_bit_per_s"])
     return [

@@ -19,10 +19,11 @@ from cgx_ray.codecs.codec import HOST, KINDS, POWERSGD_Q
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.agreement import Agreement
-from cgx_ray.engine.group import GainMeter, Group
+from cgx_ray.engine.group import GainMeter, Group, StepMeter
 from cgx_ray.engine.step import Bucket, StepRun
-from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, WorkThread, follow_num_threads, take_all
-from cgx_ray.errors import CGXError, PlanError, StateError
+from cgx_ray.engine.telemetry import Telemetry
+from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, Inbox, WorkThread, follow_num_threads, take_all
+from cgx_ray.errors import CGXError, PlanError, StateError, listed
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer
 from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
@@ -75,6 +76,7 @@ class Engine:
         self._lock = threading.Lock()
         self._held: dict[int, Plan] = {}
         self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
+        self.telemetry = Telemetry(transport.rank)
         self._failure: CGXError | None = None
         self.last_step: StepSample | None = None
         self.step = 0
@@ -90,6 +92,7 @@ class Engine:
         """Queue a bucket. Raises what stopped the engine, if something did."""
         if self._failure is not None:
             raise self._failure
+        self._thread.check(f"rank {self._transport.rank}, step {self.step}")
         self._num_threads = torch.get_num_threads()
         self._thread.put(bucket)
 
@@ -159,13 +162,13 @@ class Engine:
 
     # Called by the engine's own thread.
 
-    def _run(self, buckets: Iterator[Bucket]) -> None:
+    def _run(self, inbox: Inbox[Bucket]) -> None:
         if self.device.type == "cuda":
             # Both are this thread's own.
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
         step: StepRun | None = None
-        for bucket in buckets:
+        while (bucket := self._next(inbox, step)) is not None:
             if self._failure is not None:
                 bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
                 continue
@@ -177,8 +180,27 @@ class Engine:
                     self._end(step)
                     step.release()
                     step = None
-            except Exception as error:  # noqa: BLE001 - raised again in the training thread, through the futures
+            except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the futures
                 self._fail(error, [bucket, *(step.buckets if step is not None else [])])
+
+    def _next(self, inbox: Inbox[Bucket], step: StepRun | None) -> Bucket | None:
+        """The next bucket; None at the end. The engine stops if it belongs to `step` and does not come in time."""
+        if step is None or self._failure is not None:
+            return inbox.take()
+        try:
+            return inbox.take(self._transport.timeout_s)
+        except TimeoutError:
+            self._fail(self._overdue(step.missing), step.buckets)
+        return inbox.take()
+
+    def _overdue(self, missing: Sequence[str]) -> CGXError:
+        return CGXError(
+            f"rank {self._transport.rank}, step {self.step}: {len(missing)} of {len(self._layers)} layers have no "
+            f"gradient {self._transport.timeout_s:g} s after the last one came: {listed(missing)}; the loss may not "
+            "use them (give DistributedDataParallel find_unused_parameters=True), they may have been frozen or "
+            "unfrozen after it was built (build it anew and attach again), backward may have raised an error, or it "
+            "takes longer than that (give attach or CGXConfig a larger timeout_s)"
+        )
 
     def _begin(self) -> StepRun:
         follow_num_threads(self._num_threads)
@@ -195,7 +217,8 @@ class Engine:
         meter = None
         is_affordable = self._gain_share is None or self.step >= meter_from
         if self._candidates and self.step % self._gain_interval_steps == GAIN_FIRST_STEP and is_affordable:
-            meter = GainMeter(self._candidates, ops.message_key(self._seed, self.step, 0, self._transport.rank, 0))
+            key = ops.message_key(self._seed, self.step, 0, self._transport.rank, 0)
+            meter = StepMeter(GainMeter(self._candidates, key), self.telemetry, self.step)
         return StepRun(
             self._groups,
             plan_version=self.plan.version,
@@ -219,12 +242,20 @@ class Engine:
     def _end(self, step: StepRun) -> None:
         began_s = self._last_end_s
         self._mark_end()
+        with self.telemetry.optional("times, bytes and gains", self.step):
+            self._sample(step, began_s)
+        self.step += 1
+
+    def _sample(self, step: StepRun, began_s: float) -> None:
         now = self._last_end_s
         step_s = now - began_s
         if step.meter is not None and self._gain_share is not None:
             budget_s = self._gain_share * (step_s - step.meter.seconds)
             self._meter_from = self.step + math.ceil(step.meter.seconds / budget_s)
-        bursts, rate_from = _rates(self._transport.take_bursts(), self._transport.world_size)
+        bursts: tuple[Burst, ...] = ()
+        rate_from: tuple[float, ...] = ()
+        with self.telemetry.optional("rates of arrival", self.step):
+            bursts, rate_from = _rates(self._transport.take_bursts(), self._transport.world_size)
         sample = StepSample(
             rank=self._transport.rank,
             step=self.step,
@@ -261,7 +292,6 @@ class Engine:
         )
         self.last_step = sample
         self._samples.append(sample)
-        self.step += 1
 
     def _mark_end(self) -> None:
         """Take the time, once the device has done what it was given: what comes next counts from here."""
@@ -271,7 +301,7 @@ class Engine:
             self._last_end.synchronize()
         self._last_end_s = time.perf_counter()
 
-    def _fail(self, error: Exception, buckets: Sequence[Bucket]) -> None:
+    def _fail(self, error: BaseException, buckets: Sequence[Bucket]) -> None:
         if isinstance(error, CGXError):
             self._failure = error
         else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from cgx_ray.codecs.codec import HOST, is_finite
 from cgx_ray.codecs.feedback import CURVE_SAMPLE_NUMEL, GainCurve, Memories, kept_energy, sample_blocks
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
+from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.monitors.sample import CURVE_DENSITIES
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Scheme
+
+T = TypeVar("T")
 
 
 class Group:
@@ -76,7 +80,7 @@ class Group:
         """Take note of a layer's gradient. It is read, and overwritten with the average, in `run`."""
         self._arrived[name] = view
 
-    def run(self, stamp: Stamp, seed: int, gain: GainMeter | None, *, checks_finite: bool) -> Phases:
+    def run(self, stamp: Stamp, seed: int, gain: StepMeter | None, *, checks_finite: bool) -> Phases:
         """Average this group over all ranks, in place in the gradients that arrived."""
         phases = Phases()
         self._transport.group_index = self.index
@@ -91,7 +95,7 @@ class Group:
         joint_N = _joint_memory(views) if in_place else None
         grad_N = joint_N if joint_N is not None else self._gather(views)
         metered = gain if self._is_compressible else None
-        energy = metered.measure(self._fed(grad_N)) if metered is not None else 0.0
+        energy = metered.measure(lambda: self._fed(grad_N)) if metered is not None else 0.0
         phases.lap("encode")
         self.exchange.run(grad_N, self._memory, stamp, seed, phases)
         if joint_N is None:
@@ -99,7 +103,8 @@ class Group:
                 view.view(-1).copy_(part)
         self.is_finite = not checks_finite or is_finite(grad_N)
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
-            metered.correct(str(self.plan.option.codec), 1 - float(self._own_memory.next_N.norm()) ** 2 / energy)
+            left_N = self._own_memory.next_N
+            metered.correct(str(self.plan.option.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
         return phases
@@ -206,3 +211,46 @@ class GainMeter:
     @property
     def _energy(self) -> float:
         return sum(energy for energy, _, _ in self._groups)
+
+
+class StepMeter:
+    """The GainMeter of one step. After an error the step has no gains: those of the other groups would mislead."""
+
+    def __init__(self, meter: GainMeter, telemetry: Telemetry, step: int) -> None:
+        self._meter: GainMeter | None = meter
+        self._telemetry = telemetry
+        self._step = step
+
+    def measure(self, fed: Callable[[], Tensor]) -> float:
+        """See `GainMeter`, for what `fed` returns; 0 after an error."""
+        return self._ask(lambda meter: meter.measure(fed()), 0.0)
+
+    def correct(self, name: str, kept: Callable[[], float]) -> None:
+        """See `GainMeter`, for what `kept` returns."""
+        self._ask(lambda meter: meter.correct(name, kept()), None)
+
+    def gains(self) -> dict[str, float]:
+        """See `GainMeter`; empty after an error."""
+        return self._ask(lambda meter: meter.gains(), {})
+
+    def curve(self) -> tuple[float, ...]:
+        """See `GainMeter`; empty after an error."""
+        return self._ask(lambda meter: meter.curve(), ())
+
+    @property
+    def norm(self) -> float | None:
+        """See `GainMeter`; None after an error."""
+        return self._ask(lambda meter: meter.norm, None)
+
+    @property
+    def seconds(self) -> float:
+        """See `GainMeter`; 0 after an error."""
+        return self._ask(lambda meter: meter.seconds, 0.0)
+
+    def _ask(self, question: Callable[[GainMeter], T], otherwise: T) -> T:
+        if self._meter is None:
+            return otherwise
+        with self._telemetry.optional("gains", self._step):
+            return question(self._meter)
+        self._meter = None
+        return otherwise

@@ -37,6 +37,12 @@ def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
 
 
+def sparse_modules(model: nn.Module) -> list[str]:
+    """Names of the modules in `model` whose gradients are sparse, which lie in no bucket of DDP's."""
+    embeddings = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return [name for name, module in embeddings if module.sparse]
+
+
 def as_layer(name: str, parameter: Tensor) -> Layer:
     """A parameter as the planner sees it, whatever its dtype."""
     return Layer(

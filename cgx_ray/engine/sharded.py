@@ -20,6 +20,7 @@ from cgx_ray.collectives import Phases, Transport
 from cgx_ray.collectives.sharded import Rows, all_gather, reduce_scatter
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.engine.shards import Part, Unit
+from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, WorkThread, follow_num_threads, take_all
 from cgx_ray.errors import CGXError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
@@ -65,6 +66,7 @@ class ShardedEngine:
         # Of each part whose average the replicas exchange. Only what it drops is used: what is owed went in before.
         self._averaging: dict[int, tuple[Sra, Memory | None]] = {}
         self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
+        self.telemetry = Telemetry(rank)
         self._failure: CGXError | None = None
         # Of the step in the making.
         self._ran: list[Unit] = []
@@ -148,6 +150,7 @@ class ShardedEngine:
     def _submit(self, what: str, call: Callable[[], Any]) -> Future[Any]:
         if self._failure is not None:
             raise self._failure
+        self._thread.check(f"rank {self._rank}, step {self.step}")
         self._num_threads = torch.get_num_threads()
         future: Future[Any] = Future()
         self._thread.put((what, call, future))
@@ -163,7 +166,7 @@ class ShardedEngine:
             follow_num_threads(self._num_threads)
             try:
                 future.set_result(call())
-            except Exception as error:  # noqa: BLE001 - raised again in the training thread, through the future
+            except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the future
                 future.set_exception(self._fail(what, error))
 
     def _reduce_scatter(self, unit: Unit, rows_RT: Tensor, out_T: Tensor, is_average: bool) -> None:
@@ -262,7 +265,13 @@ class ShardedEngine:
         if self._has_memory:
             self._unsettled = self._ran, self._shards.start_minimum(torch.tensor([self._is_finite], dtype=torch.int64))
         now = time.perf_counter()
-        step_s = now - self._last_end_s
+        with self.telemetry.optional("times and bytes", self.step):
+            self._sample(now - self._last_end_s, waited_s)
+        self.step += 1
+        self._last_end_s = now
+        self._ran, self._is_finite, self._phases, self._sent_bytes = [], True, [], 0
+
+    def _sample(self, step_s: float, waited_s: float) -> None:
         self.last_step = StepSample(
             rank=self._rank,
             step=self.step,
@@ -281,9 +290,6 @@ class ShardedEngine:
             num_local=math.prod(transport.num_local for transport in self._transports),
         )
         self._samples.append(self.last_step)
-        self.step += 1
-        self._last_end_s = now
-        self._ran, self._is_finite, self._phases, self._sent_bytes = [], True, [], 0
 
     def _settle(self) -> None:
         """Let codecs remember the last step, on all ranks or on none: GradScaler skips one that is not finite."""
@@ -310,7 +316,7 @@ class ShardedEngine:
     def _parts(self) -> list[Part]:
         return [part for unit in self._units for part in unit.gradients]
 
-    def _fail(self, what: str, error: Exception) -> CGXError:
+    def _fail(self, what: str, error: BaseException) -> CGXError:
         where = f"rank {self._rank}, step {self.step}" + (f", module {what!r}" if what else "")
         if self._replicas is not None:
             where += ", in which ranks count from 0 along each dimension of the mesh"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases
-from cgx_ray.engine.group import GainMeter, Group
+from cgx_ray.engine.group import Group, StepMeter
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class StepRun:
         plan_version: int,
         step: int,
         seed: int,
-        meter: GainMeter | None,
+        meter: StepMeter | None,
         checks_finite: bool,
         began: tuple[float, torch.cuda.Event | None] = (0.0, None),
     ) -> None:
@@ -83,6 +83,11 @@ class StepRun:
     def is_done(self) -> bool:
         """All groups have run."""
         return len(self.phases) == len(self._groups)
+
+    @property
+    def missing(self) -> list[str]:
+        """Layers whose gradients have not come."""
+        return [name for name in self._group_of if name not in self._bucket_of]
 
     def settle(self) -> None:
         """Let codecs remember this step, on all ranks or on none: the averages are the same everywhere."""

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from cgx_ray.errors import CGXError
 from cgx_ray.monitors.sample import StepSample
 
 T = TypeVar("T")
@@ -20,6 +21,29 @@ MAX_KEPT_SAMPLES = 1024
 EXIT_GRACE_S = 1.0
 
 
+class Inbox(Iterator[T]):
+    """Gives one thread what others put, in order, until there is no more."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+
+    def put(self, item: T | None) -> None:
+        """Queue one thing more, or None: there is no more."""
+        self._queue.put(item)
+
+    def take(self, timeout_s: float | None = None) -> T | None:
+        """The next thing, or None. Raises TimeoutError if none comes for `timeout_s`; None: it waits."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"nothing came for {timeout_s} s") from None
+
+    def __next__(self) -> T:
+        if (item := self.take()) is None:
+            raise StopIteration
+        return item
+
+
 class WorkThread(Generic[T]):
     """A daemon thread that works through what is `put`, and ends before the interpreter does if nobody ends it earlier.
 
@@ -27,14 +51,14 @@ class WorkThread(Generic[T]):
     process with SIGABRT for that.
     """
 
-    def __init__(self, name: str, work: Callable[[Iterator[T]], None], hang_up: Callable[[], None]) -> None:
+    def __init__(self, name: str, work: Callable[[Inbox[T]], None], hang_up: Callable[[], None]) -> None:
         """Start the thread.
 
         work     takes what is put, as it comes; returns when there is no more
         hang_up  ends what the thread may be waiting for when the interpreter ends
         """
-        inbox: queue.SimpleQueue[T | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=work, args=(iter(inbox.get, None),), name=name, daemon=True)
+        inbox: Inbox[T] = Inbox()
+        thread = threading.Thread(target=work, args=(inbox,), name=name, daemon=True)
         thread.start()
         self._inbox, self._thread = inbox, thread
         self._end_at_exit = weakref.finalize(self, _end, thread, inbox, hang_up)
@@ -48,6 +72,14 @@ class WorkThread(Generic[T]):
         """Whether nobody takes what is put."""
         return not self._thread.is_alive()
 
+    def check(self, where: str) -> None:
+        """Raise CGXError if the thread has ended, so that nobody waits for what it would not do."""
+        if self.has_ended:
+            raise CGXError(
+                f"{where}: the engine's thread has ended, as when Python ends, or in a fork of the process that "
+                "attached; attach in the process that trains, and train on before it ends"
+            )
+
     def end(self) -> None:
         """Return once the thread has finished what was put."""
         self._inbox.put(None)
@@ -55,7 +87,7 @@ class WorkThread(Generic[T]):
         self._end_at_exit.detach()
 
 
-def _end(thread: threading.Thread, inbox: queue.SimpleQueue[Any], hang_up: Callable[[], None]) -> None:
+def _end(thread: threading.Thread, inbox: Inbox[Any], hang_up: Callable[[], None]) -> None:
     inbox.put(None)
     thread.join(EXIT_GRACE_S)
     if thread.is_alive():

@@ -1,4 +1,4 @@
-"""A lab that runs, whoever started it: change its links, start programs in its hosts."""
+"""A running lab, whichever process started it: change its links, start programs in its hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWNED = re.compile(r"cgx(\d+)-\w+")
 
 
 def owner_lives(pid: int) -> bool:
-    """Whether the process that made a lab runs, and not another that got its number."""
+    """Return True if the process that made a lab still runs. Another process may have got its number since."""
     now = start_time(pid)
     owner = RUN / f"cgx{pid}-lab" / "owner"
     return now is not None and (not owner.exists() or owner.read_text() == now)
@@ -43,8 +43,7 @@ class Host:
 class LabHandle:
     """The lab that process `pid` runs. `backend` is "switch" or "tc".
 
-    hosts      of the lab
-    temp_dir   a path that exists in every host and is private to it: give it to programs as their temporary folder
+    temp_dir   path that exists in every host and is private to it: the temporary folder of programs there
     """
 
     def __init__(self, pid: int, num_hosts: int, backend: str) -> None:
@@ -68,16 +67,16 @@ class LabHandle:
 
     @staticmethod
     def running() -> list[int]:
-        """Processes that run a lab."""
+        """Return the ids of the processes that run a lab."""
         names = [OWNED.fullmatch(path.parent.name) for path in RUN.glob("cgx*-lab/lab.json")]
         return sorted(pid for name in names if name and owner_lives(pid := int(name[1])))
 
     @staticmethod
     def find(pid: int | None = None) -> LabHandle:
-        """The lab of process `pid`, or the only one there is. Raises LabError."""
+        """Return the lab of process `pid`, by default the only one. Raises LabError if there is none, or several."""
         pids = LabHandle.running()
         if pid is None and len(pids) > 1:
-            raise LabError(f"{len(pids)} labs are up; say which: --lab {' or '.join(map(str, pids))}")
+            raise LabError(f"{len(pids)} labs are up; give one of them: --lab {' or '.join(map(str, pids))}")
         if not pids or (pid is not None and pid not in pids):
             raise LabError("no lab is up" + (f" in process {pid}" if pid else "") + "; start one: cgx-ray lab up")
         pid = pids[0] if pid is None else pid
@@ -91,29 +90,29 @@ class LabHandle:
         return bool(self._state()["connected"][host])
 
     def set(self, host: int | None = None, direction: Direction | None = None, **change: Unpack[LinkChange]) -> None:
-        """Change what is given, now, with traffic flowing: of one host or all, of one direction or both."""
+        """Change links now, while traffic flows: of one host or all, in one direction or both."""
         if host is not None:
             self.check(host)
         with self._changed() as state:
             for index in range(len(self.hosts)) if host is None else (host,):
-                for way in DIRECTIONS if direction is None else (direction,):
-                    link = replace(LinkState(**state["links"][index][way]), **change)
-                    self._network.set(index, way, link)
-                    state["links"][index][way] = asdict(link)
+                for one_way in DIRECTIONS if direction is None else (direction,):
+                    link = replace(LinkState(**state["links"][index][one_way]), **change)
+                    self._network.set(index, one_way, link)
+                    state["links"][index][one_way] = asdict(link)
 
     def set_rate(self, bit_per_s: float) -> None:
-        """Limit every uplink and downlink to `bit_per_s`, now, with traffic flowing."""
+        """Limit every uplink and downlink to `bit_per_s` now, while traffic flows."""
         self.set(rate_bit_per_s=bit_per_s)
 
     def cut(self, host: int) -> None:
-        """Lose all that goes to and from the host, until `reconnect`. The host does not notice by itself."""
+        """Lose all packets to and from the host, until `reconnect`. The host sees no interface go down."""
         self._connect(host, False)
 
     def reconnect(self, host: int) -> None:
         self._connect(host, True)
 
     def counters(self) -> Counters:
-        """Packets, drops, lateness. Raises LabError with back end tc, which does not know how late it is."""
+        """Return packets, drops and lateness. Raises LabError for back end tc, which measures no lateness."""
         return self._switch().counters()
 
     def clear_counters(self) -> None:
@@ -125,15 +124,16 @@ class LabHandle:
         """Start a process in a host, in this process's folder; it ends with the lab and with this process.
 
         env            added to this process's environment
-        popen_options  of `subprocess.Popen`: stdin, stdout, stderr, text ...
+        popen_options  options of `subprocess.Popen`: stdin, stdout, stderr, text ...
 
-        The returned handle waits for the process, has its exit status and can `kill` it; other signals do not reach it.
+        The returned handle can wait for the process and `kill` it, and has its exit status. Other signals do not reach
+        the process.
         """
         die = ["setpriv", "--pdeathsig", "KILL"]
         init_pid = self._state()["init_pids"][self.check(host)]
         enter = ["nsenter", "--target", str(init_pid), "--net", "--mount", "--uts", "--pid"]
-        # nsenter starts in /, so the folder has to be entered again inside. It forks, so the program has to be told
-        # again to end with its parent.
+        # nsenter starts in /, so `env -C` enters the folder again. nsenter also forks, so the program needs a
+        # parent-death signal of its own.
         inside = [*die, "env", "-C", os.getcwd(), f"TMPDIR={self.temp_dir}"]
         process = subprocess.Popen(
             [*die, *enter, *inside, *argv],
@@ -145,7 +145,7 @@ class LabHandle:
         return process
 
     def check(self, host: int) -> int:
-        """`host` if the lab has it; LabError if not."""
+        """Return `host`. Raises LabError if the lab does not have it."""
         if not 0 <= host < len(self.hosts):
             raise LabError(f"host {host} is not in the lab; it has 0 to {len(self.hosts) - 1}")
         return host
@@ -158,15 +158,15 @@ class LabHandle:
 
     def _switch(self) -> SwitchNetwork:
         if not isinstance(self._network, SwitchNetwork):
-            raise LabError("back end tc has no counters of its own; see `tc -s qdisc` in the namespaces")
+            raise LabError("back end tc has no counters of its own; run `tc -s qdisc` in the namespaces")
         return self._network
 
     def _state(self) -> dict[str, Any]:
-        """Links, connections and first processes of the hosts, as the last change left them."""
+        """Return links, connections and first processes of the hosts, as the last change left them."""
         try:
             state: dict[str, Any] = json.loads((self.state_dir / "lab.json").read_text())
         except FileNotFoundError:
-            raise LabError("the lab is not up, or not any more") from None
+            raise LabError("the lab is not up, or has ended") from None
         return state
 
     def _write(self, state: dict[str, Any]) -> None:
@@ -176,11 +176,11 @@ class LabHandle:
 
     @contextmanager
     def _changed(self) -> Iterator[dict[str, Any]]:
-        """The state to change, for one process at a time; also what is done when the body raises is kept."""
+        """Yield the state to change, to one process at a time, and write it even if the body raises."""
         try:
             folder = os.open(self.state_dir, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise LabError("the lab is not up, or not any more") from None
+            raise LabError("the lab is not up, or has ended") from None
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
             state = self._state()

@@ -1,4 +1,4 @@
-"""Programs in the hosts of a lab, one a host or one for all, or a job on a Ray cluster of the lab."""
+"""Run a program in hosts of a lab, one process per host, or as a job on a Ray cluster of the lab."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def run_in_hosts(
     on_line: Callable[[int, str], None],
     env: Mapping[str, str],
 ) -> int:
-    """Run a program in each of `hosts` at once; when one fails the others are ended. Its exit status, or 0.
+    """Run a program in each of `hosts` at once. Return 0, or the status of the first that fails, which ends the others.
 
-    on_line  gets each line that one writes, with its host; not when there is only one, which writes by itself
+    on_line  called with the host and the line for each line of output; a single program writes to the terminal itself
 
-    Each has the environment that torch.distributed ("env://") and torchrun read, as rank i of len(hosts), so that
+    Process i gets the environment that torch.distributed ("env://") and torchrun read, as rank i of len(hosts). So
     `torchrun SCRIPT` needs no options.
     """
     started: list[subprocess.Popen[Any]] = []
@@ -42,7 +42,7 @@ def run_in_hosts(
             process = lab.popen(host, [*OWN_PROCESS_TREE, *argv], {**env, **where}, text=True, **single, **pipes)
             started.append(process)
             if process.stdout is not None:
-                readers.append(threading.Thread(target=_hand_on, args=(host, process, on_line), daemon=True))
+                readers.append(threading.Thread(target=_forward_lines, args=(host, process, on_line), daemon=True))
                 readers[-1].start()
         running = set(started)
         while running:
@@ -60,11 +60,12 @@ def run_in_hosts(
 
 
 def run_on_ray(lab: LabHandle, argv: Sequence[str], log_dir: Path, cpus_per_node: int, env: Mapping[str, str]) -> int:
-    """Start a Ray node in every host, submit the program as a job from host 0, show what it writes. Its exit status.
+    """Start a Ray node in every host, submit the program as a job from host 0, and return its exit status.
 
-    The job runs in this process's folder: hosts share the file system, so nothing is uploaded.
+    The job's output appears here. The job runs in this process's folder: hosts share the file system, so nothing is
+    uploaded.
     """
-    # `python` in a job is found as in an activated environment.
+    # A job finds this environment's `python`, as if it were activated.
     env = {**env, **ray_env(), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     with ExitStack() as stack:
         nodes = stack.enter_context(RayNodes(lab, log_dir, cpus_per_node=cpus_per_node, takes_jobs=True, env=env))
@@ -94,7 +95,7 @@ def _rank_env(rank: int, size: int, address: str) -> dict[str, str]:
     }
 
 
-def _hand_on(host: int, process: subprocess.Popen[str], on_line: Callable[[int, str], None]) -> None:
+def _forward_lines(host: int, process: subprocess.Popen[str], on_line: Callable[[int, str], None]) -> None:
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:

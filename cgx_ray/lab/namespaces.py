@@ -5,9 +5,9 @@
     ---------------------------------------
            | downlink               |             the switch, in a namespace of its own (cgx<pid>-sw)
 
-Nothing touches the machine's own network. Each host has its own host name, /etc/hosts, process ids, temporary
-folder and /dev/shm. All of it ends with this process: by `__exit__`, by parent-death signals when this process
-is killed, and what even those leave behind is removed by the next lab that starts.
+The machine's own network stays as it is. Each host has its own host name, /etc/hosts, process ids, temporary folder and
+/dev/shm. A lab ends with this process: by `__exit__`, or by parent-death signals when this process is killed. The next
+lab that starts removes the rest.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _TRIALS = {
     "tc": f"{_HAS_VETH} && {_HAS_HTB}",
 }
 
-# Becomes process 1 of the host: when it dies, the kernel ends every process there. SIGCHLD is ignored so that
-# orphans are reaped. Windows as large as 256 MB fill fat long links. Congestion control is that of stock hosts, cubic,
-# or reno: BBR, which some machines hand on, is 20 % over the bound at 100 Mbit/s.
+# Becomes process 1 of the host: when it dies, the kernel ends every process there. SIGCHLD is ignored, so the kernel
+# reaps orphans. TCP windows of up to 256 MB fill fast links with high latency. Congestion control is cubic, as on stock
+# hosts, or reno: BBR, which a namespace inherits on some machines, takes 20 % longer than the bound at 100 Mbit/s.
 _INIT = """
 set -e
 echo "$1" > /proc/sys/kernel/hostname
@@ -54,7 +54,7 @@ cd /proc/sys/net/ipv4
 echo "4096 131072 268435456" > tcp_rmem
 echo "4096 65536 268435456" > tcp_wmem
 { echo cubic > tcp_congestion_control; } 2> /dev/null || echo reno > tcp_congestion_control
-# The switch knows IPv4 only; IPv6 would greet nobody and show up in its counters.
+# The switch handles IPv4 only; packets of IPv6 would show up in its counters as drops.
 if [ -e ../ipv6/conf/eth0 ]; then echo 1 > ../ipv6/conf/eth0/disable_ipv6; fi
 cd /
 mount --bind "$2/hosts" /etc/hosts
@@ -67,15 +67,15 @@ exec env --ignore-signal=CHLD sleep infinity
 
 
 class Lab(LabHandle):
-    """`num_hosts` hosts behind a switch; a context manager. `link`: the fields of `LinkState`, of all links at first.
+    """`num_hosts` hosts behind a switch, as a context manager. `link`: fields of `LinkState`, for all links at first.
 
         with Lab(4, rate_bit_per_s=1e9, latency_s=5e-3) as lab:
             lab.set(host=2, direction="up", rate_bit_per_s=1e8)
 
-    seed  of loss and jitter
+    seed  seed of loss and jitter
 
-    If only a rate is given, nothing but rates can be set later on a kernel without netem. Raises LabError if this
-    machine cannot do it; `Lab.available()` says so beforehand.
+    If only a rate is given, only rates can be changed later on a kernel without netem. Raises LabError if this machine
+    cannot run a lab; `Lab.available()` tells the reason beforehand.
     """
 
     def __init__(self, num_hosts: int, *, seed: int = 0, **link: Unpack[LinkChange]) -> None:
@@ -89,7 +89,7 @@ class Lab(LabHandle):
 
     @staticmethod
     def available(*, rates_only: bool = True) -> str | None:
-        """Why this machine cannot run a lab, one with rates only or one with everything, or None if it can."""
+        """Return the reason why this machine cannot run a lab, with rates only or with everything; None if it can."""
         try:
             choose_backend(rates_only=rates_only)
         except LabError as error:
@@ -100,7 +100,7 @@ class Lab(LabHandle):
         backend = choose_backend(rates_only=self._rates_only)
         remove_leftovers()
         if self.state_dir.exists():
-            raise LabError(f"{self.state_dir} exists: this process already runs a lab; leave that one first")
+            raise LabError(f"{self.state_dir} exists: this process already runs a lab; end that one first")
         super().__init__(self.pid, len(self.hosts), backend)
         try:
             self._write_files()
@@ -122,12 +122,12 @@ class Lab(LabHandle):
         self.close()
 
     def wait(self) -> None:
-        """Wait until a part of the lab fails, which no part should. Raises LabError then."""
+        """Wait until a process of the lab ends, which none should. Raises LabError then."""
         ended = wait_for_first(self._held)
         raise LabError(f"the lab fell apart: {ended.args!r} ended with status {ended.returncode}")
 
     def close(self) -> None:
-        """End every process in the lab and remove its namespaces. Can be called twice."""
+        """End every process in the lab and remove its namespaces. A second call does nothing."""
         with uninterrupted():
             for process in self._held:
                 process.kill()
@@ -144,7 +144,7 @@ class Lab(LabHandle):
         (self.state_dir / "owner").write_text(start_time(self.pid) or "")
         names = "".join(f"{host.address} {host.name}\n" for host in self.hosts)
         (self.state_dir / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-        # No name server: a look-up that the hosts file does not answer fails at once instead of after 10 s.
+        # No name server: a name that the hosts file lacks fails at once instead of after 10 s.
         (self.state_dir / "resolv.conf").write_text("")
 
     def _make_network(self) -> None:
@@ -175,15 +175,14 @@ class Lab(LabHandle):
 
 
 def choose_backend(*, rates_only: bool) -> str:
-    """The back end for a lab that sets rates only, or everything. Raises LabError if there is none.
+    """Return the back end for a lab that sets rates only, or everything. Raises LabError if there is none.
 
-    For everything "tc" where the kernel has netem, else "switch". For rates "tc" whenever it works: it costs less
-    processor time.
+    Everything: "tc" if the kernel has netem, else "switch". Rates only: "tc", which takes less processor time.
     """
     if platform.system() != "Linux":
         raise LabError(f"a lab needs Linux, this is {platform.system()}")
     if os.geteuid() != 0:
-        raise LabError("a lab needs root: network namespaces are made by `ip netns`")
+        raise LabError("a lab needs root, because it makes network namespaces")
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         raise LabError(f"a lab needs {', '.join(missing)}; install iproute2, util-linux and coreutils")
@@ -198,7 +197,7 @@ def choose_backend(*, rates_only: bool) -> str:
 
 
 def remove_leftovers() -> None:
-    """Remove labs whose process is gone: their processes, namespaces and files."""
+    """Remove the processes, namespaces and files of labs whose process is gone."""
     names = [path.name for path in (*NAMESPACES.glob("cgx*-*"), *RUN.glob("cgx*-lab"))]
     for name in names:
         match = OWNED.fullmatch(name)
@@ -212,7 +211,7 @@ def remove_leftovers() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the body is done: half a teardown leaves namespaces behind."""
+    """Ignore Ctrl-C during the body: an interrupted teardown leaves namespaces behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

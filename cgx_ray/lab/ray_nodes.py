@@ -1,4 +1,4 @@
-"""A Ray cluster in a lab: one node a host."""
+"""A Ray cluster in a lab: one node per host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ GCS_PORT = 6379
 _DASHBOARD_PORT = 8265
 _START_TIMEOUT_S = 180.0
 
-# In front of a command: all processes that come of it end with it, even those that left their parents.
+# Prefix of a command: all its descendants end with it, even those that left their parents.
 OWN_PROCESS_TREE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
-# Cheap: imports nothing of Ray. The other nodes can start as soon as the head's port answers.
+# Imports no Ray, so it starts fast. The other nodes can start as soon as the head's port answers.
 _WAIT_FOR_HEAD = """
 import socket, sys, time
 while True:
@@ -42,14 +42,14 @@ while sum(node.state == 0 for node in client.get_all_node_info().values()) < wan
 
 
 class RayNodes:
-    """Start a head on host 0 and a worker on each other host, `cpus_per_node` each; a context manager.
+    """A head on host 0 and a worker on each other host, with `cpus_per_node` each, as a context manager.
 
-    Inside it the head answers; `wait` for the others. All of it ends with the lab.
+    On entry the head answers; `wait` for the others. The nodes end with the lab.
 
-    address       what `ray.init(address=...)` takes inside the lab
-    log_dir       one log a node, kept
-    jobs_address  what `ray job submit --address` takes inside the lab, if it `takes_jobs`; all nodes then also end
-                  when this context does, and drivers that are not jobs cannot connect
+    address       for `ray.init(address=...)` inside the lab
+    log_dir       folder with one log per node, which is kept
+    jobs_address  for `ray job submit --address` inside the lab, if it `takes_jobs`. Then the nodes also end with this
+                  context, and drivers that are not jobs cannot connect
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RayNodes:
         return self
 
     def wait(self) -> None:
-        """Wait until all nodes are up. Whoever connects to the head before that finds fewer."""
+        """Wait until all nodes are up; before that, the head knows fewer of them."""
         self._wait(_WAIT_FOR_NODES, self.address, str(len(self.lab.hosts)))
         if self._takes_jobs:
             self._wait(_WAIT_FOR_HEAD, self.lab.hosts[0].address, str(_DASHBOARD_PORT))
@@ -92,7 +92,7 @@ class RayNodes:
     ) -> None:
         """End the nodes that are process trees of their own; the others end with the lab.
 
-        `ray stop` would reach beyond the lab.
+        `ray stop` would also end nodes outside the lab.
         """
         if self._takes_jobs:
             for node in self._nodes:
@@ -119,8 +119,8 @@ class RayNodes:
                     raise LabError(f"the Ray node on host {host} ended at start:\n{self._log_tail(host)}")
             if time.monotonic() > deadline:
                 raise LabError(
-                    f"Ray is not up on {len(self.lab.hosts)} hosts after {_START_TIMEOUT_S:.0f} s; the last "
-                    f"started says:\n{self._log_tail(len(self._nodes) - 1)}"
+                    f"Ray is not up on {len(self.lab.hosts)} hosts after {_START_TIMEOUT_S:.0f} s; the "
+                    f"log of the last one:\n{self._log_tail(len(self._nodes) - 1)}"
                 )
             time.sleep(0.05)
         if probe.returncode:
@@ -134,10 +134,10 @@ class RayNodes:
 
 
 def ray_env() -> dict[str, str]:
-    """Environment of everything that talks to a lab's Ray cluster."""
+    """Return the environment for programs that use a lab's Ray cluster."""
     return {
-        "RAY_AUTH_MODE": "disabled",  # a token file would be looked for in the user's home
+        "RAY_AUTH_MODE": "disabled",  # else Ray looks for a token file in the user's home
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # asks clouds, of which a lab has none
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # it queries cloud services, which a lab has none of
         "PYTHONUNBUFFERED": "1",
     }

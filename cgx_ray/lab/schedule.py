@@ -1,14 +1,14 @@
-"""Schedules: what the links of a lab become while a job runs, as small text files.
+"""Schedules: small text files that say how the links of a lab change while a job runs.
 
     unit s                                      # or step, or epoch
     0    rate=1gbit latency=5ms                 # all hosts, both directions
     30   host=2 direction=up rate=100mbit
     40   host=3 cut
     50   host=3 reconnect
-    60   end                                    # where a picture ends
+    60   end                                    # end of a picture
 
-`#` starts a comment. Steps are those that the job reports (`report_step`). An epoch is as many seconds or steps as
-whoever plays the schedule says.
+`#` starts a comment. The job reports its steps (`report_step`). The length of an epoch, in seconds or steps, is given
+when the schedule is played.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Literal
 
 from cgx_ray.errors import LabError
+from cgx_ray.lab.events import LinkAction
 from cgx_ray.lab.handle import LabHandle
-from cgx_ray.lab.link import DIRECTIONS, Direction, LinkChange, format_rate, parse_change
+from cgx_ray.lab.link import DIRECTIONS, Direction, LinkChange, parse_change
 
 Unit = Literal["s", "step", "epoch"]
 UNITS: tuple[Unit, ...] = ("s", "step", "epoch")
@@ -33,47 +34,24 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """At `at`, hosts get `change`, or are cut off (`is_connected` False) or reconnected. None: all, both."""
+class ScheduledAction(LinkAction):
+    """An action on links at `at`, in the unit of its schedule."""
 
     at: float
-    host: int | None
-    direction: Direction | None
-    change: LinkChange
-    is_connected: bool | None
-
-    def apply(self, lab: LabHandle) -> None:
-        hosts = range(len(lab.hosts)) if self.host is None else (self.host,)
-        if self.is_connected is not None:
-            for host in hosts:
-                (lab.reconnect if self.is_connected else lab.cut)(host)
-        if self.change:
-            lab.set(self.host, self.direction, **self.change)
-
-    def __str__(self) -> str:
-        where = ["all hosts" if self.host is None else f"host {self.host}", self.direction or ""]
-        what = [] if self.is_connected is None else ["reconnected" if self.is_connected else "cut off"]
-        change = self.change
-        what += [f"rate {format_rate(change['rate_bit_per_s'])}"] if "rate_bit_per_s" in change else []
-        what += [f"latency {change['latency_s'] * 1e3:g} ms"] if "latency_s" in change else []
-        what += [f"jitter {change['jitter_s'] * 1e3:g} ms"] if "jitter_s" in change else []
-        what += [f"loss {change['loss']:g}"] if "loss" in change else []
-        what += [f"queue {change['queue_bytes']} bytes"] if "queue_bytes" in change else []
-        return f"{' '.join(filter(None, where))}: {', '.join(what)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Events in order of time, in `unit`s; `end` is where a picture ends."""
+    """Actions in order of time, in `unit`s; a picture of them ends at `end`."""
 
     name: str
     unit: Unit
-    events: tuple[Event, ...]
+    events: tuple[ScheduledAction, ...]
     end: float
 
     @staticmethod
     def read(name: str) -> Schedule:
-        """From a file, or one that comes with the package: "c1", "c2". Raises LabError with the line's number."""
+        """Read a file, or "c1" or "c2", which come with the package. Raises LabError with the line's number."""
         shipped = files("cgx_ray.lab") / "schedules" / f"{name}.txt"
         if Path(name).exists():
             text = Path(name).read_text()
@@ -85,7 +63,7 @@ class Schedule:
         return parse_schedule(Path(name).stem, text)
 
     def with_epoch(self, length: float, unit: Unit) -> Schedule:
-        """The same with epochs of `length` seconds or steps."""
+        """Return the schedule with epochs of `length` seconds or steps."""
         if self.unit != "epoch":
             raise LabError(f"schedule {self.name} is in {self.unit}: it has no epochs to give a length")
         if not length > 0 or unit == "epoch":
@@ -94,10 +72,10 @@ class Schedule:
         return replace(self, unit=unit, events=events, end=self.end * length)
 
     def slower(self, factor: float) -> Schedule:
-        """The network `factor` times slower: rates divided, latency and jitter multiplied.
+        """Return the schedule of a network `factor` times slower: rates divided, latency and jitter multiplied.
 
-        A job that computes `factor` times longer then sees the same network. This is how a lab stands for links
-        that are too fast for it.
+        A job that computes `factor` times longer sees the same network. So a lab can stand for links that are too fast
+        for it.
         """
         if not factor >= 1:
             raise LabError(f"slower by {factor:g} is not allowed; give 1 or more")
@@ -107,8 +85,9 @@ class Schedule:
 
 
 def parse_schedule(name: str, text: str) -> Schedule:
+    """Read the text of a schedule. Raises LabError with the line's number."""
     unit: Unit | None = None
-    events: list[Event] = []
+    events: list[ScheduledAction] = []
     end: float | None = None
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -130,17 +109,17 @@ def parse_schedule(name: str, text: str) -> Schedule:
     return Schedule(name=name, unit=unit, events=tuple(events), end=end if end is not None else events[-1].at)
 
 
-def _time(word: str, events: list[Event]) -> float:
+def _time(word: str, events: list[ScheduledAction]) -> float:
     try:
         at = float(word)
     except ValueError:
         raise LabError(f"{word!r} is not a time; a line starts with a number") from None
     if at < (events[-1].at if events else 0):
-        raise LabError(f"{word} comes after {events[-1].at if events else 0:g}; put lines in order of time")
+        raise LabError(f"{word} comes after {events[-1].at if events else 0:g}; put the lines in order of time")
     return at
 
 
-def _event(at: float, words: list[str]) -> Event:
+def _event(at: float, words: list[str]) -> ScheduledAction:
     host: int | None = None
     direction: Direction | None = None
     is_connected: bool | None = None
@@ -159,7 +138,7 @@ def _event(at: float, words: list[str]) -> Event:
             pairs.append((key, value))
     if not pairs and is_connected is None:
         raise LabError("nothing changes; write rate=1gbit, latency=5ms, ..., cut or reconnect")
-    return Event(at=at, host=host, direction=direction, change=parse_change(pairs), is_connected=is_connected)
+    return ScheduledAction(at=at, host=host, direction=direction, change=parse_change(pairs), is_connected=is_connected)
 
 
 def _slower(change: LinkChange, factor: float) -> LinkChange:
@@ -174,9 +153,9 @@ def _slower(change: LinkChange, factor: float) -> LinkChange:
 
 
 def report_step(step: int) -> None:
-    """Tell the lab which step the job is at; call it on one rank. Does nothing outside `cgx-ray lab run`.
+    """Report the job's step to the lab; call it on one rank. Does nothing outside `cgx-ray lab run`.
 
-    Any program can do the same: it writes the number into the file that $CGX_LAB_STEPS names.
+    Any program can do the same: write the number into the file that $CGX_LAB_STEPS names.
     """
     path = os.environ.get(STEP_FILE_VARIABLE)
     if path:
@@ -184,9 +163,13 @@ def report_step(step: int) -> None:
 
 
 def play(
-    schedule: Schedule, lab: LabHandle, step_file: Path, on_event: Callable[[Event], None], stop: threading.Event
+    schedule: Schedule,
+    lab: LabHandle,
+    step_file: Path,
+    on_event: Callable[[ScheduledAction], None],
+    stop: threading.Event,
 ) -> None:
-    """Apply all events in time, until `stop`. Seconds count from now."""
+    """Apply each action at its time, until `stop` is set. Seconds count from now."""
     start = time.monotonic()
     for event in schedule.events:
         while (time.monotonic() - start if schedule.unit == "s" else last_step(step_file)) < event.at:
@@ -197,7 +180,7 @@ def play(
 
 
 def last_step(step_file: Path) -> int:
-    """What the job has reported last; -1 if nothing yet."""
-    # Empty while it is being written.
+    """Return the step that the job reported last, -1 before the first report."""
+    # The file is empty while the job writes it.
     text = step_file.read_text().strip() if step_file.exists() else ""
     return int(text) if text.isdecimal() else -1

@@ -1,4 +1,4 @@
-"""The back end of our own: `cgx-switch`, a program that moves packets between TUN devices, one a host."""
+"""Our own back end: `cgx-switch`, a program that moves packets between TUN devices, one per host."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from cgx_ray.lab.link import DIRECTIONS, MTU_BYTES, Direction, LinkState
 from cgx_ray.lab.system import ip_batch, tc_batch
 from cgx_ray.lab.tc import qdisc_line, queue_line, rate_line
 
-# Packets between a host and the switch. Only when the switch gets no processor for long is this ever full.
+# Packets that wait between a host and the switch. The queue fills only if the switch gets no processor for long.
 _TUN_PACKETS = 10_000
 _UNPACED_BIT_PER_S = 1e11
-# What a sender hands over in one piece, at most: 64 KiB from 1 Gbit/s on.
+# Longest time on the wire of one piece that a sender hands over: 64 KiB from 1 Gbit/s on.
 _GSO_S = 0.0005
 _ANSWER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCounters:
-    """Of one direction of a host's link, since the start or `clear_counters`. Bytes include all headers."""
+    """Counts of one direction of a host's link, since the start or `clear_counters`. Bytes include all headers."""
 
     packets: int
     bytes: int
@@ -37,9 +37,9 @@ class LinkCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """What the switch did, and how late it delivered: the judge of what was measured in a lab.
+    """Counts of the switch, and its lateness, which shows whether a measurement in the lab can be trusted.
 
-    late_p99_ms  99 % of the packets came no later than this after their time; sound is below 0.2
+    late_p99_ms  99 % of the packets came at most this late; below 0.2 a measurement is sound
     """
 
     delivered: int
@@ -50,16 +50,16 @@ class Counters:
 
 
 def program() -> Path | None:
-    """Where the switch is installed: beside the native module. None: not built, which only Linux is."""
+    """Return the path of the switch, beside the native module. None if it was not built: only Linux builds it."""
     native = importlib.util.find_spec("cgx_ray.runtime_ext._native")
     path = Path(native.origin).parent / "cgx-switch" if native and native.origin else None
     return path if path and path.exists() else None
 
 
 class SwitchNetwork:
-    """TUN devices in the hosts' `namespaces`, packets switched by a process in namespace `switch`.
+    """TUN devices in the hosts' `namespaces`, and a process in namespace `switch` that moves packets between them.
 
-    The process listens at `socket_path`; it ends with the process that called `make`.
+    The process listens at `socket_path` and ends with the process that called `make`.
     """
 
     def __init__(self, switch: str, namespaces: Sequence[str], socket_path: Path) -> None:
@@ -88,12 +88,12 @@ class SwitchNetwork:
         return process
 
     def set(self, host: int, direction: Direction, state: LinkState) -> None:
-        # The switch knows the rate too, and is exact. The host only has to wait for it, or all that TCP has in
-        # flight would lie in one queue behind the host, and every message behind that.
+        # The switch enforces the exact rate. The host is slowed down as well: else everything that TCP has in flight
+        # would wait in one queue at the switch, and later messages behind it.
         if direction == "up":
             rate = state.rate_bit_per_s if state.queue_bytes is None else _UNPACED_BIT_PER_S
             tc_batch(self.namespaces[host], [rate_line("eth0", rate), queue_line("eth0")])
-            # A packet of 64 KiB takes 5 ms at 100 Mbit/s, and nothing of others comes between its segments.
+            # A packet of 64 KiB takes 5 ms at 100 Mbit/s, and blocks packets of other connections meanwhile.
             gso_bytes = min(65536, max(MTU_BYTES, int(state.rate_bit_per_s / 8 * _GSO_S)))
             ip_batch(self.namespaces[host], [f"link set eth0 gso_max_size {gso_bytes}"])
         words = [8e9 / state.rate_bit_per_s, round(state.latency_s / 2 * 1e9), round(state.jitter_s / 2 * 1e9)]
@@ -106,7 +106,9 @@ class SwitchNetwork:
     def counters(self) -> Counters:
         answer: dict[str, Any] = json.loads(self._ask("counters"))
         late = answer["late_ms"]
-        hosts = tuple({way: LinkCounters(**links[way]) for way in DIRECTIONS} for links in answer["hosts"])
+        hosts = tuple(
+            {direction: LinkCounters(**links[direction]) for direction in DIRECTIONS} for links in answer["hosts"]
+        )
         return Counters(
             delivered=answer["delivered"],
             late_p50_ms=late["p50"],
@@ -121,7 +123,7 @@ class SwitchNetwork:
     def _command(self, text: str) -> None:
         answer = self._ask(text)
         if answer != "ok":
-            raise LabError(f"the switch says: {answer}")
+            raise LabError(f"the switch answered: {answer}")
 
     def _ask(self, text: str) -> str:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:

@@ -1,4 +1,4 @@
-"""The system's own programs: `ip` and `tc` and the processes in a namespace."""
+"""The system's own programs `ip` and `tc`, and the processes in a namespace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _END_TIMEOUT_S = 20.0
 
 
 def run(*argv: str, text: str = "") -> str:
-    """What the program writes. Raises LabError with its complaint if it fails."""
+    """Run a program and return its output. Raises LabError with its error message if it fails."""
     done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LabError(f"`{' '.join(argv)}` failed: {done.stderr.strip() or done.stdout.strip()}")
@@ -35,7 +35,7 @@ def tc_batch(namespace: str, lines: Sequence[str]) -> None:
 
 
 def start_time(pid: int) -> str | None:
-    """When the process was started, in ticks; with its id the name of a process for good. None: there is none."""
+    """Return the start time of a process in ticks, which with the id names it for good. None if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):
@@ -47,7 +47,7 @@ def is_alive(pid: int) -> bool:
 
 
 def remove_namespace(name: str) -> None:
-    """End the processes in it, wait until they are gone, delete it."""
+    """End the processes in a namespace, wait until they are gone, and delete it."""
     deadline = time.monotonic() + _END_TIMEOUT_S
     while pids := run("ip", "netns", "pids", name).split():
         for pid in pids:
@@ -60,7 +60,7 @@ def remove_namespace(name: str) -> None:
 
 
 def wait_for_first(processes: Collection[subprocess.Popen[Any]]) -> subprocess.Popen[Any]:
-    """Wait until one of them has ended, and give that one."""
+    """Wait until one of the processes has ended, and return it."""
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
         for process in processes:
             descriptor = os.pidfd_open(process.pid)

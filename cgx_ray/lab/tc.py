@@ -1,4 +1,4 @@
-"""The back end of the kernel: a veth pair a host, a bridge, and on both ends of each pair htb with netem."""
+"""The kernel's back end: one veth pair per host, a bridge, and htb with netem on both ends of each pair."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from cgx_ray.errors import LabError
 from cgx_ray.lab.link import Direction, LinkState
 from cgx_ray.lab.system import ip_batch, tc_batch
 
-# A network card: its own kernel waits instead of dropping, so the queue must hold what all sockets of a host
-# may have in flight. Drops would make a rate change look like loss.
+# Large enough for everything that the sockets of a host have in flight: behind a network card the sender waits and
+# nothing is dropped. Drops would make a change of rate look like loss.
 _QUEUE_BYTES = 16 << 20
-# htb spends what a late timer has saved up: less costs rate on a busy machine.
+# htb makes up for late timers within a burst: a shorter one loses rate on a busy machine.
 _BURST_S = 0.001
 _MIN_BURST_BYTES = 10_000
-# Of packets of all sizes; netem counts them.
+# netem limits packets, whatever their size.
 _NETEM_PACKETS = 100_000
 
 
 def qdisc_line(device: str) -> str:
-    """Of `tc -batch`: prepare the device for `rate_lines`."""
+    """Return the line of `tc -batch` that prepares the device for `rate_line`."""
     return f"qdisc add dev {device} root handle 1: htb default 1"
 
 
 def rate_line(device: str, bit_per_s: float) -> str:
-    """Of `tc -batch`: what leaves the device waits for this rate, now, with traffic flowing.
+    """Return the line of `tc -batch` that limits the rate at which packets leave the device, while traffic flows.
 
-    htb sends a packet when it has any credit and then waits for all of it, so packets of 64 KiB, which a network card
-    would segment, need no larger burst.
+    htb sends a packet when it has any credit and then waits until the whole packet is paid for. So packets of 64 KiB,
+    which a network card would segment, need no larger burst.
     """
     burst = max(_MIN_BURST_BYTES, int(bit_per_s / 8 * _BURST_S))
     shape = f"rate {int(bit_per_s)}bit burst {burst} cburst {burst} quantum 60000"
@@ -35,12 +35,12 @@ def rate_line(device: str, bit_per_s: float) -> str:
 
 
 def queue_line(device: str, queue_bytes: int = _QUEUE_BYTES) -> str:
-    """Of `tc -batch`: let that much wait for the rate."""
+    """Return the line of `tc -batch` that lets `queue_bytes` wait for the rate."""
     return f"qdisc replace dev {device} parent 1:1 handle 10: bfifo limit {queue_bytes}"
 
 
 def netem_line(device: str, state: LinkState) -> str:
-    """Of `tc -batch`: delay, jitter and loss, before the rate."""
+    """Return the line of `tc -batch` for delay, jitter and loss, which apply before the rate."""
     delay_us, jitter_us = state.latency_s / 2 * 1e6, state.jitter_s / 2 * 1e6
     queue = _NETEM_PACKETS if state.queue_bytes is None else max(1, state.queue_bytes // 1500)
     effect = f"delay {delay_us:.0f}us {jitter_us:.0f}us loss {state.loss_of_link * 100:.6f}% limit {queue}"
@@ -48,7 +48,7 @@ def netem_line(device: str, state: LinkState) -> str:
 
 
 class TcNetwork:
-    """Links of hosts whose namespaces are `namespaces`, switched in namespace `switch`."""
+    """Links between the hosts' `namespaces` and a bridge in namespace `switch`."""
 
     def __init__(self, switch: str, namespaces: Sequence[str]) -> None:
         self.switch = switch
@@ -74,7 +74,7 @@ class TcNetwork:
             if "kind is unknown" not in str(error):
                 raise
             raise LabError(
-                "this lab was made for rates only and the kernel has no netem; give latency_s, even 0, when you make it"
+                "this lab was made for rates only and the kernel has no netem; make the lab with latency_s, even 0"
             ) from error
 
     def connect(self, host: int, is_connected: bool) -> None:

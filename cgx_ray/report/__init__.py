@@ -1,1 +1,1 @@
-"""Plots of a run."""
+"""Records of runs and of measurements, and how commands and benches show them."""

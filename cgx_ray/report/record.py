@@ -1,42 +1,41 @@
-"""A run's folder as values: steps.jsonl, decisions.jsonl and network.jsonl, read while they grow."""
+"""The files of a run, steps.jsonl, decisions.jsonl and network.jsonl, read while they grow."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import UnionType
 from typing import Any, Generic, TypeVar
 
 from cgx_ray.errors import ConfigError, LabError
 from cgx_ray.lab.events import LinkEvent, append_events
+from cgx_ray.lab.json_fields import NUMBER, OBJECT, TEXT, WHOLE, FieldType, check_fields
 
-_NUMBER = (int | float, "a number")
-_WHOLE = (int, "a whole number")
-_TEXT = (str, "a text")
-_JOURNAL_FIELDS: dict[str, dict[str, tuple[type | UnionType, str]]] = {
+# A single step of a small batch is mostly noise.
+SMOOTHED_STEPS = 10
+_JOURNAL_TYPES: dict[str, dict[str, FieldType]] = {
     "decision": {
-        "time": _NUMBER,
-        "step": _WHOLE,
-        "kind": _TEXT,
-        "old": (dict, "an object"),
-        "new.plan": _TEXT,
-        "reason": _TEXT,
-        "inputs.world_size": _WHOLE,
-        "inputs.bandwidth_gbps": _NUMBER,
-        "inputs.latency_ms": _NUMBER,
-        "predicted_step_s": _NUMBER,
-        "predicted_dense_s": _NUMBER,
+        "time": NUMBER,
+        "step": WHOLE,
+        "kind": TEXT,
+        "old": OBJECT,
+        "new.plan": TEXT,
+        "reason": TEXT,
+        "inputs.world_size": WHOLE,
+        "inputs.bandwidth_gbps": NUMBER,
+        "inputs.latency_ms": NUMBER,
+        "predicted_step_s": NUMBER,
+        "predicted_dense_s": NUMBER,
     },
-    "outcome": {"time": _NUMBER, "step": _WHOLE, "measured_step_s": _NUMBER},
+    "outcome": {"time": NUMBER, "step": WHOLE, "measured_step_s": NUMBER},
 }
 _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """One training step as rank 0 saw it. The parts are None in a run without compression."""
+    """One training step as rank 0 saw it. The parts of its time are None in a run without compression."""
 
     time: float
     step: int
@@ -51,16 +50,15 @@ class StepLine:
 
 
 class RunRecord:
-    """What is known of a run so far. `poll` reads what was added since the last call, and raises ConfigError on a
-    line that is broken; a last one without its end is left for later.
+    """A run's files, as far as they were read. `poll` reads the lines added since its last call.
 
-    steps    only of runs that write them, as the demo's
+    steps    empty for runs that do not write them; the demo's do
     network  links at the start, and each change
     end      validation_loss, weights_identical and weights_sha256, once training is over
     """
 
     def __init__(self, run_dir: Path, network_path: Path | None = None) -> None:
-        """network_path  if it is not `network.jsonl` in the folder"""
+        """network_path  default: `network.jsonl` in `run_dir`"""
         self.run_dir = run_dir
         self.name = run_dir.name
         self.steps: list[StepLine] = []
@@ -75,11 +73,22 @@ class RunRecord:
 
     @property
     def changes(self) -> list[LinkEvent]:
-        """What became of links after the start."""
+        """Changes of links after the start."""
         return [event for event in self.network if event.event == "change"]
 
+    @property
+    def start_time(self) -> float:
+        """Time at which the first step began; without steps, the first time that is known."""
+        if self.steps:
+            return self.steps[0].time - self.steps[0].step_s
+        times: list[float] = [line["time"] for line in self.decisions]
+        return min([*times, *(event.time for event in self.network)])
+
     def poll(self) -> bool:
-        """Read new lines; True if there were any."""
+        """Read new lines and return True if there were any; an unfinished last line is left for the next call.
+
+        Raises ConfigError for a line that is broken.
+        """
         before = self._size()
         for line in self._steps_tail.lines():
             if isinstance(line, StepLine):
@@ -92,7 +101,7 @@ class RunRecord:
         return self._size() != before
 
     def note(self, event: LinkEvent) -> None:
-        """Append to the network's lines; the next `poll` reads it."""
+        """Append `event` to the network's file; the next `poll` reads it."""
         self._network_path.parent.mkdir(parents=True, exist_ok=True)
         append_events(self._network_path, [event])
 
@@ -102,10 +111,17 @@ class RunRecord:
 
 
 def load_run(run_dir: Path, network_path: Path | None = None) -> RunRecord:
-    """Read a run's folder as it is now. Raises ConfigError on a line that is broken."""
+    """Read a run's folder as it is now. Raises ConfigError for a line that is broken."""
     record = RunRecord(run_dir, network_path)
     record.poll()
     return record
+
+
+def smooth_losses(lines: Sequence[StepLine]) -> list[float]:
+    """Return, per step, the mean loss of that step and of up to `SMOOTHED_STEPS` - 1 before it."""
+    losses = [line.loss for line in lines]
+    windows = [losses[max(0, end - SMOOTHED_STEPS) : end] for end in range(1, len(losses) + 1)]
+    return [sum(window) / len(window) for window in windows]
 
 
 def _parse_step(line: dict[str, Any]) -> StepLine | dict[str, Any]:
@@ -115,19 +131,12 @@ def _parse_step(line: dict[str, Any]) -> StepLine | dict[str, Any]:
 
 
 def _parse_journal(line: dict[str, Any]) -> dict[str, Any]:
-    for name, (kind, allowed) in _JOURNAL_FIELDS[line["event"]].items():
-        value: Any = line
-        for key in name.split("."):
-            if not isinstance(value, dict) or key not in value:
-                raise KeyError(name)
-            value = value[key]
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} {value!r} is not allowed; it is {allowed}")
+    check_fields(line, _JOURNAL_TYPES[line["event"]])
     return line
 
 
 class _Tail(Generic[_Value]):
-    """Reads the lines that were added to a JSON-lines file since the last call; the file may not exist yet."""
+    """The end of a JSON-lines file: each call reads the lines added since the last one. The file may not exist yet."""
 
     def __init__(self, path: Path, parse: Callable[[dict[str, Any]], _Value]) -> None:
         self._path, self._parse = path, parse
@@ -140,7 +149,7 @@ class _Tail(Generic[_Value]):
             file.seek(self._offset)
             for raw in file:
                 if not raw.endswith(b"\n"):
-                    return  # its writer is in the middle of it
+                    return  # it is still being written
                 self._offset += len(raw)
                 self._num_lines += 1
                 try:

@@ -1,13 +1,11 @@
-"""The shape that every bench writes: what was measured, where, at which commit, and whether it meets its goal."""
+"""The rows that every bench writes: numbers, machine, commit, and whether each number meets its goal."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +15,7 @@ from typing import Any
 import psutil
 
 from cgx_ray.errors import ConfigError
+from cgx_ray.report.show import write_json
 
 _GOAL = re.compile(r"(<=|>=|==) ([-+.\de]+)")
 
@@ -25,10 +24,10 @@ _GOAL = re.compile(r"(<=|>=|==) ([-+.\de]+)")
 class Row:
     """One measured number.
 
-    value     None: it could not be measured, which never meets a goal
-    baseline  the same quantity of what this is compared with, from the same run
+    value     None if it could not be measured; then it meets no goal
+    baseline  the same quantity for the alternative, from the same run
     limit     the same quantity at its bound, from the same run
-    ratio     what `goal` speaks about, if that is not the value itself
+    ratio     number that `goal` judges, if that is not the value itself
     goal      "<= 1.05", ">= 3" or "== 1"
     met       None without a goal
     """
@@ -47,6 +46,11 @@ class Row:
             judged = self.value if self.ratio is None else self.ratio
             object.__setattr__(self, "met", judged is not None and _meets(judged, self.goal))
 
+    @property
+    def verdict(self) -> str:
+        """The word for `met` in a table: "yes", "no", or "" without a goal."""
+        return {None: "", True: "yes", False: "no"}[self.met]
+
 
 def _meets(value: float, goal: str) -> bool:
     match = _GOAL.fullmatch(goal)
@@ -59,15 +63,11 @@ def _meets(value: float, goal: str) -> bool:
 def write_result(bench: str, rows: Sequence[Row], path: str) -> None:
     """Write `rows` as JSON to the file `path`, or to standard output for "-"."""
     result = {"bench": bench, "commit": commit(), "machine": machine(), "rows": [asdict(row) for row in rows]}
-    text = json.dumps(result, indent=2) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(path).write_text(text)
+    write_json(path, result)
 
 
 def commit() -> str | None:
-    """Commit of the source tree, with `-dirty` if files differ from it; None outside a checkout."""
+    """Return the commit of the source tree, with `-dirty` if files differ from it; None outside a checkout."""
     root = Path(__file__).resolve().parent
     argv = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -78,8 +78,8 @@ def commit() -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """What a number depends on."""
-    import torch  # noqa: PLC0415 - 200 MiB, which `bench network` must not have in the monitors that it measures
+    """Describe the machine: the properties that a measured number depends on."""
+    import torch  # noqa: PLC0415 - 200 MiB, and `bench network` measures monitors that import this
 
     return {
         "cpu": cpu_model(),
@@ -95,7 +95,7 @@ def machine() -> dict[str, Any]:
 
 
 def _ray_version() -> str | None:
-    """None where Ray is not installed, which `bench kernels` does not need."""
+    """Return None where Ray is not installed: `bench kernels` works without it."""
     try:
         return version("ray")
     except PackageNotFoundError:
@@ -103,6 +103,7 @@ def _ray_version() -> str | None:
 
 
 def cpu_model() -> str:
+    """Return the name of the processor."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         match = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)

@@ -15,13 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
-from cgx_ray.engine.layers import averaged_parameters, layers_of
-from cgx_ray.errors import CGXError, ConfigError
+from cgx_ray.engine.layers import averaged_parameters, layers_of, sparse_modules
+from cgx_ray.errors import CGXError, ConfigError, listed
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, preferred_scheme
 from cgx_ray.planner.options import candidate_codecs
 from cgx_ray.session.agree import agree, as_own, connect
 from cgx_ray.session.attachment import Attachment, attached, current_session, own_groups, set_attached
 from cgx_ray.session.settings import Settings
+from cgx_ray.torch_compat import bucket_parameters
 
 
 def attach(
@@ -198,4 +199,27 @@ def _check_model(model: nn.Module) -> list[Layer]:
         )
     if current_session() is not None and attached() is not None:
         raise ConfigError("this worker has attached a model already; a Ray Train run carries one")
-    return layers_of(model)
+    layers = layers_of(model)
+    _check_buckets(model)
+    return layers
+
+
+def _check_buckets(model: DistributedDataParallel) -> None:
+    """Raise ConfigError unless DDP averages what is trained now: backward would wait for the rest for ever."""
+    if sparse := sparse_modules(model.module):
+        raise ConfigError(
+            f"the model has sparse gradients, of {', '.join(sparse)}, which this version cannot carry; use sparse=False"
+        )
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    trained = {id(parameter) for parameter in averaged_parameters(model).values()}
+    averaged = [id(parameter) for bucket in bucket_parameters(model) for parameter in bucket]
+    if late := [name for key, name in names.items() if key in trained.difference(averaged)]:
+        said = f"does not average {listed(late)}, which it found frozen, or did not find, when it was built"
+    elif gone := [names.get(key, "a replaced parameter") for key in averaged if key not in trained]:
+        said = f"waits for gradients of {listed(gone)}, which have been frozen, or replaced, since it was built"
+    else:
+        return
+    raise ConfigError(
+        f"rank {dist.get_rank()}: DDP {said}; choose what is trained (requires_grad) before you build "
+        "DistributedDataParallel, build it anew after a change, and attach then"
+    )

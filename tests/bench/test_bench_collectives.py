@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cgx_ray.bench import collectives
-from cgx_ray.bench.collectives import (
+from cgx_ray.bench import collective_cases
+from cgx_ray.bench.collective_cases import (
     CASES,
     DIRECT,
     FAR,
@@ -25,10 +25,12 @@ from cgx_ray.bench.collectives import (
     SHARED,
     SLOW,
     UNCOMPRESSED,
+    Case,
     CollectiveOptions,
-    Timing,
+    Setting,
     settings_of,
 )
+from cgx_ray.bench.collectives import Timing
 from cgx_ray.bench.show_collectives import notes
 from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
@@ -86,7 +88,7 @@ def test_the_numbers_hang_together_and_a_quick_run_judges_nothing(run):
         assert rows["sra_none_tcp_1mb_10ms_over_bound"]["value"] > 0.9
 
 
-def _rows(case: str, setting: collectives.Setting, seconds: float) -> list[tuple[str, str | None, bool | None]]:
+def _rows(case: str, setting: Setting, seconds: float) -> list[tuple[str, str | None, bool | None]]:
     timing = Timing(case=CASE_OF[case], setting=setting, seconds=seconds, gloo_s=6.5, bound_s=0.9)
     return [(row.name, row.goal, row.met) for row in timing.rows(with_goals=True)]
 
@@ -131,8 +133,8 @@ def test_one_rank_has_nobody_to_send_to():
 
 
 def test_a_rank_that_fails_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    broken = collectives.Case(name="x", codec="lzma", scheme="sra", transport="tcp")
-    monkeypatch.setattr(collectives, "QUICK", (replace(QUICK[0], cases=(PEER, broken)),))
+    broken = Case(name="x", codec="lzma", scheme="sra", transport="tcp")
+    monkeypatch.setattr(collective_cases, "QUICK", (replace(QUICK[0], cases=(PEER, broken)),))
     done = CliRunner().invoke(main, ["bench", "collectives", "--quick", "--ranks", "2"])
     assert done.exit_code == 1
     assert "loopback: rank 0 ended with status 1" in done.output

@@ -17,7 +17,7 @@ from support.emulated import needs_lab
 
 from cgx_ray.demo.cluster import Cluster, DemoError
 from cgx_ray.demo.gpt import GPTConfig, StdlibBytes, build_gpt, split_files
-from cgx_ray.demo.run import DemoOptions, parse_rate
+from cgx_ray.demo.run import DemoOptions
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.report.record import load_run
@@ -113,19 +113,6 @@ def test_the_model_learns():
     # ln 256 is 5.55: bytes at random.
     assert abs(losses[0] - 5.55) < 0.2
     assert losses[-1] < 4.5, losses
-
-
-def test_rates_are_read_as_tc_writes_them():
-    assert [parse_rate(text) for text in ("1gbit", "100mbit", "2.5Gbit/s", "64kbit", "1e6")] == [
-        1e9,
-        1e8,
-        2.5e9,
-        64e3,
-        1e6,
-    ]
-    for text in ("fast", "1 parsec", "", "-"):
-        with pytest.raises(ConfigError, match="is not a rate"):
-            parse_rate(text)
 
 
 def test_options_that_make_no_sense_are_refused_before_anything_starts(tmp_path):

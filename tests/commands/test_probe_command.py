@@ -8,17 +8,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from rich.console import Console
 
 from cgx_ray.commands.probe import describe_ways, plot_ways, probe_nodes, way_table
-from cgx_ray.monitors.probe import Way
+from cgx_ray.monitors import iperf3_process
+from cgx_ray.monitors.probe import NodePath, Prober
 
 HOSTS = ["10.0.0.1", "10.0.0.2"]
 WAYS = {
-    ("10.0.0.1", "10.0.0.2"): Way(latency_s=1e-3, bytes_per_s=125e6, error=0.02, tool="iperf3", hops=2),
-    ("10.0.0.2", "10.0.0.1"): Way(latency_s=1e-3, bytes_per_s=12.5e6, error=0.3, tool="tcp", hops=None),
+    ("10.0.0.1", "10.0.0.2"): NodePath(latency_s=1e-3, bytes_per_s=125e6, error=0.02, tool="iperf3", hops=2),
+    ("10.0.0.2", "10.0.0.1"): NodePath(latency_s=1e-3, bytes_per_s=12.5e6, error=0.3, tool="tcp", hops=None),
 }
 
 
@@ -60,6 +62,24 @@ def test_probes_go_both_ways(address: str) -> None:
     assert sorted(done) == sorted(ways) == [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")]
     assert all(way.bytes_per_s > 0 and way.latency_s > 0 and way.hops == 1 for way in ways.values()), ways
     assert {way.tool for way in ways.values()} == {"iperf3"}
+
+
+def test_a_prober_that_is_killed_takes_its_iperf3_along(address: str) -> None:
+    host = "127.0.0.7"  # no other test has it
+    prober = ray.remote(Prober).options(num_cpus=0).remote(host)
+    ray.get(prober.start_iperf3.remote())
+    servers = [process for process in psutil.process_iter() if is_server(process, host)]
+    assert len(servers) == 1, servers
+    ray.kill(prober)
+    _, left = psutil.wait_procs(servers, timeout=10)
+    assert not left, left
+
+
+def is_server(process: psutil.Process, host: str) -> bool:
+    try:
+        return process.cmdline()[-3:] == [iperf3_process.__file__, "server", host]
+    except psutil.Error:
+        return False
 
 
 def test_one_node_is_nothing_to_probe_and_no_cluster_is_one_clear_error(address: str) -> None:

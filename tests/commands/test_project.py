@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import statistics
 import subprocess
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+SOURCES = {".py", ".pyi", ".c", ".cpp", ".h", ".cu"}
+
+
+def tracked_files(*suffixes: str) -> list[Path]:
+    """Files that git knows, of these suffixes or all."""
+    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
+    names = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    paths = [ROOT / name for name in names if name]
+    return [path for path in paths if path.is_file() and (not suffixes or path.suffix in suffixes)]
 
 
 def direct_requirements() -> list[Requirement]:
@@ -67,9 +81,7 @@ def test_tracked_files_name_no_machine_path_and_no_package_registry() -> None:
             ]
         )
     )
-    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
-    names = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
-    paths = [ROOT / name for name in names if name and (ROOT / name).is_file()]
+    paths = tracked_files()
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
         for path in paths
@@ -78,3 +90,42 @@ def test_tracked_files_name_no_machine_path_and_no_package_registry() -> None:
     ]
     assert paths
     assert found == []
+
+
+def test_files_are_short() -> None:
+    lines = {path: path.read_text().count("\n") for path in tracked_files(*SOURCES)}
+    assert {str(path.relative_to(ROOT)): n for path, n in lines.items() if n > 450} == {}
+    assert statistics.median(n for path, n in lines.items() if path.name != "__init__.py") <= 140
+
+
+def test_functions_are_short() -> None:
+    long = {}
+    for path in tracked_files(".py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if num_lines > 60:
+                    long[f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"] = num_lines
+    assert long == {}
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    names = Counter(
+        node.name
+        for path in tracked_files(".py")
+        if path.relative_to(ROOT).parts[0] != "tests"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name: count for name, count in names.items() if count > 1} == {}
+
+
+def test_documents_are_narrow_and_the_readme_is_one_page() -> None:
+    wide = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked_files(".md")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > 120
+    ]
+    assert wide == []
+    assert len((ROOT / "README.md").read_text().split()) <= 800

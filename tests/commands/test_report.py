@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from cgx_ray.cli import main
-from cgx_ray.demo.summary import Phases, decision_delay, loss_target, make_rows, time_to_loss_s
+from cgx_ray.demo.summary import NetworkPhases, decision_delay, loss_target, make_rows, time_to_loss_s
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.events import LinkEvent
 from cgx_ray.report.picture import draw_runs, plot_runs
@@ -104,7 +104,7 @@ def test_the_start_of_the_network_is_no_change(runs):
 
 def test_phases_leave_out_the_warmup_and_the_step_in_which_the_network_changed(runs):
     dense, _ = runs
-    phases = Phases.of(dense)
+    phases = NetworkPhases.of(dense)
     assert [line.step for line in phases.fast] == list(range(3, HALF))
     assert [line.step for line in phases.slow] == list(range(HALF + 1, NUM_STEPS))
 
@@ -196,10 +196,10 @@ def test_the_network_is_drawn_over_steps_where_the_run_has_them(runs):
     # Set before step 0, and between the steps HALF - 1 and HALF; a schedule in seconds knows no steps.
     assert rate["all links, as set"] == [(-0.5, 1), (HALF - 0.5, 0.1), (end, 0.1)]
     assert latency["all links, as set"] == [(-0.5, 1), (end, 1)]
-    assert rate["network counted with, plan kept"] == [(HALF - 1, 0.9)]
-    assert rate["network counted with, plan changed"] == [(HALF + 2, 0.09)]
+    assert rate["network estimated, plan kept"] == [(HALF - 1, 0.9)]
+    assert rate["network estimated, plan changed"] == [(HALF + 2, 0.09)]
     assert [x for x, _ in rate["the network changes"]] == [HALF - 0.5] * 2
-    assert [x for x, _ in rate["another plan"]] == [HALF + 3] * 2
+    assert [x for x, _ in rate["new plan"]] == [HALF + 3] * 2
 
 
 def test_the_network_is_drawn_over_seconds_where_steps_are_not_known(runs, tmp_path):
@@ -220,14 +220,14 @@ def test_the_network_is_drawn_over_seconds_where_steps_are_not_known(runs, tmp_p
     assert rate["the others, as set"] == [(0, 1), (10, 0.1), (end, 0.1)]
     assert rate["host 1 up, as set"] == [(0, 0.2), (10, 0.1), (end, 0.1)]
     assert str(rate["host 2, as set"]) == str([(0.0, 1.0), (10.0, 0.1), (12.0, np.nan), (14.0, 0.1), (end, 0.1)])
-    assert rate["network counted with, plan changed"] == [(decided, 0.09)]
-    assert [x for x, _ in rate["another plan"]] == [decided] * 2
+    assert rate["network estimated, plan changed"] == [(decided, 0.09)]
+    assert [x for x, _ in rate["new plan"]] == [decided] * 2
     assert bottom_label(load_run(adaptive.run_dir, events)) == "seconds since the first event of the network"
     # Nothing is said of a network that nobody has set.
     unset = panel(load_run(adaptive.run_dir, tmp_path / "none.jsonl"), "rate")
-    assert set(unset) == {"network counted with, plan kept", "network counted with, plan changed", "another plan"}
+    assert set(unset) == {"network estimated, plan kept", "network estimated, plan changed", "new plan"}
     assert bottom_label(load_run(adaptive.run_dir, tmp_path / "none.jsonl")) == "seconds since the first decision"
-    steps = panel(load_run(adaptive.run_dir, events), "seconds a step")
+    steps = panel(load_run(adaptive.run_dir, events), "seconds per step")
     assert steps["step, measured after a decision"] == [(end, 0.6)]
     assert steps["step predicted, plan changed"] == [(decided, 0.6)]
     assert [y for _, y in steps["dense step predicted"]] == [3.0] * 3
@@ -248,7 +248,7 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
     ("file", "line", "message"),
     [
         (None, None, "is no folder; give that of a run"),
-        ("steps.jsonl", "", "decisions.jsonl holds no decision; runs with CGXConfig"),
+        ("steps.jsonl", "", "holds no decision, neither in decisions.jsonl, which a run with CGXConfig"),
         ("decisions.jsonl", "{nonsense", "decisions.jsonl, line 4 is broken (JSONDecodeError"),
         ("decisions.jsonl", "[1]", "decisions.jsonl, line 4 is broken (TypeError"),
         (
@@ -305,3 +305,28 @@ def test_a_decision_that_cannot_be_drawn_is_named_by_its_line(runs, name, value,
     with pytest.raises(ConfigError) as error:
         load_run(adaptive.run_dir)
     assert f"{path}, line 4 is broken ({message}" in str(error.value)
+
+
+def test_the_report_of_a_demo_draws_its_adaptive_run_beside_the_dense_one(runs, tmp_path):
+    picture = tmp_path / "demo.png"
+    done = CliRunner().invoke(main, ["report", str(tmp_path), "--plot", str(picture)])
+    assert done.exit_code == 0, done.output
+    assert done.output == f"2 decisions, 1 for another plan; picture: {picture}\n"
+    pixels = matplotlib.image.imread(picture)[..., :3]
+    for name, color in (("dense", (0xD5, 0x5E, 0x00)), ("adaptive", (0x00, 0x72, 0xB2))):
+        num_pixels = int((np.abs(pixels * 255 - color).max(axis=-1) < 2).sum())
+        assert num_pixels > 1000, f"{num_pixels} pixels in the colour of {name}"
+
+
+def test_the_report_of_a_demo_without_its_dense_run_draws_the_adaptive_one(tmp_path):
+    write_run(tmp_path, "adaptive", slow_s=3.0, new_plan_at=HALF + 3)
+    done = CliRunner().invoke(main, ["report", str(tmp_path), "--plot", str(tmp_path / "x.png")])
+    assert done.exit_code == 0, done.output
+
+
+def test_a_folder_with_neither_a_run_nor_a_demo_is_one_error_that_names_both_files(tmp_path):
+    done = CliRunner().invoke(main, ["report", str(tmp_path), "--plot", str(tmp_path / "x.png")])
+    assert done.exit_code == 1
+    output = done.output.replace("\n", " ")
+    assert f"{tmp_path} holds no decision, neither in decisions.jsonl" in output
+    assert "nor in adaptive/decisions.jsonl" in output

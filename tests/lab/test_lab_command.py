@@ -19,8 +19,8 @@ from cgx_ray.commands.lab import lab
 from cgx_ray.errors import LabError
 from cgx_ray.lab.handle import LabHandle
 from cgx_ray.lab.namespaces import remove_leftovers
-from cgx_ray.lab.plot import plot_schedule
 from cgx_ray.lab.schedule import Schedule, parse_schedule, play, report_step
+from cgx_ray.report.links import _lines, plot_schedule
 
 NEEDS_LAB = needs_lab(rates_only=False)
 # Processes started in the background by a shell ignore SIGINT, and their children inherit it.
@@ -302,7 +302,7 @@ def test_the_papers_schedules_come_with_the_package():
     ("text", "message"),
     [
         ("0 rate=1gbit", "line 1: the first line has to say the unit"),
-        ("unit s\n0 rate=1", "line 2: rate '1' is not understood"),
+        ("unit s\n0 rate=1", "line 2: rate '1' is not allowed; give a number and kbit"),
         ("unit s\n\n5 cut\n1 cut", "line 4: 1 comes after 5"),
         ("unit s\nsoon cut", "'soon' is not a time"),
         ("unit s\n0 host=1", "nothing changes"),
@@ -343,8 +343,6 @@ def test_steps_are_reported_by_a_file(tmp_path, monkeypatch):
 
 
 def test_the_picture_has_a_line_for_each_link_that_differs(tmp_path):
-    from cgx_ray.lab.plot import _lines
-
     text = "unit s\n0 rate=1gbit latency=1ms\n2 host=1 direction=up rate=100mbit\n3 host=2 cut\n5 end"
     schedule = parse_schedule("mine", text)
     plot_schedule(schedule, tmp_path / "mine.png")
@@ -356,8 +354,6 @@ def test_the_picture_has_a_line_for_each_link_that_differs(tmp_path):
 
 
 def test_the_picture_shows_no_others_where_every_host_is_named():
-    from cgx_ray.lab.plot import _lines
-
     text = "unit s\n0 rate=1gbit latency=1ms\n2 host=1 direction=up rate=100mbit\n3 host=0 rate=2gbit\n5 end"
     schedule = parse_schedule("mine", text)
     assert set(_lines(schedule, "rate_bit_per_s", 1, 3)) == {"the others", "host 0", "host 1 up"}

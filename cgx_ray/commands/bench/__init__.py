@@ -1,0 +1,21 @@
+"""`cgx-ray bench`: one module per benchmark, from its options to tables, pictures and JSON."""
+
+from __future__ import annotations
+
+import click
+
+from cgx_ray.commands.lazy import LazyGroup
+
+_BENCHES = {
+    "collectives": ("cgx_ray.commands.bench.collectives:collectives", "Time schemes against Gloo and the bound."),
+    "kernels": ("cgx_ray.commands.bench.kernels:kernels", "Measure throughput, latency and error of codecs."),
+    "lab": ("cgx_ray.commands.bench.lab:lab", "Compare the lab with the alpha-beta model."),
+    "network": ("cgx_ray.commands.bench.network:network", "Compare the monitors' estimates with the lab's links."),
+    "planner": ("cgx_ray.commands.bench.planner:planner", "Check that plans are optimal, and time the planner."),
+    "step": ("cgx_ray.commands.bench.step:step", "Compare a dense step of the engine with plain DDP."),
+}
+
+
+@click.group(cls=LazyGroup, places=_BENCHES)
+def bench() -> None:
+    """Measure a part of cgx_ray."""

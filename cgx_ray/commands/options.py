@@ -1,0 +1,73 @@
+"""Options that commands share: files to write, `--json`, and the console that goes with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from cgx_ray.report.show import STANDARD_OUTPUT
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class _OutFile(click.Path):
+    """A file to write. A command refuses a path that cannot be written before it measures anything."""
+
+    def __init__(self, path_type: type = str) -> None:
+        super().__init__(dir_okay=False, writable=True, allow_dash=path_type is str, path_type=path_type)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if path == STANDARD_OUTPUT:
+            return path
+        folder = self.folder(Path(os.fsdecode(path)))
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            self.fail(f"{value} cannot be written: {folder} is no folder to write to; give another", param, ctx)
+        return path
+
+    def folder(self, path: Path) -> Path:
+        """Return the folder that must exist."""
+        return path.parent
+
+
+class _Picture(_OutFile):
+    """A picture to write; missing folders above it are made."""
+
+    suffixes = (".png", ".pdf", ".svg")
+
+    def __init__(self) -> None:
+        super().__init__(Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if Path(value).suffix not in self.suffixes:
+            self.fail(f"{value} is no picture; give a name that ends in {', '.join(self.suffixes)}", param, ctx)
+        return super().convert(value, param, ctx)
+
+    def folder(self, path: Path) -> Path:
+        return next(folder for folder in path.absolute().parents if folder.exists())
+
+
+FILE = _OutFile(Path)
+PICTURE = _Picture()
+
+
+def json_option(what: str = "the numbers") -> Callable[[_Command], _Command]:
+    """Return the option `--json`, which the command gets as `json_path`."""
+    return click.option(
+        "--json", "json_path", type=_OutFile(), metavar="FILE", help=f"Write {what} as JSON; - is standard output."
+    )
+
+
+def plot_option(default: str) -> Callable[[_Command], _Command]:
+    """Return the option `--plot` of a command that always draws."""
+    return click.option("--plot", type=PICTURE, default=default, show_default=True, help="File of the picture.")
+
+
+def console_for(json_path: str | None) -> Console:
+    """Return the console for text: standard error if JSON goes to standard output."""
+    return Console(stderr=json_path == STANDARD_OUTPUT)

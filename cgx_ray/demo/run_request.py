@@ -1,0 +1,31 @@
+"""The demo's request to its driver: one training run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """One training run, as a line of JSON.
+
+    policy          "adaptive" or "static", as in CGXConfig; None: plain DDP
+    simulated_link  (latency_s, ((step, bit/s), ...)); None on a real network
+    """
+
+    name: str
+    policy: str | None
+    steps: int
+    seed: int
+    batch_size: int
+    storage_path: str
+    simulated_link: tuple[float, tuple[tuple[int, float], ...]] | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.storage_path) / self.name
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))

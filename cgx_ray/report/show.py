@@ -1,0 +1,53 @@
+"""Output of commands and benches: lines, tables, progress bars, JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+STANDARD_OUTPUT = "-"
+
+
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """Print `text` as it is: no markup, no colours of numbers, and long lines wrapped by the terminal only."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def new_table(title: str | None, *headings: str, num_left: int = 1, gap: int = 1) -> Table:
+    """Return an empty table whose columns do not wrap.
+
+    num_left  number of columns aligned to the left, from the first one on; the others hold numbers
+    gap       spaces on either side of a column; 0 for wide tables
+    """
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, gap))
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < num_left else "right", no_wrap=True)
+    return table
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """Show a bar while the body runs. The body calls what this yields with the current part and the fraction done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    # Without a terminal, rich would leave an empty line.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda part, fraction: progress.update(task, description=part, completed=fraction)
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """Write `data` as JSON to the file `path`, or to standard output for "-"."""
+    text = json.dumps(data, indent=2) + "\n"
+    if path == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text)

@@ -1,0 +1,63 @@
+"""Style of all pictures: colours, figures, axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+ORANGE, SKY, YELLOW = "#E69F00", "#56B4E9", "#F0E442"
+GREY, INK = "#999999", "#333333"
+# Dense gradients have the same colour in every picture.
+DENSE_COLOR = VERMILION
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of `width` x `height` inches."""
+    return Figure(figsize=(width, height), dpi=130, layout="constrained")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write `figure` in the format that the name ends in, and make the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def add_title(figure: Figure, text: str) -> None:
+    figure.suptitle(text, fontsize=12, fontweight="bold", wrap=True)
+
+
+def add_legend(axes: Axes, num_columns: int = 1) -> None:
+    axes.legend(frameon=False, fontsize=9, ncols=num_columns)
+
+
+def clean(axes: Axes, hidden_spines: Sequence[str] = ("top", "right")) -> None:
+    """Remove the frame that holds no scale, and draw a faint grid."""
+    axes.spines[list(hidden_spines)].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def plain_numbers(axis: Axis, *, minor: str | None = None) -> None:
+    """Write ticks as 0.1 or 20, not as powers. `minor`: first digits of the minor ticks that get a number too."""
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    if minor is not None:
+        axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in minor else "")
+
+
+def fit_values(axes: Axes) -> None:
+    """Fit the y axis to the values drawn so far: logarithmic with numbers on it, linear if a value is 0."""
+    drawn = np.concatenate([np.empty(0), *(np.asarray(line.get_ydata(), float) for line in axes.lines)])
+    values = drawn[np.isfinite(drawn)]
+    if len(values) and values.min() > 0:
+        axes.set_yscale("log")
+        low, high = float(values.min()) / 2, float(values.max()) * 2
+        axes.set_ylim(low, high)
+        # Up to two decades, numbers that begin with 2 and 5 are labelled too, so that at least one label is visible.
+        plain_numbers(axes.yaxis, minor="25" if high <= 100 * low else "")

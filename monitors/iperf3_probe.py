@@ -1,0 +1,103 @@
+"""Bandwidth as libiperf measures it, through the package iperf3.
+
+libiperf redirects the standard output of its process, ends that process on some errors and runs one test at a time.
+So each end of a test is a process of its own, `iperf3_process`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import selectors
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# A test on a link that has become slow ends here, and what came until then is its rate.
+MAX_TEST_S = 5
+# Of a server until it listens, of a client until its test is over.
+ANSWER_TIMEOUT_S = 20.0
+
+
+@functools.cache
+def available() -> bool:
+    """Whether libiperf can be loaded on this node. Tries it once and logs a failure."""
+    process = _start("check")
+    try:
+        _answer(process, "iperf3")
+    except OSError as error:
+        logger.warning(
+            "bandwidth is probed over TCP without iperf3, whose library does not load here (%s); "
+            "install it, on Debian and Ubuntu: apt-get install libiperf0",
+            error,
+        )
+        return False
+    finally:
+        _end(process)
+    return True
+
+
+class Iperf3Server:
+    """An iperf3 server for one test, on a port that the system chooses. It listens when the constructor returns."""
+
+    def __init__(self, host: str) -> None:
+        """Listen on `host`. Raises OSError with iperf3's message if it cannot."""
+        self._process = _start("server", host)
+        try:
+            self.address: tuple[str, int] = (host, _answer(self._process, f"iperf3 server on {host}")["port"])
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the server, and a test that is under way. May be called again."""
+        _end(self._process)
+
+
+def measure_iperf3(host: str, port: int, num_bytes: int) -> float:
+    """Send `num_bytes` to an `Iperf3Server`, for at most MAX_TEST_S; returns bytes a second as it received them.
+
+    A test is over when the client has written everything, and libiperf's server then drops what it has not read yet.
+    So few bytes, which socket buffers hold, may give a rate of 0.
+
+    Raises OSError with iperf3's message if the test fails, TimeoutError if it takes longer than ANSWER_TIMEOUT_S.
+    """
+    what = f"iperf3 to {host}:{port}"
+    process = _start("client", host, str(port), str(num_bytes), str(MAX_TEST_S))
+    try:
+        return float(_answer(process, what)["received_bits_per_s"]) / 8
+    finally:
+        _end(process)
+
+
+def _start(*words: str) -> subprocess.Popen[bytes]:
+    """Start `iperf3_process`. It ends when its standard input is closed, so it never outlives this process."""
+    # -P keeps this folder off the module path: its files must not hide modules of the same name.
+    argv = [sys.executable, "-P", str(Path(__file__).with_name("iperf3_process.py")), *words]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _answer(process: subprocess.Popen[bytes], what: str) -> dict[str, Any]:
+    """Wait for the line that `iperf3_process` answers. Raises OSError, with `what` ahead, if it is an error or none."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        if not selector.select(ANSWER_TIMEOUT_S):
+            raise TimeoutError(f"{what} took longer than {ANSWER_TIMEOUT_S:g} s")
+    line = process.stdout.readline()
+    if not line:
+        said = process.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2]
+        raise OSError(f"{what}: its process ended with {process.returncode} and no answer; {said}")
+    answer: dict[str, Any] = json.loads(line)
+    if "error" in answer:
+        raise OSError(f"{what}: {answer['error']}")
+    return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()

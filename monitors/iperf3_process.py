@@ -1,0 +1,113 @@
+"""Run one end of an iperf3 test. `iperf3_probe` starts this file as a process of its own.
+
+    check                               answers {"version": ...} if libiperf can be loaded
+    server HOST                         answers {"port": ...} once it listens, then serves one test
+    client HOST PORT NUM_BYTES MAX_S    answers {"received_bits_per_s": ..., "sent_bytes": ...}
+
+The answer is one line of JSON on standard output; after a failure it is {"error": ...}. The process ends when its
+standard input does. A parent that dies closes that pipe, however it dies.
+
+This file is started by its path and imports the standard library and iperf3 only, so that it starts in 0.1 s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import iperf3
+
+# Naming the library spares the package a search, which runs ldconfig and gcc. It would try this name last.
+LIBRARY = "libiperf.so.0" if sys.platform == "linux" else None
+LISTEN_POLL_S = 1e-3
+
+
+class _Client(iperf3.Client):
+    """A client that stops after a number of bytes. libiperf can do that, the package has no property for it."""
+
+    def stop_after(self, num_bytes: int) -> None:
+        set_bytes = self.lib.iperf_set_test_bytes
+        set_bytes.argtypes, set_bytes.restype = (ctypes.c_void_p, ctypes.c_uint64), None
+        set_bytes(self._test, num_bytes)
+
+
+def check() -> None:
+    answer(version=_Client(lib_name=LIBRARY).iperf_version)
+
+
+def serve(host: str) -> None:
+    """Serve one test on a port that the system chooses."""
+    server = iperf3.Server(verbose=False, lib_name=LIBRARY)
+    server.bind_address, server.port = host, 0
+    results: list[Any] = []
+    test = threading.Thread(target=lambda: results.append(server.run()), daemon=True)
+    stdout = os.dup(1)  # the package points descriptor 1 elsewhere while libiperf runs
+    test.start()
+    # libiperf tells nobody that it listens. Connecting to find out would use up the one test.
+    while (port := listening_port()) is None and test.is_alive():
+        time.sleep(LISTEN_POLL_S)
+    if port is not None:
+        answer(stdout, port=port)
+    test.join()
+    if port is None:
+        answer(stdout, error=results[0].error)
+
+
+def listening_port() -> int | None:
+    """Port of the socket with which this process listens, None if there is none yet."""
+    for fd in map(int, os.listdir("/dev/fd")):
+        try:
+            sock = socket.socket(fileno=fd)
+        except OSError:
+            continue  # no socket, or closed meanwhile
+        try:
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return int(sock.getsockname()[1])
+        finally:
+            sock.detach()
+    return None
+
+
+def measure(host: str, port: str, num_bytes: str, max_s: str) -> None:
+    """Send `num_bytes`, rounded up to a block of 128 KiB, for at most `max_s`."""
+    client = _Client(verbose=False, lib_name=LIBRARY)
+    client.server_hostname, client.port, client.duration = host, int(port), int(max_s)
+    client.stop_after(int(num_bytes))
+    result = client.run()
+    if result.error is not None:
+        answer(error=result.error)
+    else:
+        answer(received_bits_per_s=result.received_bps, sent_bytes=result.sent_bytes)
+
+
+def answer(fd: int = 1, /, **values: object) -> None:
+    os.write(fd, json.dumps(values).encode() + b"\n")
+
+
+def end_with_parent() -> NoReturn:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def main() -> NoReturn:
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    roles: dict[str, Callable[..., None]] = {"check": check, "server": serve, "client": measure}
+    role, *words = sys.argv[1:]
+    try:
+        roles[role](*words)
+    except OSError as error:
+        answer(error=str(error))  # the package could not load libiperf
+    # The package's destructors call libiperf again, also after a test that failed.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

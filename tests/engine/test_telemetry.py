@@ -1,0 +1,168 @@
+"""What is only measured stops no training, and changes no bit of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support import ranks
+from support.branches import Branches, train
+from support.ranks import run_ranks
+from support.sharded import make_mesh, shard, weights_of
+from support.sharded import train as train_sharded
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.codecs.feedback import GainCurve
+from cgx_ray.collectives import Transport
+from cgx_ray.engine import engine as engine_module
+from cgx_ray.engine import sharded as sharded_module
+from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.group import GainMeter
+from cgx_ray.monitors.sample import CURVE_DENSITIES
+from cgx_ray.plan import CodecSpec, Plan, make_plan
+from cgx_ray.session.attachment import open_session
+from cgx_ray.session.settings import Settings
+
+TOPK = CodecSpec(name="topk", density=0.1)
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "TIMEOUT_S", 40)
+
+
+class _Adaptive:
+    """What a Ray worker's session is to an engine: policy "adaptive", dense at first."""
+
+    settings = Settings()
+
+    def first_plan(self, layers: Any, world_size: int) -> Plan:
+        return make_plan(layers, version=0, world_size=world_size, codec="none", scheme="dense")
+
+    def start(self, attachment: cgx_ray.Attachment) -> None:
+        pass
+
+
+def _adaptive_gain(rank: int, dtype: torch.dtype) -> tuple[float, int, list[str]]:
+    """Gain of top-k and length of the curve at step 1, and the weights' hashes."""
+    open_session(_Adaptive())
+    model = DistributedDataParallel(Branches().to(dtype))
+    attachment = cgx_ray.attach(model)
+    hashes = train(model, rank, range(3))
+    gains = {sample.step: sample for sample in attachment.take_samples()}
+    attachment.close()
+    return gains[1].gain["topk:density=0.1"], len(gains[1].gain_curve), hashes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gains_of_gradients_of_any_dtype_are_measured(dtype: torch.dtype) -> None:
+    (gain, num_densities, hashes), (_, _, other_hashes) = run_ranks(2, _adaptive_gain, dtype)
+    # What the model is trained to is the same, but for rounding; the gain of float32 is 0.565.
+    assert gain == pytest.approx(0.565, abs=0.05)
+    assert num_densities == len(CURVE_DENSITIES)
+    assert hashes == other_hashes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_curve_of_a_gradient_is_that_of_its_values_in_float32(dtype: torch.dtype) -> None:
+    grad_N = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert GainCurve(grad_N).gain(CURVE_DENSITIES) == GainCurve(grad_N.float()).gain(CURVE_DENSITIES)
+
+
+def _broken(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError("nothing to see")
+
+
+# What breaks, and the numbers that are missed then.
+FAULTS: dict[str, tuple[Any, str]] = {
+    "measure": (GainMeter, "gains"),
+    "correct": (GainMeter, "gains"),
+    "gains": (GainMeter, "gains"),
+    "curve": (GainMeter, "gains"),
+    "take_bursts": (Transport, "rates of arrival"),
+    "StepSample": (engine_module, "times, bytes and gains"),
+}
+
+
+@contextmanager
+def _fault(owner: Any, name: str | None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if name is not None:
+            patch.setattr(owner, name, _broken)
+        yield
+
+
+def _logged(act: Callable[[], object]) -> list[str]:
+    """Warnings and worse of cgx_ray while `act` runs."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("cgx_ray").addHandler(handler)
+    try:
+        act()
+    finally:
+        logging.getLogger("cgx_ray").removeHandler(handler)
+    assert all(record.exc_info for record in records)
+    return [record.getMessage() for record in records]
+
+
+def _train_with(rank: int, fault: str | None) -> tuple[list[str], list[str], int, list[int]]:
+    """Weights' hashes, what was logged, how many failures were counted, and the steps that have gains."""
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec=TOPK, scheme="allgather")
+    engine = attachment._engine
+    assert isinstance(engine, Engine)
+    hashes: list[str] = []
+    with engine.metered([TOPK], 2), _fault(FAULTS[fault][0] if fault else None, fault):
+        said = _logged(lambda: hashes.extend(train(model, rank, range(6))))
+    failures = engine.telemetry.num_failures
+    steps = [sample.step for sample in attachment.take_samples() if sample.gain]
+    assert engine.step == 6
+    attachment.close()
+    return hashes, said, failures, steps
+
+
+def _train_with_each(rank: int) -> dict[str | None, Any]:
+    """By what breaks, on rank 1 only."""
+    return {fault: _train_with(rank, fault if rank == 1 else None) for fault in (None, *FAULTS)}
+
+
+def test_an_error_of_what_is_measured_is_said_once_and_changes_no_bit() -> None:
+    healthy, broken = run_ranks(2, _train_with_each)
+    hashes, said, failures, steps = healthy[None]
+    assert (said, failures, steps) == ([], 0, [1, 3, 5])
+    for fault, (_, numbers) in FAULTS.items():
+        other_hashes, said, failures, steps = broken[fault]
+        assert other_hashes == hashes == healthy[fault][0], fault
+        assert len(said) == 1, (fault, said)
+        assert said[0].startswith("rank 1, step ")
+        assert f"{numbers} could not be measured (ZeroDivisionError('nothing to see'))" in said[0]
+        assert "training goes on without" in said[0]
+        assert failures == (3 if numbers == "gains" else 6), fault
+        # Gains are there before their curve is asked for.
+        assert steps == ([1, 3, 5] if fault in ("curve", "take_bursts") else []), fault
+
+
+def _train_sharded_with_fault(rank: int) -> Any:
+    model = shard(Branches(), make_mesh())
+    attachment = cgx_ray.attach(model, codec="qsgd")
+    with _fault(sharded_module, "StepSample" if rank == 1 else None):
+        said = _logged(lambda: train_sharded(model, rank, range(3)))
+    weights = weights_of(model)
+    steps = [sample.step for sample in attachment.take_samples()]
+    attachment.close()
+    return weights, said, steps
+
+
+def test_an_error_of_what_is_measured_of_shards_is_said_once() -> None:
+    (weights, no_words, steps), (other_weights, said, no_steps) = run_ranks(2, _train_sharded_with_fault)
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert (no_words, steps, no_steps) == ([], [0, 1, 2], [])
+    assert len(said) == 1
+    assert said[0].startswith("rank 1, step 0: times and bytes could not be measured")
