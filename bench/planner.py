@@ -8,7 +8,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
@@ -30,10 +29,11 @@ from cgx_ray.bench.planner_cases import (
     repeated,
     resnet101,
 )
+from cgx_ray.bench.planner_numbers import ModelPlan, PlannerNumbers, Scaling, SearchTime
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.fusion import fuse
-from cgx_ray.planner.joint import MAX_GAP, BestPlan, best_plan
+from cgx_ray.planner.joint import MAX_GAP, best_plan
 from cgx_ray.planner.models import MODEL_NAMES
 from cgx_ray.planner.options import candidate_options
 from cgx_ray.planner.papers.bytecomp import CodecDevice, Path, bytecomp, option_of, path_cost, paths
@@ -43,7 +43,6 @@ from cgx_ray.planner.pipeline import GroupCost, Pipeline, cheapest, group_cost, 
 from cgx_ray.planner.search import search
 from cgx_ray.planner.strategies import named_strategies
 from cgx_ray.planner.what_if import compare_schemes
-from cgx_ray.report.result import Row
 from cgx_ray.session.calibrate import Call, best_seconds
 
 MODEL_GBPS = (1.0, 25.0)
@@ -56,66 +55,6 @@ TREE_GBPS = 1.0
 # Partial groupings, about 5 s. Cupcake's search of 314 tensors does not end by itself.
 CUPCAKE_NODES = 20_000
 ROUNDING = 1e-12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPlan:
-    """Seconds of a step of one model under the joint plan and the named strategies."""
-
-    model: str
-    gbps: float
-    joint_s: float
-    gap: float
-    strategies_s: dict[str, float]
-
-    @property
-    def best_strategy(self) -> str:
-        return min(self.strategies_s, key=lambda name: self.strategies_s[name])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchTime:
-    """Milliseconds of fusion with one option and of the joint search with six, and the gap of the latter."""
-
-    num_layers: int
-    fusion_ms: float
-    joint_ms: float
-    gap: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scaling:
-    """Plan for a number of workers."""
-
-    num_workers: int
-    ranks_per_node: int
-    plan: BestPlan
-
-    @property
-    def dense_efficiency(self) -> float:
-        """Share of the progress that the workers would make without any communication."""
-        return self.plan.dense.compute_s / self.plan.dense.step_s
-
-    @property
-    def efficiency(self) -> float:
-        """The same under the plan, minus the progress that compression loses."""
-        return self.plan.best.compute_s / self.plan.best.score
-
-
-@dataclass(slots=True)
-class PlannerNumbers:
-    """Results. `table6`: predicted and measured ms of every cell. `quick`: few cases, no goals."""
-
-    quick: bool
-    rows: list[Row] = field(default_factory=list)
-    table6: list[tuple[str, float, float]] = field(default_factory=list)
-    models: list[ModelPlan] = field(default_factory=list)
-    times: list[SearchTime] = field(default_factory=list)
-    scaling: list[Scaling] = field(default_factory=list)
-    cupcake_ms: float = math.nan
-
-    def add(self, name: str, value: float, unit: str, goal: str | None = None, baseline: float | None = None) -> None:
-        self.rows.append(Row(name=name, value=value, unit=unit, goal=None if self.quick else goal, baseline=baseline))
 
 
 def measure_planner(quick: bool, on_part: Callable[[str, float], None]) -> PlannerNumbers:

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cgx_ray.bench.planner import MODEL_GBPS, SCALING_GBPS, PlannerNumbers, measure_planner
+from cgx_ray.bench.planner import MODEL_GBPS, SCALING_GBPS, measure_planner
 from cgx_ray.bench.planner_cases import RANKS_PER_NODE
+from cgx_ray.bench.planner_numbers import PlannerNumbers
 from cgx_ray.report.result import write_result
 
 _MET = {None: "", True: "yes", False: "no"}
@@ -135,7 +136,7 @@ def _draw_times(axes: Axes, numbers: PlannerNumbers) -> None:
 def _draw_scaling(axes: Axes, numbers: PlannerNumbers) -> None:
     for ranks_per_node, style in ((RANKS_PER_NODE, "o-"), (1, "s--")):
         found = [scaling for scaling in numbers.scaling if scaling.ranks_per_node == ranks_per_node]
-        workers, place = [scaling.num_workers for scaling in found], f"{ranks_per_node} a node"
+        workers, place = [scaling.num_workers for scaling in found], f"{ranks_per_node} per node"
         planned, dense = (
             [100 * share for share in shares]
             for shares in zip(*((scaling.efficiency, scaling.dense_efficiency) for scaling in found), strict=True)

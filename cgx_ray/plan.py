@@ -7,16 +7,25 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from fnmatch import fnmatchcase
 
 from cgx_ray.codec_spec import CODEC_DEFAULTS, CodecSpec
 from cgx_ray.errors import CGXError, ConfigError, PlanError
+from cgx_ray.option import (
+    CODECS_OF_SCHEME,
+    DENSE,
+    NONE,
+    Intra,
+    Option,
+    Scheme,
+    options_of,
+    preferred_scheme,
+)
 
 __all__ = [
-    "CODECS_OF_SCHEME", "CODEC_DEFAULTS", "COMPRESSED_INSIDE", "DEFAULT_GROUP_BYTES", "DENSE", "MAX_INDEXED_NUMEL",
-    "MAX_PAYLOAD_BYTES", "NONE", "PIECE_BYTES", "CodecSpec", "GroupPlan", "Intra", "Layer", "Option", "Plan", "Scheme",
-    "make_plan", "options_of", "preferred_scheme",
+    "CODECS_OF_SCHEME", "CODEC_DEFAULTS", "DEFAULT_GROUP_BYTES", "DENSE", "MAX_INDEXED_NUMEL", "MAX_PAYLOAD_BYTES",
+    "NONE", "PIECE_BYTES", "CodecSpec", "GroupPlan", "Intra", "Layer", "Option", "Plan", "Scheme", "make_plan",
+    "options_of", "preferred_scheme",
 ]  # fmt: skip
 
 DEVICES = ("auto", "cpu")
@@ -31,127 +40,6 @@ MAX_GROUPS = 1 << 16
 MAX_PAYLOAD_BYTES = 2**32 - 1
 # Indices are int32.
 MAX_INDEXED_NUMEL = 2**31 - 1
-
-
-class Scheme(StrEnum):
-    """Collective algorithm that moves one group."""
-
-    DENSE = "dense"
-    ALLREDUCE = "allreduce"
-    ALLGATHER = "allgather"
-    SRA = "sra"
-    RING = "ring"
-    TREE = "tree"
-    BROADCAST = "broadcast"
-    ARTOPK_RING = "artopk_ring"
-    ARTOPK_RING_VAR = "artopk_ring_var"
-    ARTOPK_RING_AUTO = "artopk_ring_auto"
-    ARTOPK_TREE = "artopk_tree"
-    ARTOPK_TREE_VAR = "artopk_tree_var"
-    ARTOPK_TREE_AUTO = "artopk_tree_auto"
-
-    @property
-    def is_artopk(self) -> bool:
-        """True if all ranks send the elements that one rank has selected (AR-Topk)."""
-        return self.startswith("artopk_")
-
-    @property
-    def by_tree(self) -> bool:
-        """True if AR-Topk sums the values over a tree, False if over a ring."""
-        return self.startswith("artopk_tree")
-
-    @property
-    def choice(self) -> str:
-        """Rule by which AR-Topk chooses the rank that selects: "star", "var" or "auto"."""
-        return self.removeprefix("artopk_").partition("_")[2] or "star"
-
-
-class Intra(StrEnum):
-    """Work inside a node: none, or its ranks sum first (dense or compressed) and the scheme runs between nodes."""
-
-    FLAT = "flat"
-    DENSE = "dense"
-    COMPRESSED = "compressed"
-
-
-_REENCODED = frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"})
-_SELECTED = frozenset({"topk", "lwtopk", "mstopk", "dgc", "sidco"})
-# Codecs that a node may sum encoded. prefix is not one: it would keep other elements inside a node than between nodes.
-COMPRESSED_INSIDE = _REENCODED - {"none", "prefix"}
-# An all-reduce sums messages as they are. sra, ring, tree and broadcast encode sums again. AR-Topk uses the indices of
-# one rank for all. So each of them carries only these codecs.
-CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
-    Scheme.DENSE: frozenset({"none"}),
-    Scheme.ALLREDUCE: frozenset({"fp16", "bf16", "prefix", "randomk", "powersgd"}),
-    Scheme.ALLGATHER: frozenset(CODEC_DEFAULTS),
-    **dict.fromkeys((Scheme.SRA, Scheme.RING, Scheme.TREE, Scheme.BROADCAST), _REENCODED),
-    **{scheme: _SELECTED for scheme in Scheme if scheme.is_artopk},
-}
-
-
-NONE = CodecSpec(name="none")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """Codec, the scheme that carries it, and the work inside nodes. Raises ConfigError if they do not fit."""
-
-    codec: CodecSpec
-    scheme: Scheme
-    intra: Intra = Intra.FLAT
-
-    def __post_init__(self) -> None:
-        problem = _problem(self.codec, self.scheme, self.intra)
-        if problem is not None:
-            raise ConfigError(problem)
-
-    def flat(self) -> Option:
-        """Return the same codec over the same scheme, without work inside nodes."""
-        return replace(self, intra=Intra.FLAT)
-
-    def __str__(self) -> str:
-        """Return `"dense"` or `"qsgd:bits=4,bucket_size=128 over sra"`, with `", dense inside nodes"` if not flat."""
-        text = "dense" if self.scheme is Scheme.DENSE else f"{self.codec} over {self.scheme}"
-        return text if self.intra is Intra.FLAT else f"{text}, {self.intra} inside nodes"
-
-
-def _problem(codec: CodecSpec, scheme: Scheme, intra: Intra) -> str | None:
-    """Return why they do not fit together, or None if they do."""
-    allowed = CODECS_OF_SCHEME[scheme]
-    if codec.name not in allowed:
-        fitting = [str(s) for s, names in CODECS_OF_SCHEME.items() if codec.name in names]
-        return (
-            f"scheme {scheme} cannot carry codec {codec.name}; it carries {', '.join(sorted(allowed))}; "
-            f"{codec.name} goes with {', '.join(fitting)}"
-        )
-    if scheme.is_artopk and codec.value_bits != 32:
-        return f"scheme {scheme} sums values as they are, not with value_bits {codec.value_bits}; give 32"
-    if intra is Intra.COMPRESSED and codec.name not in COMPRESSED_INSIDE:
-        return (
-            f"codec {codec.name} cannot be summed inside a node; give intra='dense', or with 'compressed' one of "
-            f"{', '.join(sorted(COMPRESSED_INSIDE))}"
-        )
-    return None
-
-
-DENSE = Option(codec=NONE, scheme=Scheme.DENSE)
-
-
-def options_of(codec: CodecSpec) -> tuple[Option, ...]:
-    """Return `codec` over every scheme that can carry it, flat and hierarchical."""
-    return tuple(
-        Option(codec=codec, scheme=scheme, intra=intra)
-        for scheme in Scheme
-        for intra in Intra
-        if _problem(codec, scheme, intra) is None
-    )
-
-
-def preferred_scheme(codec: CodecSpec) -> Scheme:
-    """Return the default scheme for `codec`: dense for none, sra where it can carry it, else the first that can."""
-    preferred = Scheme.DENSE if codec == NONE else Scheme.SRA
-    candidates: tuple[Scheme, ...] = (preferred, *Scheme)
-    return next(scheme for scheme in candidates if codec.name in CODECS_OF_SCHEME[scheme])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,7 +140,7 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
 
 
 def fit_cost(numels: Sequence[int], encode_s: Sequence[float], decode_s: Sequence[float]) -> CodecCost:
-    """The cost of a codec whose encode and decode took these times on gradients of these sizes."""
+    """Fit the cost of a codec to the times of its encode and decode on gradients of these sizes."""
     (encode_a, encode_b), (decode_a, decode_b) = fit_line(numels, encode_s), fit_line(numels, decode_s)
     return CodecCost(
         encode_a_s=encode_a,

@@ -1,22 +1,7 @@
 """One record per scheme: hops and bytes, codec work, what overlaps, and what crosses a node's network card.
 
-All of the planner reads the cost of a scheme from here. With a = alpha and b = beta of the link, N ranks, M bytes of
-the dense group, m encoded bytes of one rank (m_v of values, m_i of indices), and log = log2:
-
-    dense (the vendor's ring)            2(N-1) a + 2(N-1)/N M b
-    allreduce, ring                      2(N-1) a + 2(N-1)/N m b
-    allgather (all pairs at once)        a + (N-1) m b
-    sra (direct, both ways compressed)   2a + 2(N-1)/N m b
-    tree, N a power of two               2 log N a + 2(N-1)/N m b
-    tree, else; P the power below N      2 (log P + 1) a + (2(P-1)/P + 2) m b
-    broadcast (at the root's link)       2a + 2(N-1) m b
-    artopk_ring                          [2(N-1) + log N] a + [2(N-1)/N m_v + log N m_i] b
-    artopk_tree                          the tree for m_v, and log N a + log N m_i b for the indices
-    artopk_*_var, artopk_*_auto          a more, to compare norms; `auto` at most
-
-PowerSGD's all-reduce takes twice the hops. Costs are calibrated at run time; codec time comes on top. Against the 18
-measured rows of Flexible Communication, table 6, the model names the fastest collective in all, and its times are
-within 3 % on average (mean |log error|).
+All of the planner reads the cost of a scheme from here; docs/schemes.md has the formulas as a table. Letters: N ranks,
+L ranks per node, n elements.
 """
 
 from __future__ import annotations
@@ -137,7 +122,7 @@ def _by_chunk(N: int, n: float) -> Work:
 
 
 def _tree_work(N: int, n: float) -> Work:
-    """The same with P chunks. Before it, a rank beyond P encodes all its chunks and another rank decodes them."""
+    """Do the work of `_by_chunk` with P chunks. Before it, a rank beyond P encodes all its chunks for another rank."""
     P = power_of_two(N)
     folds = 1 if P < N else 0
     return Work(

@@ -28,7 +28,7 @@ def gradients() -> list[dict[str, torch.Tensor]]:
 
 
 def random_problem(rng: random.Random, num_layers: int, widths: tuple[int, ...], alpha: float) -> BitsProblem:
-    """Sizes over three decades, gradients over six; errors that are not always smaller with more bits."""
+    """Return sizes over three decades and gradients over six; more bits do not always have smaller errors."""
     layers = []
     for _ in range(num_layers):
         numel = int(10 ** rng.uniform(3, 6))
@@ -39,7 +39,7 @@ def random_problem(rng: random.Random, num_layers: int, widths: tuple[int, ...],
 
 
 def fewest_bytes(problem: BitsProblem) -> int:
-    """Of all choices within the error."""
+    """Return the fewest bytes of all choices within the error."""
     static = math.fsum(layer.squared_errors[4] for layer in problem.layers)
     costs = []
     for bits in itertools.product(problem.widths, repeat=len(problem.layers)):
@@ -95,7 +95,7 @@ def test_on_gradients_of_the_gpt_dp_takes_no_more_than_kmeans_than_4_bits(
 
 
 def test_half_the_bits_make_about_the_error_that_theory_says(gradients: list[dict[str, torch.Tensor]]) -> None:
-    """Stochastic rounding on a grid of step s has a variance of at most s^2/4; a bit less doubles s, and more."""
+    """Stochastic rounding on a grid of step s has a variance of at most s^2/4; one bit less at least doubles s."""
     for name, errors in measure_errors(gradients, widths=(2, 4, 8)).items():
         ratio = errors.squared_errors[2] / errors.squared_errors[4]
         assert 0.5 * (15 / 3) ** 2 <= ratio <= 1.5 * (15 / 3) ** 2, (name, ratio)
@@ -157,7 +157,7 @@ MAGNITUDES = st.floats(min_value=2.0**-40, max_value=2.0**40, width=32)
 def test_gain_from_one_histogram_is_never_off_by_more_than_the_width_of_a_bin(
     values: list[float], density: float
 ) -> None:
-    """Elements count as the mean square of their bin, whose ends are at most 17/16 apart."""
+    """Elements count as the mean square of their bin; the ends of a bin have a ratio of at most 17/16."""
     square_N = sorted((value * value for value in values), reverse=True)
     kept = math.fsum(square_N[: CodecSpec(name="topk", density=density).num_kept(len(values))])
     true = kept / math.fsum(square_N) if any(square_N) else 1.0

@@ -1,4 +1,4 @@
-"""The decision tree: as many paths as the paper says, those that the engine has, and what they cost."""
+"""ByteComp's decision tree: the number of its paths, the paths that the engine has, and their costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Density by three objectives: the front against brute force, and NSGA-II against the grid."""
+"""Density by three objectives: the front against brute force, the knee, and NSGA-II against the grid."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def trial(codec_s: float, exchange_s: float, gain: float) -> Trial:
 
 
 def trial_by_density(bandwidth_gbps: float, latency_ms: float) -> Callable[[float], Trial]:
-    """Three groups of 2^20 elements, 8 workers."""
+    """Predict three groups of 2^20 elements among 8 workers."""
     network = Network.flat(8, Link.from_rates(bandwidth_gbps=bandwidth_gbps, latency_ms=latency_ms))
     return predict(network, COST, (1 << 20,) * 3, gain_of)
 
 
 def gain_of(density: float) -> float:
-    """Of magnitudes with an exponential distribution."""
+    """Return the gain of magnitudes with an exponential distribution."""
     return density * (1 - math.log(density) + math.log(density) ** 2 / 2)
 
 
@@ -61,7 +61,7 @@ def test_front_equals_brute_force_in_200_cases_with_ties() -> None:
 
 
 def test_knee_is_where_the_curve_bends() -> None:
-    """On x y = 1 the point nearest to both axes, whatever units they have."""
+    """On x y = 1 the knee is the point nearest to both axes, in any units."""
     trials = [trial(1000 * x, 0.25, 1 / y) for x, y in ((0.1, 10), (0.5, 2), (1, 1), (2, 0.5), (10, 0.1))]
     assert knee(trials) == trials[2]
     # An objective that is the same for all but for rounding decides nothing.
@@ -72,7 +72,7 @@ def test_knee_is_where_the_curve_bends() -> None:
 
 
 def test_nsga2_finds_the_knee_of_the_grid_within_a_step_of_it() -> None:
-    """Where the fastest collective changes with the density."""
+    """On this link the fastest collective changes with the density."""
     trial_at = trial_by_density(1, 1)
     grid = density_grid()
     exact, found = knee([trial_at(density) for density in grid]), knee(nsga2(trial_at))
@@ -83,7 +83,7 @@ def test_nsga2_finds_the_knee_of_the_grid_within_a_step_of_it() -> None:
 
 
 def test_prediction_takes_the_collective_with_the_least_cost() -> None:
-    """Few values over a slow start: allgather, in one latency. Many over little bandwidth: a sum of values."""
+    """Few values on a link of high latency: allgather, in one hop. Many on little bandwidth: a sum of values."""
     assert trial_by_density(10, 50)(0.001).scheme is Scheme.ALLGATHER
     assert trial_by_density(0.1, 0.1)(0.1).scheme is not Scheme.ALLGATHER
     slow = [trial_by_density(0.1, 0.1)(density).exchange_s for density in CANDIDATE_DENSITIES]
@@ -91,7 +91,7 @@ def test_prediction_takes_the_collective_with_the_least_cost() -> None:
 
 
 def test_gain_between_four_densities_a_decade_is_as_exact_as_straight_lines_are() -> None:
-    """h^2 / 8 of the second derivative of log gain in log density, which is under 0.3 here; h is ln(10) / 4."""
+    """The error is h^2 / 8 of the second derivative of log gain in log density, below 0.3 here; h is ln(10) / 4."""
     densities = [10 ** (-quarter / 4) for quarter in range(16, -1, -1)]
     gain = interpolate_gain(densities, [gain_of(density) for density in densities])
     grid = density_grid(1e-4, 1.0)

@@ -1,4 +1,4 @@
-"""Fusion under one option: against brute force, Cupcake's search and the joint search, which share no code with it."""
+"""Fusion under one option, against brute force, Cupcake's search and the joint search, which share no code with it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_fusion_and_the_joint_search_agree_on_one_option_and_314_layers() -> Non
         assert fuse(pipeline)[1] >= joint.bound_s * (1 - ROUNDING), case
 
 
-def test_what_costs_nothing_a_group_is_sent_layer_by_layer_and_what_costs_all_in_one() -> None:
+def test_layers_go_one_by_one_if_a_group_costs_nothing_and_together_if_it_costs_much() -> None:
     layers = {"backward_s": (1.0,) * 6, "numel": (10,) * 6}
 
     def cost(network_a_s: float) -> GroupCost:
@@ -117,7 +117,7 @@ def test_encoding_holds_up_backward_or_the_network_but_not_both() -> None:
 
 
 def test_of_an_overlapped_codec_and_network_the_slower_one_counts() -> None:
-    """qsgd over sra, 4 workers: 0.53125 byte an element, 1.5 times, 8 ns a byte. Codec: 2 + 1.75 ns an element."""
+    """qsgd over sra, 4 workers: 0.53125 byte per element, 1.5 times, 8 ns per byte. Codec: 2 + 1.75 ns per element."""
     slow_link = group_cost(QSGD, network=Network.flat(4, LAN), codec_cost=CODEC)
     assert slow_link.network_b_s_per_element == pytest.approx(1.5 * 0.53125 * 8e-9)
     fast = Link.from_rates(bandwidth_gbps=100, latency_ms=0.5)

@@ -1,4 +1,4 @@
-"""The joint plan: the optimum of step seconds over efficiency, over networks flat and hierarchical."""
+"""Joint plan: the optimum of step seconds over efficiency, on flat and hierarchical networks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def of_model(model: str, net: Network, compute_s: float = 0.3) -> Measured:
 
 
 def finish_s(run: Measured, numels: list[int], backward_s: list[float], groups: list[tuple[int, Option]]) -> float:
-    """By `Pipeline`, of groups (end, option) of float32 layers."""
+    """Return the finish of groups (end, option) of float32 layers by `Pipeline`."""
     used = list(dict.fromkeys(option for _, option in groups))
     costs = [group_cost(option, network=run.network, codec_cost=run.cost_of(option.codec)) for option in used]
     pipeline = Pipeline(backward_s=tuple(backward_s), numel=tuple(numels), costs=tuple(costs))
@@ -59,7 +59,7 @@ def finish_s(run: Measured, numels: list[int], backward_s: list[float], groups: 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
 def test_joint_plan_equals_brute_force_over_all_groupings_options_and_gains(ranks_per_node: int) -> None:
-    """Every plan scored by itself: its finish over the least efficiency that it uses."""
+    """Return the best score by brute force: the finish of each plan over the least efficiency of its options."""
     rng = random.Random(ranks_per_node)
     for case in range(12):
         num_layers = rng.randint(1, 4)
@@ -90,7 +90,7 @@ def test_joint_plan_equals_brute_force_over_all_groupings_options_and_gains(rank
 
 @pytest.mark.parametrize("model", MODEL_NAMES)
 def test_joint_plan_is_behind_neither_dense_nor_a_named_strategy_on_a_model(model: str) -> None:
-    """Large layers only, as the strategies know no layers that stay dense."""
+    """All layers are large, since the strategies know no layers that stay dense."""
     description = load_model(model)
     backward_s = description.backward_s(0.2)
     large = [
@@ -175,7 +175,7 @@ def test_options_of_unknown_or_too_little_gain_are_left_out_and_one_worker_stays
 
 
 def test_dense_is_what_ddp_does_and_hierarchical_sums_are_an_option_like_others() -> None:
-    """5 ms between 8 nodes of 8: sums inside nodes spare hops, so they are the better plan, not dense."""
+    """5 ms between 8 nodes of 8: sums inside nodes save hops, so they are a better plan than dense."""
     run = of_model("resnet50", network(10, ranks_per_node=8, latency_ms=5))
     sums = Option(codec=DENSE.codec, scheme=Scheme.DENSE, intra=Intra.DENSE)
     found = best_plan(run, (sums,))
@@ -225,7 +225,7 @@ def test_terms_of_a_network_with_one_rank_a_node_are_the_flat_ones_and_of_one_no
 
 
 def test_a_hierarchical_group_is_summed_inside_exchanged_between_and_shared_inside() -> None:
-    """qsgd 4/128 over sra, 2 nodes of 4: inside 2 x 3/4 of the group, between 17/32 byte an element once."""
+    """qsgd 4/128 over sra, 2 nodes of 4: inside 2 x 3/4 of the group, between 17/32 byte per element once."""
     numel = 1 << 20
     net = network(1, num_nodes=2, ranks_per_node=4)
     stages = {

@@ -1,4 +1,4 @@
-"""The model files: sizes that are public facts, and plans that no named strategy beats on them."""
+"""Model files: their public sizes, and plans that no named strategy beats on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROUNDING = 1e-12
     ],
 )
 def test_models_have_the_published_sizes(model: str, num_layers: int, numel: int, gmacs: float | None) -> None:
-    """Multiply-adds of the image models as torchvision's model cards have them."""
+    """Multiply-adds of the image models are those of torchvision's model cards."""
     description = load_model(model)
     assert (len(description.layers), description.numel) == (num_layers, numel)
     if gmacs is not None:

@@ -1,4 +1,4 @@
-"""Profiles: lines found through disturbed times, files that read back as they were, and those that are refused."""
+"""Profiles: lines through disturbed times, files that read back unchanged, and files that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The joint search: exact against brute force, its gap a proof, and never behind what others do."""
+"""Joint search: exact against brute force, a proven gap, and never worse than other strategies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_joint_search_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_op
 
 
 def earliest_finish_by_fronts_s(pipeline: Pipeline) -> float:
-    """Of all plans; only those of the first k layers are left out that another is no worse than in either finish."""
+    """Return the earliest finish of all plans, dropping partial plans that another equals or beats."""
     fronts: list[list[tuple[float, float]]] = [[(0.0, 0.0)]]
     for end in range(1, pipeline.num_layers + 1):
         found = []
@@ -54,7 +54,7 @@ def test_joint_search_equals_label_setting_without_bounds_on_25_layers() -> None
 
 
 def test_bound_holds_and_the_gap_is_kept_when_the_search_may_end_early() -> None:
-    """With next to no labels the answer may be off, the bound may not."""
+    """With very few labels the answer may be wrong, but not the bound."""
     rng = random.Random(1)
     for case in range(200):
         pipeline = random_pipeline(rng, rng.randint(4, 7), 6)

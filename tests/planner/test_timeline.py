@@ -1,4 +1,4 @@
-"""Steps played through over several resources: by hand, and against the models that need only one or two of them."""
+"""Simulated steps on several resources: by hand, and against models with only one or two of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stage(name: str, latency_s: float = 0.0, **busy_s: float) -> Stage:
 
 
 def test_one_group_at_a_time_is_what_the_engines_thread_does() -> None:
-    """A group starts when it is ready and the one before it is decoded. Whole numbers: sums are exact."""
+    """A group starts when it is ready and the one before it is decoded. Times are whole numbers, so sums are exact."""
     rng = random.Random(0)
     for case in range(300):
         num_groups = rng.randint(1, 8)
@@ -131,7 +131,7 @@ def test_impossible_steps_are_refused(backward_s: tuple[float, ...], stages: tup
         simulate(backward_s, stages)
 
 
-# Stages of an option: 4 workers, 4 ns a byte, 1 ms a hop; 1 us and 1 ns an element to encode, half of it to decode.
+# Stages of an option: 4 workers, 4 ns per byte, 1 ms per hop; encoding takes 1 us and 1 ns per element, decoding half.
 
 PIECE_NUMEL = PIECE_BYTES // 2  # of bf16
 COST = CodecCost(encode_a_s=1e-6, encode_b_s_per_element=1e-9, decode_a_s=5e-7, decode_b_s_per_element=5e-10)
@@ -143,7 +143,7 @@ def stages_of(option: Option, numel: int, world_size: int = 4) -> tuple[Stage, .
 
 
 def test_sra_lasts_as_long_as_codec_or_network_and_a_piece_more() -> None:
-    """bf16: 1.5 x 2 bytes an element cross."""
+    """bf16: 1.5 x 2 bytes per element cross."""
     numel = 1 << 24
     (exchange,) = stages_of(Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA), numel)
     assert exchange.busy_s[Resource.INTER] == pytest.approx(numel * 3 * 4e-9)
@@ -168,7 +168,7 @@ def test_allgather_decodes_all_but_the_last_message_while_they_come() -> None:
 def test_schemes_of_hops_hide_all_but_a_piece_of_the_shorter_of_codec_and_network(
     scheme: Scheme, num_chunks: int, crossed_bytes: int, hops: int
 ) -> None:
-    """bf16, of each chunk 8 pieces, and as many bytes an element cross; then one piece, where nothing overlaps."""
+    """bf16, of each chunk 8 pieces, and as many bytes per element cross; then one piece, where nothing overlaps."""
     option = Option(codec=CodecSpec(name="bf16"), scheme=scheme)
     for num_pieces in (8, 1):
         numel = num_chunks * num_pieces * PIECE_NUMEL
