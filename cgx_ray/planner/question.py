@@ -21,7 +21,8 @@ from cgx_ray.planner.scenario import (
     make_network,
     parse_sweep,
 )
-from cgx_ray.planner.what_if import parse_gbps, parse_link, parse_seconds
+from cgx_ray.planner.what_if import parse_link
+from cgx_ray.units import format_count, parse_rate, parse_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def read_question(
     nodes = ranks_per_node if swept is not None and swept.name == "workers" else network.ranks_per_node
     if nodes > 1:
         assumptions.append(f"nodes of {nodes}, inside {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
-    threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
+    threads = format_count(measured.threads, "thread")
     assumptions.append(f"codec times of {measured.device}, {threads}; --profile takes those of your machine")
     kept = ", ".join(f"{codec} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
     assumptions.append(f"codecs keep as much of a gradient as of a small GPT's ({kept}); --gain takes what yours keep")
@@ -118,7 +119,7 @@ def _between(latency: str | None, bandwidth: str | None, measured: Link | None) 
             "the network is unknown; give --latency 4ms and --bandwidth 10gbps, or a --profile with a link"
         )
     return Link.from_rates(
-        bandwidth_gbps=measured.bandwidth_gbps if bandwidth is None else parse_gbps(bandwidth),
+        bandwidth_gbps=measured.bandwidth_gbps if bandwidth is None else parse_rate("bandwidth", bandwidth) / 1e9,
         latency_ms=1e3 * (measured.alpha_s if latency is None else parse_seconds("latency", latency)),
     )
 

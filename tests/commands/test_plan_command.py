@@ -250,7 +250,7 @@ def test_a_sweep_from_part_of_a_node_fills_nodes_of_the_size_given() -> None:
         ({"sweep": "price=1..2"}, "sweep 'price=1..2' is not allowed"),
         ({"sweep": "bandwidth=25..1gbps"}, "does not rise from above 0"),
         ({"sweep": "workers=8..11", "workers": "8", "ranks-per-node": "8"}, "has one value that fills nodes of 8"),
-        ({"sweep": "workers=2..many"}, "'many' workers are not allowed"),
+        ({"sweep": "workers=2..many"}, "workers 'many' is not allowed; give a whole number"),
     ],
 )
 def test_what_cannot_be_planned_is_one_clear_error(
