@@ -36,21 +36,21 @@ _HEADINGS = {
 
 
 def strategy_table(numbers: PlannerNumbers, gbps: float) -> Table:
-    """Return a table of each model's joint plan, its proven gap, and how many % longer a step is per strategy."""
-    title = f"8 workers at {gbps:g} Gbit/s: ms of a step, gap, % longer"
+    """Return the joint plan of each model, its proven gap, and how many % longer a step takes under each strategy."""
+    title = f"8 workers at {gbps:g} Gbit/s: ms per step, gap, % longer"
     names = list(numbers.models[0].strategies_s)
     table = new_table(title, "", "joint", "gap", *(_HEADINGS[name] for name in names), gap=0)
     for found in numbers.models:
         if found.gbps == gbps:
             longer = (100 * (found.strategies_s[name] / found.joint_s - 1) for name in names)
-            # Adding 0 turns -0.0 into 0.0.
+            # Adding 0 turns -0 into 0.
             cells = (f"{round(share, 2) + 0:.2f}" for share in longer)
             table.add_row(found.model, f"{1e3 * found.joint_s:.1f}", f"{found.gap:.2%}", *cells)
     return table
 
 
 def row_table(numbers: PlannerNumbers) -> Table:
-    """Return a table of the rows that neither `strategy_table` nor the picture shows."""
+    """Return a table of the rows that are neither in `strategy_table` nor in the picture."""
     models = tuple(f"{found.model}_" for found in numbers.models)
     table = new_table(None, "", "value", "unit", "baseline", "goal", "met", gap=0)
     for row in numbers.rows:
@@ -90,7 +90,7 @@ def _draw_table(axes: Axes, numbers: PlannerNumbers) -> None:
 
 
 def _draw_strategies(axes: Axes, numbers: PlannerNumbers) -> None:
-    """Draw how many % longer a step is than under the joint plan, at the slower network."""
+    """Draw how much longer a step takes than under the joint plan, on the slower network."""
     found = [plan for plan in numbers.models if plan.gbps == MODEL_GBPS[0]]
     colors = {"layer-wise": GREY, "best of buckets": PURPLE, "Cupcake": VERMILION, "ByteComp": BLUE}
     width = 0.8 / len(colors)

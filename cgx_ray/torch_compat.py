@@ -1,14 +1,104 @@
-"""Private torch names. tests/engine/test_attach_checks.py runs them on the pinned torch."""
+"""Private torch names, each with what it is used for, checked with torch 2.13. No other module may use them.
+
+tests/engine/test_backend.py, test_attach_checks.py and test_fsdp.py run them on the pinned torch.
+"""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+# FSDP2's interface for custom communication, its own implementations of it, and what it communicates together.
+_FSDP_MODULES = {
+    "AllGather": "_fsdp_api",
+    "ReduceScatter": "_fsdp_api",
+    "DefaultAllGather": "_fsdp_collectives",
+    "DefaultReduceScatter": "_fsdp_collectives",
+    "FSDPMeshInfo": "_fsdp_common",
+    "HSDPMeshInfo": "_fsdp_common",
+    "FSDPParamGroup": "_fsdp_param_group",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch.distributed.fsdp takes about a second to import, and only FSDP2 models need it.
+    if name not in _FSDP_MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{_FSDP_MODULES[name]}")
+    return getattr(module, name)
 
 
 def bucket_parameters(model: DistributedDataParallel) -> list[list[Tensor]]:
-    """The parameters in each of DDP's buckets, as it has cut them by now. Together, those that it averages.
+    """Return the parameters in each of DDP's current buckets: together, all that DDP averages.
 
-    Torch makes room for all buckets for that, which is let go again at once. Raises RuntimeError for sparse gradients.
+    Torch allocates room for all buckets for that, and frees it at once. Raises RuntimeError for sparse gradients.
     """
     return [bucket.parameters() for bucket in model.reducer._get_zeros_like_grad_buckets()]
+
+
+def has_rebuilt_buckets(model: DistributedDataParallel) -> bool:
+    """Return True once DDP has cut its buckets anew, some forward passes after the first."""
+    return bool(model._has_rebuilt_buckets)
+
+
+def is_in_forward(model: DistributedDataParallel) -> bool:
+    """Return True within `model`'s own forward pass, False if its inner module was called by itself."""
+    return DistributedDataParallel._get_active_ddp_module() is model
+
+
+def allows_uneven_inputs(model: DistributedDataParallel) -> bool:
+    """Return True inside `model.join()`."""
+    return bool(model._join_config.enable)
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Within a backward pass: call `callback` at its end, on the thread that called `backward`."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Return False if torch has destroyed `group`."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def set_cpu_backend(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
+    """Make `gloo` the backend of a group that is made without torch's registry."""
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+
+def number_collectives(gloo: dist.ProcessGroupGloo) -> None:
+    """Let `gloo` number its collectives, which torch's registry does for groups that it makes."""
+    gloo._set_sequence_number_for_group()
+
+
+__all__ = [
+    "AllGather",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "FSDPMeshInfo",
+    "FSDPParamGroup",
+    "HSDPMeshInfo",
+    "ReduceScatter",
+    "allows_uneven_inputs",
+    "bucket_parameters",
+    "call_after_backward",
+    "has_rebuilt_buckets",
+    "is_in_forward",
+    "is_registered",
+    "number_collectives",
+    "set_cpu_backend",
+]

@@ -1,7 +1,7 @@
-"""What torch itself imports, through the entry point `torch.backends`: init_process_group("cgx") without an import.
+"""Registers backend "cgx" when torch is imported, so that init_process_group("cgx") needs no import of cgx_ray.
 
-A package of its own because importing any part of cgx_ray imports its kernels: every program that imports torch
-would pay for that, and fail where they do.
+Torch imports this package through the entry point `torch.backends`. It is a package of its own because importing any
+part of cgx_ray imports the kernels: every program that imports torch would take that time, and fail where they fail.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 def register() -> None:
     """Make the name "cgx" known to torch.distributed. cgx_ray is imported when a group is first made."""
-    # cgx_ray, where it was imported before torch, registers by itself.
+    # If cgx_ray was imported before torch, it has registered the name already.
     if dist.is_available() and "cgx" not in dist.Backend.backend_list:
         dist.Backend.register_backend("cgx", _make_group, extended_api=True, devices=["cpu"])
 

@@ -1,8 +1,8 @@
-"""Which layers DDP's buckets consist of, and so how each part of them is reduced.
+"""The layers in DDP's buckets, and so how each part of a bucket is reduced.
 
-A process group gets flat tensors. DDP tells how it cuts its buckets, so a tensor is recognised by its size and by its
-turn among DDP's calls since the last forward pass. Both are the same on all ranks, as addresses would not be. A tensor
-that is taken for a bucket by mistake is still reduced rightly: only its parts are others.
+A process group gets flat tensors without names. DDP tells how it cuts its buckets, so a tensor is recognised as a
+bucket by its size and by its turn among DDP's calls since the last forward pass. Both are the same on all ranks;
+addresses would not be. A tensor that is taken for a bucket by mistake is still reduced rightly, in other parts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from cgx_ray.backend.options import BackendOptions, check_option
 from cgx_ray.engine.layers import as_layer, averaged_parameters, sparse_modules
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE, Intra, Layer, Option, Plan
-from cgx_ray.torch_compat import bucket_parameters
+from cgx_ray.torch_compat import allows_uneven_inputs, bucket_parameters, has_rebuilt_buckets, is_in_forward
 
 Run = tuple[int, int]  # elements [start, stop)
-# The parts of a tensor by how they are reduced, each in ascending order. None: by Gloo, uncompressed.
+# By how they are reduced, the parts of a tensor, each in ascending order. None: by Gloo, uncompressed.
 Parts = dict[Option | None, list[Run]]
 
 _excluded_names: list[str] = []
@@ -34,11 +34,11 @@ _registered: RegisteredModel | None = None
 
 
 def exclude_layers(*substrings: str) -> None:
-    """Leave layers of a registered model uncompressed whose names contain one of `substrings`: `"bn"`, `"bias"`.
+    """Leave layers of a registered model uncompressed if their names contain one of `substrings`: `"bn"`, `"bias"`.
 
-    In addition to those named before and to layers that are small; from the next forward pass on. Call it on every
-    rank, alike and at the same step: backward raises ConfigError if ranks differ, after the time-out if some do not
-    know of any change. Raises ConfigError for anything but non-empty strings.
+    This adds to earlier calls and to small layers, from the next forward pass on. Call it on all ranks at the same step
+    with the same arguments: backward raises ConfigError if ranks differ, after the time-out if a rank made no call.
+    Raises ConfigError unless all arguments are non-empty strings.
     """
     for substring in substrings:
         if not isinstance(substring, str) or not substring:
@@ -49,21 +49,23 @@ def exclude_layers(*substrings: str) -> None:
 def register_model(model: nn.Module, plan: Plan | None = None) -> None:
     """Let backend "cgx" tell the layers in this model's buckets apart, from the next forward pass on.
 
-    Layers of one dimension (biases, norms), with fewer than `min_numel` elements, and those of `exclude_layers` then go
-    through Gloo as they are; the rest of a bucket is compressed as one. Without it a bucket is compressed as a whole.
+    Gloo then reduces layers of one dimension (biases, norms), layers with fewer than `min_numel` elements and those of
+    `exclude_layers`, uncompressed. The other layers of a bucket are compressed as one tensor. Without a registered
+    model a bucket is compressed as a whole.
 
-    model  a DistributedDataParallel; call it on every rank. A second one takes the place of the first. Anything at
-           world size 1: nothing happens
-    plan   codec and scheme by layer instead, such as CGX's adaptive bits: `make_plan(layers_of(model), bits=...)`. What
-           is uncompressed in it, layers of `exclude_layers`, and buckets of fewer than `min_numel` elements go through
-           Gloo. DDP's buckets stay what is sent together; what has the same codec in one is compressed as one
+    model  a DistributedDataParallel; call it on all ranks. A second model replaces the first. At world size 1 any model
+           is accepted and nothing happens
+    plan   codec and scheme by layer instead, such as CGX's adaptive bits: `make_plan(layers_of(model), bits=...)`. Gloo
+           reduces layers that are uncompressed in it, those of `exclude_layers`, and buckets of fewer than `min_numel`
+           elements. DDP's buckets are still sent as they are cut; the layers of a bucket with the same codec are
+           compressed as one tensor
 
-    Another model whose buckets are as large, in the same process group, is taken for this one: give it its own.
-    Raises ConfigError for another kind of model, one with sparse gradients, or a plan that this backend cannot carry
-    out, PlanError for a plan of another model or world size; what was registered before stays, then. Forward raises
-    ConfigError inside `model.join()`: a rank that has no more inputs does not see what becomes of the buckets.
+    Another model in the same process group with buckets of the same sizes is taken for this one: give it a group of its
+    own. Raises ConfigError for another kind of model, a model with sparse gradients, or a plan that this backend cannot
+    run; PlanError for a plan of another model or world size. The earlier registration then stays. Forward raises
+    ConfigError inside `model.join()`: a rank without inputs does not see how the buckets change.
     """
-    global _registered  # noqa: PLW0603 - a process group gets tensors, and no word on whose
+    global _registered  # noqa: PLW0603 - a process group gets tensors without their model
     if isinstance(model, DistributedDataParallel):
         if model.process_group.size() == 1:
             return
@@ -81,11 +83,11 @@ def register_model(model: nn.Module, plan: Plan | None = None) -> None:
 def parts_of(
     group: dist.ProcessGroup, numel: int, options: BackendOptions, gather: Callable[[str], list[str]]
 ) -> Parts:
-    """How the parts of a tensor of `numel` elements are reduced whose turn it is in `group`.
+    """Return how to reduce the parts of the next tensor of `numel` elements in `group`.
 
-    gather  gives what all ranks of the group give it
+    gather  returns, by rank, the strings that all ranks of the group pass to it
 
-    Raises ConfigError on all ranks if it is not the same on all of them.
+    Raises ConfigError on all ranks if their answers differ.
     """
     parts = _registered.take(group, numel, options, gather) if _registered is not None else None
     return {options.option: [(0, numel)]} if parts is None else parts
@@ -101,29 +103,30 @@ class RegisteredModel:
                 "leave register_model out"
             )
         self._planned = _options_of(plan, model) if plan is not None else None
-        # Not kept alive by being registered.
+        # Registering does not keep the model alive.
         self._model = weakref.ref(model)
         self._buckets: list[list[Layer]] = []
         self._has_rebuilt = False
         self._excluded: list[str] = []
         self._is_agreed = False
         self._turns: Counter[int] = Counter()  # by size, tensors of that size since the last forward pass
-        # Of the inner module: DDP's own forward has rebuilt its buckets by then.
+        # A hook of the inner module, since DDP's own forward has rebuilt the buckets by then.
         self._handle = model.module.register_forward_pre_hook(_before_forward)
 
     def forget(self) -> None:
+        """Take the hook out of the model."""
         self._handle.remove()
 
     def take(
         self, group: dist.ProcessGroup, numel: int, options: BackendOptions, gather: Callable[[str], list[str]]
     ) -> Parts | None:
-        """The parts of the bucket of `numel` elements whose turn it is; None if there is no such bucket."""
+        """Return the parts of the next bucket of `numel` elements; None if there is no such bucket."""
         model = self._model()
-        # Turns count in the model's group only: not every rank knows of what happens in another one.
+        # Turns count in the model's group only: not every rank takes part in other groups.
         if model is None or model.process_group is not group or not self._buckets:
             return None
         if not self._is_agreed:
-            # All ranks come here with the same tensor. What they did not agree on, Gloo would end the process for.
+            # All ranks come here with the same tensor. If they cut it differently, Gloo would end the process.
             self._agree(options, gather)
         same = [bucket for bucket in self._buckets if sum(layer.numel for layer in bucket) == numel]
         if not same:
@@ -133,7 +136,7 @@ class RegisteredModel:
         return self._parts(bucket, options)
 
     def _parts(self, bucket: Sequence[Layer], options: BackendOptions) -> Parts:
-        """Neighbours are one run."""
+        """Return the parts of `bucket`, with neighbouring layers joined to one run."""
         parts: Parts = {}
         starts = itertools.accumulate((layer.numel for layer in bucket), initial=0)
         for start, layer in zip(starts, bucket, strict=False):
@@ -163,12 +166,12 @@ class RegisteredModel:
         self._is_agreed = True
 
     def begin_forward(self) -> None:
-        """Read the buckets if DDP has built them anew: it does so once, some forward passes after the first."""
+        """Read the buckets if DDP has cut them anew, which it does once, some forward passes after the first."""
         model = self._model()
-        # Who calls the inner module by itself comes before DDP has rebuilt its buckets.
-        if model is None or DistributedDataParallel._get_active_ddp_module() is not model:
+        # If the inner module is called by itself, DDP has not yet rebuilt its buckets.
+        if model is None or not is_in_forward(model):
             return
-        if model._join_config.enable:
+        if allows_uneven_inputs(model):
             raise ConfigError(
                 "a model that register_model got cannot train inside model.join(); leave register_model out, or give "
                 "every rank as many inputs"
@@ -177,14 +180,14 @@ class RegisteredModel:
         if self._excluded != _excluded_names:
             self._excluded = list(_excluded_names)
             self._is_agreed = False
-        if torch.is_grad_enabled() and (not self._buckets or self._has_rebuilt != model._has_rebuilt_buckets):
-            self._buckets, self._has_rebuilt = _buckets_of(model), model._has_rebuilt_buckets
+        if torch.is_grad_enabled() and (not self._buckets or self._has_rebuilt != has_rebuilt_buckets(model)):
+            self._buckets, self._has_rebuilt = _buckets_of(model), has_rebuilt_buckets(model)
             self._is_agreed = False
 
 
 @torch.compiler.disable
 def _before_forward(module: nn.Module, inputs: Any) -> None:
-    # A function of the module, for models are pickled with their hooks.
+    # A function at the top of this module, since models are pickled with their hooks.
     if _registered is not None:
         _registered.begin_forward()
 
@@ -195,7 +198,7 @@ def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
 
 
 def _options_of(plan: Plan, model: DistributedDataParallel) -> dict[str, Option | None]:
-    """By layer. Raises ConfigError or PlanError for a plan that is not for the model or not for this backend."""
+    """Return the plan's answer by layer. Raises PlanError for another model's plan, ConfigError if it cannot run."""
     if not isinstance(plan, Plan):
         raise ConfigError(
             f"register_model got a {type(plan).__name__} as plan; make one, such as make_plan(layers_of(model), "

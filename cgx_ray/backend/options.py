@@ -1,4 +1,4 @@
-"""What the backend compresses, and how: from arguments, else from CGX's environment variables."""
+"""Options of backend "cgx": which tensors it compresses and how, from arguments or CGX's environment variables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE, SMALL_LAYER_NUMEL, CodecSpec, Option, Scheme
 
-# A process group sees tensors, not layers: nothing to keep residuals by, so nothing that needs them.
+# Codecs without residuals: a process group sees tensors, not layers, so it has no names to keep residuals by.
 CODECS = ("none", "fp16", "bf16", "qsgd", "terngrad", "prefix")
 SCHEMES = (Scheme.SRA, Scheme.ALLGATHER)
 DEFAULT_CODEC = CodecSpec(name="qsgd")
 
-# CGX's names.
+# CGX's names of its environment variables.
 BITS = "CGX_COMPRESSION_QUANTIZATION_BITS"
 BUCKET_SIZE = "CGX_COMPRESSION_BUCKET_SIZE"
 MINIMAL_SIZE = "CGX_COMPRESSION_MINIMAL_SIZE"
@@ -38,9 +38,9 @@ def check_option(codec: CodecSpec, scheme: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """What one process group does. Raises ConfigError on a value that is not allowed.
+    """The options of one process group. Raises ConfigError on a value that is not allowed.
 
-    option     where no plan says another; codec none: everything goes through Gloo
+    option     codec and scheme where no plan says another; with codec none Gloo reduces everything
     min_numel  tensors, and layers of a registered model, with fewer elements are not compressed
     """
 
@@ -63,16 +63,17 @@ _given: dict[str, Any] = {}  # arguments of `_make`
 def configure_backend(
     *, codec: CodecSpec | str | None = None, scheme: str | None = None, min_numel: int | None = None
 ) -> None:
-    """Set what backend "cgx" does in groups made from now on, whatever CGX's environment variables say.
+    """Set the options of process groups made from now on, whatever CGX's environment variables say.
 
-    codec      as in `CodecSpec.parse`: none, fp16, bf16, qsgd, terngrad or prefix. Left out: what
-               CGX_COMPRESSION_QUANTIZATION_BITS, _BUCKET_SIZE and _FAKE_RATIO say, else qsgd 4/128
+    codec      as in `CodecSpec.parse`: none, fp16, bf16, qsgd, terngrad or prefix. Left out: that of
+               CGX_COMPRESSION_QUANTIZATION_BITS, _BUCKET_SIZE and _FAKE_RATIO, else qsgd 4/128
     scheme     sra or allgather. Left out: sra
     min_numel  tensors with fewer elements go through Gloo. Left out: CGX_COMPRESSION_MINIMAL_SIZE, else 1,024
 
-    Call it on every rank, alike, before init_process_group. Raises ConfigError on a value that is not allowed.
+    Call it on all ranks with the same arguments, before init_process_group. Raises ConfigError on a value that is not
+    allowed.
     """
-    global _given  # noqa: PLW0603 - torch makes the groups, and passes nothing of ours on
+    global _given  # noqa: PLW0603 - torch makes the groups, and passes no arguments of ours
     given: dict[str, Any] = {}
     if codec is not None:
         given["codec"] = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
@@ -80,15 +81,15 @@ def configure_backend(
         given["scheme"] = scheme
     if min_numel is not None:
         given["min_numel"] = min_numel
-    # Checked here, where it was written, and not first when torch makes a group.
+    # Check now, at the line with the mistake, and not when torch makes a group.
     _make(**given)
     _given = given
 
 
 def current_options() -> BackendOptions:
-    """What a group made now does. The only reader of the environment variables.
+    """Return the options of a group made now. The only reader of CGX's environment variables.
 
-    Raises ConfigError if one of those that are needed has a value that is not allowed.
+    Raises ConfigError if a variable that counts has a value that is not allowed.
     """
     options = dict(_given)
     if "codec" not in options:
@@ -107,7 +108,7 @@ def _make(
 
 
 def _codec_of_environment() -> CodecSpec:
-    # A share in CGX's code, where its paper divides by the ratio.
+    # CGX's code multiplies by it; its paper divides by the ratio.
     allowed = "the share of elements to send: 1 (all of them: off) or less, such as 0.25"
     share = _read(FAKE_RATIO, float, 1.0, lambda x: 0 < x <= 1, allowed)
     if share < 1:
@@ -121,7 +122,7 @@ def _codec_of_environment() -> CodecSpec:
 
 
 def _read(name: str, kind: type[T], default: T, is_allowed: Callable[[T], bool], allowed: str) -> T:
-    """The variable `name`; `default` if it is unset or empty."""
+    """Return the variable `name`, or `default` if it is unset or empty."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default

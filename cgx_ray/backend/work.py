@@ -1,4 +1,4 @@
-"""One compressed all-reduce under way: what its caller waits for."""
+"""`CompressedWork`: the handle of one compressed all-reduce, for its caller to wait on."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cgx_ray.plan import Option
 
 
 class CompressedWork(dist.Work):
-    """Finished by the group's thread, waited for by any other.
+    """A Work that the group's thread finishes and any other thread waits for.
 
     tensor  is replaced by the result
     op      ReduceOp SUM or AVG
-    parts   the runs of it that are compressed alike, beside each other
-    exact   the runs of it that Gloo reduces, beside each other, with Gloo's work; None if there are none
+    parts   by codec and scheme, the runs of the tensor that are compressed together
+    exact   the runs of the tensor that Gloo reduces; None if there are none
     """
 
     def __init__(self, tensor: Tensor, op: Any, parts: Mapping[Option, Sequence[Run]], exact: ExactPart | None) -> None:
@@ -34,11 +34,11 @@ class CompressedWork(dist.Work):
         self._error: CGXError | None = None
         self._is_done = threading.Event()
         self._outcome: torch.futures.Future[None] = torch.futures.Future()
-        # DDP reads it in C++, where `set_exception` of a Python future is not seen but an error in `then` is.
+        # DDP reads it in C++, which sees an error raised in `then` but not `set_exception` of a Python future.
         self._future = self._outcome.then(self._result)
 
     def finish(self, error: CGXError | None = None) -> None:
-        """Let go of those who wait; they get `error` if there is one."""
+        """Wake the waiting threads; they raise `error` if there is one."""
         self._error = error
         self._is_done.set()
         self._outcome.set_result(None)
@@ -49,7 +49,7 @@ class CompressedWork(dist.Work):
         return [self.tensor]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return when the tensor holds the result. Raises what went wrong, TransportError after `timeout` (0: none)."""
+        """Wait for the result. Raises the all-reduce's error, or TransportError after `timeout` (0: no limit)."""
         seconds = timeout.total_seconds()
         if not self._is_done.wait(seconds if seconds > 0 else None):
             raise TransportError(f"an all-reduce of {self.tensor.numel()} elements was not done after {seconds} s")
@@ -61,7 +61,7 @@ class CompressedWork(dist.Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of a list with the tensor. It fails with what went wrong."""
+        """Return a future of a list with the tensor, or of the all-reduce's error."""
         return self._future
 
     def result(self) -> list[Tensor]:
@@ -79,7 +79,7 @@ class CompressedWork(dist.Work):
 
 
 class ExactPart:
-    """Runs of a flat tensor that go through Gloo, beside each other in a buffer of their own."""
+    """Runs of a flat tensor that Gloo reduces, beside each other in one buffer."""
 
     def __init__(self, tensor_N: Tensor, runs: Sequence[Run], group: Any, options: Any) -> None:
         self.runs = runs
@@ -87,7 +87,7 @@ class ExactPart:
         self._work = group.allreduce([self._sum_K], options)
 
     def finish(self, tensor_N: Tensor) -> None:
-        """Wait for Gloo and put the results where they belong."""
+        """Wait for Gloo and copy the results into `tensor_N`."""
         self._work.wait()
         sums = self._sum_K.split([stop - start for start, stop in self.runs])
         for (start, stop), reduced in zip(self.runs, sums, strict=True):

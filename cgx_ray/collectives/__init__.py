@@ -1,4 +1,12 @@
-"""Schemes: how the encoded gradients of one group become one average that all ranks hold, bit for bit the same."""
+"""Schemes: algorithms that average the encoded gradients of one group over ranks, with the same bits on all ranks.
+
+Letters in the cost formulas of this package:
+
+a, b  latency of the link in seconds, and its seconds per byte
+N, n  ranks, and nodes
+M, m  bytes of the dense gradient, and bytes of the encoded one with headers
+log   base 2
+"""
 
 from __future__ import annotations
 
@@ -14,6 +22,7 @@ from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.ring import Ring
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.transport import Transport
+from cgx_ray.collectives.transport_like import TransportLike
 from cgx_ray.collectives.tree import Tree
 from cgx_ray.plan import Intra, Scheme
 
@@ -21,18 +30,19 @@ from cgx_ray.plan import Intra, Scheme
 def make_exchange(
     codec: Codec, scheme: Scheme, numel: int, item_bytes: int, transport: Transport, intra: Intra = Intra.FLAT
 ) -> Exchange:
-    """The exchange for a group of `numel` elements of `item_bytes` each.
+    """Return the exchange for a group of `numel` elements of `item_bytes` each.
 
-    With one rank a node there is nothing inside, and dense on one node is what `Dense` does: both are flat.
+    It is flat, whatever `intra` says, if each node has one rank, and if all ranks are on one node and the scheme is
+    dense: `Dense` then sums through shared memory as well.
     """
     if intra is not Intra.FLAT and has_inside(transport.nodes, scheme):
         return Hierarchical(
-            codec, intra, numel, transport, lambda part, length, few: _flat(part, scheme, length, item_bytes, few)
+            codec, intra, numel, transport, lambda part, length, some: _flat(part, scheme, length, item_bytes, some)
         )
     return _flat(codec, scheme, numel, item_bytes, transport)
 
 
-def _flat(codec: Codec, scheme: Scheme, numel: int, item_bytes: int, transport: Transport) -> Exchange:
+def _flat(codec: Codec, scheme: Scheme, numel: int, item_bytes: int, transport: TransportLike) -> Exchange:
     match scheme:
         case Scheme.DENSE:
             return Dense(numel * item_bytes, transport)

@@ -1,4 +1,4 @@
-"""Allgather, direct: every rank sends its encoded gradient to every other and all decode the same N messages."""
+"""Allgather, direct: every rank sends its encoded gradient to all others, and all decode the same N messages."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives.parcel import Parcel, Step, cut, run_lanes
+from cgx_ray.collectives.parcel import Parcel, Step
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport import Handle, Transport
+from cgx_ray.collectives.pieces import Piece, cut, run_lanes
+from cgx_ray.collectives.transport_like import Handle, TransportLike
 from cgx_ray.plan import CODECS_OF_SCHEME, Scheme
 
 
 class Allgather:
     """Cost a + (N-1) m b. All ranks add the messages in rank order, so the sums agree bit for bit.
 
-    Where a codec may see a part of a gradient, long ones go in pieces: while one is coded the others travel.
+    Early messages are decoded while late ones are still coming. Long gradients are cut into pieces if the codec may
+    encode parts of a gradient by themselves.
     """
 
-    def __init__(self, codec: Codec, numel: int, transport: Transport) -> None:
+    def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         self._transport = transport
-        can_cut = codec.spec.name in CODECS_OF_SCHEME[Scheme.SRA]
-        pieces = cut(codec, [(0, numel)], transport) if can_cut else [((0, numel),)]
-        self._lanes = [_Lane(index, bounds, codec, transport) for index, (bounds,) in enumerate(pieces)]
-        self._can_cut = can_cut
+        # Codecs that sra carries may encode parts of a gradient.
+        self._can_cut = codec.spec.name in CODECS_OF_SCHEME[Scheme.SRA]
+        whole = Piece(index=0, num_pieces=1, bounds=((0, numel),))
+        pieces = cut(codec, [(0, numel)], transport) if self._can_cut else [whole]
+        self._lanes = [_AllgatherLane(piece, codec, transport) for piece in pieces]
         self.sent_bytes = sum(lane.sent_bytes for lane in self._lanes)
 
     def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
@@ -38,29 +41,30 @@ class Allgather:
         run_lanes(lanes, self._transport, phases)
 
 
-class _Lane:
-    """A piece of the gradient, of every rank."""
+class _AllgatherLane:
+    """One piece of every rank's gradient."""
 
-    def __init__(self, index: int, bounds: tuple[int, int], codec: Codec, transport: Transport) -> None:
-        self.bounds = bounds
-        self._index = index
+    def __init__(self, piece: Piece, codec: Codec, transport: TransportLike) -> None:
+        (self.bounds,) = piece.bounds
+        self._index = piece.index
         self._codec = codec
         self._transport = transport
-        self._parcels = [Parcel(codec, bounds[1] - bounds[0]) for _ in range(transport.world_size)]
+        start, stop = self.bounds
+        self._parcels = [Parcel(codec, stop - start) for _ in range(transport.world_size)]
         self.sent_bytes = sum(parcel.num_bytes for parcel in self._parcels[1:])
 
     def gather(self, step: Step, memory: Memory | None) -> Iterator[Handle]:
-        """Average the piece; gives out what it waits for."""
+        """Average the piece; yield the handles to wait for."""
         transport, phases = self._transport, step.phases
         rank, world_size = transport.rank, transport.world_size
         run_N, own = step.run_of(self.bounds), self._parcels[rank]
         keys = [step.key(0 if self._codec.shares_key else sender, self._index) for sender in range(world_size)]
-        # Posted before anything comes, so that it goes straight to where it belongs.
+        # Receives first: early messages then go straight to their memory.
         coming = {peer: transport.start({}, {peer: self._parcels[peer].parts}) for peer in transport.peers}
         own.encode(run_N, step.stamp, keys[rank], memory)
         phases.lap("encode")
         going = transport.start(dict.fromkeys(transport.peers, own.parts), {})
-        # In rank order, whoever comes first: sums depend on it.
+        # In rank order, whichever comes first: the bits of the sum depend on the order.
         for sender, parcel in enumerate(self._parcels):
             if sender == rank:
                 parcel.use(run_N, add=sender > 0, key=keys[rank])

@@ -1,4 +1,4 @@
-"""All-reduce of messages that can be summed as they are, by the vendor's ring."""
+"""All-reduce of encoded gradients that can be summed without decoding, by the vendor's ring."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cgx_ray.codecs.powersgd import PowerSgd
 from cgx_ray.codecs.sparse import RandomK
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport import Transport
+from cgx_ray.collectives.transport_like import TransportLike
 from cgx_ray.runtime_ext import ops
 
 
 class Allreduce:
-    """Cost of the dense ring for m bytes. Divides before it sums, as DDP does: fp16 would overflow first."""
+    """Cost 2(N-1) a + 2(N-1)/N m b. Divides before it sums, as DDP does, since sums of fp16 would overflow first."""
 
-    def __init__(self, codec: Codec, numel: int, transport: Transport) -> None:
+    def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         assert isinstance(codec, Fp16 | Bf16 | Prefix | RandomK)
         self._codec = codec
         self._transport = transport
@@ -28,7 +28,7 @@ class Allreduce:
 
     def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
         """See `Exchange.run`."""
-        # The same on all ranks: the elements of randomk are those of the key.
+        # The same key on all ranks: it selects randomk's elements.
         key = ops.message_key(seed, stamp.step, stamp.group, 0, 0)
         self._codec.encode(grad_N, self._payload, key, memory)
         self._values.div_(self._transport.world_size)
@@ -40,13 +40,13 @@ class Allreduce:
 
 
 class PowerSgdAllreduce:
-    """PowerSGD as its paper has it (Vogels et al. 2019, Algorithms 1 and 2): P is averaged, then Q.
+    """PowerSGD as in its paper (Vogels et al. 2019, Algorithms 1 and 2): average P, then Q.
 
-    Two all-reduces, so twice the latency of the dense ring. What a rank still owes is its gradient less what its own Q
-    would have made of it. Ranks that start with different Q, which an allgather leaves behind, have one after a step.
+    Cost 4(N-1) a + 2(N-1)/N m b: two all-reduces. A rank's residual is its gradient minus P times its own Q. Scheme
+    allgather leaves different Q on the ranks; after one step here all ranks have the same.
     """
 
-    def __init__(self, codec: Codec, numel: int, transport: Transport) -> None:
+    def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         assert isinstance(codec, PowerSgd)
         self._codec = codec
         self._transport = transport

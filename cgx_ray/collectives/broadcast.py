@@ -1,4 +1,4 @@
-"""Broadcast: one rank collects everyone's encoded gradient and sends out the encoded average (parameter server)."""
+"""Broadcast: one rank collects all encoded gradients and sends out the encoded average (a parameter server)."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives.parcel import Parcel, Step, cut, run_lanes
+from cgx_ray.collectives.parcel import Parcel, Step
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport import Handle, Transport
+from cgx_ray.collectives.pieces import Piece, cut, run_lanes
+from cgx_ray.collectives.transport_like import Handle, TransportLike
 
 
 class Broadcast:
-    """Cost 2a + 2(N-1) m b, at the root's link; the others send m and receive m. Groups take turns: group g has root
-    g mod N.
+    """Cost 2a + 2(N-1) m b at the root's link; every other rank sends m and receives m.
 
-    The root owes N times what encoding the average dropped, as the owner of a chunk in `Sra`, the others what their
-    messages to it dropped. The root uses the encoded average too, so all ranks hold the same bits. Long gradients go
-    in pieces, as in `Sra`: while one is coded the others travel.
+    Groups take turns: group g has root g mod N. The root uses the encoded average too, so all ranks hold the same bits.
+    With feedback the root owes N times what encoding the average dropped, as the owner of a chunk in `Sra`; the others
+    owe what their messages to it dropped. Pieces of long gradients overlap.
     """
 
-    def __init__(self, codec: Codec, numel: int, transport: Transport) -> None:
+    def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         self._transport = transport
-        pieces = cut(codec, [(0, numel)], transport)
-        self._lanes = [_Lane(index, bounds, codec, transport) for index, (bounds,) in enumerate(pieces)]
-        # Of a root or not: `run` is told which group this is.
+        self._lanes = [_BroadcastLane(piece, codec, transport) for piece in cut(codec, [(0, numel)], transport)]
+        # Known in `run`: it depends on the group whether this rank is the root.
         self.sent_bytes = 0
 
     def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
@@ -43,53 +42,49 @@ class Broadcast:
         self.sent_bytes = num_receivers * sum(lane.num_bytes for lane in self._lanes)
 
 
-class _Lane:
-    """A piece of the gradient, on its way to the root and back."""
+class _BroadcastLane:
+    """One piece of the gradient, on its way to the root and back."""
 
-    def __init__(self, index: int, bounds: tuple[int, int], codec: Codec, transport: Transport) -> None:
-        self._index = index
-        self._bounds = bounds
+    def __init__(self, piece: Piece, codec: Codec, transport: TransportLike) -> None:
+        self._piece = piece
+        (self._bounds,) = piece.bounds
         self._transport = transport
-        numel = bounds[1] - bounds[0]
-        # What this rank sends; of the others but the root also what they get.
+        numel = self._bounds[1] - self._bounds[0]
+        # Sent by this rank; on ranks other than the root, the average is received into it as well.
         self._own = Parcel(codec, numel)
-        # Only the root needs them; memory that is never touched is never really allocated.
+        # Only the root uses them. Memory that is never touched takes no pages.
         self._of_peer = {peer: Parcel(codec, numel) for peer in sorted(transport.peers)}
         self.num_bytes = self._own.num_bytes
 
     def collect(self, step: Step) -> Iterator[Handle]:
-        """Average what comes, and send it out; gives out what it waits for."""
+        """On the root: average the gradients and send the average out; yield the handles to wait for."""
         rank, world_size, phases = self._transport.rank, self._transport.world_size, step.phases
         run_N, second = step.run_of(self._bounds), replace(step.stamp, phase=1)
         self._own.borrow(run_N)
-        self._begin_round()
+        self._piece.begin_round(self._transport)
         coming = {peer: self._transport.start({}, {peer: parcel.parts}) for peer, parcel in self._of_peer.items()}
         for peer, parcel in self._of_peer.items():
             yield coming[peer]
             parcel.decode(run_N, step.stamp, self._transport.ranks[peer], add=True)
             phases.lap("decode")
-        # A rank encodes once a step, the root the average.
-        key, memory = step.key(rank, self._index), step.memory_of(self._bounds)
+        # Each rank encodes once per step, the root the average.
+        key, memory = step.key(rank, self._piece.index), step.memory_of(self._bounds)
         self._own.encode_share(run_N.div_(world_size), second, key, memory, world_size)
         phases.lap("encode")
-        self._begin_round()
+        self._piece.begin_round(self._transport)
         yield self._transport.start(dict.fromkeys(self._of_peer, self._own.parts), {})
         self._own.use(run_N)
         phases.lap("decode")
 
     def hand_in(self, step: Step, root: int) -> Iterator[Handle]:
-        """Send the gradient to the root and take over the average; gives out what it waits for."""
+        """On the other ranks: send the gradient to `root`, take over the average; yield the handles to wait for."""
         run_N, phases = step.run_of(self._bounds), step.phases
         self._own.borrow(run_N)
-        key, memory = step.key(self._transport.rank, self._index), step.memory_of(self._bounds)
+        key, memory = step.key(self._transport.rank, self._piece.index), step.memory_of(self._bounds)
         self._own.encode(run_N, step.stamp, key, memory)
         phases.lap("encode")
-        self._begin_round()
+        self._piece.begin_round(self._transport)
         yield self._transport.start({root: self._own.parts}, {})
         yield self._transport.start({}, {root: self._own.parts})
         self._own.decode(run_N, replace(step.stamp, phase=1), self._transport.ranks[root], add=False)
         phases.lap("decode")
-
-    def _begin_round(self) -> None:
-        if self._index == 0:
-            self._transport.begin_round()

@@ -1,4 +1,4 @@
-"""Dense: an all-reduce, nothing compressed; the vendor's, or through shared memory if all ranks are on one host."""
+"""Dense: an uncompressed all-reduce, through shared memory if all ranks are on one host, else by the vendor's ring."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import Tensor
 from cgx_ray.codecs.codec import Memory
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport import Transport
+from cgx_ray.collectives.transport_like import TransportLike
 
 
 class Dense:
-    """Divide, then sum, as DDP does: a sum of fp16 gradients would overflow first."""
+    """Cost 2(N-1) a + 2(N-1)/N M b. Divides before it sums, as DDP does, since sums of fp16 would overflow first."""
 
-    def __init__(self, dense_bytes: int, transport: Transport) -> None:
+    def __init__(self, dense_bytes: int, transport: TransportLike) -> None:
         self._transport = transport
         self.sent_bytes = 2 * (transport.world_size - 1) * dense_bytes // transport.world_size
 
     def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """`grad_N` may be of any dtype here. See `Exchange.run`."""
+        """See `Exchange.run`. `grad_N` may be of any dtype here."""
         grad_N.div_(self._transport.world_size)
         phases.lap("encode")
         self._transport.all_reduce(grad_N)

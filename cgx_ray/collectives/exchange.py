@@ -1,4 +1,4 @@
-"""What all schemes have in common."""
+"""`Exchange`: the interface of all schemes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cgx_ray.collectives.phases import Phases
 class Exchange(Protocol):
     """One scheme for one group, with its buffers. Every rank must call `run` for the same groups in the same order.
 
-    sent_bytes  what this rank sends a step, headers included; of a hierarchical one only what goes to other nodes
+    sent_bytes  bytes that this rank sends per step, headers included; a hierarchical exchange counts only bytes that go
+                to other nodes
     """
 
     sent_bytes: int
@@ -23,8 +24,8 @@ class Exchange(Protocol):
         """Replace `grad_N` by its average over ranks.
 
         grad_N  (N,) this rank's gradient; changed in place
-        memory  what the codec keeps of this group, None for codecs that keep nothing. `memory.next` gets what it will
-                keep; the caller commits it
+        memory  the codec's memory of this group, None for codecs that keep nothing. The exchange writes
+                `memory.next`; the caller commits it
 
         Raises WireError on a message that is broken or of another plan, TransportError if a peer is gone.
         """

@@ -1,4 +1,4 @@
-"""Hierarchical: sum inside the node, average between nodes by any scheme, every local rank its share, gather inside.
+"""Hierarchical: sum inside each node, average between nodes by any scheme, then give the result out inside.
 
 N ranks on n nodes, L of them on this one, C on the smallest
 """
@@ -10,55 +10,68 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-import torch
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import POWERSGD_Q, RESIDUALS, Codec, Memory
+from cgx_ray.codecs.codec import POWERSGD_Q, Codec, Memory
 from cgx_ray.codecs.powersgd import PowerSgd
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.exchange import Exchange
-from cgx_ray.collectives.parcel import Step, chunk_bounds
+from cgx_ray.collectives.inside_node import CompressedInside, DenseInside
+from cgx_ray.collectives.parcel import Step
 from cgx_ray.collectives.phases import Phases
+from cgx_ray.collectives.pieces import chunk_bounds
 from cgx_ray.collectives.sra import Sra
-from cgx_ray.collectives.subset import Direct, Subset
+from cgx_ray.collectives.subset import MessageGroup, Subset
 from cgx_ray.collectives.transport import Transport
+from cgx_ray.collectives.transport_like import TransportLike
 from cgx_ray.plan import Intra, Layer, Scheme
 from cgx_ray.runtime_ext import ops
-from cgx_ray.runtime_ext.shm import LocalGroup
 
-# Which of a step's random numbers: those of the C exchanges between nodes, of each node, and of what all nodes encode.
+# Uses of random numbers in a step: each of the C exchanges between nodes, the inside of each node, and encodings that
+# must be the same on all nodes.
 _BETWEEN, _INSIDE, _SHARED = range(3)
 
 
 def has_inside(nodes: Sequence[int], scheme: Scheme) -> bool:
-    """False where a hierarchical exchange is a flat one: one rank a node, or `dense` on a single node."""
+    """Return False if a hierarchical exchange is a flat one: one rank per node, or `dense` on a single node."""
     num_nodes = len(set(nodes))
     return num_nodes < len(nodes) and not (num_nodes == 1 and scheme is Scheme.DENSE)
 
 
 class Hierarchical:
-    """Cost that inside, 2 a' + 2(L-1)/L M b' dense or, compressed, m in place of M, and that of the scheme for n ranks
-    and the whole group, b being that of a node's network card, which C ranks share.
+    """Cost 2a' + 2(L-1)/L M b' inside a node, with m for M if compressed, and between nodes that of the scheme for n
+    ranks and the whole group. a', b': the link inside; b: that of a node's network card, which C ranks share.
 
-    A group is cut into C chunks. Of each node, rank i of the first C carries chunk i: it gets the sum over the node,
-    averages it with the ranks i of the other nodes, and gives the result to its node. Other ranks only hand in and get
-    back. On a single node nothing is left between nodes: what is owed is paid, and with `dense` nothing is dropped.
+    1. Cut the group into C chunks. Rank i of each node, for i < C, carries chunk i: it gets the sum over its node.
+    2. The ranks i of all nodes average chunk i by the scheme. Sums between nodes (dense, allreduce, artopk_ring) go
+       direct, in 2 latencies instead of a ring's 2(n-1).
+    3. Rank i gives the result to its node. Ranks from C on only take part in steps 1 and 3.
 
-    Memory keeps the unit of the flat schemes: the mean over all N ranks is what the averages still lack, so that plans
-    may change either way. Sums over a node, not means, are exchanged where codecs remember, and the result is
-    multiplied by n/N: what a carrier's encoding drops of a sum is then what it owes of N gradients.
-    - `dense` inside: only carriers owe, each in its chunk. What others of the node owe, or their momentum, is handed
-      over before the first step.
-    - `compressed` inside: a rank also owes what its messages inside drop, as in `Sra`. What encoding the average drops
-      is the same on all nodes, and each of the n carriers of a chunk owes it N/n times.
+    Nodes may have different numbers of ranks, and ranks may be in any order. On a single node step 2 is left out: the
+    residuals are sent in full, and with `dense` nothing is dropped.
 
-    Codecs that remember nothing get means: what fp16 can hold does not overflow. For the others a sum may, if values
-    travel in fp16 (`value_bits=16`): from 65520 on, L times sooner than flat. Gradients that travel as they are, in 16
-    bits, are divided before they are summed.
+    Inside a node, `dense` sums go through shared memory, or by messages if there is none. `compressed` sums are the two
+    halves of `Sra`, for codecs whose sums can be encoded again (not `none`, not `prefix`).
 
-    A codec sees a chunk as its group: topk keeps a share of each, dgc clips each by clip / sqrt(N), as sums of L
-    gradients over a C-th of the elements are about as long as one gradient. powersgd's chunks end where layers do.
+    Memory has the same unit as in flat schemes, so that plans may change either way: the mean over all N ranks is what
+    the averages still lack. With codecs that remember, ranks exchange sums over a node, not means, and the result is
+    multiplied by n/N. Then the part of a sum that a carrier's encoding drops is what the carrier owes of N gradients.
+
+    - `dense` inside: only carriers owe, each in its chunk. The residuals and momentum of the node's other ranks are
+      handed to them before the first step.
+    - `compressed` inside: a rank also owes what its messages inside drop, as in `Sra`. Encoding the average drops the
+      same on all nodes, and each of the n carriers of a chunk owes that N/n times.
+
+    With codecs that remember nothing, ranks exchange means, so fp16 does not overflow. With the others a sum may, if
+    its values travel in fp16 (`value_bits=16`): from 65520 on, L times sooner than in flat schemes. Uncompressed 16-bit
+    gradients are divided before they are summed.
+
+    A codec sees a chunk as its group: topk keeps its share of each chunk. dgc clips each chunk by clip / sqrt(N), since
+    a sum of L gradients over 1/C of the elements is about as long as one gradient. powersgd's chunks end where layers
+    do.
+
+    Bytes inside a node are neither card bytes nor in `sent_bytes`, but the exchange time contains the inside.
     """
 
     def __init__(
@@ -67,9 +80,9 @@ class Hierarchical:
         intra: Intra,
         numel: int,
         transport: Transport,
-        make_inner: Callable[[Codec, int, Transport], Exchange],
+        make_inner: Callable[[Codec, int, TransportLike], Exchange],
     ) -> None:
-        """`make_inner`: the scheme between nodes, for a codec, a number of elements, and some ranks of `transport`."""
+        """`make_inner` makes the exchange between nodes, for a codec, a number of elements, and the ranks in it."""
         members = _members(transport.nodes)
         here = next(ranks for ranks in members if transport.rank in ranks)
         num_chunks = min(map(len, members))
@@ -79,7 +92,7 @@ class Hierarchical:
         self._own = start, stop = bounds[self._place]
         self._scale = Fraction(len(members), transport.world_size)
 
-        self._codec = make_codec(codec.spec, _cut(codec.layers, start, stop), codec.world_size)
+        self._codec = make_codec(codec.spec, _layers_within(codec.layers, start, stop), codec.world_size)
         self._inner: Exchange | None = None
         if len(members) > 1 and stop > start:
             carriers = Subset(transport, [others[self._place] for others in members])
@@ -88,14 +101,15 @@ class Hierarchical:
         self._q_bounds = _q_bounds(codec, numel, self._own)
 
         inside = Subset(transport, here)
-        self._inside: _Dense | _Compressed
+        self._inside: DenseInside | CompressedInside
         if intra is Intra.DENSE:
-            self._inside = _Dense(transport, transport.local or Direct(inside), bounds)
+            self._inside = DenseInside(transport, transport.local or MessageGroup(inside), bounds)
         else:
-            self._inside = _Compressed(Sra(codec, numel, inside, bounds), numel, float(1 / self._scale), self._own)
+            sra = Sra(codec, numel, inside, bounds)
+            self._inside = CompressedInside(sra, numel, float(1 / self._scale), self._own)
 
     def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`. Without a codec `grad_N` may be of any dtype."""
+        """See `Exchange.run`. With codec none `grad_N` may be of any dtype."""
         step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=self._seed(seed, stamp, _INSIDE), phases=phases)
         own_N = grad_N[slice(*self._own)]
         if grad_N.element_size() == 2:
@@ -115,20 +129,20 @@ class Hierarchical:
         self._inside.share(replace(step, seed=self._seed(seed, stamp, _SHARED)))
 
     def _rescale(self, values_N: Tensor) -> None:
-        """Multiply by n/N; exactly, where the result is a number of that type."""
+        """Multiply by n/N, exactly if the dtype can represent the result."""
         values_N.div_(self._scale.denominator)
         if self._scale.numerator > 1:
             values_N.mul_(self._scale.numerator)
 
     def _pay(self, own_N: Tensor, memory: Memory) -> None:
-        """Nothing is encoded between nodes: send all that there is, as a codec does that drops nothing."""
+        """On a single node: add the residual and owe nothing, as a codec that drops nothing."""
         own_N.copy_(self._codec.feed(own_N, memory))
         for kind, value in memory.next.items():
             if kind != POWERSGD_Q:
                 value.zero_()
 
     def _part(self, memory: Memory) -> Memory:
-        """Views of the own chunk's memory."""
+        """Return views of the own chunk's memory."""
         part = memory.part(*self._own)
         if POWERSGD_Q not in memory.now:
             return part
@@ -136,85 +150,18 @@ class Hierarchical:
         return Memory({**part.now, POWERSGD_Q: now}, {**part.next, POWERSGD_Q: next_})
 
     def _seed(self, seed: int, stamp: Stamp, use: int) -> int:
-        """Ranks that exchange with each other have the same, and no others but for what all nodes must encode alike."""
+        """Return the seed for one of the uses: equal on ranks that exchange with each other, different elsewhere."""
         who = {_BETWEEN: self._place, _INSIDE: self._node, _SHARED: 0}[use]
         return ops.message_key(seed, stamp.step, stamp.group, who, use)
 
 
-class _Dense:
-    """Inside a node: sums as they are, in shared memory or by messages."""
-
-    def __init__(self, transport: Transport, local: LocalGroup | Direct, bounds: Sequence[tuple[int, int]]) -> None:
-        self._transport = transport
-        self._local = local
-        self._bounds = bounds
-        self._has_taken_over = False
-
-    def reduce(self, step: Step) -> None:
-        """Replace the own chunk by its sum over the node."""
-        if step.memory is not None:
-            if not self._has_taken_over:
-                self._take_over(step.memory)
-            # Others' chunks are never encoded here.
-            for kind, value in step.memory.next.items():
-                value.copy_(step.memory.now[kind]) if kind == POWERSGD_Q else value.zero_()
-        step.phases.lap("encode")
-        self._reduce_scatter(step.grad_N)
-        step.phases.lap("exchange")
-
-    def share(self, step: Step) -> None:
-        """Give the own chunk to the node."""
-        with self._transport.reporting("a gathering inside the node"):
-            self._local.all_gather(step.grad_N, self._bounds)
-        step.phases.lap("exchange")
-
-    def _take_over(self, memory: Memory) -> None:
-        """Once: give what is remembered to who carries it. No sum changes, so the step need not succeed."""
-        start, stop = self._bounds[self._local.rank]
-        for kind, value in memory.now.items():
-            if kind != POWERSGD_Q:
-                self._reduce_scatter(value)
-                value[:start].zero_()
-                value[stop:].zero_()
-        self._has_taken_over = True
-
-    def _reduce_scatter(self, values_N: Tensor) -> None:
-        with self._transport.reporting("a sum inside the node"):
-            self._local.reduce_scatter(values_N, self._bounds)
-
-
-class _Compressed:
-    """Inside a node: the two halves of `Sra`."""
-
-    def __init__(self, sra: Sra, numel: int, num_debtors: float, own: tuple[int, int]) -> None:
-        """`num_debtors`: how many times this rank owes what encoding the average of its chunk drops."""
-        self._sra = sra
-        self._num_debtors = num_debtors
-        self._own = slice(*own)
-        self._dropped_N = torch.zeros(numel)
-
-    def reduce(self, step: Step) -> None:
-        """Replace the own chunk by its sum over the node."""
-        self._sra.scatter(step)
-        self._sra.reduce(step)
-
-    def share(self, step: Step) -> None:
-        """Give the own chunk to the node, and use what it gets."""
-        if step.memory is None:
-            self._sra.share(step, self._num_debtors)
-            return
-        # No residual is added: it is another one on each node, which would then get another average.
-        self._sra.share(replace(step, memory=Memory({}, {RESIDUALS: self._dropped_N})), self._num_debtors)
-        step.memory.next_N[self._own].add_(self._dropped_N[self._own])
-
-
 def _members(nodes: Sequence[int]) -> list[list[int]]:
-    """The ranks of each node, ascending."""
+    """Return the ranks of each node, ascending."""
     return [[rank for rank, node in enumerate(nodes) if node == wanted] for wanted in sorted(set(nodes))]
 
 
 def _chunks(codec: Codec, numel: int, num_chunks: int) -> list[tuple[int, int]]:
-    """Near-equal runs of what `codec` may encode by itself."""
+    """Cut the group into near-equal chunks that `codec` may encode by themselves."""
     if not isinstance(codec, PowerSgd):
         return chunk_bounds(numel, num_chunks, codec.granule)
     borders = [shape.start for shape in codec.shapes(numel)] + [numel]
@@ -222,8 +169,8 @@ def _chunks(codec: Codec, numel: int, num_chunks: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-def _cut(layers: Sequence[Layer], start: int, stop: int) -> list[Layer]:
-    """What of `layers` lies in [start, stop); a part of a layer counts as one without rows."""
+def _layers_within(layers: Sequence[Layer], start: int, stop: int) -> list[Layer]:
+    """Return the layers, or parts of layers, in the elements [start, stop). A part counts as a layer without rows."""
     parts, first = [], 0
     for layer in layers:
         numel = min(first + layer.numel, stop) - max(first, start)
@@ -236,7 +183,7 @@ def _cut(layers: Sequence[Layer], start: int, stop: int) -> list[Layer]:
 
 
 def _q_bounds(codec: Codec, numel: int, own: tuple[int, int]) -> tuple[int, int]:
-    """Where PowerSGD's Q of the layers in `own` lies in that of the group."""
+    """Return where in the group's PowerSGD Q, as [start, stop), the Q of the layers in `own` lies."""
     if not isinstance(codec, PowerSgd):
         return 0, 0
     shapes = codec.shapes(numel)

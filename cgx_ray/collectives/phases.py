@@ -1,4 +1,4 @@
-"""Where the time of one group's exchange went."""
+"""`Phases`: the seconds of one group's exchange, by phase."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal
 
 
 class Phases:
-    """Stop watch with one running total for each phase. Seconds.
+    """Stop watch with a running total of seconds for each phase.
 
-    encode, decode  this thread's time with the codec, whether messages were under way meanwhile or not
-    exchange        wall time of the rounds of messages, each from this rank's first send to its last receive; where
-                    rounds overlap it counts once. What is encoded and decoded in between is not taken off, so the
-                    three overlap and their sum may be more than the time that passed.
+    encode, decode  time of this thread in the codec, even while messages are under way
+    exchange        wall time of the rounds of messages, each from this rank's first send to its last receive. Time in
+                    which several rounds overlap counts once. Encoding and decoding within a round are not taken off, so
+                    the sum of the three may exceed the time that passed
 
     Schemes that do one thing after the other only call `lap`.
     """
@@ -26,20 +26,20 @@ class Phases:
         self._opened = 0.0
 
     def lap(self, phase: Literal["encode", "exchange", "decode"]) -> None:
-        """Count the time since the last lap as `phase`. Waiting within a round is the round's."""
+        """Count the time since the last lap as `phase`, except time to wait within a round, which the round counts."""
         now = time.perf_counter()
         if phase != "exchange" or self._num_open == 0:
             setattr(self, phase, getattr(self, phase) + now - self._last)
         self._last = now
 
     def begin_round(self) -> None:
-        """The first message of a round is ready to go."""
+        """Begin a round: call it when its first message is ready to go."""
         if self._num_open == 0:
             self._opened = time.perf_counter()
         self._num_open += 1
 
     def end_round(self) -> None:
-        """The last message of a round is here."""
+        """End a round: call it when its last message has arrived."""
         assert self._num_open > 0
         self._num_open -= 1
         if self._num_open == 0:

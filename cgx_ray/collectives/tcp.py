@@ -1,6 +1,19 @@
-"""Connections between all ranks, beside torch.distributed: TCP between hosts, shared memory between ranks of one.
+"""Connections between all ranks beside torch.distributed: TCP between hosts, shared memory between ranks of one host.
 
-Messages are pushed, nobody asks first: Gloo's wait until the receiver says that it is ready, one more latency each.
+Senders push their messages. Gloo's wait until the receiver says that it is ready, one more latency per message.
+
+**TCP.** Ranks connect when they attach. Their addresses travel through torch.distributed or a store, and so does a
+secret of 32 bytes: a rank that connects presents the first half and is answered with the other. Nothing is encrypted,
+as in Gloo and NCCL. Before each message go its number and its length, so that two ends that are not at the same message
+find out. One thread per rank moves all bytes, by edge-triggered epoll (`runtime_ext/csrc/net`). Ranks whose round trip
+takes 5 ms or more when they connect have several connections, since TCP begins with ten segments, also after a pause:
+messages up to 256 KiB are cut and spread over them, longer ones go to the connection that was given the fewest bytes.
+
+**Shared memory.** Ranks share a segment of POSIX shared memory if they see the same /dev/shm as the same user, have all
+mapped the segment, and read its random number there. Otherwise they use TCP and log the reason with the size that the
+segment takes (23 MiB for 8 ranks). The segment has a name only until all have mapped it, under a lock of its maker, so
+the next start removes one that a killed run left. Messages go through a ring of bytes for each ordered pair; the TCP
+connection of the pair is its sign of life. `runtime_ext.shm.LocalGroup` sums and gathers through slots in the segment.
 """
 
 from __future__ import annotations
@@ -23,25 +36,25 @@ from cgx_ray.runtime_ext.shm import Segment, host_key
 
 logger = logging.getLogger(__name__)
 
-# All ranks are there when they connect, so whoever takes longer cannot be reached.
+# All ranks are running when they connect, so a rank that takes longer than a minute cannot be reached.
 MAX_CONNECT_S = 60.0
 
-
-# To ranks that are far. At 10 ms one way four carry 250 KB in 12 ms, one in 32; eight cost more processor time.
+# Connections to a rank that is far. At 10 ms one way four carry 250 KB in 12 ms, one in 32; eight cost more processor
+# time.
 NUM_STREAMS = 4
 
-# Gives what it is given by every rank, in rank order; all ranks call it alike. Text, integers, None and lists of them.
+# Returns the values that all ranks gave, in rank order. Values are text, integers, None and lists of them.
 Gather = Callable[[Any], list[Any]]
 
 
 def connect_mesh(
     group: dist.ProcessGroup, timeout_s: float, num_streams: int = NUM_STREAMS, *, shared_memory: bool = True
 ) -> Mesh:
-    """Connect every rank of `group` with every other. Call it on all of them; addresses travel through the group.
+    """Connect every rank of `group` with every other, by addresses that travel through the group. Call it on all ranks.
 
-    timeout_s      at most a minute is waited for connections; it is also that of `Mesh.local`
-    num_streams    connections to a rank that is far, see `Mesh`; short messages are spread over them
-    shared_memory  let this rank share memory with others of its host that may too; if they cannot, that is logged
+    timeout_s      also of `Mesh.local`; connecting takes at most a minute of it
+    num_streams    connections to a rank that is far
+    shared_memory  let this rank share memory with other ranks of its host that may too; a failure is logged
 
     Raises TransportError if a rank cannot be reached, ConfigError if this node has no usable address.
     """
@@ -57,20 +70,20 @@ def connect_mesh(
 
 
 def connect_mesh_by_store(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Mesh:
-    """As `connect_mesh`, for ranks that share a store of their own but no process group yet.
+    """Connect as `connect_mesh`, for ranks that share a store of their own but no process group yet.
 
-    store  its keys can be deleted. Whoever can read or write it is trusted: what it says decides where ranks connect
-           to, and until they have, the run's secret is there
+    store  must be able to delete keys. Everyone who can read or write it is trusted: it says where ranks connect to,
+           and contains the run's secret until they have
     """
     rounds = itertools.count()
-    # Gloo keeps its addresses in the same store.
+    # The prefix keeps our keys apart from Gloo's addresses in the same store.
     store = dist.PrefixStore("cgx_ray", store)
 
     def gather(value: Any) -> list[Any]:
         round_ = next(rounds)
         store.set(f"{round_}/{rank}", json.dumps(value))
         values = [json.loads(store.get(f"{round_}/{peer}")) for peer in range(world_size)]
-        # Who has come to this round has read the one before.
+        # A rank that has come to this round has read the one before.
         if round_ > 0:
             store.delete_key(f"{round_ - 1}/{rank}")
         return values
@@ -87,7 +100,7 @@ def _connect(
         addresses = [(host, port) for host, port in gather([mesh.address, mesh.port])]
         ranks, segment = _share_memory(rank, gather, shared_memory=shared_memory)
         problem = _dial(mesh, addresses, timeout_s, segment, ranks)
-        # All of them learn of it: who got through to everyone would wait for those who gave up.
+        # Tell all ranks: one that reached everyone would wait for those that gave up.
         problems, leaders = zip(*gather([problem, ranks[0]]), strict=True)
         if any(problems):
             told = "; ".join(
@@ -115,7 +128,7 @@ def _dial(
     segment: Segment | None,
     sharers: Sequence[int],
 ) -> str | None:
-    """Connect to all ranks, or hang up and return what went wrong."""
+    """Connect to all ranks. On an error hang up and return its message, else return None."""
     try:
         mesh.connect(addresses, min(timeout_s, MAX_CONNECT_S), segment, sharers)
     except RuntimeError as error:
@@ -125,7 +138,7 @@ def _dial(
 
 
 def _share_memory(rank: int, gather: Gather, *, shared_memory: bool) -> tuple[list[int], Segment | None]:
-    """The ranks that share memory with this one, ascending and with itself, and what they share."""
+    """Return the ranks that share memory with this one, ascending and with itself, and their segment."""
     keys = gather(host_key() if shared_memory else None)
     key = keys[rank]
     ranks = [other for other in range(len(keys)) if keys[other] == key] if key is not None else [rank]
@@ -157,9 +170,10 @@ def _share_memory(rank: int, gather: Gather, *, shared_memory: bool) -> tuple[li
 
 
 def node_address() -> str:
-    """The address that other nodes reach this one at, chosen as Gloo does, so that both use the same network.
+    """Return the address at which other nodes reach this one, chosen as Gloo does, so that both use the same network.
 
-    That of the interface GLOO_SOCKET_IFNAME, else the first of this host's name that is this machine's, else loopback.
+    It is that of the interface GLOO_SOCKET_IFNAME, else the first address of this host's name that this machine has,
+    else loopback.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     own = {

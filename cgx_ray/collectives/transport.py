@@ -1,79 +1,35 @@
-"""Moving bytes between ranks: messages over a mesh, vendor collectives over a torch.distributed group of its own."""
+"""Moving bytes between ranks: messages over a mesh, the vendor's collectives over a torch.distributed group."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cgx_ray.errors import CGXError, ConfigError, TransportError
+from cgx_ray.collectives.simulated_link import LinkDelay, SimulatedLink
+from cgx_ray.collectives.transport_like import Handle
+from cgx_ray.errors import CGXError, TransportError
 from cgx_ray.runtime_ext import shm
 from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
 
-# Torch's own for Gloo: half an hour.
+# Torch's own time-out for Gloo: half an hour.
 DEFAULT_TIMEOUT_S = 1800.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedLink:
-    """A link in software: messages are held back by latency and rate. For machines that cannot shape a real one.
-
-    It is between any two ranks: every rank counts as a node of its own, and hierarchical plans are flat.
-
-    latency_s  one way
-    schedule   (first step, bit/s) pairs, ascending by step, the first for step 0
-    """
-
-    latency_s: float
-    schedule: tuple[tuple[int, float], ...]
-
-    def __post_init__(self) -> None:
-        steps = [step for step, _ in self.schedule]
-        rates = [rate for _, rate in self.schedule]
-        if self.latency_s < 0 or not math.isfinite(self.latency_s):
-            raise ConfigError(f"simulated latency {self.latency_s!r} s is not allowed; give 0 or more")
-        if not steps or steps[0] != 0 or steps != sorted(set(steps)):
-            raise ConfigError(f"simulated schedule starts at steps {steps}; they must ascend from 0")
-        if not all(rate > 0 for rate in rates):
-            raise ConfigError(f"simulated rates {rates} bit/s are not allowed; give positive ones")
-
-    def delay_s(self, step: int, num_hops: float, num_bytes: float) -> float:
-        """How long a link of this kind holds `num_bytes` in `num_hops` rounds."""
-        rate = next(rate for first, rate in reversed(self.schedule) if step >= first)
-        return self.latency_s * num_hops + num_bytes * 8 / rate
-
-
-# A ticket of the mesh, or what torch.distributed waits on.
-Handle = int | list[dist.Work | None]
-
-
-@dataclass(slots=True)
-class _Round:
-    """What a simulated link carries and has held back of messages that are under way together."""
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    held_bytes: int = 0
-    hops_left: int = 1
-
-
 class Transport:
-    """Point-to-point and vendor collectives of one engine. Used by its communication thread alone.
+    """A `TransportLike` of all ranks of one engine. Only the engine's communication thread uses it.
 
-    takes_many         many messages between two ranks may be under way at once; Gloo has hung with some dozens
-    peers              the other ranks, the next one first: where every rank starts with another
-    ranks              what each rank is called in messages of errors: itself, but see `Subset`
-    nodes              index of the node of every rank: those of one node share memory
-    local              the ranks of this node, if they are several; none on a simulated link, which is between any two
-    step, group_index  what is under way, for messages of errors
-    timeout_s          before a peer that does not answer counts as gone
-    lag_s              by rank, from this rank's last `start_minimum` to when the other's came; over TCP only
+    takes_many         False over Gloo, which has hung with some dozens of messages
+    ranks              every rank is called by its own number
+    nodes              by rank, the index of its node; ranks of one node share memory
+    local              collectives among the ranks of this node; None if it has one rank, or with a simulated link
+    step, group_index  the exchange under way, for error messages
+    timeout_s          seconds after which a peer that does not answer counts as gone
+    lag_s              by rank, seconds from this rank's last `start_minimum` until the other's came; over TCP only
     """
 
     def __init__(
@@ -84,13 +40,14 @@ class Transport:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         cuda_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """
-        group       Gloo's; without `mesh` messages go through it as well. It has a time-out of its own
-        cuda_group  the same ranks', for sums of what is on CUDA devices; `group` copies it to the host
+        """Build on a group of this engine alone.
+
+        group       Gloo's, with a time-out of its own; without `mesh` messages go through it as well
+        cuda_group  has the same ranks and sums CUDA tensors; left out, `group` does, by way of the host
         """
         self._group = group
         self._cuda_group = cuda_group if cuda_group is not None else group
-        self._link = link
+        self._delay = LinkDelay(link) if link is not None else None
         self._mesh = mesh
         self.timeout_s = timeout_s
         self.takes_many = mesh is not None
@@ -104,23 +61,17 @@ class Transport:
         self.step = 0
         self.group_index = 0
         self.lag_s: tuple[float, ...] = ()
-        self._round = _Round()
         self._card_bytes = 0
 
     def begin_round(self) -> None:
-        """What is started from now on is one round of messages: a simulated link counts one hop a round."""
-        self._round = _Round()
+        """See `TransportLike.begin_round`."""
+        if self._delay is not None:
+            self._delay.begin_round()
 
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
-        """Begin to send and receive, by rank, in that order, and return at once with what `finish` takes.
-
-        The n-th receive from a rank takes its n-th send. What is sent must stay as it is, and what is received into
-        must not be used, until `finish`.
-
-        Raises TransportError if a peer is gone.
-        """
-        if self._link is not None:
-            self._hold_round(_total_bytes(sends), _total_bytes(receives))
+        """See `TransportLike.start`."""
+        if self._delay is not None:
+            self._delay.hold_round(self.step, _total_bytes(sends), _total_bytes(receives))
         self._card_bytes += _total_bytes({peer: parts for peer, parts in sends.items() if self._is_away(peer)})
         try:
             if self._mesh is not None:
@@ -132,10 +83,7 @@ class Transport:
         return works
 
     def finish(self, handle: Handle) -> None:
-        """Return when everything that `start` began under `handle` is done. Once a handle.
-
-        Raises TransportError if a peer is gone or does not answer within the time-out.
-        """
+        """See `TransportLike.finish`."""
         try:
             if isinstance(handle, int):
                 assert self._mesh is not None
@@ -147,23 +95,15 @@ class Transport:
         except RuntimeError as error:
             raise self._broken("a message", error) from error
 
-    def exchange(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> None:
-        """Send to and receive from every peer at once; returns when all of it is done. Keys are ranks.
-
-        Raises as `start` and `finish` do.
-        """
-        self.begin_round()
-        self.finish(self.start(sends, receives))
-
     def all_reduce(self, values_N: Tensor) -> None:
         """Sum over ranks, in place: through shared memory if all ranks are on one host, else by the vendor's ring.
 
-        What is on a CUDA device always by the vendor.
+        The vendor always sums CUDA tensors.
         """
         ring = 2 * (self.world_size - 1)
         num_bytes = ring * values_N.numel() * values_N.element_size() // self.world_size
         self._hold(ring, num_bytes)
-        # Gloo's ring sends to the rank before. NCCL's leaves a node once, as this does if its ranks are in a row.
+        # Gloo's ring sends to the rank before. NCCL's leaves each node once, as this if a node's ranks are in a row.
         self._card_bytes += num_bytes * self._is_away(self.rank - 1)
         is_local = self.local is not None and self.local.size == self.world_size
         try:
@@ -172,13 +112,13 @@ class Transport:
                 return
             dist.all_reduce(values_N, group=self._cuda_group if values_N.is_cuda else self._group)
             if values_N.is_cuda:
-                # NCCL only puts it on the stream: what is measured here is the network.
+                # NCCL only queues the sum on the stream; the caller measures the network.
                 torch.cuda.current_stream(values_N.device).synchronize()
         except RuntimeError as error:
             raise self._broken("an all-reduce", error) from error
 
     def broadcast(self, message: Tensor, root: int) -> None:
-        """Give everyone the message of `root`, by the vendor's tree."""
+        """See `TransportLike.broadcast`; by the vendor's tree."""
         hops = math.log2(self.world_size)
         self._hold(hops, hops * message.numel())
         self._card_bytes += message.numel() * sum(
@@ -190,9 +130,9 @@ class Transport:
             raise self._broken("a broadcast", error) from error
 
     def start_minimum(self, values_K: Tensor) -> Callable[[], Tensor]:
-        """Begin an element-wise minimum over ranks and return at once; what is returned waits for it.
+        """Begin an element-wise minimum over ranks and return a function that waits for it.
 
-        `values_K` must stay as it is until then.
+        Do not change `values_K` before that function has returned.
         """
         if self._mesh is None:
             work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
@@ -203,7 +143,7 @@ class Transport:
 
         def wait() -> None:
             lag_s = mesh.wait(ticket, self.timeout_s)
-            self.lag_s = tuple(lag_s) if self._link is None else ()
+            self.lag_s = tuple(lag_s) if self._delay is None else ()
 
         return lambda: self._minimum_of(wait, [values_K, *received.values()])
 
@@ -216,7 +156,7 @@ class Transport:
 
     @contextmanager
     def reporting(self, what: str) -> Iterator[None]:
-        """Raise TransportError, with rank, step and group, in place of a library's error within."""
+        """Turn a library's RuntimeError within the block into a TransportError with rank, step and group."""
         try:
             yield
         except CGXError:
@@ -225,24 +165,24 @@ class Transport:
             raise self._broken(what, error) from error
 
     def take_bursts(self) -> list[tuple[int, int, float]]:
-        """See `Mesh.take_bursts`. Empty over torch.distributed or a simulated link, whose bytes come at full speed."""
-        return self._mesh.take_bursts() if self._mesh is not None and self._link is None else []
+        """See `Mesh.take_bursts`. Empty over torch.distributed and on a simulated link: bytes come at full speed."""
+        return self._mesh.take_bursts() if self._mesh is not None and self._delay is None else []
 
     @property
     def num_local(self) -> int:
-        """Ranks of this node, this one among them."""
+        """Number of ranks on this node, with this one."""
         return self.nodes.count(self.nodes[self.rank])
 
     def take_card_bytes(self) -> int:
-        """Bytes of messages and collectives that this rank has sent to other nodes since the last call.
+        """Return the bytes that this rank has sent to other nodes since the last call, in messages and collectives.
 
-        The agreements' 48 bytes a rank and step are left out.
+        The agreement's 48 bytes per rank and step are left out.
         """
         taken, self._card_bytes = self._card_bytes, 0
         return taken
 
     def close(self) -> None:
-        """Hang up: peers that still wait for this rank find out at once."""
+        """Hang up. Peers that still wait for this rank fail at once."""
         if self._mesh is not None:
             self._mesh.close()
 
@@ -250,19 +190,8 @@ class Transport:
         return self.nodes[peer] != self.nodes[self.rank]
 
     def _hold(self, num_hops: float, num_bytes: float) -> None:
-        # Before sending, not after receiving: a late sender then also delays its peers, as on a real link.
-        if self._link is not None:
-            time.sleep(self._link.delay_s(self.step, num_hops, num_bytes))
-
-    def _hold_round(self, sent_bytes: int, received_bytes: int) -> None:
-        """Hold back one hop a round, and what its fuller direction carries. Receives posted ahead wait for a send."""
-        round_ = self._round
-        round_.sent_bytes += sent_bytes
-        round_.received_bytes += received_bytes
-        if round_.sent_bytes > 0:
-            due_bytes = max(round_.sent_bytes, round_.received_bytes)
-            self._hold(round_.hops_left, due_bytes - round_.held_bytes)
-            round_.hops_left, round_.held_bytes = 0, due_bytes
+        if self._delay is not None:
+            self._delay.hold(self.step, num_hops, num_bytes)
 
     def _broken(self, what: str, error: RuntimeError) -> TransportError:
         return TransportError(
@@ -272,7 +201,7 @@ class Transport:
 
 
 def _binomial_children(rank: int, root: int, world_size: int) -> list[int]:
-    """To whom a rank passes on what `root` broadcasts by a binomial tree, as Gloo does, first ones first."""
+    """Return the ranks that `rank` passes a broadcast of `root` on to, in order, in a binomial tree as Gloo's."""
     place = (rank - root) % world_size
     reaches = (1 << level for level in range(world_size.bit_length()))
     return [(rank + reach) % world_size for reach in reaches if place < reach and place + reach < world_size]

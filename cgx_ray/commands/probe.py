@@ -15,14 +15,14 @@ from rich.table import Table
 
 from cgx_ray.commands.options import console_for, json_option, plot_option
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.probe import Prober, Way
+from cgx_ray.monitors.probe import NodePath, Prober
 from cgx_ray.monitors.probe_schedule import rounds
 from cgx_ray.report.show import new_table, print_line, progress_bar, write_json
 from cgx_ray.report.style import new_figure, save_figure
 
 CONNECT_TIMEOUT_S = 5.0
 
-Ways = Mapping[tuple[str, str], Way]
+Ways = Mapping[tuple[str, str], NodePath]
 
 
 @click.command()
@@ -67,7 +67,7 @@ def _connect(address: str) -> dict[str, str]:
 
 def probe_nodes(
     node_of_host: Mapping[str, str], on_done: Callable[[tuple[str, str]], None], *, counts_hops: bool = False
-) -> dict[tuple[str, str], Way]:
+) -> dict[tuple[str, str], NodePath]:
     """Probe every ordered pair of hosts, in rounds in which no node takes part twice.
 
     node_of_host  Ray's node id per address; Ray must be initialised. Each node runs an actor, without a CPU, meanwhile
@@ -113,7 +113,7 @@ def way_table(hosts: list[str], ways: Ways) -> Table:
     return table
 
 
-def _cell(way: Way) -> str:
+def _cell(way: NodePath) -> str:
     hops = f", {way.hops}" if way.hops is not None else ""
     return f"{8e-6 * way.bytes_per_s:.0f} ±{way.error:.0%}\n{way.latency_s * 1e3:.2f}{hops}"
 
@@ -121,7 +121,7 @@ def _cell(way: Way) -> str:
 def plot_ways(hosts: list[str], ways: Ways, path: Path) -> None:
     """Write a picture of bandwidth and latency as heat maps."""
     figure = new_figure(4 + 1.2 * len(hosts), 2 + 0.6 * len(hosts))
-    panels: list[tuple[str, str, Callable[[Way], float]]] = [
+    panels: list[tuple[str, str, Callable[[NodePath], float]]] = [
         ("Mbit/s", "viridis", lambda way: 8e-6 * way.bytes_per_s),
         ("one-way ms", "viridis_r", lambda way: way.latency_s * 1e3),
     ]

@@ -18,17 +18,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.engine.shards import ShardedLayer, Unit
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import CodecSpec, Layer
+from cgx_ray.torch_compat import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    FSDPMeshInfo,
+    FSDPParamGroup,
+    HSDPMeshInfo,
+    ReduceScatter,
+    call_after_backward,
+)
 
 GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # What messages call the outermost module, which has no name.
@@ -139,7 +144,7 @@ class Calls:
     def begin(self, future: Future[None], group: FSDPParamGroup, op: Any) -> None:
         """Let gradients of `group` be reduced until backward ends; no longer than this call if FSDP2 reads them."""
         # The engine of autograd calls it when backward has ended, after FSDP2's own, which may reduce as well.
-        Variable._execution_engine.queue_callback(self._finish)
+        call_after_backward(self._finish)
         self._begun.append(future)
         if _is_read_at_once(group, op):
             self.engine.wait(future)

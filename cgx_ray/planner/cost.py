@@ -144,6 +144,9 @@ def hierarchical_terms(
 ) -> tuple[Terms, Terms]:
     """Return hops and bytes of a hierarchical exchange: those inside a node, and those between nodes.
 
+    With n nodes of L ranks it costs 2a' + 2(L-1)/L M b' inside (m if compressed), and between nodes as much as the
+    scheme costs n workers. The vendor's sums (dense, allreduce, artopk_ring) go direct there, in 2 hops.
+
     Inside, the bytes are those of one rank's link: a reduce-scatter and an allgather of the group, dense or compressed.
     Between nodes they are those of a node's network card, which its L ranks share. Each rank exchanges an L-th of the
     group with one rank of every other node; together that is what one worker per node sends of the whole group. If all
@@ -177,6 +180,13 @@ def check_seconds(name: str, value: float) -> None:
     """Raise ConfigError unless `value` is finite and not negative."""
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(f"{name} {value!r} is not allowed; give finite seconds, 0 or more")
+
+
+def check_positive(name: str, value: float) -> float:
+    """Return `value`. Raises ConfigError unless it is finite and above 0."""
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} {value!r} is not allowed; give more than 0")
+    return value
 
 
 def _check_count(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""What was measured of one device and its network, fitted, and kept in a file: what plans are made from elsewhere."""
+"""Profile of a device: fitted codec times and its network, in a JSON file, so that plans can be made elsewhere."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ _PROBED_SCHEMA = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Codec times on one device and, if it was measured, its network.
+    """Codec times on one device and, if measured, its network.
 
-    package_version  of the cgx_ray whose kernels were timed
+    package_version  version of cgx_ray whose kernels were timed
     device           name of the processor or GPU
-    threads          of the CPU, 1 for a GPU
-    codec_costs      by codec name, at its defaults, or `str(CodecSpec)`: as `Measured.codec_costs`
+    threads          CPU threads, 1 for a GPU
+    codec_costs      by codec name (its defaults) or `str(CodecSpec)`, as `Measured.codec_costs`
     """
 
     package_version: str
@@ -97,7 +97,7 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def load_link(path: str | Path) -> Link:
-    """The link of the JSON that `cgx-ray probe` writes: its longest latency and least bandwidth, for which all wait."""
+    """Return the link of a `cgx-ray probe` file: the longest latency and lowest bandwidth, which all wait for."""
     ways = _read(path, _PROBED_SCHEMA, "not what `cgx-ray probe --json` writes")["ways"]
     return Link(
         alpha_s=max(way["latency_s"] for way in ways), beta_s_per_byte=1 / min(way["bytes_per_s"] for way in ways)
@@ -118,11 +118,11 @@ def _read(path: str | Path, schema: Mapping[str, Any], otherwise: str) -> Any:
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(a, b), neither negative, of the line a + b size with the least sum of relative errors, |a + b size - t| / t.
+    """Return (a, b), both 0 or more, of the line a + b size with the least sum of relative errors |a + b size - t| / t.
 
-    Relative, so that small sizes have their say; not squared, so that a few times that something else had a part in
-    do not count: a line through more than half of the points stays. Such a sum is least on a line through two points,
-    or through one with a = 0 or b = 0, and all of these are tried.
+    Errors are relative, so that small sizes count, and not squared, so that a few disturbed times do not: a line
+    through more than half of the points stays. The sum is least on a line through two points, or through one point with
+    a = 0 or b = 0; all of these are tried.
     """
     points = list(zip(sizes, seconds, strict=True))
     if not points or not all(size > 0 and time_s > 0 for size, time_s in points):

@@ -1,4 +1,4 @@
-"""The predicted cost of one exchange, for `cgx-ray collective`."""
+"""Cost of one exchange by scheme, for `cgx-ray collective`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def parse_link(latency: str, bandwidth: str) -> Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Milliseconds of one exchange, codec time left out, and the fastest scheme.
+    """Milliseconds of one exchange by scheme, without codec time, and the fastest scheme.
 
-    costs_ms  by scheme, for 4 bytes of value and 4 of index an element, and the collectives of the literature
-              (Flexible Communication, table 6): allgather by recursive doubling, artopk_tree with all values at each
-              level, dense over a ring
-    ours_ms   by scheme, as this package sends top-k: indices packed, all pairs at once, trees by halving
+    costs_ms  with 4 bytes of value and 4 of index per element, and the collectives of the literature (Flexible
+              Communication, table 6): allgather by recursive doubling, artopk_tree with all values at each level, dense
+              over a ring
+    ours_ms   as this package sends top-k: indices packed, all pairs at once, trees by halving
     """
 
     scheme: str
@@ -35,9 +35,9 @@ class Comparison:
 
 
 def compare_schemes(*, numel: int, density: float, num_workers: int, link: Link) -> Comparison:
-    """Compare the ways to average `numel` float32 of which each worker sends `density`.
+    """Compare schemes that average `numel` float32, of which each worker sends the share `density`.
 
-    With one worker all cost nothing, and dense is as good as any. Raises ConfigError for what cannot be.
+    With one worker all cost nothing, and the fastest is dense. Raises ConfigError for a value that is not allowed.
     """
     if numel < 1:
         raise ConfigError(f"numel {numel!r} is not allowed; give the number of elements, 1 or more")

@@ -16,8 +16,8 @@ import torch
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cgx_ray.collectives.simulated_link import SimulatedLink
 from cgx_ray.collectives.tcp import NUM_STREAMS
-from cgx_ray.collectives.transport import SimulatedLink
 from cgx_ray.control.controller import Controller, History
 from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError

@@ -17,6 +17,7 @@ from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.settings import Settings
+from cgx_ray.torch_compat import is_registered
 
 STATE_FORMAT = 2
 
@@ -185,7 +186,7 @@ def set_attached(attachment: Attachment) -> None:
 def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
     for group in groups:
         # Torch may have destroyed it already, with all others.
-        if group in dist.distributed_c10d._world.pg_map:
+        if is_registered(group):
             dist.destroy_process_group(group)
 
 

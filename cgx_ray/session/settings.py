@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cgx_ray.collectives.simulated_link import SimulatedLink
 from cgx_ray.collectives.tcp import NUM_STREAMS
-from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S, SimulatedLink
+from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Intra, Layer, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES

@@ -1,4 +1,4 @@
-"""Messages and plans: what is damaged, belongs elsewhere or cannot be is refused."""
+"""Messages and plans: damaged, misdirected and impossible ones are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import CODEC_IDS, HEADER_BYTES, Message, Stamp
-from cgx_ray.collectives.parcel import Parcel, chunk_bounds
+from cgx_ray.collectives.parcel import Parcel
+from cgx_ray.collectives.pieces import chunk_bounds
 from cgx_ray.errors import ConfigError, PlanError, WireError
 from cgx_ray.plan import (
     CODEC_DEFAULTS,
@@ -165,7 +166,7 @@ def test_what_a_header_cannot_say_is_refused_when_the_plan_is_made() -> None:
     with pytest.raises(PlanError, match="65537 groups; messages can tell 65536 apart, so give larger groups"):
         Plan(version=0, world_size=2, groups=(*groups, GroupPlan(layers=("one too many",))))
     codec = make_codec(CodecSpec(name="none"))
-    # Not a byte of it is touched, so none is allocated.
+    # The memory is never written, so the system allocates none of it.
     assert Parcel(codec, MAX_PAYLOAD_BYTES // 4).num_bytes == MAX_PAYLOAD_BYTES - 3 + HEADER_BYTES
     with pytest.raises(PlanError, match=r"1073741824 elements make a message of 4294967296 bytes with codec none"):
         Parcel(codec, 1 << 30)

@@ -1,4 +1,4 @@
-"""AR-Topk `auto`: which of STAR and VAR it settles for, on all ranks alike."""
+"""AR-Topk `auto`: the choice between STAR and VAR, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import cgx_ray
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
-from cgx_ray.collectives.artopk import ArTopk, Trials, compression_gain
+from cgx_ray.collectives.artopk import ArTopk
+from cgx_ray.collectives.star_or_var import StarOrVar, compression_gain
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.plan import CodecSpec, Scheme
 
@@ -29,8 +30,11 @@ NUM_STEPS = CYCLE_STEPS + 4 * WORLD
 
 
 def gradient(case: str, rank: int, step: int) -> torch.Tensor:
-    """`star`: three ranks have the same few large elements, and the fourth has a larger norm, all noise. `var`: one
-    rank has large elements, the others next to nothing."""
+    """Return a gradient for which `case` is the better choice.
+
+    star  three ranks have the same few large elements; the fourth has a larger norm, all noise
+    var   one rank has large elements, the others almost zero
+    """
     generator = torch.Generator().manual_seed(1000 * rank + step)
     noise_N = torch.randn(NUMEL, generator=generator)
     signal_N = torch.zeros(NUMEL)
@@ -41,7 +45,7 @@ def gradient(case: str, rank: int, step: int) -> torch.Tensor:
 
 
 class Kept(NamedTuple):
-    """Energy of the averages, whether VAR chose, and some of the averages, by step."""
+    """Energy of all averages; by step, True if VAR chose; and some of the averages."""
 
     energy: float
     by_norm: list[bool]
@@ -64,9 +68,9 @@ def _keep(rank: int, case: str, scheme: str, transport: Transport) -> Kept:
     memory = codec.new_memory(NUMEL)
     energy, by_norm, averages = 0.0, [], []
     for step in range(NUM_STEPS):
-        by_norm.append(exchange.trials.by_norm if exchange.trials is not None else scheme.endswith("_var"))
+        by_norm.append(exchange.star_or_var.by_norm if exchange.star_or_var is not None else scheme.endswith("_var"))
         grad_N = gradient(case, rank, step)
-        # Nothing is committed: what is owed from the steps before would blur which choice was the better one.
+        # Do not commit: residuals of earlier steps would blur which choice is better.
         exchange.run(grad_N, memory, Stamp(plan_version=0, step=step, group=0, codec="topk"), 0, Phases())
         energy += float(grad_N.square().sum())
         averages.append(grad_N)
@@ -84,21 +88,21 @@ def test_auto_settles_for_the_better_choice_and_is_nearly_as_good_as_that_throug
     assert auto.by_norm == trials + [better == "var"] * (CYCLE_STEPS - len(trials)) + trials
     best, worst = (star.energy, var.energy) if better == "star" else (var.energy, star.energy)
     assert best > 2 * worst, f"the case is no case: {best} and {worst}"
-    # The worse one is in force in one trial of the cycle and one of the next; steps differ by some 1 %.
+    # The worse choice is in force in one trial of the cycle and one of the next. Steps differ by about 1 %.
     share_lost = 2 * 2 * WORLD / NUM_STEPS
     assert auto.energy >= best * (1 - share_lost) * (1 - 1e-2), (auto.energy, best)
 
 
 def test_of_equals_it_takes_star() -> None:
-    trials = Trials(3)
+    trials = StarOrVar(3)
     for _ in range(2 * 2 * 3):
         trials.note(0.5)
     assert not trials.by_norm
 
 
 def test_what_the_first_turn_of_a_trial_kept_does_not_count() -> None:
-    """It sends what the other choice left behind."""
-    trials = Trials(2)
+    """It sends the residuals of the other choice."""
+    trials = StarOrVar(2)
     chosen = []
     for gain in [9, 9, 1, 1, 9, 9, 2, 2]:
         chosen.append(trials.by_norm)
@@ -110,7 +114,7 @@ def test_what_the_first_turn_of_a_trial_kept_does_not_count() -> None:
 def test_the_gain_is_that_of_float64_and_nothing_without_a_finite_gradient() -> None:
     values_K = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 1e-20
     exact = float(values_K.double().square().sum())
-    # Each element is rounded to 2^-16 of the largest, which is at most 2 ** 3 times the root of the mean square.
+    # Each element is rounded to 2^-16 of the largest one, which is at most 2 ** 3 times the root mean square.
     assert math.isclose(compression_gain(values_K, 2 * exact), 0.5, rel_tol=2 * 2**-16 * 2**3)
     shuffled_K = values_K[torch.randperm(10_000)]
     assert compression_gain(shuffled_K, 1.0) == compression_gain(values_K, 1.0)
@@ -120,7 +124,7 @@ def test_the_gain_is_that_of_float64_and_nothing_without_a_finite_gradient() -> 
 
 
 def _train_resumed(rank: int) -> tuple[list[str], list[str]]:
-    """Weights by step of two runs that resume from one checkpoint and switch plans."""
+    """Return the weights by step of two runs that resume from one checkpoint and switch plans."""
 
     def plan(version: int) -> cgx_ray.Plan:
         layers = cgx_ray.layers_of(Branches())

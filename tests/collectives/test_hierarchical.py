@@ -1,4 +1,4 @@
-"""Hierarchical exchanges on real processes: every codec over every scheme, flat nodes and odd ones."""
+"""Hierarchical exchanges on real processes: every codec over every scheme, with nodes of equal and unequal sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import cgx_ray
 from cgx_ray.codecs.codec import Memory, is_finite
 from cgx_ray.codecs.qsgd import Qsgd
 from cgx_ray.collectives.dense import Dense
-from cgx_ray.collectives.parcel import chunk_bounds
+from cgx_ray.collectives.pieces import chunk_bounds
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.errors import WireError
 from cgx_ray.plan import CodecSpec
@@ -25,7 +25,7 @@ Run = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]
 
 
 def _averages(rank: int, nodes: Nodes, inside: str) -> list[Run]:
-    """For each case the averages by step, the sum of this rank's gradients and what it owes in the end."""
+    """Return for each case the averages by step, the sum of this rank's gradients, and its residual at the end."""
     transport = connect(nodes, inside)
     runs: list[Run] = []
     for text, scheme, intra in CASES:
@@ -67,29 +67,29 @@ def test_all_ranks_hold_the_average_and_owe_what_it_lacks(nodes: Nodes, inside: 
         if first_owed_N is not None and "clip" not in case[0]:
             owed_N = torch.stack([owed_N for _, _, owed_N in of_ranks if owed_N is not None]).double().mean(0)
             error = float((torch.stack(averages).double().sum(0) + owed_N - given_N).abs().max())
-            # As for flat schemes: float32 numbers under 40 in size, sums of up to N of them.
+            # As for flat schemes: sums of up to N float32 numbers under 40 in size.
             assert error <= 40 * NUM_STEPS * (2 * len(nodes) + 4) * 2**-24, (case, error)
         elif first_owed_N is None:
             _check_error(case, averages, nodes)
 
 
 def _check_error(case: tuple[str, str, str], averages: list[torch.Tensor], nodes: Nodes) -> None:
-    """Each average is as close to a float64 sum as the codec's roundings allow."""
+    """Assert that each average is as close to a float64 mean as the codec's roundings allow."""
     spec, num_nodes = CodecSpec.parse(case[0]), len(set(nodes))
     for step, average_N in enumerate(averages):
         inputs_RN = torch.stack([noise(rank, (1, NUMEL), step=step)[0][0] for rank in range(len(nodes))]).double()
         mean_N, largest = inputs_RN.mean(0), float(inputs_RN.abs().max())
         if spec.name == "prefix" and num_nodes > 1:
-            # Each chunk, and between nodes chunks of it, sends its own first elements.
+            # The first elements of each chunk are sent, and between nodes those of each chunk of a chunk.
             sent_N = average_N != 0
             assert NUMEL // 4 <= int(sent_N.sum()) <= NUMEL // 4 + len(nodes) ** 2, (case, int(sent_N.sum()))
             mean_N = mean_N * sent_N
-        # One rounding, as in test_schemes: relative to the largest magnitude, grids with their ends rounded outwards.
+        # The error of one rounding, as in test_schemes: relative to the largest magnitude, with ends rounded outwards.
         root = spec.bucket_size**0.5 if spec.bucket_size is not None and spec.grid == "l2" else 1
         levels = 2 ** (spec.bits or 2) - (1 if spec.grid == "max_min" else 2)
         unit = {"fp16": 2**-11, "bf16": 2**-8, "terngrad": 1 + 2**-7, "qsgd": 2 * root * (1 + 2**-6) / levels}
-        # Between nodes at most three: parts, their quotients, the average; a ring and a tree round sums on their way.
-        # Compressed inside: two more, parts and the average. Each may make a number 2^-7 larger.
+        # Between nodes at most three roundings: parts, quotients, average; ring and tree also round partial sums.
+        # Compressed inside, two more: parts and average. Each may make a number 2^-7 larger.
         roundings = max(3, (num_nodes + 1) / 2) + (2 if case[2] == "compressed" else 0)
         growth = (1 + 2**-7) ** (num_nodes + 2)
         error = float((average_N.double() - mean_N).abs().max())
@@ -106,7 +106,7 @@ EXACT_SCHEMES = ("dense", "sra", "ring", "tree", "broadcast", "allgather")
 
 
 def _sum_integers(rank: int, nodes: Nodes, inside: str) -> list[tuple[str, int, torch.dtype, torch.Tensor]]:
-    """Element i is (i mod 3) + 1 times the rank from one on times N: numbers that float16 has."""
+    """Average with element i = ((i mod 3) + 1) (rank + 1) N, numbers that float16 can represent."""
     transport = connect(nodes, inside)
     results = []
     for scheme, numel in itertools.product(EXACT_SCHEMES, EXACT_NUMELS):
@@ -145,12 +145,12 @@ def _large(rank: int, nodes: Nodes) -> list[tuple[str, torch.Tensor]]:
 def test_sums_of_what_fp16_can_hold_do_not_overflow() -> None:
     for results in run_ranks(4, _large, (0, 0, 1, 1)):
         for case, average_N in results:
-            # 60000 and its quarters are float16 numbers; three quarters of it would be rounded once.
+            # 60000 and its quarters are float16 numbers; three quarters of it would be rounded.
             assert torch.equal(average_N.float(), torch.full((300,), 60000.0)), (case, average_N)
 
 
 def _one_nan(rank: int, nodes: Nodes) -> list[tuple[bool, bool]]:
-    """For each case: is an average with one NaN or Inf finite, and is the memory as it was?"""
+    """Return for each case if an average with one NaN or Inf is finite, and if the memory is unchanged."""
     transport = connect(nodes, "shm")
     outcomes = []
     for index, case in enumerate(CASES):
@@ -178,12 +178,12 @@ def test_a_single_nan_arrives_everywhere_and_leaves_no_trace(nodes: Nodes) -> No
         assert wrong == []
 
 
-# Under 2,048 elements dgc's sample is everything, so that its threshold is exact.
+# Under 2,048 elements dgc samples all of them, so its threshold is exact.
 DENSITY, MOMENTUM, DGC_NUMEL = 0.05, 0.9, 1801
 
 
 def _dgc(rank: int, nodes: Nodes, inside: str) -> list[torch.Tensor]:
-    """Two steps of flat dgc, then four of hierarchical."""
+    """Run two steps of flat dgc, then four of hierarchical dgc; return the averages."""
     transport = connect(nodes, inside)
     text = f"dgc:density={DENSITY},momentum={MOMENTUM}"
     _, memory = make((text, "allgather", "flat"), transport, DGC_NUMEL)
@@ -240,7 +240,7 @@ def test_errors_name_ranks_of_the_run(nodes: Nodes, intra: str, peer: int) -> No
     """Rank 3 is rank 1 between its node and the other, and rank 2 of its node."""
     outcomes = run_ranks(4, _meet_another_step, nodes, intra)
     assert "step 6, group 1: message of rank 3 does not fit: step is 7, expected 6" in outcomes[peer]
-    # Who fails hangs up, and nobody waits for ever.
+    # A rank that fails hangs up, so no rank waits for ever.
     assert all(outcome.startswith(("WireError", "TransportError: rank")) for outcome in outcomes), outcomes
 
 
@@ -287,7 +287,7 @@ def test_on_one_node_with_dense_inside_nothing_stays_owed() -> None:
 
 
 def _keys(rank: int, nodes: Nodes, intra: str) -> list[int]:
-    """Of the random numbers that this rank draws in a step."""
+    """Return the keys of the random numbers that this rank draws in a step."""
     transport = connect(nodes, "shm")
     exchange, memory = make(("qsgd", "sra", intra), transport)
     keys = []
@@ -310,7 +310,7 @@ def _keys(rank: int, nodes: Nodes, intra: str) -> list[int]:
 def test_no_two_messages_share_random_numbers_but_those_that_must_be_alike(
     intra: str, num_keys: int, num_different: int
 ) -> None:
-    """Between nodes a rank encodes twice, inside once a half: the average as its colleague on the other node does."""
+    """A rank encodes twice between nodes and, if compressed, twice inside: the average with the other node's key."""
     keys = run_ranks(4, _keys, (0, 0, 1, 1), intra)
     assert [len(of_rank) for of_rank in keys] == [num_keys] * 4
     assert len(set().union(*keys)) == num_different, keys

@@ -34,7 +34,7 @@ from cgx_ray.session.settings import Settings
 
 
 def _switch_plans(rank: int, nodes: Nodes) -> tuple[list[str], torch.Tensor, torch.Tensor, list[str]]:
-    """Train through attach over flat and hierarchical plans in turn; weights, sums of averages and gradients, plans."""
+    """Train over flat and hierarchical plans in turn; return plans, sums of averages and gradients, and residuals."""
     tcp.host_key = lambda: f"node {nodes[rank]}"
     shapes = ((60, 50), (7, 30))
     model = DistributedDataParallel(Given(*shapes))
@@ -96,7 +96,7 @@ def _train(rank: int, nodes: Nodes, codec: str, scheme: str, intra: str) -> list
     hashes = train(model, rank, range(5))
     assert attachment.last_step is not None
     assert {transfer.intra for transfer in attachment.last_step.transfers} == {intra, "dense"}
-    # Who broadcasts AR-Topk's indices sends more in that step; wire_bytes has the mean.
+    # The rank that broadcasts AR-Topk's indices sends more in that step; wire_bytes is the mean.
     if not Scheme(scheme).is_artopk:
         assert attachment.last_step.card_bytes == attachment.last_step.wire_bytes > 0
     attachment.close()
@@ -114,7 +114,7 @@ def test_ranks_hold_identical_weights_after_every_step(codec: str, scheme: str, 
 
 
 def _gain(rank: int, nodes: Nodes) -> tuple[float, float]:
-    """Gain of top-k that the engine reports while ranks owe something, and that of this rank's gradient."""
+    """Return top-k's gain as the engine reports it while ranks owe something, and that of this rank's gradient."""
     spec = CodecSpec(name="topk", density=0.1)
     layer = nn.Linear(3000, 1, bias=False)
     model = DistributedDataParallel(layer)
@@ -135,7 +135,7 @@ def _gain(rank: int, nodes: Nodes) -> tuple[float, float]:
 
 def test_gains_are_those_of_a_ranks_gradient_without_what_it_owes_of_its_nodes() -> None:
     for reported, of_gradient in run_ranks(4, _gain, (0, 0, 1, 1)):
-        # From a histogram: see `GainCurve`.
+        # The engine computes it from a histogram: see `GainCurve`.
         assert reported == pytest.approx(of_gradient, rel=0.005)
 
 
@@ -143,7 +143,7 @@ def test_hierarchical_transfers_tell_nothing_of_the_link() -> None:
     flat = Transfer(group=0, scheme="sra", numel=1000, wire_bytes=4000, seconds=0.1)
     inside = replace(flat, seconds=9.0, intra="dense")
     seen = [
-        join([replace(step_sample(rank, 0), transfers=transfers) for rank in range(4)]).seen.exchanges
+        join([replace(step_sample(rank, 0), transfers=transfers) for rank in range(4)]).traffic.exchanges
         for transfers in ((flat, inside), (flat,))
     ]
     assert seen[0] == seen[1]
@@ -160,7 +160,7 @@ SENT_CASES = [
 
 
 def _sent(rank: int, nodes: Nodes) -> list[tuple[int, int]]:
-    """For each case what the exchange says it sends to other nodes, and what it sends."""
+    """Return for each case the bytes that the exchange says it sends to other nodes, and those that it sends."""
     transport = connect(nodes, "shm")
     sent = []
     for case in SENT_CASES:
@@ -189,8 +189,8 @@ def test_what_is_sent_between_nodes_is_what_is_said_and_what_the_model_costs(nod
             dense_bytes=4 * SENT_NUMEL,
             wire_bytes=CodecSpec.parse(text).payload_bytes(SENT_NUMEL),
         )
-        # One direction: the root of a broadcast sends half of what crosses its card, and whoever has a guest in a tree
-        # sends one of two folds. A header for each message, and chunks that are a granule of 128 elements longer.
+        # One direction only: the root of a broadcast sends half of the bytes that cross its card, and a host in a tree
+        # sends one of two whole gradients. Add a header per message, and chunks up to 128 elements (a granule) longer.
         expected = num_bytes / 2 if scheme == "broadcast" else num_bytes
         if scheme == "tree" and num_nodes == 3:
             expected -= CodecSpec.parse(text).payload_bytes(SENT_NUMEL)
@@ -303,7 +303,7 @@ for version, plan in enumerate(json.loads(sys.argv[3])):
     attachment.hold(cgx_ray.make_plan(layers, version=version + 1, world_size=4, **plan))
     card_bytes = 0
     for step in range(6):
-        # It takes a step to agree on a plan, which is in force from the next one on.
+        # Ranks take one step to agree on a plan, which is in force from the next step on.
         if step == 2:
             before = sent_by_host()
         model.zero_grad()
@@ -317,8 +317,8 @@ dist.barrier()
 attachment.close()
 dist.destroy_process_group()
 """
-# With the bytes that a rank sends, of 1 MiB: a quarter to each of three others, twice; round the ring; to half of
-# the others, with log 4 times the indices and the ring for values; half of a half to one other, twice.
+# Plans, and the bytes of 1 MiB that each rank sends: a quarter to each of three others, twice; around the ring; None
+# for AR-Topk, where ranks send different numbers of indices; half of a half to one other rank, twice.
 IN_LAB = [
     ({"codec": "none", "scheme": "sra"}, 2 * 3 * (262144 + 32)),
     ({"codec": "none", "scheme": "dense"}, 2 * 3 * 262144),
@@ -342,6 +342,6 @@ def test_ranks_of_a_host_find_each_other_and_count_what_its_card_sends(tmp_path:
         here = [found for (found, _), its_host in zip(outputs, hosts, strict=True) if its_host == host]
         for (plan, sent_bytes), first, second in zip(IN_LAB, *here, strict=True):
             assert sent_bytes in (None, first[0]), (plan, first)
-            # Headers, acknowledgements, and what the ranks agree on: counted twice or not at all it would be 1.5.
+            # The rest is headers, acknowledgements and the agreement; bytes counted twice or never would make it 1.5.
             ratio = first[2] / (first[1] + second[1])
             assert 1 < ratio < 1.1, (plan, host, ratio, first, second)

@@ -1,4 +1,4 @@
-"""Messages between ranks, over TCP and through shared memory: what arrives, and what is said when nothing does."""
+"""Messages between ranks, over TCP and through shared memory: their arrival, and the errors when they do not arrive."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from cgx_ray.runtime_ext.shm import Segment
 
 TOKEN = bytes(range(TOKEN_BYTES))
 TIMEOUT_S = 20.0
-# Bytes a second of the bursts that it makes of (stamp, bytes), of a peer or, -1, of all.
+# Takes a peer (-1: all) and arrivals (stamp, bytes); returns the bytes per second of its bursts.
 Meter = Callable[[int, list[tuple[float, int]]], list[float]]
 
 
 def _in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
-    """Results, or what was raised, of functions that run at the same time."""
+    """Run functions at the same time; return their results, or the texts of their errors."""
     results: list[Any] = [None] * len(functions)
 
     def run(index: int) -> None:
@@ -53,7 +53,7 @@ def _in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
 
 
 def _meshes(world_size: int, num_streams: int = 1, sharers: Sequence[int] = ()) -> list[Mesh]:
-    """Connected; those of `sharers` with each other through shared memory."""
+    """Return connected meshes; those of `sharers` share memory with each other."""
     meshes = [Mesh(rank, world_size, num_streams, "127.0.0.1", TOKEN, far_s=0) for rank in range(world_size)]
     addresses = [(mesh.address, mesh.port) for mesh in meshes]
     segments: list[Segment | None] = [None] * world_size
@@ -70,7 +70,7 @@ def _meshes(world_size: int, num_streams: int = 1, sharers: Sequence[int] = ()) 
     return meshes
 
 
-# Nobody shares memory; all do; some do, so that messages of one ticket go either way.
+# No rank shares memory; all do; some do, so that the messages of one ticket go both ways.
 OVER = pytest.mark.parametrize("sharers", [(), (0, 1, 2, 3), (0, 2)], ids=["tcp", "rings", "mixed"])
 
 
@@ -88,7 +88,7 @@ def _message(sender: int, receiver: int, number: int, numel: int) -> torch.Tenso
 @given(
     world_size=st.integers(1, 5),
     num_streams=st.integers(1, 3),
-    # A ring of two ranks holds 262,144 bytes, and 16 more go before each part.
+    # The ring of bytes between two ranks holds 262,144 bytes, and 16 bytes go before each part.
     sizes=st.lists(st.sampled_from([0, 1, 7, 1000, 65_536, 262_128, 262_129, 1_100_001]), min_size=1, max_size=6),
     shares=st.lists(st.booleans(), min_size=5, max_size=5),
 )
@@ -102,7 +102,7 @@ def test_every_message_arrives_in_order_and_whole(
         wrong = []
         peers = [peer for peer in range(world_size) if peer != rank]
         received = [{peer: torch.zeros(size, dtype=torch.uint8) for peer in peers} for size in sizes]
-        # All are under way at once.
+        # All messages are under way at once.
         tickets = [
             meshes[rank].post({peer: _message(rank, peer, n, size) for peer in peers}, received[n])
             for n, size in enumerate(sizes)
@@ -208,7 +208,7 @@ def test_a_message_of_another_size_is_refused(num_bytes: int, sharers: Sequence[
     _close(meshes)
 
 
-HELLO = b"cgx2" + struct.pack("<3I", 1, 0, 1)  # rank, which connection of how many; then comes the token
+HELLO = b"cgx2" + struct.pack("<3I", 1, 0, 1)  # rank, connection, number of connections; then the token
 
 
 @pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"cgx2" + bytes(28), HELLO + bytes(16)])
@@ -282,7 +282,7 @@ def test_meeting_by_a_store_leaves_no_secret_there_and_what_gloo_keeps_in_it() -
     assert torch.equal(received, sent)
     assert {key: store.get(key) for key in of_gloo} == of_gloo
     ours = {key: store.get(key) for key in store.list_keys() if key not in of_gloo}
-    # Of the last round: nothing went wrong, and rank 0 is the first of those who share memory.
+    # The values of the last round: no error, and rank 0 is the first rank that shares memory.
     assert sorted(ours.values()) == [b"[null, 0]"] * 2, ours
     del groups
 
@@ -306,7 +306,7 @@ def _exchange_then_die(rank: int, folder: Path, shared_memory: bool) -> None:
     assert all(bool((buffer == peer).all()) for peer, buffer in buffers.items())
     if rank == 1:
         if os.fork() == 0:
-            # As a worker of a DataLoader, that nobody tells of its parent's end.
+            # Like a worker of a DataLoader, which does not notice its parent's end.
             del mesh
             (folder / "child").write_text(str(os.getpid()))
             time.sleep(2 * TIMEOUT_S)
@@ -333,7 +333,7 @@ def test_a_killed_process_that_leaves_a_forked_child_is_named_by_the_others(
 
 @pytest.fixture(scope="session")
 def meter(tmp_path_factory: pytest.TempPathFactory) -> Meter:
-    """Feeds made-up stamps to a meter: the kernel's are of the wall clock, which a test cannot set."""
+    """Return a function that feeds stamps to a meter: the kernel takes its own from a clock that tests cannot set."""
     folder = tmp_path_factory.mktemp("meter")
     (folder / "meter.cpp").write_text("""
         #include <cstdio>
@@ -357,7 +357,7 @@ def meter(tmp_path_factory: pytest.TempPathFactory) -> Meter:
     subprocess.run(["g++", "-std=c++20", f"-I{include}", f"{program}.cpp", "-o", program], check=True)
 
     def rates(peer: int, arrivals: list[tuple[float, int]], reads: list[tuple[int, bool]] | None = None) -> list[float]:
-        """`reads`: of each arrival the edges, and whether all is read then; left out, of one message, each at once."""
+        """`reads`: by arrival, its edges, and True if all is read then; left out: one message, always read at once."""
         reads = reads or [(int(index == 0), True) for index in range(len(arrivals))]
         stamps = "\n".join(
             f"{at:.9f} {num_bytes} {edges} {settles:d}"
@@ -377,7 +377,7 @@ def test_rates_are_metered_again_after_the_clock_was_set_back(meter: Meter) -> N
 
 @pytest.mark.parametrize("rate", [12.5e6, 62.5e6, 250e6])
 def test_pauses_within_messages_do_not_hide_the_rate_at_which_all_of_them_come(meter: Meter, rate: float) -> None:
-    """One message, in trains of 1 MB: of a TCP window that is smaller than the path, or of a sender that encodes."""
+    """One message in trains of 1 MB, as from a TCP window smaller than the path, or from a sender that encodes."""
     arrivals = [
         (1000.0 + train * (1e6 / rate + 0.1) + num_bytes / rate, 1 << 14)
         for train in range(20)
@@ -394,7 +394,7 @@ def test_pauses_within_messages_do_not_hide_the_rate_at_which_all_of_them_come(m
 def test_a_reader_that_is_late_makes_the_link_neither_faster_nor_slower(
     meter: Meter, pause_s: float, late_s: float
 ) -> None:
-    """Messages of 16 MB with pauses between them; what has come is read every `late_s`."""
+    """Messages of 16 MB with pauses between them, read every `late_s`."""
     at_s, due_s, arrivals, reads = 1000.0, 1000.0, [], []
     for _ in range(30):
         pieces = range(256)

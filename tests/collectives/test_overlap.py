@@ -1,4 +1,4 @@
-"""Messages under way at the same time: pieces of a chunk, their order, what they cost on a simulated link."""
+"""Messages under way at the same time: pieces of a chunk, their order, their cost on a simulated link."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from support.ranks import TIMEOUT_S, run_ranks
 import cgx_ray
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import HEADER_BYTES, Stamp
-from cgx_ray.collectives import Phases, Transport, make_exchange, parcel, transport
+from cgx_ray.collectives import Phases, Transport, make_exchange, pieces, simulated_link
 from cgx_ray.collectives import phases as phases_module
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.plan import CodecSpec, Scheme
 
 WORLD = 3
 WHOLE = 1 << 30
-# Of 10,000 elements in 3 chunks: 45 pieces of float32, 6 of qsgd:bits=4, not all of one length.
+# 10,000 elements in 3 chunks make 45 pieces of float32, or 6 of qsgd:bits=4, of different lengths.
 CUT = 300
 NUMEL = 10_000
 
@@ -41,8 +41,8 @@ WORLD_OF = {"sra": 3, "ring": 3, "tree": 5, "broadcast": 3, "allgather": 3}
 def _run_scheme(
     rank: int, scheme: str, codec: str, piece_bytes: int, kind: str, num_steps: int, device: str = "cpu"
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Averages by step, and what this rank owes in the end."""
-    parcel.PIECE_BYTES = piece_bytes
+    """Return the averages by step, and this rank's residual at the end."""
+    pieces.PIECE_BYTES = piece_bytes
     made, link = make_codec(CodecSpec.parse(codec), device=torch.device(device)), _transport(kind)
     exchange, memory = make_exchange(made, Scheme(scheme), NUMEL, 4, link), made.new_memory(NUMEL)
     results = []
@@ -62,7 +62,7 @@ def _run_scheme(
 @pytest.mark.parametrize("codec", ["none", "qsgd", "onebit:bucket_size=64"])
 @pytest.mark.parametrize("scheme", WORLD_OF)
 def test_payloads_on_another_device_than_their_messages_change_no_bit(codec: str, scheme: str) -> None:
-    # "cpu:0" is the same memory, but not the device that messages lie on: payloads are copied as those of a GPU are.
+    # "cpu:0" is the same memory, but not the device of messages, so payloads are copied as from a GPU.
     host, device = (
         run_ranks(WORLD_OF[scheme], _run_scheme, scheme, codec, CUT, "tcp", 2, at) for at in ("cpu", "cpu:0")
     )
@@ -84,7 +84,7 @@ def test_pieces_change_no_bit_where_no_random_numbers_are_drawn(codec: str, sche
 
 
 def _average_exactly(rank: int, scheme: str) -> torch.Tensor:
-    parcel.PIECE_BYTES = CUT
+    pieces.PIECE_BYTES = CUT
     codec, link = make_codec(CodecSpec.parse("none")), _transport("tcp")
     grad_N = _gradient(rank, 0)
     stamp = Stamp(plan_version=0, step=0, group=0, codec="none")
@@ -96,10 +96,10 @@ def _average_exactly(rank: int, scheme: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("scheme", ["sra", "allgather"])
 def test_sums_are_made_in_rank_order_whoever_comes_first(scheme: str) -> None:
-    """In sra the owner of a chunk begins with its own."""
+    """In sra the owner of a chunk begins with its own part."""
     inputs = [_gradient(rank, 0) for rank in range(4)]
     parts = []
-    for owner, (start, stop) in enumerate(parcel.chunk_bounds(NUMEL, 4, 1)):
+    for owner, (start, stop) in enumerate(pieces.chunk_bounds(NUMEL, 4, 1)):
         order = sorted(range(4), key=lambda rank: (rank != owner, rank)) if scheme == "sra" else range(4)
         total = torch.zeros(stop - start)
         for rank in order:
@@ -118,8 +118,8 @@ def test_in_pieces_what_was_not_sent_is_in_the_residuals_and_ranks_agree(scheme:
     sent_N, owed_N = (torch.stack(results[0][0]).double().sum(0), torch.stack([o for _, o in results]).double().mean(0))
     given_RN = torch.stack([_gradient(rank, step) for rank in range(world_size) for step in range(4)]).double()
     given_N = given_RN.sum(0) / world_size
-    # Float32 numbers under 40 in size; a step adds, subtracts, and sums the ranks' shares, which those who encode
-    # averages owe once for every rank.
+    # Float32 numbers under 40 in size. A step adds, subtracts, and sums the ranks' shares; a rank that encodes an
+    # average owes its error once for every rank.
     torch.testing.assert_close(sent_N + owed_N, given_N, rtol=0, atol=40 * 4 * (2 * world_size + 4) * 2**-24)
     assert float(owed_N.norm()) > 0
     for averages, _ in results[1:]:
@@ -127,8 +127,8 @@ def test_in_pieces_what_was_not_sent_is_in_the_residuals_and_ranks_agree(scheme:
 
 
 def _average_of_alike(rank: int) -> torch.Tensor:
-    """Two ranks with the same bucket again and again: pieces of one bucket each differ by their random numbers only."""
-    parcel.PIECE_BYTES = 1
+    """Average two equal gradients of one repeated bucket: pieces of one bucket differ only by their random numbers."""
+    pieces.PIECE_BYTES = 1
     codec = make_codec(CodecSpec.parse("qsgd:bits=2,bucket_size=128"))
     link = _transport("tcp")
     grad_N = torch.randn(128, generator=torch.Generator().manual_seed(0)).repeat(8)
@@ -166,14 +166,14 @@ def test_the_nth_receive_takes_the_nth_send_in_whatever_order_they_are_finished(
 
 
 def _held_back(rank: int, scheme: str, piece_bytes: int) -> tuple[float, int]:
-    """Seconds that a simulated link held messages back in one exchange, and the payload bytes of a whole gradient."""
+    """Return the seconds that a simulated link held messages back in one exchange, and the bytes that a rank sent."""
     held_s: list[float] = []
 
     class Clock:
         sleep = staticmethod(held_s.append)
 
-    transport.time = Clock  # type: ignore[attr-defined,assignment]
-    parcel.PIECE_BYTES = piece_bytes
+    simulated_link.time = Clock  # type: ignore[attr-defined,assignment]
+    pieces.PIECE_BYTES = piece_bytes
     codec = make_codec(CodecSpec.parse("none"))
     link = _transport("tcp", cgx_ray.SimulatedLink(latency_s=1000.0, schedule=((0, 8.0),)))
     exchange = make_exchange(codec, Scheme(scheme), 3 * 1000, 4, link)
@@ -190,12 +190,12 @@ def test_a_simulated_link_holds_back_one_hop_a_round_and_every_byte(
     scheme: str, num_hops: int, piece_bytes: int
 ) -> None:
     for held_s, sent_bytes in run_ranks(WORLD, _held_back, scheme, piece_bytes):
-        # A byte a second; chunks are equal, so each rank receives as much as it sends.
+        # The link takes a byte per second. Chunks are equal, so each rank receives as much as it sends.
         assert held_s == pytest.approx(1000 * num_hops + sent_bytes, abs=1e-6)
 
 
 def _sent_bytes(rank: int, piece_bytes: int, kind: str) -> int:
-    parcel.PIECE_BYTES = piece_bytes
+    pieces.PIECE_BYTES = piece_bytes
     link = _transport(kind)
     sent_bytes = make_exchange(make_codec(CodecSpec.parse("none")), Scheme.SRA, 3000, 4, link).sent_bytes
     dist.barrier()
@@ -204,7 +204,7 @@ def _sent_bytes(rank: int, piece_bytes: int, kind: str) -> int:
 
 
 def test_every_piece_costs_a_header_and_gloo_gets_whole_chunks() -> None:
-    # Two of three chunks of 4,000 bytes go out and the own one goes to two: 14 pieces of at most 300 bytes a chunk.
+    # Two of three chunks of 4,000 bytes go out, the own one goes to two ranks: 14 pieces of up to 300 bytes per chunk.
     for piece_bytes, kind, num_pieces in ((WHOLE, "tcp", 1), (CUT, "tcp", 14), (CUT, "gloo", 1)):
         sent = run_ranks(WORLD, _sent_bytes, piece_bytes, kind)
         assert sent == [16_000 + 4 * num_pieces * HEADER_BYTES] * WORLD
@@ -220,7 +220,7 @@ def test_rounds_that_overlap_count_once_and_codec_time_within_them_twice(monkeyp
     now = 3.0
     phases.lap("encode")
     now = 7.0
-    phases.lap("exchange")  # waiting within a round is the round's
+    phases.lap("exchange")  # the round counts time to wait within it
     phases.begin_round()
     phases.end_round()
     now = 8.0

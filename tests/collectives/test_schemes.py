@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.branches import Branches, batch, train, weights_hash
+from support.branches import Branches, train
+from support.nodes import Counting
 from support.ranks import run_ranks
-from support.scheme_cases import PAIRS, TEXTS, Given, noise
+from support.scheme_cases import FED_BACK, PAIRS, SHAPES, TEXTS, UNBIASED, averages, noise
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import KINDS
 from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives import Phases, Transport, make_exchange
-from cgx_ray.collectives.transport import Handle
+from cgx_ray.collectives import Phases, make_exchange
 from cgx_ray.plan import CODECS_OF_SCHEME, NONE, CodecSpec, Scheme
-from cgx_ray.runtime_ext.mesh import Parts, flat
-
-UNBIASED = [(codec, scheme) for codec, scheme in PAIRS if not make_codec(CodecSpec.parse(codec)).needs_feedback]
-FED_BACK = [pair for pair in PAIRS if pair not in UNBIASED]
 
 
 def _train_pair(rank: int, codec: str, scheme: str) -> list[tuple[list[str], int]]:
@@ -67,28 +62,6 @@ def test_more_ranks_hold_identical_weights_too(codec: str, scheme: str, world_si
     assert others == [first] * (world_size - 1)
 
 
-def averages(
-    codec: str, scheme: str, steps: list[list[torch.Tensor]], *, one_group: bool = True
-) -> tuple[list[torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """The averages of `steps`' gradients, flat, all layers in one group or each in its own; and this rank's memory in
-    the end."""
-    model = DistributedDataParallel(Given(*(grad.shape for grad in steps[0])))
-    names = [layer.name for layer in cgx_ray.layers_of(model)]
-    groups = tuple(
-        cgx_ray.GroupPlan(layers=layers, option=cgx_ray.Option(codec=CodecSpec.parse(codec), scheme=Scheme(scheme)))
-        for layers in ([tuple(names)] if one_group else [(name,) for name in names])
-    )
-    attachment = cgx_ray.attach(model, plan=cgx_ray.Plan(version=0, world_size=dist.get_world_size(), groups=groups))
-    results = []
-    for gradients in steps:
-        model.zero_grad()
-        model(*gradients).backward()
-        results.append(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]))
-    state = attachment.state_dict()
-    attachment.close()
-    return results, {kind: state[kind] for kind in KINDS}
-
-
 NUMELS = (1, 7, 129, 5000)
 
 
@@ -110,14 +83,14 @@ def test_average_is_within_the_codecs_error_of_a_float64_sum(codec: str, scheme:
         assert all(torch.equal(of_ranks[0], other) for other in of_ranks)
         mean_N, largest = inputs_RN.mean(0), float(inputs_RN.abs().max())
         if spec.name == "prefix":
-            # The schemes with chunks cut each of them, so what is sent is not one run.
+            # Schemes with chunks send the first elements of each chunk, so they are not one run.
             sent_N = of_ranks[0] != 0
             chunks = {"sra": 3, "ring": 3, "tree": 2}.get(scheme, 1)
             assert numel // 4 <= int(sent_N.sum()) <= spec.num_prefix(numel) + chunks
             mean_N = mean_N * sent_N
-        # The largest error of one rounding, relative to the largest magnitude: 2^-11 for fp16, 2^-8 for bf16 and, for
-        # qsgd, a step of the grid with its bf16 ends (2^-7 wider, both of them), up to sqrt(bucket) times that for l2.
-        # sra rounds twice, once the parts and once their average; an all-reduce casts, divides and adds twice a third.
+        # The largest error of one rounding, relative to the largest magnitude: 2^-11 for fp16, 2^-8 for bf16. For qsgd
+        # it is a step of the grid, whose bf16 ends make it 2^-7 wider on both sides, and up to sqrt(bucket) times that
+        # for l2. sra rounds twice, the parts and their average; an all-reduce casts, divides and adds twice a third.
         root = spec.bucket_size**0.5 if spec.bucket_size is not None and spec.grid == "l2" else 1
         step = {
             "none": 2**-23,
@@ -129,8 +102,8 @@ def test_average_is_within_the_codecs_error_of_a_float64_sum(codec: str, scheme:
         }[spec.name]
         roundings = 2.0
         if scheme in ("ring", "tree"):
-            # A ring rounds 1, 2, ... N of the N parts of an average: (1 + 2 + ... + N) / N times in all, and a tree
-            # rounds none of its sums with more parts. Each rounding may make a sum 2^-7 larger, its grid being wider.
+            # A ring rounds sums of 1, 2, ... N of the N parts of an average: (1 + 2 + ... + N) / N roundings in all.
+            # A tree rounds no larger sums. Each rounding may make a sum 2^-7 larger, since its grid is wider.
             roundings = (world_size + 1) / 2 * (1 + 2**-7) ** (world_size - 1)
         error = float((of_ranks[0].double() - mean_N).abs().max())
         assert error <= roundings * step * largest + world_size * 2**-23 * largest, (numel, error, step)
@@ -143,7 +116,7 @@ def _average_of_large(rank: int, scheme: str) -> torch.Tensor:
 @pytest.mark.parametrize("scheme", [scheme for scheme, names in CODECS_OF_SCHEME.items() if "fp16" in names], ids=str)
 def test_sums_of_what_fp16_can_hold_do_not_overflow(scheme: str) -> None:
     for average_N in run_ranks(4, _average_of_large, scheme):
-        # 60000 and its quarters are float16 numbers, three quarters of it are rounded once.
+        # 60000 and its quarters are float16 numbers; three quarters of it are rounded once.
         torch.testing.assert_close(average_N, torch.full((300,), 60000.0), rtol=2**-11, atol=0)
 
 
@@ -156,13 +129,13 @@ def _sum_integers(rank: int, schemes: Sequence[str]) -> dict[str, torch.Tensor]:
 
 
 def integers(rank: int, numel: int) -> list[torch.Tensor]:
-    """Element i is i + 1 times the rank from one on: over N ranks they sum to (i + 1) N (N + 1) / 2."""
+    """Return a gradient with element i = (i + 1) (rank + 1) N: the average over ranks is (i + 1) N (N + 1) / 2."""
     return [torch.arange(1.0, numel + 1)[None] * (rank + 1) * dist.get_world_size()]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8])
 def test_integers_are_averaged_exactly(world_size: int) -> None:
-    """Whole numbers under 2^24, and multiples of the number of ranks, since they are divided before they are summed."""
+    """All numbers are under 2^24, and multiples of the number of ranks, which divides them before they are summed."""
     for averages_of in run_ranks(world_size, _sum_integers, ("sra", "ring", "tree", "broadcast")):
         for scheme, average in averages_of.items():
             for numel, average_N in zip(EXACT_NUMELS, average.split(EXACT_NUMELS), strict=True):
@@ -170,7 +143,7 @@ def test_integers_are_averaged_exactly(world_size: int) -> None:
                 assert torch.equal(average_N, expected_N), (scheme, numel, average_N)
 
 
-# Codecs that lose nothing of small integers, with every scheme that carries them.
+# Codecs that keep small integers exactly, with every scheme that carries them.
 LOSSLESS = [
     (text, str(scheme))
     for scheme, names in CODECS_OF_SCHEME.items()
@@ -181,10 +154,10 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def _average_small_integers(rank: int) -> list[tuple[str, str, str]]:
-    """What did not come out as the exact average of 0 to 3 times N times the rank from one on."""
+    """Return the cases whose average of (0 to 3) (rank + 1) N is not exact."""
     world_size, wrong = dist.get_world_size(), []
     pattern_N = torch.arange(1031.0) % 4
-    # A layer and a group of each type.
+    # One layer and one group of each dtype.
     given = [(pattern_N * (rank + 1) * world_size).to(dtype)[None] for dtype in DTYPES]
     expected_N = pattern_N * (world_size * (world_size + 1) // 2)
     for codec, scheme in LOSSLESS:
@@ -197,16 +170,15 @@ def _average_small_integers(rank: int) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_small_integers_are_averaged_exactly_in_every_scheme_and_type(world_size: int) -> None:
-    """Under 2^8, the numbers of bfloat16 without gaps, and so are all sums on the way."""
+    """All numbers and partial sums are under 2^8, where bfloat16 has every integer."""
     assert run_ranks(world_size, _average_small_integers) == [[]] * world_size
 
 
-SHAPES = ((60, 50), (7, 30))
 NUM_STEPS = 7
 
 
 def _accumulated(rank: int, codec: str, scheme: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sums of averages and of gradients over some steps, and what is owed in the end."""
+    """Return the sums of averages and of gradients over some steps, and the residual at the end."""
     steps = [noise(rank, *SHAPES, step=step) for step in range(NUM_STEPS)]
     results, memory = averages(codec, scheme, steps)
     given_N = torch.stack([torch.cat([grad.view(-1) for grad in gradients]) for gradients in steps]).double().sum(0)
@@ -214,7 +186,7 @@ def _accumulated(rank: int, codec: str, scheme: str) -> tuple[torch.Tensor, torc
     return torch.stack(results).double().sum(0), given_N, owed_N.double()
 
 
-# With momentum a gradient is sent more than once, with clipping less.
+# With momentum a gradient is sent more than once, with clipping less than once.
 @pytest.mark.parametrize(
     ("codec", "scheme", "world_size"),
     [
@@ -226,59 +198,12 @@ def test_what_was_not_sent_is_in_the_residuals(codec: str, scheme: str, world_si
     results = run_ranks(world_size, _accumulated, codec, scheme)
     sent_N = results[0][0]
     given_N, owed_N = (torch.stack([result[i] for result in results]).mean(0) for i in (1, 2))
-    # A step adds what is owed, subtracts what is sent and adds all ranks' shares: float32 numbers under 40 in size, and
-    # for PowerSGD products of rank 4 of them. The errors of who encodes an average count once for every rank.
+    # A step adds the residual, subtracts the sent part and adds all ranks' shares: float32 numbers under 40 in size,
+    # and for PowerSGD products of rank 4 of them. The error of encoding an average counts once for every rank.
     tolerance = 40 * NUM_STEPS * (2 * world_size + 4) * 2**-24
     torch.testing.assert_close(sent_N + owed_N, given_N, rtol=0, atol=tolerance)
     assert float(owed_N.norm()) > 0
     assert torch.equal(results[1][0], sent_N)
-
-
-def _poisoned(rank: int, codec: str, scheme: str) -> list[tuple[bool, bool]]:
-    """For NaN, then Inf, in a gradient of rank 1: is the average finite, and is the memory as before?"""
-    outcomes = []
-    model = DistributedDataParallel(Branches())
-    attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
-    train(model, rank, range(3))
-    for value in (float("nan"), float("inf")):
-        before = attachment.state_dict()
-        model.zero_grad()
-        x_BD = batch(rank, 3)
-        if rank == 1:
-            x_BD[0, 0] = value
-        model(x_BD).square().mean().backward()
-        # Of a group with NaN everywhere top-k sends a share: the group arrives non-finite, not each of its layers.
-        grads = [p.grad for p in model.parameters() if p.ndim > 1 and p.grad is not None]
-        finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
-        after = attachment.state_dict()
-        untouched = all(torch.equal(before[kind][name], after[kind][name]) for kind in KINDS for name in before[kind])
-        outcomes.append((finite, untouched))
-        train(model, rank, range(4, 6))
-    attachment.close()
-    return outcomes
-
-
-@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
-def test_a_non_finite_gradient_is_non_finite_on_all_ranks_and_leaves_no_trace(codec: str, scheme: str) -> None:
-    for outcomes in run_ranks(2, _poisoned, codec, scheme):
-        assert outcomes == [(False, True), (False, True)]
-
-
-def _skipped(rank: int, codec: str, scheme: str) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """Memory after one good step, and after one more in which one layer of rank 1 is not finite."""
-    good, bad = noise(rank, *SHAPES), noise(rank, *SHAPES, step=1)
-    if rank == 1:
-        bad[1][0, 0] = float("inf")
-    return [averages(codec, scheme, steps, one_group=False)[1] for steps in ([good], [good, bad])]
-
-
-@pytest.mark.parametrize(("codec", "scheme"), FED_BACK)
-def test_a_step_that_will_be_skipped_changes_the_memory_of_no_group(codec: str, scheme: str) -> None:
-    for before, after in run_ranks(2, _skipped, codec, scheme):
-        for kind in KINDS:
-            assert before[kind].keys() == after[kind].keys()
-            for name, value in before[kind].items():
-                assert torch.equal(after[kind][name], value), f"{kind} of {name} changed"
 
 
 def _same_gradient(rank: int, scheme: str) -> torch.Tensor:
@@ -287,8 +212,8 @@ def _same_gradient(rank: int, scheme: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("scheme", "limit"), [("allgather", 0.5), ("sra", 1.375)])
 def test_ranks_round_independently_so_that_their_noise_averages_out(scheme: str, limit: float) -> None:
-    # With one rounding's variance v, 4 ranks and independent noise: allgather has v / 4; sra has 3 v / 16 of three
-    # messages and v of the average's own rounding. With the same noise on all ranks: v, and 9 v / 16 + v.
+    # v is the variance of one rounding. With 4 ranks and independent noise allgather has v / 4; sra has 3 v / 16 from
+    # three messages and v from rounding the average. With the same noise on all ranks: v, and 9 v / 16 + v.
     (grad,) = noise(0, (100, 256))
     codec = make_codec(CodecSpec(name="qsgd"))
     payload, decoded_N = torch.empty(codec.payload_bytes(grad.numel()), dtype=torch.uint8), torch.empty(grad.numel())
@@ -300,75 +225,12 @@ def test_ranks_round_independently_so_that_their_noise_averages_out(scheme: str,
     assert ratio < limit, f"error is {ratio} of one rounding's, limit {limit}"
 
 
-def _one_nan(rank: int, codec: str, scheme: str) -> list[bool]:
-    """Is the average of a gradient with one NaN, in many places in turn, finite?"""
-    steps = []
-    for step in range(12):
-        (grad,) = noise(rank, (60, 50), step=step)
-        if rank == 1:
-            grad.view(-1)[251 * step] = float("nan")
-        steps.append([grad])
-    return [bool(torch.isfinite(average).all()) for average in averages(codec, scheme, steps)[0]]
-
-
-@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
-def test_a_single_nan_is_never_left_out(codec: str, scheme: str) -> None:
-    assert not any(finite for result in run_ranks(2, _one_nan, codec, scheme) for finite in result)
-
-
-def _train_scaled(rank: int, codec: str, scheme: str) -> tuple[list[str], list[float]]:
-    model = DistributedDataParallel(Branches())
-    attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    hashes, scales = [], []
-    for step in range(8):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            x_BD = batch(rank, step)
-            if step == 4 and rank == 1:
-                x_BD[0, 0] = float("inf")
-            loss = (model(x_BD) - x_BD.nan_to_num(posinf=0)).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        hashes.append(weights_hash(model))
-        scales.append(scaler.get_scale())
-    attachment.close()
-    return hashes, scales
-
-
-@pytest.mark.parametrize(
-    ("codec", "scheme"),
-    [
-        ("qsgd", "sra"),
-        ("ef_signsgd", "sra"),
-        ("onebit", "ring"),
-        ("ef_signsgd", "tree"),
-        ("onebit", "broadcast"),
-        ("topk:density=0.05", "allgather"),
-        ("topk:density=0.05", "artopk_ring"),
-        ("topk:density=0.05", "artopk_tree_var"),
-        ("dgc:density=0.05", "artopk_ring"),
-        ("randomk:density=0.05", "allreduce"),
-        ("powersgd", "allreduce"),
-    ],
-)
-def test_gradscaler_skips_the_same_step_on_all_ranks(codec: str, scheme: str) -> None:
-    (first, scales), (second, other_scales) = run_ranks(2, _train_scaled, codec, scheme)
-    assert first == second
-    assert scales == other_scales
-    assert first[4] == first[3], "the overflowing step was not skipped"
-    assert scales[4] < scales[3]
-    assert first[5] != first[4]
-
-
 def _topk_averages(rank: int, scheme: str) -> torch.Tensor:
     return averages("topk:density=0.05", scheme, [_unequal(rank)])[0][0]
 
 
 def _unequal(rank: int) -> list[torch.Tensor]:
-    """Rank 1 has the largest gradient of three."""
+    """Return gradients of three ranks, of which rank 1 has the largest."""
     return [(1 + rank % 2) * grad for grad in noise(rank, *SHAPES)]
 
 
@@ -378,30 +240,20 @@ def test_topk_averages_the_largest_elements(scheme: str) -> None:
     num_kept = CodecSpec(name="topk", density=0.05).num_kept(inputs_RN.shape[1])
     kept_RN = torch.zeros_like(inputs_RN)
     for rank, input_N in enumerate(inputs_RN):
-        # AR-Topk at step 0 uses the indices of rank 0, with VAR those of the largest gradient.
+        # At step 0 AR-Topk uses the indices of rank 0, with VAR those of the largest gradient.
         chosen = input_N if scheme == "allgather" else inputs_RN[1 if scheme.endswith("var") else 0]
         index_K = chosen.abs().topk(num_kept).indices
         kept_RN[rank, index_K] = input_N[index_K]
     for average_N in run_ranks(3, _topk_averages, scheme):
-        # A division each, two additions of numbers under 10.
+        # One division per rank, two additions of numbers under 10.
         torch.testing.assert_close(average_N.double(), kept_RN.mean(0), rtol=0, atol=10 * 3 * 2**-24)
-
-
-class Counting(Transport):
-    """Counts what it sends."""
-
-    num_sent = 0
-
-    def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
-        self.num_sent += sum(part.numel() for _, part in flat(sends))
-        return super().start(sends, receives)
 
 
 DIRECT_NUMELS = (1, 3, 100_003)
 
 
 def _exchange_directly(rank: int, scheme: str) -> list[tuple[int, int, bool]]:
-    """Bytes that the exchange says it sends, those that it sent, and whether integers came out right."""
+    """Return the bytes that the exchange says it sends, those that it sent, and True if integers are exact."""
     outcomes = []
     world_size = dist.get_world_size()
     for numel in DIRECT_NUMELS:
@@ -428,7 +280,7 @@ def test_schemes_send_what_they_say(scheme: str, world_size: int) -> None:
         "tree": 2 * (num_places - 1) / num_places + (num_places < world_size),
         "broadcast": world_size - 1,
     }[scheme] * group_bytes
-    # At most three messages a rank for each chunk: 32 bytes before each and one element that its chunk has more.
+    # At most three messages per rank and chunk, each with a header of 32 bytes and up to one element more.
     sent = max(result[-1][1] for result in results)
     assert abs(sent - most) <= 3 * world_size * (32 + 4), (sent, most)
 
@@ -439,7 +291,7 @@ def _dgc_averages(rank: int, text: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("clip", [0.0, 20.0])
 def test_dgc_is_the_papers_algorithm(clip: float) -> None:
-    """Lin et al. 2018, Algorithm 4 with two workers; under 2,048 elements the sample is everything, so exact."""
+    """Lin et al. 2018, Algorithm 4 with two workers; under 2,048 elements dgc samples all of them, so it is exact."""
     density, momentum, numel = 0.05, 0.9, 40 * 45
     results = run_ranks(2, _dgc_averages, f"dgc:density={density},momentum={momentum},clip={clip}")
     u_RN, v_RN = torch.zeros(2, numel), torch.zeros(2, numel)
@@ -462,7 +314,7 @@ def test_dgc_is_the_papers_algorithm(clip: float) -> None:
 
 
 def _owed_of_scaled(rank: int) -> Any:
-    """Signs over sra with a gradient of one size: nothing is lost, so nothing may be owed."""
+    """Exchange signs over sra with elements of one magnitude: nothing is lost, so nothing may be owed."""
     grad = torch.where(noise(0, (64, 64))[0] > 0, 1.0, -1.0)
     results, memory = averages("ef_signsgd", "sra", [[grad]] * 3)
     return [torch.equal(result, grad.view(-1)) for result in results], float(

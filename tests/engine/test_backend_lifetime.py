@@ -30,7 +30,7 @@ def _hang_up(rank: int) -> tuple[str, str, str]:
         group = dist.group.WORLD
         assert group is not None
         group.abort()
-    # Through DDP's C++, through Work and through its future.
+    # The error comes through DDP's C++, through Work and through its future.
     with pytest.raises(RuntimeError) as of_ddp:
         loss.backward()
     with pytest.raises(cgx_ray.TransportError) as of_wait:
@@ -70,7 +70,7 @@ def test_when_a_rank_is_killed_the_others_say_which(tmp_path: Path) -> None:
 
 
 def _threads_with_groups(rank: int) -> list[list[float]]:
-    """Each thread reduces in a group of its own, all at once; results by thread."""
+    """Reduce on several threads at once, each in a group of its own; return the results by thread."""
     groups = [dist.new_group() for _ in range(3)]
     results: list[list[float]] = [[] for _ in groups]
 
@@ -95,12 +95,12 @@ def _threads_with_groups(rank: int) -> list[list[float]]:
 def test_threads_reduce_in_groups_of_their_own_at_once() -> None:
     sums = [float(3 * step + 3) for step in range(20) for _ in range(2)]
     for results in run_ranks(3, _threads_with_groups, backend="cgx"):
-        # The ends of a bucket's grid are bfloat16: exact for these.
+        # bfloat16, the type of a grid's ends, can represent these sums.
         assert results == [sums] * 3
 
 
 def _make_and_destroy(rank: int, folder: Path) -> list[int]:
-    """Threads and open files after each of three groups."""
+    """Return the numbers of threads and open files after each of three groups."""
     counts = []
     for attempt in range(3):
         (folder / str(attempt)).mkdir(exist_ok=True)
@@ -153,7 +153,7 @@ def _reduce_ever_new_sizes(rank: int) -> int:
     for numel in range(2000, 2080):
         dist.all_reduce(torch.ones(numel))
     group: Any = dist.group.WORLD
-    return len(group._lane._exchanges)
+    return len(group._thread._exchanges)
 
 
 def test_buffers_of_old_sizes_are_let_go() -> None:
@@ -161,7 +161,7 @@ def test_buffers_of_old_sizes_are_let_go() -> None:
 
 
 def run_python(*arguments: str) -> str:
-    """What a new interpreter prints. Entry points are those of the last installation."""
+    """Return the output of a new interpreter. Entry points are those of the last installation."""
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -192,7 +192,7 @@ print(dist.Backend._plugins["CGX"].creator_fn.__module__)
 
 def test_a_script_under_torchrun_needs_no_import_of_cgx_ray(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    # Without destroy_process_group, as many scripts end, and while the group's thread is still busy.
+    # It ends as many scripts do: without destroy_process_group, while the group's thread is still busy.
     script.write_text("""
 import sys, time, torch
 import torch.distributed as dist
@@ -202,7 +202,7 @@ work = dist.all_reduce(values, async_op=True)
 work.get_future().then(lambda _: time.sleep(0.3))
 work.wait()
 error = (values - 2 * torch.linspace(-1, 1, 5000)).abs().max().item()
-sys.stdout.write(f"{dist.get_backend()} {0 < error < 1e-2}\\n")  # one write, or lines of ranks mix
+sys.stdout.write(f"{dist.get_backend()} {0 < error < 1e-2}\\n")  # one write, else lines of ranks mix
 """)
     output = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
     assert output.split("\n")[:2] == ["cgx True", "cgx True"]

@@ -1,4 +1,4 @@
-"""DDP's buckets say when layers arrive and nothing else, whatever sizes a user gives them."""
+"""The sizes of DDP's buckets decide when layers arrive, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES: list[dict[str, object]] = [
 
 
 def _train(rank: int, codec: str, scheme: str) -> list[tuple[list[str], int]]:
-    """Weights by step, and the buckets of the last step, for each way to size them."""
+    """Return for each of SIZES the weights by step, and the number of buckets in the last step."""
     outcomes = []
     for sizes in SIZES:
         model = DistributedDataParallel(Branches(), **sizes)

@@ -1,4 +1,4 @@
-"""Emulated nodes: ranks share memory with those that are given to be of their node, and with no others."""
+"""Emulated nodes: ranks share memory only with the ranks that are said to be on their node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from cgx_ray.codecs import Memory, make_codec
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange, tcp
-from cgx_ray.collectives.transport import Handle
+from cgx_ray.collectives.transport_like import Handle
 from cgx_ray.plan import CodecSpec, Intra, Layer, Scheme
 from cgx_ray.runtime_ext.mesh import Parts, flat
 from support.ranks import TIMEOUT_S
@@ -18,17 +18,17 @@ from support.scheme_cases import PAIRS
 
 Nodes = tuple[int, ...]
 INSIDE_CODECS = ("fp16", "bf16", "qsgd", "terngrad", "ef_signsgd", "onebit")
-# Codec, scheme and what is done inside a node: all that is allowed.
+# All allowed triples of codec, scheme and intra.
 CASES = [(codec, scheme, "dense") for codec, scheme in PAIRS] + [
     (codec, scheme, "compressed") for codec, scheme in PAIRS if codec.split(":")[0] in INSIDE_CODECS
 ]
 NUMEL = 3001
-# 200 rows of 10, which powersgd may not cut, and the rest.
+# One layer of 200 rows of 10, which powersgd must not cut, and one of the rest.
 LAYERS = [Layer(name="a", numel=2000, ndim=2, num_rows=200), Layer(name="b", numel=NUMEL - 2000, ndim=1)]
 
 
 class Counting(Transport):
-    """Counts the bytes it sends to other nodes."""
+    """A transport that counts the bytes it sends to other nodes."""
 
     num_sent = 0
 
@@ -39,7 +39,7 @@ class Counting(Transport):
 
 
 def connect(nodes: Nodes, inside: str) -> Counting:
-    """`inside`: what ranks of a node talk through: "shm", or messages over "tcp" or "gloo"."""
+    """Connect all ranks. `inside`: "shm" for shared memory inside nodes, or messages over "tcp" or "gloo"."""
     assert dist.group.WORLD is not None
     mesh = None
     if inside != "gloo":

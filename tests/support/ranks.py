@@ -18,12 +18,12 @@ TIMEOUT_S = 120
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend: str | None = "gloo") -> list[Any]:
-    """Results of `function(rank, *args)` by rank. A rank that raises fails the caller with that rank's error.
+    """Return the results of `function(rank, *args)` by rank. If a rank raises, raise its error.
 
-    backend  of the process group; None: without one, for a `function` that calls `join_group`
+    backend  of the process group; None: no group, for a `function` that calls `join_group`
     """
     context = multiprocessing.get_context("forkserver")
-    # Importing torch, and what DDP imports when it is first made, costs seconds: the server does it once for all ranks.
+    # Importing torch, and the modules that the first DDP imports, takes seconds: the server does it once for all ranks.
     context.set_forkserver_preload(["pytest", "cgx_ray.session.attach", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         processes = [
@@ -54,11 +54,11 @@ def _outcome(folder: Path, rank: int, exitcode: int | None) -> Any:
 
 
 def join_group(rank: int, world_size: int, folder: Path, backend: str) -> None:
-    """Meet the other ranks by a file in `folder`."""
+    """Make the process group with the other ranks, by a file in `folder`."""
     store = dist.FileStore(str(folder / "store"), world_size)
     timeout = timedelta(seconds=TIMEOUT_S / 2)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    # Whoever is through at once must not hang up on ranks that are still connecting.
+    # A rank that ends at once must not hang up on ranks that are still connecting.
     dist.barrier()
 
 
@@ -79,7 +79,7 @@ def _rank_main(
 
 
 def free_port() -> int:
-    """A port of loopback that was free just now."""
+    """Return a port of loopback that was free just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

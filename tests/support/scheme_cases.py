@@ -1,15 +1,20 @@
-"""Every pair of codec and scheme that is tested, and gradients to exchange with it."""
+"""Every tested pair of codec and scheme, and averages of given gradients with them."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ray.plan import CODECS_OF_SCHEME, Scheme
+import cgx_ray
+from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.codec import KINDS
+from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Scheme
 
-# What a codec is tested with, where that is not its defaults.
+# Specs for tests of codecs that are not tested with their defaults.
 TEXTS = {name: f"{name}:density=0.05" for name in ("topk", "lwtopk", "mstopk", "dgc", "sidco", "randomk")}
-# How AR-Topk sums values has nothing to do with how indices were selected: topk goes over all of them, others over one.
+# AR-Topk sums values in the same way whichever codec selects: topk is tested with all AR-Topk schemes, others with one.
 PAIRS = [
     (TEXTS.get(name, name), str(scheme))
     for scheme, names in CODECS_OF_SCHEME.items()
@@ -27,7 +32,7 @@ PAIRS += [
 
 
 class Given(nn.Module):
-    """Two layers whose gradients are what `forward` gets."""
+    """A model whose layers get the arguments of `forward` as gradients."""
 
     def __init__(self, *shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -40,3 +45,34 @@ class Given(nn.Module):
 def noise(rank: int, *shapes: tuple[int, ...], step: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+UNBIASED = [(codec, scheme) for codec, scheme in PAIRS if not make_codec(CodecSpec.parse(codec)).needs_feedback]
+FED_BACK = [pair for pair in PAIRS if pair not in UNBIASED]
+
+
+def averages(
+    codec: str, scheme: str, steps: list[list[torch.Tensor]], *, one_group: bool = True
+) -> tuple[list[torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Return the flat averages of `steps`' gradients, and this rank's memory at the end.
+
+    one_group  all layers in one group; else each in its own
+    """
+    model = DistributedDataParallel(Given(*(grad.shape for grad in steps[0])))
+    names = [layer.name for layer in cgx_ray.layers_of(model)]
+    groups = tuple(
+        cgx_ray.GroupPlan(layers=layers, option=cgx_ray.Option(codec=CodecSpec.parse(codec), scheme=Scheme(scheme)))
+        for layers in ([tuple(names)] if one_group else [(name,) for name in names])
+    )
+    attachment = cgx_ray.attach(model, plan=cgx_ray.Plan(version=0, world_size=dist.get_world_size(), groups=groups))
+    results = []
+    for gradients in steps:
+        model.zero_grad()
+        model(*gradients).backward()
+        results.append(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]))
+    state = attachment.state_dict()
+    attachment.close()
+    return results, {kind: state[kind] for kind in KINDS}
+
+
+SHAPES = ((60, 50), (7, 30))

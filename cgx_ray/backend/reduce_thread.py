@@ -1,0 +1,128 @@
+"""`ReduceThread`: the thread of a process group that runs its compressed all-reduces."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cgx_ray.backend.work import CompressedWork
+from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange
+from cgx_ray.collectives.tcp import connect_mesh_by_store
+from cgx_ray.engine.thread import WorkThread
+from cgx_ray.errors import CGXError
+from cgx_ray.plan import Option
+
+logger = logging.getLogger(__name__)
+
+SEED = 0
+# Exchanges to keep, of the latest sizes. DDP has few sizes, but a caller with ever new ones must not fill the memory.
+MAX_EXCHANGES = 64
+
+
+class ReduceThread:
+    """Exchanges compressed tensors one after the other, in the order of `submit`, over TCP connections of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout_s: float) -> None:
+        """Connect the ranks of `group` by `store`, and start the thread."""
+        self._group = group
+        self._timeout_s = timeout_s
+        self._mesh = connect_mesh_by_store(store, group.rank(), group.size(), timeout_s)
+        self._transport: Transport | None = None
+        self._exchanges: dict[tuple[Option, int], Exchange] = {}
+        self._buffer_N = torch.empty(0)
+        self._failure: CGXError | None = None
+        self._lock = threading.Lock()
+        self._thread = WorkThread("cgx-ray-backend", self._run, self._mesh.close)
+
+    def submit(self, work: CompressedWork) -> CompressedWork:
+        with self._lock:
+            if self._thread.has_ended:
+                raise CGXError("this process group is shut down; make a new one to reduce further tensors")
+            self._thread.put(work)
+        return work
+
+    def close(self) -> None:
+        """Finish what was submitted, then hang up."""
+        with self._lock:
+            self._thread.end()
+        self._mesh.close()
+
+    def abort(self) -> None:
+        """Hang up at once."""
+        self._mesh.close()
+
+    def _run(self, works: Iterator[CompressedWork]) -> None:
+        for step in itertools.count():
+            work = next(works, None)
+            if work is None:
+                return
+            if self._failure is None:
+                try:
+                    # Inference mode allows writing to tensors that were made in it.
+                    with torch.inference_mode():
+                        self._reduce(work, step)
+                except BaseException as error:  # noqa: BLE001 - raised again where the work is waited for
+                    self._fail(error, step)
+            # Outside of inference mode: it runs the callbacks of the work's future, which may need gradients.
+            work.finish(self._failure)
+            del work
+
+    def _reduce(self, work: CompressedWork, step: int) -> None:
+        tensor_N = work.tensor.detach().view(-1)
+        for index, (option, runs) in enumerate(work.parts.items()):
+            parts = [tensor_N[start:stop] for start, stop in runs]
+            # A float32 tensor that is compressed as a whole is averaged in place.
+            is_in_place = len(parts) == 1 and tensor_N.dtype == torch.float32
+            average_N = parts[0] if is_in_place else self._gather(parts)
+            self._exchange(option, average_N, Stamp(plan_version=0, step=step, group=index, codec=option.codec.name))
+            if work.op == dist.ReduceOp.SUM:
+                # In float32, so that the copy below is Inf only if float16 cannot represent the sum.
+                average_N.mul_(self._group.size())
+            if not is_in_place:
+                for part, averaged in zip(parts, average_N.split([part.numel() for part in parts]), strict=True):
+                    part.copy_(averaged)
+        if work.exact is not None:
+            work.exact.finish(tensor_N)
+
+    def _gather(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the parts beside each other as float32, in a buffer that the next call overwrites."""
+        numel = sum(part.numel() for part in parts)
+        if numel > self._buffer_N.numel():
+            self._buffer_N = torch.empty(numel)
+        buffer_N = self._buffer_N[:numel]
+        for part, room in zip(parts, buffer_N.split([part.numel() for part in parts]), strict=True):
+            room.copy_(part)
+        return buffer_N
+
+    def _exchange(self, option: Option, average_N: Tensor, stamp: Stamp) -> None:
+        if self._transport is None:
+            # Not in the constructor: the group has its ranks only when torch has registered it.
+            self._transport = Transport(self._group, mesh=self._mesh, timeout_s=self._timeout_s)
+        self._transport.step, self._transport.group_index = stamp.step, stamp.group
+        numel = average_N.numel()
+        exchange = self._exchanges.pop((option, numel), None)
+        if exchange is None:
+            codec = make_codec(option.codec, world_size=self._group.size())
+            exchange = make_exchange(codec, option.scheme, numel, 4, self._transport)
+        self._exchanges[option, numel] = exchange
+        if len(self._exchanges) > MAX_EXCHANGES:
+            del self._exchanges[next(iter(self._exchanges))]
+        exchange.run(average_N, None, stamp, SEED, Phases())
+
+    def _fail(self, error: BaseException, step: int) -> None:
+        """Refuse all later works: after an error the messages of the ranks no longer fit each other."""
+        if isinstance(error, CGXError):
+            self._failure = error
+        else:
+            self._failure = CGXError(f"rank {self._group.rank()}, all-reduce {step}: backend cgx stopped: {error!r}")
+            self._failure.__cause__ = error
+        logger.error("%s", self._failure, exc_info=error)
+        self._mesh.close()
