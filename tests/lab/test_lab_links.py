@@ -201,14 +201,14 @@ def test_a_lab_of_rates_says_how_to_get_the_rest():
     with Lab(2, rate_bit_per_s=1e9) as lab:
         assert lab.backend == "tc"
         if choose_backend(rates_only=False) == "switch":
-            with pytest.raises(LabError, match="give latency_s, even 0, when you make it"):
+            with pytest.raises(LabError, match="make the lab with latency_s, even 0"):
                 lab.set(latency_s=0.01)
             assert lab.link(0, "up").latency_s == 0
 
 
 @NEEDS_LAB
 def test_tc_understands_the_commands_of_both_back_ends():
-    """This kernel may have no netem; `tc` still reads the line before the kernel refuses the kind."""
+    """If this kernel has no netem, `tc` still parses the line before the kernel refuses the kind."""
     state = LinkState(rate_bit_per_s=1e9, latency_s=0.005, jitter_s=0.001, loss=0.01)
 
     def complaint(line: str) -> str:
@@ -255,7 +255,7 @@ def test_an_all_reduce_in_the_lab_is_never_faster_than_its_links():
     ("pairs", "message"),
     [
         ([("rate", "1")], "rate '1' is not allowed; give a number and kbit"),
-        ([("latency", "5sec")], "write 5ms; units are us, ms, s"),
+        ([("latency", "5sec")], "latency '5sec' is not allowed; give a number and s, ms or us, such as 4ms"),
         ([("speed", "1gbit")], "not a property of a link"),
     ],
 )
@@ -275,7 +275,7 @@ def test_texts_of_links():
     ("change", "message"),
     [
         ({"latency_s": -1}, "give 0 to 10 s"),
-        ({"latency_s": 0.01, "jitter_s": 0.02}, "give 0 to the latency"),
+        ({"latency_s": 0.01, "jitter_s": 0.02}, "give 0 up to the latency"),
         ({"loss": 1.0}, "as 0.01 or 1%"),
         ({"queue_bytes": 100}, "give 9000 or more"),
     ],
