@@ -27,7 +27,7 @@ test-gpu:
 	cmake -S . -B build/gpu/native -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" -DCMAKE_BUILD_TYPE=Release
 	cmake --build build/gpu/native --parallel
 	@cp build/gpu/native/_native*.so build/gpu/cgx_ray/runtime_ext/
-	PYTHONPATH=build/gpu $(PYTHON) -P -m pytest -m gpu -W default::DeprecationWarning tests/test_cuda_*.py tests/test_kernel_arguments.py $(ARGS)
+	PYTHONPATH=build/gpu $(PYTHON) -P -m pytest -m gpu -W default::DeprecationWarning tests/kernels/test_cuda_*.py tests/kernels/test_kernel_arguments.py tests/engine/test_cuda_engine.py $(ARGS)
 
 bench: .venv/.installed
 	$(if $(and $(ARGS),$(word 2,$(BENCH))),$(error ARGS are those of one bench: make bench BENCH=kernels ARGS="$(ARGS)"))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,6 +40,27 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{_FSDP_MODULES[name]}")
     return getattr(module, name)
+
+
+def as_delivered(group: FSDPParamGroup, op: Any, reduced_T: Tensor) -> Tensor:
+    """Return the gradient that FSDP2 makes of a reduced one, as its `foreach_reduce` does."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (  # noqa: PLC0415 - see __getattr__
+        _get_gradient_divide_factors,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo  # noqa: PLC0415
+
+    if op != dist.ReduceOp.AVG:
+        mesh, first = group.mesh_info, group.fsdp_params[0]
+        factors = _get_gradient_divide_factors(
+            group._reduce_scatter_process_group,
+            group._all_reduce_process_group if isinstance(mesh, HSDPMeshInfo) else None,
+            group._reduce_dtype or first.param_dtype or first.orig_dtype,
+            group.device.type,
+            group.gradient_divide_factor,
+            group.force_sum_reduction_for_comms,
+        )
+        reduced_T = reduced_T / (factors[1] or 1)
+    return reduced_T.to(group._orig_dtype)
 
 
 def bucket_parameters(model: DistributedDataParallel) -> list[list[Tensor]]:
@@ -69,6 +91,21 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def backward_number() -> int:
+    """Return autograd's number of the backward pass under way."""
+    return torch._C._current_graph_task_id()
+
+
+def copy_of_scale(scaler: GradScaler) -> Tensor:
+    """Return the scale in force, 1 if `scaler` is disabled, as a number on the host.
+
+    A CUDA device may not have written it yet; nothing waits for it.
+    """
+    scale = scaler._get_scale_async() if scaler.is_enabled() else None
+    # A copy, since `update` changes it in place.
+    return torch.tensor(scaler.get_scale()) if scale is None else scale.to("cpu", non_blocking=True, copy=True)
+
+
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Return False if torch has destroyed `group`."""
     return group in dist.distributed_c10d._world.pg_map
@@ -94,8 +131,11 @@ __all__ = [
     "HSDPMeshInfo",
     "ReduceScatter",
     "allows_uneven_inputs",
+    "as_delivered",
+    "backward_number",
     "bucket_parameters",
     "call_after_backward",
+    "copy_of_scale",
     "has_rebuilt_buckets",
     "is_in_forward",
     "is_registered",

@@ -17,17 +17,21 @@ RESIDUALS = "residuals"
 MOMENTUM = "momentum"
 POWERSGD_Q = "powersgd_q"
 KINDS = (RESIDUALS, MOMENTUM, POWERSGD_Q)
+# Sums of gradients. Q is left out: a factor of it changes nothing, since P is made orthonormal.
+SCALED_KINDS = (RESIDUALS, MOMENTUM)
 
 
 class Memory:
     """Flat float32 buffers by kind, twice each: `now` is read, `next` is written, and `commit` swaps them.
 
-    So a step that is not committed leaves no trace, whatever was encoded in it.
+    So a step that is not committed leaves no trace, whatever was encoded in it. `scale` is the unit: what is remembered
+    is that many times what it would be of true gradients, as the loss was scaled by it.
     """
 
-    def __init__(self, now: Mapping[str, Tensor], next_: Mapping[str, Tensor]) -> None:
+    def __init__(self, now: Mapping[str, Tensor], next_: Mapping[str, Tensor], scale: float = 1.0) -> None:
         self.now = now
         self.next = next_
+        self.scale = scale
 
     @classmethod
     def joined(cls, parts: Sequence[Mapping[str, Tensor]], device: torch.device | str = "cpu") -> Memory | None:
@@ -53,11 +57,20 @@ class Memory:
             {kind: kinds[kind][start:stop] for kind in (RESIDUALS, MOMENTUM) if kind in kinds}
             for kinds in (self.now, self.next)
         )
-        return Memory(now, next_)
+        return Memory(now, next_, self.scale)
+
+    def rescale(self, scale: float) -> None:
+        """Change the unit to `scale`: exactly by powers of two, which GradScaler takes unless told otherwise."""
+        if scale == self.scale:
+            return
+        for kind in SCALED_KINDS:
+            if kind in self.now:
+                self.now[kind].mul_(scale / self.scale)
+        self.scale = scale
 
     def without_debt(self) -> Memory:
         """The same room for what will be owed, with nothing owed."""
-        return Memory({}, self.next)
+        return Memory({}, self.next, self.scale)
 
     def commit(self) -> None:
         """Let what the last `encode` wrote take effect: only for a step whose averages are all finite."""

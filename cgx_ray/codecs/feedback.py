@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import KINDS, POWERSGD_Q, RESIDUALS, Codec, Memory
+from cgx_ray.codecs.codec import KINDS, POWERSGD_Q, RESIDUALS, SCALED_KINDS, Codec, Memory
 from cgx_ray.errors import StateError
 from cgx_ray.plan import Layer
 from cgx_ray.runtime_ext import reference, sparse
@@ -33,11 +33,18 @@ class _Place:
     def now(self) -> Tensor:
         return self.memory.now[self.kind][self.start : self.stop]
 
+    def keep(self) -> None:
+        self.memory.next[self.kind][self.start : self.stop] = self.now()
+
 
 class Memories:
-    """What codecs remember, by kind and parameter name, so that it outlives buckets, groups and plans."""
+    """What codecs remember, by kind and parameter name, so that it outlives buckets, groups and plans.
+
+    scale  the unit of all of it, see `Memory`
+    """
 
     def __init__(self) -> None:
+        self.scale = 1.0
         self._entries: dict[str, dict[str, Tensor | _Place]] = {kind: {} for kind in KINDS}
 
     def of_group(self, codec: Codec) -> Memory | None:
@@ -50,6 +57,8 @@ class Memories:
         """
         parts = [self._start(codec, layer) for layer in codec.layers]
         memory = Memory.joined(parts, codec.device)
+        if memory is not None:
+            memory.scale = self.scale
         for kind in KINDS:
             start = 0
             for layer, part in zip(codec.layers, parts, strict=True):
@@ -88,6 +97,23 @@ class Memories:
         """Nothing is owed to a layer any more."""
         self._entries[RESIDUALS].pop(name, None)
 
+    def keep(self, names: Iterable[str]) -> None:
+        """Let layers remember after the next commit of their groups what they do now."""
+        for entry in (entries.get(name) for name in names for entries in self._entries.values()):
+            if isinstance(entry, _Place):
+                entry.keep()
+
+    def rescale(self, scale: float) -> None:
+        """Change the unit to `scale`, in place; costs nothing if it is that already."""
+        if scale == self.scale:
+            return
+        for entry in (entry for kind in SCALED_KINDS for entry in self._entries[kind].values()):
+            if isinstance(entry, _Place):
+                entry.memory.rescale(scale)
+            else:
+                entry.mul_(scale / self.scale)
+        self.scale = scale
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Copies on the host, by kind and name, for a checkpoint."""
         return {
@@ -97,8 +123,9 @@ class Memories:
             for kind, entries in self._entries.items()
         }
 
-    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Forget everything and keep `state` until a group asks for it."""
+    def load(self, state: Mapping[str, Mapping[str, Tensor]], scale: float = 1.0) -> None:
+        """Forget everything and keep `state`, whose unit is `scale`, until a group asks for it."""
+        self.scale = scale
         self._entries = {kind: {name: value.clone() for name, value in state[kind].items()} for kind in KINDS}
 
     def _value(self, kind: str, name: str) -> Tensor | None:

@@ -98,9 +98,10 @@ class Dgc(Sparse):
     """Threshold from a sample, momentum correction and clipping (DGC, Lin et al. 2018, sections 3.1 and 3.2).
 
     u = momentum u + g and v = v + u; v is sent where it is large, and both are cleared there. So the optimizer's own
-    momentum must be off. `clip` limits the group's gradient to clip / sqrt(world size) before. Departures: a group is
-    clipped where the paper clips the whole model; without Nesterov's variant; where more than K elements pass, a run of
-    them from a random place is sent, where the paper selects again. Warm-up: `CodecSpec.at_step`.
+    momentum must be off. `clip` limits the group's gradient, without its loss scale, to clip / sqrt(world size) before.
+    Departures: a group is clipped where the paper clips the whole model; without Nesterov's variant; where more than K
+    elements pass, a run of them from a random place is sent, where the paper selects again. Warm-up:
+    `CodecSpec.at_step`.
     """
 
     def memory_of(self, numel: int, layer: Layer | None = None) -> dict[str, Tensor]:
@@ -109,7 +110,7 @@ class Dgc(Sparse):
     def feed(self, grad_N: Tensor, memory: Memory) -> Tensor:
         assert self.spec.momentum is not None
         momentum_N = torch.mul(memory.now[MOMENTUM], self.spec.momentum, out=memory.next[MOMENTUM])
-        momentum_N.add_(grad_N * self._clipping(grad_N) if self.spec.clip else grad_N)
+        momentum_N.add_(grad_N * self._clipping(grad_N, memory.scale) if self.spec.clip else grad_N)
         return Codec.feed(self, momentum_N, memory)
 
     def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
@@ -118,11 +119,11 @@ class Dgc(Sparse):
         sparse.collect(fed_N, thresholds_2, selection.index_K, selection.value_K, selection.count_1, key=key)
         selection.value_K[:1] += poison(fed_N)
 
-    def _clipping(self, grad_N: Tensor) -> Tensor:
+    def _clipping(self, grad_N: Tensor, loss_scale: float) -> Tensor:
         assert self.spec.clip is not None
         # In float64, as squares of large but finite gradients overflow float32.
         norm: Tensor = torch.linalg.vector_norm(grad_N, dtype=torch.float64)
-        limit = self.spec.clip / math.sqrt(self.world_size)
+        limit = loss_scale * self.spec.clip / math.sqrt(self.world_size)
         return (limit / norm.clamp(min=limit)).to(torch.float32)
 
 

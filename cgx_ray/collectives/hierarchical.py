@@ -147,7 +147,7 @@ class Hierarchical:
         if POWERSGD_Q not in memory.now:
             return part
         now, next_ = (kinds[POWERSGD_Q][slice(*self._q_bounds)] for kinds in (memory.now, memory.next))
-        return Memory({**part.now, POWERSGD_Q: now}, {**part.next, POWERSGD_Q: next_})
+        return Memory({**part.now, POWERSGD_Q: now}, {**part.next, POWERSGD_Q: next_}, memory.scale)
 
     def _seed(self, seed: int, stamp: Stamp, use: int) -> int:
         """Return the seed for one of the uses: equal on ranks that exchange with each other, different elsewhere."""

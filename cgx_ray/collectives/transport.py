@@ -129,10 +129,10 @@ class Transport:
         except RuntimeError as error:
             raise self._broken("a broadcast", error) from error
 
-    def start_minimum(self, values_K: Tensor) -> Callable[[], Tensor]:
+    def start_minimum(self, values_K: Tensor, *, notes_lag: bool = True) -> Callable[[], Tensor]:
         """Begin an element-wise minimum over ranks and return a function that waits for it.
 
-        Do not change `values_K` before that function has returned.
+        Do not change `values_K` before that function has returned. Without `notes_lag`, `lag_s` stays as it is.
         """
         if self._mesh is None:
             work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
@@ -143,7 +143,8 @@ class Transport:
 
         def wait() -> None:
             lag_s = mesh.wait(ticket, self.timeout_s)
-            self.lag_s = tuple(lag_s) if self._delay is None else ()
+            if notes_lag:
+                self.lag_s = tuple(lag_s) if self._delay is None else ()
 
         return lambda: self._minimum_of(wait, [values_K, *received.values()])
 

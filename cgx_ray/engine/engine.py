@@ -20,6 +20,7 @@ from cgx_ray.codecs.feedback import Memories
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.group import GainMeter, Group, StepMeter
+from cgx_ray.engine.loss_scale import one_scale
 from cgx_ray.engine.step import Bucket, StepRun
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, Inbox, WorkThread, follow_num_threads, take_all
@@ -132,13 +133,17 @@ class Engine:
         return take_all(self._samples)
 
     def state(self) -> dict[str, Any]:
-        """Step and codecs' memory of this rank, tensors by kind and layer, for a checkpoint. Call between steps."""
-        return {"step": self.step, **self._memories.state()}
+        """Step and codecs' memory of this rank, tensors by kind and layer, for a checkpoint. Call between steps.
 
-    def load_state(self, step: int, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
+        Memory is in units of the `loss_scale` in it.
+        """
+        return {"step": self.step, "loss_scale": self._memories.scale, **self._memories.state()}
+
+    def load_state(self, step: int, memories: Mapping[str, Mapping[str, Tensor]], *, loss_scale: float = 1.0) -> None:
         """Go on from a checkpoint. Call on all ranks, between steps. Layers that are not in it start afresh.
 
-        memories  as in `state`, every kind of it
+        memories    as in `state`, every kind of it
+        loss_scale  their unit; the steps to come may have another
 
         Raises StateError if they are of another model; nothing has changed then.
         """
@@ -151,7 +156,7 @@ class Engine:
                         f"{'no such layer' if expected is None else expected}; it is of another model"
                     )
         self.step, self._meter_from = step, 0
-        self._memories.load(memories)
+        self._memories.load(memories, loss_scale)
         self._enter(self.plan)
 
     def close(self) -> None:
@@ -173,7 +178,8 @@ class Engine:
                 bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
                 continue
             try:
-                step = step or self._begin()
+                is_first, step = step is None, step or self._begin()
+                self._follow_scale(bucket, is_first=is_first)
                 step.take(bucket)
                 if step.is_done:
                     step.settle()
@@ -221,13 +227,26 @@ class Engine:
             meter = StepMeter(GainMeter(self._candidates, key), self.telemetry, self.step)
         return StepRun(
             self._groups,
+            self._transport,
             plan_version=self.plan.version,
             step=self.step,
             seed=self._seed,
             meter=meter,
-            checks_finite=not self._memories.is_empty,
+            has_memory=not self._memories.is_empty,
             began=(self._last_end_s, self._last_end),
         )
+
+    def _follow_scale(self, bucket: Bucket, *, is_first: bool) -> None:
+        """Bring what is remembered to the loss scale of the step, which its first bucket tells.
+
+        Raises CGXError if the step has no one scale, so that nothing is ever sent in a wrong unit.
+        """
+        if self._memories.is_empty:
+            return
+        if bucket.scales and bucket.computed is not None:
+            bucket.computed.synchronize()
+        known = None if is_first else self._memories.scale
+        self._memories.rescale(one_scale(bucket.scales, known, f"rank {self._transport.rank}, step {self.step}: "))
 
     def _enter(self, plan: Plan) -> None:
         self.plan = plan

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from cgx_ray.engine.loss_scale import LossScale
 from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.engine.shards import ShardedLayer, Unit
 from cgx_ray.errors import CGXError, ConfigError
@@ -32,6 +33,7 @@ from cgx_ray.torch_compat import (
     FSDPParamGroup,
     HSDPMeshInfo,
     ReduceScatter,
+    as_delivered,
     call_after_backward,
 )
 
@@ -131,8 +133,9 @@ def make_units(
 class Calls:
     """What the hooks of one model have begun and nobody has waited for."""
 
-    def __init__(self, engine: ShardedEngine) -> None:
+    def __init__(self, engine: ShardedEngine, loss_scale: LossScale) -> None:
         self.engine = engine
+        self.loss_scale = loss_scale
         self._begun: list[Future[None]] = []
         self._reading: deque[Future[None]] = deque()
 
@@ -206,6 +209,7 @@ class _CompressedReduceScatter(ReduceScatter):
         self._calls = calls
         self._unit = unit
         self._group = group
+        self._has_replicas = isinstance(group.mesh_info, HSDPMeshInfo) and group.mesh_info.replicate_mesh_size > 1
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for the gradients of all ranks' shards, then for those of this rank's."""
@@ -221,8 +225,15 @@ class _CompressedReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         rows_RT = input_tensor.view(group.size(), -1)
-        is_average = _is_average(op)
-        future = self._calls.engine.reduce_scatter(self._unit, rows_RT, output_tensor, is_average=is_average)
+        future = self._calls.engine.reduce_scatter(
+            self._unit,
+            rows_RT,
+            output_tensor,
+            is_average=_is_average(op),
+            scales=self._calls.loss_scale.now(),
+            # What replicas exchange next is no gradient yet.
+            delivered=None if self._has_replicas else partial(as_delivered, self._group, op),
+        )
         self._calls.begin_reading(future)
         self._calls.begin(future, self._group, op)
 
@@ -264,7 +275,9 @@ class _Replicas(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
         op, (shard_T,) = opts.reduceOp, tensors
         try:
-            future = self._calls.engine.all_reduce(self._unit, shard_T, is_average=_is_average(op))
+            future = self._calls.engine.all_reduce(
+                self._unit, shard_T, is_average=_is_average(op), delivered=partial(as_delivered, self._group, op)
+            )
             self._calls.begin(future, self._group, op)
         except CGXError as error:
             # Torch would log it, ask what group this is, and raise that it does not know.
@@ -285,10 +298,14 @@ def _is_average(op: Any) -> bool:
 
 
 def install(
-    model: nn.Module, engine: ShardedEngine, groups: Mapping[str, FSDPParamGroup], units: Sequence[Unit]
+    model: nn.Module,
+    engine: ShardedEngine,
+    groups: Mapping[str, FSDPParamGroup],
+    units: Sequence[Unit],
+    loss_scale: LossScale,
 ) -> Callable[[], None]:
     """Put hooks into every group; what is returned takes them out again."""
-    calls = Calls(engine)
+    calls = Calls(engine, loss_scale)
     undo: list[Callable[[], None]] = []
     for (name, group), unit in zip(groups.items(), units, strict=True):
         module, mesh = model.get_submodule(name), group.mesh_info

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -58,7 +58,7 @@ class Group:
         self._own_memory = self._memory if plan.option.intra is Intra.FLAT else None
         self._paid: list[str] = []
         self._arrived: dict[str, Tensor] = {}
-        # Of the last average; True as well if nobody asked.
+        # Of the last average, as the model gets it; True as well if nobody asked.
         self.is_finite = True
 
     def _use(self, spec: CodecSpec) -> None:
@@ -101,7 +101,7 @@ class Group:
         if joint_N is None:
             for view, part in zip(views, self._slices.values(), strict=True):
                 view.view(-1).copy_(part)
-        self.is_finite = not checks_finite or is_finite(grad_N)
+        self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
             left_N = self._own_memory.next_N
             metered.correct(str(self.plan.option.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
@@ -109,12 +109,17 @@ class Group:
         self._arrived.clear()
         return phases
 
-    def settle(self) -> None:
-        """Keep what `run` left to remember, and forget what it paid: for a step that will not be skipped."""
+    def settle(self, unused: Collection[str]) -> None:
+        """Keep what `run` left to remember, and forget what it paid: for a step that will not be skipped.
+
+        unused  layers of which the model gets no average: all that they remember stays as it is
+        """
         if self._memory is not None:
+            self._memories.keep(name for name in self.plan.layers if name in unused)
             self._memory.commit()
         for name in self._paid:
-            self._memories.forget(name)
+            if name not in unused:
+                self._memories.forget(name)
 
     def _fed(self, grad_N: Tensor) -> Tensor:
         return grad_N if self._own_memory is None else self._codec.feed(grad_N, self._own_memory)
@@ -132,6 +137,11 @@ class Group:
         for view, part in zip(views, self._slices.values(), strict=True):
             part.copy_(view.view(-1))
         return self._flat_N
+
+
+def _delivered(grad_N: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The average as the model gets it: from 65520 on float32 has numbers where float16 has Inf."""
+    return [grad_N] if all(view.dtype == grad_N.dtype for view in views) else views
 
 
 def _joint_memory(views: Sequence[Tensor]) -> Tensor | None:

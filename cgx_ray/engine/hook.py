@@ -8,14 +8,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.loss_scale import LossScale
 from cgx_ray.engine.step import Bucket
+from cgx_ray.engine.unused import UsedLayers
 
 
 class DdpBuckets:
     """Translates DDP's buckets to layer names and hands them to an engine."""
 
-    def __init__(self, model: DistributedDataParallel, engine: Engine) -> None:
+    def __init__(self, model: DistributedDataParallel, engine: Engine, loss_scale: LossScale | None = None) -> None:
+        """`loss_scale`: left out, that of the GradScaler that scales the losses."""
         self._engine = engine
+        self._loss_scale = loss_scale or LossScale()
+        self._used = UsedLayers(model)
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -28,6 +33,9 @@ class DdpBuckets:
                 gradients=dict(zip(names, bucket.gradients(), strict=True)),
                 buffer=buffer,
                 future=future,
+                scales=self._loss_scale.now(),
+                unused=self._used.take_unused(bucket, names),
+                # After the scales: what the device writes of them is there too by then.
                 computed=_end_of_kernels(buffer.device) if on_cuda else None,
             )
         )

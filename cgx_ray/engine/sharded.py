@@ -19,6 +19,7 @@ from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport
 from cgx_ray.collectives.sharded import Rows, all_gather, reduce_scatter
 from cgx_ray.collectives.sra import Sra
+from cgx_ray.engine.loss_scale import Scales, one_scale
 from cgx_ray.engine.shards import Part, Unit
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, WorkThread, follow_num_threads, take_all
@@ -62,6 +63,8 @@ class ShardedEngine:
         self._replicas = replicas
         self._transports = [shards] if replicas is None else [shards, replicas]
         self._seed = seed
+        # The unit of what is remembered.
+        self._loss_scale = 1.0
         self._has_memory = any(part.memory is not None for unit in units for part in unit.gradients)
         # Of each part whose average the replicas exchange. Only what it drops is used: what is owed went in before.
         self._averaging: dict[int, tuple[Sra, Memory | None]] = {}
@@ -84,16 +87,31 @@ class ShardedEngine:
 
     # Called by the training thread.
 
-    def reduce_scatter(self, unit: Unit, rows_RT: Tensor, out_T: Tensor, *, is_average: bool) -> Future[None]:
+    def reduce_scatter(
+        self,
+        unit: Unit,
+        rows_RT: Tensor,
+        out_T: Tensor,
+        *,
+        is_average: bool,
+        scales: Scales = (),
+        delivered: Callable[[Tensor], Tensor] | None = None,
+    ) -> Future[None]:
         """Begin to fill `out_T` with the sum or average of this rank's row over the ranks that share the parameters.
 
         rows_RT, out_T  float32, of the unit's gradients; the rows are changed
+        scales          of the losses that they come from, see `LossScale.now`
+        delivered       makes of `out_T` the gradient that the model gets, to judge whether the step is finite
         """
-        return self._submit(unit.name, lambda: self._reduce_scatter(unit, rows_RT, out_T, is_average))
+        return self._submit(
+            unit.name, lambda: self._reduce_scatter(unit, rows_RT, out_T, is_average, scales, delivered or _as_it_is)
+        )
 
-    def all_reduce(self, unit: Unit, shard_T: Tensor, *, is_average: bool) -> Future[None]:
-        """Begin to replace what `reduce_scatter` has made by its sum or average over replicas."""
-        return self._submit(unit.name, lambda: self._all_reduce(unit, shard_T, is_average))
+    def all_reduce(
+        self, unit: Unit, shard_T: Tensor, *, is_average: bool, delivered: Callable[[Tensor], Tensor] | None = None
+    ) -> Future[None]:
+        """Begin to replace what `reduce_scatter` has made by its sum or average over replicas; `delivered` as there."""
+        return self._submit(unit.name, lambda: self._all_reduce(unit, shard_T, is_average, delivered or _as_it_is))
 
     def all_gather(self, unit: Unit, rows_RT: Tensor) -> Future[None]:
         """Begin to fill `rows_RT` with everyone's parameters, this rank's own row as its peers will see it."""
@@ -123,7 +141,7 @@ class ShardedEngine:
         state: dict[str, Any] = self._submit("", self._state).result()
         return state
 
-    def load_state(self, step: int, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_state(self, step: int, memories: Mapping[str, Mapping[str, Tensor]], *, loss_scale: float = 1.0) -> None:
         """See `Engine.load_state`. Raises StateError as well if the codec does not remember what is given."""
         remembering = {
             layer.layer.name: layer.layer.numel
@@ -139,7 +157,7 @@ class ShardedEngine:
                         f"{self.plan.describe()} remembers {remembering.get(name, 'nothing')}; attach with the codec "
                         "and the model that it is of"
                     )
-        self._submit("", lambda: self._load(step, memories[RESIDUALS])).result()
+        self._submit("", lambda: self._load(step, memories[RESIDUALS], loss_scale)).result()
 
     def close(self) -> None:
         """Stop the thread once it has finished what was submitted."""
@@ -169,11 +187,20 @@ class ShardedEngine:
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the future
                 future.set_exception(self._fail(what, error))
 
-    def _reduce_scatter(self, unit: Unit, rows_RT: Tensor, out_T: Tensor, is_average: bool) -> None:
+    def _reduce_scatter(
+        self,
+        unit: Unit,
+        rows_RT: Tensor,
+        out_T: Tensor,
+        is_average: bool,
+        scales: Scales,
+        delivered: Callable[[Tensor], Tensor],
+    ) -> None:
         if unit in self._ran:
             self._end_step(0.0)
         if not self._ran:
             self._settle()
+        self._follow_scale(scales)
         self._ran.append(unit)
         rank, num_ranks = self._shards.rank, self._shards.world_size
         _check_width(rows_RT, unit.gradient_width)
@@ -196,10 +223,10 @@ class ShardedEngine:
                 own_1S.div_(num_ranks)
             part.scatter(own_1S, out_T.view(1, -1))
             part.forgive_padding()
-        self._note(out_T)
+        self._note(out_T, delivered)
         phases.lap("decode")
 
-    def _all_reduce(self, unit: Unit, shard_T: Tensor, is_average: bool) -> None:
+    def _all_reduce(self, unit: Unit, shard_T: Tensor, is_average: bool, delivered: Callable[[Tensor], Tensor]) -> None:
         assert self._replicas is not None
         phases = self._start(self._replicas, unit.gradients)
         shard_1T = shard_T.view(1, -1)
@@ -220,7 +247,7 @@ class ShardedEngine:
             if not is_average:
                 values_1S.mul_(self._replicas.world_size)
             part.scatter(values_1S, shard_1T)
-        self._note(shard_T)
+        self._note(shard_T, delivered)
         phases.lap("decode")
 
     def _all_gather(self, unit: Unit, rows_RT: Tensor) -> None:
@@ -255,8 +282,8 @@ class ShardedEngine:
             self._averaging[part.index] = Sra(part.codec, part.width, self._replicas), Memory.joined(kinds)
         return self._averaging[part.index]
 
-    def _note(self, average_T: Tensor) -> None:
-        if self._has_memory and not is_finite(average_T):
+    def _note(self, average_T: Tensor, delivered: Callable[[Tensor], Tensor]) -> None:
+        if self._has_memory and not is_finite(delivered(average_T)):
             self._is_finite = False
 
     def _end_step(self, waited_s: float) -> None:
@@ -302,14 +329,27 @@ class ShardedEngine:
                 if part.memory is not None:
                     part.memory.commit()
 
+    def _follow_scale(self, scales: Scales) -> None:
+        """See `Engine`. The first unit of a step tells the scale."""
+        if self._has_memory:
+            self._rescale(one_scale(scales, self._loss_scale if self._ran else None))
+
+    def _rescale(self, scale: float) -> None:
+        self._loss_scale = scale
+        for part in self._parts():
+            if part.memory is not None:
+                part.memory.rescale(scale)
+
     def _state(self) -> dict[str, Any]:
         self._settle()
         owed = {name: value for part in self._parts() for name, value in part.owed().items()}
-        return {"step": self.step, **{kind: owed if kind == RESIDUALS else {} for kind in KINDS}}
+        kinds = {kind: owed if kind == RESIDUALS else {} for kind in KINDS}
+        return {"step": self.step, "loss_scale": self._loss_scale, **kinds}
 
-    def _load(self, step: int, owed: Mapping[str, Tensor]) -> None:
+    def _load(self, step: int, owed: Mapping[str, Tensor], loss_scale: float) -> None:
         self._settle()
         self.step = step
+        self._rescale(loss_scale)
         for part in self._parts():
             part.owe(owed)
 
@@ -331,6 +371,10 @@ class ShardedEngine:
 def _close(transports: Sequence[Transport]) -> None:
     for transport in transports:
         transport.close()
+
+
+def _as_it_is(average_T: Tensor) -> Tensor:
+    return average_T
 
 
 def _check_width(rows_RT: Tensor, width: int) -> None:

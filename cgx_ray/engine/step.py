@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives import Phases
+from cgx_ray.collectives import Phases, Transport
 from cgx_ray.engine.group import Group, StepMeter
+from cgx_ray.engine.loss_scale import Scales
+from cgx_ray.engine.unused import begin_unused_by_all
 
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
     """Gradients that became ready together, at `arrived_s`. `future` gets `buffer` once all of them are averaged.
 
-    computed  on a CUDA device, when they are there
+    scales    of the losses that they come from, see `LossScale.now`
+    unused    layers without a gradient on this rank; None if DDP drops none that no rank has
+    computed  on a CUDA device, when they and the scales are there
     """
 
     gradients: Mapping[str, Tensor]
     buffer: Tensor
     future: torch.futures.Future[Tensor]
+    scales: Scales = ()
+    unused: frozenset[str] | None = None
     computed: torch.cuda.Event | None = None
     arrived_s: float = field(default_factory=time.perf_counter)
     num_waiting: int = 0
@@ -35,17 +41,18 @@ class StepRun:
     def __init__(
         self,
         groups: Sequence[Group],
+        transport: Transport,
         *,
         plan_version: int,
         step: int,
         seed: int,
         meter: StepMeter | None,
-        checks_finite: bool,
+        has_memory: bool,
         began: tuple[float, torch.cuda.Event | None] = (0.0, None),
     ) -> None:
         """
-        checks_finite  something is remembered that a step with NaN or Inf, which GradScaler skips, must leave
-        began          when the step did, and the same moment on the CUDA device
+        has_memory  something is remembered, which a step with NaN or Inf, as GradScaler skips it, must leave
+        began       when the step did, and the same moment on the CUDA device
         """
         self.meter = meter
         self.buckets: list[Bucket] = []
@@ -53,7 +60,9 @@ class StepRun:
         self.ready_at: list[float] = [0.0] * len(groups)
         self.last_arrival = 0.0
         self._groups = groups
-        self._checks_finite = checks_finite
+        self._transport = transport
+        self._has_memory = has_memory
+        self._unused_by_all: Callable[[], frozenset[str]] | None = None
         self._began = began
         self._group_of = {name: group for group in groups for name in group.plan.layers}
         self._bucket_of: dict[str, Bucket] = {}
@@ -76,6 +85,9 @@ class StepRun:
             self._bucket_of[name] = bucket
             if group.is_ready:
                 self.ready_at[group.index] = self.last_arrival
+        if len(self._bucket_of) == len(self._group_of) and self._has_memory and bucket.unused is not None:
+            unused = frozenset().union(*(bucket.unused or () for bucket in self.buckets))
+            self._unused_by_all = begin_unused_by_all(self._group_of, unused, self._transport)
         while not self.is_done and self._groups[len(self.phases)].is_ready:
             self._run(self._groups[len(self.phases)])
 
@@ -90,10 +102,14 @@ class StepRun:
         return [name for name in self._group_of if name not in self._bucket_of]
 
     def settle(self) -> None:
-        """Let codecs remember this step, on all ranks or on none: the averages are the same everywhere."""
+        """Let codecs remember this step, on all ranks or on none: the averages are the same everywhere.
+
+        Layers that no rank used remember what they did before it.
+        """
+        unused = self._unused_by_all() if self._unused_by_all is not None else frozenset[str]()
         if all(group.is_finite for group in self._groups):
             for group in self._groups:
-                group.settle()
+                group.settle(unused)
 
     def release(self) -> None:
         """Give back what is complete: training goes on when the last bucket is back."""
@@ -105,7 +121,7 @@ class StepRun:
         stamp = Stamp(
             plan_version=self._plan_version, step=self._step, group=group.index, codec=group.plan.option.codec.name
         )
-        self.phases.append(group.run(stamp, self._seed, self.meter, checks_finite=self._checks_finite))
+        self.phases.append(group.run(stamp, self._seed, self.meter, checks_finite=self._has_memory))
         for name in group.plan.layers:
             self._bucket_of[name].num_waiting -= 1
         if not self.is_done:

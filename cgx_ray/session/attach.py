@@ -16,6 +16,7 @@ from cgx_ray.codecs.codec import HOST
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.engine.layers import averaged_parameters, layers_of, sparse_modules
+from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.errors import CGXError, ConfigError, listed
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, preferred_scheme
 from cgx_ray.planner.options import candidate_codecs
@@ -36,6 +37,7 @@ def attach(
     shared_memory: bool | None = None,
     timeout_s: float | None = None,
     parameters: CodecSpec | str | None = None,
+    scaler: Scaler | None = None,
 ) -> Attachment:
     """Average the gradients of `model` through cgx_ray from the next backward pass on.
 
@@ -50,6 +52,13 @@ def attach(
                    see `Settings`; left out, CGXConfig's, and elsewhere "tcp", True and half an hour
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with what it leaves of them, and update their own shards, which stay as they are
+    scaler         a GradScaler, or anything with a method `get_scale()` that returns the same on all ranks, that scales
+                   this model's losses. Left out, the GradScaler that scaled the loss of each backward pass is noticed,
+                   whenever it was made; needed for a scale that no GradScaler applies. It is asked during backward
+
+    What codecs remember follows the loss scale. Where it cannot be known, a codec with memory (topk, powersgd,
+    ef_signsgd, ...) makes backward raise CGXError: if losses of one backward pass have several scales, if a scale is 0,
+    Inf or NaN, or if a GradScaler is updated though no loss that its `scale()` has scaled went through backward.
 
     Raises ConfigError or PlanError, on all ranks, before training starts.
     """
@@ -61,10 +70,10 @@ def attach(
         attachment = Attachment(None)
     # Importing FSDP2 to ask for its class would cost 0.7 s.
     elif hasattr(model, "set_custom_reduce_scatter"):
-        attachment = _attach_sharded(model, plan, settings, parameters)
+        attachment = _attach_sharded(model, plan, settings, parameters, scaler)
     else:
         is_chosen = any(choice is not None for choice in (plan, codec, scheme, intra))
-        attachment = _attach(model, plan, settings, parameters, asks_controller=not is_chosen)
+        attachment = _attach(model, plan, settings, parameters, scaler, asks_controller=not is_chosen)
     set_attached(attachment)
     return attachment
 
@@ -98,11 +107,13 @@ def _attach(
     plan: Plan | None,
     settings: Settings,
     parameters: CodecSpec | str | None,
+    scaler: Scaler | None,
     *,
     asks_controller: bool,
 ) -> Attachment:
     with own_groups() as groups:
-        return _start(Attachment(_make_engine(model, plan, settings, parameters, groups, asks_controller), groups))
+        engine = _make_engine(model, plan, settings, parameters, scaler, groups, asks_controller)
+        return _start(Attachment(engine, groups))
 
 
 def _make_engine(
@@ -110,6 +121,7 @@ def _make_engine(
     plan: Plan | None,
     settings: Settings,
     parameters: CodecSpec | str | None,
+    scaler: Scaler | None,
     groups: list[dist.ProcessGroup],
     asks_controller: bool,
 ) -> Engine:
@@ -119,7 +131,7 @@ def _make_engine(
     try:
         if parameters is not None:
             raise ConfigError("DDP gathers no parameters; leave `parameters` out, or shard the model with fully_shard")
-        layers = _check_model(model)
+        layers, loss_scale = _check_model(model), LossScale(scaler)
         if plan is None and dist.get_rank() == 0:
             asked = current_session() if asks_controller else None
             world_size = dist.get_world_size()
@@ -143,7 +155,7 @@ def _make_engine(
     )
     assert isinstance(model, DistributedDataParallel)
     try:
-        model.register_comm_hook(DdpBuckets(model, engine), cgx_hook)
+        model.register_comm_hook(DdpBuckets(model, engine, loss_scale), cgx_hook)
     except RuntimeError as error:
         engine.close()
         raise ConfigError(f"this model already has a communication hook ({error}); attach once a model") from error
@@ -177,12 +189,16 @@ def _start(attachment: Attachment) -> Attachment:
 
 
 def _attach_sharded(
-    model: nn.Module, plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None
+    model: nn.Module,
+    plan: Plan | None,
+    settings: Settings,
+    parameters: CodecSpec | str | None,
+    scaler: Scaler | None,
 ) -> Attachment:
     from cgx_ray.session.fsdp import make_engine  # noqa: PLC0415 - see `attach`
 
     with own_groups() as groups:
-        engine, detach = make_engine(model, plan, settings, parameters, groups)
+        engine, detach = make_engine(model, plan, settings, parameters, scaler, groups)
         return _start(Attachment(engine, groups, detach))
 
 

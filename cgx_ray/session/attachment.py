@@ -132,7 +132,8 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """What this rank's codecs remember, and the step, for a checkpoint; tensors, numbers and strings only."""
         if self._engine is None:
-            return {"format": STATE_FORMAT, "rank": 0, "world_size": 1, "step": 0, **{kind: {} for kind in KINDS}}
+            nothing = {"step": 0, "loss_scale": 1.0, **{kind: {} for kind in KINDS}}
+            return {"format": STATE_FORMAT, "rank": 0, "world_size": 1, **nothing}
         return {
             "format": STATE_FORMAT,
             "rank": dist.get_rank(),
@@ -144,7 +145,8 @@ class Attachment:
         """Go on from this rank's `state_dict`, or from those of all ranks in any order.
 
         Call it on every rank before training goes on. Of all ranks' states a rank takes its own; if the world size has
-        changed, every rank takes their mean. Raises StateError if a state is of another format or model.
+        changed, every rank takes their mean. The loss scale may be another one than the states'. Raises StateError if a
+        state is of another format or model, or if their loss scales differ.
         """
         given = [states] if isinstance(states, Mapping) else check_complete(list(states))
         for state in given:
@@ -154,7 +156,11 @@ class Attachment:
             return
         if len(given) == dist.get_world_size():
             given = [state for state in given if state["rank"] == dist.get_rank()]
-        self._engine.load_state(*merge_states(given))
+        # States that say no loss scale come from before there was one in them.
+        scales = {state.get("loss_scale", 1.0) for state in given}
+        if len(scales) > 1:
+            raise StateError(f"the states have loss scales {sorted(scales)}; give states of one run at one step")
+        self._engine.load_state(*merge_states(given), loss_scale=scales.pop())
 
     def close(self) -> None:
         """Stop the communication thread and let its process group go.

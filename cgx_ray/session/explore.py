@@ -153,4 +153,4 @@ def _restored(engine: Engine, stateful: Sequence[Stateful]) -> Iterator[None]:
         finally:
             for entry, state in zip(stateful, states, strict=True):
                 entry.load_state_dict(state)
-            engine.load_state(memories["step"], memories)
+            engine.load_state(memories["step"], memories, loss_scale=memories["loss_scale"])

@@ -10,6 +10,7 @@ from torch import nn
 
 from cgx_ray.collectives import Transport
 from cgx_ray.engine import fsdp_hook
+from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.engine.shards import plan_of
 from cgx_ray.errors import CGXError, ConfigError
@@ -26,6 +27,7 @@ def make_engine(
     plan: Plan | None,
     settings: Settings,
     parameters: CodecSpec | str | None,
+    scaler: Scaler | None,
     own: list[dist.ProcessGroup],
 ) -> tuple[ShardedEngine, Callable[[], None]]:
     """An engine at work behind `model`, and what takes its hooks out again.
@@ -40,6 +42,7 @@ def make_engine(
     offer: str | CGXError
     try:
         codec, parameter_codec = _check(plan, settings, parameters)
+        loss_scale = LossScale(scaler)
         groups = fsdp_hook.param_groups(model)
         units = fsdp_hook.make_units(model, groups, codec, parameter_codec)
         layers = [layer for unit in units for layer in unit.layers]
@@ -51,7 +54,7 @@ def make_engine(
     shards = _connect(shard_ranks, world, settings)
     replicas = _connect(replica_ranks, world, settings) if len(replica_ranks) > 1 else None
     engine = ShardedEngine(units, plan, dist.get_rank(), shards, replicas, seed=settings.seed)
-    return engine, fsdp_hook.install(model, engine, groups, units)
+    return engine, fsdp_hook.install(model, engine, groups, units, loss_scale)
 
 
 def _connect(ranks: Sequence[int], world: dist.ProcessGroup, settings: Settings) -> Transport:

@@ -1,0 +1,76 @@
+"""The scale of the loss that a backward pass began with: the unit of its gradients, and of what codecs remember."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from cgx_ray.engine.scale_watch import WATCH
+from cgx_ray.errors import CGXError, ConfigError
+from cgx_ray.torch_compat import copy_of_scale
+
+# By what an engine learns a scale: numbers on the host, which a CUDA device may not have written yet. None if unknown.
+Scales = tuple[Tensor, ...] | None
+
+
+class Scaler(Protocol):
+    """A GradScaler, or another thing that scales losses."""
+
+    def get_scale(self) -> float: ...
+
+
+class LossScale:
+    """Finds the scale in the hooks of a model, on the thread that runs backward: no `update` can come in between."""
+
+    def __init__(self, scaler: Scaler | None = None) -> None:
+        """`scaler`: to ask; None to find out which GradScaler has scaled the losses of each pass.
+
+        Raises ConfigError for what has no `get_scale()`.
+        """
+        if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+            raise ConfigError(
+                f"scaler {scaler!r} is not allowed; give a torch.amp.GradScaler, something with a method get_scale() "
+                "that returns a number, or None to let cgx_ray watch the GradScalers of this process"
+            )
+        self._scaler = scaler
+        if scaler is None:
+            WATCH.start()
+
+    def now(self) -> Scales:
+        """The scales of the backward pass under way; empty if nothing is scaled, None if it cannot be known."""
+        if isinstance(self._scaler, GradScaler):
+            return (copy_of_scale(self._scaler),)
+        if self._scaler is not None:
+            return (torch.tensor(float(self._scaler.get_scale()), dtype=torch.float64),)
+        return None if not WATCH.scales and WATCH.is_bypassed else WATCH.scales
+
+
+def one_scale(scales: Scales, known: float | None = None, where: str = "") -> float:
+    """The scale that all gradients of a step have; 1 if `scales` is empty.
+
+    known  what earlier gradients of this step had
+    where  how the message of an error begins
+
+    Raises CGXError if there is no such scale.
+    """
+    if scales is None:
+        raise _unknown(where, "a GradScaler is updated whose scale() was not used on the loss")
+    found = sorted({float(scale) for scale in scales or (torch.ones(()),)} | ({known} if known is not None else set()))
+    if len(found) > 1:
+        listed = " and ".join(f"{scale:g}" for scale in found)
+        raise _unknown(where, f"gradients of one step have loss scales {listed}")
+    if not 0 < found[0] < math.inf:
+        raise _unknown(where, f"the loss scale is {found[0]:g}")
+    return found[0]
+
+
+def _unknown(where: str, why: str) -> CGXError:
+    return CGXError(
+        f"{where}{why}, so the unit of what the codec has yet to send is not known; scale all losses of a backward "
+        "pass with one GradScaler, give attach(..., scaler=) what scales them, or choose a codec without memory, such "
+        "as qsgd"
+    )

@@ -1,0 +1,104 @@
+"""Notes the loss scale of each backward pass. Torch has no hook where a loss is scaled, so GradScaler is wrapped."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from cgx_ray.torch_compat import backward_number, call_after_backward, copy_of_scale
+
+
+class ScaleWatch:
+    """Watches every GradScaler of this process from `start` on.
+
+    Wraps `scale` and `update` of GradScaler and of its subclasses, those defined later as well. A scaled loss gets a
+    hook, which notes the scale when a backward pass begins with that loss. So neither the number of scalers matters,
+    nor when they were made, nor the order in which they scale. A pass that is not scaled is known to have scale 1.
+
+    scales       scales of the losses that the backward pass under way began with, as far as it has come; numbers on
+                 the host, which a CUDA device may not have written yet
+    is_bypassed  True once a GradScaler was updated of which no loss has been through a backward pass: something else
+                 scales
+    """
+
+    def __init__(self) -> None:
+        self.is_bypassed = False
+        self._scales: list[Tensor] = []
+        self._pass_number = -1
+        self._watched: weakref.WeakSet[type[GradScaler]] = weakref.WeakSet()
+        # Scalers of which a scaled loss has been through a backward pass.
+        self._used: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+
+    def start(self) -> None:
+        """Watch from now on. Calling it again changes nothing."""
+        if GradScaler not in self._watched:
+            self._watch(GradScaler)
+            GradScaler.__init_subclass__ = classmethod(self._watch_new)  # type: ignore[assignment]
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        return tuple(self._scales)
+
+    def _watch(self, cls: type[GradScaler]) -> None:
+        if cls not in self._watched:
+            self._watched.add(cls)
+            for name, wrap in (("scale", self._noting_scale), ("update", self._noting_update)):
+                if name in vars(cls):
+                    setattr(cls, name, wrap(vars(cls)[name]))
+        for subclass in cls.__subclasses__():
+            self._watch(subclass)
+
+    def _watch_new(self, cls: type[GradScaler], /, **kwargs: Any) -> None:
+        super(GradScaler, cls).__init_subclass__(**kwargs)
+        self._watch(cls)
+
+    def _noting_scale(self, scale: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(scale)
+        def wrapped(scaler: GradScaler, outputs: Any) -> Any:
+            scaled = scale(scaler, outputs)
+            return self._hooked(scaler, scaled) if scaler.is_enabled() else scaled
+
+        return wrapped
+
+    def _hooked(self, scaler: GradScaler, scaled: Any) -> Any:
+        if isinstance(scaled, list | tuple):
+            for one in scaled:
+                self._hooked(scaler, one)
+        elif not isinstance(scaled, Tensor):
+            # Other iterables are scaled while they are read.
+            return map(functools.partial(self._hooked, scaler), scaled)
+        elif scaled.requires_grad:
+            scale = copy_of_scale(scaler)
+            scaled.register_hook(lambda _: self._note(scaler, scale))
+        return scaled
+
+    def _note(self, scaler: GradScaler, scale: Tensor) -> None:
+        self._used.add(scaler)
+        number = backward_number()
+        if self._pass_number != number:
+            self._pass_number, self._scales = number, []
+            # Queued twice to run after FSDP2's own callback, which may reduce as well.
+            call_after_backward(lambda: call_after_backward(self._forget))
+        self._scales.append(scale)
+
+    def _forget(self) -> None:
+        self._pass_number, self._scales = -1, []
+
+    def _noting_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(update)
+        def wrapped(scaler: GradScaler, new_scale: float | Tensor | None = None) -> Any:
+            # A scale may be set at any time. Without one, `update` has seen gradients.
+            if new_scale is None and scaler.is_enabled() and scaler not in self._used:
+                self.is_bypassed = True
+            return update(scaler, new_scale)
+
+        return wrapped
+
+
+# One per process, since it wraps a class of torch's.
+WATCH = ScaleWatch()

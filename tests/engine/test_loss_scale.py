@@ -1,0 +1,443 @@
+"""What codecs remember follows the loss scale: applied and owed stay the sum of all gradients, on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.branches import Branches
+from support.ranks import run_ranks
+from support.sharded import gradients_of, make_mesh
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.plan import CodecSpec, Scheme
+
+ROWS, COLUMNS = 40, 60
+CONSTANT = [1024.0] * 8
+SCALES = {
+    "constant": CONSTANT,
+    "halved": [1024.0] * 4 + [512.0] * 4,
+    "halved five times": [1024.0, 1024.0, 512.0, 256.0, 128.0, 64.0, 32.0, 32.0],
+    "doubled three times": [2.0, 2.0, 4.0, 4.0, 8.0, 16.0, 16.0, 16.0],
+}
+FED_BACK = [
+    ("topk:density=0.05", "allgather"),
+    ("topk:density=0.05", "artopk_ring"),
+    ("topk:density=0.05,value_bits=8", "allgather"),
+    ("lwtopk:density=0.05", "allgather"),
+    ("randomk:density=0.05", "allreduce"),
+    ("powersgd:rank=2", "allreduce"),
+    ("ef_signsgd", "sra"),
+    ("onebit", "ring"),
+    ("qsgd:bits=2,rounding=nearest", "sra"),
+]
+MOMENTUM = [("dgc:density=0.05", "allgather"), ("dgc:density=0.05,clip=20.0", "artopk_ring")]
+
+Run = dict[str, Any]
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, COLUMNS, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+class Trainer:
+    """A layer whose gradient does not depend on its weight, and a GradScaler that is told its scale at every step."""
+
+    def __init__(self, rank: int, codec: str, scheme: str, **arguments: Any) -> None:
+        self.rank = rank
+        self.layer = nn.Linear(COLUMNS, ROWS, bias=False)
+        self.model = DistributedDataParallel(self.layer)
+        self.attachment = cgx_ray.attach(self.model, codec=codec, scheme=scheme, **arguments)
+        # After attach: it must not matter.
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        self.applied = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
+        self.true = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
+        self.delivered: list[torch.Tensor] = []
+
+    def loss(self, step: int) -> torch.Tensor:
+        x_BD = inputs(self.rank, step)
+        gain_BO = torch.randn(8, ROWS, generator=torch.Generator().manual_seed(7 + 100 * self.rank + step))
+        self.true += gain_BO.double().T @ x_BD.double()
+        product: torch.Tensor = (self.model(x_BD) * gain_BO).sum()
+        return product
+
+    def step(self, step: int, scale: float) -> None:
+        self.scaler.scale(torch.zeros(()))  # makes the scale's tensor, which update() wants
+        self.scaler.update(scale)
+        self.scaler.scale(self.loss(step)).backward()
+        self.take(scale)
+
+    def take(self, scale: float) -> None:
+        assert self.layer.weight.grad is not None
+        self.delivered.append(self.layer.weight.grad / scale)
+        self.applied += self.delivered[-1]
+        self.layer.weight.grad = None
+
+    def result(self, scale: float) -> Run:
+        state = self.attachment.state_dict()
+        owed = sum(state["residuals"].values(), torch.zeros(ROWS * COLUMNS))
+        self.attachment.close()
+        return {
+            "delivered": self.delivered,
+            "applied": self.applied,
+            "true": self.true,
+            "owed": owed.double().view(ROWS, COLUMNS) / state.get("loss_scale", scale),
+        }
+
+
+def _train(rank: int, codec: str, scheme: str, scales: list[float]) -> Run:
+    trainer = Trainer(rank, codec, scheme)
+    for step, scale in enumerate(scales):
+        trainer.step(step, scale)
+    return trainer.result(scales[-1])
+
+
+def relative_error(results: list[Run]) -> float:
+    """|applied + mean of owed - mean of sums of true gradients| over the latter."""
+    assert all(torch.equal(result["applied"], results[0]["applied"]) for result in results)
+    owed, true = (torch.stack([result[name] for result in results]).mean(0) for name in ("owed", "true"))
+    return float((results[0]["applied"] + owed - true).norm() / true.norm())
+
+
+# 8 steps of sums in float32, and a few roundings in each encoding.
+MAX_ERROR = 1e-5
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_applied_and_owed_are_the_sum_of_gradients_whatever_the_scale_does(name: str) -> None:
+    error = relative_error(run_ranks(2, _train, *FED_BACK[0], SCALES[name]))
+    assert error <= MAX_ERROR, error
+
+
+@pytest.mark.parametrize(("codec", "scheme"), FED_BACK + MOMENTUM)
+def test_scales_that_are_powers_of_two_change_no_bit_of_what_the_model_gets(codec: str, scheme: str) -> None:
+    first = run_ranks(2, _train, codec, scheme, [1.0] * 8)
+    second = run_ranks(2, _train, codec, scheme, SCALES["halved five times"])
+    for ours, plain in zip(second, first, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours["delivered"], plain["delivered"], strict=True))
+        assert torch.equal(ours["owed"], plain["owed"])
+    if "dgc" not in codec:
+        # With momentum correction it is not gradients that add up.
+        assert relative_error(second) <= MAX_ERROR
+
+
+def _train_then(rank: int, scheme: str) -> Run:
+    """A plan without memory pays off what top-k owes, while the scale changes."""
+    trainer = Trainer(rank, *FED_BACK[0])
+    layers = cgx_ray.layers_of(trainer.model)
+    plan = cgx_ray.make_plan(
+        layers,
+        version=1,
+        world_size=2,
+        codec=CodecSpec.parse("none" if scheme == "dense" else "fp16"),
+        scheme=Scheme(scheme),
+    )
+    for step, scale in enumerate([64.0, 64.0, 32.0, 8.0, 4.0, 2.0]):
+        if step == 2:
+            trainer.attachment.hold(plan)
+        trainer.step(step, scale)
+    return trainer.result(2.0)
+
+
+@pytest.mark.parametrize("scheme", ["dense", "allreduce"])
+def test_residuals_that_the_next_plan_pays_are_paid_in_its_unit(scheme: str) -> None:
+    results = run_ranks(2, _train_then, scheme)
+    assert all(result["owed"].abs().max() == 0 for result in results)
+    # fp16 has 11 bits, so three steps with it are off by up to 2^-11.
+    assert relative_error(results) <= (MAX_ERROR if scheme == "dense" else 1e-3)
+
+
+def _resume(rank: int, num_old: int) -> list[Run]:
+    """A run of `num_old` ranks at scale 1024, resumed by two at scale 4."""
+    old = []
+    for number in range(rank, num_old, 2):
+        trainer = Trainer(number, "topk:density=0.05", "allgather")
+        for step in range(3):
+            trainer.step(step, 1024.0)
+        old.append((trainer, {**trainer.attachment.state_dict(), "rank": number, "world_size": num_old}))
+    everyones: list[Any] = [None, None]
+    dist.all_gather_object(everyones, [state for _, state in old])
+    new = Trainer(rank, "topk:density=0.05", "allgather")
+    new.attachment.load_state_dict([state for states in everyones for state in states])
+    for step in range(3, 6):
+        new.step(step, 4.0)
+    result = new.result(4.0)
+    for trainer, _ in old:
+        trainer.attachment.close()
+    # The mean over old ranks of what was applied and of true gradients: ranks hold one in two of them.
+    applied = torch.stack([trainer.applied for trainer, _ in old]).mean(0)
+    true = torch.stack([trainer.true for trainer, _ in old]).mean(0)
+    return [{**result, "true": result["true"] + true, "applied": result["applied"] + applied}]
+
+
+@pytest.mark.parametrize("num_old", [2, 4])
+def test_a_run_resumed_at_another_scale_and_world_size_owes_the_same(num_old: int) -> None:
+    results = [result for (result,) in run_ranks(2, _resume, num_old)]
+    applied = torch.stack([result["applied"] for result in results]).mean(0)
+    error = relative_error([{**result, "applied": applied} for result in results])
+    assert error <= MAX_ERROR, error
+
+
+def _overflow(rank: int) -> Run:
+    """Real GradScaler steps: it grows every second step, and halves after one with Inf, which is not remembered."""
+    trainer = Trainer(rank, *FED_BACK[0])
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    for step in range(9):
+        before, scale = trainer.true.clone(), trainer.scaler.get_scale()
+        loss = trainer.loss(step) * (float("inf") if step == 4 and rank == 1 else 1.0)
+        trainer.scaler.scale(loss).backward()
+        trainer.scaler.unscale_(optimizer)
+        if step == 4:
+            trainer.true = before
+        else:
+            # unscale_ has done it.
+            trainer.take(1.0)
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        trainer.scaler.step(optimizer)
+        trainer.scaler.update()
+        trainer.layer.weight.grad = None
+    assert scale == 2.0**12
+    return trainer.result(scale)
+
+
+def test_growth_and_a_skipped_step_lose_nothing() -> None:
+    error = relative_error(run_ranks(2, _overflow))
+    assert error <= MAX_ERROR, error
+
+
+class _Own(GradScaler):
+    """Scales without a word to its base class, as torch's ShardedGradScaler does."""
+
+    def scale(self, outputs: Any) -> Any:
+        return outputs * self.get_scale()
+
+
+class _Manual:
+    """A loss scale that no GradScaler applies."""
+
+    def __init__(self) -> None:
+        self.value = 256.0
+
+    def get_scale(self) -> float:
+        return self.value
+
+
+def _accumulated(trainer: Trainer, step: int, scale: float) -> None:
+    trainer.scaler.update(scale)
+    with trainer.model.no_sync():
+        trainer.scaler.scale(trainer.loss(2 * step)).backward()
+    trainer.scaler.scale(trainer.loss(2 * step + 1)).backward()
+
+
+def _two_scalers(trainer: Trainer, step: int, scale: float) -> None:
+    """A GAN's: both scale before either backward, and the discriminator's goes last through scale() but not here."""
+    discriminator = nn.Linear(COLUMNS, 1)
+    other = torch.amp.GradScaler("cpu", init_scale=4096.0)
+    trainer.scaler.update(scale)
+    own = trainer.scaler.scale(trainer.loss(step))
+    others = other.scale(discriminator(inputs(trainer.rank, step)).sum())
+    own.backward()
+    others.backward()
+
+
+def _one_of_list(trainer: Trainer, step: int, scale: float) -> None:
+    trainer.scaler.update(scale)
+    losses = trainer.scaler.scale([trainer.loss(step), torch.zeros(())])
+    (losses[0] / 1).backward()
+
+
+def _unscaled_sometimes(trainer: Trainer, step: int, scale: float) -> None:
+    trainer.scaler.update(scale)
+    if step % 2:
+        trainer.scaler.scale(trainer.loss(step)).backward()
+    else:
+        trainer.loss(step).backward()
+        assert trainer.layer.weight.grad is not None
+        trainer.layer.weight.grad *= scale
+
+
+def _overridden(trainer: Trainer, step: int, scale: float) -> None:
+    trainer.scaler = _Own("cpu", init_scale=1.0)
+    GradScaler.scale(trainer.scaler, torch.zeros(()))
+    trainer.scaler.update(scale)
+    trainer.scaler.scale(trainer.loss(step)).backward()
+
+
+def _disabled(trainer: Trainer, step: int, scale: float) -> None:
+    trainer.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    trainer.scaler.scale(trainer.loss(step)).backward()
+    assert trainer.layer.weight.grad is not None
+    trainer.layer.weight.grad *= scale
+
+
+def _in_ray(trainer: Trainer, step: int, scale: float) -> None:
+    from ray.train.torch.train_loop_utils import _TorchAccelerator
+
+    accelerator = _TorchAccelerator()
+    # Its own takes CUDA only.
+    accelerator.amp_is_enabled, accelerator.scaler = True, trainer.scaler
+    trainer.scaler.update(scale)
+    accelerator.backward(trainer.loss(step))
+
+
+WAYS: dict[str, Callable[[Trainer, int, float], None]] = {
+    "accumulated": _accumulated,
+    "two scalers": _two_scalers,
+    "a list of losses": _one_of_list,
+    "unscaled every other step": _unscaled_sometimes,
+    "a subclass that overrides scale": _overridden,
+    "disabled": _disabled,
+    "Ray's backward": _in_ray,
+}
+
+
+def _in_a_way(rank: int, way: str) -> Run:
+    trainer = Trainer(rank, *FED_BACK[0])
+    trainer.scaler.scale(torch.zeros(()))
+    for step, scale in enumerate([512.0, 256.0, 64.0, 128.0, 32.0]):
+        WAYS[way](trainer, step, scale)
+        trainer.take(scale)
+    return trainer.result(32.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_scale_is_found_without_being_told(way: str) -> None:
+    error = relative_error(run_ranks(2, _in_a_way, way))
+    assert error <= MAX_ERROR, error
+
+
+def _told(rank: int) -> Run:
+    scaler = _Manual()
+    trainer = Trainer(rank, *FED_BACK[0], scaler=scaler)
+    for step, scale in enumerate([512.0, 256.0, 64.0]):
+        scaler.value = scale
+        (trainer.loss(step) * scale).backward()
+        trainer.take(scale)
+    return trainer.result(64.0)
+
+
+def test_a_scale_that_no_gradscaler_applies_can_be_told() -> None:
+    assert relative_error(run_ranks(2, _told)) <= MAX_ERROR
+
+
+def _unknown(rank: int, case: str, codec: str, scheme: str) -> str | None:
+    trainer = Trainer(rank, codec, scheme)
+    first, second = (torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1) for scale in (1.0, 2.0))
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    try:
+        for step in range(3):
+            if case == "two scales in one pass":
+                (first.scale(trainer.loss(step)) + second.scale(trainer.layer.weight.sum())).backward()
+            elif case == "scaled by hand":
+                first.scale(torch.zeros(()))
+                (trainer.loss(step) * first.get_scale()).backward()
+                first.step(optimizer)
+                first.update()
+            elif case == "scale of zero":
+                first.scale(torch.zeros(()))
+                first.update(0.0)
+                first.scale(trainer.loss(step)).backward()
+    # DDP makes a RuntimeError of what ends a step that has begun.
+    except (cgx_ray.CGXError, RuntimeError) as error:
+        return str(error)
+    finally:
+        trainer.attachment.close()
+    return None
+
+
+CASES = {
+    "two scales in one pass": "rank {}, step 0: gradients of one step have loss scales 1 and 2, so",
+    "scaled by hand": "rank {}, step 1: a GradScaler is updated whose scale() was not used on the loss, so",
+    "scale of zero": "rank {}, step 0: the loss scale is 0, so",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_scale_that_cannot_be_known_is_one_error_on_all_ranks_if_the_codec_has_memory(case: str) -> None:
+    for rank, said in enumerate(run_ranks(2, _unknown, case, *FED_BACK[0])):
+        assert said is not None
+        assert CASES[case].format(rank) in said
+        assert "attach(..., scaler=)" in said
+    assert run_ranks(2, _unknown, case, "qsgd", "sra") == [None, None]
+
+
+def _wrong_scaler(rank: int, sharded: bool) -> str:
+    model = fully_shard(Branches(), mesh=make_mesh()) if sharded else DistributedDataParallel(Branches())
+    with pytest.raises(cgx_ray.ConfigError) as caught:
+        cgx_ray.attach(model, scaler=1024.0 if rank else None)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_no_scaler_is_one_error_on_all_ranks(sharded: bool) -> None:
+    first, second = run_ranks(2, _wrong_scaler, sharded)
+    assert first == second
+    assert "scaler 1024.0 is not allowed; give a torch.amp.GradScaler" in first
+
+
+def _explored(rank: int) -> tuple[Run, float]:
+    """Exploring, whose steps double the scale, and undoing it: the scaler is in `stateful`."""
+    trainer = Trainer(rank, *FED_BACK[0])
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+
+    def step(index: int) -> None:
+        scale = trainer.scaler.get_scale()
+        trainer.scaler.scale(trainer.loss(index)).backward()
+        trainer.scaler.step(optimizer)
+        trainer.scaler.update()
+        # `step` has unscaled it.
+        trainer.take(1.0)
+        assert trainer.scaler.get_scale() == 2 * scale
+
+    step(0)
+    step(1)
+    kept = trainer.applied.clone(), trainer.true.clone()
+    trainer.attachment.explore(
+        [trainer.model, optimizer, trainer.scaler], step, candidates=["topk:density=0.1"], iterations=2
+    )
+    trainer.applied, trainer.true = kept
+    step(2)
+    return trainer.result(256.0), trainer.scaler.get_scale()
+
+
+def test_exploration_restores_what_is_owed_in_its_unit() -> None:
+    results = run_ranks(2, _explored)
+    assert {scale for _, scale in results} == {512.0}
+    assert relative_error([result for result, _ in results]) <= MAX_ERROR
+
+
+def _sharded(rank: int, num_replicas: int, scales: list[float], resumes: bool) -> Run:
+    layer = nn.Linear(COLUMNS, ROWS, bias=False)
+    model = fully_shard(layer, mesh=make_mesh(num_replicas))
+    attachment = cgx_ray.attach(model, codec="ef_signsgd")
+    applied, true = torch.zeros(ROWS, COLUMNS, dtype=torch.float64), torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scales[0])
+    for step, scale in enumerate(scales):
+        x_BD = inputs(rank, step)
+        true += x_BD.double().sum(0)
+        scaler.scale(model(x_BD).sum()).backward()
+        scaler.update(scales[min(step + 1, len(scales) - 1)])
+        applied += next(iter(gradients_of(model).values())).double() / scale
+        model.zero_grad()
+        if resumes and step == 3:
+            attachment.load_state_dict(attachment.state_dict())
+    state = attachment.state_dict()
+    (owed_N,) = state["residuals"].values()
+    attachment.close()
+    owed = owed_N.double().view(ROWS, COLUMNS) / state.get("loss_scale", scales[-1])
+    return {"applied": applied, "true": true, "owed": owed}
+
+
+@pytest.mark.parametrize(("num_ranks", "num_replicas", "resumes"), [(2, 1, False), (2, 1, True), (4, 2, False)])
+def test_shards_follow_the_loss_scale(num_ranks: int, num_replicas: int, resumes: bool) -> None:
+    error = relative_error(run_ranks(num_ranks, _sharded, num_replicas, SCALES["halved five times"], resumes))
+    assert error <= MAX_ERROR, error
