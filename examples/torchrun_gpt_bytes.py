@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/torchrun_gpt_bytes.py --steps 50 --codec qsgd:bits=4 --scheme sra
 
-With --checkpoint FILE it goes on from that file if it exists, and writes it at the end.
+With --checkpoint FILE, training continues from that file if it exists, and writes it at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
         state = torch.load(args.checkpoint, weights_only=True)
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        # All ranks' residuals: if their number has changed, they are shared out anew.
+        # Holds the residuals of all ranks; each rank takes a part of them if the number of ranks has changed.
         handle.load_state_dict(state["compression"])
         first_step = state["step"]
 
@@ -57,7 +57,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences a process")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences per process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--codec", default="qsgd:bits=4,bucket_size=128")
     parser.add_argument("--scheme", default="sra")

@@ -3,8 +3,8 @@
     python examples/train_gpt_bytes.py --workers 2 --steps 50
     ray job submit --working-dir . -- python examples/train_gpt_bytes.py --steps 50
 
-Give the same --name and --storage again with more --steps and training goes on from the last checkpoint. The lines
-with `cgx_ray` are all that an existing TorchTrainer script needs.
+Give the same --name and --storage again with more --steps, and training continues from the last checkpoint. An existing
+TorchTrainer script needs only the lines with `cgx_ray`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cgx_ray.demo.gpt import StdlibBytes, build_gpt
 
 
 def train_fn(config: dict[str, Any]) -> None:
-    """Runs on every worker."""
+    """Train on one worker; every worker runs this."""
     rank = ray.train.get_context().get_world_rank()
     data = StdlibBytes()
     model = ray.train.torch.prepare_model(build_gpt(seed=config["seed"]))
@@ -50,7 +50,7 @@ def train_fn(config: dict[str, Any]) -> None:
 
 
 def report(model: torch.nn.Module, optimizer: torch.optim.Optimizer, metrics: dict[str, Any]) -> None:
-    """Hand metrics and a checkpoint to Ray Train; every rank calls it."""
+    """Report metrics and a checkpoint to Ray Train; every rank calls this."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if ray.train.get_context().get_world_rank() == 0:
@@ -61,12 +61,12 @@ def report(model: torch.nn.Module, optimizer: torch.optim.Optimizer, metrics: di
             }
             torch.save(state, Path(folder) / "state.pt")
             checkpoint = Checkpoint.from_directory(folder)
-        # What compression still owes the model travels with the checkpoint, one small file a rank.
+        # Adds the residuals to the checkpoint, as one small file per rank.
         ray.train.report(metrics, checkpoint=cgx_ray.add_state(checkpoint))
 
 
 def load_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load what an earlier run left, if any, and say which step comes next."""
+    """Load the checkpoint of an earlier run, if any, and return the next step."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return 0
@@ -78,7 +78,7 @@ def load_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def inner(model: torch.nn.Module) -> torch.nn.Module:
-    """The model itself, whether or not DDP is around it (with one worker it is not)."""
+    """Return the model itself, without DDP, which one worker does not need."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
@@ -113,10 +113,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences a worker")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences per worker")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--codec", help="none, bf16, qsgd:bits=4, topk:density=0.01; left out: adaptive")
-    parser.add_argument("--scheme", default="sra", help="dense, allgather, sra, artopk_ring; goes with --codec")
+    parser.add_argument("--codec", help="none, bf16, qsgd:bits=4, topk:density=0.01; default: adaptive")
+    parser.add_argument("--scheme", default="sra", help="dense, allgather, sra, artopk_ring; with --codec")
     parser.add_argument("--checkpoint-every", type=int, default=25, help="steps")
     parser.add_argument("--storage", type=Path, default=Path("runs"))
     parser.add_argument("--name", default=time.strftime("gpt-bytes-%Y%m%d-%H%M%S"))

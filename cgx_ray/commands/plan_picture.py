@@ -156,7 +156,7 @@ def _draw_sweep(axes: Axes, sweep: Sweep, points: Sequence[BestPlan], colors: Ma
     edges = [values[0], *(math.sqrt(a * b) for a, b in itertools.pairwise(values)), values[-1]]
     for index, point in enumerate(points):
         axes.axvspan(edges[index], edges[index + 1], 0, 0.07, color=colors[str(main_option(point.best))], linewidth=0)
-    axes.text(0.006, 0.033, "most of the plan", transform=axes.transAxes, color="white", fontsize=8, va="center")
+    axes.text(0.006, 0.033, "option of most bytes", transform=axes.transAxes, color="white", fontsize=8, va="center")
     axes.set_xlim(values[0], values[-1])
     axes.set_xlabel(f"{sweep.name}, {sweep.unit}" if sweep.name != "workers" else "workers")
     axes.set_ylabel("milliseconds per step")

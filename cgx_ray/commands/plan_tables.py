@@ -21,14 +21,14 @@ def step_table(answer: BestPlan, price: Price | None, num_workers: int) -> Table
     dense, best = answer.dense, answer.best
     assert best.efficiency is not None
     table.add_row("step, ms", *(f"{1e3 * step.step_s:.1f}" for step in (dense, best)))
-    table.add_row("compute of it, ms", *(f"{1e3 * step.compute_s:.1f}" for step in (dense, best)))
+    table.add_row("compute alone, ms", *(f"{1e3 * step.compute_s:.1f}" for step in (dense, best)))
     table.add_row("bound by", *(step.bound_by for step in (dense, best)))
     for part in dense.timeline.parts_s:
         shares = (step.timeline.parts_s[part] / step.step_s if step.step_s else 0.0 for step in (dense, best))
         table.add_row(f"  critical path, {part}", *(f"{share:.0%}" for share in shares))
     num_bytes = (sum(group.wire_bytes for group in step.groups) for step in (dense, best))
     table.add_row("gradient encoded, MB", *(f"{each / 1e6:.2f}" for each in num_bytes))
-    table.add_row("gain", "100%", f"{best.efficiency:.1%}")
+    table.add_row("gain kept", "100%", f"{best.efficiency:.1%}")
     table.add_row("progress against dense", "1x", f"{answer.speedup:.2f}x")
     table.add_row("a better plan could save", "", f"{answer.gap:.2%} at most")
     if price is not None:
@@ -37,7 +37,7 @@ def step_table(answer: BestPlan, price: Price | None, num_workers: int) -> Table
             epochs = [price.epoch(step.step_s, num_workers) for step in (dense, best)]
             table.add_row("hours per epoch", *(f"{epoch.hours:.3g}" for epoch in epochs))
             table.add_row("USD per epoch", *(f"{epoch.usd:.2f}" for epoch in epochs))
-            table.add_row("USD for its progress", f"{epochs[0].usd:.2f}", f"{epochs[1].usd / best.efficiency:.2f}")
+            table.add_row("USD for equal progress", f"{epochs[0].usd:.2f}", f"{epochs[1].usd / best.efficiency:.2f}")
     return table
 
 

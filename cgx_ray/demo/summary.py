@@ -154,7 +154,7 @@ def print_summary(console: Console, dense: RunRecord, adaptive: RunRecord | None
     change = dense.changes[0]
     records = [dense] if adaptive is None else [dense, adaptive]
     title = f"byte-level GPT, {len(dense.steps)} steps, {link}"
-    table = new_table(title, "", *(record.name for record in records))
+    table = new_table(title, "", *(record.name for record in records), wrap=True)
     for label, cells in _table_rows(records, change):
         table.add_row(label, *cells)
     console.print(table)

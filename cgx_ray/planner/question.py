@@ -21,7 +21,8 @@ from cgx_ray.planner.scenario import (
     make_network,
     parse_sweep,
 )
-from cgx_ray.planner.what_if import parse_gbps, parse_link, parse_seconds
+from cgx_ray.planner.what_if import parse_link
+from cgx_ray.units import format_count, parse_rate, parse_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ def read_question(
 
 def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, float]) -> list[str]:
     """Return the assumptions about codecs. `given`: gains that the user gave."""
-    threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
+    threads = format_count(measured.threads, "thread")
     kept = ", ".join(f"{codec} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
     assumptions = [
         f"codec times of {measured.device}, {threads}; --profile takes those of your machine",
@@ -125,7 +126,7 @@ def _between(latency: str | None, bandwidth: str | None, measured: Link | None) 
             "the network is unknown; give --latency 4ms and --bandwidth 10gbps, or a --profile with a link"
         )
     return Link.from_rates(
-        bandwidth_gbps=measured.bandwidth_gbps if bandwidth is None else parse_gbps(bandwidth),
+        bandwidth_gbps=measured.bandwidth_gbps if bandwidth is None else parse_rate("bandwidth", bandwidth) / 1e9,
         latency_ms=1e3 * (measured.alpha_s if latency is None else parse_seconds("latency", latency)),
     )
 

@@ -16,7 +16,7 @@ from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.planner.options import CodecCost, codec_options
 from cgx_ray.planner.prediction import Measured
-from cgx_ray.planner.what_if import parse_gbps, parse_seconds
+from cgx_ray.units import format_seconds, parse_count, parse_rate, parse_seconds
 
 # Smallest share of the step that a plan must save. Less is within the error of the cost model, and dense is simpler.
 MIN_SAVING = 0.01
@@ -105,11 +105,12 @@ def make_network(num_workers: int, ranks_per_node: int, between: Link, inside: L
 def verdict(answer: BestPlan, num_workers: int) -> str:
     """Return the answer in one sentence."""
     dense, best = answer.dense, answer.best
+    dense_step, best_step = format_seconds(dense.step_s), format_seconds(best.step_s)
     if num_workers == 1:
         return "One worker has nobody to exchange gradients with: there is nothing to plan."
     if answer.is_compute_bound:
         return (
-            f"Your training is compute-bound, compression will not help: of a dense step's {_ms(dense.step_s)} "
+            f"Your training is compute-bound, compression will not help: of a dense step's {dense_step} "
             f"{dense.compute_s / dense.step_s:.0%} is compute."
         )
     if best.groups == dense.groups:
@@ -117,13 +118,9 @@ def verdict(answer: BestPlan, num_workers: int) -> str:
     assert best.efficiency is not None
     kept = f", and each keeps {best.efficiency:.1%} of its progress" if best.efficiency < 1 else ""
     return (
-        f"{answer.speedup:.2f}x faster than dense, which is bound by {dense.bound_by}: steps of {_ms(best.step_s)} "
-        f"instead of {_ms(dense.step_s)}{kept}."
+        f"{answer.speedup:.2f}x faster than dense, which is bound by {dense.bound_by}: steps of {best_step} "
+        f"instead of {dense_step}{kept}."
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 class Epoch(NamedTuple):
@@ -204,9 +201,9 @@ def parse_sweep(text: str, ranks_per_node: int = 1, num_points: int = 25) -> Swe
     if name != "workers" and not re.search("[a-z]", low, re.IGNORECASE):
         low += high.lstrip("0123456789.")
     read: Mapping[str, Callable[[str], float]] = {
-        "bandwidth": parse_gbps,
+        "bandwidth": lambda value: parse_rate("bandwidth", value) / 1e9,
         "latency": lambda value: 1e3 * parse_seconds("latency", value),
-        "workers": _whole,
+        "workers": lambda value: parse_count("workers", value),
     }
     start, end = read[name](low), read[name](high)
     if not 0 < start < end:
@@ -219,9 +216,3 @@ def parse_sweep(text: str, ranks_per_node: int = 1, num_points: int = 25) -> Swe
         if len(values) < 2:
             raise ConfigError(f"sweep {text!r} has one value that fills nodes of {L}; give a wider one")
     return Sweep(name=cast(SweepName, name), values=tuple(values), ranks_per_node=ranks_per_node)
-
-
-def _whole(text: str) -> float:
-    if not text.isdigit():
-        raise ConfigError(f"{text!r} workers are not allowed; give a whole number")
-    return int(text)

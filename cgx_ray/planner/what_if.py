@@ -1,8 +1,7 @@
-"""Cost of one exchange by scheme, for `cgx-ray collective`; and parsers of links."""
+"""Cost of one exchange by scheme, for `cgx-ray collective`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,32 +9,14 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.planner.papers.flexible import allgather_tree_s, artopk_tree_s
-
-_BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+from cgx_ray.units import parse_rate, parse_seconds
 
 
 def parse_link(latency: str, bandwidth: str) -> Link:
-    """A link of `"4ms"` and `"10gbps"`. Raises ConfigError for anything else."""
-    return Link.from_rates(bandwidth_gbps=parse_gbps(bandwidth), latency_ms=1e3 * parse_seconds("latency", latency))
-
-
-def parse_seconds(name: str, text: str) -> float:
-    """Seconds of `"4ms"`, `"50us"` or `"0.1s"`. Raises ConfigError, which begins with `name`, for anything else."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+) *(s|ms|us)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ConfigError(f"{name} {text!r} is not allowed; give a number and s, ms or us, such as 4ms")
-    return float(match[1]) * _SECONDS[match[2].lower()]
-
-
-def parse_gbps(text: str) -> float:
-    """Gigabits a second of `"10gbps"`; also kbit, mbit/s, tbps. Raises ConfigError for anything else."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+) *([kmgt])(bps|bit|bit/s|bits)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ConfigError(
-            f"bandwidth {text!r} is not allowed; give a number and kbps, mbps, gbps or tbps, such as 10gbps"
-        )
-    return float(match[1]) * _BITS[match[2].lower()] / 1e9
+    """Return the link of texts such as "4ms" and "10gbps". Raises ConfigError for a text that is neither."""
+    return Link.from_rates(
+        bandwidth_gbps=parse_rate("bandwidth", bandwidth) / 1e9, latency_ms=1e3 * parse_seconds("latency", latency)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,15 +22,16 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def new_table(title: str | None, *headings: str, num_left: int = 1, gap: int = 1) -> Table:
-    """Return an empty table whose columns do not wrap.
+def new_table(title: str | None, *headings: str, num_left: int = 1, gap: int = 1, wrap: bool = False) -> Table:
+    """Return an empty table.
 
     num_left  number of columns aligned to the left, from the first one on; the others hold numbers
     gap       spaces on either side of a column; 0 for wide tables
+    wrap      wrap long cells; else a cell too long for the terminal ends in "..."
     """
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, gap))
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < num_left else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if index < num_left else "right", no_wrap=not wrap)
     return table
 
 

@@ -1,4 +1,4 @@
-"""`cgx-ray bench kernels`: its numbers are all there and hang together. How fast is no test's business."""
+"""`cgx-ray bench kernels`: its numbers are complete and consistent. Tests do not judge speed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print("ray" in sys.modules, file=sys.stderr)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
-    """(JSON of one small run, its standard error, its picture)."""
+    """JSON of one small run, its standard error, and its picture."""
     plot = tmp_path_factory.mktemp("bench") / "kernels.png"
     argv = [sys.executable, "-c", RUN, "bench", "kernels", "--numel", str(NUMEL), "--json", "-", "--plot", str(plot)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
@@ -145,7 +145,7 @@ def test_wrong_options_say_what_is_allowed(options, message):
 def test_samples_repeat_for_a_seed_and_have_the_tails_they_are_named_for():
     samples, again = (draw_samples(1 << 20, seed=3, device=torch.device("cpu")) for _ in range(2))
     assert all(torch.equal(samples[name], again[name]) for name in DISTRIBUTIONS)
-    # P(|x| > 4), the last from the distribution function in closed form.
+    # P(|x| > 4); that of Student's t is known in closed form.
     t = 4 / math.sqrt(3)
     tails = {
         "gaussian": math.erfc(4 / math.sqrt(2)),
@@ -153,7 +153,7 @@ def test_samples_repeat_for_a_seed_and_have_the_tails_they_are_named_for():
         "student_t3": 1 - 2 / math.pi * (t / (1 + t * t) + math.atan(t)),
     }
     for name, tail in tails.items():
-        expected = tail * (1 << 20)  # of a Poisson count; 5 standard deviations around it
+        expected = tail * (1 << 20)  # mean of a Poisson count; 5 standard deviations are allowed
         found = int((samples[name].abs() > 4).sum())
         assert abs(found - expected) < 5 * math.sqrt(expected), (name, found, expected)
 
@@ -173,6 +173,6 @@ def test_measured_errors_are_those_of_the_mathematics():
 def test_contestants_take_turns_in_both_orders():
     order: list[str] = []
     calls = [lambda name=name: order.append(name) for name in "abc"]
-    seconds = best_seconds(calls, torch.device("cpu"), num_rounds=3, turn_s=1e-9)  # one call a turn
+    seconds = best_seconds(calls, torch.device("cpu"), num_rounds=3, turn_s=1e-9)  # one call per turn
     assert "".join(order) == "aabbcc" + "abc" + "cba" + "abc"
     assert all(0 < s < 1 for s in seconds), seconds

@@ -1,4 +1,4 @@
-"""`cgx-ray bench planner`, a quick run: its numbers are all there and right. How fast is no test's business."""
+"""`cgx-ray bench planner`, a quick run: its numbers are complete and right. Tests do not judge speed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_quick_run_writes_rows_tables_and_picture(monkeypatch: pytest.MonkeyPatc
     assert (value["fusion_equals_brute_force"], value["joint_equals_brute_force"]) == (20, 10)
     for name, ratio in value.items():
         if name.endswith(("_over_joint", "_over_best", "_over_fusion")):
-            # What a search may leave.
+            # The gap that a search may leave.
             assert ratio >= 1 - planner.MAX_GAP, (name, ratio)
     assert rows["fusion_314_ms"]["baseline"] > 0
     assert 0 < value["plan_1x8_efficiency"] <= 1

@@ -32,7 +32,7 @@ def test_no_file_is_in_train_and_validation():
     data = StdlibBytes()
     assert set(data.train_files).isdisjoint(data.validation_files)
     share = len(data.validation_files) / (len(data.train_files) + len(data.validation_files))
-    # 10 % of some 800 files by hash: a standard deviation is 1.1 %.
+    # The hash selects 10 % of some 800 files, with a standard deviation of 1.1 %.
     assert 0.05 < share < 0.15, share
     assert not any("test" in path.relative_to(data.root).parts for path in data.train_files)
 
@@ -110,7 +110,7 @@ def test_the_model_learns():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    # ln 256 is 5.55: bytes at random.
+    # Guessing bytes gives ln 256 = 5.55.
     assert abs(losses[0] - 5.55) < 0.2
     assert losses[-1] < 4.5, losses
 

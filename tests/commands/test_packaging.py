@@ -1,4 +1,4 @@
-"""Claims about installing: what a new machine lacks is said first, and every way to install finds every package."""
+"""Claims about installing: missing system packages are named first, and every installation finds every package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import cgx_ray
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = sysconfig.get_path("purelib")
-# The folders that lie beside cgx_ray/ and are its subpackages, and the two native modules.
+# A module of each folder beside cgx_ray/ that is its subpackage; then the two native modules.
 WHERE = """
 import sys
 from importlib.util import find_spec
@@ -29,7 +29,7 @@ NATIVE = (
 
 
 def run_python(*args: str, path: Path, cwd: Path) -> list[str]:
-    """Output lines of a Python that sees `path` and the site-packages, but no editable install (-S)."""
+    """Return the output lines of a Python that sees `path` and the site-packages, but no editable install (-S)."""
     env = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{os.pathsep.join(sys.path)}"}
     done = subprocess.run([sys.executable, "-S", *args], cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -43,7 +43,7 @@ def test_make_names_what_the_system_lacks_in_one_line_before_it_installs_anythin
     tools, make = tmp_path / "tools", shutil.which("make")
     tools.mkdir()
     (tools / "sh").symlink_to("/bin/sh")
-    # A Python without venv, headers and libiperf: it can say its version, and no more.
+    # A Python without venv, headers and libiperf: it can only tell its version.
     (tools / "python3").write_text(
         f'#!/bin/sh\ncase "$2" in *version_info*) exec {sys.executable} "$@";; esac\nexit 1\n'
     )

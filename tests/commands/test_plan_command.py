@@ -1,4 +1,4 @@
-"""`cgx-ray plan`: numbers that can be had by hand, answers at the ends, and one clear error for what cannot be."""
+"""`cgx-ray plan`: numbers computed by hand, extreme networks, and one clear error for each wrong option."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAN = Link.from_rates(bandwidth_gbps=1, latency_ms=0.5)
 
 
 def run(**changes: str | None) -> tuple[int, str]:
-    """The command with a small model on a slow network, and `changes`; None leaves an option out."""
+    """Run the command with a small model on a slow network, and `changes`; None leaves an option out."""
     given = {"model": "resnet18", "workers": "4", "latency": "1ms", "bandwidth": "1gbps", **changes}
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
     result = CliRunner().invoke(main, ["plan", *words])
@@ -80,7 +80,7 @@ def test_a_fast_network_is_answered_by_compute_bound() -> None:
     found = answer(bandwidth="400gbps", latency="1us", **{"step-time": "1s"})
     assert {group["option"] for group in found["groups"]} == {"dense"}, found["options"]
     assert (found["planned_ms"], found["speedup"]) == (found["dense_ms"], 1)
-    # A step cannot be shorter than its compute, so that bounds what is still to be saved.
+    # A step cannot be shorter than its compute, which bounds the possible saving.
     assert 0 <= found["gap"] <= 1 - found["compute_ms"] / found["dense_ms"]
 
 
@@ -100,7 +100,7 @@ def test_sweep_has_a_row_a_value_and_more_bandwidth_is_never_slower(tmp_path: Pa
     for before, after in itertools.pairwise(rows):
         assert after["dense_ms"] <= before["dense_ms"] * 1.01, (before, after)
         score_before, score_after = (row["planned_ms"] / row["efficiency"] for row in (before, after))
-        assert score_after <= score_before * 1.03, "but for the 3 % within which dense is compute-bound"
+        assert score_after <= score_before * 1.03, "except for the 3 % within which dense counts as compute-bound"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -163,7 +163,7 @@ def test_a_profile_brings_codec_times_and_the_network(tmp_path: Path) -> None:
 def test_typical_profile_has_a_time_for_all_codecs_with_typical_gains() -> None:
     costs = load_profile(TYPICAL_PROFILE).codec_costs
     for codec in TYPICAL_GAINS:
-        # A core copies 9 GB/s, 0.44 ns an element (LOG.md).
+        # A core copies 9 GB/s, or 0.44 ns per element (LOG.md).
         assert 0.05e-9 < codec_cost_of(costs, CodecSpec.parse(codec)).encode_b_s_per_element < 2e-9, codec
 
 
@@ -250,7 +250,7 @@ def test_a_sweep_from_part_of_a_node_fills_nodes_of_the_size_given() -> None:
         ({"sweep": "price=1..2"}, "sweep 'price=1..2' is not allowed"),
         ({"sweep": "bandwidth=25..1gbps"}, "does not rise from above 0"),
         ({"sweep": "workers=8..11", "workers": "8", "ranks-per-node": "8"}, "has one value that fills nodes of 8"),
-        ({"sweep": "workers=2..many"}, "'many' workers are not allowed"),
+        ({"sweep": "workers=2..many"}, "workers 'many' is not allowed; give a whole number"),
     ],
 )
 def test_what_cannot_be_planned_is_one_clear_error(
@@ -288,7 +288,10 @@ def test_what_cannot_be_planned_is_one_clear_error(
 def test_files_that_cannot_be_written_are_refused_before_the_work(tmp_path: Path, command: str, message: str) -> None:
     (tmp_path / "file").touch()
     result = CliRunner().invoke(main, command.format(tmp_path).split())
-    assert result.exit_code == 2, (result.output, result.exception)  # click's for an option, before the command runs
+    assert result.exit_code == 2, (
+        result.output,
+        result.exception,
+    )  # the status of click for a bad option, before the command runs
     output = "".join(result.output.split())
     assert "".join(message.format(tmp_path).split()) in output.replace("│", ""), result.output
 

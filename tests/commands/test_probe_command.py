@@ -1,4 +1,4 @@
-"""`cgx-ray probe` on a real Ray cluster, and what it shows."""
+"""`cgx-ray probe` on a real Ray cluster, and its output."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_table_picture_and_json_have_every_way(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Of a Ray cluster of one node."""
+    """Address of a Ray cluster of one node."""
     context = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield context.address_info["gcs_address"]
     ray.shutdown()
@@ -65,7 +65,7 @@ def test_probes_go_both_ways(address: str) -> None:
 
 
 def test_a_prober_that_is_killed_takes_its_iperf3_along(address: str) -> None:
-    host = "127.0.0.7"  # no other test has it
+    host = "127.0.0.7"  # no other test uses it
     prober = ray.remote(Prober).options(num_cpus=0).remote(host)
     ray.get(prober.start_iperf3.remote())
     servers = [process for process in psutil.process_iter() if is_server(process, host)]

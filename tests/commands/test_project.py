@@ -20,7 +20,7 @@ SOURCES = {".py", ".pyi", ".c", ".cpp", ".h", ".cu"}
 
 
 def tracked_files(*suffixes: str) -> list[Path]:
-    """Files that git knows, of these suffixes or all."""
+    """Return the files that git tracks, with these suffixes or all."""
     git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
     names = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     paths = [ROOT / name for name in names if name]
@@ -28,7 +28,7 @@ def tracked_files(*suffixes: str) -> list[Path]:
 
 
 def direct_requirements() -> list[Requirement]:
-    """What pyproject.toml asks for by name, without the extras that only some machines can install."""
+    """Return the requirements in pyproject.toml, without the extras that only some machines can install."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = pyproject["project"]
     lines = pyproject["build-system"]["requires"] + project["dependencies"] + project["optional-dependencies"]["dev"]

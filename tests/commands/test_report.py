@@ -1,4 +1,4 @@
-"""Records of runs and the picture made from them, and the numbers of the demo."""
+"""Records of runs, their picture, and the numbers of the demo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T0 = 1_000_000.0
 
 
 def write_run(folder: Path, name: str, *, slow_s: float, new_plan_at: int | None) -> RunRecord:
-    """A run of `NUM_STEPS` steps, 0.5 s each and `slow_s` each on the slow network.
+    """Write a run of `NUM_STEPS` steps, which take 0.5 s each, or `slow_s` each on the slow network.
 
     At `new_plan_at` a plan with which a slow step takes 0.6 s comes into force, decided one step earlier.
     """
@@ -43,7 +43,7 @@ def write_run(folder: Path, name: str, *, slow_s: float, new_plan_at: int | None
     end = {"event": "end", "time": now, "validation_loss": 3.5, "weights_identical": True, "weights_sha256": ["a"]}
     (run_dir / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, end]))
     record = RunRecord(run_dir)
-    # The links were there before the workers.
+    # The links existed before the workers.
     start = {"rate_bit_per_s": 1e9, "latency_s": 1e-3}
     record.note(LinkEvent(event="start", time=T0 - 9, change=start))
     record.note(change)
@@ -51,7 +51,7 @@ def write_run(folder: Path, name: str, *, slow_s: float, new_plan_at: int | None
         decided = {"event": "decision", "time": lines[new_plan_at - 1]["time"], "step": new_plan_at - 1}
         old, new = {"version": 0, "plan": "dense"}, {"version": 1, "plan": "qsgd:bits=4,bucket_size=128 over sra"}
         rest = {"kind": "replace", "old": old, "new": new, "reason": "slow", "inputs": inputs(0.09)}
-        # Made after the change, but with what was measured before it.
+        # Made after the change, but with measurements from before it.
         keep = {"event": "decision", "time": change.time + 0.1, "step": HALF - 1, "kind": "keep"}
         keep |= {"old": old, "new": old, "reason": "late", "inputs": inputs(0.9)}
         predicted = {"predicted_step_s": 0.6, "predicted_dense_s": 3.0}
@@ -169,7 +169,7 @@ def test_the_picture_shows_both_runs(runs, tmp_path):
 
 
 def panel(record: RunRecord, label: str) -> dict[str, list[tuple[float, float]]]:
-    """Points of the panel whose axis begins with `label`, by their name in the legend."""
+    """Return the points of the panel whose y label begins with `label`, by their name in the legend."""
     (axes,) = (axes for axes in draw_runs([record], title="").axes if axes.get_ylabel().startswith(label))
     lines = zip(*axes.get_legend_handles_labels(), strict=True)
     return {name: [(float(x), float(y)) for x, y in line.get_xydata()] for line, name in lines}
@@ -206,7 +206,7 @@ def test_the_network_is_drawn_over_seconds_where_steps_are_not_known(runs, tmp_p
     _, adaptive = runs
     (adaptive.run_dir / "steps.jsonl").unlink()
     events = tmp_path / "events.jsonl"
-    # In steps, as the lab has written them; host 1 was slow from the start, and is cut off for a while.
+    # As the lab writes them for a job that reports steps. Host 1 is slow from the start, host 2 is cut off for a while.
     lines = [
         {"event": "start", "time": T0, "change": {"rate_bit_per_s": 1e9, "latency_s": 0.0}},
         {"event": "start", "time": T0, "host": 1, "direction": "up", "change": {"rate_bit_per_s": 2e8}},
@@ -223,7 +223,7 @@ def test_the_network_is_drawn_over_seconds_where_steps_are_not_known(runs, tmp_p
     assert rate["network estimated, plan changed"] == [(decided, 0.09)]
     assert [x for x, _ in rate["new plan"]] == [decided] * 2
     assert bottom_label(load_run(adaptive.run_dir, events)) == "seconds since the first event of the network"
-    # Nothing is said of a network that nobody has set.
+    # Without events the network as set is not drawn.
     unset = panel(load_run(adaptive.run_dir, tmp_path / "none.jsonl"), "rate")
     assert set(unset) == {"network estimated, plan kept", "network estimated, plan changed", "new plan"}
     assert bottom_label(load_run(adaptive.run_dir, tmp_path / "none.jsonl")) == "seconds since the first decision"

@@ -1,4 +1,4 @@
-"""The lab: real namespaces, real sockets. Needs root; `Lab.available()` says why not otherwise."""
+"""The lab: real namespaces, real sockets. Needs root; `Lab.available()` names the reason if a test is skipped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ with socket.create_connection((sys.argv[1], 5000)) as connection:
     while True:
         connection.sendall(bytes(1 << 20))
 """
-# A dot for each megabyte.
+# Writes a dot per megabyte.
 _RECEIVE_ON = """
 import os, socket, sys
 with socket.create_server((sys.argv[1], 5000)) as server:
@@ -79,7 +79,7 @@ def test_links_have_the_set_rate_and_a_new_one_holds_at_once():
         fast = measure_bit_per_s(lab, 10_000_000)
         lab.set_rate(40e6)
         slow = measure_bit_per_s(lab, 4_000_000)
-    # Payload is 95 % of what tbf counts; below that only a busy machine takes it, above only the burst.
+    # tbf counts whole frames, of which payload is 95 %. A busy machine lowers the rate; the burst raises it.
     assert 100e6 < fast < 205e6, f"200 Mbit/s set, {fast / 1e6:.0f} measured"
     assert 20e6 < slow < 43e6, f"40 Mbit/s set, {slow / 1e6:.0f} measured"
 

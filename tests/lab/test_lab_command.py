@@ -1,4 +1,4 @@
-"""`cgx-ray lab` as a user types it, in processes of its own; schedules."""
+"""`cgx-ray lab` as a user types it, in separate processes; schedules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lab_command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def call(*words: str) -> Result:
-    """The same in this process, which has loaded PyTorch already."""
+    """Run the command in this process, which starts faster."""
     return CliRunner().invoke(lab, words)
 
 
@@ -43,7 +43,7 @@ def pids_in(up: str, host: int) -> set[str]:
 
 @pytest.fixture(scope="module")
 def up():
-    """A lab of two hosts in a process of its own; gives the option that names it."""
+    """Start a lab of two hosts in a separate process; yield the option that names it."""
     process = subprocess.Popen(
         [*CGX_RAY, "up", "--hosts", "2", "--rate", "500mbit", "--latency", "1ms"], stdout=subprocess.PIPE, text=True
     )
@@ -121,7 +121,7 @@ def test_run_starts_a_rank_in_every_host_and_has_its_status(up):
 @NEEDS_LAB
 def test_when_one_rank_fails_the_others_are_ended_with_all_they_started(up):
     before = pids_in(up, 0)
-    # The one that hangs has left its parent, in a session of its own.
+    # The process that hangs has left its parent: it has its own session.
     done = call("run", up, "sh", "-c", "if [ $RANK = 0 ]; then setsid sleep 1000 & wait; else sleep 0.5; exit 3; fi")
     assert done.exit_code == 3, done.output
     assert_ends(up, 0, before)
@@ -168,7 +168,7 @@ def test_a_ray_job_sees_a_node_in_every_host_and_all_of_it_ends(up):
 def test_a_schedule_in_steps_follows_what_the_job_reports(up, tmp_path):
     schedule = tmp_path / "two.txt"
     schedule.write_text("unit step\n0 rate=400mbit\n10 latency=3ms\n20 latency=4ms\n")
-    # Ends when the lab has done what step 12 brings.
+    # Ends once the lab has applied the actions up to step 12.
     script = (
         f'echo 12 > "$CGX_LAB_STEPS"; for i in $(seq 200); do grep -q 0.003 /run/cgx{up.partition("=")[2]}-lab/lab.json'
         "&& exit 0; sleep 0.05; done; exit 1"
@@ -191,7 +191,7 @@ def test_a_schedule_in_steps_follows_what_the_job_reports(up, tmp_path):
 
 
 def events_of(path: Path, began: float) -> list[dict]:
-    """What a run has written, with times from `began` until now in order."""
+    """Return the lines that a run has written, without times, after checking that these ascend from `began` to now."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     times = [began, *(line.pop("time") for line in lines), time.time()]
     assert times == sorted(times)

@@ -29,7 +29,7 @@ TRIES = 5
 
 
 def best_of(measure, is_good) -> float:
-    """The first good value of some tries, else an AssertionError with all."""
+    """Return the first good value of some tries; raise AssertionError with all of them if none is good."""
     values = []
     for _ in range(TRIES):
         values.append(measure())
@@ -97,7 +97,7 @@ def test_a_paced_sender_waits_and_loses_nothing():
 
 @NEEDS_LAB
 def test_a_full_queue_drops_what_comes_last():
-    # 100 packets at once: 12 fit into the queue, and what leaves meanwhile makes room; 100 kB a 40 ms.
+    # 100 packets at once: 12 fit into the queue, and packets that leave meanwhile make room, 100 kB per 40 ms.
     with Lab(2, rate_bit_per_s=2e7, latency_s=0, queue_bytes=100_000) as lab:
         got = exchange(lab, 0, 1, 100, payload=8000 - HEADERS)
         lost = lab.counters().hosts[0]["up"].dropped_queue
@@ -134,7 +134,7 @@ def test_jitter_spreads_the_delay_and_keeps_the_order():
     assert got.numbers == list(range(200))
     times = sorted(got.under_way_ms)
     assert times[0] > 10, f"no packet is earlier than latency - jitter: {times[0]:.2f} ms"
-    # By more than 2 ms off is a third of the packets on each side, but for those that waited for one before them.
+    # A third of the packets is off by more than 2 ms on each side, except those that waited for an earlier one.
     assert sum(time < 18 for time in times) > 5, times[:10]
     assert sum(time > 22 for time in times) > 5, times[-10:]
 
@@ -201,14 +201,14 @@ def test_a_lab_of_rates_says_how_to_get_the_rest():
     with Lab(2, rate_bit_per_s=1e9) as lab:
         assert lab.backend == "tc"
         if choose_backend(rates_only=False) == "switch":
-            with pytest.raises(LabError, match="give latency_s, even 0, when you make it"):
+            with pytest.raises(LabError, match="make the lab with latency_s, even 0"):
                 lab.set(latency_s=0.01)
             assert lab.link(0, "up").latency_s == 0
 
 
 @NEEDS_LAB
 def test_tc_understands_the_commands_of_both_back_ends():
-    """This kernel may have no netem; `tc` still reads the line before the kernel refuses the kind."""
+    """If this kernel has no netem, `tc` still parses the line before the kernel refuses the kind."""
     state = LinkState(rate_bit_per_s=1e9, latency_s=0.005, jitter_s=0.001, loss=0.01)
 
     def complaint(line: str) -> str:
@@ -246,7 +246,7 @@ def test_an_all_reduce_in_the_lab_is_never_faster_than_its_links():
     (point,) = measure_lab([2e8], [0.005], seen.append)
     assert seen == [point]
     assert point.model_s == pytest.approx(0.4 + 6 * 0.005, rel=1e-3)
-    # Pipelining hides latency, but the one that starts first waits for all its bytes: 0.4 s.
+    # Pipelining hides latency, but the first sender waits for all its bytes, which takes 0.4 s.
     assert point.seconds > 0.399, f"{point.seconds:.3f} s"
     assert [row.name for row in point.rows()] == ["gloo_allreduce_200mbit_5ms", "gloo_allreduce_200mbit_5ms_late_p99"]
 
@@ -255,7 +255,7 @@ def test_an_all_reduce_in_the_lab_is_never_faster_than_its_links():
     ("pairs", "message"),
     [
         ([("rate", "1")], "rate '1' is not allowed; give a number and kbit"),
-        ([("latency", "5sec")], "write 5ms; units are us, ms, s"),
+        ([("latency", "5sec")], "latency '5sec' is not allowed; give a number and s, ms or us, such as 4ms"),
         ([("speed", "1gbit")], "not a property of a link"),
     ],
 )
@@ -275,7 +275,7 @@ def test_texts_of_links():
     ("change", "message"),
     [
         ({"latency_s": -1}, "give 0 to 10 s"),
-        ({"latency_s": 0.01, "jitter_s": 0.02}, "give 0 to the latency"),
+        ({"latency_s": 0.01, "jitter_s": 0.02}, "give 0 up to the latency"),
         ({"loss": 1.0}, "as 0.01 or 1%"),
         ({"queue_bytes": 100}, "give 9000 or more"),
     ],

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import click
 
-from cgx_ray.bench.show_planner import planner_command
+from cgx_ray.bench.planner import MODEL_GBPS, measure_planner
+from cgx_ray.bench.show_planner import plot_planner, row_table, strategy_table
 from cgx_ray.commands.options import console_for, json_option, plot_option
+from cgx_ray.report.result import write_result
+from cgx_ray.report.show import print_line, progress_bar
 
 
 @click.command()
@@ -19,4 +22,13 @@ def planner(json_path: str | None, quick: bool, plot: Path) -> None:
 
     Compares with brute force and with strategies of the literature, for up to 16,384 workers.
     """
-    planner_command(quick, console_for(json_path), json_path, plot)
+    console = console_for(json_path)
+    with progress_bar(console) as on_part:
+        numbers = measure_planner(quick, on_part)
+    for gbps in MODEL_GBPS:
+        console.print(strategy_table(numbers, gbps))
+    console.print(row_table(numbers))
+    if json_path:
+        write_result("planner", numbers.rows, json_path)
+    plot_planner(numbers, plot)
+    print_line(console, f"picture: {plot}")
