@@ -7,7 +7,7 @@ ARGS ?=
 BENCH ?= step kernels collectives
 
 BIN := .venv/bin
-CSRC := $(wildcard $(foreach e,c cpp hpp h cu cuh,runtime_ext/csrc/*/*.$(e)))
+CSRC := $(wildcard $(foreach e,c cpp hpp h cu cuh,runtime_ext/csrc/*.$(e) runtime_ext/csrc/*/*.$(e)))
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test check bench test-gpu system

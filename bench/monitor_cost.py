@@ -1,4 +1,4 @@
-"""What a node's monitor costs: an agent's processor time and memory, above those of a Ray actor that does nothing."""
+"""Cost of a node's monitor: processor time and memory of an agent, less those of an idle Ray actor."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class _Agent(NodeAgent):
 
 
 class _Controller:
-    """Takes samples and orders no probes: these send 1 % of what a link carries, a lot where that is memory."""
+    """Accepts samples and orders no probes: a probe sends 1 % of what its link carries, which is a lot on loopback."""
 
     def observe(self, sample: NodeSample) -> None:
         self._newest = sample
 
 
 def monitor_rows(seconds: float, *, warm_up_s: float = 3.0) -> list[Row]:
-    """Watch an agent of the Ray cluster of this process: two ranks of five steps a second, two other nodes."""
+    """Measure an agent in this process's Ray cluster that has two ranks with five steps per second and two peers."""
     idle = ray.remote(_Idle).options(num_cpus=0).remote()
     agents = [ray.remote(_Agent).options(num_cpus=0).remote(name, "bench", _HOST) for name in "abc"]
     addresses = dict(zip("abc", ray.get([agent.address.remote() for agent in agents]), strict=True))
@@ -61,7 +61,7 @@ def monitor_rows(seconds: float, *, warm_up_s: float = 3.0) -> list[Row]:
 
 @contextmanager
 def local_ray() -> Iterator[None]:
-    """A Ray cluster on this machine."""
+    """Start a Ray cluster on this machine, and end it with the body."""
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20)
     try:
         yield
@@ -70,7 +70,7 @@ def local_ray() -> Iterator[None]:
 
 
 def _report(agent: Any, seconds: float) -> None:
-    """Steps of the ranks, every half second as workers report them."""
+    """Report steps of all ranks every half second, as workers do."""
     start_s, num_reported = time.monotonic(), 0
     while num_reported < int(seconds * _STEPS_PER_S):
         time.sleep(_REPORT_S)

@@ -1,20 +1,44 @@
-"""What `cgx-ray bench network` runs in a host of the lab beside the job: probes, and a neighbour.
+"""Processes of `cgx-ray bench network` in a host of the lab, besides the job: probes, and a neighbour.
 
-`prober ADDRESS` writes where it listens; for each line "ECHO_HOST ECHO_PORT BULK_HOST BULK_PORT" it probes that way
-and writes latency in seconds and bytes a second. `sink ADDRESS` writes its port and takes in what comes. `neighbour
-ADDRESS PORT` sends there for up to 2 s every 3 to 8 s, until killed.
+`prober ADDRESS`          writes its addresses; for each line "ECHO_HOST ECHO_PORT BULK_HOST BULK_PORT" it probes these
+                          and writes latency in seconds and bytes per second
+`sink ADDRESS`            writes its port and receives everything that is sent there
+`neighbour ADDRESS PORT`  sends to a sink for up to 2 s every 3 to 8 s, until it is killed
 """
 
 from __future__ import annotations
 
 import random
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
 
+from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors.probe import Prober
 
 _PIECE = bytes(1 << 16)
+
+
+@contextmanager
+def process_in_host(lab: Lab, host: int, role: str, *arguments: str) -> Iterator[tuple[IO[str], IO[str]]]:
+    """Run this module in a host and yield the process's input and output; end it with the body.
+
+    arguments  after the role; the host's own address if left out
+    """
+    argv = [sys.executable, "-m", "cgx_ray.bench.network_host", role, *(arguments or (lab.hosts[host].address,))]
+    process = lab.popen(host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with process.stdin, process.stdout:
+            yield process.stdin, process.stdout
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _prober(address: str) -> None:
@@ -23,8 +47,8 @@ def _prober(address: str) -> None:
     print(*echo, *bulk, flush=True)
     for line in sys.stdin:
         echo_host, echo_port, bulk_host, bulk_port = line.split()
-        way = prober.probe((echo_host, int(echo_port)), (bulk_host, int(bulk_port)))
-        print(way.latency_s, way.bytes_per_s, flush=True)
+        path = prober.probe((echo_host, int(echo_port)), (bulk_host, int(bulk_port)))
+        print(path.latency_s, path.bytes_per_s, flush=True)
 
 
 def _sink(address: str) -> None:

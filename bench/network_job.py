@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.journal import Journal
-from cgx_ray.control.loop import ControlLoop, LoopFacts
+from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.namespaces import Lab
@@ -23,16 +24,16 @@ from cgx_ray.planner.options import candidate_options
 from cgx_ray.session.settings import Settings
 
 _START_TIMEOUT_S = 120.0
-# By the loop's clock, which only says when probes are due: nobody waits for the first minute and the next.
+# Speed of the loop's clock, by which probes are due once per minute: the benchmark must not wait for minutes.
 _CLOCK_FACTOR = 12
 
 
 class NetworkBenchError(CGXError, RuntimeError):
-    """A process of the job ended before its time; the message holds its last lines."""
+    """A process of the job ended too early. The message holds its last lines."""
 
 
 class Job:
-    """The job and its control loop; `start_over` makes the loop forget the network, not the plans."""
+    """A training in the lab and its control loop."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self._lab = lab
@@ -59,16 +60,17 @@ class Job:
             reader.join()
         for rank in self._ranks:
             assert rank.stdin is not None
-            # A plan that was on its way has nobody left to read it.
+            # The buffered rest of a plan cannot be written, as the rank that reads it is gone.
             with contextlib.suppress(BrokenPipeError):
                 rank.stdin.close()
 
     def check(self) -> None:
         """Raise NetworkBenchError if a rank has ended."""
         if any(rank.poll() is not None for rank in self._ranks):
-            raise NetworkBenchError(f"a rank ended before its time:\n{self._errors.read_text()[-2000:]}")
+            raise NetworkBenchError(f"a rank ended too early:\n{self._errors.read_text()[-2000:]}")
 
     def start_over(self) -> None:
+        """Make the loop forget the network but not the plans."""
         settings = Settings(policy="adaptive")
         policy = AdaptivePolicy(candidate_options(settings.densities), min_gain=settings.min_gain)
         with self._lock:
@@ -89,7 +91,7 @@ class Job:
             return self._loop.facts()
 
     def wait_for(self, holds: Callable[[LoopFacts], bool], timeout_s: float) -> float | None:
-        """Seconds until `holds`; None if it does not within `timeout_s`."""
+        """Wait until `holds`; return the seconds, or None after `timeout_s`."""
         start_s = time.monotonic()
         while (passed_s := time.monotonic() - start_s) < timeout_s:
             self.check()
@@ -118,7 +120,7 @@ class Job:
 
     def _read(self, rank: subprocess.Popen[bytes]) -> None:
         assert rank.stdout is not None
-        # A rank that is killed may be in the middle of a message.
+        # A rank may be killed in the middle of a message.
         with rank.stdout as messages, contextlib.suppress(EOFError, pickle.UnpicklingError, BrokenPipeError):
             while True:
                 message = pickle.load(messages)

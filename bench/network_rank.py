@@ -1,7 +1,7 @@
 """One rank of the job that `cgx-ray bench network` watches: the demo's GPT, trained in a host of the lab until killed.
 
-What Ray carries in a real run goes through pipes here: NodeSamples out as pickles, after what rank 0 hands to
-`ControlLoop.register`; plans in as lines of JSON, and ids of nodes to probe.
+Pipes replace Ray: the rank writes pickles, first the arguments of `ControlLoop.register` (rank 0 only) and then
+NodeSamples. It reads lines, each a plan as JSON or the id of a node to probe.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from cgx_ray.session.attachment import open_session
 from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
 
-# Rank to agent and agent to controller, on average.
+# Seconds between reports; in a real training samples take as long on average, from rank to agent to controller.
 _REPORT_INTERVAL_S = 0.5
 
 
 class _PipeSession:
-    """`attach.Session` whose controller is at the other end of this process's pipes."""
+    """An `attach.Session` whose controller is at the other end of this process's pipes."""
 
     def __init__(self, settings: Settings, rank: int, peers: Peers, bulk: Mapping[str, tuple[str, int]]) -> None:
-        """`bulk`: where nodes take in probes of their bandwidth, by id."""
+        """`bulk`: addresses of the nodes' bulk servers, by node id."""
         self.settings = settings
         self._rank, self._peers, self._bulk = rank, peers, bulk
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()

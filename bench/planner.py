@@ -1,4 +1,4 @@
-"""`cgx-ray bench planner`: is it right, is it fast, and what would it plan for networks that nobody has here."""
+"""`cgx-ray bench planner`: checks against brute force and tables of papers, planning times, and predicted scaling."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.joint import MAX_GAP, BestPlan, best_plan
 from cgx_ray.planner.models import MODEL_NAMES
 from cgx_ray.planner.options import candidate_options
-from cgx_ray.planner.papers.bytecomp_tree import Device, Path, option_of, path_cost, paths
+from cgx_ray.planner.papers.bytecomp import CodecDevice, Path, bytecomp, option_of, path_cost, paths
+from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.pipeline import GroupCost, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.search import search
-from cgx_ray.planner.strategies import bytecomp, cupcake, named_strategies
+from cgx_ray.planner.strategies import named_strategies
 from cgx_ray.planner.what_if import compare_schemes
 from cgx_ray.report.result import Row
 from cgx_ray.session.calibrate import Call, best_seconds
@@ -52,14 +53,14 @@ SWEPT_LAYERS = (10, 20, 50, 100, 200, 314, 500, 1000, 2000)
 SWEPT_WORKERS = tuple(1 << exponent for exponent in range(3, 15))
 SCALING_GBPS = 3.0
 TREE_GBPS = 1.0
-# Some 5 s; it does not end by itself on 314 tensors.
+# Partial groupings, about 5 s. Cupcake's search of 314 tensors does not end by itself.
 CUPCAKE_NODES = 20_000
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """What the joint search and the named strategies make of a model: seconds of a step."""
+    """Seconds of a step of one model under the joint plan and the named strategies."""
 
     model: str
     gbps: float
@@ -74,7 +75,7 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTime:
-    """Milliseconds of fusion, one option, and of the joint search, six, and what the latter leaves."""
+    """Milliseconds of fusion with one option and of the joint search with six, and the gap of the latter."""
 
     num_layers: int
     fusion_ms: float
@@ -84,7 +85,7 @@ class SearchTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """What is planned for a number of workers."""
+    """Plan for a number of workers."""
 
     num_workers: int
     ranks_per_node: int
@@ -92,18 +93,18 @@ class Scaling:
 
     @property
     def dense_efficiency(self) -> float:
-        """Share of the work of as many workers that share nothing."""
+        """Share of the progress that the workers would make without any communication."""
         return self.plan.dense.compute_s / self.plan.dense.step_s
 
     @property
     def efficiency(self) -> float:
-        """The same under the plan, what compression loses taken off."""
+        """The same under the plan, minus the progress that compression loses."""
         return self.plan.best.compute_s / self.plan.best.score
 
 
 @dataclass(slots=True)
 class PlannerNumbers:
-    """What was measured. table6: for every cell predicted and measured ms. quick: few cases, no goals."""
+    """Results. `table6`: predicted and measured ms of every cell. `quick`: few cases, no goals."""
 
     quick: bool
     rows: list[Row] = field(default_factory=list)
@@ -118,9 +119,9 @@ class PlannerNumbers:
 
 
 def measure_planner(quick: bool, on_part: Callable[[str, float], None]) -> PlannerNumbers:
-    """Measure everything, about a minute; `quick` leaves out most of it and all goals.
+    """Measure everything in about a minute; `quick` leaves out most parts and all goals.
 
-    on_part  gets, before each part, what it measures and the share of the parts that are done
+    on_part  called before each part with its name and the share of the parts that are done
     """
     numbers = PlannerNumbers(quick=quick)
     record = cache(lambda: list(record_gradients()))
@@ -172,7 +173,7 @@ def _link_of(row: dict[str, str]) -> Link:
 
 
 def _fusion_is_exact(numbers: PlannerNumbers) -> None:
-    """On problems of up to 14 layers."""
+    """Compare fusion with brute force on problems of up to 14 layers."""
     rng, num_cases = random.Random(0), 20 if numbers.quick else 1000
     problems = [random_pipeline(rng, rng.randint(1, 14), 1) for _ in range(num_cases)]
     same = sum(_same(fuse(problem)[1], earliest_finish_s(problem)) for problem in problems)
@@ -180,7 +181,7 @@ def _fusion_is_exact(numbers: PlannerNumbers) -> None:
 
 
 def _joint_is_exact(numbers: PlannerNumbers) -> None:
-    """On problems of up to 8 layers with 6 options."""
+    """Compare the joint search with brute force on problems of up to 8 layers and 6 options."""
     rng, num_cases = random.Random(0), 10 if numbers.quick else 300
     problems = [random_pipeline(rng, rng.randint(1, 8), 6) for _ in range(num_cases)]
     same = sum(_same(search(problem).finish_s, earliest_finish_s(problem)) for problem in problems)
@@ -192,7 +193,7 @@ def _same(found_s: float, expected_s: float) -> bool:
 
 
 def _over(seconds: float, best_s: float) -> float:
-    """How many times `best_s`; sums of doubles in another order are no difference."""
+    """Return the ratio to `best_s`, rounded so that sums of doubles in another order make no difference."""
     return round(seconds / best_s, 9)
 
 
@@ -216,7 +217,7 @@ def _model(numbers: PlannerNumbers, *, model: str) -> None:
 
 
 def _milliseconds(call: Call, num_rounds: int = 5) -> float:
-    """Of one call, the best of some."""
+    """Return the time of the fastest of some calls."""
     return 1e3 * best_seconds([call], torch.device("cpu"), num_rounds=num_rounds, turn_s=0)[0]
 
 
@@ -247,7 +248,7 @@ def _times(numbers: PlannerNumbers) -> None:
 
 
 def _sweep_layers(numbers: PlannerNumbers) -> None:
-    """The layers of ResNet-101 over and over, until there are enough."""
+    """Measure planning times for the layers of ResNet-101, repeated until there are enough."""
     for num_layers in SWEPT_LAYERS[: 3 if numbers.quick else None]:
         pipeline = repeated(model_pipeline("resnet101", SWEPT_GBPS), num_layers)
         rounds = []
@@ -282,28 +283,28 @@ def _sweep_workers(numbers: PlannerNumbers) -> None:
 
 
 def _tree(numbers: PlannerNumbers) -> None:
-    """All paths of ByteComp's tree, those that the engine has, and ByteComp's own choice among all, for ResNet-101.
+    """Compare all paths of ByteComp's tree, the engine's paths, and ByteComp's greedy choice, for ResNet-101.
 
-    Quick: for AlexNet, as the greedy choice tries all paths for every tensor.
+    Quick: for AlexNet, because the greedy choice tries all paths for every tensor.
     """
     network, qsgd = cluster(64, gbps=TREE_GBPS), CodecSpec(name="qsgd")
-    found = [(path, path_cost(path, network, qsgd, {Device.GPU: GPU, Device.CPU: CPU})) for path in paths()]
+    found = [(path, path_cost(path, network, qsgd, {CodecDevice.GPU: GPU, CodecDevice.CPU: CPU})) for path in paths()]
     ours = [(path, cost) for path, cost in found if option_of(path, qsgd) is not None]
     numbers.add("tree_paths", len(found), "paths", "== 4341")
     numbers.add("tree_engine_paths", len(ours), "paths")
     layers = model_pipeline("alexnet" if numbers.quick else "resnet101", TREE_GBPS)
 
-    def pipeline(ways: Sequence[tuple[Path, GroupCost]]) -> Pipeline:
-        costs = [ways[index][1] for index in undominated([cost for _, cost in ways])]
+    def pipeline(chosen: Sequence[tuple[Path, GroupCost]]) -> Pipeline:
+        costs = [chosen[index][1] for index in undominated([cost for _, cost in chosen])]
         return Pipeline(backward_s=layers.backward_s, numel=layers.numel, costs=tuple(costs))
 
-    all_ways, engine_ways = pipeline(found), pipeline(ours)
-    best, engine_best = search(all_ways, max_gap=MAX_GAP), search(engine_ways, max_gap=MAX_GAP)
-    numbers.add("tree_undominated_paths", len(all_ways.costs), "paths")
+    all_paths, engine_paths = pipeline(found), pipeline(ours)
+    best, engine_best = search(all_paths, max_gap=MAX_GAP), search(engine_paths, max_gap=MAX_GAP)
+    numbers.add("tree_undominated_paths", len(all_paths.costs), "paths")
     numbers.add("tree_best_ms", 1e3 * best.finish_s, "ms")
     numbers.add("tree_engine_over_best", engine_best.finish_s / best.finish_s, "x")
-    holds_nothing_up = [index for index, cost in enumerate(all_ways.costs) if cost.compute_s(1) == 0]
-    dense = min(holds_nothing_up, key=lambda index: all_ways.costs[index].network_s(1 << 20))
-    rest = [index for index in range(len(all_ways.costs)) if index != dense]
-    greedy_s = all_ways.finish_s(bytecomp(all_ways, dense=dense, compressing=rest, offloaded={}))
+    holds_nothing_up = [index for index, cost in enumerate(all_paths.costs) if cost.compute_s(1) == 0]
+    dense = min(holds_nothing_up, key=lambda index: all_paths.costs[index].network_s(1 << 20))
+    rest = [index for index in range(len(all_paths.costs)) if index != dense]
+    greedy_s = all_paths.finish_s(bytecomp(all_paths, dense=dense, compressing=rest, offloaded={}))
     numbers.add("tree_bytecomp_over_best", _over(greedy_s, best.finish_s), "x", ">= 1")

@@ -1,4 +1,4 @@
-"""Bits per layer and the gain from a histogram, on gradients of the byte-level GPT: rows of `bench planner`."""
+"""Rows of `bench planner`: bits per layer and the gain from a histogram, on gradients of the byte-level GPT."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cgx_ray.runtime_ext import ops
 
 # CGX, table 7: compression over that of 4 bits everywhere, Transformer-XL base.
 CGX_TABLE_7 = {"kmeans": 0.68, "bayes": 0.65, "linear": 0.53}
-# The middle of what CGX takes, 1.5 to 3.
+# CGX uses 1.5 to 3.
 CGX_ALPHA = 2.0
-# The first steps, while everything changes, and when it has calmed down.
+# Gradients change fast in the first steps, and slowly later.
 RECORDED_STEPS = (0, 4, 8)
 GAIN_DENSITIES = tuple(0.0005 * 1000 ** (step / 30) for step in range(31))
 
@@ -30,7 +30,7 @@ GAIN_DENSITIES = tuple(0.0005 * 1000 ** (step / 30) for step in range(31))
 def record_gradients(
     steps: tuple[int, ...] = RECORDED_STEPS, config: GPTConfig | None = None, *, seed: int = 0
 ) -> Iterator[dict[str, Tensor]]:
-    """Train the GPT alone; its gradients at `steps`, flat float32 by layer, layers too small to compress left out."""
+    """Train the GPT alone and yield its gradients at `steps`, flat float32 by layer, without small layers."""
     model = build_gpt(seed, config)
     data = StdlibBytes(context=model.config.context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -50,7 +50,7 @@ def record_gradients(
 def measure_errors(
     gradients: list[dict[str, Tensor]], widths: tuple[int, ...] = tuple(range(1, 9)), codec: CodecSpec = QSGD
 ) -> Mapping[str, LayerErrors]:
-    """By layer, what `BitsProblem` asks for: sums over the steps of `gradients`, each a layer's by name."""
+    """Return the errors of each layer for `BitsProblem`, summed over the steps of `gradients`."""
     errors = {}
     for index, name in enumerate(gradients[0]):
         steps = [gradient[name] for gradient in gradients]
@@ -69,7 +69,7 @@ def measure_errors(
 
 
 def measure_bits(gradients: list[dict[str, Tensor]] | None = None) -> list[Row]:
-    """Wire bytes over those of 4 bits everywhere: at the same error, then with CGX's table 7 as the baseline."""
+    """Return wire bytes over those of 4 bits everywhere: at the same error, then with CGX's table 7 as the baseline."""
     errors = measure_errors(gradients or list(record_gradients()))
     same = BitsProblem(layers=tuple(errors.values()))
     more = replace(same, alpha=CGX_ALPHA)
@@ -100,10 +100,10 @@ def measure_bits(gradients: list[dict[str, Tensor]] | None = None) -> list[Row]:
 
 
 def measure_gain(gradients: list[dict[str, Tensor]] | None = None) -> list[Row]:
-    """The largest relative error of the gain from one histogram, over densities and steps.
+    """Return the largest relative error of the gain from one histogram, over densities and steps.
 
-    Of the whole model, which is what the gain is for. Layers alone, some of which keep 17 elements at the least
-    density, are no goal.
+    The goal is for the whole model, which the gain describes. Single layers have no goal: some keep 17 elements at the
+    smallest density.
     """
     steps = gradients or list(record_gradients())
     whole = max(gain_error(torch.cat(tuple(layers.values()))) for layers in steps)
@@ -115,7 +115,7 @@ def measure_gain(gradients: list[dict[str, Tensor]] | None = None) -> list[Row]:
 
 
 def gain_error(grad_N: Tensor) -> float:
-    """Largest relative error of the histogram's gain against that of exact top-k, over GAIN_DENSITIES."""
+    """Return the largest relative error of the histogram's gain against exact top-k, over GAIN_DENSITIES."""
     energy_N = grad_N.double().square().sort(descending=True).values.cumsum(0)
     worst = 0.0
     for density, gain in zip(GAIN_DENSITIES, GainCurve(grad_N).gain(GAIN_DENSITIES), strict=True):

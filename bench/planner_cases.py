@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.models import load_model
-from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option, candidate_codecs
+from cgx_ray.planner.options import FREE, CodecCost, candidate_codecs
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.pipeline import GroupCost, Pipeline, group_cost
 from cgx_ray.planner.prediction import Measured
@@ -21,26 +21,26 @@ from cgx_ray.planner.prediction import Measured
 _QSGD = Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
 _TOPK = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER)
 _BF16 = Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA)
-# Dense, three that encode where backward runs, and two of these beside it: ByteComp's GPU and CPU.
+# Dense, three options that encode where backward runs, and two of these beside it: ByteComp's GPU and CPU.
 MODEL_OPTIONS = (DENSE, _BF16, _QSGD, _TOPK, _QSGD, _TOPK)
-# As `named_strategies` takes them.
+# Arguments of `named_strategies`.
 DENSE_INDEX, COMPRESSING, OFFLOADED = 0, (1, 2, 3), {2: 4, 3: 5}
 QSGD_INDEX = 2
 GPU = CodecCost(encode_a_s=3e-5, encode_b_s_per_element=4e-11, decode_a_s=1e-5, decode_b_s_per_element=2e-11)
 CPU = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=1e-9, decode_a_s=2e-5, decode_b_s_per_element=3e-10)
 RANKS_PER_NODE = 8
-# Of `candidate_codecs(CANDIDATE_DENSITIES)`: none, bf16, qsgd, top-k from 10 % to 0.1 %.
+# Gains of `candidate_codecs(CANDIDATE_DENSITIES)`: none, bf16, qsgd, top-k from 10 % to 0.1 %.
 GAINS = (1.0, 0.99999, 0.99, 0.9, 0.8, 0.65, 0.5, 0.35)
 
 
 def read_table(name: str) -> list[dict[str, str]]:
-    """Rows of `flexible_table2` or `flexible_table6`: tables 2 and 6 of Flexible Communication, times in ms."""
+    """Return the rows of `flexible_table2` or `flexible_table6` of Flexible Communication, times in ms."""
     with (Path(__file__).parent / "data" / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def model_pipeline(model: str, gbps: float, compute_s: float = 0.2, num_workers: int = 8) -> Pipeline:
-    """A model file under MODEL_OPTIONS, on machines of one GPU each."""
+    """Return the pipeline of a model file under MODEL_OPTIONS, on machines with one GPU each."""
     network = Network.flat(num_workers, Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.05))
     costs = [group_cost(DENSE, network=network, codec_cost=FREE)]
     costs += [
@@ -56,7 +56,7 @@ def model_pipeline(model: str, gbps: float, compute_s: float = 0.2, num_workers:
 
 
 def repeated(pipeline: Pipeline, num_layers: int) -> Pipeline:
-    """As many layers: the first ones, or all of them over and over."""
+    """Return a pipeline of `num_layers` layers: the first ones, or all of them repeatedly."""
     return replace(
         pipeline,
         backward_s=tuple(itertools.islice(itertools.cycle(pipeline.backward_s), num_layers)),
@@ -65,7 +65,7 @@ def repeated(pipeline: Pipeline, num_layers: int) -> Pipeline:
 
 
 def cluster(num_workers: int, *, gbps: float, ranks_per_node: int = RANKS_PER_NODE) -> Network:
-    """Nodes of GPUs on links of 300 Gbit/s and 10 us, with `gbps` and 50 us between them."""
+    """Return nodes of GPUs on links of 300 Gbit/s and 10 us, with `gbps` and 50 us between them."""
     return Network(
         num_nodes=num_workers // ranks_per_node,
         ranks_per_node=ranks_per_node,
@@ -75,7 +75,7 @@ def cluster(num_workers: int, *, gbps: float, ranks_per_node: int = RANKS_PER_NO
 
 
 def resnet101(network: Network, compute_s: float = 0.2) -> Measured:
-    """Its 314 tensors, codecs as fast as on a GPU, and gains such as runs have: these are for a run to measure."""
+    """Return the 314 tensors of ResNet-101 with codec times of a GPU, and gains like those that runs measure."""
     description = load_model("resnet101")
     return Measured(
         layers=description.layers,
@@ -87,7 +87,7 @@ def resnet101(network: Network, compute_s: float = 0.2) -> Measured:
 
 
 def random_pipeline(rng: random.Random, num_layers: int, num_options: int) -> Pipeline:
-    """Sizes over four decades; backward, network and codec times of like magnitude, some of them 0."""
+    """Return a pipeline with sizes over four decades, and times of like magnitude, some of them 0."""
     numel = [int(10 ** rng.uniform(2, 6)) for _ in range(num_layers)]
     backward_s = [rng.choice((0.0, 1.0, 1.0)) * rng.expovariate(1) for _ in numel]
     dense_s = 10 ** rng.uniform(-1, 1) * num_layers / sum(numel)
@@ -104,17 +104,17 @@ def random_pipeline(rng: random.Random, num_layers: int, num_options: int) -> Pi
 
 
 def earliest_finish_s(pipeline: Pipeline) -> float:
-    """Of all groupings and all options of each group; none is left out."""
-    # Compute and network finishes of all plans of the first k layers.
-    ways: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(1), np.zeros(1))]
+    """Return the earliest finish over all groupings and all options of each group, by brute force."""
+    # By number of layers k: compute and network finishes of all plans of the first k layers.
+    finishes: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(1), np.zeros(1))]
     for end in range(1, pipeline.num_layers + 1):
         compute, network = [], []
         for start in range(end):
             numel, backward_s = sum(pipeline.numel[start:end]), sum(pipeline.backward_s[start:end])
             for cost in pipeline.costs:
-                done_s = ways[start][0] + backward_s + cost.compute_s(numel)
+                done_s = finishes[start][0] + backward_s + cost.compute_s(numel)
                 compute.append(done_s)
-                network.append(np.maximum(ways[start][1], done_s) + cost.network_s(numel))
-        ways.append((np.concatenate(compute), np.concatenate(network)))
-    assert len(ways[-1][0]) == len(pipeline.costs) * (1 + len(pipeline.costs)) ** (pipeline.num_layers - 1)
-    return float(ways[-1][1].min())
+                network.append(np.maximum(finishes[start][1], done_s) + cost.network_s(numel))
+        finishes.append((np.concatenate(compute), np.concatenate(network)))
+    assert len(finishes[-1][0]) == len(pipeline.costs) * (1 + len(pipeline.costs)) ** (pipeline.num_layers - 1)
+    return float(finishes[-1][1].min())

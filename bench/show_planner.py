@@ -30,7 +30,7 @@ _BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79
 
 
 def planner_command(quick: bool, console: Console, json_path: str | None, plot: Path) -> None:
-    """Measure, show what came out, draw it to `plot`, and write the rows if `json_path` is given."""
+    """Measure, print tables, draw a picture to `plot`, and write the rows if `json_path` is given."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=1.0)
@@ -45,9 +45,9 @@ def planner_command(quick: bool, console: Console, json_path: str | None, plot: 
 
 
 def strategy_table(numbers: PlannerNumbers, gbps: float) -> Table:
-    """The joint plan of each model, its proven gap, and by how many % a step takes longer under each strategy."""
+    """Return the joint plan of each model, its proven gap, and how many % longer a step takes under each strategy."""
     table = Table(
-        title=f"8 workers at {gbps:g} Gbit/s: ms of a step, gap, % longer", title_justify="left", box=SIMPLE, padding=0
+        title=f"8 workers at {gbps:g} Gbit/s: ms per step, gap, % longer", title_justify="left", box=SIMPLE, padding=0
     )
     table.add_column("", no_wrap=True)
     names = list(numbers.models[0].strategies_s)
@@ -56,14 +56,14 @@ def strategy_table(numbers: PlannerNumbers, gbps: float) -> Table:
     for found in numbers.models:
         if found.gbps == gbps:
             longer = (100 * (found.strategies_s[name] / found.joint_s - 1) for name in names)
-            # Adding 0 takes the sign from what is rounded to -0.
+            # Adding 0 turns -0 into 0.
             cells = (f"{round(share, 2) + 0:.2f}" for share in longer)
             table.add_row(found.model, f"{1e3 * found.joint_s:.1f}", f"{found.gap:.2%}", *cells)
     return table
 
 
 def row_table(numbers: PlannerNumbers) -> Table:
-    """What `strategy_table` and the picture do not show."""
+    """Return a table of the rows that are neither in `strategy_table` nor in the picture."""
     models = tuple(f"{found.model}_" for found in numbers.models)
     table = Table(box=SIMPLE, padding=0)
     table.add_column("", no_wrap=True)
@@ -109,7 +109,7 @@ def _draw_table(axes: Axes, numbers: PlannerNumbers) -> None:
 
 
 def _draw_strategies(axes: Axes, numbers: PlannerNumbers) -> None:
-    """By how much a step takes longer than under the joint plan, at the slower network."""
+    """Draw how much longer a step takes than under the joint plan, on the slower network."""
     found = [plan for plan in numbers.models if plan.gbps == MODEL_GBPS[0]]
     colors = {"layer-wise": _GREY, "best of buckets": _PURPLE, "Cupcake": _ORANGE, "ByteComp": _BLUE}
     width = 0.8 / len(colors)
@@ -142,7 +142,7 @@ def _draw_scaling(axes: Axes, numbers: PlannerNumbers) -> None:
         )
         axes.plot(workers, planned, style, color=_BLUE, label=f"planned, {place}")
         axes.plot(workers, dense, style, color=_GREY, label=f"dense, {place}")
-    axes.set(xlabel="workers", ylabel="% of the progress of workers that share nothing", ylim=(0, 105))
+    axes.set(xlabel="workers", ylabel="% of the progress without communication", ylim=(0, 105))
     axes.set_xscale("log", base=2)
     axes.set_xticks(workers, [f"{count:,}" for count in workers], rotation=45, ha="right")
     axes.set_title(f"Predicted scaling, ResNet-101, {SCALING_GBPS:g} Gbit/s between nodes")

@@ -13,7 +13,7 @@ from cgx_ray.errors import (
     TransportError,
     WireError,
 )
-from cgx_ray.plan import CodecSpec, GroupPlan, Intra, Layer, Plan, Scheme, make_plan
+from cgx_ray.plan import CodecSpec, GroupPlan, Intra, Layer, Option, Plan, Scheme, make_plan
 
 if TYPE_CHECKING:
     from cgx_ray.backend import configure_backend, exclude_layers, register_model
@@ -54,6 +54,7 @@ __all__ = [
     "GroupPlan",
     "Intra",
     "Layer",
+    "Option",
     "Plan",
     "PlanError",
     "Scheme",

@@ -1,4 +1,4 @@
-"""A codec by name, with its parameters, checked; and how many bytes it makes of a gradient."""
+"""Codec names and parameters, checked; and the bytes of an encoded gradient."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from cgx_ray.errors import ConfigError
 
-VALUE_BUCKET_SIZE = 128  # of the grid under quantized top-k values
-COUNT_BYTES = 4  # of a sparse message: how many elements it holds
+VALUE_BUCKET_SIZE = 128  # elements that share a grid when top-k values are quantized
+COUNT_BYTES = 4  # a sparse message begins with its number of elements
 # Lin et al. 2018, section 3.3: the densities of the four parts of the warm-up.
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.00390625)
 
 _SPARSE: dict[str, Any] = {"density": 0.01, "value_bits": 32}
 
-# Which parameters each codec takes, and what they are when left out.
+# Parameters of each codec with their defaults.
 CODEC_DEFAULTS: dict[str, dict[str, Any]] = {
     "none": {},
     "fp16": {},
@@ -35,12 +35,12 @@ CODEC_DEFAULTS: dict[str, dict[str, Any]] = {
     "powersgd": {"rank": 4},
 }
 
-# These are always named; the others only where they differ from the default.
+# Always part of a codec's text; other parameters only if they differ from the default.
 _PRINCIPAL = ("bits", "bucket_size", "density", "rank", "ratio")
 
 
 class _Parameter(NamedTuple):
-    """Type of a parameter, what is allowed, and that in words."""
+    """Type of a parameter, its check, and the allowed values in words."""
 
     kind: type
     is_allowed: Callable[[Any], bool]
@@ -73,7 +73,7 @@ _PARAMETERS: dict[str, _Parameter] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec:
-    """A codec with its parameters. Those a codec does not take are None."""
+    """Codec with its parameters. Parameters that the codec does not take are None."""
 
     name: str
     bits: int | None = None
@@ -125,7 +125,7 @@ class CodecSpec:
         return cls(name=name, **parameters)
 
     def at_step(self, step: int) -> CodecSpec:
-        """The spec in force at `step`: dgc keeps more while it warms up, in four equal parts of `warmup_steps`."""
+        """Return the spec in force at `step`: dgc keeps more during the four equal parts of `warmup_steps`."""
         if not self.warmup_steps or step >= self.warmup_steps:
             return self
         assert self.density is not None
@@ -133,20 +133,20 @@ class CodecSpec:
         return replace(self, density=density, warmup_steps=0)
 
     def num_kept(self, numel: int) -> int:
-        """Elements that a sparse codec sends of `numel` at most: at least one of a non-empty group."""
+        """Return the most elements that a sparse codec sends of `numel`: at least one of a non-empty group."""
         assert self.density is not None
         return min(numel, math.ceil(self.density * numel))
 
     def index_bytes(self, numel: int) -> int:
-        """Of `payload_bytes`, those that say which elements are sent: what AR-Topk broadcasts."""
+        """Return the part of `payload_bytes` that says which elements are sent; AR-Topk broadcasts it."""
         if self.value_bits is None:
             return 0
         return COUNT_BYTES + packed_index_bytes(numel, self.num_kept(numel))
 
     def payload_bytes(self, numel: int, item_bytes: int = 4) -> int:
-        """Wire bytes of `numel` encoded elements, header left out. `item_bytes` counts for codec none only.
+        """Return the wire bytes of `numel` encoded elements without header. Only codec none uses `item_bytes`.
 
-        For powersgd as if they were one layer of unknown shape: `Codec.payload_bytes` knows the layers.
+        powersgd counts them as one layer of unknown shape; `Codec.payload_bytes` knows the layers.
         """
         match self.name:
             case "none":
@@ -174,7 +174,7 @@ class CodecSpec:
                 return self.index_bytes(numel) + value_bytes(self.num_kept(numel), self.value_bits)
 
     def num_prefix(self, numel: int) -> int:
-        """Elements that codec prefix sends."""
+        """Return the elements that codec prefix sends."""
         assert self.ratio is not None
         return math.ceil(numel / self.ratio)
 
@@ -185,16 +185,16 @@ class CodecSpec:
 
 
 def value_bytes(num_kept: int, value_bits: int) -> int:
-    """Bytes of `num_kept` values: as they are, as float16, or on qsgd's max-min grid."""
+    """Return the bytes of `num_kept` values: as they are, as float16, or on qsgd's max-min grid."""
     if value_bits >= 16:
         return num_kept * value_bits // 8
     return 4 * -(-num_kept // VALUE_BUCKET_SIZE) + -(-num_kept * value_bits // 8)
 
 
 def packed_index_bytes(numel: int, num_kept: int) -> int:
-    """Bytes of `num_kept` ascending indices below `numel` in the smallest of three layouts: offsets, bitmap or raw.
+    """Return the bytes of `num_kept` ascending indices below `numel`: the smallest of offsets, bitmap and raw.
 
-    As `runtime_ext.reference.index_layout` has it; a plan may not import that.
+    It repeats `runtime_ext.reference.index_layout`, which a plan may not import.
     """
     if num_kept == 0:
         return 0
@@ -205,7 +205,7 @@ def packed_index_bytes(numel: int, num_kept: int) -> int:
 
 
 def near_square(numel: int) -> tuple[int, int]:
-    """Rows and columns of the smallest near-square matrix with room for `numel` elements."""
+    """Return the rows and columns of the smallest near-square matrix with room for `numel` elements."""
     if numel == 0:
         return 0, 0
     rows = math.isqrt(numel - 1) + 1

@@ -1,4 +1,4 @@
-"""What cgx_ray raises. Every message says what was given, what is allowed and what to do next."""
+"""Errors of cgx_ray. Every message says what was given, what is allowed and what to do next."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ class WireError(CGXError, RuntimeError):
 
 
 class TransportError(CGXError, RuntimeError):
-    """A peer did not answer or the group of processes fell apart."""
+    """A peer did not answer, or the group of processes broke."""
 
 
 class StateError(CGXError, ValueError):

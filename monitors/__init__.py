@@ -1,1 +1,1 @@
-"""Monitors measure and never decide."""
+"""Monitors of ranks, nodes and links. They measure and never decide."""

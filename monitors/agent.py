@@ -1,4 +1,4 @@
-"""One actor a node: gathers what its ranks and its network show, publishes it and tells the controller."""
+"""The agent, one actor per node: collects measurements of its ranks and links, publishes them, reports them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from cgx_ray.monitors.sample import NodeSample, StepSample
 
 logger = logging.getLogger(__name__)
 
+# Seconds between two reports to the controller, and between two settings of all metrics.
 INTERVAL_S = 1.0
+# Seconds between two measurements of round trips to all other nodes.
 LATENCY_INTERVAL_S = 5.0
-# What is kept for a controller that is slow to answer: 8 ranks at 10 steps a second for a minute.
+# Steps that are kept for a controller that is slow to answer: 8 ranks at 10 steps per second for a minute.
 MAX_KEPT_STEPS = 5000
 
 
 class NodeAgent:
-    """A plain class; whoever starts it makes it an actor, pinned to its node and without a CPU of its own.
+    """A plain class. Its user makes it an actor that is pinned to its node and reserves no CPU.
 
-    The echo server runs from construction on, so that all addresses are known before any agent starts measuring.
-    Two threads do the rest, so that `report` never waits for a network.
+    The constructor starts the echo server, so that all addresses are known before any agent starts measuring. Two
+    threads do all other work, so that `report` never waits for the network.
     """
 
     def __init__(
@@ -44,13 +46,13 @@ class NodeAgent:
         latency_interval_s: float = LATENCY_INTERVAL_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Listen on `host`, this node's address. Raises OSError if it is not of this node."""
+        """Listen on `host`. Raises OSError if it is not an address of this node."""
         self._node_id, self._run_name, self._clock = node_id, run_name, clock
         self._server = EchoServer(host)
         self._bulk_server = BulkServer(host)
         self._host = HostMonitor()
         self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
-        # `start` replaces these five whole, so the threads need no lock: each works on the one it picked up.
+        # `start` replaces each of these objects as a whole, so the threads need no lock: they use the object they read.
         self._peers = Peers({})
         self._bulk: Mapping[str, tuple[str, int]] = {}
         self._own = OwnBytes(has_peers=False)
@@ -67,11 +69,11 @@ class NodeAgent:
         ]
 
     def address(self) -> tuple[str, int]:
-        """Host and port where other nodes measure their latency to this one."""
+        """Return host and port where other nodes measure their latency to this one."""
         return self._server.address
 
     def bulk_address(self) -> tuple[str, int]:
-        """Host and port where other nodes probe their bandwidth to this one."""
+        """Return host and port where other nodes probe their bandwidth to this one."""
         return self._bulk_server.address
 
     def start(
@@ -80,12 +82,12 @@ class NodeAgent:
         controller: Any = None,
         bulk: Mapping[str, tuple[str, int]] | None = None,
     ) -> None:
-        """Begin; or go on with other peers and another controller, after the workers were restarted.
+        """Start measuring, or go on with other peers and another controller after a restart of the workers.
 
-        peers       addresses by node id; this node's own is passed over
+        peers       addresses by node id; this node's own is ignored
         controller  handle of an actor with `observe(NodeSample)`, or None: then samples are only exported. It answers
-                    with the id of a node that this one is to probe now, or None
-        bulk        `bulk_address` by node id, of those that may be probed
+                    with the id of the node that this one shall probe now, or None
+        bulk        `bulk_address` by id of each node that may be probed
         """
         self._bulk = bulk or {}
         others = {node_id: at for node_id, at in peers.items() if node_id != self._node_id}
@@ -97,11 +99,11 @@ class NodeAgent:
                 thread.start()
 
     def report(self, samples: Sequence[StepSample]) -> None:
-        """Take samples of a rank on this node. Returns at once; the oldest are lost if nobody called `start`."""
+        """Add samples of a rank on this node. Returns at once. The oldest are lost if `start` was never called."""
         self._steps.extend(samples)
 
     def stop(self) -> None:
-        """End the threads and the echo server. Waits for a probe that is under way."""
+        """End the threads and the servers. Waits for a running probe."""
         self._stopping.set()
         for thread in self._threads:
             if thread.ident is not None:
@@ -143,14 +145,17 @@ class NodeAgent:
 
 
 class OwnBytes:
-    """What this run's ranks have sent from the node."""
+    """Bytes that the ranks of this training send from the node."""
 
     def __init__(self, *, has_peers: bool) -> None:
         self._has_peers = has_peers
         self._ranks: set[int] = set()
 
     def of(self, steps: Sequence[StepSample]) -> int | None:
-        """In `steps`; None where ranks of the node share no memory, and so count what they send each other."""
+        """Return the bytes sent in `steps`, or None if it is unknown.
+
+        Ranks of a node that share no memory also count what they send to each other.
+        """
         self._ranks.update(step.rank for step in steps)
         if not self._has_peers:
             return 0
@@ -160,48 +165,48 @@ class OwnBytes:
 
 
 class _Outbox:
-    """Samples on their way to the controller: one at a time, steps pile up behind it. Its answers are `orders`."""
+    """Sends samples to the controller, one at a time; steps are collected meanwhile. `orders` are its answers."""
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
-        self._under_way: Any = None
+        self._pending: Any = None
         self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
-        self._has_complained = False
+        self._has_warned = False
         self.orders: deque[str] = deque()
 
     def send(self, sample: NodeSample) -> None:
-        """Send `sample`, with the steps of those that could not go before, unless the last is still under way."""
+        """Send `sample` with all steps that were not sent before, unless the last call has no answer yet."""
         if self._controller is None:
             return
         self._steps.extend(sample.steps)
-        if not self._has_arrived():
+        if not self._is_answered():
             return
         if self._controller is not None:
-            self._under_way = self._controller.observe.remote(replace(sample, steps=tuple(self._steps)))
+            self._pending = self._controller.observe.remote(replace(sample, steps=tuple(self._steps)))
             self._steps.clear()
 
-    def _has_arrived(self) -> bool:
-        if self._under_way is None:
+    def _is_answered(self) -> bool:
+        if self._pending is None:
             return True
-        done, _ = ray.wait([self._under_way], timeout=0)
+        done, _ = ray.wait([self._pending], timeout=0)
         if not done:
             return False
-        under_way, self._under_way = self._under_way, None
+        pending, self._pending = self._pending, None
         try:
-            order = ray.get(under_way)
+            order = ray.get(pending)
             if order is not None:
                 self.orders.append(order)
         except RayActorError as error:
             if not isinstance(error, ActorUnavailableError):
                 self._controller = None
-            self._complain("the controller is gone; ranks keep their plan and metrics go on", error)
+            self._warn_once("the controller is gone; ranks keep their plan and metrics go on", error)
         except RayError as error:
             # The text of a RayTaskError is the remote traceback.
             cause = error.cause if isinstance(error, RayTaskError) else error
-            self._complain("the controller could not use a sample; sending goes on", cause)
+            self._warn_once("the controller could not use a sample; sending goes on", cause)
         return True
 
-    def _complain(self, message: str, error: BaseException) -> None:
-        if not self._has_complained:
-            self._has_complained = True
+    def _warn_once(self, message: str, error: BaseException) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning("%s: %s", message, str(error).strip().partition("\n")[0])

@@ -1,8 +1,8 @@
-"""Every metric of the project: names, meanings and units, published through `ray.util.metrics`.
+"""All metrics of the project with name, meaning and unit, published through `ray.util.metrics`.
 
-Ray serves them on each node's metrics port with `ray_` in front and adds `_total` to counters. A metric is created
-by the process that first sets it, so importing this module registers nothing. Ray forgets a gauge that is not set
-for about 30 s: call `export` every second or so, whether something changed or not.
+Ray serves them on each node's metrics port, with the prefix `ray_` and, for counters, the suffix `_total`. A metric is
+created by the process that first sets it, so importing this module registers nothing. Ray drops a gauge that is not set
+for about 30 s: call `export` about every second, even if nothing has changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray.util import metrics
 
 from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, NodeSample, StepSample
 
-# Labels that Ray Train gives its own metrics, so that panels can join the two.
+# Labels of Ray Train's own metrics, so that panels can join both.
 RUN = "ray_train_run_name"
 RANK = "ray_train_worker_world_rank"
 
@@ -27,7 +27,7 @@ STEP_SECONDS_BOUNDS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What `ray.util.metrics` needs to create one."""
+    """Arguments of the metric's class in `ray.util.metrics`."""
 
     kind: type[metrics.Metric]
     meaning: str
@@ -35,36 +35,36 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    # By the agent of each node.
-    "cgx_ray_step_seconds": Metric(metrics.Histogram, "Seconds of each training step of a rank.", (RUN, RANK)),
+    # Set by the agent of each node.
+    "cgx_ray_step_seconds": Metric(metrics.Histogram, "Seconds per training step of a rank.", (RUN, RANK)),
     "cgx_ray_phase_seconds": Metric(
         metrics.Gauge,
-        "Seconds a step in a phase: compute (the step less exposed communication), encode, exchange or decode, "
-        "mean over the last interval with steps. The last three may be hidden behind compute.",
+        "Seconds per step in a phase: compute (the step without the communication that compute does not hide), encode, "
+        "exchange or decode; mean over the last interval with steps. The last three may overlap with compute.",
         (RUN, RANK, "phase"),
     ),
-    "cgx_ray_wire_bytes": Metric(metrics.Counter, "Bytes of gradients that a rank has sent.", (RUN, RANK)),
+    "cgx_ray_wire_bytes": Metric(metrics.Counter, "Bytes of gradients sent by a rank.", (RUN, RANK)),
     "cgx_ray_dense_bytes": Metric(
-        metrics.Counter, "Bytes of a rank's gradients before any codec, each step counted once.", (RUN, RANK)
+        metrics.Counter, "Bytes of a rank's gradients before compression, counted once per step.", (RUN, RANK)
     ),
     "cgx_ray_compression_ratio": Metric(
         metrics.Gauge,
-        "Bytes of the gradient over bytes of its encoding, in the last step; 1 if dense. No unit.",
+        "Bytes of the gradient divided by bytes of its encoding, in the last step; 1 if dense. No unit.",
         (RUN, RANK),
     ),
-    "cgx_ray_plan_version": Metric(metrics.Gauge, "Version of the plan that a rank's last step used.", (RUN, RANK)),
+    "cgx_ray_plan_version": Metric(metrics.Gauge, "Version of the plan used in a rank's last step.", (RUN, RANK)),
     "cgx_ray_gain": Metric(
         metrics.Gauge,
-        "Compression gain of a codec when last measured: energy of the compressed over that of the error-fed "
-        "gradient. No unit.",
+        "Compression gain of a codec when last measured: energy of the compressed gradient divided by energy of the "
+        "error-fed gradient. No unit.",
         (RUN, RANK, "codec"),
     ),
     "cgx_ray_gradient_norm": Metric(
-        metrics.Gauge, "Norm of a rank's error-fed gradient when last measured, small layers left out.", (RUN, RANK)
+        metrics.Gauge, "Norm of a rank's error-fed gradient when last measured, without small layers.", (RUN, RANK)
     ),
     "cgx_ray_gain_at_density": Metric(
         metrics.Gauge,
-        "Compression gain of top-k at a density when last measured, mean over the node's ranks. No unit.",
+        "Compression gain of top-k at a density when last measured; mean over the node's ranks. No unit.",
         (RUN, "density"),
     ),
     "cgx_ray_link_latency_seconds": Metric(
@@ -72,61 +72,65 @@ METRICS: dict[str, Metric] = {
     ),
     "cgx_ray_nic_bytes_per_second": Metric(
         metrics.Gauge,
-        "Bytes a second through the node's network cards, loopback left out; direction is sent or received.",
+        "Bytes per second through the node's network cards, without loopback; direction is sent or received.",
         (RUN, "direction"),
     ),
     "cgx_ray_nic_speed_bits_per_second": Metric(
         metrics.Gauge,
-        "Speed in bits a second of the node's fastest network card; 0 if its driver does not say.",
+        "Speed in bits per second of the node's fastest network card; 0 if its driver does not report it.",
         (RUN,),
     ),
     "cgx_ray_nic_errors": Metric(
-        metrics.Counter, "Packets that the node's network cards dropped or found broken.", (RUN,)
+        metrics.Counter, "Packets that the node's network cards dropped or received broken.", (RUN,)
     ),
     "cgx_ray_neighbour_bytes_per_second": Metric(
         metrics.Gauge,
-        "Bytes a second that others than this run put on the node's link, over half a minute. Missing where ranks "
-        "of the node share no memory, as they count what they send each other.",
+        "Bytes per second on the node's link that are not from this training; mean over half a minute. Missing if "
+        "ranks of the node share no memory, since they also count what they send to each other.",
         (RUN,),
     ),
-    "cgx_ray_cpu_share": Metric(metrics.Gauge, "Share of the node's processors in use, 0 to 1. No unit.", (RUN,)),
-    "cgx_ray_memory_share": Metric(metrics.Gauge, "Share of the node's memory in use, 0 to 1. No unit.", (RUN,)),
+    "cgx_ray_cpu_share": Metric(metrics.Gauge, "Fraction of the node's processors in use, 0 to 1. No unit.", (RUN,)),
+    "cgx_ray_memory_share": Metric(metrics.Gauge, "Fraction of the node's memory in use, 0 to 1. No unit.", (RUN,)),
     "cgx_ray_pressure": Metric(
         metrics.Gauge,
-        "Share of the last 10 s in which something on the node waited for a resource, cpu or memory. No unit.",
+        "Fraction of the last 10 s in which a process on the node waited for a resource (cpu or memory). No unit.",
         (RUN, "resource"),
     ),
-    # By the controller.
+    # Set by the controller.
     "cgx_ray_decisions": Metric(metrics.Counter, "Decisions so far; kind is keep, replace or disable.", (RUN, "kind")),
     "cgx_ray_link_bandwidth_bits_per_second": Metric(
         metrics.Gauge,
-        "Bandwidth of a worker's link in bits a second, the slowest's where some are slow: from bursts or exchanges of "
-        "the run's messages, or from probes.",
+        "Bandwidth of a worker's link in bits per second, estimated from the training's messages or from probes. If "
+        "some links are slow, that of the slowest.",
         (RUN,),
     ),
     "cgx_ray_link_bandwidth_error": Metric(
-        metrics.Gauge, "Half the width of the bandwidth's 95 % interval over the bandwidth. No unit.", (RUN,)
+        metrics.Gauge,
+        "Half the width of the bandwidth's 95 % interval, as a fraction of the bandwidth. No unit.",
+        (RUN,),
     ),
     "cgx_ray_worker_latency_seconds": Metric(
         metrics.Gauge, "One-way latency in seconds between workers that are not near each other.", (RUN,)
     ),
-    "cgx_ray_link_changes": Metric(metrics.Counter, "How often latency or bandwidth has changed.", (RUN,)),
+    "cgx_ray_link_changes": Metric(metrics.Counter, "Number of changes of latency or bandwidth.", (RUN,)),
     "cgx_ray_slow_link_bits_per_second": Metric(
         metrics.Gauge,
-        "Bandwidth in bits a second of a rank whose link is much slower than the others'; 0 when it no longer is.",
+        "Bandwidth in bits per second of a rank whose link is much slower than the others'; 0 when it no longer is.",
         (RUN, RANK),
     ),
     "cgx_ray_slow_rank": Metric(
-        metrics.Gauge, "1 while a rank's compute takes much longer than the others', then 0. No unit.", (RUN, RANK)
+        metrics.Gauge,
+        "1 while a rank's compute takes much longer than the others', 0 afterwards. No unit.",
+        (RUN, RANK),
     ),
     "cgx_ray_silent_node": Metric(
-        metrics.Gauge, "1 while the node `peer` answers no other node's probes, then 0. No unit.", (RUN, "peer")
+        metrics.Gauge, "1 while the node `peer` answers no other node's probes, 0 afterwards. No unit.", (RUN, "peer")
     ),
     "cgx_ray_predicted_step_seconds": Metric(
-        metrics.Gauge, "Seconds a step that the planner predicts for the plan in force.", (RUN,)
+        metrics.Gauge, "Seconds per step that the planner predicts for the plan in force.", (RUN,)
     ),
     "cgx_ray_measured_step_seconds": Metric(
-        metrics.Gauge, "Seconds a step that the ranks measure under the plan in force.", (RUN,)
+        metrics.Gauge, "Seconds per step that the ranks measure under the plan in force.", (RUN,)
     ),
     "cgx_ray_journal_errors": Metric(metrics.Counter, "Lines of the journal that could not be written.", (RUN,)),
 }
@@ -135,7 +139,7 @@ METRICS: dict[str, Metric] = {
 class NodeMetrics:
     """Publishes the samples of one node.
 
-    Keeps each rank's last values and sets them again when a rank had no step, until this object is dropped.
+    Keeps the last values of each rank and sets them again if the rank had no new step.
     """
 
     def __init__(self, run_name: str) -> None:
@@ -145,7 +149,7 @@ class NodeMetrics:
         self._num_nic_errors = 0
 
     def export(self, sample: NodeSample) -> None:
-        """Count the new steps, then set every gauge of the node."""
+        """Add the new steps to the counters, then set every gauge of the node."""
         steps_of_rank: dict[int, list[StepSample]] = {}
         for step in sample.steps:
             steps_of_rank.setdefault(step.rank, []).append(step)
@@ -187,7 +191,7 @@ class NodeMetrics:
 
 
 def _gauges(steps: list[StepSample]) -> dict[tuple[str, str, str], float]:
-    """Values of one rank's gauges by metric, extra tag and that tag's value."""
+    """Return values of one rank's gauges by (metric, extra tag, value of that tag)."""
     last = steps[-1]
     gauges: dict[tuple[str, str, str], float] = {
         ("cgx_ray_phase_seconds", "phase", phase): fmean(getattr(step, f"{phase}_s") for step in steps)
@@ -205,7 +209,7 @@ def _gauges(steps: list[StepSample]) -> dict[tuple[str, str, str], float]:
 
 
 class ControllerFacts(Protocol):
-    """What the controller publishes each time it hears from a node. None: not known yet, or no longer."""
+    """Values that the controller publishes with each report of a node. None means unknown."""
 
     @property
     def bandwidth_bits_per_s(self) -> float | None: ...
@@ -228,7 +232,7 @@ class ControllerFacts(Protocol):
 
 
 class ControllerMetrics:
-    """Publishes what the controller thinks and does."""
+    """Publishes estimates and decisions of the controller."""
 
     def __init__(self, run_name: str) -> None:
         self._run = {RUN: run_name}
@@ -240,7 +244,7 @@ class ControllerMetrics:
         _increase("cgx_ray_decisions", 1, {**self._run, "kind": kind})
 
     def export(self, facts: ControllerFacts, num_journal_errors: int) -> None:
-        """Set the gauges; `num_journal_errors` is the total so far."""
+        """Set the gauges and counters; `num_journal_errors` is the total so far."""
         values = {
             "cgx_ray_link_bandwidth_bits_per_second": facts.bandwidth_bits_per_s,
             "cgx_ray_link_bandwidth_error": facts.bandwidth_error,
@@ -260,7 +264,7 @@ class ControllerMetrics:
         self._num_journal_errors = num_journal_errors
 
     def _set_of(self, name: str, tag: str, values: Mapping[Any, float]) -> None:
-        """Set the gauges of those in `values`, and to 0 those that had one and have none now."""
+        """Set one gauge per key of `values`, and to 0 the gauges of keys that are no longer in `values`."""
         known = self._named.setdefault(name, set())
         known.update(values)
         for one in known:
@@ -268,7 +272,7 @@ class ControllerMetrics:
 
 
 def _increase(name: str, by: float, tags: Mapping[str, str]) -> None:
-    # Ray refuses to add nothing.
+    # Ray refuses an increase by 0.
     if by > 0:
         _get(name).inc(by, tags)
 

@@ -1,4 +1,4 @@
-"""When each gradient of a model is there: backward measured by hooks, to plan with."""
+"""Times at which the gradients of a model are ready: backward measured by hooks, for the planner."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def measure_ready_s(
     num_warm_steps: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Seconds from the start of forward until each gradient of `model` is there: the median of `num_steps`.
+    """Return seconds from the start of forward until each gradient of `model` is ready: the median of `num_steps`.
 
-    loss  runs forward; its gradients are computed and thrown away. `num_warm_steps` come before those that count
+    loss            runs forward and returns the loss; its gradients are computed and thrown away
+    num_warm_steps  steps before the measured ones
 
-    On a CUDA device the times are those of its stream, which runs behind the host. Raises ConfigError if nothing is
-    trained, or a parameter that is gets no gradient.
+    On a CUDA device the times are those of its stream, which runs behind the host. Raises ConfigError if no parameter
+    requires a gradient, or if one of them gets none.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained:
@@ -45,7 +46,7 @@ def measure_ready_s(
             if value.numel() != 1 or not value.requires_grad:
                 has = "a" if value.requires_grad else "no"
                 raise ConfigError(
-                    f"the loss is {value.numel()} elements with {has} gradient; return one number that has one"
+                    f"the loss has {value.numel()} elements with {has} gradient; return one number that has a gradient"
                 )
             value.backward()
             for name, seconds in clock.read_s().items():
@@ -66,8 +67,12 @@ def measure_ready_s(
 
 
 class _HostClock:
-    def start(self) -> None:
+    def __init__(self) -> None:
         self._marks: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    def start(self) -> None:
+        self._marks = {}
         self._start = time.perf_counter()
 
     def mark(self, name: str) -> None:
@@ -78,8 +83,12 @@ class _HostClock:
 
 
 class _CudaClock:
-    def start(self) -> None:
+    def __init__(self) -> None:
         self._marks: dict[str, torch.cuda.Event] = {}
+        self._start = torch.cuda.Event(enable_timing=True)
+
+    def start(self) -> None:
+        self._marks = {}
         self._start = torch.cuda.Event(enable_timing=True)
         self._start.record()
 

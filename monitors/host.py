@@ -1,4 +1,4 @@
-"""What this node is busy with: its network cards, processors and memory."""
+"""Load of this node: network cards, processors and memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import psutil
 
 from cgx_ray.monitors.sample import HostLoad
 
-# Own bytes are known at the end of a step, the cards' at once: over this long the difference is small.
+# Seconds over which a neighbour's rate is averaged. Own bytes are known at the end of a step, the cards' bytes at once;
+# over a long window this difference is small.
 NEIGHBOUR_WINDOW_S = 30.0
-# Headers of TCP, IP and Ethernet on 1448 bytes of payload, and as much again for acknowledgements and Ray.
+# Bytes on the card per byte of payload: headers of TCP, IP and Ethernet on 1448 bytes of payload are 5 %, and as much
+# again is allowed for acknowledgements and Ray.
 OVERHEAD = 1.1
 _PRESSURE = Path("/proc/pressure")
 
 
 class NicBytes(NamedTuple):
-    """Bytes that one card has sent and received since it came up, and packets that it had to drop or found broken."""
+    """Counters of one card since it came up: bytes sent and received, packets dropped or broken."""
 
     sent: int
     received: int
@@ -29,7 +31,7 @@ class NicBytes(NamedTuple):
 
 
 def read_nics() -> dict[str, NicBytes]:
-    """Counters by card, loopback left out. Empty if the node has nothing but loopback."""
+    """Return counters by card, without loopback. Empty if the node has only loopback."""
     cards = _speeds()
     return {
         name: NicBytes(count.bytes_sent, count.bytes_recv, count.errin + count.errout + count.dropin + count.dropout)
@@ -39,12 +41,12 @@ def read_nics() -> dict[str, NicBytes]:
 
 
 def nic_speed_bits_per_s() -> float:
-    """Of the fastest card that is up, as its driver has it; 0 if none says."""
+    """Return the speed of the fastest card that is up, as reported by its driver; 0 if no driver reports it."""
     return max(_speeds().values(), default=0.0)
 
 
 def _speeds() -> dict[str, float]:
-    """Bits a second by card, loopback left out; 0 of one that is down or does not say."""
+    """Return bits per second by card, without loopback; 0 for a card that is down or whose speed is unknown."""
     return {
         name: card.speed * 1e6 if card.isup else 0.0
         for name, card in psutil.net_if_stats().items()
@@ -53,9 +55,9 @@ def _speeds() -> dict[str, float]:
 
 
 class NicRates:
-    """Bytes a second of all cards together, between one `read` and the next.
+    """Bytes per second through all cards together, between two calls of `read`.
 
-    num_errors  packets dropped or broken since this object was made
+    num_errors  packets dropped or broken since this object was created
     """
 
     def __init__(
@@ -71,14 +73,14 @@ class NicRates:
         self.num_errors = 0
 
     def read(self) -> tuple[float, float]:
-        """Sent and received bytes a second since the last call; 0 if no time has passed."""
+        """Return sent and received bytes per second since the last call; 0 if no time has passed."""
         now_s, now = self._clock(), self._read_nics()
         passed_s = now_s - self._last_s
         if passed_s <= 0:
             return 0.0, 0.0
         sent = received = 0
         for name in now.keys() & self._last.keys():
-            # A card that was replaced or reset starts at 0 again: that is no negative traffic.
+            # A card that was replaced or reset starts at 0 again, which must not count as negative traffic.
             sent += max(0, now[name].sent - self._last[name].sent)
             received += max(0, now[name].received - self._last[name].received)
             self.num_errors += max(0, now[name].errors - self._last[name].errors)
@@ -87,18 +89,19 @@ class NicRates:
 
 
 class Neighbours:
-    """What others than this run put on the node's link: bytes of its cards less our own, over half a minute."""
+    """Traffic on the node's link that is not from this training: bytes of its cards less our own, for half a minute."""
 
     def __init__(self) -> None:
         self._window: deque[tuple[float, float]] = deque()
         self._seconds = 0.0
 
     def add(self, nic_bytes: float, own_bytes: float | None, seconds: float) -> float | None:
-        """Take in an interval, the fuller direction of the cards; returns the rate of the others, 0 or more.
+        """Add an interval; return the neighbours' bytes per second, or None if own bytes of the window are unknown.
 
-        None while own bytes of the last half minute are.
+        nic_bytes  bytes through the cards in the busier direction
+        own_bytes  bytes that this training sent, None if unknown
         """
-        # NaN makes every sum that it is in unknown.
+        # NaN stands for unknown: every sum with it is NaN.
         self._window.append((nic_bytes - OVERHEAD * (math.nan if own_bytes is None else own_bytes), seconds))
         self._seconds += seconds
         while self._seconds - self._window[0][1] >= NEIGHBOUR_WINDOW_S:
@@ -110,17 +113,17 @@ class Neighbours:
 
 
 class HostMonitor:
-    """Load of this node between one `read` and the next."""
+    """Load of this node between two calls of `read`."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last_s = clock()
         self._nics = NicRates(clock=clock)
         self._neighbours = Neighbours()
-        psutil.cpu_percent()  # the first call has nothing to compare with
+        psutil.cpu_percent()  # the first call only sets the start of the interval
 
     def read(self, own_bytes: int | None) -> HostLoad:
-        """`own_bytes`: what this run has sent from the node since the last call, None if that is not known."""
+        """Return the load. `own_bytes`: bytes that this training sent from the node since the last call, or None."""
         sent, received = self._nics.read()
         now_s = self._clock()
         passed_s, self._last_s = now_s - self._last_s, now_s
@@ -137,7 +140,10 @@ class HostMonitor:
 
 
 def read_pressure(resource: str, folder: Path = _PRESSURE) -> float | None:
-    """Share of the last 10 s in which something waited for cpu or memory; None if the kernel does not say."""
+    """Return the fraction of the last 10 s in which a process waited for `resource`, cpu or memory.
+
+    None if the kernel does not report it.
+    """
     file = folder / resource
     if not file.exists():
         return None

@@ -1,4 +1,4 @@
-"""Active probes of bandwidth and distance, for links that nobody uses. Round trips are in `network`."""
+"""Active probes of bandwidth and hops, for links that carry no traffic. Round trips are in `round_trip`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from cgx_ray.monitors.iperf3_probe import Iperf3Server, measure_iperf3
 from cgx_ray.monitors.probe_schedule import budget_bytes
 from cgx_ray.monitors.round_trip import EchoServer, round_trip_s
 
+# Seconds that one probe may send.
 MAX_PROBE_S = 5.0
 MAX_HOPS = 30
 _PIECE_BYTES = 1 << 18
 _RESULT = struct.Struct("<d")
-# Rates are taken over this long, and the faster ones count: at first TCP itself is slow, and processors may be busy.
-# After a stall queues let some 80 KB through at once, which must not be much of a window.
+# Seconds of a window over which a rate is measured. After a stall queues deliver some 80 KB at once, which must be a
+# small part of a window.
 _WINDOW_S = 0.05
-# What is no longer the same train.
+# A gap ends a train of packets if it lasts this many seconds and this many usual gaps.
 _MIN_PAUSE_S = 2e-3
 _PAUSE_GAPS = 8
-# A train may be read in two goes: then every other gap is a pause.
+# Quantile of gaps that is usual. A train may be read in two parts: then every other gap is a pause.
 _USUAL_GAP = 0.25
+# Quantile of the windows' rates that stands for the link: TCP starts slowly, and processors may be busy.
 _FAST = 0.75
-# In queues and token buckets before the link: faster than it.
+# First bytes of a train, which are not measured: they come from queues and token buckets in front of the link.
 _SKIPPED_BYTES = 1 << 17
-# The least that says a rate.
+# Bytes of the first probe: fewer give no usable rate.
 _FIRST_BYTES = 2 * _SKIPPED_BYTES
 _SO_TIMESTAMPNS = 35  # Python has no name for it
 _TIMESPEC = struct.Struct("@qq")
@@ -38,24 +40,24 @@ _TIMESPEC = struct.Struct("@qq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """Payload bytes a second into a node, and the tool that says so: iperf3 or tcp."""
+    """Payload bytes per second into a node, and the tool that measured them: iperf3 or tcp."""
 
     bytes_per_s: float
     tool: str
 
 
 class BulkServer:
-    """Takes in what `measure_tcp` sends and answers with the rate at which it came; one probe after the other."""
+    """Receives the bytes of `measure_tcp` and answers with their rate, one probe at a time."""
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, on a port that the system chooses. Raises OSError if `host` is not of this node."""
+        """Listen on `host`, on a free port. Raises OSError if `host` is not an address of this node."""
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._serve, name="cgx-ray-bulk", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more probes; waits for one that is under way. May be called again."""
+        """Stop accepting probes; wait for a running one. May be called again."""
         if self._thread.is_alive():
             self._listener.shutdown(socket.SHUT_RDWR)
             self._thread.join()
@@ -72,24 +74,24 @@ class BulkServer:
                 try:
                     client.sendall(_RESULT.pack(_receive_bulk(client)))
                 except OSError:
-                    continue  # the client is gone or stuck; it finds out itself
+                    continue  # the client is gone or stuck, and raises an error itself
 
 
 def measure_tcp(host: str, port: int, num_bytes: int) -> Bandwidth:
     """Send `num_bytes` to a `BulkServer`, for at most MAX_PROBE_S.
 
-    Raises OSError if it does not answer, or another probe is under way there for longer than MAX_PROBE_S.
+    Raises OSError if it does not answer, or if another probe keeps it busy for longer than MAX_PROBE_S.
     """
     bytes_per_s = _send_bulk(host, port, num_bytes)
     if bytes_per_s == 0:
         raise ConnectionError(
-            f"too little got to {host}:{port} to say at which rate; send more than {_SKIPPED_BYTES} bytes"
+            f"too few bytes reached {host}:{port} to measure a rate; send more than {_SKIPPED_BYTES} bytes"
         )
     return Bandwidth(bytes_per_s=bytes_per_s, tool="tcp")
 
 
 def _send_bulk(host: str, port: int, num_bytes: int) -> float:
-    """The rate that a `BulkServer` answers, 0 if it was too little to say."""
+    """Return the rate that a `BulkServer` answers; 0 if there were too few bytes to measure it."""
     piece = bytes(_PIECE_BYTES)
     with socket.create_connection((host, port), timeout=2 * MAX_PROBE_S) as sock:
         end_s = time.perf_counter() + MAX_PROBE_S
@@ -98,12 +100,12 @@ def _send_bulk(host: str, port: int, num_bytes: int) -> float:
         sock.shutdown(socket.SHUT_WR)
         answer = sock.recv(_RESULT.size, socket.MSG_WAITALL)
     if len(answer) < _RESULT.size:
-        raise ConnectionError(f"{host}:{port} hung up before it said how fast it was")
+        raise ConnectionError(f"{host}:{port} hung up before it answered with a rate")
     return float(_RESULT.unpack(answer)[0])
 
 
 def _receive_bulk(client: socket.socket) -> float:
-    """Read until the client has no more; returns bytes a second, by the kernel's time stamps where it has them."""
+    """Read until the client is done; return bytes per second, by the kernel's time stamps where it has them."""
     has_stamps = sys.platform == "linux"
     if has_stamps:
         client.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
@@ -117,10 +119,10 @@ def _receive_bulk(client: socket.socket) -> float:
 
 
 def _fast_rate(arrivals: list[tuple[float, int]]) -> float:
-    """Of (time, bytes): the rate over windows, at their fast side. 0 if it is too little to say.
+    """Return the rate of `arrivals`, (time, bytes) each: the _FAST quantile over windows; 0 if there are too few bytes.
 
-    While TCP's window is smaller than a long path, a train of packets comes at the rate of the link once a round trip,
-    and nothing in between: pauses belong to no window.
+    While TCP's window is smaller than a long path, one train of packets arrives per round trip at the rate of the link,
+    and nothing in between. So pauses belong to no window.
     """
     gaps = [after - before for (before, _), (after, _) in itertools.pairwise(arrivals)]
     usual_s = sorted(gaps)[round(_USUAL_GAP * (len(gaps) - 1))] if gaps else 0.0
@@ -131,13 +133,13 @@ def _fast_rate(arrivals: list[tuple[float, int]]) -> float:
             trains.append([])
         trains[-1].append(arrival)
     windows = sorted((n / seconds, seconds) for train in trains for n, seconds in _windows(train))
-    # Each counts by its length: a short one may be what a stall has held back.
+    # Weight each window by its length, since a short one may hold packets that a stall delayed.
     reach = list(itertools.accumulate(seconds for _, seconds in windows))
     return next((rate for (rate, _), at in zip(windows, reach, strict=True) if at >= _FAST * reach[-1]), 0.0)
 
 
 def _windows(train: list[tuple[float, int]]) -> list[tuple[int, float]]:
-    """(bytes, seconds) of what follows the first _SKIPPED_BYTES, _WINDOW_S each but the last."""
+    """Return (bytes, seconds) of windows after the first _SKIPPED_BYTES, _WINDOW_S each except the last."""
     windows, start_s, received, skipped = [], 0.0, 0, 0
     for at_s, num_bytes in train:
         if skipped < _SKIPPED_BYTES:
@@ -154,10 +156,10 @@ def _windows(train: list[tuple[float, int]]) -> list[tuple[int, float]]:
 
 
 def count_hops(host: str, port: int, timeout_s: float = 1.0) -> int | None:
-    """Network hops to a listening port: the smallest time-to-live that reaches it; None if MAX_HOPS do not.
+    """Return the network hops to a listening port, which is the smallest time-to-live that reaches it.
 
-    Needs neither traceroute nor root. Each router on the way costs `timeout_s`. Raises ConnectionRefusedError if nobody
-    listens.
+    Returns None if MAX_HOPS do not reach it. Needs neither traceroute nor root. Each router on the path costs
+    `timeout_s`. Raises ConnectionRefusedError if nobody listens.
     """
     is_v6 = ":" in host
     limit = (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS) if is_v6 else (socket.IPPROTO_IP, socket.IP_TTL)
@@ -170,25 +172,28 @@ def count_hops(host: str, port: int, timeout_s: float = 1.0) -> int | None:
             except ConnectionRefusedError:
                 raise
             except OSError:
-                continue  # a router on the way dropped it
+                continue  # a router on the path dropped the packet
             return hops
     return None
 
 
 def measure_bulk(bulk: tuple[str, int]) -> tuple[int, list[Bandwidth]]:
-    """Probe a `BulkServer`: with more and more to learn what may be sent, then twice with that.
+    """Probe a `BulkServer` within the budget of one minute.
 
-    Returns three times the bytes of each of these two, and what they found. A third such probe is still within the
-    budget of a minute. Where that has no room for them (links under some 14 Mbit/s) it is 0, and what the last one
-    before found. _FIRST_BYTES are always sent, three times as many on a long path. Raises OSError as `measure_tcp`.
+    1. Probes of growing size give a first rate, which sets the budget.
+    2. Two probes measure with a third of the remaining budget each.
+
+    Returns the remaining budget, which has room for a third such probe, and the results of step 2. On links under some
+    14 Mbit/s nothing remains: then it returns 0 and the last result of step 1. At least _FIRST_BYTES are sent, three
+    times as many on a long path. Raises OSError as `measure_tcp`.
     """
     spent, num_bytes, bytes_per_s = 0, _FIRST_BYTES, 0.0
-    # A fifth of the budget; that of a fast link is not needed to know it.
+    # Spend at most a fifth of the budget, and no more than that of the assumed rate, which suffices on fast links.
     while num_bytes <= min(budget_bytes(None), budget_bytes(bytes_per_s)) // 5:
         bytes_per_s = _send_bulk(*bulk, num_bytes) or bytes_per_s
         spent, num_bytes = spent + num_bytes, 2 * num_bytes
     if bytes_per_s == 0:
-        raise ConnectionError(f"{spent} bytes were too little to say at which rate they get to {bulk[0]}:{bulk[1]}")
+        raise ConnectionError(f"{spent} bytes to {bulk[0]}:{bulk[1]} were too few to measure a rate")
     left = budget_bytes(bytes_per_s) - spent
     if left // 3 < num_bytes // 2:
         return 0, [Bandwidth(bytes_per_s=bytes_per_s, tool="tcp")]
@@ -196,10 +201,10 @@ def measure_bulk(bulk: tuple[str, int]) -> tuple[int, list[Bandwidth]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """What probes found of the way from one node to another.
+class NodePath:
+    """Result of probing one node from another.
 
-    error  half the spread of the bandwidth over the probes, as a share of it; 0 if there was room for one only
+    error  half the spread of the probes' bandwidths, as a fraction of the bandwidth; 0 if there was only one probe
     hops   None if they were not counted
     """
 
@@ -211,21 +216,21 @@ class Way:
 
 
 class Prober:
-    """Answers other nodes' probes from construction on, and probes them. A plain class, to be made an actor."""
+    """Probes other nodes, and answers their probes from construction on. A plain class, to be made an actor."""
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, this node's address. Raises OSError if it is not of this node."""
+        """Listen on `host`. Raises OSError if it is not an address of this node."""
         self._host = host
         self._echo = EchoServer(host)
         self._bulk = BulkServer(host)
         self._iperf3: Iperf3Server | None = None
 
     def addresses(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Where it echoes, and where it takes in bulk data."""
+        """Return the addresses of its echo server and of its bulk server."""
         return self._echo.address, self._bulk.address
 
     def start_iperf3(self) -> tuple[str, int] | None:
-        """Serve one iperf3 test, until `stop_iperf3`; returns where. None if libiperf is not installed here."""
+        """Serve one iperf3 test until `stop_iperf3`; return its address, or None if libiperf is not installed here."""
         if iperf3_probe.available():
             self._iperf3 = Iperf3Server(self._host)
         return self._iperf3.address if self._iperf3 is not None else None
@@ -242,12 +247,12 @@ class Prober:
         iperf3: tuple[str, int] | None = None,
         *,
         counts_hops: bool = False,
-    ) -> Way:
-        """Probe the way to another node. All probes together keep to the budget of a minute.
+    ) -> NodePath:
+        """Probe another node by the addresses of its servers. All probes together keep to the budget of one minute.
 
-        iperf3  where the other serves it; used if libiperf is installed here as well
+        iperf3  used if libiperf is installed here too
 
-        Raises OSError if the other does not answer.
+        Raises OSError if the other node does not answer.
         """
         latency_s = round_trip_s(*echo) / 2
         left, found = measure_bulk(bulk)
@@ -256,7 +261,7 @@ class Prober:
             if bytes_per_s > 0:
                 found.append(Bandwidth(bytes_per_s=bytes_per_s, tool="iperf3"))
         rates = [one.bytes_per_s for one in found]
-        return Way(
+        return NodePath(
             latency_s=latency_s,
             bytes_per_s=rates[-1],
             error=(max(rates) - min(rates)) / (2 * rates[-1]),

@@ -1,25 +1,26 @@
-"""When a running job may probe which way, and how much a probe may send. Pure: no clock, no sockets."""
+"""The schedule of bandwidth probes in a training, and the bytes a probe may send. Pure: no clock, no sockets."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-# A probe costs at most this share of a link over this long.
+# Largest fraction of a link's bytes that a node spends on a probe in each budget period: training needs the rest.
 BUDGET_SHARE = 0.01
+# Seconds of a budget period: one probe per node and minute.
 BUDGET_S = 60.0
-# What a link is taken for before anyone has measured it: 100 Mbit/s.
+# Assumed bytes per second of a link before any measurement: 100 Mbit/s.
 FIRST_GUESS_BYTES_PER_S = 12.5e6
 
 
 def budget_bytes(bytes_per_s: float | None) -> int:
-    """What a probe may send, once a minute, over a link of that rate; None if it is unknown."""
+    """Return the bytes that a probe may send once per minute over a link of this rate; None if it is unknown."""
     return int(BUDGET_SHARE * BUDGET_S * (bytes_per_s or FIRST_GUESS_BYTES_PER_S))
 
 
 def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Every ordered pair of nodes once, in rounds in which no node takes part twice (the circle method).
+    """Return rounds of ordered pairs, where each pair occurs once and no node twice per round (circle method).
 
-    Whoever has sent receives next: both directions of a link are seen soon.
+    Each round is followed by its reverse, so that both directions of a link are soon measured.
     """
     seats: list[int | None] = [*range(num_nodes), *[None] * (num_nodes % 2)]
     schedule = []
@@ -32,23 +33,23 @@ def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 class ProbeSchedule:
-    """Gives each way between two nodes its turn, in `rounds`. A node takes part in one probe a minute, at either end.
+    """Gives each ordered pair of nodes its turn, in `rounds`. A node takes part in one probe per minute, at either end.
 
-    So no link sends or receives more than one budget a minute, and no node is ever probed twice at once: a probe is
-    over long before that. The first minute belongs to the job's own messages.
+    So no link sends or receives more than one budget per minute. No node is probed twice at the same time, since a
+    probe is over long before the next one. The first minute belongs to the training's own messages.
     """
 
     def __init__(self) -> None:
         self._turn = 0
         self._last_s: float | None = None
-        # Of this round, whom each source has yet to probe.
+        # By source, the target that it has not probed yet in this round.
         self._left: dict[str, str] = {}
 
     def grant(self, source: str, nodes: Collection[str], now_s: float) -> str | None:
-        """The node that `source` is to probe now; None if it is not its turn.
+        """Return the node that `source` shall probe now, or None if it is not its turn.
 
-        nodes  all that take part. Each of them must ask every now and then
-        now_s  by one clock for all
+        nodes  all nodes that take part; each of them must ask regularly
+        now_s  by one clock for all nodes
         """
         if source not in nodes:
             return None

@@ -1,4 +1,4 @@
-"""Round trips between nodes, over TCP as the gradients go."""
+"""Round trips between nodes over TCP, the protocol of the gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MIN_RTT_OFFSET = 148  # of tcpi_min_rtt in Linux's struct tcp_info
 
 
 class EchoServer:
-    """Sends back what it is sent, from a thread of its own, until closed. Any number of clients."""
+    """Sends everything back that it receives, in its own thread, until it is closed. Any number of clients."""
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, on a port that the system chooses. Raises OSError if `host` is not of this node."""
+        """Listen on `host`, on a free port. Raises OSError if `host` is not an address of this node."""
         self._listener = socket.create_server((host, 0))
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
@@ -35,7 +35,7 @@ class EchoServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and every connection. May be called again."""
+        """End the thread and all connections. May be called again."""
         if self._thread.is_alive():
             self._wake_writer.send(b"x")
             self._thread.join()
@@ -70,7 +70,7 @@ class EchoServer:
 
 
 def _echo(client: socket.socket) -> bool:
-    """Answer what has come in. False if the client is gone or does not read its answers."""
+    """Send the received bytes back. Return False if the client is gone or does not read its answers."""
     try:
         message = client.recv(_MAX_READ_BYTES)
         return bool(message) and client.send(message) == len(message)
@@ -79,15 +79,14 @@ def _echo(client: socket.socket) -> bool:
 
 
 def round_trip_s(host: str, port: int, *, num_probes: int = 5, timeout_s: float = 1.0, gap_s: float = 0.02) -> float:
-    """Smallest of `num_probes` round trips to an `EchoServer`, in seconds.
+    """Return the smallest of `num_probes` round trips to an `EchoServer`, in seconds.
 
-    On Linux those that the kernel saw count too, the handshake among them: processes that wait for a processor, at
-    either end, do not make them longer.
+    On Linux the round trips that the kernel measured on this connection count too, including the handshake. They do not
+    contain the time that a process waits for a processor.
 
-    gap_s  pause between probes. Back to back they would all stand in one queue behind the same gradients, and the
-           smallest would be no closer to the latency of the idle link.
+    gap_s  pause between probes. Without it all probes would wait in one queue behind the same gradients
 
-    Raises OSError (TimeoutError, ConnectionError) if the peer does not answer within `timeout_s`, or wrongly.
+    Raises OSError (TimeoutError, ConnectionError) if the peer gives no answer within `timeout_s`, or a wrong one.
     """
     best_s = float("inf")
     with socket.create_connection((host, port), timeout=timeout_s) as sock:
@@ -106,12 +105,12 @@ def round_trip_s(host: str, port: int, *, num_probes: int = 5, timeout_s: float 
 
 
 def _kernel_round_trip_s(sock: socket.socket) -> float:
-    """The smallest that the kernel has seen on this connection; infinite if it does not say."""
+    """Return the smallest round trip that the kernel measured on this connection; infinite if it does not report it."""
     if sys.platform != "linux":
         return math.inf
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_OFFSET + 4)
     microseconds = int.from_bytes(info[_MIN_RTT_OFFSET:], sys.byteorder)
-    # ~0 before there is one; kernels before 4.6 have a shorter structure.
+    # The kernel reports ~0 before the first measurement. Kernels before 4.6 have a shorter structure.
     return microseconds * 1e-6 if 0 < microseconds < 0xFFFFFFFF else math.inf
 
 
@@ -127,7 +126,7 @@ def _receive(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
 
 
 class Peers:
-    """The other nodes and the latencies to those that answer."""
+    """The other nodes, and the one-way latencies to those that answer."""
 
     def __init__(self, addresses: Mapping[str, tuple[str, int]]) -> None:
         self._addresses = addresses
@@ -140,7 +139,7 @@ class Peers:
                 return
             others = {other: known_s for other, known_s in self.latency_s.items() if other != node_id}
             try:
-                # A new mapping each time: samples already hold the old one.
+                # Make a new mapping each time, since samples hold the old one.
                 self.latency_s = {**others, node_id: round_trip_s(host, port) / 2}
                 self._silent.discard(node_id)
             except OSError as error:

@@ -1,4 +1,4 @@
-"""What monitors measure, as values that cross process boundaries."""
+"""Measurements as values that cross process boundaries."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One exchange of one group as one rank saw it.
+    """One exchange of one group, observed by one rank.
 
-    intra        "flat", or what was summed inside nodes first: then seconds are those of two kinds of links
-    index_bytes  of wire_bytes, those that say which elements are sent
-    seconds      from the moment this rank had its first message ready to the moment it held everyone's. It contains the
-                 wait for late peers, and what was encoded and decoded meanwhile; the smallest value over all ranks is
-                 the network's share.
+    intra        "flat", or how nodes summed first: then `seconds` contains two kinds of links
+    index_bytes  part of wire_bytes that tells which elements are sent
+    seconds      from the time at which this rank had its first message ready until it had the messages of all others.
+                 It contains the wait for late peers, and encoding and decoding in between. The smallest value over all
+                 ranks is closest to the time of the network
     """
 
     group: int
@@ -27,12 +27,12 @@ class Transfer:
     intra: str = "flat"
 
 
-# Where gain curves are sampled: four a decade.
+# Densities at which gain curves are measured: four per decade.
 CURVE_DENSITIES = tuple(10 ** (-quarter / 4) for quarter in range(16, -1, -1))
 
 
 class Burst(NamedTuple):
-    """Bytes of long messages, from all ranks together, and how long the kernel took to get them."""
+    """Bytes of long messages from all ranks together, and the seconds in which the kernel received them."""
 
     num_bytes: int
     seconds: float
@@ -49,17 +49,18 @@ class StepSample:
     step_s     from the end of the previous exchange to the end of this one
     compute_s  step_s less the communication that compute did not hide
     encode_s, exchange_s, decode_s
-               sums over groups; they overlap, so together they may be more than the time that passed
-    card_bytes what this rank sent to ranks that share no memory with it
-    ready_s    for each group, when backward had finished its last layer, from the start of the step
-    gain       compression gain by codec (`str(CodecSpec)`), on the steps that measured it
-    gain_curve gain of top-k at CURVE_DENSITIES, and `norm`, |g| of the groups worth compressing, on the same steps
-    bursts     what this rank's link brought while long messages were under way, some 50 ms each
-    rate_from  by rank, bytes a second at which its long messages came; 0 where none did
-    lag_s      by rank, from when this rank sent its agreement to when the other's came, by this rank's clock; so what
-               two ranks have of each other adds up to a round trip, whichever of them was late and whatever their
-               clocks say. Empty without a mesh.
-    num_local  ranks that share memory, this one among them
+               sums over groups; groups overlap, so the sums may exceed the time that passed
+    card_bytes bytes that this rank sent to ranks that share no memory with it
+    ready_s    for each group, time from the start of the step until backward had finished its last layer
+    gain       compression gain by codec (`str(CodecSpec)`), on steps that measured it
+    gain_curve gain of top-k at CURVE_DENSITIES, on the same steps
+    norm       |g| of the groups worth compressing, on the same steps
+    bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
+    rate_from  by sending rank, bytes per second at which its long messages arrived; 0 without any
+    lag_s      by rank, time from sending this rank's agreement message until the other's arrived, by this rank's clock.
+               The lags of two ranks to each other add up to one round trip, whichever rank was late and whatever their
+               clocks say. Empty without a mesh
+    num_local  number of ranks that share memory, including this one
     """
 
     rank: int
@@ -86,15 +87,15 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLoad:
-    """What a node is busy with. Rates are of its network cards together, loopback left out.
+    """Load of a node. Rates are those of all network cards together, without loopback.
 
-    neighbour_bytes_per_s  what others than this run put on its link, mean over half a minute; None where this run's
-                           part is not known: ranks of the node share no memory, so they cannot tell it from others
-    nic_speed_bits_per_s   of its fastest card, as the driver has it; 0 if it does not say
+    neighbour_bytes_per_s  traffic on the node's link that is not from this training, mean over half a minute. None if
+                           ranks of the node share no memory: then they also count what they send to each other
+    nic_speed_bits_per_s   of the fastest card, as reported by its driver; 0 if it is unknown
     num_nic_errors         packets dropped or broken so far
     cpu_share, memory_share
-                           in use, 0 to 1
-    pressure               by resource (cpu, memory) the share of the last 10 s in which something waited for it
+                           fraction in use, 0 to 1
+    pressure               by resource (cpu, memory), fraction of the last 10 s in which a process waited for it
     """
 
     sent_bytes_per_s: float
@@ -109,11 +110,11 @@ class HostLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSample:
-    """What one node saw since its last report.
+    """One node's measurements since its last report.
 
     steps      of all ranks on the node, oldest first
     latency_s  one-way latency to other nodes by node id: half the smallest TCP round trip
-    bandwidth  payload bytes a second to other nodes by node id, of active probes since the last report
+    bandwidth  payload bytes per second to other nodes by node id, from active probes since the last report
     """
 
     node_id: str

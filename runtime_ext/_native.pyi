@@ -1,4 +1,4 @@
-# Addresses come from Tensor.data_ptr(), 0 for None; nothing here checks them, ops.py and sparse.py do.
+# Addresses are those of Tensor.data_ptr(), 0 for None. Nothing here checks them; ops.py and sparse.py do.
 from collections.abc import Sequence
 from typing import overload
 

@@ -1,4 +1,4 @@
-"""What `ops` and `sparse` share: which kernel a call runs on, and the checks of its arguments."""
+"""Checks of arguments, and of where a call runs, for `ops` and `sparse`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ except ImportError as error:
         "pip install -e . --no-build-isolation (needs a C++20 compiler)"
     ) from error
 
-native = _native  # for ops and sparse
+native = _native
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -41,7 +41,7 @@ def check_gradient(grad_N: Tensor, residual_N: Tensor | None, next_N: Tensor | N
 
 
 def check_tensor(name: str, tensor: Tensor, *dtypes: torch.dtype, device: torch.device | None = None) -> None:
-    """`device` is that of a tensor that was checked before, None for the first one."""
+    """Check dtype, shape and device. `device` is that of a tensor checked before; None for the first tensor."""
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {tensor.dtype}; give {' or '.join(map(str, dtypes))}")
     if tensor.dim() != 1:

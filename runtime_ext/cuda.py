@@ -1,6 +1,6 @@
-"""The CUDA kernels of `ops`: which of them to launch, and on how many blocks.
+"""Launches of the CUDA kernels that `ops` calls: their names, arguments and number of blocks.
 
-N elements of a gradient; `ops` documents the arguments. Tensors that are not contiguous are copied.
+N elements of a gradient. `ops` documents the arguments. Tensors that are not contiguous are copied.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from . import cuda_launch
 
-# As in csrc/include/bucket.h: 8 threads take a bucket.
+# 8 threads work on a quantization bucket, as csrc/cuda/bucket.h says.
 _BLOCK_SIZE = 256
-_BUCKETS_A_BLOCK = _BLOCK_SIZE // 8
-# A multiprocessor holds 5 such blocks at once; more would only wait.
-_BLOCKS_A_MULTIPROCESSOR = 5
+_BUCKETS_PER_BLOCK = _BLOCK_SIZE // 8
+# A multiprocessor holds 5 of these blocks at once; more would only wait.
+_BLOCKS_PER_MULTIPROCESSOR = 5
 
 
 def qsgd_encode(
@@ -91,5 +91,5 @@ def _decode(
 
 def _num_blocks(numel: int, bucket_size: int, device: torch.device) -> int:
     num_buckets = -(-numel // bucket_size)
-    most = _BLOCKS_A_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
-    return min(-(-num_buckets // _BUCKETS_A_BLOCK), most)
+    most = _BLOCKS_PER_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
+    return min(-(-num_buckets // _BUCKETS_PER_BLOCK), most)

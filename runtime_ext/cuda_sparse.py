@@ -1,7 +1,7 @@
-"""The CUDA kernels that `sparse` calls: workspaces and launches.
+"""Workspaces and launches of the CUDA kernels that `sparse` calls.
 
-N elements of a gradient, W words of 32 bits, K kept elements. Nothing here waits for the device or reads from it:
-counts and thresholds stay in its memory. Tensors that are not contiguous are copied.
+N elements of a gradient, W words of 32 bits, K kept elements, S stages of a fit. Nothing here waits for the device or
+reads from it: counts and thresholds stay in its memory. Tensors that are not contiguous are copied.
 """
 
 from __future__ import annotations
@@ -16,39 +16,40 @@ from torch import Tensor
 
 from . import cuda_launch, reference
 
-# As in block.h, which says why.
+# As in csrc/include/block.h, which gives the reason.
 _BLOCK_SIZE = 256
-_BLOCKS_A_MULTIPROCESSOR = 6
+_BLOCKS_PER_MULTIPROCESSOR = 6
 _WORD_BITS = 32
 _SEARCH_WORDS = 6
 _LEVEL_BITS = (12, 23, 31)  # bits of a magnitude that are known after each level
-# A guess saves counting most elements, at the price of two launches, which fewer elements do not repay.
+# Elements from which a threshold is guessed from a sample. A guess saves counting most elements but costs two more
+# launches, and with fewer elements that costs more than it saves.
 _MIN_SAMPLED = 1 << 22
-# Where more than one element in so many is kept, few could be left out.
+# Elements per kept element above which a guess pays. With more kept, the guess leaves few elements out.
 _MIN_RATIO = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Bits of N elements in W words, and the grid over them: a block owns `words_a_block`."""
+    """One bit per element in 32-bit words, and the launch grid over them: a block owns `words_per_block`."""
 
     num_words: int
-    words_a_block: int
+    words_per_block: int
     num_blocks: int
 
     @classmethod
     def of_bits(cls, num_bits: int, device: torch.device) -> _Words:
         num_words = -(-num_bits // _WORD_BITS)
         rounds = max(-(-num_words // (_BLOCK_SIZE * _max_blocks(device))), 1)
-        words_a_block = rounds * _BLOCK_SIZE
-        return cls(num_words, words_a_block, max(-(-num_words // words_a_block), 1))
+        words_per_block = rounds * _BLOCK_SIZE
+        return cls(num_words, words_per_block, max(-(-num_words // words_per_block), 1))
 
     def sizes(self) -> tuple[np.uint32, np.uint32]:
-        return np.uint32(self.num_words), np.uint32(self.words_a_block)
+        return np.uint32(self.num_words), np.uint32(self.words_per_block)
 
 
-class _Selection:
-    """One selection of `numel` elements: its workspace, and the source that its passes read."""
+class _SelectionPasses:
+    """Workspace of one selection among `numel` elements, and the source that its next pass reads."""
 
     def __init__(self, grad_N: Tensor, residual_N: Tensor | None) -> None:
         device = grad_N.device
@@ -57,12 +58,12 @@ class _Selection:
         self.words = _Words.of_bits(self.numel, device)
         zeros = torch.zeros(2 * _SEARCH_WORDS + 4 * reference.NUM_BINS, dtype=torch.int32, device=device)
         self.search = zeros[: 2 * _SEARCH_WORDS].view(torch.int64)
-        self.bins = zeros[2 * _SEARCH_WORDS :].view(4, reference.NUM_BINS)  # of three levels and of the sample
+        self.bins = zeros[2 * _SEARCH_WORDS :].view(4, reference.NUM_BINS)  # 3 levels, then the sample
         self.sure_W, self.maybe_W = torch.empty((2, self.words.num_words), dtype=torch.int32, device=device)
         self.tallies = torch.empty(self.words.num_blocks, dtype=torch.int64, device=device)
 
     def find(self, next_N: Tensor | None, rank: int, num_levels: int) -> None:
-        """Find the first bits of the magnitude of the element that is `rank`-th largest: see _LEVEL_BITS."""
+        """Find the leading bits of the `rank`-th largest magnitude; _LEVEL_BITS says how many per level."""
         is_sampled = self.numel >= _MIN_SAMPLED and rank * _MIN_RATIO < self.numel
         if is_sampled:
             self._launch("threshold_sample", np.uint32(self.numel), np.int64(rank), self.search, self.bins[3])
@@ -81,7 +82,7 @@ class _Selection:
         level: int = 0,
         is_retry: bool = False,
     ) -> None:
-        """One pass over what may still be sent; later passes read `next_N` if it is written."""
+        """Make one pass over the elements that may still be selected; later passes read `next_N` if it is written."""
         bins = self.bins[min(level, 2)]
         self._launch(
             "select_split",
@@ -93,7 +94,7 @@ class _Selection:
             self.source = (next_N, None)
 
     def write(self, next_N: Tensor | None, index_K: Tensor, value_K: Tensor, count_1: Tensor | None, key: int) -> None:
-        """Write the elements that are left, after the last pass."""
+        """Write the selected elements, after the last pass."""
         self._launch(
             "select_write",
             *(next_N, np.uint32(self.numel), np.uint32(key), self.search),
@@ -110,10 +111,10 @@ def topk_select(
     grad_N: Tensor, residual_N: Tensor | None, next_N: Tensor | None, index_K: Tensor, value_K: Tensor
 ) -> None:
     with cuda_launch.written(next_N, index_K, value_K) as (next_copy_N, index_copy_K, value_copy_K):
-        selection = _Selection(grad_N.contiguous(), cuda_launch.read(residual_N))
+        selection = _SelectionPasses(grad_N.contiguous(), cuda_launch.read(residual_N))
         selection.find(next_copy_N, index_K.numel(), len(_LEVEL_BITS))
         selection.split(None, level=len(_LEVEL_BITS))
-        # Of equal elements the first are sent: with key 0 the run starts at the first.
+        # With key 0 the run starts at the first of equal elements, so the lowest indices win.
         selection.write(next_copy_N, index_copy_K, value_copy_K, None, key=0)
 
 
@@ -125,8 +126,8 @@ def magnitude_histogram(grad_N: Tensor, counts: Tensor) -> None:
 
 
 def bisect_thresholds(grad_N: Tensor, num_kept: int, num_rounds: int, thresholds_2: Tensor) -> None:
-    # More than num_kept magnitudes reach `maybe`: it has the first bits of the next one.
-    selection = _Selection(grad_N.contiguous(), None)
+    # `maybe` has the leading bits of the (num_kept + 1)-th largest magnitude, so more than num_kept reach it.
+    selection = _SelectionPasses(grad_N.contiguous(), None)
     num_levels = 1 + sum(bits < num_rounds for bits in _LEVEL_BITS)
     selection.find(None, num_kept + 1, num_levels)
     args = (selection.search, np.int32(num_levels), np.int32(num_rounds), thresholds_2)
@@ -136,7 +137,7 @@ def bisect_thresholds(grad_N: Tensor, num_kept: int, num_rounds: int, thresholds
 def sidco_threshold(counts: Tensor, ratios: Sequence[float], num_kept: int, thresholds_2: Tensor) -> None:
     ratio_S = torch.empty(len(ratios), dtype=torch.float64, device=counts.device)
     for stage, ratio in enumerate(ratios):
-        # A number goes along with the launch; a tensor from the host's memory would have to be waited for.
+        # `fill_` passes the number with the launch; copying a tensor from host memory would wait for the device.
         ratio_S[stage].fill_(ratio)
     args = (counts, ratio_S, np.int32(len(ratios)), np.int64(num_kept), thresholds_2)
     cuda_launch.launch("threshold_fit", 1, _BLOCK_SIZE, *args)
@@ -146,7 +147,7 @@ def collect(
     grad_N: Tensor, thresholds_2: Tensor, index_K: Tensor, value_K: Tensor, count_1: Tensor, *, key: int
 ) -> None:
     with cuda_launch.written(index_K, value_K) as (index_copy_K, value_copy_K):
-        selection = _Selection(grad_N.contiguous(), None)
+        selection = _SelectionPasses(grad_N.contiguous(), None)
         selection.split(None, thresholds_2=thresholds_2.contiguous())
         selection.write(None, index_copy_K, value_copy_K, count_1, key)
 
@@ -202,28 +203,28 @@ def scatter_add(index_K: Tensor, value_K: Tensor, count_1: Tensor, out_N: Tensor
 
 
 def _max_blocks(device: torch.device) -> int:
-    return _BLOCKS_A_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
+    return _BLOCKS_PER_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
 
 
 def _num_blocks(num_threads: int, device: torch.device) -> int:
-    """Blocks for so many items, of which a thread takes more than one if there are many."""
+    """Return the number of blocks for `num_threads` items; with many items a thread takes more than one."""
     return min(max(-(-num_threads // _BLOCK_SIZE), 1), _max_blocks(device))
 
 
 def _layout(numel: int, num_kept: int) -> tuple[str, int, int]:
-    """(kind, low_bits, low_words): only offsets have low bits, in words before those of the blocks."""
+    """Return (kind, low_bits, low_words); only "offsets" has low bits, in the words before the blocks."""
     kind, low_bits, _ = reference.index_layout(numel, num_kept)
     return (kind, low_bits, -(-num_kept * low_bits // _WORD_BITS)) if kind == "offsets" else (kind, 0, 0)
 
 
 def _is_aligned(packed: Tensor) -> bool:
-    """Whether bytes can be viewed as 32-bit words. A message that cannot is copied."""
+    """Return True if the bytes can be viewed as 32-bit words."""
     return packed.is_contiguous() and packed.storage_offset() % 4 == 0 and packed.data_ptr() % 4 == 0
 
 
 @contextmanager
 def _written_words(out: Tensor) -> Iterator[Tensor]:
-    """`out`, bytes, as 32-bit words; if they are not aligned, words that are copied to them."""
+    """Yield `out`, bytes, as 32-bit words; if it is not aligned, yield new words and copy them to `out` at the end."""
     if _is_aligned(out):
         yield out.view(torch.int32)
         return

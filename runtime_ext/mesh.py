@@ -1,4 +1,4 @@
-"""Messages between all ranks of a run, over TCP or through shared memory, moved by threads of their own in C++."""
+"""Messages between all ranks of a run, over TCP or through shared memory, moved by C++ threads."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from .checks import native
 from .shm import LocalGroup, Segment
 
 TOKEN_BYTES: int = native.Mesh.TOKEN_BYTES
-# What goes to a rank or comes from it: a tensor, or several that go one after the other as messages of their own.
+# Messages to or from one rank: a tensor, or several that go one after the other, each as its own message.
 Parts = Tensor | tuple[Tensor, ...]
-# Round trip from which more initial windows of TCP pay: with one, 250 KB take three times the latency.
+# Round trip in seconds from which several connections per rank pay: each brings its own initial TCP window. With one
+# connection, 250 KB take three times the latency.
 FAR_S = 0.005
 
 
 class Mesh:
-    """Tensors in, tensors out. Messages are pushed as soon as they are posted; the n-th receive from a rank takes its
-    n-th send.
+    """Connections to all ranks of a run. The n-th receive from a rank takes its n-th send.
 
-    num_streams  connections to each rank whose round trip, when they connect, takes `far_s` seconds or more; to nearer
-                 ones and those that share memory there is one
+    Messages are sent as soon as they are posted, even if the receiver has not posted yet.
+
+    num_streams  connections to each rank whose round trip is `far_s` seconds or more at the time of connecting; to
+                 nearer ranks and to those that share memory there is one connection
     address      numeric IP address to listen on, at `port`, which the kernel picks
-    token        TOKEN_BYTES secret bytes that all ranks of the run have; whoever does not present them is hung up on
+    token        TOKEN_BYTES secret bytes that all ranks of the run have; peers that do not present them are hung up on
 
-    nodes    index of the node of every rank; ranks of one node share memory
-    local    the ranks of this node; None if this rank shares memory with no other
+    nodes  index of the node of every rank; ranks of one node share memory
+    local  the ranks of this node; None if this rank shares memory with no other
 
-    Raises RuntimeError if the address is not this machine's.
+    Raises RuntimeError if this machine does not have the address.
     """
 
     local: LocalGroup | None = None
@@ -56,16 +58,17 @@ class Mesh:
         segment: Segment | None = None,
         sharers: Sequence[int] = (),
     ) -> None:
-        """Connect to all ranks at `addresses`, by rank. Raises RuntimeError that names those who did not come.
+        """Connect to all ranks at `addresses`, by rank. Raises RuntimeError that names the ranks that did not come.
 
-        segment  has been mapped by `sharers`, ascending, this rank among them; messages between them go through it, and
-                 one connection a pair is left as a sign of life
+        segment  shared memory that `sharers` have mapped; their messages to each other go through it
+        sharers  ranks in ascending order, with this rank; one connection per pair stays open, so that each notices when
+                 the other ends
         """
         self._native.connect(list(addresses), timeout_s, segment, list(sharers))
 
     def open_group(self, segment: Segment, ranks: Sequence[int], timeout_s: float) -> None:
-        """Make `local` of those who have mapped `segment`. An operation of it that fails hangs up."""
-        # Of the native mesh: a cycle with this one would keep connections open after the last use.
+        """Set `local` to the group of `ranks`, which have mapped `segment`. An operation of it that fails hangs up."""
+        # The native mesh's `close`: a reference to this object would be a cycle and keep connections open after use.
         self.local = LocalGroup(segment, ranks.index(self._rank), ranks, timeout_s, self._native.close)
 
     def post(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> int:
@@ -78,26 +81,28 @@ class Mesh:
         return ticket
 
     def wait(self, ticket: int, timeout_s: float) -> list[float]:
-        """Return when everything posted under `ticket` is done: by rank, the seconds from `post` to when the kernel got
-        the end of its last message; less than 0 if that was before, 0 without a message.
+        """Wait until everything posted under `ticket` is done.
+
+        Returns, by rank, the seconds from `post` until the kernel had received the end of its last message: negative if
+        that was before `post`, 0 without a message.
 
         Raises RuntimeError that names the ranks that did not answer within `timeout_s`, hung up, or sent a message of
-        another size; all connections are closed then.
+        another size. Then all connections are closed.
         """
         arrived_s = self._native.wait(ticket, timeout_s)
         del self._posted[ticket]
         return arrived_s
 
     def take_bursts(self) -> list[tuple[int, int, float]]:
-        """(rank, bytes, seconds) of what arrived in long messages since the last call, some 50 ms each.
+        """Return and forget (rank, bytes, seconds) of the bursts in which long messages arrived, about 50 ms each.
 
-        By the kernel's time stamps, so neither late ranks nor busy processors count. Rank -1 is all of them together,
-        which is what this rank's link carries. The newest 1,024 if nobody called for long.
+        The kernel's time stamps are used, so late ranks and busy processors do not count. Rank -1 is all ranks
+        together: the traffic on this rank's link. At most the newest 1,024 bursts are kept.
         """
         return self._native.take_bursts()
 
     def close(self) -> None:
-        """Hang up. What is under way fails, on both ends."""
+        """Hang up. Transfers that are not done fail on both ends."""
         self._native.close()
 
 
@@ -109,12 +114,13 @@ def _close_copies() -> None:
         mesh._native.close_copies()
 
 
-# Workers of a DataLoader are forked, and outlive a rank that is killed: with their copies nobody would notice its end.
+# Workers of a DataLoader are forked and outlive a rank that is killed. Their copies of its connections would stay open,
+# so other ranks would not notice its end.
 os.register_at_fork(after_in_child=_close_copies)
 
 
 def flat(messages: Mapping[int, Parts]) -> Iterator[tuple[int, Tensor]]:
-    """Every tensor of `messages` with its rank."""
+    """Yield every tensor of `messages` with its rank."""
     for rank, parts in messages.items():
         for part in (parts,) if isinstance(parts, Tensor) else parts:
             yield rank, part

@@ -1,10 +1,12 @@
 """Public kernels of the codecs that send every element, and checksums and keys of messages.
 
-N elements of a gradient. Every tensor is 1-D, all tensors of a call are on one device; every format is little-endian.
-Gradients are float32, float16 or bfloat16, are read only, and autograd takes no note of any of this. CPU tensors that
-are not contiguous go to `reference`, and float16 and bfloat16 ones are converted whole before a CPU kernel reads them,
-into 4 bytes an element. The CPU kernels use `torch.get_num_threads()` threads, the CUDA kernels run on
-torch's current stream. Everything here raises TypeError or ValueError for arguments of another type, size or device.
+N elements of a gradient. Tensors are 1-D, and all tensors of a call are on one device. Formats are little-endian.
+Gradients are float32, float16 or bfloat16 and read only. Autograd records nothing. Arguments of another type, size or
+device raise TypeError or ValueError.
+
+CPU   kernels use `torch.get_num_threads()` threads. Tensors with gaps go to `reference`. A float16 or bfloat16 gradient
+      is first copied to float32.
+CUDA  kernels run on torch's current stream
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ def crc32c(data: Tensor, seed: int = 0) -> int:
 
 
 def message_key(seed: int, step: int, group: int, rank: int, phase: int) -> int:
-    """Return the 32-bit key of one message's random numbers, unrelated to that of any other message.
+    """Return a 32-bit key for the random numbers of one message, unrelated to the keys of other messages.
 
-    The finalizer of splitmix64 (Steele et al. 2014), applied after each of the five numbers.
+    The finalizer of splitmix64 (Steele et al. 2014) is applied after each of the five numbers.
     """
     state = 0
     for number in (seed, step, group, rank, phase):
@@ -66,17 +68,17 @@ def qsgd_encode(
     residual_N: Tensor | None = None,
     next_N: Tensor | None = None,
 ) -> None:
-    """Quantize `grad_N`, plus `residual_N` if given, to `bits` bits an element on a grid a bucket.
+    """Quantize `grad_N`, plus `residual_N` if given, to `bits` bits per element on one grid per quantization bucket.
 
-    out         uint8, `qsgd_bytes` of them; overwritten
+    out         uint8, `qsgd_bytes` long; overwritten
     key         32 bits, see `message_key`; the same key rounds the same way
     grid        a key of GRIDS; grids around zero ("l2", "linf") need 2 bits or more
     stochastic  False rounds to nearest and ignores `key`
-    residual_N  (N,) float32, what is owed; read only
-    next_N      (N,) float32, overwritten with what `out` does not hold; may be `residual_N`; other overlaps are not
-                allowed
+    residual_N  (N,) float32, the error that earlier steps left; read only
+    next_N      (N,) float32, overwritten with the error that this call leaves; may be `residual_N`; other overlaps are
+                not allowed
 
-    A bucket with NaN or Inf, or whose grid would overflow float32, decodes to NaN throughout.
+    A quantization bucket with NaN or Inf, or with a grid that would overflow float32, decodes to NaN in all elements.
     """
     check_gradient(grad_N, residual_N, next_N)
     _check_qsgd("out", out, grad_N, bits, bucket_size, grid)
@@ -107,7 +109,7 @@ def qsgd_encode(
 def qsgd_decode(
     payload: Tensor, out_N: Tensor, *, bits: int, bucket_size: int, grid: str = "max_min", add: bool = False
 ) -> None:
-    """Write what `qsgd_encode` encoded to `out_N`, or with `add` accumulate it there in the same pass.
+    """Decode the output of `qsgd_encode` into `out_N`; with `add`, add to it in the same pass.
 
     payload  uint8; read only
     out_N    (N,) float32; changed in place
@@ -125,8 +127,8 @@ def qsgd_decode(
 
 
 def qsgd_bytes(numel: int, bits: int, bucket_size: int, grid: str) -> int:
-    """Bytes that `qsgd_encode` fills."""
-    return reference.grid_bytes_a_bucket(GRIDS[grid]) * -(-numel // bucket_size) + -(-numel * bits // 8)
+    """Return the number of bytes that `qsgd_encode` fills."""
+    return reference.grid_bytes_per_bucket(GRIDS[grid]) * -(-numel // bucket_size) + -(-numel * bits // 8)
 
 
 def sign_encode(
@@ -138,13 +140,14 @@ def sign_encode(
     residual_N: Tensor | None = None,
     next_N: Tensor | None = None,
 ) -> None:
-    """Send one bit an element: which of the bucket's two means stands for it.
+    """Encode `grad_N`, plus `residual_N` if given, to one bit per element: which of two means stands for it.
 
-    out                 uint8, `sign_bytes` of them; overwritten
-    kind                "ef_signsgd": plus or minus the mean magnitude; "onebit": means of the negative and the others
+    out                 uint8, `sign_bytes` long; overwritten
+    kind                "ef_signsgd": plus and minus the mean magnitude of the quantization bucket; "onebit": the mean
+                        of its negative elements and the mean of the others
     residual_N, next_N  as in `qsgd_encode`
 
-    A bucket with NaN or Inf decodes to non-finite numbers wherever it matters: where the element was.
+    An element that is NaN or Inf decodes to NaN or Inf.
     """
     check_gradient(grad_N, residual_N, next_N)
     _check_sign("out", out, grad_N, kind, bucket_size)
@@ -165,7 +168,7 @@ def sign_encode(
 
 
 def sign_decode(payload: Tensor, out_N: Tensor, *, kind: str, bucket_size: int, add: bool = False) -> None:
-    """Write what `sign_encode` encoded to `out_N`, or with `add` accumulate it there in the same pass."""
+    """Decode the output of `sign_encode` into `out_N`; with `add`, add to it in the same pass."""
     check_tensor("out_N", out_N, torch.float32)
     _check_sign("payload", payload, out_N, kind, bucket_size)
     number = SIGN_KINDS[kind]
@@ -179,8 +182,8 @@ def sign_decode(payload: Tensor, out_N: Tensor, *, kind: str, bucket_size: int, 
 
 
 def sign_bytes(numel: int, bucket_size: int, kind: str) -> int:
-    """Bytes that `sign_encode` fills."""
-    return reference.sign_bytes_a_bucket(SIGN_KINDS[kind]) * -(-numel // bucket_size) + -(-numel // 8)
+    """Return the number of bytes that `sign_encode` fills."""
+    return reference.mean_bytes_per_bucket(SIGN_KINDS[kind]) * -(-numel // bucket_size) + -(-numel // 8)
 
 
 def _check_bucket_size(bucket_size: int) -> None:
@@ -202,8 +205,8 @@ def _check_qsgd(name: str, payload: Tensor, grad_N: Tensor, bits: int, bucket_si
     needed = qsgd_bytes(numel, bits, bucket_size, grid)
     if payload.numel() != needed:
         raise ValueError(
-            f"{name} has {payload.numel()} bytes; {numel} elements at {bits} bits in buckets of "
-            f"{bucket_size} take {needed} bytes"
+            f"{name} has {payload.numel()} bytes; {numel} elements at {bits} bits in quantization "
+            f"buckets of {bucket_size} take {needed} bytes"
         )
 
 
@@ -215,6 +218,6 @@ def _check_sign(name: str, payload: Tensor, grad_N: Tensor, kind: str, bucket_si
     needed = sign_bytes(grad_N.numel(), bucket_size, kind)
     if payload.numel() != needed:
         raise ValueError(
-            f"{name} has {payload.numel()} bytes; {grad_N.numel()} elements in buckets of {bucket_size} "
-            f"take {needed} bytes"
+            f"{name} has {payload.numel()} bytes; {grad_N.numel()} elements in quantization buckets of "
+            f"{bucket_size} take {needed} bytes"
         )

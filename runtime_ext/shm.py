@@ -1,4 +1,4 @@
-"""Shared memory between the ranks of one host: who can share, and collectives among those who do, in C++."""
+"""Shared memory between the ranks of one host: which ranks can share it, and their collectives, in C++."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from .checks import native
 
 Segment = native.Segment
-# Their places are those of LocalGroup::Type.
+# In the order of LocalGroup::Type.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _FOLDER = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_key() -> str | None:
-    """Equal on ranks that see the same /dev/shm as the same user: namespaces and containers differ, as hosts do.
+    """Return a key that is equal on ranks that see the same /dev/shm as the same user.
 
-    None where there is no such folder.
+    It differs between hosts, containers and namespaces. None if there is no such folder.
     """
     try:
         status = _FOLDER.stat()
@@ -31,21 +31,25 @@ def host_key() -> str | None:
 
 
 class LocalGroup:
-    """Sums and gathers among the ranks that have mapped one segment; CPU tensors of `DTYPES`, contiguous, of any size.
+    """Sums and gathers of contiguous CPU tensors of `DTYPES`, among the ranks that have mapped one segment.
 
-    rank, size  of this rank among them, by ascending rank of the run
+    rank, size  index of this rank among them, in ascending order of ranks of the run, and their number
 
-    All ranks call the same operations in the same order, one at a time. Sums are made in rank order, 16-bit elements in
-    float32 and rounded once, so they are the same bits on all ranks and in every run.
+    All ranks call the same operations in the same order, one at a time. Sums are made in rank order, and
+    16-bit elements are summed in float32 and rounded once, so all ranks and all runs get the same bits.
 
     Each operation raises RuntimeError that names the ranks that did not come within the time-out, hung up, or called
-    another operation; everything is closed then. ValueError or TypeError: a tensor or bounds that are not allowed.
+    another operation; then everything is closed. It raises ValueError or TypeError for a tensor or bounds that are not
+    allowed.
     """
 
     def __init__(
         self, segment: Segment, rank: int, ranks: Sequence[int], timeout_s: float, hang_up: Callable[[], None]
     ) -> None:
-        """`ranks`: the run's numbers of those who share, ascending. `hang_up` is called when an operation fails."""
+        """Join as number `rank` of `ranks`, which are ranks of the run, ascending.
+
+        `hang_up` is called when an operation fails.
+        """
         self.rank = rank
         self.size = len(ranks)
         self._hang_up = hang_up
@@ -59,7 +63,7 @@ class LocalGroup:
         self._run(self._native.reduce_scatter, values_N, _type_of(values_N), self._checked(bounds, values_N))
 
     def all_gather(self, values_N: Tensor, bounds: Sequence[tuple[int, int]]) -> None:
-        """Give everyone every rank's part of `values_N`, bit for bit. `bounds` as in `reduce_scatter`."""
+        """Copy each rank's part of `values_N` to all ranks, bit for bit; `bounds` as in `reduce_scatter`."""
         self._run(self._native.all_gather, values_N, _type_of(values_N), self._checked(bounds, values_N))
 
     def all_reduce(self, values_N: Tensor) -> None:
@@ -78,7 +82,7 @@ class LocalGroup:
         if len(bounds) != self.size or cuts != sorted(cuts) or not all(0 <= cut <= values_N.numel() for cut in cuts):
             raise ValueError(
                 f"bounds {list(bounds)} do not fit {values_N.numel()} elements and {self.size} ranks; give one "
-                "(start, stop) a rank, none overlapping another"
+                "(start, stop) per rank, without overlaps"
             )
         return list(bounds)
 

@@ -1,6 +1,7 @@
 """Public kernels of the codecs that send some elements: selection, and the packing of indices.
 
-N elements of a gradient, K kept ones. What `ops` says of tensors, devices and errors holds here too.
+N elements of a gradient, K kept elements. Tensors, devices and errors are as in `ops`. A magnitude is the bits of a
+float32 without its sign.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .checks import (
     runs_on_cuda,
 )
 
-# No magnitude reaches it: for thresholds under which nothing is sure.
+# A threshold that no magnitude reaches.
 NEVER = 1 << 31
 
 
@@ -41,11 +42,11 @@ def topk_select(
 
     index_K     (K,) int32; overwritten with ascending indices
     value_K     (K,) float32; overwritten with the elements there
-    residual_N  (N,) float32, what is owed; read only
-    next_N      (N,) float32, overwritten with the elements that were not selected, and zero where they were; may
-                be `residual_N`; other overlaps are not allowed
+    residual_N  (N,) float32, the error that earlier steps left; read only
+    next_N      (N,) float32, overwritten with the elements that were not selected, and zeros in place of the others;
+                may be `residual_N`; other overlaps are not allowed
 
-    NaN counts as largest, then Inf; ties go to the lowest index.
+    NaN is the largest, then Inf. Among equal magnitudes the lowest indices win.
     """
     check_gradient(grad_N, residual_N, next_N)
     _check_kept(grad_N, index_K, value_K)
@@ -72,12 +73,12 @@ def topk_encode(
     residual_N: Tensor | None = None,
     next_N: Tensor | None = None,
 ) -> None:
-    """Select as `topk_select` does and write K, int32, the packed indices and the values, float32, to `payload`.
+    """Select as `topk_select` does, then write K, int32, the packed indices and the values, float32, to `payload`.
 
-    payload           uint8, 4 + `index_bytes(N, K)` + 4 K of them, on a 4-byte boundary; overwritten
-    index_K, value_K  as in `topk_select`: where the selection is made
+    payload           uint8, 4 + `index_bytes(N, K)` + 4 K long, on a 4-byte boundary; overwritten
+    index_K, value_K  as in `topk_select`
 
-    One call, because for short messages three calls cost more than their work.
+    One call, because for short messages the overhead of three calls exceeds their work.
     """
     numel, num_kept = grad_N.numel(), index_K.numel()
     check_gradient(grad_N, residual_N, next_N)
@@ -97,7 +98,7 @@ def topk_encode(
 
 
 def magnitude_histogram(grad_N: Tensor) -> Tensor:
-    """(4096,) int64, new: how many magnitudes have these 12 high bits, the exponent and four more."""
+    """Return (4096,) int64: how many magnitudes have these 12 high bits, the exponent and four more."""
     check_tensor("grad_N", grad_N, *FLOATS)
     counts = torch.empty(reference.NUM_BINS, dtype=torch.int64, device=grad_N.device)
     if runs_on_cuda(grad_N):
@@ -109,9 +110,9 @@ def magnitude_histogram(grad_N: Tensor) -> Tensor:
 
 
 def bisect_thresholds(grad_N: Tensor, num_kept: int, num_rounds: int) -> Tensor:
-    """(sure, maybe) for `collect`, (2,) int64, new: the magnitudes between which the `num_kept`-th largest lies.
+    """Return (sure, maybe) for `collect`, (2,) int64: the magnitudes between which the `num_kept`-th largest lies.
 
-    MSTopk (Shi et al. 2021): `num_rounds`, 1 to 31, halvings of the range of the magnitudes.
+    MSTopk (Shi et al. 2021): halve the range of the magnitudes `num_rounds` times, 1 to 31.
     """
     check_tensor("grad_N", grad_N, *FLOATS)
     check_integer("num_kept", num_kept)
@@ -131,10 +132,10 @@ def bisect_thresholds(grad_N: Tensor, num_kept: int, num_rounds: int) -> Tensor:
 
 
 def sample_thresholds(grad_N: Tensor, num_kept: int, stride: int, key: int) -> Tensor:
-    """(sure, maybe) for `collect`, (2,) int64, new: what is the threshold of every `stride`-th element, is maybe.
+    """Return (sure, maybe) for `collect`, (2,) int64: sure is NEVER, maybe is the threshold within a sample.
 
-    DGC (Lin et al. 2018, section 3.1): exact selection among a sample. `key` says where the sample starts. Zeros never
-    reach `maybe`.
+    DGC (Lin et al. 2018, section 3.1): select exactly among every `stride`-th element. `key` gives the element at which
+    the sample starts. Zeros never reach `maybe`.
     """
     check_tensor("grad_N", grad_N, *FLOATS)
     check_key("key", key)
@@ -158,10 +159,11 @@ def sample_thresholds(grad_N: Tensor, num_kept: int, stride: int, key: int) -> T
 
 
 def sidco_thresholds(grad_N: Tensor, ratios: Sequence[float], num_kept: int) -> Tensor:
-    """(sure, maybe) for `collect`, (2,) int64, new: nothing is sure, maybe is what an exponential fit says.
+    """Return (sure, maybe) for `collect`, (2,) int64: sure is NEVER, maybe comes from an exponential fit.
 
-    SIDCo (Abdelmoniem et al. 2021): `ratios` has ln(1 / share) of each stage; the shares' product is the density. Where
-    the fit misses `num_kept` by more than twice, the histogram says; zeros never reach `maybe`.
+    SIDCo (Abdelmoniem et al. 2021): `ratios` holds ln(1 / share) of each stage; the product of the shares is the
+    density. If the fit is off from `num_kept` by more than a factor of two, maybe comes from the histogram, see
+    `reference.sidco_threshold`. Zeros never reach `maybe`.
     """
     check_tensor("grad_N", grad_N, *FLOATS)
     check_integer("num_kept", num_kept)
@@ -180,13 +182,14 @@ def collect(
 ) -> None:
     """Write the elements of `grad_N` that pass `thresholds_2`, at most K of them.
 
-    thresholds_2  (2,) int64 (sure, maybe) as magnitudes, float32 bits without sign; at most K elements reach `sure`
-    index_K       (K,) int32; overwritten with ascending indices, zeros behind the last
-    value_K       (K,) float32; overwritten with the elements there, zeros behind the last
-    count_1       (1,) int32; overwritten with how many passed
+    thresholds_2  (2,) int64 (sure, maybe), magnitudes; at most K elements reach `sure`
+    index_K       (K,) int32; overwritten with ascending indices, then zeros
+    value_K       (K,) float32; overwritten with the elements there, then zeros
+    count_1       (1,) int32; overwritten with the number of elements written
 
-    All that reach `sure` are written and, as far as there is room, those that reach `maybe`: a run of them in the
-    order of the indices, around the end, that starts where `key` says, so that no place is always left out.
+    All elements that reach `sure` are written. Those that only reach `maybe` fill the remaining places: a run of them
+    in index order, which starts at a random one, given by `key`, and wraps around at the end. So all have the same
+    chance.
     """
     check_gradient(grad_N, None, None)
     _check_kept(grad_N, index_K, value_K)
@@ -220,7 +223,7 @@ def random_indices(numel: int, index_K: Tensor, *, key: int) -> None:
 
 
 def index_bytes(numel: int, num_kept: int) -> int:
-    """Bytes that `pack_indices` fills: a multiple of 4, see `reference.index_layout`."""
+    """Return the number of bytes that `pack_indices` fills, a multiple of 4; see `reference.index_layout`."""
     return reference.index_layout(numel, num_kept)[2]
 
 
@@ -229,9 +232,9 @@ def pack_indices(index_K: Tensor, count_1: Tensor, numel: int, out: Tensor) -> N
 
     index_K  (K,) int32; read only
     count_1  (1,) int32, clamped to [0, K]; read only
-    out      uint8, `index_bytes(numel, K)` of them; overwritten
+    out      uint8, `index_bytes(numel, K)` long; overwritten
 
-    With an index outside of [0, `numel`), which a block or a bitmap leaves out, `unpack_indices` refuses the message.
+    If an index is outside of [0, `numel`), `unpack_indices` refuses the message.
     """
     _check_indices(index_K, count_1, numel, "out", out)
     if runs_on_cuda(index_K):
@@ -243,10 +246,10 @@ def pack_indices(index_K: Tensor, count_1: Tensor, numel: int, out: Tensor) -> N
 
 
 def unpack_indices(packed: Tensor, count_1: Tensor, numel: int, index_K: Tensor) -> None:
-    """Undo `pack_indices`; `index_K` behind `count_1` is zero.
+    """Undo `pack_indices` and write zeros after the first `count_1` of `index_K`.
 
-    Raises ValueError on the CPU unless `packed` holds `count_1` indices that ascend below `numel`. Looking would
-    synchronize a GPU: there a broken message gives other indices, and `scatter_add` leaves out impossible ones.
+    On the CPU, raises ValueError unless `packed` holds `count_1` indices that ascend below `numel`. On a GPU this check
+    would synchronize: there a broken message gives wrong indices, and `scatter_add` skips those outside of [0, N).
     """
     _check_indices(index_K, count_1, numel, "packed", packed)
     if runs_on_cuda(index_K):
@@ -262,7 +265,7 @@ def unpack_indices(packed: Tensor, count_1: Tensor, numel: int, index_K: Tensor)
 def scatter_add(index_K: Tensor, value_K: Tensor, count_1: Tensor, out_N: Tensor) -> None:
     """Add the first `count_1` of `value_K` to `out_N`, float32, at their indices, which are distinct.
 
-    The count is clamped to [0, K]; what has an index outside of [0, N) is left out.
+    The count is clamped to [0, K]. Indices outside of [0, N) are skipped.
     """
     check_tensor("out_N", out_N, torch.float32)
     _check_kept(out_N, index_K, value_K)
@@ -280,7 +283,7 @@ def _check_kept(grad_N: Tensor, index_K: Tensor, value_K: Tensor) -> None:
     check_tensor("index_K", index_K, torch.int32, device=grad_N.device)
     check_tensor("value_K", value_K, torch.float32, device=grad_N.device)
     if value_K.numel() != index_K.numel():
-        raise ValueError(f"index_K has {index_K.numel()} elements, value_K {value_K.numel()}; both need K")
+        raise ValueError(f"index_K has {index_K.numel()} elements, value_K {value_K.numel()}; both need K elements")
     _check_num_kept(grad_N.numel(), index_K.numel())
 
 

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ray.backend.options import BackendOptions, Way
+from cgx_ray.backend.options import BackendOptions, check_option
 from cgx_ray.engine.layers import as_layer, averaged_parameters, sparse_modules
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, Intra, Layer, Plan
+from cgx_ray.plan import NONE, Intra, Layer, Option, Plan
 from cgx_ray.torch_compat import allows_uneven_inputs, bucket_parameters, has_rebuilt_buckets, is_in_forward
 
 Run = tuple[int, int]  # elements [start, stop)
 # By how they are reduced, the parts of a tensor, each in ascending order. None: by Gloo, uncompressed.
-Parts = dict[Way | None, list[Run]]
+Parts = dict[Option | None, list[Run]]
 
 _excluded_names: list[str] = []
 _registered: RegisteredModel | None = None
@@ -90,7 +90,7 @@ def parts_of(
     Raises ConfigError on all ranks if their answers differ.
     """
     parts = _registered.take(group, numel, options, gather) if _registered is not None else None
-    return {options.way: [(0, numel)]} if parts is None else parts
+    return {options.option: [(0, numel)]} if parts is None else parts
 
 
 class RegisteredModel:
@@ -102,7 +102,7 @@ class RegisteredModel:
                 f"the model has sparse gradients, of {', '.join(sparse)}, which lie in no bucket; use sparse=False, or "
                 "leave register_model out"
             )
-        self._planned = _ways(plan, model) if plan is not None else None
+        self._planned = _options_of(plan, model) if plan is not None else None
         # Registering does not keep the model alive.
         self._model = weakref.ref(model)
         self._buckets: list[list[Layer]] = []
@@ -140,20 +140,22 @@ class RegisteredModel:
         parts: Parts = {}
         starts = itertools.accumulate((layer.numel for layer in bucket), initial=0)
         for start, layer in zip(starts, bucket, strict=False):
-            runs = parts.setdefault(self._way(layer, options), [])
+            runs = parts.setdefault(self._option(layer, options), [])
             first = runs.pop()[0] if runs and runs[-1][1] == start else start
             runs.append((first, start + layer.numel))
         return parts
 
-    def _way(self, layer: Layer, options: BackendOptions) -> Way | None:
+    def _option(self, layer: Layer, options: BackendOptions) -> Option | None:
         if any(part in layer.name for part in self._excluded):
             return None
         if self._planned is not None:
             return self._planned[layer.name]
-        return None if layer.ndim <= 1 or layer.numel < options.min_numel else options.way
+        return None if layer.ndim <= 1 or layer.numel < options.min_numel else options.option
 
     def _agree(self, options: BackendOptions, gather: Callable[[str], list[str]]) -> None:
-        parts = [{str(way): runs for way, runs in self._parts(bucket, options).items()} for bucket in self._buckets]
+        parts = [
+            {str(option): runs for option, runs in self._parts(bucket, options).items()} for bucket in self._buckets
+        ]
         offers = gather(hashlib.sha256(repr(parts).encode()).hexdigest())
         for rank, offer in enumerate(offers):
             if offer != offers[0]:
@@ -195,8 +197,8 @@ def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
     return [[layers[id(parameter)] for parameter in bucket] for bucket in bucket_parameters(model)]
 
 
-def _ways(plan: Plan, model: DistributedDataParallel) -> dict[str, Way | None]:
-    """Return the plan's answer by layer. Raises PlanError for another model's plan, ConfigError if it cannot run."""
+def _options_of(plan: Plan, model: DistributedDataParallel) -> dict[str, Option | None]:
+    """Return the plan's option by layer. Raises PlanError for another model's plan, ConfigError if it cannot run."""
     if not isinstance(plan, Plan):
         raise ConfigError(
             f"register_model got a {type(plan).__name__} as plan; make one, such as make_plan(layers_of(model), "
@@ -209,12 +211,14 @@ def _ways(plan: Plan, model: DistributedDataParallel) -> dict[str, Way | None]:
         )
     layers = [as_layer(name, parameter) for name, parameter in averaged_parameters(model).items()]
     plan.check(layers, model.process_group.size())
-    ways: dict[str, Way | None] = {}
+    options: dict[str, Option | None] = {}
     for group in plan.groups:
-        if group.intra is not Intra.FLAT:
+        if group.option.intra is not Intra.FLAT:
             raise ConfigError(
-                f"intra {group.intra!s} is not for backend cgx; give a plan with 'flat', or use cgx_ray.attach"
+                f"intra {group.option.intra!s} is not for backend cgx; give a plan with 'flat', or use cgx_ray.attach"
             )
-        way = Way(codec=group.codec, scheme=group.scheme) if group.codec != NONE else None
-        ways.update(dict.fromkeys(group.layers, way))
-    return ways
+        compresses = group.option.codec != NONE
+        if compresses:
+            check_option(group.option.codec, group.option.scheme)
+        options.update(dict.fromkeys(group.layers, group.option if compresses else None))
+    return options

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, SMALL_LAYER_NUMEL, CodecSpec, Scheme
+from cgx_ray.plan import NONE, SMALL_LAYER_NUMEL, CodecSpec, Option, Scheme
 
 # Codecs without residuals: a process group sees tensors, not layers, so it has no names to keep residuals by.
 CODECS = ("none", "fp16", "bf16", "qsgd", "terngrad", "prefix")
@@ -25,35 +25,26 @@ BITS_OFF = 32
 T = TypeVar("T", int, float)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """How elements are compressed and travel. Raises ConfigError on what backend cgx cannot do."""
-
-    codec: CodecSpec
-    scheme: str
-
-    def __post_init__(self) -> None:
-        if self.codec.name not in CODECS or self.codec.rounding == "nearest":
-            raise ConfigError(
-                f"codec {self.codec} is not for backend cgx, which keeps no error feedback; give one of "
-                f"{', '.join(CODECS)} (qsgd with rounding=stochastic), or use cgx_ray.attach, which has all codecs"
-            )
-        if self.scheme not in SCHEMES:
-            raise ConfigError(f"scheme '{self.scheme}' is not for backend cgx; give one of {', '.join(SCHEMES)}")
-
-    def __str__(self) -> str:
-        return f"{self.codec} over {self.scheme}"
+def check_option(codec: CodecSpec, scheme: str) -> None:
+    """Raise ConfigError if backend cgx cannot use `codec` or `scheme`."""
+    if codec.name not in CODECS or codec.rounding == "nearest":
+        raise ConfigError(
+            f"codec {codec} is not for backend cgx, which keeps no error feedback; give one of "
+            f"{', '.join(CODECS)} (qsgd with rounding=stochastic), or use cgx_ray.attach, which has all codecs"
+        )
+    if scheme not in SCHEMES:
+        raise ConfigError(f"scheme '{scheme}' is not for backend cgx; give one of {', '.join(SCHEMES)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
     """The options of one process group. Raises ConfigError on a value that is not allowed.
 
-    way        codec and scheme where no plan says another; with codec none Gloo reduces everything
+    option     codec and scheme where no plan says another; with codec none Gloo reduces everything
     min_numel  tensors, and layers of a registered model, with fewer elements are not compressed
     """
 
-    way: Way
+    option: Option
     min_numel: int
 
     def __post_init__(self) -> None:
@@ -63,7 +54,7 @@ class BackendOptions:
             )
 
     def __str__(self) -> str:
-        return f"{self.way} from {self.min_numel} elements on"
+        return f"{self.option} from {self.min_numel} elements on"
 
 
 _given: dict[str, Any] = {}  # arguments of `_make`
@@ -112,7 +103,8 @@ def current_options() -> BackendOptions:
 def _make(
     codec: CodecSpec = DEFAULT_CODEC, scheme: str = Scheme.SRA, min_numel: int = SMALL_LAYER_NUMEL
 ) -> BackendOptions:
-    return BackendOptions(way=Way(codec=codec, scheme=scheme), min_numel=min_numel)
+    check_option(codec, scheme)
+    return BackendOptions(option=Option(codec=codec, scheme=Scheme(scheme)), min_numel=min_numel)
 
 
 def _codec_of_environment() -> CodecSpec:

@@ -93,7 +93,7 @@ class CgxProcessGroup(dist.ProcessGroup):
         for group in (self, self._plain):
             set_cpu_backend(group, gloo)
         self._thread: ReduceThread | None = None
-        if world_size > 1 and cgx_options.way.codec != NONE:
+        if world_size > 1 and cgx_options.option.codec != NONE:
             self._thread = ReduceThread(self, store, options.timeout.total_seconds())
 
     @property
@@ -118,7 +118,7 @@ class CgxProcessGroup(dist.ProcessGroup):
             return self._plain.allreduce(tensors, opts)
         tensor_N = tensors[0].detach().view(-1)
         parts = parts_of(self, tensor_N.numel(), self._options, self._gather)
-        compressed = {way: runs for way, runs in parts.items() if way is not None}
+        compressed = {option: runs for option, runs in parts.items() if option is not None}
         if not compressed:
             return self._plain.allreduce(tensors, opts)
         # Start it in this thread, so that Gloo gets its work in the same order on all ranks.

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cgx_ray.backend.options import Way
 from cgx_ray.backend.work import CompressedWork
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import Stamp
@@ -19,7 +18,7 @@ from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange
 from cgx_ray.collectives.tcp import connect_mesh_by_store
 from cgx_ray.engine.thread import WorkThread
 from cgx_ray.errors import CGXError
-from cgx_ray.plan import Scheme
+from cgx_ray.plan import Option
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class ReduceThread:
         self._timeout_s = timeout_s
         self._mesh = connect_mesh_by_store(store, group.rank(), group.size(), timeout_s)
         self._transport: Transport | None = None
-        self._exchanges: dict[tuple[Way, int], Exchange] = {}
+        self._exchanges: dict[tuple[Option, int], Exchange] = {}
         self._buffer_N = torch.empty(0)
         self._failure: CGXError | None = None
         self._lock = threading.Lock()
@@ -78,12 +77,13 @@ class ReduceThread:
 
     def _reduce(self, work: CompressedWork, step: int) -> None:
         tensor_N = work.tensor.detach().view(-1)
-        for index, (way, runs) in enumerate(work.parts.items()):
+        for index, (option, runs) in enumerate(work.parts.items()):
             parts = [tensor_N[start:stop] for start, stop in runs]
             # A float32 tensor that is compressed as a whole is averaged in place.
             is_in_place = len(parts) == 1 and tensor_N.dtype == torch.float32
             average_N = parts[0] if is_in_place else self._gather(parts)
-            self._exchange(way, average_N, Stamp(plan_version=0, step=step, group=index, codec=way.codec.name))
+            stamp = Stamp(plan_version=0, step=step, group=index, codec=option.codec.name)
+            self._exchange(option, average_N, stamp)
             if work.op == dist.ReduceOp.SUM:
                 # In float32, so that the copy below is Inf only if float16 cannot represent the sum.
                 average_N.mul_(self._group.size())
@@ -103,17 +103,17 @@ class ReduceThread:
             room.copy_(part)
         return buffer_N
 
-    def _exchange(self, way: Way, average_N: Tensor, stamp: Stamp) -> None:
+    def _exchange(self, option: Option, average_N: Tensor, stamp: Stamp) -> None:
         if self._transport is None:
             # Not in the constructor: the group has its ranks only when torch has registered it.
             self._transport = Transport(self._group, mesh=self._mesh, timeout_s=self._timeout_s)
         self._transport.step, self._transport.group_index = stamp.step, stamp.group
         numel = average_N.numel()
-        exchange = self._exchanges.pop((way, numel), None)
+        exchange = self._exchanges.pop((option, numel), None)
         if exchange is None:
-            codec = make_codec(way.codec, world_size=self._group.size())
-            exchange = make_exchange(codec, Scheme(way.scheme), numel, 4, self._transport)
-        self._exchanges[way, numel] = exchange
+            codec = make_codec(option.codec, world_size=self._group.size())
+            exchange = make_exchange(codec, option.scheme, numel, 4, self._transport)
+        self._exchanges[option, numel] = exchange
         if len(self._exchanges) > MAX_EXCHANGES:
             del self._exchanges[next(iter(self._exchanges))]
         exchange.run(average_N, None, stamp, SEED, Phases())

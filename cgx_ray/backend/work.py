@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.backend.buckets import Run
-from cgx_ray.backend.options import Way
 from cgx_ray.errors import CGXError, TransportError
+from cgx_ray.plan import Option
 
 
 class CompressedWork(dist.Work):
@@ -25,7 +25,7 @@ class CompressedWork(dist.Work):
     exact   the runs of the tensor that Gloo reduces; None if there are none
     """
 
-    def __init__(self, tensor: Tensor, op: Any, parts: Mapping[Way, Sequence[Run]], exact: ExactPart | None) -> None:
+    def __init__(self, tensor: Tensor, op: Any, parts: Mapping[Option, Sequence[Run]], exact: ExactPart | None) -> None:
         super().__init__()
         self.tensor = tensor
         self.op = op

@@ -120,7 +120,7 @@ def describe_sweep(sweep: Sweep, points: Sequence[BestPlan]) -> dict[str, Any]:
 
 
 def _parts_ms(step: Prediction) -> Mapping[str, float]:
-    return {part: 1e3 * seconds for part, seconds in step.schedule.parts_s.items()}
+    return {part: 1e3 * seconds for part, seconds in step.timeline.parts_s.items()}
 
 
 def _summary(answer: BestPlan, price: Price | None, num_workers: int) -> Table:
@@ -131,8 +131,8 @@ def _summary(answer: BestPlan, price: Price | None, num_workers: int) -> Table:
     table.add_row("step, ms", *(f"{1e3 * step.step_s:.1f}" for step in (dense, best)))
     table.add_row("compute of it, ms", *(f"{1e3 * step.compute_s:.1f}" for step in (dense, best)))
     table.add_row("bound by", *(step.bound_by for step in (dense, best)))
-    for part in dense.schedule.parts_s:
-        shares = (step.schedule.parts_s[part] / step.step_s if step.step_s else 0.0 for step in (dense, best))
+    for part in dense.timeline.parts_s:
+        shares = (step.timeline.parts_s[part] / step.step_s if step.step_s else 0.0 for step in (dense, best))
         table.add_row(f"  critical path, {part}", *(f"{share:.0%}" for share in shares))
     num_bytes = (sum(group.wire_bytes for group in step.groups) for step in (dense, best))
     table.add_row("gradient encoded, MB", *(f"{each / 1e6:.2f}" for each in num_bytes))

@@ -11,9 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cgx_ray.plan import Scheme
+from cgx_ray.plan import DENSE, Option, Scheme
 from cgx_ray.planner.joint import BestPlan
-from cgx_ray.planner.options import DENSE, Option
 from cgx_ray.planner.prediction import Prediction
 from cgx_ray.planner.scenario import Sweep
 from cgx_ray.planner.timeline import BACKWARD, Resource, StageSpan
@@ -73,7 +72,7 @@ def _lanes(steps: Sequence[Prediction]) -> list[Resource]:
     used = {
         resource
         for step in steps
-        for span in step.schedule.spans
+        for span in step.timeline.spans
         for resource, busy_s in span.stage.busy_s.items()
         if busy_s > 0
     }
@@ -81,7 +80,7 @@ def _lanes(steps: Sequence[Prediction]) -> list[Resource]:
 
 
 def _draw_step(axes: Axes, name: str, step: Prediction, lanes: Sequence[Resource], colors: Mapping[str, str]) -> None:
-    for span in step.schedule.spans:
+    for span in step.timeline.spans:
         color = _COMPUTE if span.stage.name == BACKWARD else colors[str(step.groups[span.group].option)]
         _draw_span(axes, span, lanes, color)
     end_ms = 1e3 * step.step_s

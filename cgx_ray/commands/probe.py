@@ -19,10 +19,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.probe import Prober, Way
+from cgx_ray.monitors.probe import NodePath, Prober
 from cgx_ray.monitors.probe_schedule import rounds
 
-Ways = Mapping[tuple[str, str], Way]
+Ways = Mapping[tuple[str, str], NodePath]
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -65,7 +65,7 @@ def probe_command(address: str, console: Console, json_path: str | None, plot: P
 
 def probe_nodes(
     node_of_host: Mapping[str, str], on_done: Callable[[tuple[str, str]], None], *, counts_hops: bool = False
-) -> dict[tuple[str, str], Way]:
+) -> dict[tuple[str, str], NodePath]:
     """Probe every ordered pair of hosts, by rounds in which no node takes part twice.
 
     node_of_host  Ray's node id by address; Ray must be initialised. Each gets an actor, without a CPU, while this lasts
@@ -114,7 +114,7 @@ def way_table(hosts: list[str], ways: Ways) -> Table:
     return table
 
 
-def _cell(way: Way) -> str:
+def _cell(way: NodePath) -> str:
     hops = f", {way.hops}" if way.hops is not None else ""
     return f"{8e-6 * way.bytes_per_s:.0f} ±{way.error:.0%}\n{way.latency_s * 1e3:.2f}{hops}"
 
@@ -122,7 +122,7 @@ def _cell(way: Way) -> str:
 def plot_ways(hosts: list[str], ways: Ways, path: Path) -> None:
     """Write a PNG: bandwidth and latency as heat maps."""
     figure = Figure(figsize=(4 + 1.2 * len(hosts), 2 + 0.6 * len(hosts)), dpi=130, layout="constrained")
-    panels: list[tuple[str, str, Callable[[Way], float]]] = [
+    panels: list[tuple[str, str, Callable[[NodePath], float]]] = [
         ("Mbit/s", "viridis", lambda way: 8e-6 * way.bytes_per_s),
         ("one-way ms", "viridis_r", lambda way: way.latency_s * 1e3),
     ]

@@ -1,32 +1,39 @@
-"""Telling a change from noise: CUSUM (Page 1954) on logarithms, with evidence counted in seconds."""
+"""Detectors that tell a change from noise: CUSUM (Page 1954) on logarithms, with evidence counted in seconds.
+
+Each second adds log(value / level) - DRIFT to the evidence for a rise, and the same with the other sign for a fall;
+evidence never falls below 0. An alarm is raised when it reaches ALARM. A change by 2x adds log 2 - log 1.2 = 0.51 per
+second, so it is noticed after 2.1 s, and a neighbour's burst of 2 s that takes half of the link is not.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-# A change by 2x is evidence of log 2 - DRIFT = 0.51 a second: noticed after 2.1 s, so a neighbour's burst that takes
-# half of the link may last 2 s. However large it is it must last for 1.1 s. Less than 1.2x drifts along.
+# Logarithm of the largest ratio to the level that adds no evidence: 1.2x is usual noise and slow drift.
 DRIFT = math.log(1.2)
+# Logarithm of the largest ratio that counts in full. A huge deviation must still last for 1.1 s.
 CLIP = math.log(3)
+# Evidence that raises an alarm, in units of logarithm times seconds: 2.1 s of a change by 2x.
 ALARM = 1.05
-# Nothing makes a network faster for a moment: a change for the better is noticed after 1.5 s.
+# Evidence for a change for the better: 1.5 s of a change by 2x. Lower, as nothing makes a network faster for a moment.
 RELIEF_ALARM = 0.75
-# Until either, the level is being learned.
+# Seconds, and samples if these come faster, from which the first level is learned before anything can be a change.
 LEARN_S = 2.0
 LEARN_SAMPLES = 10
-# How fast what is normal follows what is seen, as long as nothing is suspected.
+# Seconds over which the level follows the samples while there is no evidence of a change.
 MEMORY_S = 10.0
-# One sample says this much and no more, however long it took to take, and one alone is never enough.
+# Largest number of seconds that one sample counts for, so that a single long step does not outweigh many others.
 MAX_SAMPLE_S = 3.0
+# Samples that an alarm needs at least, whatever they cover: one may always be an outlier.
 MIN_SAMPLES = 2
 
 
 class ChangeDetector:
-    """Watches one positive quantity and says when its level has moved by about 2x or more, up or down.
+    """Watches one positive quantity and reports when its level has moved by about 2x or more, up or down.
 
-    Samples may come at any rate: one that covers `seconds` counts as much as several that cover them together. After an
-    alarm the level is what was seen since the suspicion began.
+    Samples may come at any rate: a sample that covers `seconds` counts as much as several that cover them together.
+    After an alarm the new level is the mean of the samples since the evidence began to grow.
     """
 
     def __init__(
@@ -37,20 +44,20 @@ class ChangeDetector:
         learn_s: float = LEARN_S,
     ) -> None:
         """
-        better        1 if more is better and cannot be a moment's luck, -1 if less is, 0 if neither
-        alarm         how much evidence is enough for a change that is not for the better
-        relief_alarm  and for one that is
-        learn_s       how long the first samples only say what the level is; the very first one always does
+        better        1 if a rise is an improvement that never lasts for a moment only, -1 if a fall is, 0 if neither
+        alarm         evidence needed for a change that is not an improvement
+        relief_alarm  evidence needed for an improvement
+        learn_s       seconds over which the first level is learned; the very first sample always sets it
         """
         self._better, self._alarm, self._relief_alarm, self._learn_s = better, alarm, relief_alarm, learn_s
         self._level: float | None = None
         self._seconds = 0.0
         self._num_samples = 0
-        self._up = _Suspicion()
-        self._down = _Suspicion()
+        self._up = _Evidence()
+        self._down = _Evidence()
 
     def add(self, value: float, seconds: float) -> float | None:
-        """Take in a sample; returns for how many seconds the level has been another if that is now sure, else None.
+        """Add a sample; return the seconds since the level changed if that is now certain, else None.
 
         Raises ValueError if `value` is not a positive number.
         """
@@ -61,14 +68,14 @@ class ChangeDetector:
         if self._level is None or (self._seconds < self._learn_s and self._num_samples <= LEARN_SAMPLES):
             self._learn(log_value, seconds)
             return None
-        for suspicion, sign in ((self._up, 1), (self._down, -1)):
-            suspicion.add(sign * (log_value - self._level), log_value, seconds)
+        for evidence, sign in ((self._up, 1), (self._down, -1)):
+            evidence.add(sign * (log_value - self._level), log_value, seconds)
             alarm = self._relief_alarm if sign == self._better else self._alarm
-            if suspicion.num_samples >= MIN_SAMPLES and suspicion.evidence >= alarm:
-                since_s = suspicion.seconds
-                # Some of it was before the change, so the level has yet to settle.
-                self._level, self._seconds = suspicion.sum / since_s, min(since_s, LEARN_S)
-                self._up, self._down = _Suspicion(), _Suspicion()
+            if evidence.num_samples >= MIN_SAMPLES and evidence.amount >= alarm:
+                since_s = evidence.seconds
+                # Some of these samples may be from before the change, so the level goes on learning.
+                self._level, self._seconds = evidence.sum / since_s, min(since_s, LEARN_S)
+                self._up, self._down = _Evidence(), _Evidence()
                 return since_s
         if not (self._up.seconds or self._down.seconds):
             self._learn(log_value, seconds)
@@ -80,18 +87,18 @@ class ChangeDetector:
         self._level = level + (log_value - level) * min(1.0, seconds / self._seconds)
 
 
-class _Suspicion:
-    """What speaks for a change in one direction, and since when."""
+class _Evidence:
+    """Evidence for a change in one direction, and the samples since it last was 0."""
 
     def __init__(self) -> None:
-        self.evidence = 0.0
+        self.amount = 0.0
         self.num_samples = 0
         self.seconds = 0.0
         self.sum = 0.0
 
     def add(self, deviation: float, log_value: float, seconds: float) -> None:
-        self.evidence = max(0.0, self.evidence + (min(deviation, CLIP) - DRIFT) * seconds)
-        if not self.evidence:
+        self.amount = max(0.0, self.amount + (min(deviation, CLIP) - DRIFT) * seconds)
+        if not self.amount:
             self.num_samples, self.seconds, self.sum = 0, 0.0, 0.0
             return
         self.num_samples += 1
@@ -100,14 +107,14 @@ class _Suspicion:
 
 
 class SlowRanks:
-    """Ranks whose compute takes more than 1.2x that of the others, for seconds on end; forgiven after as long."""
+    """Ranks whose compute takes more than 1.2x the median for seconds on end; cleared after as many normal seconds."""
 
     def __init__(self, world_size: int) -> None:
         self._evidence = [0.0] * world_size
         self.ranks: frozenset[int] = frozenset()
 
     def add(self, ratios: Sequence[float], seconds: float) -> bool:
-        """Take in each rank's compute time over the median of all; returns whether `ranks` is another set now."""
+        """Add each rank's compute time over the median of all ranks; return whether `ranks` has changed."""
         before = self.ranks
         for rank, ratio in enumerate(ratios):
             deviation = max(-CLIP, min(math.log(ratio), CLIP)) if ratio > 0 else -CLIP

@@ -1,4 +1,4 @@
-"""The controller: one actor a run. Holds the control loop and hands out plans."""
+"""The controller: one actor per worker group that holds the control loop and hands out plans."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ History = tuple[Sequence[Layer], Sequence[Plan]]
 
 
 class Controller:
-    """Made an actor by `ray.remote`; its methods run on one event loop, one at a time between awaits.
+    """Made an actor by `ray.remote`. Its methods run on one event loop, one at a time between awaits.
 
-    It lives as long as one group of workers; `history` is what the one of the group before knew.
+    It lives as long as one worker group. Ranks that lose it go on with the plan that they have.
     """
 
     def __init__(
         self, policy: Policy, journal_path: str, group_bytes: int, run_name: str, history: History | None = None
     ) -> None:
+        """`history` is that of the previous worker group's controller, None for the first."""
         logging.basicConfig(level=logging.INFO)
         self._journal = Journal(Path(journal_path))
         layers, plans = history or ((), ())
@@ -38,15 +39,15 @@ class Controller:
         self._changed = asyncio.Event()
 
     async def register(self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]) -> Plan:
-        """A group of workers starts; returns its first plan. See `ControlLoop.register`."""
+        """Start the worker group; return its first plan. See `ControlLoop.register`."""
         return self._loop.register(layers, first_plan, codec_costs)
 
     async def history(self) -> History:
-        """Layers and plans so far, for the controller of the next group of workers."""
+        """Return layers and plans so far, for the controller of the next worker group."""
         return self._loop.layers, self._loop.plans
 
     async def observe(self, sample: NodeSample) -> str | None:
-        """Take in a node's report; decide if it gives cause to. Returns the node it is to probe now, or None."""
+        """Add a node's report and decide if there is a cause. Return the node that it shall probe now, or None."""
         now_s = time.monotonic()
         for decision in self._loop.observe(sample, now_s):
             logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
@@ -58,7 +59,7 @@ class Controller:
         return self._loop.next_probe(sample.node_id, now_s)
 
     async def plans_after(self, version: int, timeout_s: float) -> list[Plan]:
-        """Plans newer than `version`, oldest first; waits up to `timeout_s` for one, then returns none."""
+        """Return the plans newer than `version`, oldest first; wait up to `timeout_s` for one, then return none."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._newer(version):

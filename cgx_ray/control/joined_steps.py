@@ -1,4 +1,4 @@
-"""What the controller knows of a run: samples of all ranks, joined by step."""
+"""Samples of all ranks, joined by step."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from cgx_ray.control.link_estimate import Exchange, Seen
+from cgx_ray.control.traffic import ObservedExchange, StepTraffic
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms
 
-# Before a rank's report is given up and its step forgotten.
+# Incomplete steps that are kept, so that a rank that never reports does not fill the memory.
 MAX_OPEN_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedStep:
-    """One step as the whole group saw it. Seconds.
+    """One step of all ranks. Times in seconds.
 
-    compute_s  of the slowest rank: the others wait for it
-    ready_s    for each group, when the last rank had it
-    slowness   by rank, its compute time over the median of all
-    seen       of the network; of each group the shortest exchange any rank saw: what is left is the wait for late ranks
+    compute_s  of the slowest rank, which the others wait for
+    ready_s    for each group, the time at which the last rank had it
+    slowness   by rank, its compute time over the median of all ranks
+    traffic    network observations. The shortest exchange of each group counts: longer ones contain the wait for late
+               ranks
     gain       mean over ranks, on steps that measured it
-    num_local  ranks that share memory, if they are as many everywhere; else 1
+    num_local  number of ranks that share memory if it is the same on all nodes, else 1
     """
 
     step: int
@@ -35,21 +36,21 @@ class JoinedStep:
     codec_s: float
     ready_s: tuple[float, ...]
     slowness: tuple[float, ...]
-    seen: Seen
+    traffic: StepTraffic
     gain: Mapping[str, float]
     num_local: int
 
 
-class StepBook:
-    """Collects samples and gives out steps once every rank has reported them."""
+class StepJoiner:
+    """Collects samples and returns each step when all ranks have reported it."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        # By step and plan: after a restart, steps come again, and late samples of the old workers may still arrive.
+        # By step and plan: after a restart steps repeat, while late samples of the old workers may still arrive.
         self._open: dict[tuple[int, int], dict[int, StepSample]] = defaultdict(dict)
 
     def add(self, samples: Iterable[StepSample]) -> list[JoinedStep]:
-        """Take samples in any order; returns the steps that became complete, oldest first."""
+        """Add samples in any order; return the steps that they complete, oldest first."""
         for sample in samples:
             self._open[sample.step, sample.plan_version][sample.rank] = sample
         complete = sorted(step for step, ranks in self._open.items() if len(ranks) == self._world_size)
@@ -60,7 +61,7 @@ class StepBook:
 
 
 def join(samples: list[StepSample]) -> JoinedStep:
-    """Combine what the ranks saw of one step."""
+    """Return one step from the samples of all ranks."""
     samples = sorted(samples, key=lambda sample: sample.rank)
     measured = [sample.gain for sample in samples if sample.gain]
     codecs = {codec for gain in measured for codec in gain}
@@ -75,38 +76,38 @@ def join(samples: list[StepSample]) -> JoinedStep:
         codec_s=median(sample.encode_s + sample.decode_s for sample in samples),
         ready_s=tuple(max(times) for times in zip(*(sample.ready_s for sample in samples), strict=True)),
         slowness=tuple(sample.compute_s / usual_s if usual_s > 0 else 1.0 for sample in samples),
-        seen=_seen(samples, step_s, num_local if num_local < len(samples) else 1),
+        traffic=_traffic(samples, step_s, num_local if num_local < len(samples) else 1),
         gain={codec: fmean(gain[codec] for gain in measured if codec in gain) for codec in codecs},
         num_local=num_local,
     )
 
 
-def _seen(samples: list[StepSample], step_s: float, sharing: int) -> Seen:
-    """`sharing`: ranks of a node that send at the same time, so each sees that part of its link's rate."""
+def _traffic(samples: list[StepSample], step_s: float, num_sharing: int) -> StepTraffic:
+    """`num_sharing`: ranks that share a node's link. They send at the same time, so each sees a part of its rate."""
     lag_s = {(one.rank, peer): lag for one in samples for peer, lag in enumerate(one.lag_s)}
     trips = {(a, b): lag + lag_s[b, a] for (a, b), lag in lag_s.items() if a < b and (b, a) in lag_s}
-    return Seen(
+    return StepTraffic(
         seconds=step_s,
         exchanges=tuple(
             _exchange(min(transfers, key=lambda transfer: transfer.seconds), len(samples))
             for transfers in zip(*(sample.transfers for sample in samples), strict=True)
-            # The time of a hierarchical one is that of two kinds of links.
+            # A hierarchical exchange uses two kinds of links, so its time tells neither.
             if transfers[0].intra == "flat"
         ),
         bursts={
-            sample.rank: tuple(Burst(sharing * burst.num_bytes, burst.seconds) for burst in sample.bursts)
+            sample.rank: tuple(Burst(num_sharing * burst.num_bytes, burst.seconds) for burst in sample.bursts)
             for sample in samples
         },
         pair_rate={
             (peer, sample.rank): rate for sample in samples for peer, rate in enumerate(sample.rate_from) if rate > 0
         },
-        # A clock that was set in between makes nonsense.
+        # A clock that was set between the two messages can make a round trip negative.
         round_trip_s={pair: seconds for pair, seconds in trips.items() if seconds > 0},
     )
 
 
-def _exchange(transfer: Transfer, world_size: int) -> Exchange:
+def _exchange(transfer: Transfer, world_size: int) -> ObservedExchange:
     hops, num_bytes = terms(
         Scheme(transfer.scheme), world_size, transfer.wire_bytes, transfer.wire_bytes, transfer.index_bytes
     )
-    return Exchange(hops=hops, num_bytes=num_bytes, seconds=transfer.seconds)
+    return ObservedExchange(hops=hops, num_bytes=num_bytes, seconds=transfer.seconds)

@@ -1,4 +1,18 @@
-"""The network between workers, as the run's messages and the agents' probes show it."""
+"""The network between workers, from the training's messages (`link_estimate`) and the agents' probes.
+
+Messages and probes are combined as follows:
+
+1. Latency is the shorter of the two, since full links and busy processors can only add to it. After a change, the
+   probed latencies count again when all nodes have measured anew.
+2. Bandwidth is that of the messages. Where it is not sure, probed bandwidths replace it until they are RATE_HOLDS_S old
+   or the network changes. A node sends at the highest rate that it reached to any other node, and receives likewise, as
+   the other end of a single path may be the slow one.
+3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. A node takes
+   part in one probe per minute, of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and
+   a node that has sent receives next.
+4. If the probed path between two nodes is slow, the slow node is named only if the other one was fast on another path.
+5. A node that answers nobody's round trips any more is silent.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +22,23 @@ from collections.abc import Mapping
 from statistics import median
 from typing import TypeVar
 
-from cgx_ray.control.link_estimate import Estimate, PassiveLink, Seen, slowest_rate
-from cgx_ray.control.measured import latency_moved
+from cgx_ray.control.estimate import Estimate
+from cgx_ray.control.link_estimate import PassiveLink
+from cgx_ray.control.network_change import is_other_latency
+from cgx_ray.control.rate_estimates import slowest_rate
 from cgx_ray.control.topology import SilentNodes, slow_links
+from cgx_ray.control.traffic import StepTraffic
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
 
-# What agents say of latencies counts that long without a word of them.
+# Seconds for which a node's reported latencies count if it reports no more. Agents report every second, so after two
+# minutes the node is gone.
 PROBE_HOLDS_S = 2 * BUDGET_S
-# And a probed rate: an even number of nodes has each one send and receive within three minutes, an odd one within five.
+# Seconds for which a probed rate counts. Every node has sent and received within three minutes if the number of nodes
+# is even, within five if it is odd.
 RATE_HOLDS_S = 5.5 * BUDGET_S
-# Between workers of one host nobody measures latency: a loopback round trip.
+# One-way latency in seconds before any was measured, and between workers of one host, where no probe runs: a loopback
+# round trip.
 DEFAULT_LATENCY_S = 50e-6
 
 K = TypeVar("K")
@@ -26,10 +46,10 @@ T = TypeVar("T")
 
 
 class KnownNetwork:
-    """Pure: times are by the caller's clock, which drops what probes found, as a node may fall silent.
+    """The current estimates. Pure: all times are by the caller's clock.
 
-    probed_s     one-way latency by probes, the default before any
-    num_changes  how often the network has changed
+    probed_s     one-way latency by probes; DEFAULT_LATENCY_S before the first one
+    num_changes  number of times that the network has changed
     """
 
     def __init__(self) -> None:
@@ -38,66 +58,69 @@ class KnownNetwork:
         self._link = PassiveLink()
         self._silent_nodes = SilentNodes()
         self._probes = ProbeSchedule()
-        self._probed_of_node: dict[str, tuple[float, float]] = {}
-        # By way, from a node to another.
+        # By node, the time of its last report and the median latency in it.
+        self._probed_latency_s: dict[str, tuple[float, float]] = {}
+        # By path (source node, target node), the time of the probe and its rate.
         self._probed_rates: dict[tuple[str, str], tuple[float, float]] = {}
         self._ranks: dict[str, set[int]] = defaultdict(set)
-        # What each node has said of latencies at last. From when the link changed on: what it had said by then, of
-        # those that have not measured all of it anew.
-        self._said: dict[str, Mapping[str, float]] = {}
-        self._outdated: dict[str, Mapping[str, float]] = {}
-        self._outdated_s = -math.inf
+        self._reported_s: dict[str, Mapping[str, float]] = {}
+        # Latencies that were reported before the last change, by node, until the node has measured all of them anew.
+        self._outdated_s: dict[str, Mapping[str, float]] = {}
+        self._changed_at_s = -math.inf
 
-    def hear(self, sample: NodeSample, now_s: float) -> bool:
-        """Take in what a node says of the others; returns whether exchanges before were read with a wrong latency."""
+    def add_report(self, sample: NodeSample, now_s: float) -> bool:
+        """Add what a node reports about the others; return whether earlier exchanges were read with a wrong latency."""
         self._silent_nodes.add(sample.node_id, sample.latency_s)
-        was_probed = any(self._said.values())
-        self._probed_of_node = _fresh(self._probed_of_node, now_s - PROBE_HOLDS_S)
-        self._probed_rates = _fresh(self._probed_rates, now_s - RATE_HOLDS_S)
-        self._probed_of_node.pop(sample.node_id, None)
-        self._said[sample.node_id] = sample.latency_s
-        outdated = self._outdated.get(sample.node_id, {})
-        anew = {node: said_s for node, said_s in sample.latency_s.items() if said_s != outdated.get(node)}
-        if anew:
-            self._probed_of_node[sample.node_id] = now_s, median(anew.values())
-        if len(anew) == len(sample.latency_s):
-            self._outdated.pop(sample.node_id, None)
-        if now_s - self._outdated_s > PROBE_HOLDS_S:
-            # Who has not reported for so long is not waited for.
-            self._outdated.clear()
+        was_probed = any(self._reported_s.values())
+        self._probed_rates = _newer(self._probed_rates, now_s - RATE_HOLDS_S)
+        self._add_latencies(sample, now_s)
         self._ranks[sample.node_id].update(step.rank for step in sample.steps)
         self._probed_rates |= {(sample.node_id, other): (now_s, rate) for other, rate in sample.bandwidth.items()}
         if not self._is_probed:
             return False
-        before_s, self.probed_s = self.probed_s, median(found_s for _, found_s in self._probed_of_node.values())
-        if self._link.latency_s is not None or not latency_moved(before_s, self.probed_s):
+        before_s, self.probed_s = self.probed_s, median(found_s for _, found_s in self._probed_latency_s.values())
+        if self._link.latency_s is not None or not is_other_latency(before_s, self.probed_s):
             return False
         self._link = PassiveLink()
         self._probed_rates.clear()
         self.num_changes += was_probed
         return True
 
-    def add(self, seen: Seen, now_s: float) -> None:
-        """Take in what all ranks saw in a step. After a change what probes said before it does not count."""
+    def _add_latencies(self, sample: NodeSample, now_s: float) -> None:
+        self._probed_latency_s = _newer(self._probed_latency_s, now_s - PROBE_HOLDS_S)
+        self._probed_latency_s.pop(sample.node_id, None)
+        self._reported_s[sample.node_id] = sample.latency_s
+        outdated_s = self._outdated_s.get(sample.node_id, {})
+        anew_s = {node: latency_s for node, latency_s in sample.latency_s.items() if latency_s != outdated_s.get(node)}
+        if anew_s:
+            self._probed_latency_s[sample.node_id] = now_s, median(anew_s.values())
+        if len(anew_s) == len(sample.latency_s):
+            self._outdated_s.pop(sample.node_id, None)
+        if now_s - self._changed_at_s > PROBE_HOLDS_S:
+            # Nodes that have not reported since the change are not waited for any longer.
+            self._outdated_s.clear()
+
+    def add_step(self, traffic: StepTraffic, now_s: float) -> None:
+        """Add what all ranks observed in a step. If the network has changed, forget the probes before the change."""
         num_changes = self._link.num_changes
-        self._link.add(seen, self.probed_s)
+        self._link.add(traffic, self.probed_s)
         if self._link.num_changes > num_changes:
             self.num_changes += self._link.num_changes - num_changes
             self._probed_rates.clear()
-            self._probed_of_node.clear()
-            self._outdated = {node: said for node, said in self._said.items() if said}
-            self._outdated_s = now_s
+            self._probed_latency_s.clear()
+            self._outdated_s = {node: reported for node, reported in self._reported_s.items() if reported}
+            self._changed_at_s = now_s
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
-        """The node that `node_id` is to probe now, or None: messages tell enough, or it is not its turn."""
+        """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn."""
         if self._is_sure:
             return None
         return self._probes.grant(node_id, self._silent_nodes.known - self.silent_nodes, now_s)
 
     @property
     def bandwidth(self) -> Estimate | None:
-        """What messages say; what probes say, where messages are not sure and nothing has changed since."""
-        if not self._counts_probes:
+        """Payload bytes per second of a worker's link, the slowest one's where some are slow; None if unknown."""
+        if not self._uses_probes:
             return self._link.bandwidth
         links = self._probed_links
         slow = slow_links(links)
@@ -106,19 +129,16 @@ class KnownNetwork:
 
     @property
     def latency_s(self) -> float | None:
-        """One way: the shorter of what messages and probes say, as full links and busy processors only add to it."""
-        views = [self._link.latency_s.value] if self._link.latency_s is not None else []
+        """One-way latency between workers; None if unknown."""
+        known_s = [self._link.latency_s.value] if self._link.latency_s is not None else []
         if self._is_probed:
-            views.append(self.probed_s)
-        return min(views, default=None)
+            known_s.append(self.probed_s)
+        return min(known_s, default=None)
 
     @property
     def slow(self) -> Mapping[int, float]:
-        """Bytes a second of ranks whose link is much slower than the others', by what `bandwidth` is made from.
-
-        A slow way does not tell which of its ends is slow, unless the other was fast on another way.
-        """
-        if not self._counts_probes:
+        """Bytes per second by rank, for ranks whose link is much slower than the others', from `bandwidth`'s source."""
+        if not self._uses_probes:
             return self._link.slow
         slow, named = slow_links(self._probed_links), set()
         for source, target in self._probed_rates:
@@ -129,7 +149,7 @@ class KnownNetwork:
 
     @property
     def silent_nodes(self) -> frozenset[str]:
-        """Ids of nodes that have stopped to answer the others."""
+        """Ids of nodes that no longer answer the others."""
         return self._silent_nodes.node_ids
 
     @property
@@ -137,12 +157,12 @@ class KnownNetwork:
         return self._link.bandwidth is not None and self._link.bandwidth.is_sure
 
     @property
-    def _counts_probes(self) -> bool:
+    def _uses_probes(self) -> bool:
         return bool(self._probed_rates) and not self._is_sure
 
     @property
     def _probed_links(self) -> dict[tuple[str, str], float]:
-        """What each node sends ("from") and receives ("to"): the most on any way, as another's end may be slow."""
+        """Highest probed rate at which each node sends, by ("from", node), and receives, by ("to", node)."""
         links: dict[tuple[str, str], float] = defaultdict(float)
         for (source, target), (_, rate) in self._probed_rates.items():
             for link in (("from", source), ("to", target)):
@@ -151,10 +171,10 @@ class KnownNetwork:
 
     @property
     def _is_probed(self) -> bool:
-        """All nodes that answer have measured latencies since the link changed."""
-        return bool(self._probed_of_node) and not self._outdated.keys() - self.silent_nodes
+        """True if all nodes that answer have measured latencies since the last change."""
+        return bool(self._probed_latency_s) and not self._outdated_s.keys() - self.silent_nodes
 
 
-def _fresh(found: Mapping[K, tuple[float, T]], since_s: float) -> dict[K, tuple[float, T]]:
-    """Of what was probed, at what time, that which still counts."""
-    return {key: (found_s, what) for key, (found_s, what) in found.items() if found_s >= since_s}
+def _newer(found: Mapping[K, tuple[float, T]], since_s: float) -> dict[K, tuple[float, T]]:
+    """Return the entries (time, value) of `found` that are not older than `since_s`."""
+    return {key: (found_s, value) for key, (found_s, value) in found.items() if found_s >= since_s}

@@ -1,7 +1,32 @@
-"""Latency and bandwidth of the network, from what the engine's own messages show. No probes, no clock, no sockets.
+"""Latency and bandwidth of the network, estimated from the training's own messages. No probes, clock or sockets.
 
-Processors that are busy, ranks that are late and queues that are full only ever make a message slower. So everything
-here looks at the fast side of what was seen: low quantiles of times, high quantiles of rates.
+Busy processors, late ranks and full queues can only make a message slower. So all estimates use the fast side of the
+observations: high quantiles of rates, low quantiles of times. The observations come from the engine's TCP mesh:
+
+- A burst (`Burst`) is some 10 to 50 ms of long messages at one receiver, or 2 MiB of them, by the kernel's time stamps.
+  Bursts are added up over trains of packets. A pause ends a train, because then the sender was encoding or TCP's window
+  was full. The first bytes of each train are left out, as they come from queues in front of the link.
+- At every step ranks send each other a small agreement message. Each rank notes when the others' arrived. The delays
+  that two ranks note add up to one round trip, whichever rank was late and whatever their clocks say.
+- An exchange is the wall time of one group, on any transport.
+
+The estimates over a window of ten seconds:
+
+1. Latency is half of the 0.1 quantile of a pair's round trips, and then the median over the pairs whose ranks are not
+   near each other (`topology.clusters`).
+2. Bandwidth is the 0.95 quantile of each rank's burst rates. It is sure if that is within 1.25x of the median burst.
+   Without bursts it is fitted to exchanges of different sizes. If all groups have similar sizes, it is the rate of the
+   exchanges after the latency is subtracted. `rate_estimates` has these three estimators.
+3. A rank whose link has less than 0.6 of the median rate, sending or receiving, is slow. Then the bandwidth is the
+   slowest of these ranks', since the others wait for it.
+
+A CUSUM test (`changes.ChangeDetector`) watches these quantities. After a change all observations older than the change
+are dropped. A rate that falls to half is noticed after 2.1 s, a rate that doubles after 1.5 s, and a latency that
+changes by 2x after 1 s. One step alone is never enough, and a neighbour's burst of 2 s that takes half of the link is
+not a change.
+
+Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
+downlinks, a receiver observes more than the senders can sustain.
 """
 
 from __future__ import annotations
@@ -9,85 +34,48 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from statistics import median
 
 from cgx_ray.control.changes import ChangeDetector
-from cgx_ray.control.topology import K, clusters, slow_links
-from cgx_ray.monitors.sample import Burst
+from cgx_ray.control.estimate import Estimate, quantile, quantile_interval
+from cgx_ray.control.rate_estimates import (
+    estimate_at_latency,
+    estimate_from_bursts,
+    fit_exchanges,
+    link_rates,
+    slowest_rate,
+)
+from cgx_ray.control.topology import clusters, slow_links
+from cgx_ray.control.traffic import StepTraffic, gather_rates
 
-# What is remembered; a change of the network cuts it short.
+# Seconds of steps that estimates are made from. Long enough for quantiles, short enough to follow a drift.
 WINDOW_S = 10.0
+# Steps that are kept even if they cover more than WINDOW_S.
 MIN_STEPS = 3
-# How often estimates are made anew: with many ranks they take milliseconds.
+# Seconds between two estimates: with many ranks an estimate takes milliseconds.
 REFRESH_S = 0.5
-FAST_RATE = 0.95
+# Quantile of round trips that stands for the idle network; the very shortest may be an artefact of time stamps.
 FAST_TIME = 0.1
-MIN_BURSTS = 4
+# Bursts that are watched as one value: the fast side of a single burst is unknown.
 MIN_WATCHED_BURSTS = 2
-# Groups tell bandwidth from latency if their bytes a hop differ by this much.
-SIZE_FACTOR = 4.0
-FITTED_PER_SIZE = 5
-# An estimate whose interval is wider than this says little.
-SURE_FACTOR = 1.25
-# Changes of latencies below this are of processors, not of the network.
+# Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
 LATENCY_FLOOR_S = 5e-4
+# Evidence (`changes.ALARM`) for another latency. Lower than for rates: the lesser of two latencies is watched, which
+# already ignores single steps, and a step's latency is only known one step later.
 LATENCY_ALARM = 0.45
-# One link may be slow for longer than all of them, as it is while a neighbour's burst lasts and until queues are empty.
+# Evidence for another ratio of the slowest link to the usual one. Higher than for rates, since a neighbour's burst, and
+# the queues it leaves, slow one link for longer than all links together.
 SLOW_ALARM = 2.0
-# What a hop of an exchange, and a byte, may take of processors.
-HOP_WORK_S = 1e-3
-BYTE_WORK_S = 2e-8
-_Z = 1.96
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """A number, an interval that it lies in, and what it was made from."""
-
-    value: float
-    low: float
-    high: float
-    source: str
-
-    @property
-    def is_sure(self) -> bool:
-        return 0 < self.high <= SURE_FACTOR * self.low
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """One group's, without the wait for late ranks: seconds = hops * alpha + num_bytes * beta, and contention."""
-
-    hops: float
-    num_bytes: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What all ranks saw of the network in one step, which took `seconds`.
-
-    bursts        by rank that received them
-    pair_rate     bytes a second by (sender, receiver), where long messages went
-    round_trip_s  between the ranks of a pair (a, b)
-    """
-
-    seconds: float
-    exchanges: Sequence[Exchange] = ()
-    bursts: Mapping[int, Sequence[Burst]] = field(default_factory=dict)
-    pair_rate: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    round_trip_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 class PassiveLink:
-    """The link between two workers as the last ten seconds of training show it. `add` once a step.
+    """The link between two workers, by the last ten seconds of training. Call `add` once per step.
 
-    latency_s    one way, between ranks that are not near each other; None if nobody saw round trips
-    bandwidth    payload bytes a second that a worker's link carries, the slowest's where some are slow; None at first
-    slow         bytes a second of the ranks whose link, up or down, is much slower than the others'
-    num_changes  how often the network has changed
+    latency_s    one way, between ranks that are not near each other; None without round trips
+    bandwidth    of a worker's link, the slowest one's where some are slow; None at first
+    slow         rates by rank, for ranks whose link, up or down, is much slower than the others'
+    num_changes  number of times that the network has changed
     """
 
     def __init__(self) -> None:
@@ -95,93 +83,97 @@ class PassiveLink:
         self.bandwidth: Estimate | None = None
         self.slow: dict[int, float] = {}
         self.num_changes = 0
-        self._window: deque[Seen] = deque()
+        self._window: deque[StepTraffic] = deque()
         self._detectors = {
-            # Its samples come a step late.
             "latency": ChangeDetector(better=-1, alarm=LATENCY_ALARM, relief_alarm=LATENCY_ALARM),
             "bursts": ChangeDetector(better=1),
             "slowest": ChangeDetector(better=1, alarm=SLOW_ALARM),
             "exchanges": ChangeDetector(better=1),
         }
-        self._unwatched: list[Seen] = []
+        self._unwatched: list[StepTraffic] = []
         self._sizes: tuple[float, ...] = ()
         self._last_latency_s = math.inf
         self._far: frozenset[tuple[int, int]] = frozenset()
-        self._stale_s = 0.0
+        self._estimate_age_s = 0.0
 
-    def add(self, seen: Seen, probed_latency_s: float) -> None:
-        """Take in a step. If the network has changed, what is older than the change is forgotten.
+    def add(self, traffic: StepTraffic, probed_latency_s: float) -> None:
+        """Add a step. If the network has changed, forget the steps before the change.
 
-        probed_latency_s  one way, used where messages do not tell
+        probed_latency_s  one way, used if there are no round trips
         """
-        self._window.append(seen)
-        self._keep(WINDOW_S, MIN_STEPS)
-        self._stale_s += seen.seconds
+        self._window.append(traffic)
+        self._trim(WINDOW_S, MIN_STEPS)
+        self._estimate_age_s += traffic.seconds
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
-        found = [self._detectors[name].add(value, seconds) for name, value, seconds in self._watched(seen, latency_s)]
+        watched = self._watched_values(traffic, latency_s)
+        found = [self._detectors[name].add(value, seconds) for name, value, seconds in watched]
         changed_s = [since_s for since_s in found if since_s is not None]
         if changed_s:
             self.num_changes += 1
-            self._keep(min(changed_s), 1)
-            self._stale_s = REFRESH_S
-        if self._stale_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
-            self._stale_s = 0.0
+            self._trim(min(changed_s), 1)
+            self._estimate_age_s = REFRESH_S
+        if self._estimate_age_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
+            self._estimate_age_s = 0.0
             self._refresh(probed_latency_s)
 
-    def _watched(self, seen: Seen, latency_s: float) -> list[tuple[str, float, float]]:
-        """What must not change if the network does not, and for how many seconds it is known."""
+    def _watched_values(self, traffic: StepTraffic, latency_s: float) -> list[tuple[str, float, float]]:
+        """Return (detector, value, seconds covered) for each quantity that stays the same while the network does."""
         watched = []
-        if seen.round_trip_s:
-            trips = [trip for pair, trip in seen.round_trip_s.items() if pair in self._far]
-            value = quantile(trips or list(seen.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
-            # Queues and busy processors rarely hold up two agreements on end.
-            watched.append(("latency", min(value, self._last_latency_s), seen.seconds))
+        if traffic.round_trip_s:
+            trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
+            value = quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
+            # Queues and busy processors rarely delay two agreements in a row.
+            watched.append(("latency", min(value, self._last_latency_s), traffic.seconds))
             self._last_latency_s = value
-        # Steps with few bursts count together.
-        self._unwatched.append(seen)
-        bursts, pairs = _gathered(self._unwatched)
+        # Steps with few bursts are collected until there are enough.
+        self._unwatched.append(traffic)
+        bursts, pairs = gather_rates(self._unwatched)
         if sum(map(len, bursts.values())) >= MIN_WATCHED_BURSTS:
-            down, up = _rates(bursts, pairs)
+            down, up = link_rates(bursts, pairs)
             usual, seconds = median(down.values()), sum(one.seconds for one in self._unwatched)
             slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
             watched += [("bursts", usual, seconds), ("slowest", slowest / usual, seconds)]
             self._unwatched.clear()
-        if bursts or not seen.exchanges:
+        if bursts or not traffic.exchanges:
             return watched
         self._unwatched.clear()
-        sizes = tuple(one.num_bytes for one in seen.exchanges)
-        if sizes != self._sizes:
-            # Another plan: what its exchanges take says nothing of a change.
-            self._sizes, self._detectors["exchanges"] = sizes, ChangeDetector(better=1)
-        # One at a time, and the fastest counts: processors are rarely busy during all of them.
-        rate = _rate_at(latency_s, [[one] for one in seen.exchanges if 2 * one.num_bytes >= max(sizes)])
-        return [*watched, ("exchanges", rate.value, seen.seconds)] if rate is not None else watched
+        return watched + self._watched_exchanges(traffic, latency_s)
 
-    def _keep(self, seconds: float, num_steps: int) -> None:
-        """Forget the oldest steps, so long as others cover `seconds` and are `num_steps`."""
-        covered_s = sum(seen.seconds for seen in self._window)
+    def _watched_exchanges(self, traffic: StepTraffic, latency_s: float) -> list[tuple[str, float, float]]:
+        sizes = tuple(one.num_bytes for one in traffic.exchanges)
+        if sizes != self._sizes:
+            # The plan has changed, so its exchanges cannot be compared with those before.
+            self._sizes, self._detectors["exchanges"] = sizes, ChangeDetector(better=1)
+        # The fastest single exchange counts: processors are rarely busy during all of them.
+        rate = estimate_at_latency(latency_s, [[one] for one in traffic.exchanges if 2 * one.num_bytes >= max(sizes)])
+        return [("exchanges", rate.value, traffic.seconds)] if rate is not None else []
+
+    def _trim(self, seconds: float, num_steps: int) -> None:
+        """Forget the oldest steps, as long as at least `num_steps` are left and cover `seconds`."""
+        covered_s = sum(step.seconds for step in self._window)
         while len(self._window) > num_steps and covered_s - self._window[0].seconds >= seconds * (1 - 1e-9):
             covered_s -= self._window.popleft().seconds
 
     def _refresh(self, probed_latency_s: float) -> None:
+        """Make all estimates anew from the window."""
         trips: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for seen in self._window:
-            for pair, seconds in seen.round_trip_s.items():
+        for step in self._window:
+            for pair, seconds in step.round_trip_s.items():
                 trips[pair].append(seconds)
         fast = {pair: quantile_interval(times, FAST_TIME) for pair, times in trips.items()}
         near = clusters({pair: trip[1] for pair, trip in fast.items()})
-        group_of = {rank: index for index, group in enumerate(near) for rank in group}
-        self._far = frozenset(pair for pair in fast if group_of[pair[0]] != group_of[pair[1]])
+        cluster_of = {rank: index for index, cluster in enumerate(near) for rank in cluster}
+        self._far = frozenset(pair for pair in fast if cluster_of[pair[0]] != cluster_of[pair[1]])
         self.latency_s = _latency([trip for pair, trip in fast.items() if pair in self._far] or list(fast.values()))
-        bursts, pairs = _gathered(self._window)
-        down, up = _rates(bursts, pairs)
+        bursts, pairs = gather_rates(self._window)
+        down, up = link_rates(bursts, pairs)
         self.slow = {**slow_links(up), **slow_links(down)}
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
-        steps = [seen.exchanges for seen in self._window]
+        steps = [step.exchanges for step in self._window]
         self.bandwidth = (
-            _burst_rate(bursts, down, self.slow)
+            estimate_from_bursts(bursts, down, self.slow)
             or fit_exchanges(list(itertools.chain(*steps)))
-            or _rate_at(latency_s, steps)
+            or estimate_at_latency(latency_s, steps)
         )
 
 
@@ -190,105 +182,3 @@ def _latency(trips: Sequence[tuple[float, float, float]]) -> Estimate | None:
         return None
     low, value, high = (median(column) / 2 for column in zip(*trips, strict=True))
     return Estimate(value=value, low=low, high=high, source="agreement")
-
-
-def _gathered(steps: Iterable[Seen]) -> tuple[dict[int, list[float]], dict[tuple[int, int], float]]:
-    """Rates of bursts by rank, where there are any, and the usual rate of each pair."""
-    bursts: dict[int, list[float]] = defaultdict(list)
-    pairs: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for seen in steps:
-        for rank, new in seen.bursts.items():
-            if new:
-                bursts[rank] += [burst.rate for burst in new]
-        for pair, rate in seen.pair_rate.items():
-            pairs[pair].append(rate)
-    return bursts, {pair: median(rates) for pair, rates in pairs.items()}
-
-
-def _rates(
-    bursts: Mapping[int, Sequence[float]], pair_rate: Mapping[tuple[int, int], float]
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Bytes a second that each rank's link brings, and takes: to all others at once, so what they see of it adds up."""
-    down = {rank: quantile(rates, FAST_RATE) for rank, rates in bursts.items() if rates}
-    sent: dict[int, list[float]] = defaultdict(list)
-    for (sender, _), rate in pair_rate.items():
-        sent[sender].append(rate)
-    return down, {sender: sum(rates) / len(rates) * (len(sent) - 1) for sender, rates in sent.items()}
-
-
-def _burst_rate(
-    bursts: Mapping[int, Sequence[float]], down: Mapping[int, float], slow: Mapping[int, float]
-) -> Estimate | None:
-    rates = [rate for rates in bursts.values() for rate in rates]
-    if len(rates) < MIN_BURSTS:
-        return None
-    # Where messages do not fill the link, most bursts are far slower than the fastest.
-    _, fast, high = quantile_interval(rates, FAST_RATE)
-    value = slowest_rate(down, slow)
-    return Estimate(value=value, low=value * median(rates) / fast, high=value * high / fast, source="bursts")
-
-
-def slowest_rate(rate: Mapping[K, float], slow: Mapping[K, float]) -> float:
-    """What the planner counts with: the median of all links, or the least of those that are slow."""
-    # Not the least of all: that would be the rank whose processor is busiest.
-    return min([median(rate.values()), *slow.values()])
-
-
-def fit_exchanges(exchanges: Sequence[Exchange]) -> Estimate | None:
-    """Bytes a second by Theil and Sen from groups of different size; None if they differ too little, or are too few.
-
-    seconds / hops = alpha + beta * bytes / hops: of each size the fastest few, then the median slope between those
-    whose bytes differ by SIZE_FACTOR, so that no latency needs to be known. Its interval is Sen's (1968), and has the
-    rate with BYTE_WORK_S less a byte: what comes as fast as processors code it is not sure.
-    """
-    by_size: dict[float, list[float]] = defaultdict(list)
-    for one in exchanges:
-        if one.hops > 0 and one.num_bytes > 0:
-            by_size[one.num_bytes / one.hops].append(one.seconds / one.hops)
-    points = [(x, t) for x, times in by_size.items() for t in sorted(times)[: -(-len(times) // 3)][:FITTED_PER_SIZE]]
-    slopes = sorted(
-        (tb - ta) / (xb - xa)
-        for (xa, ta), (xb, tb) in itertools.combinations(sorted(points), 2)
-        if xb >= SIZE_FACTOR * xa
-    )
-    if not slopes:
-        return None
-    n = len(points)
-    # Half of the interval's width as a share of all slopes.
-    reach = _Z * math.sqrt(n * (n - 1) * (2 * n + 5) / 18) / (n * (n - 1))
-    slow, beta, fast = (quantile(slopes, share) for share in (0.5 + reach, 0.5, 0.5 - reach))
-    if fast <= 0 or slow > SURE_FACTOR * fast:
-        return None
-    return Estimate(value=1 / beta, low=1 / slow, high=1 / max(fast - BYTE_WORK_S, 0.1 * fast), source="fit")
-
-
-def _rate_at(latency_s: float, steps: Iterable[Sequence[Exchange]]) -> Estimate | None:
-    """Bytes a second if messages have this latency. A step's exchanges count together: small ones tell little.
-
-    Its interval has the rate without any latency, and that with HOP_WORK_S more a hop: short exchanges are not sure.
-    """
-    rates = []
-    for exchanges in steps:
-        hops, num_bytes, seconds = (
-            sum(getattr(one, name) for one in exchanges) for name in ("hops", "num_bytes", "seconds")
-        )
-        # Never less than a tenth of what was measured: ranks that wait for a processor make latency a guess.
-        if num_bytes > 0 and seconds > 0:
-            left_s = (seconds, seconds - hops * latency_s, seconds - hops * (latency_s + HOP_WORK_S))
-            rates.append([num_bytes / max(left, 0.1 * seconds) for left in left_s])
-    if not rates:
-        return None
-    slow, usual, fast = (quantile_interval(column, FAST_RATE) for column in zip(*rates, strict=True))
-    return Estimate(value=usual[1], low=slow[0], high=fast[2], source="exchanges")
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of `values` lie below, one of them; `share` outside of [0, 1] gives the outermost."""
-    ordered = sorted(values)
-    return ordered[min(max(round(share * (len(ordered) - 1)), 0), len(ordered) - 1)]
-
-
-def quantile_interval(values: Sequence[float], share: float) -> tuple[float, float, float]:
-    """A quantile between the ends of its 95 % interval: order statistics, whatever the distribution."""
-    reach = _Z * math.sqrt(share * (1 - share) / len(values))
-    return quantile(values, share - reach), quantile(values, share), quantile(values, share + reach)

@@ -1,4 +1,4 @@
-"""Who is near whom, and whose link is slow: from round trips and rates between ranks."""
+"""Near and far ranks, slow links and silent nodes, from round trips and rates."""
 
 from __future__ import annotations
 
@@ -7,51 +7,53 @@ from collections.abc import Collection, Hashable, Mapping
 from statistics import median
 from typing import TypeVar
 
-# Round trips within a host, a switch or a site differ by less than this, those between by more.
+# Ratio of round trips that separates two levels, such as host, switch and site: within a level they differ by less.
 NEAR_FACTOR = 3.0
-# A link under this share of the others' is slow.
+# Fraction of the median rate under which a link is slow. Links of one kind differ by less, half the rate is slow.
 SLOW_SHARE = 0.6
+# Fewer links have no slow one: of two different links either could be the odd one.
+MIN_COMPARED_LINKS = 3
 
 K = TypeVar("K", bound=Hashable)
 
 
 def clusters(round_trip_s: Mapping[tuple[int, int], float], factor: float = NEAR_FACTOR) -> list[list[int]]:
-    """Sort ranks into near groups: single linkage on the logarithm of their round trips.
+    """Return clusters of near ranks: single linkage on the logarithm of their round trips.
 
-    round_trip_s  of pairs (a, b), each once in whichever order
+    round_trip_s  by pair (a, b), each pair once, in either order
 
-    Pairs are joined from the nearest on, until the next is `factor` or more farther than the farthest joined before.
-    One group if there is no such gap. Groups and ranks ascend.
+    Pairs are joined by ascending round trip, until the next round trip is `factor` or more times the longest one joined
+    so far. Without such a gap all ranks are in one cluster. Clusters and their ranks ascend.
     """
-    group_of = {rank: {rank} for pair in round_trip_s for rank in pair}
+    cluster_of = {rank: {rank} for pair in round_trip_s for rank in pair}
     reach: float | None = None
     for (a, b), seconds in sorted(round_trip_s.items(), key=lambda entry: entry[1]):
-        if group_of[a] is group_of[b]:
+        if cluster_of[a] is cluster_of[b]:
             continue
         if reach is not None and math.log(seconds / reach) >= math.log(factor):
             break
         reach = seconds
-        group_of[a] |= group_of[b]
-        for rank in group_of[b]:
-            group_of[rank] = group_of[a]
-    return sorted({id(group): sorted(group) for group in group_of.values()}.values())
+        cluster_of[a] |= cluster_of[b]
+        for rank in cluster_of[b]:
+            cluster_of[rank] = cluster_of[a]
+    return sorted({id(cluster): sorted(cluster) for cluster in cluster_of.values()}.values())
 
 
 def slow_links(rate: Mapping[K, float], share: float = SLOW_SHARE) -> dict[K, float]:
-    """Of the links' rates those under `share` of the median. None of fewer than three: which would be the slow one?
+    """Return the links whose rate is under `share` of the median; none if there are fewer than MIN_COMPARED_LINKS.
 
-    rate  by rank, or by whatever tells links apart
+    rate  by rank, or by another key per link
     """
-    if len(rate) < 3:
+    if len(rate) < MIN_COMPARED_LINKS:
         return {}
     usual = median(rate.values())
     return {key: value for key, value in rate.items() if value < share * usual}
 
 
 class SilentNodes:
-    """Nodes that have answered others and answer nobody now: cut off, as far as the others can see.
+    """Nodes that answered other nodes before and answer nobody now, so they are cut off.
 
-    known  all that have ever answered
+    known  all nodes that have ever answered
     """
 
     def __init__(self) -> None:
@@ -59,12 +61,12 @@ class SilentNodes:
         self.known: frozenset[str] = frozenset()
 
     def add(self, node_id: str, answering: Collection[str]) -> None:
-        """Take in who answers the probes of `node_id`."""
+        """Add the nodes that answered the latest probes of `node_id`."""
         self._answers[node_id] = frozenset(answering)
         self.known |= self._answers[node_id]
 
     @property
     def node_ids(self) -> frozenset[str]:
-        """None if they are more than half of all: then who reports is the one that is cut off."""
+        """The silent nodes. Empty if more than half of all seem silent: then the reporting node itself is cut off."""
         silent = self.known.difference(*self._answers.values())
         return silent if 2 * len(silent) <= len(self.known) else frozenset()

@@ -272,8 +272,8 @@ class Engine:
             transfers=tuple(
                 Transfer(
                     group=group.index,
-                    scheme=str(group.plan.scheme),
-                    intra=str(group.plan.intra),
+                    scheme=str(group.plan.option.scheme),
+                    intra=str(group.plan.option.intra),
                     numel=group.numel,
                     wire_bytes=group.wire_bytes,
                     index_bytes=group.index_bytes,

@@ -44,18 +44,18 @@ class Group:
         self._transport = transport
         self._is_compressible = not all(layer.is_small for layer in self._layers)
         # Dense groups are summed in the gradient's own type, as DDP would; codecs work on float32.
-        dtype = getattr(torch, self._layers[0].dtype) if plan.scheme is Scheme.DENSE else torch.float32
+        dtype = getattr(torch, self._layers[0].dtype) if plan.option.scheme is Scheme.DENSE else torch.float32
         # Sums inside a node are made on the host.
-        if plan.device == "cpu" or plan.intra is not Intra.FLAT:
+        if plan.device == "cpu" or plan.option.intra is not Intra.FLAT:
             device = HOST
         # Dense groups rarely need it; memory that is never touched is never really allocated.
         self._flat_N = torch.empty(self.numel, dtype=dtype, device=device)
         self._slices = dict(zip(plan.layers, self._flat_N.split(numels), strict=True))
-        self._use(plan.codec)
+        self._use(plan.option.codec)
         self._memories = memories
         self._memory = memories.of_group(self._codec)
         # Hierarchical: what a rank owes is of its node's gradients, so gains are those of gradients without it.
-        self._own_memory = self._memory if plan.intra is Intra.FLAT else None
+        self._own_memory = self._memory if plan.option.intra is Intra.FLAT else None
         self._paid: list[str] = []
         self._arrived: dict[str, Tensor] = {}
         # Of the last average; True as well if nobody asked.
@@ -68,7 +68,7 @@ class Group:
         self.wire_bytes = self.numel * item_bytes if spec == NONE else self._codec.payload_bytes(self.numel)
         self.index_bytes = spec.index_bytes(self.numel)
         self.exchange = make_exchange(
-            self._codec, self.plan.scheme, self.numel, item_bytes, self._transport, self.plan.intra
+            self._codec, self.plan.option.scheme, self.numel, item_bytes, self._transport, self.plan.option.intra
         )
 
     @property
@@ -86,12 +86,12 @@ class Group:
         self._transport.group_index = self.index
         views = [self._arrived[name] for name in self._slices]
         # Every rank at the same step, so their messages keep the same size.
-        if (spec := self.plan.codec.at_step(stamp.step)) != self._codec.spec:
+        if (spec := self.plan.option.codec.at_step(stamp.step)) != self._codec.spec:
             self._use(spec)
         if self._memory is None:
             self._pay_residuals()
         # The same on all ranks, since DDP lays out its buckets alike: they add up memory that means the same.
-        in_place = self.plan.scheme is Scheme.DENSE and views[0].device == self._flat_N.device
+        in_place = self.plan.option.scheme is Scheme.DENSE and views[0].device == self._flat_N.device
         joint_N = _joint_memory(views) if in_place else None
         grad_N = joint_N if joint_N is not None else self._gather(views)
         metered = gain if self._is_compressible else None
@@ -104,7 +104,7 @@ class Group:
         self.is_finite = not checks_finite or is_finite(grad_N)
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
             left_N = self._own_memory.next_N
-            metered.correct(str(self.plan.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
+            metered.correct(str(self.plan.option.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
         return phases

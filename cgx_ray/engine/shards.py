@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import RESIDUALS, Memory
-from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Plan, Scheme
+from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option, Plan, Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +184,7 @@ def plan_of(units: Sequence[Unit], world_size: int) -> Plan:
     groups = [
         GroupPlan(
             layers=tuple(layer.layer.name for layer in part.layers),
-            codec=part.codec.spec,
-            scheme=Scheme.DENSE if part.codec.spec == NONE else Scheme.SRA,
+            option=Option(codec=part.codec.spec, scheme=Scheme.DENSE if part.codec.spec == NONE else Scheme.SRA),
         )
         for unit in units
         for part in unit.gradients

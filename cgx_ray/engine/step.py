@@ -102,7 +102,9 @@ class StepRun:
                 bucket.future.set_result(bucket.buffer)
 
     def _run(self, group: Group) -> None:
-        stamp = Stamp(plan_version=self._plan_version, step=self._step, group=group.index, codec=group.plan.codec.name)
+        stamp = Stamp(
+            plan_version=self._plan_version, step=self._step, group=group.index, codec=group.plan.option.codec.name
+        )
         self.phases.append(group.run(stamp, self._seed, self.meter, checks_finite=self._checks_finite))
         for name in group.plan.layers:
             self._bucket_of[name].num_waiting -= 1

@@ -1,1 +1,1 @@
-"""Predicts step times from measured numbers: pure functions, no clock, no torch, no Ray."""
+"""Prediction of step times from measured numbers, and the search for plans: no clock, no torch, no Ray."""

@@ -1,7 +1,8 @@
-"""Bits of every layer: the fewest wire bytes at a bounded error of the gradient (CGX, section 5).
+"""Bits per layer with the fewest wire bytes at a bounded error of the gradient: the problem of CGX, section 5.
 
-Minimise the wire bytes of all layers subject to |error| <= alpha E_4: both are l2 norms over all layers, and E_4 is
-that of 4 bits for every layer. `dp` is the optimum; CGX's own ways are in `bits_cgx`.
+Minimise the wire bytes of all layers subject to |error| <= alpha E_4. Both are l2 norms over all layers, and E_4 is the
+error of 4 bits in every layer. Errors are measured on recorded gradients (`codecs.feedback.squared_error`). `dp` finds
+the optimum, `papers.cgx` has CGX's own algorithms, and `make_plan(..., bits=...)` runs the answer.
 
 Shapes: L layers, W widths to choose from
 """
@@ -20,8 +21,9 @@ from cgx_ray.plan import CodecSpec
 
 QSGD = CodecSpec(name="qsgd")
 STATIC_BITS = 4
-# Sums in another order differ by this much at most; more within the bound is no break of it.
+# Largest relative difference of sums in another order; a bound that is exceeded by less holds.
 ROUNDING = 1e-12
+# Partial choices; below this number the answer is the optimum, above it has a proven gap.
 MAX_LABELS = 1 << 14
 
 Floats = NDArray[np.float64]
@@ -30,10 +32,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerErrors:
-    """What was measured of a layer.
+    """Measured errors of one layer.
 
     norm            l2 norm of its gradient; over several steps, the root of the summed squares
-    squared_errors  by bits |g - decode(encode(g))|^2, over the same steps
+    squared_errors  by bits, |g - decode(encode(g))|^2 over the same steps
     """
 
     numel: int
@@ -50,11 +52,11 @@ class LayerErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BitsProblem:
-    """What is to be decided.
+    """Layers, and limits for their bits.
 
-    alpha   the error may be so many times that of 4 bits everywhere; CGX takes 1.5 to 3
+    alpha   largest allowed error, as a multiple of that of 4 bits everywhere; CGX uses 1.5 to 3
     widths  bits to choose from, ascending
-    codec   qsgd with the bucket size and grid to count bytes for
+    codec   qsgd with the bucket size and grid that count the bytes
     """
 
     layers: tuple[LayerErrors, ...]
@@ -87,7 +89,7 @@ class BitsProblem:
         return int(self._bytes_of(STATIC_BITS).sum())
 
     def answer(self, choice_L: Ints, bound_bytes: int) -> BitsChoice:
-        """`choice_L`: indices of widths."""
+        """Return the choice with the widths at the indices `choice_L`."""
         layers = np.arange(len(self.layers))
         static = self._static_squared_error
         squared_error = float(self._squared_errors()[layers, choice_L].sum())
@@ -99,9 +101,9 @@ class BitsProblem:
         )
 
     def tables(self) -> tuple[Ints, Floats]:
-        """(L, W) wire bytes, and squared errors as shares of what is allowed: a choice may have 1 in all.
+        """Return (L, W) wire bytes, and squared errors as shares of the allowed one: a choice may have 1 in total.
 
-        Where none is allowed each is infinite.
+        If no error is allowed, the share of any error is infinite.
         """
         error_LW = self._squared_errors()
         share_LW = error_LW / self._budget if self._budget > 0 else np.where(error_LW > 0, math.inf, 0.0)
@@ -130,8 +132,8 @@ class BitsProblem:
 class BitsChoice:
     """Bits of every layer.
 
-    relative_error  over that of 4 bits everywhere, at most alpha
-    bound_bytes     no choice within the error takes fewer wire bytes
+    relative_error  error over that of 4 bits everywhere, at most alpha
+    bound_bytes     lower bound: no choice within the error takes fewer wire bytes
     """
 
     bits: tuple[int, ...]
@@ -141,25 +143,26 @@ class BitsChoice:
 
     @property
     def gap(self) -> float:
-        """What a better choice could save at most, as a share of `wire_bytes`; 0 if this is the best."""
+        """Largest share of `wire_bytes` that a better choice could save; 0 if this is the optimum."""
         return 1 - self.bound_bytes / self.wire_bytes
 
 
 def dp(problem: BitsProblem, *, max_labels: int = MAX_LABELS) -> BitsChoice:
-    """The optimum, or the best found with its proven gap if more than `max_labels` partial choices are needed.
+    """Return the optimum, or the best choice with its proven gap if `max_labels` partial choices are not enough.
 
-    The multiple-choice knapsack of L-GreCo (Alimohammadi et al. 2023), whose dynamic program rounds errors to a grid.
-    Departure: labels (bytes, error) of the first layers, of which those stay that no other is as good as in both, so
-    nothing is rounded. And only those stay that may become better than the best choice known: with m the multiplier of
-    the Lagrangian dual, bytes + m error - m + sum over the layers left of min (bytes + m error) bounds what becomes of
-    them.
+    This is the multiple-choice knapsack of L-GreCo (Alimohammadi et al. 2023), whose dynamic program rounds errors to a
+    grid. Departure: nothing is rounded. A label (bytes, error) of the first layers is dropped if
+
+    1. another label is as good in both, or
+    2. it cannot become better than the best known choice. Its bytes in the end are at least bytes + m error - m + the
+       sum over the layers left of min (bytes + m error), with m the multiplier of the Lagrangian dual.
     """
     bytes_LW, error_LW = problem.tables()
     multiplier, dual_bytes, best_L = dual(bytes_LW, error_LW)
     best = int(total(bytes_LW, best_L))
     rounding = ROUNDING * (best + multiplier)
     cost_LW = bytes_LW + multiplier * error_LW
-    # Most to lose first, so that labels are few for long.
+    # Layers with the widest range of cost come first, so that labels stay few for long.
     order = np.argsort(-np.ptp(cost_LW, axis=1), kind="stable")
     left_cost, left_error, left_bytes = (_left(table_LW, order) for table_LW in (cost_LW, error_LW, bytes_LW))
     num_bytes, error = np.zeros(1, dtype=np.int64), np.zeros(1)
@@ -169,7 +172,7 @@ def dp(problem: BitsProblem, *, max_labels: int = MAX_LABELS) -> BitsChoice:
         num_bytes = (num_bytes[:, None] + bytes_LW[layer]).ravel()
         error = (error[:, None] + error_LW[layer]).ravel()
         bound = np.maximum(num_bytes + multiplier * (error - 1) + left_cost[step], num_bytes + left_bytes[step])
-        # A better choice takes at least a byte less.
+        # A better choice takes at least one byte less.
         kept = np.flatnonzero((error + left_error[step] <= 1) & (bound <= best - 1 + rounding))
         kept = kept[np.lexsort((error[kept], num_bytes[kept]))]
         least = np.minimum.accumulate(np.append(math.inf, error[kept]))
@@ -190,18 +193,18 @@ def dp(problem: BitsProblem, *, max_labels: int = MAX_LABELS) -> BitsChoice:
 
 
 def _left(table_LW: Ints | Floats, order: Ints) -> Floats:
-    """What the layers behind each in `order` add at least."""
+    """Return, for each layer in `order`, the least that the layers after it add."""
     least_L = table_LW.min(axis=1)[order].astype(np.float64)
     return np.asarray(np.append(least_L[::-1].cumsum()[::-1][1:], 0.0))
 
 
 def dual(bytes_LW: Ints, error_LW: Floats) -> tuple[float, int, Ints]:
-    """The multiplier of the error, the bound in bytes that it proves, and a choice near it within the error."""
+    """Return the multiplier of the error, the lower bound in bytes that it proves, and a choice within the error."""
     best_L = least_error(bytes_LW, error_LW)
-    # Any multiplier proves a bound, but much larger ones would drown bytes in rounding.
+    # Any multiplier proves a bound, but with much larger ones rounding would hide the bytes.
     low, high = -40.0, math.log2(total(bytes_LW, best_L)) + 10
     bound = 0
-    # Halved 50 times, the logarithm is as fine as it can be.
+    # After 50 halvings the logarithm is as fine as a double.
     for _ in range(50):
         exponent = (low + high) / 2
         multiplier = 2.0**exponent
@@ -217,7 +220,7 @@ def dual(bytes_LW: Ints, error_LW: Floats) -> tuple[float, int, Ints]:
 
 
 def _fill(bytes_LW: Ints, error_LW: Floats, choice_L: Ints) -> Ints:
-    """Spend the error that `choice_L` leaves: again and again the change of one layer that saves most."""
+    """Spend the error that `choice_L` leaves: repeat the change of one layer that saves the most bytes."""
     choice_L, layers = choice_L.copy(), np.arange(len(choice_L))
     while True:
         saved_LW = bytes_LW[layers, choice_L][:, None] - bytes_LW
@@ -230,11 +233,11 @@ def _fill(bytes_LW: Ints, error_LW: Floats, choice_L: Ints) -> Ints:
 
 
 def least_error(bytes_LW: Ints, error_LW: Floats) -> Ints:
-    """The choice with the least error, and of these the fewest bytes."""
+    """Return the choice with the least error, with the fewest bytes among equals."""
     tie_LW = error_LW == error_LW.min(axis=1, keepdims=True)
     return np.asarray(np.where(tie_LW, bytes_LW, np.iinfo(np.int64).max).argmin(axis=1))
 
 
 def total(table_LW: Ints | Floats, choice_L: Ints) -> float:
-    """Of all layers; exact for bytes."""
+    """Return the sum over all layers; it is exact for bytes."""
     return float(table_LW[np.arange(len(choice_L)), choice_L].sum())

@@ -1,29 +1,31 @@
-"""The best grouping of layers under one option, exact in polynomial time."""
+"""Best grouping of layers under one option, exact in polynomial time."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from cgx_ray.planner.pipeline import Group, Pipeline
+from cgx_ray.planner.pipeline import GroupEnd, Pipeline
 
 
-def fuse(pipeline: Pipeline, option: int = 0) -> tuple[tuple[Group, ...], float]:
-    """Groups with the earliest finish when all use `option`, and that finish in seconds.
+def fuse(pipeline: Pipeline, option: int = 0) -> tuple[tuple[GroupEnd, ...], float]:
+    """Return the groups with the earliest finish when all use `option`, and that finish in seconds.
 
-    The problem of Cupcake (Wang et al. 2023, equations 2 and 3), which searches 2^(N-1) groupings, by the recursion
+    This is the problem of Cupcake (Wang et al. 2023, equations 2 and 3), which searches 2^(N-1) groupings. The
+    recursion
 
         D(k, y) = min over j < k of max(D(j, y-1), C(k, y)) + network_s(j..k)
 
-    where D(k, y) is the earliest network finish of the first k layers in y groups. It is exact because:
-    1. Encoding costs a + b x, so all ways to make y groups of the first k layers finish compute at the same time
-       C(k, y) = backward(1..k) + y a + b x(1..k), wherever they are cut.
-    2. So what comes after k depends on these ways by their network finish alone, and
-    3. every later finish is max(that, ...) + ..., which never falls when it rises. The earliest one is the best.
-    Without 1 (options that differ by group, encoding that is not affine) an earlier network finish can cost a later
-    compute finish, and neither is better: `search` keeps both. Network times may be any function of the group.
+    gives D(k, y), the earliest network finish of the first k layers in y groups. It is exact because:
+    1. Encoding costs a + b x. So wherever the first k layers are cut into y groups, their compute finishes at the same
+       time C(k, y) = backward(1..k) + y a + b x(1..k).
+    2. So the layers after k see only one difference between these groupings, the network finish.
+    3. Every later finish is max(network finish, ...) + ..., which never falls when the network finish rises. So the
+       earliest one is the best.
+    Without 1 (options that differ by group, encoding that is not affine) an earlier network finish may come with a
+    later compute finish, and neither is better; `search` keeps both. Network times may be any function of the group.
 
-    O(N^2 Y) time for N layers and Y groups. With more groups neither C(N, y) nor the network's total gets less, so
-    counting up stops when they alone reach the best finish.
+    It takes O(N^2 Y) time for N layers and Y groups. More groups reduce neither C(N, y) nor the network's total, so y
+    stops rising when these alone reach the best finish.
     """
     cost, N = pipeline.costs[option], pipeline.num_layers
     backward_s, numel = (np.concatenate(([0.0], np.cumsum(each))) for each in (pipeline.backward_s, pipeline.numel))
@@ -56,4 +58,4 @@ def fuse(pipeline: Pipeline, option: int = 0) -> tuple[tuple[Group, ...], float]
     ends = [N]
     for starts in reversed(last_starts[1:best_y]):
         ends.append(int(starts[ends[-1]]))
-    return tuple(Group(end, option) for end in reversed(ends)), best_s
+    return tuple(GroupEnd(end, option) for end in reversed(ends)), best_s

@@ -1,15 +1,15 @@
-"""A step as a pipeline of two resources: where backward runs, and the network.
+"""Model of a step as a pipeline of two resources: the device that runs backward, and the network.
 
-Layers come in backward order. A group, one or more consecutive layers under one option, first takes `compute_s` where
-backward runs (its layers' backward, then its encoding, before the backward of the next group), then `network_s` on the
-network, which serves groups in order, one at a time:
+Layers come in backward order. A group is one or more consecutive layers under one option. It first takes `compute_s` on
+the device: backward of its layers, then its encoding, before the backward of the next group. Then it takes `network_s`
+on the network, which serves groups in order, one at a time:
 
     compute finish  C := C + backward + compute_a + compute_b x        x elements in the group
     network finish  D := max(D, C) + network_a + network_b x
 
-and the step is over at the last D. This is the model of Cupcake (Wang et al. 2023, section 4.1), which leaves decoding
-out; here it is part of `network_s`. Work of a codec that takes nothing from backward (the engine's thread, a CPU beside
-the GPU) is part of `network_s` as well.
+The step ends at the last D. This is the model of Cupcake (Wang et al. 2023, section 4.1), which leaves out decoding;
+here `network_s` includes it. `network_s` also includes codec work that does not slow down backward, done by the
+engine's thread or by a CPU beside the GPU.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import Scheme
+from cgx_ray.plan import Option
 from cgx_ray.planner.cost import Network, check_seconds
-from cgx_ray.planner.options import CodecCost, Option, legs
+from cgx_ray.planner.legs import legs
+from cgx_ray.planner.options import CodecCost
 
 
-class Group(NamedTuple):
-    """The layers after those of the group before it, up to but not including `end`; `option` is an index."""
+class GroupEnd(NamedTuple):
+    """Group from the end of the one before it up to, not including, layer `end`. `option`: index of a cost."""
 
     end: int
     option: int
 
 
+Groups = tuple[GroupEnd, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCost:
-    """Seconds of a group of x elements under one option: a + b x on either resource, as in the module's docstring."""
+    """Seconds of a group of x elements under one option: a + b x on each resource of the module's docstring."""
 
     compute_a_s: float
     compute_b_s_per_element: float
@@ -55,11 +59,11 @@ class GroupCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """What is to be planned.
+    """Layers to group, and the options to choose from.
 
-    backward_s  of each layer, in backward order; what comes before the first gradient (forward) is part of the first
+    backward_s  of each layer, in backward order; the first includes forward
     numel       elements of each layer
-    costs       of the options that every group may choose from
+    costs       of the options that every group may choose
     """
 
     backward_s: tuple[float, ...]
@@ -82,8 +86,8 @@ class Pipeline:
     def num_layers(self) -> int:
         return len(self.numel)
 
-    def finish_s(self, groups: Sequence[Group]) -> float:
-        """When the step with `groups` is over. Raises ConfigError unless they hold every layer once, in order."""
+    def finish_s(self, groups: Sequence[GroupEnd]) -> float:
+        """Return when the step with `groups` ends. Raises ConfigError unless they hold every layer once, in order."""
         ends = [0, *(group.end for group in groups)]
         if ends[-1] != self.num_layers or any(end <= start for start, end in itertools.pairwise(ends)):
             raise ConfigError(f"groups end before {ends[1:]}; give rising ends, the last of them {self.num_layers}")
@@ -104,15 +108,15 @@ def group_cost(
     encodes_on: Literal["backward", "thread"] = "thread",
     numel: int = 1 << 24,
 ) -> GroupCost:
-    """Cost of `option` for groups of any size.
+    """Return the cost of `option` for groups of any size.
 
-    encodes_on  "backward": encoding holds up backward (a codec on the GPU that trains); "thread": it does not (the
-                engine's thread, today)
-    numel       elements for which it is exact. Wire bytes are taken as proportional to the elements, which they are
-                but for rounding up, and for powersgd, whose bytes grow with the square root.
+    encodes_on  "backward": encoding delays backward (a codec on the GPU that trains); "thread": it does not (the
+                engine's thread, as today)
+    numel       elements for which the cost is exact. Wire bytes count as proportional to the elements. That ignores
+                rounding up, and powersgd, whose bytes grow with the square root.
 
-    An element takes the longer of what overlaps (codec and network in sra, decoding and network in allgather); what
-    passes until the first piece is there is left out.
+    An element takes the longer of codec and network where they overlap (`Overlap.seconds`). The time until the first
+    piece arrives is left out.
     """
     compute_a = compute_b = network_a = network_b = 0.0
     for leg in legs(option, network, numel, item_bytes):
@@ -123,13 +127,7 @@ def group_cost(
             encode_a_s = encode_b_s = 0.0
         link_b_s = leg.num_bytes * leg.link.beta_s_per_byte
         network_a += leg.hops * leg.link.alpha_s + encode_a_s + decode_a_s
-        match leg.scheme:
-            case Scheme.SRA:
-                network_b += max(link_b_s, encode_b_s + decode_b_s)
-            case Scheme.ALLGATHER:
-                network_b += encode_b_s + max(link_b_s, decode_b_s)
-            case _:
-                network_b += encode_b_s + link_b_s + decode_b_s
+        network_b += leg.overlap.seconds(encode_b_s, link_b_s, decode_b_s)
     return GroupCost(
         compute_a_s=compute_a,
         compute_b_s_per_element=compute_b / numel,
@@ -139,7 +137,7 @@ def group_cost(
 
 
 def undominated(costs: Sequence[GroupCost]) -> list[int]:
-    """The options, as indexes of `costs`, that no other one beats or equals whatever the size; the first of equals."""
+    """Return the indices of `costs` that no other cost beats or equals at every size; the first one of equals."""
 
     def terms(index: int) -> tuple[float, ...]:
         cost = costs[index]
@@ -153,7 +151,7 @@ def undominated(costs: Sequence[GroupCost]) -> list[int]:
 
 
 def cheapest(costs: Sequence[GroupCost], numel: int) -> int:
-    """The option, as an index of `costs`, under which a group of `numel` elements takes least time by itself."""
+    """Return the index of the cost with the least time for a group of `numel` elements by itself."""
     totals = [
         cost.compute_a_s + cost.network_a_s + (cost.compute_b_s_per_element + cost.network_b_s_per_element) * numel
         for cost in costs

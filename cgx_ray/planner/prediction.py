@@ -1,4 +1,4 @@
-"""What a plan makes of a step, predicted from what was measured."""
+"""Prediction of a step under a plan, from measured times, costs and gains."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Plan
+from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.cost import Network
-from cgx_ray.planner.options import DENSE, CodecCost, Option, codec_cost_of, efficiency, exchange_stages
-from cgx_ray.planner.timeline import Part, Resource, Schedule, simulate
+from cgx_ray.planner.legs import exchange_stages
+from cgx_ray.planner.options import CodecCost, codec_cost_of, efficiency
+from cgx_ray.planner.timeline import Resource, StepPart, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """All that a plan depends on.
+    """Measurements that a plan depends on.
 
     layers       in registration order
-    backward_s   of each layer, in the order of backward, the reverse of `layers`; forward is part of the first
-    codec_costs  by `str(CodecSpec)` or codec name, the former first; "none" is free if left out
-    gain         compression gain by `str(Option)` or `str(CodecSpec)`, the former first; what has none is not chosen
-    after_s      of a step after the last exchange: the optimizer
+    backward_s   of each layer, in the order of backward, the reverse of `layers`; the first includes forward
+    codec_costs  by `str(CodecSpec)`, else by codec name; "none" is free by default
+    gain         compression gain by `str(Option)`, else by `str(CodecSpec)`; options without one are not chosen
+    after_s      seconds of a step after the last exchange: the optimizer
     """
 
     layers: tuple[Layer, ...]
@@ -51,11 +52,11 @@ class Measured:
 
     @property
     def compute_s(self) -> float:
-        """Of a step without any exchange."""
+        """Seconds of a step without any exchange."""
         return math.fsum(self.backward_s) + self.after_s
 
     def efficiency(self, option: Option) -> float | None:
-        """Share of a dense step's progress under `option`; None if nobody measured it."""
+        """Return the progress under `option` as a share of a dense step's; None if its gain was not measured."""
         if option.codec.name == "none":
             return 1.0
         gain = self.gain.get(str(option), self.gain.get(str(option.codec)))
@@ -66,7 +67,7 @@ class Measured:
 
 
 class PlannedGroup(NamedTuple):
-    """Layers, by name, that are sent together."""
+    """Names and sizes of the layers that are sent together, and their option."""
 
     layers: tuple[str, ...]
     numel: int
@@ -89,18 +90,18 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What groups make of a step.
+    """Predicted step with given groups.
 
-    schedule    the step as the engine runs it, one group at a time, up to its last exchange
-    compute_s   of the step without any exchange
-    after_s     of that, after the last exchange
-    codec_s     encoding and decoding of one rank, hidden or not
-    efficiency  the least of the groups' options: of each step's progress at least this share is kept; None if the gain
-                of one of them is unknown
+    timeline    the step as the engine runs it, one group at a time, up to its last exchange
+    compute_s   seconds of the step without any exchange
+    after_s     the part of `compute_s` after the last exchange
+    codec_s     seconds of encoding and decoding on one rank, hidden or not
+    efficiency  the smallest one of the groups' options: each step keeps at least this share of its progress; None if
+                one of the gains is unknown
     """
 
     groups: tuple[PlannedGroup, ...]
-    schedule: Schedule
+    timeline: Timeline
     compute_s: float
     after_s: float
     codec_s: float
@@ -108,55 +109,47 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        return self.schedule.finish_s + self.after_s
+        return self.timeline.finish_s + self.after_s
 
     @property
     def score(self) -> float:
-        """Seconds for the progress of a dense step, infinite if the efficiency is unknown. Smaller is better."""
+        """Seconds for the progress of one dense step, infinite if the efficiency is unknown. Smaller is better."""
         return self.step_s / self.efficiency if self.efficiency is not None else math.inf
 
     @property
-    def bound_by(self) -> Part:
-        """What most of the critical path up to the last exchange is spent on."""
-        return self.schedule.bound_by
+    def bound_by(self) -> StepPart:
+        """Kind of work that takes most of the critical path up to the last exchange."""
+        return self.timeline.bound_by
 
     @property
     def is_dense(self) -> bool:
-        """Nothing but the vendor's sums over all workers, as in DDP."""
+        """True if all groups are summed by the vendor over all workers, as in DDP."""
         return all(group.option == DENSE for group in self.groups)
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """Those in use, each once: what compresses first, then by groups."""
+        """Options in use: those that compress first, then by number of groups."""
         counts = Counter(group.option for group in self.groups)
         return tuple(sorted(counts, key=lambda option: (option.codec == NONE, -counts[option], str(option))))
 
     def describe(self) -> str:
-        """`"7 groups: 5x qsgd:bits=4,bucket_size=128 over sra, 2x dense"`, `"7 groups: dense"` or `"dense"`."""
+        """Return `"7 groups: 5x qsgd:bits=4,bucket_size=128 over sra, 2x dense"`, `"7 groups: dense"` or `"dense"`."""
         if len(self.options) == 1:
             return f"{len(self.groups)} groups: {self.options[0]}" if len(self.groups) > 1 else str(self.options[0])
         counts = Counter(group.option for group in self.groups)
         return f"{len(self.groups)} groups: " + ", ".join(f"{counts[option]}x {option}" for option in self.options)
 
     def plan(self, *, version: int, world_size: int) -> Plan:
-        """The plan for ranks."""
+        """Return the plan for the ranks."""
         return Plan(
             version=version,
             world_size=world_size,
-            groups=tuple(
-                GroupPlan(
-                    layers=group.layers,
-                    codec=group.option.codec,
-                    scheme=group.option.scheme,
-                    intra=group.option.intra,
-                )
-                for group in self.groups
-            ),
+            groups=tuple(GroupPlan(layers=group.layers, option=group.option) for group in self.groups),
         )
 
 
 def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
-    """Play a step with `groups`, which hold every layer once. A group is ready when all its layers are."""
+    """Predict a step with `groups`, which hold every layer once. A group is ready when all its layers are."""
     ready_s = dict(
         zip((layer.name for layer in reversed(measured.layers)), itertools.accumulate(measured.backward_s), strict=True)
     )
@@ -179,21 +172,15 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
     known = [share for share in kept if share is not None]
     return Prediction(
         groups=tuple(groups),
-        schedule=simulate(waits_s, stages, one_group_at_a_time=True),
+        timeline=simulate(waits_s, stages, one_group_at_a_time=True),
         compute_s=measured.compute_s,
         after_s=measured.after_s,
-        codec_s=math.fsum(stage.busy_s.get(Resource.CODEC, 0.0) for way in stages for stage in way),
+        codec_s=math.fsum(stage.busy_s.get(Resource.CODEC, 0.0) for own in stages for stage in own),
         efficiency=min(known) if len(known) == len(kept) else None,
     )
 
 
 def groups_of(plan: Plan, layers: Iterable[Layer]) -> tuple[PlannedGroup, ...]:
-    """The groups of a plan for `layers`."""
+    """Return the groups of a plan for `layers`."""
     by_name = {layer.name: layer for layer in layers}
-    return tuple(
-        PlannedGroup.of(
-            [by_name[name] for name in group.layers],
-            Option(codec=group.codec, scheme=group.scheme, intra=group.intra),
-        )
-        for group in plan.groups
-    )
+    return tuple(PlannedGroup.of([by_name[name] for name in group.layers], group.option) for group in plan.groups)

@@ -1,4 +1,4 @@
-"""What was measured of one device and its network, fitted, and kept in a file: what plans are made from elsewhere."""
+"""Profile of a device: fitted codec times and its network, in a JSON file, so that plans can be made elsewhere."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ _PROBED_SCHEMA = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Codec times on one device and, if it was measured, its network.
+    """Codec times on one device and, if measured, its network.
 
-    package_version  of the cgx_ray whose kernels were timed
+    package_version  version of cgx_ray whose kernels were timed
     device           name of the processor or GPU
-    threads          of the CPU, 1 for a GPU
-    codec_costs      by codec name, at its defaults, or `str(CodecSpec)`: as `Measured.codec_costs`
+    threads          CPU threads, 1 for a GPU
+    codec_costs      by codec name (its defaults) or `str(CodecSpec)`, as `Measured.codec_costs`
     """
 
     package_version: str
@@ -84,19 +84,9 @@ def save_profile(profile: Profile, path: str | Path) -> None:
     Path(path).write_text(json.dumps({"format_version": FORMAT_VERSION, **asdict(profile)}, indent=2) + "\n")
 
 
-def load_profile(path: str | Path, *, device: str | None = None) -> Profile:
-    """Read a file of `save_profile`.
-
-    device  refuse a profile of any other device; None takes it as it is, for plans that are made elsewhere
-
-    Raises ConfigError if it cannot be read, is not of this format, or of another device.
-    """
+def load_profile(path: str | Path) -> Profile:
+    """Read a file of `save_profile`. Raises ConfigError if it cannot be read or is not of this format."""
     found = _read(path, _SCHEMA, "no profile of this version; make one by `cgx-ray profile`")
-    if device is not None and found["device"] != device:
-        raise ConfigError(
-            f"{path} was measured on {found['device']!r}, this is {device!r}; measure here by `cgx-ray profile`, or "
-            "name no device where plans are for that one"
-        )
     return Profile(
         package_version=found["package_version"],
         device=found["device"],
@@ -107,7 +97,7 @@ def load_profile(path: str | Path, *, device: str | None = None) -> Profile:
 
 
 def load_link(path: str | Path) -> Link:
-    """The link of the JSON that `cgx-ray probe` writes: its longest latency and least bandwidth, for which all wait."""
+    """Return the link of a `cgx-ray probe` file: the longest latency and lowest bandwidth, which all wait for."""
     ways = _read(path, _PROBED_SCHEMA, "not what `cgx-ray probe --json` writes")["ways"]
     return Link(
         alpha_s=max(way["latency_s"] for way in ways), beta_s_per_byte=1 / min(way["bytes_per_s"] for way in ways)
@@ -128,11 +118,11 @@ def _read(path: str | Path, schema: Mapping[str, Any], otherwise: str) -> Any:
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(a, b), neither negative, of the line a + b size with the least sum of relative errors, |a + b size - t| / t.
+    """Return (a, b), both 0 or more, of the line a + b size with the least sum of relative errors |a + b size - t| / t.
 
-    Relative, so that small sizes have their say; not squared, so that a few times that something else had a part in
-    do not count: a line through more than half of the points stays. Such a sum is least on a line through two points,
-    or through one with a = 0 or b = 0, and all of these are tried.
+    Errors are relative, so that small sizes count, and not squared, so that a few disturbed times do not: a line
+    through more than half of the points stays. The sum is least on a line through two points, or through one point with
+    a = 0 or b = 0; all of these are tried.
     """
     points = list(zip(sizes, seconds, strict=True))
     if not points or not all(size > 0 and time_s > 0 for size, time_s in points):

@@ -1,23 +1,23 @@
-"""What `cgx-ray plan` is asked, read from its options, with what is assumed where they say nothing."""
+"""Options of `cgx-ray plan`, read into a scenario, with the assumptions for options that are not given."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec
+from cgx_ray.planner.compute import compute_time
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.models import load_model
-from cgx_ray.planner.profile import load_profile
+from cgx_ray.planner.profile import Profile, load_profile
 from cgx_ray.planner.scenario import (
     TYPICAL_GAINS,
     TYPICAL_PROFILE,
     Price,
     Scenario,
     Sweep,
-    compute_time,
     make_network,
     parse_sweep,
 )
@@ -26,7 +26,7 @@ from cgx_ray.planner.what_if import parse_gbps, parse_link, parse_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What was asked, and what was assumed where it was not said."""
+    """Scenario to plan for, and the assumptions in it, in words."""
 
     scenario: Scenario
     assumptions: tuple[str, ...]
@@ -54,7 +54,7 @@ def read_question(
     samples_per_epoch: int | None,
     sweep: str | None,
 ) -> Question:
-    """Read the options of `cgx-ray plan`. Raises ConfigError for what is not allowed."""
+    """Read the options of `cgx-ray plan`. Raises ConfigError for a value that is not allowed."""
     description = load_model(model)
     compute_s, compute_from = compute_time(
         description,
@@ -65,24 +65,10 @@ def read_question(
     )
     measured = load_profile(profile or TYPICAL_PROFILE)
     inside = parse_link(inside_latency, inside_bandwidth)
-    between = _between(latency, bandwidth, measured.link)
-    network = make_network(workers, ranks_per_node, between, inside)
+    network = make_network(workers, ranks_per_node, _between(latency, bandwidth, measured.link), inside)
     if samples_per_epoch is not None and price is None:
         raise ConfigError("--samples-per-epoch says what an epoch costs with --price; give that too")
     given = dict(_read_gain(text) for text in gains)
-    assumptions = [f"{compute_from}: {1e3 * compute_s:.4g} ms of forward and backward"]
-    if samples_per_epoch is not None and (step_time is not None or compute_s == description.measured_s):
-        assumptions.append(f"{batch} samples a worker and step (--batch)")
-    if not description.ready_s:
-        assumptions.append("a layer's share of backward is that of its multiply-adds; `cgx-ray profile-model` measures")
-    swept = None if sweep is None else parse_sweep(sweep, ranks_per_node)
-    nodes = ranks_per_node if swept is not None and swept.name == "workers" else network.ranks_per_node
-    if nodes > 1:
-        assumptions.append(f"nodes of {nodes}, inside {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
-    threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
-    assumptions.append(f"codec times of {measured.device}, {threads}; --profile takes those of your machine")
-    kept = ", ".join(f"{codec} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
-    assumptions.append(f"codecs keep as much of a gradient as of a small GPT's ({kept}); --gain takes what yours keep")
     scenario = Scenario(
         model=description,
         network=network,
@@ -92,15 +78,16 @@ def read_question(
         gain={**TYPICAL_GAINS, **given},
         min_gain=min_gain,
     )
-    dropped = [codec for codec, kept in scenario.gain.items() if kept < min_gain]
-    if dropped:
-        assumptions.append(f"{', '.join(dropped)} left out: they keep less than {min_gain:g} (--min-gain)")
-    largest = max(description.layers, key=lambda layer: layer.numel)
-    if scenario.too_small:
-        assumptions.append(
-            f"{', '.join(scenario.too_small)} left out: a message has room for 4 GiB, indices for 2^31 elements, and "
-            f"{largest.name} has {largest.numel:,}"
-        )
+    swept = None if sweep is None else parse_sweep(sweep, ranks_per_node)
+    nodes = ranks_per_node if swept is not None and swept.name == "workers" else network.ranks_per_node
+    assumptions = [f"{compute_from}: {1e3 * compute_s:.4g} ms of forward and backward"]
+    if samples_per_epoch is not None and (step_time is not None or compute_s == description.measured_s):
+        assumptions.append(f"{batch} samples per worker and step (--batch)")
+    if not description.ready_s:
+        assumptions.append("a layer's share of backward is that of its multiply-adds; `cgx-ray profile-model` measures")
+    if nodes > 1:
+        assumptions.append(f"nodes of {nodes}, inside {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
+    assumptions += _about_codecs(scenario, measured, given)
     return Question(
         scenario=scenario,
         assumptions=tuple(assumptions),
@@ -109,8 +96,28 @@ def read_question(
     )
 
 
+def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, float]) -> list[str]:
+    """Return the assumptions about codecs. `given`: gains that the user gave."""
+    threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
+    kept = ", ".join(f"{codec} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
+    assumptions = [
+        f"codec times of {measured.device}, {threads}; --profile takes those of your machine",
+        f"codecs keep as much of a gradient as of a small GPT's ({kept}); --gain takes what yours keep",
+    ]
+    dropped = [codec for codec, gain in scenario.gain.items() if gain < scenario.min_gain]
+    if dropped:
+        assumptions.append(f"{', '.join(dropped)} left out: they keep less than {scenario.min_gain:g} (--min-gain)")
+    if scenario.too_small:
+        largest = max(scenario.model.layers, key=lambda layer: layer.numel)
+        assumptions.append(
+            f"{', '.join(scenario.too_small)} left out: a message has room for 4 GiB, indices for 2^31 elements, and "
+            f"{largest.name} has {largest.numel:,}"
+        )
+    return assumptions
+
+
 def _between(latency: str | None, bandwidth: str | None, measured: Link | None) -> Link:
-    """As given, else as the profile has it."""
+    """Return the link as given; what is not given comes from the profile."""
     if latency is not None and bandwidth is not None:
         return parse_link(latency, bandwidth)
     if measured is None:

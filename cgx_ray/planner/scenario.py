@@ -1,4 +1,4 @@
-"""What a plan would make of a model on a network that is not there: `cgx-ray plan`."""
+"""Best plan for a model on a network that need not exist: the scenario of `cgx-ray plan`, its price and its sweep."""
 
 from __future__ import annotations
 
@@ -11,26 +11,17 @@ from typing import Literal, NamedTuple, cast
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, CodecSpec
-from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.cost import Link, Network, check_positive
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.planner.options import CodecCost, codec_options
 from cgx_ray.planner.prediction import Measured
 from cgx_ray.planner.what_if import parse_gbps, parse_seconds
 
-# Dense 16-bit tensor TFLOP/s with float32 sums, from the data sheets.
-PEAK_TFLOPS = {
-    "a10": 125, "a100": 312, "h100": 989, "h200": 989, "l4": 121, "l40s": 362, "rtx3090": 71, "rtx4090": 165, "t4": 65,
-    "v100": 125,
-}  # fmt: skip
-DEFAULT_GPU = "v100"
-# Of the peak, what training reaches: 0.2 (convolutions) to 0.5 (large transformers) in published runs.
-UTILISATION = 0.3
-
-# A plan that saves less than this share is within what the model of costs is wrong by: dense is simpler.
+# Smallest share of the step that a plan must save. Less is within the error of the cost model, and dense is simpler.
 MIN_SAVING = 0.01
 
-# Medians over the 28 decisions of five `cgx-ray demo` runs, a GPT of 4.9 M parameters in its first 48 steps.
+# Gains: medians over the 28 decisions of five `cgx-ray demo` runs, a GPT of 4.9 M parameters in its first 48 steps.
 TYPICAL_GAINS: Mapping[str, float] = {
     "bf16": 1.0,
     "qsgd:bits=4,bucket_size=128": 0.987,
@@ -41,63 +32,18 @@ TYPICAL_GAINS: Mapping[str, float] = {
     "topk:density=0.001": 0.22,
 }
 
-# Written by `cgx-ray profile`: one core of an AMD EPYC, the least times of four runs.
+# Written by `cgx-ray profile` on one core of an AMD EPYC, the smallest times of four runs.
 TYPICAL_PROFILE = Path(__file__).parent / "typical_profile.json"
-
-
-def compute_time(
-    model: ModelDescription,
-    *,
-    batch: int,
-    step_s: float | None = None,
-    samples_per_s: float | None = None,
-    gpu: str | None = None,
-) -> tuple[float, str]:
-    """Seconds of forward and backward of a worker's step, and a sentence that says where they come from.
-
-    At most one of these may be given, else what was measured is taken, else `DEFAULT_GPU`; `batch` is the samples of a
-    worker's step:
-
-    step_s         the seconds themselves
-    samples_per_s  what one worker trains in a second, without any communication
-    gpu            name in `PEAK_TFLOPS`: three passes of two operations a multiply-add at `UTILISATION` of the peak
-    """
-    named = {"step time": step_s, "throughput": samples_per_s, "GPU": gpu}
-    given = [name for name, value in named.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} both say how long a step computes; give one of them")
-    if batch < 1:
-        raise ConfigError(f"batch {batch!r} is not allowed; give the samples of a worker's step, 1 or more")
-    if step_s is not None:
-        return _positive("step time", step_s), "compute time of a step as given"
-    if samples_per_s is not None:
-        seconds = batch / _positive("throughput", samples_per_s)
-        return seconds, f"{batch} samples a worker and step at {samples_per_s:g} samples/s"
-    if gpu is None and model.measured_s is not None:
-        return model.measured_s, f"measured times of {model.name}"
-    name = (gpu or DEFAULT_GPU).lower()
-    if name not in PEAK_TFLOPS:
-        raise ConfigError(
-            f"no GPU {gpu!r}; known: {', '.join(PEAK_TFLOPS)}; or give the compute time or throughput of a step"
-        )
-    if not model.forward_macs:
-        raise ConfigError(
-            f"model {model.name} has measured times and no multiply-adds, so what GPU {name} takes is unknown; leave "
-            "it out, or give the compute time or throughput of a step"
-        )
-    operations = 6 * sum(model.forward_macs) * batch
-    seconds = operations / (PEAK_TFLOPS[name] * 1e12 * UTILISATION)
-    return seconds, f"{batch} samples a worker and step, {name} at {UTILISATION:.0%} of {PEAK_TFLOPS[name]} TFLOP/s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """A model that trains on a network.
 
-    compute_s    forward and backward of a step, as `compute_time` gives it
+    compute_s    forward and backward of a step, from `compute_time`
     codec_costs  by codec, as in `Measured`
-    gain         compression gain by codec; these codecs may be chosen, over all schemes
-    min_gain     codecs that keep less are left out, as in `CGXConfig`
+    gain         compression gain by codec; these are the candidates, over all schemes
+    min_gain     codecs with a smaller gain are left out, as in `CGXConfig`
     """
 
     model: ModelDescription
@@ -108,9 +54,9 @@ class Scenario:
     min_gain: float
 
     def solve(self) -> BestPlan:
-        """The best plan, or dense if that is compute-bound or the best one saves less than `MIN_SAVING`.
+        """Return the best plan, or dense if dense is compute-bound or the best plan saves less than `MIN_SAVING`.
 
-        Raises ConfigError for what cannot be planned.
+        Raises ConfigError if the scenario cannot be planned.
         """
         codecs = [CodecSpec.parse(codec) for codec in self.gain]
         measured = Measured(
@@ -124,12 +70,12 @@ class Scenario:
         saving = 1 - 1 / answer.speedup
         if not answer.is_compute_bound and saving >= MIN_SAVING:
             return answer
-        # The gap, now from dense: what the plan saves, and of the rest what a better one could.
+        # The gap is now that of dense: the saving of the plan, and the share of the rest that a better plan could save.
         return replace(answer, best=answer.dense, gap=1 - (1 - answer.gap) * (1 - saving))
 
     @property
     def too_small(self) -> tuple[str, ...]:
-        """Codecs whose messages have no room for the largest layer, which are left out."""
+        """Codecs that are left out because their messages have no room for the largest layer."""
         numel = max((layer.numel for layer in self.model.layers), default=0)
         codecs = (CodecSpec.parse(codec) for codec in self.gain)
         return tuple(
@@ -140,14 +86,14 @@ class Scenario:
         )
 
     def swept(self, sweep: Sweep, value: float) -> Scenario:
-        """This scenario with one property of its network changed."""
+        """Return this scenario with one property of its network changed."""
         return replace(self, network=sweep.apply(self.network, value))
 
 
 def make_network(num_workers: int, ranks_per_node: int, between: Link, inside: Link) -> Network:
-    """Workers on nodes of `ranks_per_node`; on one node if they are no more than that."""
+    """Return a network with nodes of `ranks_per_node` workers, or one node if there are not more workers."""
     if num_workers < 1 or ranks_per_node < 1:
-        raise ConfigError(f"{num_workers} workers, {ranks_per_node} a node, are not allowed; give 1 or more of both")
+        raise ConfigError(f"{num_workers} workers, {ranks_per_node} per node, are not allowed; give 1 or more of both")
     ranks_per_node = min(ranks_per_node, num_workers)
     if num_workers % ranks_per_node:
         raise ConfigError(f"{num_workers} workers do not fill nodes of {ranks_per_node}; give a multiple of that")
@@ -157,7 +103,7 @@ def make_network(num_workers: int, ranks_per_node: int, between: Link, inside: L
 
 
 def verdict(answer: BestPlan, num_workers: int) -> str:
-    """The answer in one sentence."""
+    """Return the answer in one sentence."""
     dense, best = answer.dense, answer.best
     if num_workers == 1:
         return "One worker has nobody to exchange gradients with: there is nothing to plan."
@@ -181,7 +127,7 @@ def _ms(seconds: float) -> str:
 
 
 class Epoch(NamedTuple):
-    """Of all workers together."""
+    """Duration and price of one epoch, all workers together."""
 
     hours: float
     usd: float
@@ -189,11 +135,11 @@ class Epoch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What training costs.
+    """Price of training.
 
-    usd_per_hour  of one worker
-    batch         samples of a worker's step
-    samples       of an epoch; None if nobody asked
+    usd_per_hour  price of one worker
+    batch         samples per worker and step
+    samples       samples per epoch; None if nobody asked
     """
 
     usd_per_hour: float
@@ -201,12 +147,12 @@ class Price:
     samples: int | None
 
     def __post_init__(self) -> None:
-        _positive("price", self.usd_per_hour)
+        check_positive("price", self.usd_per_hour)
         if self.samples is not None:
-            _positive("samples per epoch", self.samples)
+            check_positive("samples per epoch", self.samples)
 
     def epoch(self, step_s: float, num_workers: int) -> Epoch:
-        """Of steps of `step_s`; the last one may not be full."""
+        """Return the duration and price of an epoch with steps of `step_s`. The last step may have a smaller batch."""
         assert self.samples is not None
         hours = math.ceil(self.samples / (self.batch * num_workers)) * step_s / 3600
         return Epoch(hours, hours * num_workers * self.usd_per_hour)
@@ -217,9 +163,9 @@ SweepName = Literal["bandwidth", "latency", "workers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Values of one property of the network, ascending: Gbit/s, milliseconds one way, or workers.
+    """Ascending values of one property of the network: Gbit/s, one-way milliseconds, or workers.
 
-    ranks_per_node  of swept workers, which may be more than the workers of the network that is changed
+    ranks_per_node  for a sweep of workers: replaces that of the network, which may have fewer workers
     """
 
     name: SweepName
@@ -231,7 +177,7 @@ class Sweep:
         return {"bandwidth": "Gbit/s", "latency": "ms", "workers": "workers"}[self.name]
 
     def apply(self, network: Network, value: float) -> Network:
-        """`network` with this value, that of the links between nodes."""
+        """Return `network` with this value; bandwidth and latency are those of the links between nodes."""
         between = network.between
         match self.name:
             case "bandwidth":
@@ -244,9 +190,10 @@ class Sweep:
 
 
 def parse_sweep(text: str, ranks_per_node: int = 1, num_points: int = 25) -> Sweep:
-    """`"bandwidth=0.1..25gbps"`, `"latency=50us..20ms"` or `"workers=2..1024"`: log-spaced, ends included.
+    """Read `"bandwidth=0.1..25gbps"`, `"latency=50us..20ms"` or `"workers=2..1024"`; return log-spaced values.
 
-    The first value may leave its unit to the second. Workers are multiples of `ranks_per_node`.
+    Both ends are included. The first value may omit its unit if it is that of the second. Workers are rounded to
+    multiples of `ranks_per_node`.
     """
     match = re.fullmatch(r"(bandwidth|latency|workers)=(.+?)\.\.(.+)", text.replace(" ", ""))
     if match is None:
@@ -278,9 +225,3 @@ def _whole(text: str) -> float:
     if not text.isdigit():
         raise ConfigError(f"{text!r} workers are not allowed; give a whole number")
     return int(text)
-
-
-def _positive(name: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} {value!r} is not allowed; give more than 0")
-    return value

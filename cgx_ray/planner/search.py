@@ -1,4 +1,4 @@
-"""Groups and their options decided together: the earliest finish of a step, exact or with a proven gap."""
+"""Joint search of groups and their options: the earliest finish of a step, exact or with a proven gap."""
 
 from __future__ import annotations
 
@@ -7,57 +7,61 @@ from dataclasses import dataclass
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.planner import _search
-from cgx_ray.planner.pipeline import Group, Pipeline
+from cgx_ray.planner.pipeline import GroupEnd, Pipeline
 
-# Of the last pass of the search: about 50 ms.
+# Labels of the last pass; they take about 50 ms.
 MAX_LABELS = 30_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointPlan:
-    """The best groups found.
+    """Best groups found.
 
-    finish_s    of the step
-    bound_s     no groups and options finish the step earlier
-    num_labels  partial plans that were kept on the way
+    finish_s    end of the step
+    bound_s     lower bound: no groups and options end the step earlier
+    num_labels  partial plans that the search kept
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[GroupEnd, ...]
     finish_s: float
     bound_s: float
     num_labels: int
 
     @property
     def gap(self) -> float:
-        """What a better plan could save at most, as a share of `finish_s`; 0 if this is the best one."""
+        """Largest share of `finish_s` that a better plan could save; 0 if this is the optimum."""
         return 1 - self.bound_s / self.finish_s if self.finish_s > 0 else 0.0
 
 
 def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LABELS) -> JointPlan:
-    """Decide where groups end and which option each takes.
+    """Decide where groups end and which option each takes. No published system computes this joint optimum.
 
-    max_gap     share of the finish that may be left; the search ends as soon as it is proven
-    max_labels  partial plans that the last of four passes may keep, the others a quarter of it each. When they are
-                spent the next pass has a finer bound; after the last the best plan so far is returned with its gap
+    max_gap     allowed gap, as a share of the finish; the search ends as soon as it is proven
+    max_labels  partial plans that the last of four passes may keep; the others may keep a quarter of it each. When a
+                pass runs out, the next one has a finer bound; after the last pass the best plan is returned with its
+                gap
 
-    A label is a plan of the first k layers: compute finish C, network finish D. Both of two labels at k are needed only
-    if one has the smaller C and the other the smaller D, since what follows never ends earlier when C or D rises.
-    A* extends the label with the least bound by every next group and option, until no bound is below the best finish.
+    A label is a plan of the first k layers: compute finish C, network finish D. Two labels at k are both needed only if
+    one has the smaller C and the other the smaller D, since a larger C or D never makes the rest end earlier. A*
+    extends the label with the least bound by every next group and option, until no bound is below the best finish.
 
-    The bound. What follows depends on D - C alone: from C on it takes V_k(D - C) seconds, where
+    The bound: the rest depends on D - C alone. From C on it takes V_k(D - C) seconds, where
 
         V_N(s) = s,  V_k(s) = min over end, option of  c + V_end(max(s - c, 0) + n)
 
-    with c = compute_s and n = network_s of the group. V_k never falls and never rises faster than s (both hold for
-    V_N, and the recursion keeps them), so from values at the multiples of q, V_k(s) >= max(V_k(i q), V_k((i+1) q) -
-    ((i+1) q - s)), and the recursion over these is a lower bound everywhere, exact where V_k is flat or has slope 1:
-    what is lost is lost at kinks. s beyond the time that compute takes is never waited for, so there V_k(s) = s + the
-    least network time left. The passes have 64, 256, 1,024 and 4,096 multiples. Each leaves out what cannot be part of
-    a plan better than the one found before it, by its bound and because, for w in [0, 1], w C + (1 - w) D of the first
-    k layers is at least that of one group under the cheapest option for w.
+    with c = compute_s and n = network_s of the group. V_k never falls and never rises faster than s: both hold for V_N,
+    and the recursion keeps them. So from values at the multiples of q,
 
-    Costs are affine in the elements (`GroupCost`), so splitting a group never makes w compute_s + (1 - w) network_s
-    less. Finishes that differ by less than 1e-12 of them are taken for equal.
+        V_k(s) >= max(V_k(i q), V_k((i+1) q) - ((i+1) q - s))
+
+    and the recursion over these is a lower bound everywhere. It is exact where V_k is flat or has slope 1, and loses
+    only at kinks. If s is longer than the remaining compute, the network never waits, and V_k(s) = s + the least
+    network time left. The passes have 64, 256, 1,024 and 4,096 multiples. Each drops labels that cannot be part of a
+    plan better than the one found before it: by the bound, and because, for w in [0, 1], w C + (1 - w) D of the first k
+    layers is at least that of one group under the cheapest option for w. (Costs are affine in the elements, so
+    splitting a group never makes w compute_s + (1 - w) network_s less.)
+
+    Finishes that differ by less than 1e-12 of their value count as equal.
     """
     if not 0 <= max_gap < 1:
         raise ConfigError(f"max_gap {max_gap!r} is not allowed; give a share from 0, exact, to below 1")
@@ -68,7 +72,7 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
         for cost in pipeline.costs
     ]
     _, bound_s, found, num_labels = _search.search(pipeline.backward_s, pipeline.numel, costs, max_gap, max_labels)
-    groups = tuple(Group(end, option) for end, option in found)
+    groups = tuple(GroupEnd(end, option) for end, option in found)
     finish_s = pipeline.finish_s(groups)
     is_best = math.isclose(bound_s, finish_s, rel_tol=1e-12)
     return JointPlan(groups=groups, finish_s=finish_s, bound_s=finish_s if is_best else bound_s, num_labels=num_labels)

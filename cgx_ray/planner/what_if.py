@@ -1,4 +1,4 @@
-"""What one exchange would cost: `cgx-ray collective`; and links as people write them."""
+"""Cost of one exchange by scheme, for `cgx-ray collective`; and parsers of links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
-from cgx_ray.planner.cost import Link, allgather_tree_s, artopk_tree_s, exchange_s
+from cgx_ray.planner.cost import Link, exchange_s
+from cgx_ray.planner.papers.flexible import allgather_tree_s, artopk_tree_s
 
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -39,12 +40,12 @@ def parse_gbps(text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Milliseconds of one exchange, codec time left out, and the fastest scheme.
+    """Milliseconds of one exchange by scheme, without codec time, and the fastest scheme.
 
-    costs_ms  by scheme, for 4 bytes of value and 4 of index an element, and the collectives of the literature
-              (Flexible Communication, table 6): allgather by recursive doubling, artopk_tree with all values at each
-              level, dense over a ring
-    ours_ms   by scheme, as this package sends top-k: indices packed, all pairs at once, trees by halving
+    costs_ms  with 4 bytes of value and 4 of index per element, and the collectives of the literature (Flexible
+              Communication, table 6): allgather by recursive doubling, artopk_tree with all values at each level, dense
+              over a ring
+    ours_ms   as this package sends top-k: indices packed, all pairs at once, trees by halving
     """
 
     scheme: str
@@ -53,9 +54,9 @@ class Comparison:
 
 
 def compare_schemes(*, numel: int, density: float, num_workers: int, link: Link) -> Comparison:
-    """Compare the ways to average `numel` float32 of which each worker sends `density`.
+    """Compare schemes that average `numel` float32, of which each worker sends the share `density`.
 
-    With one worker all cost nothing, and dense is as good as any. Raises ConfigError for what cannot be.
+    With one worker all cost nothing, and the fastest is dense. Raises ConfigError for a value that is not allowed.
     """
     if numel < 1:
         raise ConfigError(f"numel {numel!r} is not allowed; give the number of elements, 1 or more")

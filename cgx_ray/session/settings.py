@@ -9,7 +9,7 @@ from cgx_ray.collectives.simulated_link import SimulatedLink
 from cgx_ray.collectives.tcp import NUM_STREAMS
 from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Intra, Layer, Plan, Scheme, check_intra, check_pair, make_plan
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Intra, Layer, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 
 POLICIES = ("adaptive", "static")
@@ -73,8 +73,7 @@ class Settings:
         if isinstance(self.codec, CodecSpec):
             object.__setattr__(self, "codec", str(self.codec))
         codec, scheme, intra = CodecSpec.parse(self.codec), Scheme(self.scheme), Intra(self.intra)
-        check_pair(codec, scheme)
-        check_intra(codec, intra)
+        Option(codec=codec, scheme=scheme, intra=intra)
         if self.policy == "adaptive" and (self.codec, scheme, intra) != ("qsgd", Scheme.SRA, Intra.FLAT):
             raise ConfigError(
                 f"codec {self.codec!r} over {self.scheme!r}, intra {self.intra!r} is not allowed with policy "

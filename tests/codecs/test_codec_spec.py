@@ -1,4 +1,4 @@
-"""Codecs as text and as numbers of bytes."""
+"""Codec specifications: as text, refused values, and numbers of bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec
 from cgx_ray.runtime_ext import ops, sparse
 
-# A busy machine would miss hypothesis's deadline of 200 ms an example.
+# A busy machine would miss hypothesis's deadline of 200 ms per example.
 UNTIMED = settings(deadline=None)
 
 

@@ -1,4 +1,4 @@
-"""Codecs by themselves: what they lose and what they weigh."""
+"""Codecs without collectives: their errors, their sizes and the messages they refuse."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from cgx_ray.errors import WireError
 from cgx_ray.plan import CodecSpec, Layer
 from cgx_ray.runtime_ext import sparse
 
-# A busy machine would miss hypothesis's deadline of 200 ms an example.
+# A busy machine would miss hypothesis's deadline of 200 ms per example.
 UNTIMED = settings(deadline=None)
 
 
 def allowed_error(spec: CodecSpec, grad_N: torch.Tensor) -> torch.Tensor:
-    """(N,) float64: the most that a codec which sends every element may be off by at each of them."""
+    """Return (N,) float64: the largest allowed error per element, for a codec that sends every element."""
     x_N = grad_N.double()
     if spec.name in ("none", "fp16", "bf16"):
-        # Half a unit in the last place: 11 and 8 bits of precision. The smallest fp16 is 2^-24.
+        # Half a unit in the last place, of 11 and of 8 bits of precision. The smallest fp16 is 2^-24.
         return {"none": 0, "fp16": 2**-11, "bf16": 2**-8}[spec.name] * x_N.abs() + (
             2**-25 if spec.name == "fp16" else 0
         )
@@ -69,7 +69,8 @@ def test_sparse_codecs_send_elements_as_they_are_and_no_more_than_k(spec: CodecS
     if spec.name in ("topk", "lwtopk", "mstopk", "randomk"):
         assert num_sent == num_kept
     if spec.name in ("topk", "lwtopk", "mstopk", "dgc", "sidco") and numel > num_sent > 0:
-        # MSTopk and DGC choose among what is near the threshold, SIDCo below its budget: never a smaller one.
+        # Exact top-k never sends a smaller element than it leaves. The others choose freely near the threshold, but
+        # only if more elements pass it than may be sent.
         smallest, largest_lost = float(grad_N[is_sent_N].abs().min()), float(grad_N[~is_sent_N].abs().max())
         if num_sent < num_kept or spec.name in ("topk", "lwtopk"):
             assert smallest >= largest_lost
@@ -77,7 +78,7 @@ def test_sparse_codecs_send_elements_as_they_are_and_no_more_than_k(spec: CodecS
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_codecs_keep_close_to_their_budget(name: str) -> None:
-    """SIDCo fits exponentials, which a Laplace distribution of gradients is; its authors allow 20 %."""
+    """On a Laplace distribution, which SIDCo's exponential fit assumes. SIDCo's authors allow an error of 20 %."""
     uniform_N = torch.rand(200_000, generator=torch.Generator().manual_seed(3)) - 0.5
     grad_N = -uniform_N.sign() * (1 - 2 * uniform_N.abs()).log()
     codec = make_codec(CodecSpec(name=name, density=0.01))
@@ -85,7 +86,7 @@ def test_sparse_codecs_keep_close_to_their_budget(name: str) -> None:
     assert 0.8 * 2000 <= num_sent <= 2000
     lost = float((grad_N - decoded(codec, encoded(codec, grad_N), grad_N.numel())).square().sum())
     best = float(grad_N.abs().sort().values[:-num_sent].square().sum())
-    # At most a tenth more energy is lost than exact top-k of as many would lose.
+    # The lost energy is at most a tenth more than with exact top-k of the same number of elements.
     assert lost <= 1.1 * best
 
 
@@ -94,7 +95,7 @@ def test_values_of_topk_are_off_by_their_own_format(value_bits: int, relative: f
     codec, exact = (make_codec(CodecSpec(name="topk", density=0.1, value_bits=bits)) for bits in (value_bits, 32))
     grad_N = noise(5003)
     error_N = decoded(codec, encoded(codec, grad_N), 5003) - decoded(exact, encoded(exact, grad_N), 5003)
-    # Steps of the max-min grid, whose ends are rounded outwards by at most 2^-7.
+    # One step of the max-min grid, whose ends are rounded outwards by at most 2^-7.
     assert 0 < float(error_N.abs().max()) <= relative * (1 + 2**-6) * float(grad_N.abs().max())
 
 
@@ -103,7 +104,7 @@ def test_signs_keep_the_energy_of_their_means(spec: CodecSpec) -> None:
     codec, grad_N = make_codec(spec), noise(5003)
     sent_N = decoded(codec, encoded(codec, grad_N), 5003)
     assert torch.equal(sent_N > 0, grad_N > 0)
-    # The means are least squares fits, so the error is orthogonal to what is sent, up to float32 sums.
+    # The means are least-squares fits, so the error is orthogonal to the decoded gradient, up to float32 rounding.
     error_N = grad_N.double() - sent_N.double()
     assert abs(float(error_N @ sent_N.double())) <= 5003 * 2**-20
     assert float(error_N.square().sum()) == pytest.approx(
@@ -124,7 +125,7 @@ def test_decode_add_equals_decode_then_add_and_fills_all_bytes(spec: CodecSpec, 
     assert payload.numel() == spec.payload_bytes(numel)
     out_N, sum_N = decoded(codec, payload, numel), torch.full((numel,), 0.5)
     codec.decode(payload, sum_N, add=True, key=KEY)
-    if spec.name == "powersgd":  # a matrix product of rank 2, added by the kernel that multiplies
+    if spec.name == "powersgd":  # the matrix product itself adds, with other roundings
         torch.testing.assert_close(sum_N, out_N + 0.5, rtol=2**-20, atol=2**-20)
     else:
         assert torch.equal(sum_N, out_N + 0.5)
@@ -132,7 +133,7 @@ def test_decode_add_equals_decode_then_add_and_fills_all_bytes(spec: CodecSpec, 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_decode_add_of_many_elements_is_exact(spec: CodecSpec) -> None:
-    """More than one piece of those that casts are added in."""
+    """Enough elements that casts add them in more than one piece."""
     numel = (1 << 18) + 5
     codec = make_codec(spec)
     payload = encoded(codec, noise(numel))
@@ -176,7 +177,7 @@ def test_dgc_corrects_momentum_and_clears_it_where_it_sends() -> None:
     assert memory.residual_N is not None
     assert torch.equal(memory.residual_N, torch.tensor([0, 2.5, 5.0, -7.5]))
     zero_N = torch.zeros(4)
-    # Without a gradient v still moves by what is left of u: -7.5 - 2.25.
+    # Without a gradient, v still moves by the rest of u: -7.5 - 2.25.
     assert torch.equal(decoded(codec, encoded(codec, zero_N, memory=memory), 4), torch.tensor([0, 0, 0, -9.75]))
 
 
@@ -195,7 +196,7 @@ def test_lwtopk_keeps_the_same_share_of_every_layer(density: float) -> None:
     layers = [Layer(name=str(numel), numel=numel, ndim=2) for numel in (1000, 1, 333, 4096, 70)]
     codec = make_codec(CodecSpec(name="lwtopk", density=density), layers)
     grad_N = noise(5500)
-    grad_N[:1000] *= 100  # top-k over the group would send little else
+    grad_N[:1000] *= 100  # top-k over the whole group would send almost only these
     sent_N = decoded(codec, encoded(codec, grad_N, memory=codec.new_memory(5500)), 5500)
     assert int((sent_N != 0).sum()) == codec.spec.num_kept(5500)
     end = 0
@@ -224,7 +225,7 @@ def test_powersgd_repeats_a_matrix_of_its_rank_and_its_p_is_orthonormal() -> Non
     codec = make_codec(CodecSpec(name="powersgd", rank=3), MATRICES)
     assert isinstance(codec, PowerSgd)
     first = (noise(60, 1).view(20, 3) @ noise(90, 2).view(3, 30)).view(-1)
-    # b is seen as 10 rows of 10, the last 9 elements of which are padding.
+    # b is taken as 10 rows of 10, where the last 9 elements are padding.
     padded = torch.nn.functional.pad(torch.outer(noise(9, 3), noise(10, 4)), (0, 0, 0, 1)).view(-1)[:91]
     grad_N = torch.cat([first, padded])
     payload = encoded(codec, grad_N)
@@ -237,7 +238,7 @@ def test_powersgd_repeats_a_matrix_of_its_rank_and_its_p_is_orthonormal() -> Non
 
 
 def test_powersgd_comes_closer_to_a_constant_matrix_with_every_step() -> None:
-    """Power iteration from the last Q, without feedback, finds the best approximation of rank 2."""
+    """Power iteration that starts from the last Q, without feedback, finds the best approximation of rank 2."""
     codec = make_codec(CodecSpec(name="powersgd", rank=2), [Layer(name="w", numel=1600, ndim=2, num_rows=40)])
     u, s, v = torch.linalg.svd(noise(1600).view(40, 40))
     grad = u @ torch.diag(s * torch.logspace(0, -3, 40)) @ v

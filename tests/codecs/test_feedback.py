@@ -1,4 +1,4 @@
-"""What codecs remember: sums add up, steps that do not count leave no trace, checkpoints bring everything back."""
+"""Memory of codecs: residuals keep every gradient, uncommitted steps leave no trace, checkpoints restore everything."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_what_was_sent_and_what_is_owed_make_up_all_gradients(spec: CodecSpec) -
         sent_N += decoded(codec, payload, numel, key=step)
         given_N += grad_N
     assert memory.residual_N is not None
-    # Each step adds what is owed and subtracts what is sent: two roundings of float32 numbers under 40, and four more
-    # for the products of rank 2.
+    # Each step adds the residual and subtracts what is sent: two roundings of float32 numbers under 40, and four more
+    # for products of rank 2.
     error_N = (sent_N + memory.residual_N - given_N).abs()
     assert float(error_N.max()) <= 40 * 6 * num_steps * 2**-24, float(error_N.max())
     assert float(memory.residual_N.abs().max()) > 0
@@ -122,7 +122,7 @@ def test_kept_energy_of_topk_is_the_energy_of_what_it_keeps() -> None:
     grad_N = torch.tensor([3.0, -1.0, 0.5, 4.0, 0.0])
     assert kept_energy(make_codec(CodecSpec(name="topk", density=0.4)), grad_N, key=0) == pytest.approx(25.0)
     assert kept_energy(make_codec(CodecSpec(name="none")), grad_N, key=0) == pytest.approx(26.25)
-    # The key says which elements randomk sends: decoding with another would keep nothing.
+    # The key gives the elements that randomk sends. Decoding with another key would keep nothing.
     assert 0 < kept_energy(make_codec(CodecSpec(name="randomk", density=0.5)), noise(1000), key=3) < 1000
 
 

@@ -1,4 +1,4 @@
-"""What selectors send of gradients that are unlike those their thresholds are made for: no step without progress."""
+"""Selectors on gradients that do not fit the assumptions of their thresholds: every step must make progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_STEPS = 100
 
 
 def _sparse_rows(step: int) -> torch.Tensor:
-    """2 of 1000 rows, as of an embedding."""
+    """Return a gradient like that of an embedding: 2 of 1000 rows are not zero."""
     generator = torch.Generator().manual_seed(step)
     grad_RC = torch.zeros(1000, 20)
     grad_RC[torch.randperm(1000, generator=generator)[:2]] = torch.randn(2, 20, generator=generator)
@@ -55,8 +55,8 @@ def test_sidco_sends_half_of_k_or_all_there_is_at_every_step(kind: str) -> None:
         assert num_sent >= least, f"step {step}: {num_sent} of {num_nonzero} sent, least {least}"
 
 
-# The largest wait longest. With half of K a step, all 5000 elements have had their turn after 2 / density steps. Of
-# the rows, K is more than there is.
+# At least K / 2 elements are sent per step, so each of the 5000 constant elements waits at most 2 / density steps. Of
+# the sparse rows all elements are sent, because there are fewer than K.
 @pytest.mark.parametrize(("kind", "limit"), [("constant", 0.25 * (2 / 0.1 + 1)), ("sparse rows", 0.0)])
 def test_what_sidco_owes_stays_bounded(kind: str, limit: float) -> None:
     density, gradient = GRADIENTS[kind]
@@ -69,4 +69,4 @@ def test_what_sidco_owes_stays_bounded(kind: str, limit: float) -> None:
         memory.commit()
         assert memory.residual_N is not None
         most.append(float(memory.residual_N.abs().max()))
-    assert max(most) <= limit, f"up to {max(most)} owed at step {most.index(max(most))}, limit {limit}"
+    assert max(most) <= limit, f"a residual of {max(most)} at step {most.index(max(most))}, limit {limit}"

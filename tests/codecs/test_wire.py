@@ -1,4 +1,4 @@
-"""Messages and plans: what is damaged, belongs elsewhere or cannot be is refused."""
+"""Messages and plans: damaged, misdirected and impossible ones are refused."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from cgx_ray.plan import (
     CodecSpec,
     GroupPlan,
     Layer,
+    Option,
     Plan,
     Scheme,
     make_plan,
@@ -99,7 +100,7 @@ LAYERS = [
 def test_small_layers_go_dense_in_the_last_groups_and_types_do_not_mix() -> None:
     plan = make_plan(LAYERS, version=0, world_size=2, codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
     assert [group.layers for group in plan.groups] == [("h",), ("w2",), ("w1",), ("b1",)]
-    assert plan.groups[-1].scheme is Scheme.DENSE
+    assert plan.groups[-1].option.scheme is Scheme.DENSE
     plan.check(LAYERS, 2)
 
 
@@ -115,7 +116,7 @@ def test_overrides_give_layers_another_codec_in_groups_of_their_own() -> None:
         scheme=Scheme.SRA,
         overrides={"emb.a": randomk, "emb.*": topk},
     )
-    assert [(group.codec.name, group.layers) for group in plan.groups] == [
+    assert [(group.option.codec.name, group.layers) for group in plan.groups] == [
         ("topk", ("emb.bias",)),
         ("qsgd", ("out",)),
         ("topk", ("emb.c",)),
@@ -140,10 +141,11 @@ def test_a_plan_takes_codecs_and_schemes_as_text() -> None:
     as_text = make_plan(
         LAYERS, version=0, world_size=2, codec="qsgd", scheme="sra", overrides={"w1": ("topk", "allgather")}
     )
-    choice = (CodecSpec(name="topk"), Scheme.ALLGATHER)
-    assert as_text == make_plan(
-        LAYERS, version=0, world_size=2, codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA, overrides={"w1": choice}
-    )
+    codec, scheme = CodecSpec(name="topk"), Scheme.ALLGATHER
+    for choice in ((codec, scheme), Option(codec=codec, scheme=scheme)):
+        assert as_text == make_plan(
+            LAYERS, version=0, world_size=2, codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA, overrides={"w1": choice}
+        )
 
 
 def test_a_uniform_plan_is_one_group_a_dtype_small_layers_and_all() -> None:
@@ -151,7 +153,9 @@ def test_a_uniform_plan_is_one_group_a_dtype_small_layers_and_all() -> None:
     plan = make_plan(layers, version=0, world_size=2, codec="qsgd", scheme="sra", group_bytes=1, uniform=True)
     names = {layer.dtype: [each.name for each in reversed(layers) if each.dtype == layer.dtype] for layer in layers}
     assert sorted(group.layers for group in plan.groups) == sorted(tuple(names[dtype]) for dtype in names)
-    assert {(str(group.codec), group.scheme) for group in plan.groups} == {(str(CodecSpec(name="qsgd")), Scheme.SRA)}
+    assert {(str(group.option.codec), group.option.scheme) for group in plan.groups} == {
+        (str(CodecSpec(name="qsgd")), Scheme.SRA)
+    }
     with pytest.raises(ConfigError, match="leave out overrides and bits, or uniform"):
         make_plan(layers, version=0, world_size=2, overrides={"half": ("none", "dense")}, uniform=True)
 
@@ -162,7 +166,7 @@ def test_what_a_header_cannot_say_is_refused_when_the_plan_is_made() -> None:
     with pytest.raises(PlanError, match="65537 groups; messages can tell 65536 apart, so give larger groups"):
         Plan(version=0, world_size=2, groups=(*groups, GroupPlan(layers=("one too many",))))
     codec = make_codec(CodecSpec(name="none"))
-    # Not a byte of it is touched, so none is allocated.
+    # The memory is never written, so the system allocates none of it.
     assert Parcel(codec, MAX_PAYLOAD_BYTES // 4).num_bytes == MAX_PAYLOAD_BYTES - 3 + HEADER_BYTES
     with pytest.raises(PlanError, match=r"1073741824 elements make a message of 4294967296 bytes with codec none"):
         Parcel(codec, 1 << 30)
@@ -175,7 +179,7 @@ def test_what_a_header_cannot_say_is_refused_when_the_plan_is_made() -> None:
 def test_overrides_of_a_dense_plan_leave_the_other_layers_in_ddps_order() -> None:
     choice = (CodecSpec(name="bf16"), Scheme.SRA)
     plan = make_plan(LAYERS, version=0, world_size=2, overrides={"w1": choice})
-    assert [(group.codec.name, group.layers) for group in plan.groups] == [
+    assert [(group.option.codec.name, group.layers) for group in plan.groups] == [
         ("none", ("h",)),
         ("none", ("w2",)),
         ("none", ("b1",)),
@@ -191,8 +195,8 @@ def test_plans_that_cannot_be_are_refused() -> None:
     with pytest.raises(PlanError, match="not a plan"):
         Plan.from_json("{}")
     with pytest.raises(ConfigError, match="artopk_ring cannot carry codec qsgd; it carries dgc, lwtopk"):
-        GroupPlan(layers=("a",), codec=CodecSpec(name="qsgd"), scheme=Scheme.ARTOPK_RING)
+        GroupPlan(layers=("a",), option=Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.ARTOPK_RING))
     with pytest.raises(ConfigError, match="sums values as they are, not with value_bits 16; give 32"):
-        GroupPlan(layers=("a",), codec=CodecSpec(name="topk", value_bits=16), scheme=Scheme.ARTOPK_RING)
+        GroupPlan(layers=("a",), option=Option(codec=CodecSpec(name="topk", value_bits=16), scheme=Scheme.ARTOPK_RING))
     with pytest.raises(PlanError, match="'w' of 10 elements cannot have 3 rows"):
         Layer(name="w", numel=10, ndim=2, num_rows=3)

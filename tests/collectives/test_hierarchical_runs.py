@@ -28,7 +28,7 @@ from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors.sample import Transfer
-from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, GroupPlan, Intra, Layer, Plan, Scheme, make_plan
+from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, GroupPlan, Intra, Layer, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, hierarchical_terms, terms
 from cgx_ray.session.settings import Settings
 
@@ -41,7 +41,9 @@ def _switch_plans(rank: int, nodes: Nodes) -> tuple[list[str], torch.Tensor, tor
     names = tuple(layer.name for layer in cgx_ray.layers_of(model))
 
     def plan(version: int, codec: str, scheme: str, intra: str) -> Plan:
-        group = GroupPlan(layers=names, codec=CodecSpec.parse(codec), scheme=Scheme(scheme), intra=Intra(intra))
+        group = GroupPlan(
+            layers=names, option=Option(codec=CodecSpec.parse(codec), scheme=Scheme(scheme), intra=Intra(intra))
+        )
         return Plan(version=version, world_size=len(nodes), groups=(group,))
 
     choices = [
@@ -116,7 +118,7 @@ def _gain(rank: int, nodes: Nodes) -> tuple[float, float]:
     spec = CodecSpec(name="topk", density=0.1)
     layer = nn.Linear(3000, 1, bias=False)
     model = DistributedDataParallel(layer)
-    group = GroupPlan(layers=("weight",), codec=spec, scheme=Scheme.ALLGATHER, intra=Intra.DENSE)
+    group = GroupPlan(layers=("weight",), option=Option(codec=spec, scheme=Scheme.ALLGATHER, intra=Intra.DENSE))
     plan = Plan(version=0, world_size=len(nodes), groups=(group,))
     engine = Engine(cgx_ray.layers_of(model), plan, connect(nodes, "shm"), candidates=[spec])
     model.register_comm_hook(DdpBuckets(model, engine), cgx_hook)
@@ -141,7 +143,7 @@ def test_hierarchical_transfers_tell_nothing_of_the_link() -> None:
     flat = Transfer(group=0, scheme="sra", numel=1000, wire_bytes=4000, seconds=0.1)
     inside = replace(flat, seconds=9.0, intra="dense")
     seen = [
-        join([replace(step_sample(rank, 0), transfers=transfers) for rank in range(4)]).seen.exchanges
+        join([replace(step_sample(rank, 0), transfers=transfers) for rank in range(4)]).traffic.exchanges
         for transfers in ((flat, inside), (flat,))
     ]
     assert seen[0] == seen[1]
@@ -204,7 +206,7 @@ def test_intra_holds_for_all_groups_unless_an_override_says_another_and_survives
     plan = make_plan(
         MODEL, version=0, world_size=4, codec="qsgd", scheme="sra", intra="compressed", overrides=overrides
     )
-    assert [(group.layers, group.intra) for group in plan.groups] == [
+    assert [(group.layers, group.option.intra) for group in plan.groups] == [
         (("e",), Intra.DENSE),
         (("w",), Intra.COMPRESSED),
         (("b",), Intra.DENSE),
@@ -221,7 +223,9 @@ def test_intra_holds_for_all_groups_unless_an_override_says_another_and_survives
 @pytest.mark.parametrize("codec", ["none", "prefix", "topk", "powersgd"])
 def test_codecs_whose_sums_cannot_be_encoded_inside_a_node_are_refused(codec: str) -> None:
     with pytest.raises(ConfigError, match=f"codec {codec} cannot be summed inside a node.*intra='dense'"):
-        GroupPlan(layers=("w",), codec=CodecSpec(name=codec), scheme=Scheme.ALLGATHER, intra=Intra.COMPRESSED)
+        GroupPlan(
+            layers=("w",), option=Option(codec=CodecSpec(name=codec), scheme=Scheme.ALLGATHER, intra=Intra.COMPRESSED)
+        )
     with pytest.raises(ConfigError, match="cannot be summed"):
         Settings(policy="static", codec=codec, scheme="allgather", intra="compressed")
 

@@ -14,6 +14,7 @@ from cgx_ray.cli import main
 from cgx_ray.commands.plan_picture import draw_answer
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Plan
+from cgx_ray.planner.compute import compute_time
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.models import load_model
 from cgx_ray.planner.options import CodecCost, codec_cost_of
@@ -23,7 +24,6 @@ from cgx_ray.planner.scenario import (
     TYPICAL_PROFILE,
     Price,
     Scenario,
-    compute_time,
     make_network,
     parse_sweep,
 )
@@ -118,7 +118,7 @@ def test_picture_has_a_bar_for_all_work_and_the_swept_times() -> None:
     dense, planned, swept = draw_answer(answer, title="", sweep=sweep, points=points).axes
     for axes, step in ((dense, answer.dense), (planned, answer.best)):
         ends_ms = [path.vertices[:, 0].max() for bars in axes.collections for path in bars.get_paths()]
-        works = [busy_s for span in step.schedule.spans for busy_s in span.stage.busy_s.values() if busy_s > 0]
+        works = [busy_s for span in step.timeline.spans for busy_s in span.stage.busy_s.values() if busy_s > 0]
         assert len(ends_ms) >= len(works)
         assert max(ends_ms) == pytest.approx(1e3 * step.step_s)
         assert f"{1e3 * step.step_s:.4g} ms" in axes.get_title(loc="left")
@@ -142,7 +142,7 @@ def test_compute_time_is_as_given_or_by_throughput_or_by_the_gpu_and_says_so(tmp
     assert compute_time(model, samples_per_s=400, batch=100)[0] == 0.25
     seconds, said = compute_time(model, gpu="A100", batch=8)
     assert seconds == pytest.approx(6 * sum(model.forward_macs) * 8 / (0.3 * 312e12))
-    assert said == "8 samples a worker and step, a100 at 30% of 312 TFLOP/s"
+    assert said == "8 samples per worker and step, a100 at 30% of 312 TFLOP/s"
     measured = load_model(write(tmp_path / "own.csv", "name,shape,ready_s\na,8x8,0.4\nb,8x8,0.1\n"))
     assert compute_time(measured, batch=1) == (0.4, "measured times of own")
     assert measured.step_s() == pytest.approx((0.1, 0.3))
@@ -223,7 +223,7 @@ def test_a_sweep_from_part_of_a_node_fills_nodes_of_the_size_given() -> None:
         ({"latency": None}, "the network is unknown; give --latency"),
         ({"latency": "unknown"}, "latency 'unknown' is not allowed"),
         ({"workers": "0"}, "0 workers"),
-        ({"ranks-per-node": "0"}, "0 a node"),
+        ({"ranks-per-node": "0"}, "0 per node"),
         ({"ranks-per-node": "3"}, "4 workers do not fill nodes of 3"),
         ({"inside-bandwidth": "fast"}, "bandwidth 'fast'"),
         ({"model": "resnet1001"}, "no model 'resnet1001'"),

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from cgx_ray.commands.probe import describe_ways, plot_ways, probe_nodes, way_table
 from cgx_ray.monitors import iperf3_process
-from cgx_ray.monitors.probe import Prober, Way
+from cgx_ray.monitors.probe import NodePath, Prober
 
 HOSTS = ["10.0.0.1", "10.0.0.2"]
 WAYS = {
-    ("10.0.0.1", "10.0.0.2"): Way(latency_s=1e-3, bytes_per_s=125e6, error=0.02, tool="iperf3", hops=2),
-    ("10.0.0.2", "10.0.0.1"): Way(latency_s=1e-3, bytes_per_s=12.5e6, error=0.3, tool="tcp", hops=None),
+    ("10.0.0.1", "10.0.0.2"): NodePath(latency_s=1e-3, bytes_per_s=125e6, error=0.02, tool="iperf3", hops=2),
+    ("10.0.0.2", "10.0.0.1"): NodePath(latency_s=1e-3, bytes_per_s=12.5e6, error=0.3, tool="tcp", hops=None),
 }
 
 

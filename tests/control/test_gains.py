@@ -1,4 +1,4 @@
-"""What the controller makes of measured gains: no Ray, no clock."""
+"""Changes of measured gains: no Ray, no clock."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from cgx_ray.control.gains import NUM_MEASUREMENTS, GainWatch
 
 TOPK, QSGD = "topk:density=0.01", "qsgd:bits=4,bucket_size=128"
-# Top-1.1 % on the demo's GPT (width 128, 3 layers, batches of 8) under top-10 %, every 20th step from the first on;
-# before the 31st of them the bytes of its text were permuted.
+# Gains of top-1.1 % at every 20th step while the demo's GPT (width 128, 3 layers, batches of 8) trained with top-10 %.
+# Before the 31st measurement the bytes of its text were permuted.
 RECORDED = """
     0.64 0.82 0.76 0.79 0.59 0.58 0.65 0.65 0.62 0.60 0.53 0.52 0.64 0.55 0.56 0.53 0.54 0.56 0.51 0.52
     0.55 0.49 0.53 0.51 0.53 0.47 0.57 0.60 0.49 0.50 0.57 0.73 0.76 0.74 0.71 0.75 0.77 0.76 0.74 0.75
@@ -20,7 +20,7 @@ RECORDED = """
 
 
 def causes(watched: GainWatch, gains: Iterable[float]) -> dict[int, str]:
-    """By number of the measurement; plans are made anew at each, and at every fifth, as in the control loop."""
+    """Return causes by number of the measurement. A plan is made at each cause and at every fifth measurement."""
     found: dict[int, str] = {}
     decided: dict[str, float] = {}
     for number, gain in enumerate(gains, 1):
@@ -30,7 +30,7 @@ def causes(watched: GainWatch, gains: Iterable[float]) -> dict[int, str]:
             found[number] = cause
         if cause is not None or number % NUM_MEASUREMENTS == 1:
             decided = watched.gain
-            watched.look()
+            watched.acknowledge()
     return found
 
 
@@ -38,7 +38,7 @@ def causes(watched: GainWatch, gains: Iterable[float]) -> dict[int, str]:
 def test_half_as_much_error_again_is_noticed_after_five_measurements_twice_or_half_after_two(
     gain: float, num_measurements: int
 ) -> None:
-    """Of the gain before nothing is left in the one that is said and used, and it is said once."""
+    """The gain that is reported and used holds nothing of the gain before, and the change is reported once."""
     verb = "fell" if gain < 0.7 else "rose"
     found = causes(watched := GainWatch(), [0.7] * 11 + [gain] * 5)
     assert found == {11 + num_measurements: f"gain of {TOPK} {verb} from 0.70 to {gain:.2f}"}
@@ -55,7 +55,7 @@ def test_an_error_that_doubles_is_no_cause_while_next_to_nothing_is_dropped() ->
 
 
 def test_other_data_is_noticed_in_recorded_gains_and_nothing_in_their_noise() -> None:
-    """Twice as residuals fill up and the model begins to learn; then three measurements after the change."""
+    """Two causes while residuals fill up and the model begins to learn, one three measurements after the change."""
     found = causes(GainWatch(), map(float, RECORDED.split()))
     assert list(found) == [4, 6, 34], found
     assert found[34] == f"gain of {TOPK} rose from 0.55 to 0.74"
@@ -64,10 +64,10 @@ def test_other_data_is_noticed_in_recorded_gains_and_nothing_in_their_noise() ->
 @pytest.mark.parametrize("gain", [0.98, 0.8, 0.3])
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_as_that_of_a_small_gpt_is_no_change_in_twenty_thousand_steps(gain: float, seed: int) -> None:
-    """Errors scattered by 0.09 to 0.14 in their logarithm; here one in 50 is half as large."""
+    """Measured errors scatter by 0.09 to 0.14 in their logarithm; here by 0.14, and one error in 50 is halved."""
     chance = random.Random(seed)
     errors = [(1 - gain) * chance.lognormvariate(0, 0.14) * chance.choice([0.5, *[1] * 49]) for _ in range(1000)]
-    # The first plan is made on one measurement, whatever that is.
+    # The first plan is made on a single measurement, so that one is exact here.
     assert causes(GainWatch(), [gain, *(1 - min(error, 1) for error in errors)]) == {}
 
 
@@ -81,7 +81,7 @@ def test_under_a_new_plan_its_codecs_are_held_against_what_was_expected_and_othe
     for _ in range(10):
         watched.add({TOPK: 0.9, QSGD: 0.9})
     decided = watched.gain
-    watched.enter([TOPK])
+    watched.start_plan([TOPK])
     assert watched.gain == decided, "until something is measured"
     watched.add({TOPK: 0.6, QSGD: 0.6})
     assert watched.gain == {TOPK: 0.6, QSGD: 0.6}

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
+from support import ranks
 from support.branches import Branches, batch, train
 from support.ranks import run_ranks
 from support.sharded import make_mesh, shard

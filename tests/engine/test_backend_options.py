@@ -37,11 +37,11 @@ def test_variables_of_cgx_are_honoured_and_an_argument_wins(monkeypatch: pytest.
     _variables(monkeypatch, QUANTIZATION_BITS="2", BUCKET_SIZE="512", MINIMAL_SIZE="16")
     assert str(current_options()) == "qsgd:bits=2,bucket_size=512 over sra from 16 elements on"
     _variables(monkeypatch, QUANTIZATION_BITS="32", BUCKET_SIZE="")
-    assert current_options().way.codec.name == "none"
+    assert current_options().option.codec.name == "none"
     _variables(monkeypatch, QUANTIZATION_BITS="8", FAKE_RATIO="0.25")
-    assert current_options().way.codec == CodecSpec(name="prefix", ratio=4.0)
+    assert current_options().option.codec == CodecSpec(name="prefix", ratio=4.0)
     _variables(monkeypatch, QUANTIZATION_BITS="8", FAKE_RATIO="1")
-    assert str(current_options().way.codec) == "qsgd:bits=8,bucket_size=128"
+    assert str(current_options().option.codec) == "qsgd:bits=8,bucket_size=128"
     _variables(monkeypatch, QUANTIZATION_BITS="9", MINIMAL_SIZE="16")
     cgx_ray.configure_backend(codec="qsgd:bits=8", scheme="allgather", min_numel=7)
     assert str(current_options()) == "qsgd:bits=8,bucket_size=128 over allgather from 7 elements on"

@@ -196,7 +196,7 @@ def _gain_in_use(rank: int, scheme: Scheme) -> tuple[float, float]:
     spec = CodecSpec(name="topk", density=0.1)
     layer = nn.Linear(3000, 1, bias=False)
     model = DistributedDataParallel(layer)
-    group = cgx_ray.GroupPlan(layers=("weight",), codec=spec, scheme=scheme)
+    group = cgx_ray.GroupPlan(layers=("weight",), option=cgx_ray.Option(codec=spec, scheme=scheme))
     plan = cgx_ray.Plan(version=0, world_size=2, groups=(group,))
     transport = Transport(dist.new_group())
     engine = Engine(cgx_ray.layers_of(model), plan, transport, candidates=[spec])
@@ -612,7 +612,7 @@ except AttributeError as error:
 
 def test_public_names_are_frozen() -> None:
     assert sorted(cgx_ray.__all__) == [
-        "Attachment", "CGXConfig", "CGXError", "CodecSpec", "ConfigError", "GroupPlan", "Intra", "Layer", "Plan",
-        "PlanError", "Scheme", "SimulatedLink", "StateError", "TransportError", "WireError", "add_state", "attach",
-        "configure_backend", "exclude_layers", "layers_of", "make_plan", "register_model",
+        "Attachment", "CGXConfig", "CGXError", "CodecSpec", "ConfigError", "GroupPlan", "Intra", "Layer", "Option",
+        "Plan", "PlanError", "Scheme", "SimulatedLink", "StateError", "TransportError", "WireError", "add_state",
+        "attach", "configure_backend", "exclude_layers", "layers_of", "make_plan", "register_model",
     ]  # fmt: skip

@@ -97,7 +97,9 @@ def test_exploration_leaves_no_trace_but_the_plan_of_the_knee() -> None:
     assert gains == sorted(gains, reverse=True), gains
     assert all(trial.codec_s > 0 and trial.exchange_s > 0 for trial in found.trials), found.trials
     assert found.knee in found.front
-    assert {group.codec for group in found.plan.groups if group.codec.name != "none"} == {found.knee.codec}
+    assert {group.option.codec for group in found.plan.groups if group.option.codec.name != "none"} == {
+        found.knee.codec
+    }
     # Three tries and the answer; the step goes on where it was, under the plan of the knee.
     assert found.plan.version == 4
     assert "0 times" in first["errors"][0]

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import ranks
 import torch
+from support import ranks
 from support.branches import Branches, train
 from support.ranks import run_ranks
 from support.sharded import make_mesh, shard, weights_of

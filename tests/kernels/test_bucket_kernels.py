@@ -1,4 +1,4 @@
-"""The kernels of codecs that send every element: native against the reference bit for bit, on any threads."""
+"""The CPU kernels of codecs that send every element: native against the reference bit for bit, on any threads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.bucket_codecs import QSGD, SIGN, Codec, Qsgd, Sign, assert_same_floats, decode, name, roundings
+from support.bucket_codecs import QSGD, SIGN, BucketKernels, QsgdKernels, SignKernels, decode, name, roundings
+from support.same_bits import assert_same
 from torch import Tensor
 
 from cgx_ray.runtime_ext import ops, reference
 
 SIZES = (0, 1, 7, 127, 128, 129, 1000)
 BUCKET_SIZES = (8, 40, 128, 1024)
-CPU_SOURCES = Path(__file__).parents[2] / "runtime_ext" / "csrc"
+CSRC = Path(__file__).parents[2] / "runtime_ext" / "csrc"
 FEEDBACKS = ("none", "next", "residual", "residual and next", "next is residual")
 
 SPECIAL = {
@@ -48,7 +49,7 @@ def _put(grad_N: Tensor, value: float) -> Tensor:
 
 
 def _guarded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A buffer with an element more on either side, which makes it unaligned, and the copy of `x` in it."""
+    """Return a buffer with one more element on either side, and the unaligned copy of `x` in the middle of it."""
     buffer = torch.full((x.numel() + 2,), 77, dtype=x.dtype)
     buffer[1:-1] = x
     return buffer, buffer[1:-1]
@@ -60,7 +61,7 @@ def _assert_guards(*buffers: Tensor) -> None:
         assert buffer[-1] == 77, "wrote past the end"
 
 
-def _check_encode(codec: Codec, grad_N: Tensor, feedback: str) -> Tensor:
+def _check_encode(codec: BucketKernels, grad_N: Tensor, feedback: str) -> Tensor:
     numel = grad_N.numel()
     has_residual, has_next = "residual" in feedback, "next" in feedback
     start_N = torch.randn(numel) * torch.nan_to_num(grad_N.float(), 1, 1, 1)
@@ -74,19 +75,18 @@ def _check_encode(codec: Codec, grad_N: Tensor, feedback: str) -> Tensor:
     fed_N = reference.add_feedback(grad_N, start_N if has_residual else None).contiguous()
     expected = torch.full_like(out_M, 0x5A)
     codec.reference_encode(fed_N, expected)
-    different = (out_M != expected).nonzero().view(-1)
-    assert not different.numel(), f"{different.numel()} of {expected.numel()} bytes differ, first at {different[0]}"
+    assert_same(out_M, expected, "payload")
     _assert_guards(out, residual, next_)
     if has_next:
         decoded_N = torch.empty(numel)
         codec.reference_decode(expected, decoded_N)
-        assert_same_floats(next_N, fed_N - decoded_N)
+        assert_same(next_N, fed_N - decoded_N)
     if feedback != "next is residual":
         assert torch.equal(residual_N, start_N), "the residual is read only"
     return expected
 
 
-def _check_decode(codec: Codec, payload: Tensor, numel: int) -> None:
+def _check_decode(codec: BucketKernels, payload: Tensor, numel: int) -> None:
     _, payload = _guarded(payload)
     expected_N = torch.empty(numel)
     codec.reference_decode(payload, expected_N)
@@ -94,22 +94,17 @@ def _check_decode(codec: Codec, payload: Tensor, numel: int) -> None:
     for add in (False, True):
         out, out_N = _guarded(start_N)
         codec.decode(payload, out_N, add=add)
-        assert_same_floats(out_N, start_N + expected_N if add else expected_N)
+        assert_same(out_N, start_N + expected_N if add else expected_N)
         _assert_guards(out)
 
 
-def _check(codec: Codec, grad_N: Tensor, feedback: str = "none") -> None:
+def _check(codec: BucketKernels, grad_N: Tensor, feedback: str = "none") -> None:
     _check_decode(codec, _check_encode(codec, grad_N, feedback), grad_N.numel())
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("bucket_size", BUCKET_SIZES)
 @pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
-def test_native_equals_the_reference_bit_for_bit(codec: Codec, bucket_size: int) -> None:
+def test_native_equals_the_reference_bit_for_bit(codec: BucketKernels, bucket_size: int) -> None:
     for each in roundings(replace(codec, bucket_size=bucket_size)):
         for numel in SIZES:
             for feedback in FEEDBACKS:
@@ -118,7 +113,7 @@ def test_native_equals_the_reference_bit_for_bit(codec: Codec, bucket_size: int)
 
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
-def test_native_equals_the_reference_on_special_numbers(codec: Codec, kind: str) -> None:
+def test_native_equals_the_reference_on_special_numbers(codec: BucketKernels, kind: str) -> None:
     for each in roundings(codec):
         for bucket_size in (8, 128, 256):
             for feedback in ("none", "next is residual"):
@@ -138,7 +133,7 @@ def test_native_equals_the_reference_on_special_numbers(codec: Codec, kind: str)
 )
 def test_native_equals_the_reference_at_any_shape_and_magnitude(
     *,
-    codec: Codec,
+    codec: BucketKernels,
     numel: int,
     bucket_size: int,
     exponent: int,
@@ -152,21 +147,23 @@ def test_native_equals_the_reference_at_any_shape_and_magnitude(
     _check(codec, grad_N, feedback)
 
 
-@pytest.mark.parametrize("codec", [Qsgd("max_min", 4), Qsgd("l2", 3, 64), *SIGN], ids=name)
-def test_any_number_of_threads_gives_the_same_bits(codec: Codec, num_threads: int) -> None:
+@pytest.mark.parametrize("codec", [QsgdKernels("max_min", 4), QsgdKernels("l2", 3, 64), *SIGN], ids=name)
+def test_any_number_of_threads_gives_the_same_bits(codec: BucketKernels, num_threads: int) -> None:
     _check(codec, torch.randn((1 << 20) + 3) * 1e-3, "next is residual")
 
 
-@pytest.mark.parametrize("codec", [Qsgd("max_min", 4), Qsgd("linf", 2), Sign("onebit")], ids=name)
+@pytest.mark.parametrize("codec", [QsgdKernels("max_min", 4), QsgdKernels("linf", 2), SignKernels("onebit")], ids=name)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_native_equals_the_reference_on_half_precision_and_strided_gradients(codec: Codec, dtype: torch.dtype) -> None:
+def test_native_equals_the_reference_on_half_precision_and_strided_gradients(
+    codec: BucketKernels, dtype: torch.dtype
+) -> None:
     _check(codec, torch.randn(1000).to(dtype), "residual and next")
     _check(codec, torch.randn(2000)[::2], "residual and next")
     _check(codec, torch.randn(1001)[1:], "residual and next")
 
 
-@pytest.mark.parametrize("codec", [Qsgd("max_min", 3, 64), Qsgd("l2", 5, 64), *SIGN], ids=name)
-def test_strided_outputs_get_what_contiguous_ones_get(codec: Codec) -> None:
+@pytest.mark.parametrize("codec", [QsgdKernels("max_min", 3, 64), QsgdKernels("l2", 5, 64), *SIGN], ids=name)
+def test_strided_outputs_get_what_contiguous_ones_get(codec: BucketKernels) -> None:
     grad_N, residual_N, next_N = torch.randn(1001), torch.randn(1001), torch.empty(1001)
     payload = torch.empty(codec.num_bytes(1001), dtype=torch.uint8)
     codec.encode(grad_N, payload, residual_N=residual_N, next_N=next_N)
@@ -174,14 +171,14 @@ def test_strided_outputs_get_what_contiguous_ones_get(codec: Codec) -> None:
     strided_next_N, out_N = torch.zeros(2002)[::2], torch.zeros(2002)[::2]
     codec.encode(grad_N, strided, residual_N=residual_N, next_N=strided_next_N)
     assert torch.equal(strided, payload)
-    assert_same_floats(strided_next_N.contiguous(), next_N)
+    assert_same(strided_next_N.contiguous(), next_N)
     codec.decode(strided, out_N)
-    assert_same_floats(out_N.contiguous(), decode(codec, payload, 1001))
+    assert_same(out_N.contiguous(), decode(codec, payload, 1001))
 
 
 @pytest.fixture(scope="module")
 def portable_kernels(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The loops for machines without AVX2, compiled for the test: on others nothing else runs them."""
+    """Compile the loops for machines without AVX2. On a machine with AVX2 nothing else runs them."""
     folder = tmp_path_factory.mktemp("portable")
     calls = {
         "qsgd_encode": ("const float* g, const float* r, float* n, int64_t numel, uint8_t* out, int bits, int64_t s, "
@@ -200,9 +197,9 @@ def portable_kernels(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespac
     ]
     source = folder / "exports.cpp"
     source.write_text('#include "kernels.h"\nextern "C" {\n' + "\n".join(exports) + "\n}\n")
-    files = [source, *(CPU_SOURCES / "cpu" / f"{name}.cpp" for name in ("qsgd", "sign", "threads"))]
+    files = [source, *(CSRC / "cpu" / f"{name}.cpp" for name in ("qsgd", "sign", "threads"))]
     flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-DCGX_NO_AVX2"]
-    folders = [f"-I{CPU_SOURCES / name}" for name in ("cpu", "include")]
+    folders = [f"-I{CSRC / name}" for name in ("cpu", "include")]
     subprocess.run(["g++", *flags, *folders, *files, "-o", folder / "portable.so"], check=True)
     library = ctypes.CDLL(str(folder / "portable.so"))
     types = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "I": ctypes.c_uint32, "?": ctypes.c_bool}
@@ -213,7 +210,7 @@ def portable_kernels(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespac
 
 @pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
 def test_the_portable_loops_equal_the_reference_bit_for_bit(
-    codec: Codec, portable_kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    codec: BucketKernels, portable_kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "native", portable_kernels)
     for each in roundings(codec):
@@ -245,8 +242,7 @@ assert torch.equal(encode(), before)
 num_threads = os.waitstatus_to_exitcode(status)
 assert num_threads == 4, num_threads
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
+    _run_python(code)
 
 
 def test_callers_in_several_threads_get_what_one_gets() -> None:
@@ -268,5 +264,9 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert not wrong, wrong
 """
+    _run_python(code)
+
+
+def _run_python(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr

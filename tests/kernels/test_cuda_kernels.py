@@ -1,6 +1,6 @@
 """The CUDA kernels of qsgd and the one-bit codecs against the reference bit for bit, in the emulator and on a GPU.
 
-test_cuda_launch.py is about how they are compiled and launched, test_cuda_sparse_kernels.py about the sparse ones.
+test_cuda_launch.py tests how kernels are compiled and launched, test_cuda_sparse_kernels.py those that select elements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.bucket_codecs import BucketKernels, QsgdKernels, SignKernels, name
 from support.cuda_emulator import Emulator
+from support.same_bits import assert_same
 from torch import Tensor
 
 from cgx_ray.runtime_ext import ops, reference
@@ -23,14 +25,13 @@ BITS = range(1, 9)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = (0, 1, 7, 127, 128, 129, 1000, 4099)
 BUCKET_SIZES = (8, 40, 64, 128, 1024)
-KEY = ops.message_key(1, 2, 3, 4, 5)
 CPU = torch.device("cpu")
 GUARD = 0x5A
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_for_all_bits(request: pytest.FixtureRequest) -> None:
-    """Eight builds of qsgd.cu, some at the same time; a run of the gpu tests alone needs none."""
+    """Build qsgd.cu for each number of bits, several at a time. The gpu tests alone need no build."""
     if all(item.get_closest_marker("gpu") for item in request.session.items):
         return
     emulator: Emulator = request.getfixturevalue("compiled_emulator")
@@ -40,7 +41,7 @@ def _compiled_for_all_bits(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where the kernels run: on a GPU, or emulated on CPU tensors."""
+    """Yield the device of the kernels: a GPU, or the CPU with the emulator."""
     if request.param == "emulated":
         request.getfixturevalue("emulated_cuda")
         yield CPU
@@ -53,61 +54,8 @@ def _random(numel: int, device: torch.device, seed: int = 0) -> Tensor:
     return torch.randn(numel, generator=generator).to(device)
 
 
-def _bits_of(x: Tensor) -> Tensor:
-    """Integers that are equal only for the same float, with every NaN alike."""
-    return torch.where(x.isnan(), torch.nan, x).view(torch.int32)
-
-
-def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
-    left, right = (actual, expected) if actual.dtype == torch.uint8 else (_bits_of(actual), _bits_of(expected))
-    different = (left != right).nonzero().view(-1)
-    first = different[:5]
-    assert not different.numel(), (
-        f"{what}: {different.numel()} of {actual.numel()} differ, at {first.tolist()}: "
-        f"{actual[first].tolist()} != {expected[first].tolist()}"
-    )
-
-
-class Codec:
-    """What a codec's encode and decode are called with, and the same of the reference."""
-
-    def __init__(self, name: str, **options: object) -> None:
-        self.name, self.options = name, options
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.options}"
-
-    def num_bytes(self, numel: int) -> int:
-        size: int = getattr(ops, f"{self.name}_bytes")(numel=numel, **self._layout())
-        return size
-
-    def encode(self, grad_N: Tensor, out: Tensor, **feedback: Tensor | None) -> None:
-        getattr(ops, f"{self.name}_encode")(grad_N, out, **self.options, **feedback)
-
-    def decode(self, payload: Tensor, out_N: Tensor, add: bool) -> None:
-        getattr(ops, f"{self.name}_decode")(payload, out_N, **self._layout(), add=add)
-
-    def reference_encode(self, fed_N: Tensor, out: Tensor) -> None:
-        getattr(reference, f"{self.name}_encode")(fed_N, out, **self._numbered(self.options))
-
-    def reference_decode(self, payload: Tensor, out_N: Tensor, add: bool) -> None:
-        getattr(reference, f"{self.name}_decode")(payload, out_N, **self._numbered(self._layout()), add=add)
-
-    def _layout(self) -> dict[str, object]:
-        return {name: value for name, value in self.options.items() if name not in ("key", "stochastic")}
-
-    @staticmethod
-    def _numbered(options: dict[str, object]) -> dict[str, object]:
-        numbers = {**ops.GRIDS, **ops.SIGN_KINDS}
-        return {name: numbers.get(value, value) if isinstance(value, str) else value for name, value in options.items()}
-
-
-def _qsgd(bits: int, bucket_size: int = 128, grid: str = "max_min", stochastic: bool = True) -> Codec:
-    return Codec("qsgd", bits=bits, bucket_size=bucket_size, grid=grid, stochastic=stochastic, key=KEY)
-
-
-def _sign(kind: str, bucket_size: int = 128) -> Codec:
-    return Codec("sign", kind=kind, bucket_size=bucket_size)
+def _qsgd(bits: int, bucket_size: int = 128, grid: str = "max_min", stochastic: bool = True) -> QsgdKernels:
+    return QsgdKernels(grid, bits, bucket_size, stochastic)
 
 
 def _at_odd_address(data: Tensor) -> Tensor:
@@ -117,9 +65,12 @@ def _at_odd_address(data: Tensor) -> Tensor:
 
 
 def check(
-    codec: Codec, grad_N: Tensor, residual_N: Tensor | None = None, place: Callable[[Tensor], Tensor] = Tensor.clone
+    codec: BucketKernels,
+    grad_N: Tensor,
+    residual_N: Tensor | None = None,
+    place: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> None:
-    """Encode and decode `grad_N` with the kernels and the reference; `place` puts payloads where they shall lie."""
+    """Compare kernels and reference on `grad_N`. `place` copies a payload to memory of another alignment or layout."""
     numel, device = grad_N.numel(), grad_N.device
     what = f"{codec}, {numel} of {grad_N.dtype}"
     fed_N = reference.add_feedback(grad_N, residual_N).contiguous()
@@ -130,24 +81,24 @@ def check(
 
     payload = place(torch.full_like(expected, GUARD))
     codec.encode(grad_N, payload, residual_N=residual_N)
-    _assert_same(payload, expected, f"payload of {what}")
+    assert_same(payload, expected, f"payload of {what}")
 
     again, next_N = place(torch.full_like(expected, GUARD)), torch.full((numel,), math.pi, device=device)
     codec.encode(grad_N, again, residual_N=residual_N, next_N=next_N)
-    _assert_same(again, expected, f"payload beside next_N of {what}")
-    _assert_same(next_N, fed_N - expected_N, f"next_N of {what}")
+    assert_same(again, expected, f"payload beside next_N of {what}")
+    assert_same(next_N, fed_N - expected_N, f"next_N of {what}")
     if residual_N is not None:
         in_place_N = residual_N.clone()
         codec.encode(grad_N, again, residual_N=in_place_N, next_N=in_place_N)
-        _assert_same(in_place_N, next_N, f"residual_N as next_N of {what}")
+        assert_same(in_place_N, next_N, f"residual_N as next_N of {what}")
 
     out_N = torch.full((numel,), math.pi, device=device)
     codec.decode(payload, out_N, add=False)
-    _assert_same(out_N, expected_N, f"decoded {what}")
+    assert_same(out_N, expected_N, f"decoded {what}")
     sum_N = _random(numel, device, seed=3)
     expected_sum_N = sum_N + expected_N
     codec.decode(payload, sum_N, add=True)
-    _assert_same(sum_N, expected_sum_N, f"decoded and added {what}")
+    assert_same(sum_N, expected_sum_N, f"decoded and added {what}")
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
@@ -162,18 +113,18 @@ def test_qsgd_equals_the_reference(bits: int, grid: str, stochastic: bool, devic
 @pytest.mark.parametrize("kind", ops.SIGN_KINDS)
 def test_sign_equals_the_reference(kind: str, device: torch.device) -> None:
     for dtype, (numel, bucket_size) in itertools.product(DTYPES, [(129, 40), (1000, 128), (4099, 256)]):
-        check(_sign(kind, bucket_size), _random(numel, device).to(dtype), _random(numel, device, 1))
+        check(SignKernels(kind, bucket_size), _random(numel, device).to(dtype), _random(numel, device, 1))
 
 
 @pytest.mark.parametrize("numel", SIZES)
 def test_every_size_and_bucket_size_equals_the_reference(numel: int, device: torch.device) -> None:
     for bucket_size in BUCKET_SIZES:
-        for codec in (_qsgd(4, bucket_size), _qsgd(3, bucket_size, "l2"), _sign("onebit", bucket_size)):
+        for codec in (_qsgd(4, bucket_size), _qsgd(3, bucket_size, "l2"), SignKernels("onebit", bucket_size)):
             check(codec, _random(numel, device))
 
 
 def _special(device: torch.device) -> dict[str, Tensor]:
-    """Gradients that formulas and comparisons get wrong first."""
+    """Return gradients of extreme and non-finite numbers, on which formulas and comparisons fail first."""
     x_N = _random(300, device)
 
     def with_one(value: float) -> Tensor:
@@ -202,27 +153,27 @@ def _special(device: torch.device) -> dict[str, Tensor]:
 def test_special_numbers_equal_the_reference(case: str, device: torch.device) -> None:
     grad_N = _special(device)[case]
     codecs = [_qsgd(bits, 128, grid, s) for bits in (2, 5) for grid in ops.GRIDS for s in (True, False)]
-    for codec in [*codecs, *(_sign(kind) for kind in ops.SIGN_KINDS)]:
+    for codec in [*codecs, *(SignKernels(kind) for kind in ops.SIGN_KINDS)]:
         check(codec, grad_N)
 
 
 def test_every_half_and_bfloat16_is_read_exactly(device: torch.device) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         grad_N = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
-        # Infinities and NaN fill whole buckets of 8, so next_N shows every finite number.
+        # Inf and NaN fill whole quantization buckets of 8, so next_N shows every finite number.
         check(_qsgd(8, 8), grad_N)
 
 
-@pytest.mark.parametrize("codec", [_qsgd(3), _qsgd(4), _qsgd(8, 64, "linf"), _sign("onebit")], ids=str)
-def test_unaligned_payloads_and_gradients_equal_the_reference(codec: Codec, device: torch.device) -> None:
+@pytest.mark.parametrize("codec", [_qsgd(3), _qsgd(4), _qsgd(8, 64, "linf"), SignKernels("onebit")], ids=name)
+def test_unaligned_payloads_and_gradients_equal_the_reference(codec: BucketKernels, device: torch.device) -> None:
     for dtype in DTYPES:
         grad_N = _at_odd_address(_random(1000, device).to(dtype))
         assert grad_N.data_ptr() % 16 != 0
         check(codec, grad_N, _at_odd_address(_random(1000, device, 1)), place=_at_odd_address)
 
 
-@pytest.mark.parametrize("codec", [_qsgd(4), _sign("ef_signsgd")], ids=str)
-def test_tensors_with_gaps_equal_the_reference(codec: Codec, device: torch.device) -> None:
+@pytest.mark.parametrize("codec", [_qsgd(4), SignKernels("ef_signsgd")], ids=name)
+def test_tensors_with_gaps_equal_the_reference(codec: BucketKernels, device: torch.device) -> None:
     def with_gaps(data: Tensor) -> Tensor:
         spread = torch.full((2 * data.numel(),), GUARD, dtype=data.dtype, device=data.device)[::2]
         spread.copy_(data)
@@ -234,7 +185,7 @@ def test_tensors_with_gaps_equal_the_reference(codec: Codec, device: torch.devic
     codec.encode(_random(1000, device), out, residual_N=next_N, next_N=next_N)
     dense_N = torch.zeros(1000, device=device)
     codec.encode(_random(1000, device), out, residual_N=dense_N, next_N=dense_N)
-    _assert_same(next_N, dense_N, "next_N with gaps")
+    assert_same(next_N, dense_N, "next_N with gaps")
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -244,7 +195,7 @@ def test_any_shape_equals_the_reference(data: st.DataObject, device: torch.devic
     codec = data.draw(
         st.one_of(
             st.builds(_qsgd, st.integers(2, 8), st.just(bucket_size), st.sampled_from(list(ops.GRIDS)), st.booleans()),
-            st.builds(_sign, st.sampled_from(list(ops.SIGN_KINDS)), st.just(bucket_size)),
+            st.builds(SignKernels, st.sampled_from(list(ops.SIGN_KINDS)), st.just(bucket_size)),
         ),
         label="codec",
     )
@@ -255,16 +206,18 @@ def test_any_shape_equals_the_reference(data: st.DataObject, device: torch.devic
 
 
 def test_more_buckets_than_blocks_hold_equal_the_reference(emulated_cuda: Emulator) -> None:
-    # 2 multiprocessors, 5 blocks each, 32 buckets a block: the second round of the blocks.
+    # 2 multiprocessors with 5 blocks of 32 quantization buckets hold 320 of the 700: blocks make a second round.
     check(_qsgd(4, 8), _random(8 * 700, CPU))
     assert emulated_cuda.num_multiprocessors == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "codec", [_qsgd(1), _qsgd(4), _qsgd(3, 512, "l2"), _sign("onebit"), _sign("ef_signsgd", 1 << 16)], ids=str
+    "codec",
+    [_qsgd(1), _qsgd(4), _qsgd(3, 512, "l2"), SignKernels("onebit"), SignKernels("ef_signsgd", 1 << 16)],
+    ids=name,
 )
-def test_long_gradients_equal_the_reference_on_a_gpu(codec: Codec) -> None:
+def test_long_gradients_equal_the_reference_on_a_gpu(codec: BucketKernels) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     numel = (1 << 20) + 3
     for dtype in DTYPES:
@@ -280,11 +233,11 @@ def test_64_million_elements_encode_as_on_the_cpu() -> None:
     codec.encode(grad_N, payload)
     expected = torch.empty(payload.numel(), dtype=torch.uint8)
     codec.encode(grad_N.cpu(), expected)
-    _assert_same(payload.cpu(), expected, "payload of 64 million elements")
+    assert_same(payload.cpu(), expected, "payload of 64 million elements")
     sum_N, expected_N = torch.ones_like(grad_N), torch.ones(grad_N.numel())
     codec.decode(payload, sum_N, add=True)
     codec.decode(expected, expected_N, add=True)
-    _assert_same(sum_N.cpu(), expected_N, "64 million decoded elements")
+    assert_same(sum_N.cpu(), expected_N, "64 million decoded elements")
 
 
 @pytest.mark.gpu
@@ -306,7 +259,7 @@ def test_kernels_run_on_the_current_stream_and_nothing_waits_for_the_device() ->
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(side):
-            # Half a second in which the gradient is still zeros: kernels on any other stream would encode these.
+            # For half a second the gradient is still zeros. A kernel on another stream would encode the zeros.
             torch.cuda._sleep(1_000_000_000)
             begun.record()
             grad_N.copy_(expected_N)
@@ -317,4 +270,4 @@ def test_kernels_run_on_the_current_stream_and_nothing_waits_for_the_device() ->
     finally:
         torch.cuda.set_sync_debug_mode("default")
     done.synchronize()
-    _assert_same(out_N, expected_out_N, "decoded on a side stream")
+    assert_same(out_N, expected_out_N, "decoded on a side stream")

@@ -1,4 +1,4 @@
-"""How CUDA kernels are compiled and launched, and that the emulator finds what it is there to find."""
+"""Compilation and launch of CUDA kernels, and the mistakes that the emulator must find."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.cuda_emulator import EmulationError, Emulator
 
 from cgx_ray.runtime_ext import cuda_launch
 
-# One number of bits that divides a word evenly, one that does not, and the smallest.
+# The smallest number of bits, one that divides a 32-bit word evenly, and one that does not.
 DEFINES = {"qsgd": ["CGX_BITS=1", "CGX_BITS=4", "CGX_BITS=5"]}
 SOURCES = sorted(path.stem for path in (cuda_launch.SOURCES / "cuda").glob("*.cu"))
 BUILDS = [(source, define) for source in SOURCES for define in DEFINES.get(source, [None])]
@@ -72,7 +72,7 @@ def test_every_kernel_compiles_for_a100_and_h100(source: str, define: str | None
 
 def _ptx(source: str, define: str | None, options: Sequence[str]) -> str:
     text = (cuda_launch.SOURCES / "cuda" / f"{source}.cu").read_bytes()
-    includes = [f"--include-path={cuda_launch.SOURCES / 'include'}"]
+    includes = [f"--include-path={folder}" for folder in cuda_launch.INCLUDE_FOLDERS]
     defines = [] if define is None else [f"--define-macro={define}"]
     arguments = [option.encode() for option in [*options, *includes, *defines, "--gpu-architecture=compute_90"]]
     _, program = nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], [])
@@ -84,7 +84,7 @@ def _ptx(source: str, define: str | None, options: Sequence[str]) -> str:
     return ptx.decode()
 
 
-# Fused, flushed to zero, or divided and rooted without correct rounding.
+# Fused instructions, those that flush denormals to zero, and divisions and roots without correct rounding.
 _INEXACT = re.compile(r"\bfma\.\S+|\b\w+\S*\.(?:ftz|approx|full)\b\S*")
 
 
@@ -153,7 +153,7 @@ def test_the_emulator_finds_reads_and_writes_outside_of_a_tensor(mistakes: Emula
     x, y = torch.arange(128.0), torch.zeros(128)
     with pytest.raises(EmulationError, match=r"touched address .*: byte \d+ of 400 of `const float\* x`"):
         mistakes.launch("mistakes_scale", 4, 32, x[:100], y, np.int64(128), np.float32(0.5))
-    # Less than 16 bytes: within the alignment, beside no protected page.
+    # 4 bytes after the end: no protected page begins there, because tensors are aligned to 16 bytes.
     with pytest.raises(EmulationError, match=r"wrote outside of \(127,\): at \[508, 509, 510, 511\]"):
         mistakes.launch("mistakes_scale", 4, 32, x, y[:127], np.int64(128), np.float32(0.5))
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of selection, emulated, and on a device where there is one."""
+"""The CUDA kernels of selection, in the emulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cuda_emulator import Emulator
+from support.same_bits import assert_same
 from support.sparse_checks import (
     CPU,
+    CUDA_KINDS,
+    CUDA_SIZES,
     DTYPES,
     HUGE,
     KEY,
-    KINDS,
     LARGE,
     SEVERAL_BLOCKS,
-    SIZES,
-    assert_same,
     check_collect,
     check_encode,
     check_topk,
@@ -31,15 +31,10 @@ from torch import Tensor
 from cgx_ray.runtime_ext import cuda_launch, cuda_sparse, reference, sparse
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.usefixtures("emulated_cuda")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CUDA_KINDS)
 def test_topk_selects_what_the_reference_selects(kind: str) -> None:
-    for numel in SIZES:
+    for numel in CUDA_SIZES:
         for num_kept in {0, min(numel, 1), numel // 10, numel}:
             check_topk(gradient(kind, numel), num_kept)
 
@@ -95,7 +90,7 @@ def test_tensors_with_gaps_give_the_same_and_keep_what_is_between() -> None:
 
 
 def _sampled_rows(numel: int) -> Tensor:
-    """(N,) which elements the sample has: a row of 32 in each tile of 1024."""
+    """Return (N,) bool: the elements of the sample, a row of 32 in each tile of 1024."""
     index_N = torch.arange(numel)
     return reference.lowbias32(index_N // 1024) % 32 == index_N // 32 % 32
 
@@ -105,7 +100,7 @@ def _sampled_rows(numel: int) -> Tensor:
 def test_a_guess_from_a_sample_changes_no_selection(
     where: str, next_mode: str, emulated_cuda: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What is large where the sample looks makes the guess too high, elsewhere too low.
+    # Large elements inside the sample make the guess too high, large elements outside make it too low.
     numel, num_kept = 20_011, 2_000
     monkeypatch.setattr(cuda_sparse, "_MIN_SAMPLED", 0)
     grad_N = torch.randn(numel)
@@ -114,25 +109,25 @@ def test_a_guess_from_a_sample_changes_no_selection(
     next_N = torch.full((numel,), -77.0) if next_mode == "next" else None
     launches = emulated_cuda.num_launches
     check_topk(grad_N, num_kept, torch.randn(numel), next_N)
-    assert emulated_cuda.num_launches - launches == 7  # sample, split four times, its second try, write
+    assert emulated_cuda.num_launches - launches == 7  # sample, 4 splits, the retry, write
 
 
 @pytest.mark.usefixtures("emulated_cuda")
 @pytest.mark.parametrize("num_multiprocessors", [1, 3])
 def test_the_number_of_blocks_changes_no_selection(num_multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_sparse, "_BLOCKS_A_MULTIPROCESSOR", 1)
+    monkeypatch.setattr(cuda_sparse, "_BLOCKS_PER_MULTIPROCESSOR", 1)
     monkeypatch.setattr(cuda_launch, "num_multiprocessors", lambda _: num_multiprocessors)
     grad_N = (torch.randn(SEVERAL_BLOCKS) * 3).round()
     check_topk(grad_N, 5_000, torch.zeros(SEVERAL_BLOCKS), torch.empty(SEVERAL_BLOCKS))
-    check_collect(grad_N, 10_000, 0x40C00000, 0x3F800000, KEY)
+    check_collect(grad_N, (0x40C00000, 0x3F800000), 10_000, KEY)
     assert_same(sparse.magnitude_histogram(grad_N), reference.magnitude_histogram(grad_N), "histogram")
 
 
 @pytest.mark.usefixtures("emulated_cuda")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CUDA_KINDS)
 def test_the_histogram_counts_every_magnitude(kind: str, dtype: torch.dtype) -> None:
-    for numel in SIZES:
+    for numel in CUDA_SIZES:
         grad_N = gradient(kind, numel).to(dtype)
         expected = reference.magnitude_histogram(grad_N.to(torch.float32))
         assert_same(sparse.magnitude_histogram(grad_N), expected, f"{numel} elements")
@@ -151,7 +146,7 @@ def test_bisected_thresholds_are_those_of_as_many_halvings(num_rounds: int) -> N
 
 
 @pytest.mark.usefixtures("emulated_cuda")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CUDA_KINDS)
 def test_fitted_thresholds_are_those_of_the_reference(kind: str) -> None:
     for ratios in ((), (4.6,), (1.4, 1.4, 1.8), (200.0, 100.0)):
         for numel in (0, 1, 4099):
@@ -166,7 +161,7 @@ def test_fitted_thresholds_are_those_of_the_reference(kind: str) -> None:
 @pytest.mark.usefixtures("emulated_cuda")
 @emulated
 @given(
-    st.sampled_from(sorted(KINDS)),
+    st.sampled_from(sorted(CUDA_KINDS)),
     st.sampled_from(DTYPES),
     st.integers(0, 3000),
     st.floats(0, 1),
@@ -179,13 +174,13 @@ def test_collect_writes_what_the_reference_writes(
 ) -> None:
     grad_N = gradient(kind, numel).to(dtype)
     magnitude_N = reference.magnitudes(grad_N.to(torch.float32)).sort().values.tolist()
-    # Thresholds on an element, or that none reaches.
+    # Each threshold is the magnitude of an element, or one that no element reaches.
     sure, maybe = (
         magnitude_N[int(share * numel)] if int(share * numel) < numel else sparse.NEVER
         for share in (sure_share, maybe_share)
     )
     num_sure = sum(magnitude >= sure for magnitude in magnitude_N)
-    check_collect(grad_N, num_sure + round(room * (numel - num_sure)), sure, maybe, key)
+    check_collect(grad_N, (sure, maybe), num_sure + round(room * (numel - num_sure)), key)
 
 
 @pytest.mark.usefixtures("emulated_cuda")
@@ -200,10 +195,10 @@ def test_more_sure_elements_than_there_is_room_for_are_cut_off() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [*SIZES, LARGE, HUGE])
+@pytest.mark.parametrize("numel", [*CUDA_SIZES, LARGE, HUGE])
 def test_the_device_selects_what_the_reference_selects(numel: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
-    for kind in KINDS if numel < HUGE else ("normal", "ties"):
+    for kind in CUDA_KINDS if numel < HUGE else ("normal", "ties"):
         grad_N, residual_N = gradient(kind, numel, device).to(dtype), gradient(kind, numel, device)
         for num_kept in {min(numel, 1), numel // 100, numel // 2}:
             check_topk(grad_N, num_kept)
@@ -212,10 +207,10 @@ def test_the_device_selects_what_the_reference_selects(numel: int, dtype: torch.
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [*SIZES, LARGE, HUGE])
+@pytest.mark.parametrize("numel", [*CUDA_SIZES, LARGE, HUGE])
 def test_the_device_finds_the_thresholds_of_the_reference(numel: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
-    for kind in KINDS if numel < HUGE else ("normal", "ties"):
+    for kind in CUDA_KINDS if numel < HUGE else ("normal", "ties"):
         grad_N = gradient(kind, numel, device).to(dtype)
         float_N, num_kept = grad_N.to(torch.float32), numel // 100
         ratios = (1.5, 1.5, 1.6)
@@ -233,5 +228,5 @@ def test_the_device_finds_the_thresholds_of_the_reference(numel: int, dtype: tor
         assert fitted_2.tolist() == [sparse.NEVER, fitted], kind
         bisected = reference.bisect_thresholds(float_N, num_kept, 25)
         assert tuple(bisected_2.tolist()) == bisected, kind
-        for sure, maybe in (bisected, (sparse.NEVER, fitted)):
-            check_collect(grad_N, num_kept, sure, maybe, KEY)
+        for thresholds in (bisected, (sparse.NEVER, fitted)):
+            check_collect(grad_N, thresholds, num_kept, KEY)

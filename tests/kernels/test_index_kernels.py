@@ -1,4 +1,4 @@
-"""Indices of kept elements: random ones, packed ones, and what is added at them."""
+"""The CPU kernels of indices: random ones, packing, and adding of values at indices."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sparse_checks import assert_same, check_hostile_indices, hostile_indices, outputs
+from support.same_bits import assert_same
+from support.sparse_checks import KEY, MAX_NUMEL, check_hostile_indices, count_of, hostile_indices, outputs
 from torch import Tensor
 
-from cgx_ray.runtime_ext import ops, reference, sparse
-
-KEY = ops.message_key(1, 2, 3, 4, 5)
-MAX_NUMEL = (1 << 31) - 1
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
+from cgx_ray.runtime_ext import reference, sparse
 
 
 @pytest.mark.parametrize(("numel", "num_kept"), [(0, 0), (1, 1), (7, 3), (1000, 10), (1000, 1000), (5003, 4999)])
@@ -60,7 +53,10 @@ def test_random_indices_choose_every_element_equally_often() -> None:
 
 
 def _ascending(numel: int, count: int, num_kept: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """`count` of `num_kept` random indices below `numel`, without a tensor of `numel`."""
+    """Return room for `num_kept` indices, the first `count` random below `numel`, and `count` as a tensor.
+
+    No tensor of `numel` elements is made if `numel` is large.
+    """
     generator = torch.Generator().manual_seed(seed)
     index_K = outputs(num_kept)[0]
     if numel <= 1 << 20:
@@ -68,7 +64,7 @@ def _ascending(numel: int, count: int, num_kept: int, seed: int = 0) -> tuple[Te
     else:
         drawn = torch.randint(numel, (2 * count + 9,), generator=generator).unique()
         index_K[:count] = drawn[torch.randperm(drawn.numel(), generator=generator)[:count]].sort().values
-    return index_K, torch.tensor([count], dtype=torch.int32)
+    return index_K, count_of(count)
 
 
 def _pack(index_K: Tensor, count_1: Tensor, numel: int) -> Tensor:
@@ -99,7 +95,7 @@ def test_indices_survive_the_round_trip_at_every_density(numel: int, share: floa
             _check_round_trip(*_ascending(numel, count, num_kept), numel)
         edges = torch.arange(num_kept, dtype=torch.int32)
         for index_K in (edges, edges + numel - num_kept):
-            _check_round_trip(index_K, torch.tensor([num_kept], dtype=torch.int32), numel)
+            _check_round_trip(index_K, count_of(num_kept), numel)
 
 
 @settings(max_examples=200, deadline=None)
@@ -151,7 +147,7 @@ def test_packed_indices_take_at_most_0_6_bits_more_than_any_code_must(density: f
 
 
 def test_offsets_are_low_bits_then_unary_counts_of_the_blocks() -> None:
-    # 32 blocks of 32 elements: 80 bits of offsets in 3 words, 16 ones and 32 zeros in 2.
+    # 32 blocks of 32 elements: 80 bits of offsets take 3 words; 16 ones and 32 zeros take 2.
     index_K, count_1 = _ascending(1000, 16, 16)
     assert reference.index_layout(1000, 16) == ("offsets", 5, 20)
     packed = int.from_bytes(bytes(_pack(index_K, count_1, 1000).tolist()), "little")
@@ -164,7 +160,7 @@ def test_offsets_are_low_bits_then_unary_counts_of_the_blocks() -> None:
 def _unpack_or_refuse(packed: Tensor, count: int, numel: int, num_kept: int) -> list[int] | None:
     buffer = torch.full((num_kept + 2,), -7, dtype=torch.int32)
     try:
-        sparse.unpack_indices(packed, torch.tensor([count], dtype=torch.int32), numel, buffer[1:-1])
+        sparse.unpack_indices(packed, count_of(count), numel, buffer[1:-1])
     except ValueError as error:
         assert "ascend below" in str(error)  # noqa: PT017 - a refusal is one of two right answers
         return None
@@ -238,7 +234,7 @@ def test_a_message_with_an_index_that_cannot_be_is_refused(index: int, num_kept:
 def test_an_impossible_count_is_refused(count: int) -> None:
     packed = _pack(*_ascending(1000, 10, 10), 1000)
     with pytest.raises(ValueError, match=f"does not hold {count} indices that ascend below 1000"):
-        sparse.unpack_indices(packed, torch.tensor([count], dtype=torch.int32), 1000, outputs(10)[0])
+        sparse.unpack_indices(packed, count_of(count), 1000, outputs(10)[0])
 
 
 @pytest.mark.parametrize(("numel", "num_kept", "count"), [(1000, 10, 10), (1000, 500, 500), (1000, 1, 1), (5003, 9, 4)])

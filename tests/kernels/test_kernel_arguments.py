@@ -1,4 +1,4 @@
-"""Every public kernel refuses tensors that it has no code for, and numbers that are no integers, by name."""
+"""Refusals by every public kernel: tensors on devices without kernels, and numbers that are no integers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _count() -> Tensor:
 
 
 def _calls() -> dict[str, tuple[Callable[..., object], dict[str, Any]]]:
-    """Kernels with good arguments."""
+    """Return all public kernels, each with arguments that it accepts."""
     qsgd = {"bits": 4, "bucket_size": 128}
     sign = {"kind": "onebit", "bucket_size": 128}
     qsgd_bytes, sign_bytes = ops.qsgd_bytes(N, 4, 128, "max_min"), ops.sign_bytes(N, 128, "onebit")
@@ -94,7 +94,7 @@ def test_good_arguments_are_taken(call: str) -> None:
 def test_one_tensor_on_a_device_without_kernels_is_refused(call: str, name: str) -> None:
     kernel, arguments = _calls()[call]
     arguments[name] = arguments[name].to("meta")
-    # The first tensor that is checked is the one that others are compared with.
+    # Others are compared with the tensor that is checked first, so the message depends on which one this is.
     with pytest.raises(ValueError, match=r"is on meta; there are|other tensors are on (cpu|meta); move"):
         kernel(**arguments)
 

@@ -1,4 +1,4 @@
-"""Checksums, keys and random numbers, and which arguments the kernels refuse."""
+"""Checksums, keys and random numbers, refused arguments, and what happens without threads or native module."""
 
 from __future__ import annotations
 
@@ -18,18 +18,13 @@ SIZES = (0, 1, 7, 127, 128, 129, (1 << 16) + 3)
 KEY = ops.message_key(1, 2, 3, 4, 5)
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def test_random_numbers_are_uniform_and_neighbours_and_neighbouring_keys_are_uncorrelated() -> None:
     numel = 1 << 18
     u_KN = torch.stack([reference.uniform(numel, key, torch.device("cpu")) for key in (*range(8), KEY)]).double()
     assert u_KN.min() >= 0
     assert u_KN.max() < 1
-    limit = 6 / math.sqrt(numel)  # six sigma of a sample correlation, which has sigma 1 / sqrt(N)
-    # Uniform has variance 1/12, its square 4/45.
+    limit = 6 / math.sqrt(numel)  # six sigma; a sample correlation has sigma 1 / sqrt(N)
+    # A uniform number has variance 1/12, its square has 4/45.
     assert ((u_KN.mean(1) - 0.5).abs() < limit / math.sqrt(12) + 2**-17).all(), u_KN.mean(1)
     assert (((u_KN**2).mean(1) - 1 / 3).abs() < limit * math.sqrt(4 / 45) + 2**-16).all()
     centered_KN = (u_KN - 0.5) * math.sqrt(12)
@@ -51,7 +46,7 @@ def test_message_keys_of_neighbouring_messages_all_differ() -> None:
         for rank in numbers
         for phase in (0, 1)
     ]
-    # 2,592 keys of 32 bits collide once in 1,300 draws; this draw is fixed.
+    # 2,592 random keys of 32 bits would collide in one of 1,300 tests; these keys are always the same.
     assert len(set(keys)) == len(keys)
     assert all(0 <= key < 1 << 32 for key in keys)
     ones = [sum(key >> bit & 1 for key in keys) / len(keys) for bit in range(32)]
@@ -150,7 +145,7 @@ def encoded(num_threads):
     payload = torch.zeros(ops.qsgd_bytes(grad_N.numel(), 4, 128, "max_min"), dtype=torch.uint8)
     torch.set_num_threads(num_threads)
     ops.qsgd_encode(grad_N, payload, **options)
-    torch.set_num_threads(1)  # torch itself gives up if it cannot start threads
+    torch.set_num_threads(1)  # torch itself fails if it cannot start threads
     return payload
 
 
@@ -158,7 +153,7 @@ alone = encoded(1)
 num_before = len(os.listdir("/proc/self/task"))
 soft, hard = resource.getrlimit(resource.RLIMIT_AS)
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-# Less than the stack of a thread, more than anything else needs.
+# Room for less than the stack of one thread, but for everything else.
 resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), hard))
 try:
     threading.Thread(target=int).start()
@@ -175,7 +170,7 @@ assert num_after == num_before + 3, (num_before, num_after)
 
 
 def test_a_kernel_works_without_threads_that_the_system_refuses_to_start() -> None:
-    # Stacks of 1 GiB, so that a limit of memory stops threads and nothing else.
+    # With stacks of 1 GiB, a limit of memory stops threads and nothing else.
     command = ["sh", "-c", 'ulimit -S -s 1048576 && exec "$@"', "sh", sys.executable, "-c", _WITHOUT_MORE_THREADS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

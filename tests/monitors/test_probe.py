@@ -53,7 +53,7 @@ def test_a_probe_a_minute_costs_1_percent_of_the_link() -> None:
 def test_all_probes_of_a_minute_keep_to_the_budget(
     mbit_per_s: int, least_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`least_bytes` say a rate; where the path is long less than that does not."""
+    """A rate needs at least `least_bytes`; long paths need more than short ones."""
     sent: list[int] = []
     rate = mbit_per_s * 125e3
 
@@ -64,7 +64,7 @@ def test_all_probes_of_a_minute_keep_to_the_budget(
     monkeypatch.setattr(probe, "_send_bulk", send)
     left, found = probe.measure_bulk((HOST, 1))
     assert [one.bytes_per_s for one in found] == [rate] * (2 if left else 1)
-    # A link that takes half a megabyte to know is not known for less.
+    # If a rate needs half a megabyte, it cannot be measured with less.
     allowed = max(budget_bytes(rate), (1 << 18) + ((1 << 19) if least_bytes > 1 << 18 else 0))
     assert sum(sent) + left // 3 <= allowed, sent
 
@@ -72,7 +72,7 @@ def test_all_probes_of_a_minute_keep_to_the_budget(
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 8])
 def test_in_two_hours_no_node_takes_part_in_two_probes_a_minute_and_every_way_has_its_turn(num_nodes: int) -> None:
     schedule, nodes = ProbeSchedule(), "abcdefgh"[:num_nodes]
-    # Each asks twice a second, at moments of its own.
+    # Each node asks twice per second, with its own offset.
     asks = sorted((tick / 2 + index / 20, node) for tick in range(14400) for index, node in enumerate(nodes))
     begun = [(s, source, target) for s, source in asks if (target := schedule.grant(source, nodes, s)) is not None]
     seconds = {
@@ -101,7 +101,7 @@ def test_who_is_alone_or_left_probes_nobody() -> None:
 
 
 def test_the_rate_is_that_of_the_fast_windows_after_the_queues_have_run_empty() -> None:
-    # 128 KiB at once, then 10 MB/s with a pause of half a second.
+    # 128 KiB arrive at once, then 10 MB/s with a pause of half a second.
     times_s = [1e-6 * i for i in range(2)] + [0.001 * i for i in range(1, 101)] + [0.6 + 0.001 * i for i in range(100)]
     sizes = [1 << 16] * 2 + [10_000] * 200
     assert probe._fast_rate(list(zip(times_s, sizes, strict=True))) == pytest.approx(10e6, rel=0.06)
@@ -110,7 +110,7 @@ def test_the_rate_is_that_of_the_fast_windows_after_the_queues_have_run_empty() 
 
 
 def test_a_window_smaller_than_the_path_does_not_hide_the_rate_of_the_link() -> None:
-    # TCP's slow start at 100 Mbit/s and 100 ms there and back: ten packets of 9,000 bytes, then twice as many, ...
+    # TCP's slow start at 100 Mbit/s with a round trip of 100 ms: ten packets of 9,000 bytes, then twice as many, ...
     arrivals = [(0.1 * turn + 9000 * packet / 12.5e6, 9000) for turn in range(4) for packet in range(10 << turn)]
     assert sum(num_bytes for _, num_bytes in arrivals) / arrivals[-1][0] < 4e6
     assert probe._fast_rate(arrivals) == pytest.approx(12.5e6, rel=0.01)
@@ -217,7 +217,7 @@ def test_probes_find_the_rate_of_the_lab() -> None:
         rates = [float(rate) for rate in client.communicate()[0].split()]
         server.communicate("")
     assert len(rates) == 2
-    # 1448 of 1514 bytes are payload; below that only a busy machine takes it.
+    # 1448 of 1514 bytes are payload. Only a busy machine can make the rate lower.
     assert all(0.5 * 0.956e8 < 8 * rate < 1.05 * 0.956e8 for rate in rates), rates
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from cgx_ray.bench.planner_cases import earliest_finish_s, random_pipeline
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link, Network, exchange_s
 from cgx_ray.planner.fusion import fuse
-from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option
-from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline, group_cost
+from cgx_ray.planner.options import FREE, CodecCost
+from cgx_ray.planner.papers.cupcake import cupcake
+from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, group_cost
 from cgx_ray.planner.search import search
-from cgx_ray.planner.strategies import cupcake
 
 # Sums of a few hundred doubles, added up in another order.
 ROUNDING = 1e-12
@@ -56,21 +56,21 @@ def test_what_costs_nothing_a_group_is_sent_layer_by_layer_and_what_costs_all_in
     groups, finish_s = fuse(Pipeline(**layers, costs=(cost(0),)))
     assert (len(groups), finish_s) == (6, 7)
     groups, finish_s = fuse(Pipeline(**layers, costs=(cost(100),)))
-    assert (groups, finish_s) == ((Group(6, 0),), 112)
+    assert (groups, finish_s) == ((GroupEnd(6, 0),), 112)
 
 
 def test_pipeline_by_hand() -> None:
     """Compute: 1 + 2 + 0.5 (encode) = 3.5, then 3 + 0.5 = 7. Network: 3.5 + 10 = 13.5, then at once 13.5 + 5."""
     cost = GroupCost(compute_a_s=0.5, compute_b_s_per_element=0, network_a_s=2, network_b_s_per_element=1)
     pipeline = Pipeline(backward_s=(1, 2, 3), numel=(4, 4, 3), costs=(cost,))
-    assert pipeline.finish_s([Group(2, 0), Group(3, 0)]) == 18.5
+    assert pipeline.finish_s([GroupEnd(2, 0), GroupEnd(3, 0)]) == 18.5
 
 
 @pytest.mark.parametrize("ends", [(), (2,), (4,), (2, 2, 3), (3, 2)])
 def test_groups_that_leave_a_layer_out_or_hold_it_twice_are_refused(ends: tuple[int, ...]) -> None:
     pipeline = random_pipeline(random.Random(3), 3, 1)
     with pytest.raises(ConfigError, match="rising ends"):
-        pipeline.finish_s([Group(end, 0) for end in ends])
+        pipeline.finish_s([GroupEnd(end, 0) for end in ends])
 
 
 @pytest.mark.parametrize(

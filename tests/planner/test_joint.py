@@ -9,12 +9,13 @@ import random
 import pytest
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Intra, Layer, Scheme, make_plan
+from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network, hierarchical_terms, terms
 from cgx_ray.planner.joint import BestPlan, best_plan
+from cgx_ray.planner.legs import exchange_stages
 from cgx_ray.planner.models import MODEL_NAMES, load_model
-from cgx_ray.planner.options import DENSE, CodecCost, Option, candidate_options, exchange_stages
-from cgx_ray.planner.pipeline import Group, Pipeline, cheapest, group_cost
+from cgx_ray.planner.options import CodecCost, candidate_options
+from cgx_ray.planner.pipeline import GroupEnd, Pipeline, cheapest, group_cost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 from cgx_ray.planner.strategies import named_strategies
 from cgx_ray.planner.timeline import Resource
@@ -53,7 +54,7 @@ def finish_s(run: Measured, numels: list[int], backward_s: list[float], groups: 
     used = list(dict.fromkeys(option for _, option in groups))
     costs = [group_cost(option, network=run.network, codec_cost=run.cost_of(option.codec)) for option in used]
     pipeline = Pipeline(backward_s=tuple(backward_s), numel=tuple(numels), costs=tuple(costs))
-    return pipeline.finish_s([Group(end, used.index(option)) for end, option in groups])
+    return pipeline.finish_s([GroupEnd(end, used.index(option)) for end, option in groups])
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
@@ -132,8 +133,8 @@ def test_small_layers_and_those_of_another_dtype_are_sent_after_the_others_uncom
     plan = found.best.plan(version=3, world_size=8)
     plan.check(layers, 8)
     assert [group.layers for group in plan.groups][-2:] == [("bias",), ("half",)]
-    assert {group.codec.name for group in plan.groups[-2:]} == {"none"}
-    assert all(group.codec.name != "none" for group in plan.groups[:-2]), found.best.describe()
+    assert {group.option.codec.name for group in plan.groups[-2:]} == {"none"}
+    assert all(group.option.codec.name != "none" for group in plan.groups[:-2]), found.best.describe()
     assert groups_of(plan, layers) == found.best.groups
     fast = best_plan(measured(layers, (1, 1, 1, 1), network(100)), OPTIONS).best.plan(version=0, world_size=8)
     assert sum(len(group.layers) for group in fast.groups) == 4
@@ -144,12 +145,12 @@ def test_a_group_is_ready_with_its_last_layer_and_the_step_lasts_at_least_its_co
     run = measured(layers, (1.0, 2.0, 3.0), network(1))
     plan = make_plan(layers, version=0, world_size=8, group_bytes=1)
     backward = [
-        span.end_s for span in predict(run, groups_of(plan, layers)).schedule.spans if span.stage.name == "backward"
+        span.end_s for span in predict(run, groups_of(plan, layers)).timeline.spans if span.stage.name == "backward"
     ]
     assert backward == [1, 3, 6]
     swapped = groups_of(plan, layers)[::-1]
     found = predict(run, swapped)
-    assert [span.end_s for span in found.schedule.spans if span.stage.name == "backward"] == [6, 6, 6]
+    assert [span.end_s for span in found.timeline.spans if span.stage.name == "backward"] == [6, 6, 6]
     assert found.step_s > 6
 
 

@@ -11,24 +11,15 @@ from hypothesis import strategies as st
 
 from cgx_ray.bench.planner_cases import read_table
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Intra, Layer, Scheme
-from cgx_ray.planner.cost import (
-    Link,
-    Network,
+from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme
+from cgx_ray.planner.cost import Link, Network, exchange_s, terms
+from cgx_ray.planner.options import CodecCost, candidate_options, efficiency
+from cgx_ray.planner.papers.flexible import (
     allgather_tree_s,
     artopk_tree_s,
-    exchange_s,
     ring_over_allgather_below,
     ring_over_tree_below,
-    terms,
     tree_over_allgather_below,
-)
-from cgx_ray.planner.options import (
-    DENSE,
-    CodecCost,
-    Option,
-    candidate_options,
-    efficiency,
 )
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 

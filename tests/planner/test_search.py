@@ -8,9 +8,11 @@ import pytest
 
 from cgx_ray.bench.planner_cases import earliest_finish_s, random_pipeline
 from cgx_ray.errors import ConfigError
-from cgx_ray.planner.pipeline import Group, GroupCost, Pipeline
+from cgx_ray.planner.papers.bytecomp import bytecomp
+from cgx_ray.planner.papers.cupcake import cupcake
+from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline
 from cgx_ray.planner.search import search
-from cgx_ray.planner.strategies import bytecomp, cupcake, named_strategies
+from cgx_ray.planner.strategies import named_strategies
 
 ROUNDING = 1e-12
 
@@ -101,10 +103,10 @@ def test_bytecomp_keeps_the_layer_dense_that_hides_behind_backward_and_compresse
     cpu = GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0.5, network_b_s_per_element=0.1)
     pipeline = Pipeline(backward_s=(1, 20), numel=(10, 10), costs=(dense, gpu, cpu))
     groups = bytecomp(pipeline, dense=0, compressing=(1,), offloaded={})
-    assert groups == (Group(1, 0), Group(2, 1))
+    assert groups == (GroupEnd(1, 0), GroupEnd(2, 1))
     assert pipeline.finish_s(groups) == 23
     groups = bytecomp(pipeline, dense=0, compressing=(1,), offloaded={1: 2})
-    assert groups == (Group(1, 0), Group(2, 2))
+    assert groups == (GroupEnd(1, 0), GroupEnd(2, 2))
     assert bytecomp(pipeline, dense=0, compressing=(1,), offloaded={1: 2}, max_trials=1) == groups
     with pytest.raises(ConfigError, match="option 1 takes compute time"):
         bytecomp(pipeline, dense=1, compressing=(), offloaded={})

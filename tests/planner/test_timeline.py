@@ -9,10 +9,11 @@ import pytest
 
 from cgx_ray.bench.planner_cases import random_pipeline
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import PIECE_BYTES, CodecSpec, Scheme
+from cgx_ray.plan import DENSE, PIECE_BYTES, CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import DENSE, FREE, CodecCost, Option, exchange_stages
-from cgx_ray.planner.pipeline import Group
+from cgx_ray.planner.legs import exchange_stages
+from cgx_ray.planner.options import FREE, CodecCost
+from cgx_ray.planner.pipeline import GroupEnd
 from cgx_ray.planner.timeline import Resource, Stage, simulate
 
 
@@ -52,7 +53,7 @@ def test_encoding_on_compute_and_one_network_is_the_pipeline_of_the_search() -> 
     for case in range(200):
         pipeline = random_pipeline(rng, rng.randint(1, 12), 3)
         ends = sorted({pipeline.num_layers, *rng.sample(range(1, 13), 4)} & set(range(1, pipeline.num_layers + 1)))
-        groups = [Group(end, rng.randrange(3)) for end in ends]
+        groups = [GroupEnd(end, rng.randrange(3)) for end in ends]
         backward_s, stages, start = [], [], 0
         for group in groups:
             cost, numel = pipeline.costs[group.option], sum(pipeline.numel[start : group.end])

@@ -47,7 +47,7 @@ def test_nic_rates_are_bytes_a_second_of_all_cards_between_two_reads() -> None:
             {"eth0": NicBytes(1000, 100), "eth1": NicBytes(0, 0)},
             {"eth0": NicBytes(3000, 200), "eth1": NicBytes(500, 50)},
             {"eth0": NicBytes(3000, 200), "eth1": NicBytes(500, 50)},
-            # eth1 was reset and eth2 is new: neither says anything about this interval.
+            # eth1 was reset and eth2 is new, so neither counts in this interval.
             {"eth0": NicBytes(3400, 200), "eth1": NicBytes(7, 7), "eth2": NicBytes(10**9, 10**9)},
         ]
     )
@@ -74,7 +74,7 @@ def test_loopback_is_left_out_of_this_nodes_cards() -> None:
 
 def test_a_neighbour_is_what_the_cards_carry_beside_our_own_bytes() -> None:
     neighbours = Neighbours()
-    # Steps of 3 s: their bytes are known at the end, 1 % of them are headers.
+    # Steps take 3 s. Their bytes are known at the end, and headers add 5 %.
     for step in range(10):
         for second in range(3):
             found = neighbours.add(1.05e6, 3e6 if second == 2 else 0, 1.0)
@@ -93,7 +93,7 @@ def test_neighbours_are_unknown_for_half_a_minute_after_own_bytes_were() -> None
 
 
 def test_own_bytes_are_those_that_leave_the_node_or_unknown() -> None:
-    """Steps of 1,000 bytes. Ranks of a node that share no memory do not know where their messages went."""
+    """Each step sends 1,000 bytes. Ranks of a node that share no memory also count what they send to each other."""
     apart = [replace(step_sample(rank, 0), card_bytes=1000) for rank in (0, 1)]
     sharing = [replace(step, num_local=2) for step in apart]
     assert OwnBytes(has_peers=False).of(sharing) == 0
@@ -157,7 +157,7 @@ def test_a_busy_peer_does_not_make_a_round_trip_longer() -> None:
         thread.start()
         found_s = round_trip_s(HOST, listener.getsockname()[1], num_probes=3, timeout_s=10, gap_s=0)
         thread.join()
-    # The kernel shook hands at once.
+    # The kernel's handshake took no delay.
     assert 0 < found_s < 0.3, found_s
 
 
@@ -185,7 +185,7 @@ def test_a_peer_that_hangs_up_or_answers_nonsense_is_a_connection_error() -> Non
 
 
 def test_an_address_of_another_node_is_refused() -> None:
-    # 192.0.2.0/24 is set aside for documentation: no node has it.
+    # 192.0.2.0/24 is reserved for documentation, so no node has it.
     with pytest.raises(OSError, match="assign"):
         EchoServer("192.0.2.1")
 
@@ -199,14 +199,14 @@ def local_ray() -> Iterator[None]:
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
-        # Prometheus text every second, not every ten.
+        # Publish metrics every second instead of every ten.
         _system_config={"metrics_report_interval_ms": 1000},
     )
     yield
     ray.shutdown()
 
 
-# Ray pickles what is defined inside a function by value; its workers cannot import test modules.
+# Ray pickles a class inside a function by value. Its workers cannot import test modules.
 def fake_controller() -> Any:
     @ray.remote(num_cpus=0)
     class FakeController:
@@ -243,7 +243,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture
 def agent(local_ray: None) -> Iterator[NodeAgent]:
-    """An agent in the test's own process, so that its log is at hand. Its controllers are real actors."""
+    """An agent in the test's own process, so that the test can read its log. Its controllers are real actors."""
     agent = NodeAgent("a", "run", HOST, interval_s=0.05, latency_interval_s=0.1)
     yield agent
     agent.stop()
@@ -270,16 +270,16 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
         assert latest.latency_s.keys() == {"b"}
         assert 0 < latest.latency_s["b"] < 0.5
 
-        # There may be no broken packets to count, and no pressure on older kernels.
+        # There may be no broken packets, and older kernels report no pressure.
         wait_until(lambda: set(missing(served_metrics())) <= {"cgx_ray_nic_errors", "cgx_ray_pressure"}, "every metric")
-        # Both ranks, 20 steps of 1,500 bytes each.
+        # Each of the two ranks had 20 steps of 1,500 bytes.
         sent = "ray_cgx_ray_wire_bytes_total{"
         wait_until(lambda: values(served_metrics(), sent) == [30_000, 30_000], "all bytes")
         text = served_metrics()
     ratios = [line for line in text.splitlines() if line.startswith("ray_cgx_ray_compression_ratio{")]
     assert len(ratios) == 2
     assert all(f'{RUN}="run"' in line and line.endswith(" 4.0") for line in ratios), ratios
-    # Ranks 0 and 1 have 0.5 and 0.6 at every density.
+    # The gain of ranks 0 and 1 is 0.5 and 0.6 at every density.
     assert values(text, "ray_cgx_ray_gain_at_density{") == pytest.approx([0.55] * len(CURVE_DENSITIES))
     ray.get(actor.stop.remote())
 
@@ -298,7 +298,7 @@ class Facts:
 
 
 def served_metrics() -> str:
-    """What Prometheus would read. The test itself speaks for the controller."""
+    """Return the text that Prometheus would read. The test itself sets the controller's metrics."""
     controller_metrics = ControllerMetrics("run")
     controller_metrics.count_decision("replace")
     controller_metrics.export(Facts({1: 1e8}, frozenset({1})), num_journal_errors=1)

@@ -1,4 +1,4 @@
-"""The codecs that send every element, for tests: each one's native kernels and its reference under the same names."""
+"""Kernels of the codecs that send every element, and their reference, under one set of names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = ops.message_key(1, 2, 3, 4, 5)
 
 
 @dataclass(frozen=True)
-class Qsgd:
+class QsgdKernels:
     grid: str
     bits: int
     bucket_size: int = 128
@@ -46,7 +46,7 @@ class Qsgd:
 
 
 @dataclass(frozen=True)
-class Sign:
+class SignKernels:
     kind: str
     bucket_size: int = 128
 
@@ -67,41 +67,30 @@ class Sign:
         reference.sign_decode(payload, out_N, bucket_size=self.bucket_size, kind=kind, add=add)
 
 
-Codec = Qsgd | Sign
-QSGD = [Qsgd(grid, bits) for grid in ops.GRIDS for bits in range(1 if grid == "max_min" else 2, 9)]
-SIGN = [Sign(kind) for kind in ops.SIGN_KINDS]
+BucketKernels = QsgdKernels | SignKernels
+QSGD = [QsgdKernels(grid, bits) for grid in ops.GRIDS for bits in range(1 if grid == "max_min" else 2, 9)]
+SIGN = [SignKernels(kind) for kind in ops.SIGN_KINDS]
 
 
-def name(codec: Codec) -> str:
-    return f"{codec.grid}-{codec.bits}" if isinstance(codec, Qsgd) else codec.kind
+def name(codec: BucketKernels) -> str:
+    return f"{codec.grid}-{codec.bits}" if isinstance(codec, QsgdKernels) else codec.kind
 
 
-def same_nan_bits(x: Tensor) -> Tensor:
-    """Integers that are equal only for the same float, with every NaN alike."""
-    return torch.where(x.isnan(), torch.nan, x).view(torch.int32)
-
-
-def assert_same_floats(actual: Tensor, expected: Tensor) -> None:
-    different = (same_nan_bits(actual) != same_nan_bits(expected)).nonzero().view(-1)
-    first = different[:5]
-    assert not different.numel(), f"at {first.tolist()}: {actual[first].tolist()} != {expected[first].tolist()}"
-
-
-def encode(codec: Codec, grad_N: Tensor) -> Tensor:
+def encode(codec: BucketKernels, grad_N: Tensor) -> Tensor:
     out = torch.full((codec.num_bytes(grad_N.numel()),), 0xA5, dtype=torch.uint8)
     codec.encode(grad_N, out)
     return out
 
 
-def decode(codec: Codec, payload: Tensor, numel: int) -> Tensor:
+def decode(codec: BucketKernels, payload: Tensor, numel: int) -> Tensor:
     out_N = torch.full((numel,), 7.0)
     codec.decode(payload, out_N)
     return out_N
 
 
-def sent(codec: Codec, grad_N: Tensor) -> Tensor:
+def sent(codec: BucketKernels, grad_N: Tensor) -> Tensor:
     return decode(codec, encode(codec, grad_N), grad_N.numel())
 
 
-def roundings(codec: Codec) -> list[Codec]:
-    return [replace(codec, stochastic=value) for value in (True, False)] if isinstance(codec, Qsgd) else [codec]
+def roundings(codec: BucketKernels) -> list[BucketKernels]:
+    return [replace(codec, stochastic=value) for value in (True, False)] if isinstance(codec, QsgdKernels) else [codec]

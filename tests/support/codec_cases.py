@@ -1,4 +1,4 @@
-"""The codecs that tests run through, and shorthands for them."""
+"""Codecs for parametrized tests, and short functions to encode and decode with them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 // Runs a CUDA kernel on the CPU: every thread of a block is a fibre, blocks run one after another.
 //
-// A fibre runs until it meets others at a barrier, and which one runs next is drawn at random, so a missing
-// barrier shows as a wrong result. Barriers that not all threads reach, lanes that read lanes which did not
-// take part, and reads or writes outside of a buffer (its neighbour pages are protected by the caller) end
-// the run with a message.
+// A fibre runs until it reaches a barrier. The next one is drawn at random, so a missing barrier shows as a
+// wrong result. Three mistakes end the run with a message: a barrier that not all threads reach, a shuffle
+// that reads a lane which does not take part, and a read or write outside of a buffer (the caller protects
+// the pages around it).
 #include "cuda_emulator.h"
 
 #include <setjmp.h>
@@ -89,7 +89,7 @@ const char* name(Kind kind) {
 
 bool is_block_wide(Kind kind) { return kind == Kind::kBlock || kind == Kind::kCount; }
 
-// The threads that must meet the current one.
+// Returns the threads that the current one must meet at this barrier.
 std::vector<Fibre*> party_of(const Arrival& arrival) {
     std::vector<Fibre*> party;
     if (is_block_wide(arrival.kind)) {
@@ -179,7 +179,7 @@ uint64_t emulator::meet(Arrival arrival) {
             fail("line %d: the %s names thread %u, which has returned", arrival.line, name(arrival.kind),
                  other->index);
         const Arrival& its = other->arrival;
-        // One that waits for its warp comes here later, or the end finds it waiting for ever.
+        // A thread that waits for its warp comes here later. If not, the end of the block finds it waiting.
         if (other->state == State::kReady || is_block_wide(its.kind) != is_block_wide(arrival.kind)) {
             complete = false;
             continue;
@@ -192,12 +192,12 @@ uint64_t emulator::meet(Arrival arrival) {
         for (Fibre* other : party) other->result = result_for(*other, party);
         for (Fibre* other : party) other->state = State::kReady;
     }
-    // Also the last to arrive goes back, so that the order after the barrier is drawn anew.
+    // The last thread to arrive also yields, so that the order after the barrier is drawn again.
     swapcontext(&self->context, &scheduler);
     return self->result;
 }
 
-// Returns null, or what went wrong. `args` point at the kernel's arguments.
+// Returns null, or an error message. `args` are pointers to the kernel's arguments.
 extern "C" const char* emulate(Call kernel, void** args, unsigned num_blocks, unsigned block_size,
                                unsigned seed) {
     static const std::unique_ptr<char, void (*)(char*)> stacks(

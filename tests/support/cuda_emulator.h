@@ -11,7 +11,7 @@
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
-// Blocks run one after another, so what a block shares may be static.
+// Blocks run one after another, so shared memory of a block may be static.
 #define __shared__ static
 
 struct Dim {
@@ -50,7 +50,7 @@ namespace emulator {
 
 enum class Kind { kBlock, kWarp, kShuffle, kBallot, kMatch, kAdd, kMin, kMax, kOr, kCount };
 
-// What a thread brings to a barrier; `line` is where, since all threads must meet at one place.
+// Arrival of one thread at a barrier. All threads must meet at the same `line`.
 struct Arrival {
     Kind kind;
     int line;
@@ -59,7 +59,7 @@ struct Arrival {
     unsigned source;  // lane that a shuffle reads
 };
 
-// Waits until all threads that the barrier names have arrived; returns what it computes for this thread.
+// Waits until all threads of the barrier have arrived; returns the barrier's result for this thread.
 uint64_t meet(Arrival arrival);
 
 template <typename T>
@@ -132,7 +132,7 @@ inline unsigned __reduce_add_sync(uint32_t mask, unsigned value, CGX_LINE) {
 inline unsigned __reduce_or_sync(uint32_t mask, unsigned value, CGX_LINE) {
     return static_cast<unsigned>(emulator::meet({emulator::Kind::kOr, line, mask, value, 0}));
 }
-// Signed numbers as 64 bits with the sign bit flipped, so that one order serves both.
+// Maps signed and unsigned numbers to uint64 in the same order, by flipping the sign bit.
 inline uint64_t cgx_ordered(int value) { return static_cast<uint64_t>(int64_t{value}) ^ (1ull << 63); }
 inline uint64_t cgx_ordered(unsigned value) { return cgx_ordered(0) + value; }
 template <typename T>
@@ -149,7 +149,7 @@ T __reduce_max_sync(uint32_t mask, T value, CGX_LINE) {
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
-// Threads change places at barriers only, so these are atomic as they stand.
+// Threads are switched at barriers only, so plain reads and writes are atomic.
 template <typename T>
 T cgx_exchange(T* address, T next) {
     const T old = *address;

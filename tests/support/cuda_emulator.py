@@ -1,7 +1,7 @@
-"""Runs the CUDA kernels on CPU tensors: the .cu files compiled by g++, see cuda_emulator.cpp.
+"""Run the CUDA kernels on CPU tensors: the .cu files compiled by g++, see cuda_emulator.cpp.
 
-`Emulator.launch` takes the place of `cuda_launch.launch`. Each tensor goes into pages of its own, with protected pages
-before and behind, and comes back after the kernel: a read or write outside of it ends the test with a message.
+`Emulator.launch` replaces `cuda_launch.launch`. Each tensor is copied to its own pages, between two protected pages,
+and copied back after the kernel. A read or write outside of it fails the test with a message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 PAGE = mmap.PAGESIZE
 FILL = 0xA5
 
-# What a kernel's parameter may be given. Atomics on 64 bits want a name of their own.
+# Dtypes that a pointer parameter takes. CUDA's 64-bit atomics take `unsigned long long` only, so it is here too.
 POINTERS = {
     "float": {torch.float32},
     "double": {torch.float64},
@@ -47,7 +47,7 @@ SCALARS = {
 }
 _BOUNDS = r"(?:__launch_bounds__\([^)]*\)\s*)?"
 _KERNEL = re.compile(rf"__global__\s+{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\(([^)]*)\)\s*{{")
-# What g++ can find out at run time: array bounds, shifts, misaligned vectors, floats that fit no integer.
+# Mistakes that g++ finds at run time: array bounds, shifts, misaligned vectors, floats out of range of an integer.
 _SANITIZE = (
     "-fsanitize=bounds,shift,alignment,integer-divide-by-zero,float-cast-overflow",
     "-fsanitize-undefined-trap-on-error",
@@ -61,7 +61,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class EmulationError(Exception):
-    """A kernel did what a GPU would not allow, or would do differently every time."""
+    """A kernel did something that a GPU forbids, or that gives another result every time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Parameter:
 
 
 class GuardedCopy:
-    """A tensor's bytes between two protected pages, flush with the second but for their alignment to 16 bytes."""
+    """Copy of a tensor's bytes between two protected pages, as close to the second as the 16-byte alignment allows."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -110,7 +110,7 @@ class GuardedCopy:
         ctypes.memmove(self.tensor.data_ptr(), self.address, self.num_bytes)
 
     def stray_bytes(self) -> list[int]:
-        """Offsets, from the tensor's start, of bytes beside the tensor that changed."""
+        """Return the offsets, from the tensor's start, of bytes outside of the tensor that changed."""
         begin, end = self.base + PAGE, self.base + self.size - PAGE
         content = np.frombuffer(ctypes.string_at(begin, end - begin), np.uint8)
         start = self.address - begin
@@ -150,14 +150,14 @@ class Library:
 
 
 def _compile(*args: str | Path) -> str:
-    """What g++ prints; raises CalledProcessError, and g++ says why on stderr."""
-    include = [f"-I{cuda_launch.SOURCES / 'include'}", f"-I{HERE}"]
+    """Run g++ and return its output; raises CalledProcessError if it fails, with g++'s messages on stderr."""
+    include = [f"-I{folder}" for folder in (*cuda_launch.INCLUDE_FOLDERS, HERE)]
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     return subprocess.run(["g++", *options, *include, *args], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 class Emulator:
-    """`launch` for CPU tensors; compiles a .cu file when the first kernel of it is launched."""
+    """`launch` for CPU tensors. A .cu file is compiled when its first kernel is launched."""
 
     num_multiprocessors = 2
 
@@ -211,7 +211,7 @@ class Emulator:
 
     @staticmethod
     def _value(argument: Tensor | np.generic | None, copies: dict[int, GuardedCopy]) -> ctypes.Array[ctypes.c_char]:
-        """The bytes that a kernel sees as this argument."""
+        """Return the bytes that the kernel gets as this argument."""
         if argument is None or (isinstance(argument, Tensor) and argument.numel() == 0):
             return ctypes.create_string_buffer(bytes(8), 8)
         if isinstance(argument, np.generic):
@@ -229,7 +229,7 @@ class Emulator:
         args: tuple[Tensor | np.generic | None, ...],
         copies: dict[int, GuardedCopy],
     ) -> str:
-        """Which argument's neighbourhood an address belongs to."""
+        """Name the argument that the touched address lies in or next to."""
         match = re.search(r"touched address (0x[0-9a-f]+)", error)
         if not match:
             return ""

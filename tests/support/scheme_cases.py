@@ -61,7 +61,7 @@ def averages(
     model = DistributedDataParallel(Given(*(grad.shape for grad in steps[0])))
     names = [layer.name for layer in cgx_ray.layers_of(model)]
     groups = tuple(
-        cgx_ray.GroupPlan(layers=layers, codec=CodecSpec.parse(codec), scheme=Scheme(scheme))
+        cgx_ray.GroupPlan(layers=layers, option=cgx_ray.Option(codec=CodecSpec.parse(codec), scheme=Scheme(scheme)))
         for layers in ([tuple(names)] if one_group else [(name,) for name in names])
     )
     attachment = cgx_ray.attach(model, plan=cgx_ray.Plan(version=0, world_size=dist.get_world_size(), groups=groups))

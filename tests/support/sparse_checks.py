@@ -1,4 +1,4 @@
-"""What the tests of the sparse CUDA kernels compare, emulated or on a device: each is the reference bit for bit."""
+"""Gradients for tests of the sparse kernels, and comparisons of these kernels with the reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from cgx_ray.runtime_ext import ops, reference, sparse
+from support.same_bits import assert_same
 
 T = TypeVar("T")
-SIZES = (0, 1, 7, 127, 128, 129, 1000, 4099)
+SIZES = (0, 1, 7, 127, 128, 129, 1025, 9001)
+CUDA_SIZES = (0, 1, 7, 127, 128, 129, 1000, 4099)
 LARGE = (1 << 20) + 3
 HUGE = 1 << 26
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,10 +28,19 @@ SEVERAL_BLOCKS = 3 * 8192 + 77
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda grad_N: grad_N,
     "ties": lambda grad_N: (grad_N * 3).round(),
+    "mostly zero": lambda grad_N: torch.where(grad_N > 2, grad_N, 0.0),
     "all equal": lambda grad_N: torch.full_like(grad_N, -0.1),
     "zeros of both signs": lambda grad_N: torch.where(grad_N < 0, -0.0, 0.0),
+    "denormal": lambda grad_N: grad_N * 1e-40,
+    "any bits": lambda grad_N: torch.randint(-(1 << 31), 1 << 31, grad_N.shape).int().view(torch.float32),
+    "nan": lambda grad_N: _put(grad_N, math.nan),
+    "negative nan": lambda grad_N: _put(grad_N, -math.nan),
+    "inf": lambda grad_N: _put(grad_N, math.inf),
+    "sorted": lambda grad_N: grad_N.abs().sort().values,
     "special": lambda grad_N: _put(grad_N * 1e-40, math.nan, math.inf, -math.inf, -math.nan, 65504.0, -0.0, 1e-7),
 }
+# Fewer for the CUDA kernels, because the emulator is slow.
+CUDA_KINDS = ("normal", "ties", "all equal", "zeros of both signs", "special")
 
 emulated = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -46,18 +57,13 @@ def gradient(kind: str, numel: int, device: torch.device = CPU) -> Tensor:
     return KINDS[kind](torch.randn(numel, device=device))
 
 
-def assert_same(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    """Equal bit for bit, but for NaNs, which are all alike."""
-    if actual.is_floating_point():
-        actual, expected = (torch.where(x.isnan(), torch.nan, x).view(torch.int32) for x in (actual, expected))
-    different = (actual != expected).nonzero().view(-1)
-    first = different[:5]
-    pairs = f"{actual[first].tolist()} != {expected[first].tolist()}"
-    assert not different.numel(), f"{what}: {different.numel()} differ, at {first.tolist()}: {pairs}"
+def kept_counts(numel: int) -> list[int]:
+    """Return numbers of elements to keep, from none to all."""
+    return sorted({0, min(1, numel), numel // 100, numel // 10, numel // 2, max(numel - 1, 0), numel})
 
 
 def outputs(num_kept: int, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
-    """What no kernel writes."""
+    """Return outputs for indices and values, filled with numbers that no kernel writes."""
     index_K = torch.full((num_kept,), -77, dtype=torch.int32, device=device)
     return index_K, torch.full((num_kept,), -77.0, device=device)
 
@@ -83,7 +89,7 @@ def check_topk(grad_N: Tensor, num_kept: int, residual_N: Tensor | None = None, 
 
 
 def check_encode(grad_N: Tensor, num_kept: int, residual_N: Tensor | None = None, next_N: Tensor | None = None) -> None:
-    """`topk_encode` against the selection, the packing and the copy of the values, one by one."""
+    """Compare `topk_encode` with a selection, a packing and a copy of the values, one after the other."""
     what = f"{num_kept} of {grad_N.numel()} {grad_N.dtype}"
     numel, device = grad_N.numel(), grad_N.device
     index_K, value_K = outputs(num_kept, device)
@@ -101,22 +107,22 @@ def check_encode(grad_N: Tensor, num_kept: int, residual_N: Tensor | None = None
         assert_same(next_N, expected_next_N, f"next of {what}")
 
 
-def check_collect(grad_N: Tensor, num_kept: int, sure: int, maybe: int, key: int) -> None:
-    what = f"{num_kept} of {grad_N.numel()} {grad_N.dtype}, {sure:#x} {maybe:#x} key {key}"
+def check_collect(grad_N: Tensor, thresholds: tuple[int, int], num_kept: int, key: int) -> None:
+    what = f"{num_kept} of {grad_N.numel()} {grad_N.dtype}, thresholds {thresholds}, key {key}"
     device = grad_N.device
     expected = outputs(num_kept, device)
-    count = reference.collect(grad_N.to(torch.float32), (sure, maybe), key, *expected)
-    thresholds_2 = torch.tensor([sure, maybe], device=device)
+    count = reference.collect(grad_N.to(torch.float32), thresholds, key, *expected)
+    thresholds_2 = torch.tensor(thresholds, device=device)
     count_1 = count_of(-1, device)
     index_K, value_K = outputs(num_kept, device)
     without_waiting(lambda: sparse.collect(grad_N, thresholds_2, index_K, value_K, count_1, key=key), device)
-    assert int(count_1) == count, f"{what}: {int(count_1)} of them, not {count}"
+    assert int(count_1) == count, f"{what}: {int(count_1)} written, not {count}"
     assert_same(index_K, expected[0], f"index of {what}")
     assert_same(value_K, expected[1], f"value of {what}")
 
 
 def check_packing(index_K: Tensor, count: int, numel: int, offset: int = 0) -> None:
-    """Packs, unpacks and adds; the message starts `offset` bytes behind an aligned address."""
+    """Pack and unpack `index_K`, in a message that starts `offset` bytes after an aligned address."""
     device, num_kept = index_K.device, index_K.numel()
     num_bytes = sparse.index_bytes(numel, num_kept)
     what = f"{count} of {num_kept} of {numel}, {reference.index_layout(numel, num_kept)}, offset {offset}"
@@ -128,15 +134,15 @@ def check_packing(index_K: Tensor, count: int, numel: int, offset: int = 0) -> N
     without_waiting(lambda: sparse.pack_indices(index_K, count_1, numel, packed), device)
     assert_same(packed, expected, f"message with {what}")
     around = torch.cat([message[:offset], message[offset + num_bytes :]])
-    assert (around == 0x5A).all(), f"{what}: wrote beside the message: {around.tolist()}"
+    assert (around == 0x5A).all(), f"{what}: wrote outside of the message: {around.tolist()}"
     unpacked_K = outputs(num_kept, device)[0]
     without_waiting(lambda: sparse.unpack_indices(packed, count_1, numel, unpacked_K), device)
     assert_same(unpacked_K[:count], index_K[:count], f"indices of {what}")
-    assert not unpacked_K[count:].any(), f"{what}: {unpacked_K[count:].tolist()} behind the last"
+    assert not unpacked_K[count:].any(), f"{what}: {unpacked_K[count:].tolist()} after the last"
 
 
 def without_waiting(call: Callable[[], T], device: torch.device) -> T:
-    """On a device, what would wait for it raises."""
+    """Run `call`; on a CUDA device, fail if it waits for the device."""
     if device.type != "cuda":
         return call()
     before = torch.cuda.get_sync_debug_mode()
@@ -148,7 +154,7 @@ def without_waiting(call: Callable[[], T], device: torch.device) -> T:
 
 
 def hostile_indices(num_kept: int, numel: int, seed: int) -> Tensor:
-    """Ascending, some of them outside of [0, numel): just so, or by as much as an int32 can be."""
+    """Return ascending indices, some of them outside of [0, numel): by little, or as far as an int32 goes."""
     generator = torch.Generator().manual_seed(seed)
     near_K = torch.randperm(numel + 6, generator=generator)[:num_kept] - 3
     far_K = torch.randint(-(1 << 31), MAX_NUMEL, (num_kept,), generator=generator)
@@ -157,7 +163,7 @@ def hostile_indices(num_kept: int, numel: int, seed: int) -> Tensor:
 
 
 def check_hostile_indices(index_K: Tensor, count: int, numel: int) -> None:
-    """Packs and adds them as the reference does, and changes nothing beside."""
+    """Check that the kernels pack and add `index_K` as the reference does, and change nothing outside their outputs."""
     num_kept = index_K.numel()
     what = f"{count} of {num_kept} of {numel}, {reference.index_layout(numel, num_kept)}: {index_K[:9].tolist()}"
     expected = torch.zeros(sparse.index_bytes(numel, num_kept), dtype=torch.uint8)

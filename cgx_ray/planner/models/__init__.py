@@ -1,4 +1,4 @@
-"""Models to plan for: public architectures, in files that `generate` writes; your own, from `cgx-ray profile-model`."""
+"""Models to plan for: nine public architectures in files of `generate`; your own, from `cgx-ray profile-model`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL_NAMES = tuple(sorted(path.stem for path in _FOLDER.glob("*.csv")))
 
 
 class MeasuredLayer(NamedTuple):
-    """A parameter of a model that ran; `ready_s` from the start of forward until its gradient was there."""
+    """Parameter of a model that ran. `ready_s`: seconds from the start of forward until its gradient was ready."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,10 +29,10 @@ class MeasuredLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """Parameters in registration order, and what is known of the time that each of them takes.
+    """Parameters in registration order, and their multiply-adds or measured times.
 
-    forward_macs  multiply-adds of one sample's forward pass by layer; empty for a model that was measured
-    ready_s       by layer, from the start of forward until its gradient was there; empty for one that was not
+    forward_macs  by layer, multiply-adds of one sample's forward pass; empty if the model was measured
+    ready_s       by layer, seconds from the start of forward until its gradient was ready; empty if it was not measured
     """
 
     name: str
@@ -46,16 +46,15 @@ class ModelDescription:
 
     @property
     def measured_s(self) -> float | None:
-        """Forward and backward of a step, if they were measured."""
+        """Measured seconds of forward and backward of a step, if any."""
         return max(self.ready_s) if self.ready_s else None
 
     def backward_s(self, total_s: float) -> tuple[float, ...]:
-        """Seconds of each layer in backward order, the reverse of registration, `total_s` together.
+        """Return the seconds of each layer in backward order, the reverse of registration; they sum to `total_s`.
 
-        By multiply-adds it is an estimate: backward costs two forwards in every layer, so shares are those of the
-        multiply-adds. Kernels that move memory instead (normalisation, embeddings) take longer than that, and so do
-        small ones: `cgx-ray profile-model` measures. Where it has, a layer's share is what passed since all gradients
-        before it were there, and forward is part of the first.
+        If the model was measured, the time of a layer is the time since all gradients before it were ready, and the
+        first includes forward. Else shares are those of the multiply-adds, an estimate: backward costs two forwards in
+        every layer. Kernels that move memory (normalisation, embeddings) and small ones take longer than that.
         """
         check_seconds("total_s", total_s)
         shares: Sequence[float] = self.forward_macs[::-1]
@@ -66,9 +65,9 @@ class ModelDescription:
         return tuple(total_s * share / whole for share in shares)
 
     def step_s(self, compute_s: float | None = None) -> tuple[float, ...]:
-        """As `backward_s`, with forward as part of the first layer, `compute_s` together: left out, what was measured.
+        """Return `backward_s` with forward added to the first layer; the sum is `compute_s`, by default as measured.
 
-        Of what was not measured, forward is taken as a third.
+        If the model was not measured, forward counts as a third.
         """
         if self.measured_s is not None:
             return self.backward_s(self.measured_s if compute_s is None else compute_s)
@@ -79,10 +78,10 @@ class ModelDescription:
 
 
 def load_model(name: str | Path) -> ModelDescription:
-    """A model of `MODEL_NAMES`, or of a CSV file with the columns name, shape (`"64x3x7x7"`), if it is not float32
-    dtype, and either forward_macs or ready_s.
+    """Read a model of `MODEL_NAMES`, or a CSV file.
 
-    Raises ConfigError if there is no such file, or if it is no text, or if a line of it is not like that.
+    Its columns are name, shape (`"64x3x7x7"`), forward_macs or ready_s, and dtype unless that is float32. Raises
+    ConfigError if there is no such file, it is not text, or a line is not of this form.
     """
     path = _FOLDER / f"{name}.csv" if name in MODEL_NAMES else Path(name)
     if not path.is_file():
@@ -103,7 +102,7 @@ def load_model(name: str | Path) -> ModelDescription:
                 macs.append(int(row["forward_macs"]))
             dtype = row.get("dtype") or "float32"
             layer = Layer(name=row["name"], numel=math.prod(shape), ndim=len(shape), dtype=dtype)
-            layer.dense_bytes  # noqa: B018  raises KeyError for a dtype that is none
+            layer.dense_bytes  # noqa: B018  raises KeyError for an unknown dtype
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path}, line {number}: {error!r}; give name, shape (64x3x7x7), and forward_macs or ready_s"
@@ -138,7 +137,7 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def write_model(layers: Sequence[MeasuredLayer], path: Path) -> None:
-    """Write what `load_model` reads; `layers` in registration order."""
+    """Write a file for `load_model`; `layers` in registration order."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(MeasuredLayer._fields)

@@ -1,9 +1,9 @@
-"""Writes the model files from the published architectures: `python -m cgx_ray.planner.models.generate`.
+"""Generator of the model files from the published architectures: `python -m cgx_ray.planner.models.generate`.
 
 Names, shapes and their order are those of torchvision (images of 224 x 224) and of the authors' or Hugging Face's
-PyTorch code (tokens of a sequence as given). Forward multiply-adds are those of one sample: for a matrix its elements
-times the positions it is applied to, for what is added or scaled its elements times the positions. Attention's products
-of activations have no parameters and count with the projection before them (qkv, or key where it is apart).
+PyTorch code (`tokens` per sequence). Forward multiply-adds are those of one sample: the elements of a matrix, bias or
+scale times the positions that it is applied to. The products of activations in attention have no parameters; they count
+with the projection before them (qkv, or key if it is separate).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Row = tuple[str, tuple[int, ...], int]
 
 
 def linear(name: str, out: int, into: int, positions: int = 1, *, bias: bool = True, extra: int = 0) -> list[Row]:
-    """`extra`: multiply-adds without a parameter that backward does with this weight's."""
+    """Return the rows of a linear layer. `extra`: multiply-adds without a parameter that count with its weight."""
     weight: Row = (f"{name}.weight", (out, into), out * into * positions + extra)
     return [weight, (f"{name}.bias", (out,), out * positions)] if bias else [weight]
 
@@ -26,13 +26,13 @@ def norm(name: str, width: int, positions: int) -> list[Row]:
 
 
 def conv(name: str, out: int, into: int, kernel: int, size: int, *, bias: bool = False) -> list[Row]:
-    """`size`: height and width of the output."""
+    """Return the rows of a convolution. `size`: height and width of the output."""
     weight: Row = (f"{name}.weight", (out, into, kernel, kernel), out * into * kernel**2 * size**2)
     return [weight, (f"{name}.bias", (out,), out * size**2)] if bias else [weight]
 
 
 def resnet(blocks: Sequence[int], *, bottleneck: bool) -> list[Row]:
-    """He et al. 2016, with the stride of a bottleneck in its 3 x 3 convolution (torchvision)."""
+    """He et al. 2016; the stride of a bottleneck is in its 3 x 3 convolution, as in torchvision."""
     rows = conv("conv1", 64, 3, 7, 112) + norm("bn1", 64, 112**2)
     into = 64
     for stage, num_blocks in enumerate(blocks):
@@ -99,7 +99,7 @@ def vit_b_16() -> list[Row]:
 
 
 def bert_base(tokens: int = 128) -> list[Row]:
-    """Devlin et al. 2019, BertForPreTraining. 207 tensors: the decoder's weight counts as one, not as tied."""
+    """Devlin et al. 2019, BertForPreTraining. It has 207 tensors, since the decoder's weight is not tied."""
     width, vocabulary = 768, 30522
     embeddings = (("word", vocabulary), ("position", 512), ("token_type", 2))
     rows: list[Row] = [
@@ -126,16 +126,17 @@ def bert_base(tokens: int = 128) -> list[Row]:
 
 
 def _with_output(rows: list[Row], macs: int) -> list[Row]:
-    """Count an output layer whose weight is tied to the embedding with the last row, beside which backward does it.
+    """Add the multiply-adds of an output layer that is tied to the embedding to the last row.
 
-    The embedding's gradient is complete at the end of backward only, where the embedding stands.
+    Backward computes them next to that row, while the gradient of the embedding is complete only at the end of
+    backward.
     """
     name, shape, own = rows[-1]
     return [*rows[:-1], (name, shape, own + macs)]
 
 
 def gpt2(tokens: int = 1024) -> list[Row]:
-    """Radford et al. 2019, the smallest; the output layer is the token embedding."""
+    """Radford et al. 2019, the smallest model; its output layer is the token embedding."""
     width, vocabulary = 768, 50257
     rows: list[Row] = [
         ("transformer.wte.weight", (vocabulary, width), width * tokens),
@@ -155,7 +156,7 @@ def gpt2(tokens: int = 1024) -> list[Row]:
 def transformer_xl_base(tokens: int = 150) -> list[Row]:
     """Dai et al. 2019, base for WikiText-103: memory as long as the sequence, adaptive softmax over tied embeddings.
 
-    The clusters beyond the softmax's short list are computed for their own tokens only, and not counted.
+    Clusters outside the short list of the softmax are computed only for their own tokens and are not counted.
     """
     width, vocabulary, num_heads, head, inner = 410, 267_735, 10, 41, 2100
     hidden, seen, short_list = num_heads * head, 2 * tokens, 20_000
@@ -189,7 +190,7 @@ MODELS = {
 
 
 def write(folder: Path) -> None:
-    """One CSV file a model."""
+    """Write one CSV file per model."""
     for model, rows_of in MODELS.items():
         with (folder / f"{model}.csv").open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")

@@ -1,1 +1,1 @@
-"""How published systems decide, one module per paper: for policies that follow a paper, and to compare with."""
+"""Decisions of published systems, one module per paper: for policies that follow a paper, and to compare with."""

@@ -1,6 +1,6 @@
-"""CGX's ways to choose the bits of every layer (section 5): Algorithm 1, `kmeans`, and what it is compared with.
+"""CGX (Markov et al. 2022), section 5: bits per layer by clusters (algorithm 1), by rank, or by Bayesian optimisation.
 
-None is ever behind 4 bits everywhere, for alpha from 1 on; `bits.dp` is the optimum.
+For alpha of 1 or more, all of them need at most the bytes of 4 bits everywhere; `bits.dp` is the optimum.
 
 Shapes: L layers, W widths to choose from, K clusters
 """
@@ -16,18 +16,18 @@ from cgx_ray.planner.bits import BitsChoice, BitsProblem, Floats, Ints, dual, le
 
 
 def kmeans(problem: BitsProblem) -> BitsChoice:
-    """CGX, Algorithm 1: layers clustered by (size, norm of the gradient), fewest bits to the cluster with the least
-    norm less size.
+    """Choose bits by algorithm 1: cluster layers by (size, norm); the least norm - size gets the fewest bits.
 
-    The algorithm knows no error; here it is run for each run of neighbouring widths, and the one with the fewest bytes
-    within the error is taken. Both axes are divided by their largest value, of which the paper says nothing.
+    The algorithm has no bound on the error. Departure: it runs for each range of neighbouring widths, and the result
+    with the fewest bytes within the error is taken. Both axes are divided by their largest value; the paper does not
+    say.
     """
     point_L2 = _scaled_points(problem)
 
     def assign(num_widths: int) -> Ints:
         cluster_L, center_K2 = _clusters(point_L2, num_widths)
         rank_K = np.argsort(np.argsort(center_K2[:, 1] - center_K2[:, 0], kind="stable"), kind="stable")
-        # Equal points make fewer clusters than widths.
+        # Equal points may give fewer clusters than widths.
         spread_K = np.rint(np.linspace(0, num_widths - 1, len(center_K2))).astype(np.int64)
         choice_L: Ints = spread_K[rank_K[cluster_L]]
         return choice_L
@@ -36,25 +36,25 @@ def kmeans(problem: BitsProblem) -> BitsChoice:
 
 
 def linear(problem: BitsProblem) -> BitsChoice:
-    """CGX, section 5: layers sorted by norm over size, bits rise linearly in this order; `kmeans` says which bits."""
+    """Choose bits that rise linearly with the rank of norm / size; ranges of widths as in `kmeans`."""
     ratio_L = np.array([layer.norm / layer.numel for layer in problem.layers])
     place_L = np.argsort(np.argsort(ratio_L, kind="stable"), kind="stable") / max(1, len(ratio_L) - 1)
     return _best_run(problem, lambda num_widths: np.rint(place_L * (num_widths - 1)).astype(np.int64))
 
 
 def bayes(problem: BitsProblem, *, num_trials: int = 100, seed: int = 0) -> BitsChoice:
-    """Bayesian optimisation, which CGX tried first and calls unstable; it does not say which.
+    """Choose bits by Bayesian optimisation. CGX tried it first and calls it unstable, but does not describe it.
 
-    Ours: a Gaussian process with a squared exponential kernel on bits, its mean less two deviations as the acquisition
-    (GP-UCB, Srinivas et al. 2010), over random changes of the best choices so far. The objective is bytes over those of
-    4 bits, plus what the logarithm of the error has too much. Starts with every width everywhere.
+    Ours is a Gaussian process with a squared exponential kernel on bits. The acquisition is its mean minus two
+    deviations (GP-UCB, Srinivas et al. 2010), over random changes of the best choices so far. The objective is bytes
+    over those of 4 bits, plus the logarithm of the error if it is too large. It starts with each width in all layers.
     """
     bytes_LW, error_LW = problem.tables()
     num_layers, num_widths = bytes_LW.shape
     random = np.random.default_rng(seed)
 
     def objective(choice_L: Ints) -> float:
-        # Finite, or there is no mean.
+        # An infinite objective would leave the process without a mean.
         excess = math.log(min(max(total(error_LW, choice_L), 1.0), 1e300))
         return total(bytes_LW, choice_L) / problem.static_bytes + excess
 
@@ -73,7 +73,7 @@ def bayes(problem: BitsProblem, *, num_trials: int = 100, seed: int = 0) -> Bits
 
 
 def _gaussian_process(seen_NL: Floats, value_N: Floats, asked_ML: Floats) -> tuple[Floats, Floats]:
-    """Mean and deviation at `asked_ML`, whose noise and length are fixed: 1e-3 and a bit a layer."""
+    """Return mean and deviation at `asked_ML`. Noise is fixed to 1e-3, the length scale to one bit per layer."""
 
     def kernel(a_NL: Floats, b_ML: Floats) -> Floats:
         square_NM = (a_NL**2).sum(axis=1)[:, None] + (b_ML**2).sum(axis=1) - 2 * a_NL @ b_ML.T
@@ -88,7 +88,7 @@ def _gaussian_process(seen_NL: Floats, value_N: Floats, asked_ML: Floats) -> tup
 
 
 def _best_run(problem: BitsProblem, assign: Callable[[int], Ints]) -> BitsChoice:
-    """The best of `assign(k)`, indices below k, taken as those of each run of k neighbouring widths."""
+    """Return the best of `assign(k)`, indices below k, applied to each range of k neighbouring widths."""
     num_widths = len(problem.widths)
     choices = [
         first + choice_L
@@ -101,7 +101,7 @@ def _best_run(problem: BitsProblem, assign: Callable[[int], Ints]) -> BitsChoice
 
 def _best_of(problem: BitsProblem, choices: list[Ints]) -> BitsChoice:
     bytes_LW, error_LW = problem.tables()
-    # Some are within the error, whatever the others are.
+    # The choice with the least error is always within it.
     within = [least_error(bytes_LW, error_LW), *(c for c in choices if total(error_LW, c) <= 1)]
     best_L = min(within, key=lambda choice_L: total(bytes_LW, choice_L))
     return problem.answer(best_L, dual(bytes_LW, error_LW)[1])
@@ -114,9 +114,9 @@ def _scaled_points(problem: BitsProblem) -> Floats:
 
 
 def _clusters(point_L2: Floats, num_clusters: int) -> tuple[Ints, Floats]:
-    """Lloyd's algorithm: the cluster of each point, and the centers. At most as many clusters as distinct points.
+    """Return the cluster of each point, and the centers, by Lloyd's algorithm; at most one cluster per distinct point.
 
-    It starts with the first point and then, each time, the one farthest from all centers, so it is deterministic.
+    It starts with the first point and adds the point farthest from all centers each time, so it is deterministic.
     """
     center_K2 = point_L2[:1]
     while len(center_K2) < num_clusters:

@@ -1,7 +1,18 @@
-"""How much of a gradient top-k should keep: time against gain (Flexible Communication, section 3-E, equation 6).
+"""Flexible Communication (Tyagi and Swany 2023): how much top-k should keep, and which collective should carry it.
 
-Three objectives, all to be small: codec time, exchange time, 1 / gain. None is worth so many seconds of another, so the
-answer is the knee of the front of what no other density beats in all three.
+Density (section 3-E, equation 6): minimise codec time, exchange time and 1 / gain. No objective has a price in another,
+so the answer is a point of the front, the trials that no other beats in all three:
+
+1. Trials of the densities 0.1, 0.033, 0.011, 0.004 and 0.001, measured (`Attachment.explore`) or predicted (`predict`),
+   or of a grid of 12 per decade (`density_grid`), fine enough that the front is exact. `nsga2` searches any density.
+   The gain of every density comes from one histogram of magnitudes of the error-fed gradient, so predicting takes no
+   training step. The paper measures: 10 steps per candidate from one checkpoint, as `Attachment.explore` does.
+2. `front` keeps the trials that no other beats.
+3. `knee` takes the trial nearest to the best of all objectives, each scaled to [0, 1] over the front. The paper takes
+   "the knee-point" and does not define it.
+
+Collective (section 3-D): costs as the paper models them, and the limits of alpha / beta at which one collective
+overtakes another (equations 5a to 5c). They are for comparison: `scheme_costs` has the costs of our schemes.
 """
 
 from __future__ import annotations
@@ -14,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Scheme
-from cgx_ray.planner.cost import Network
-from cgx_ray.planner.options import CodecCost, Option, legs
+from cgx_ray.plan import CodecSpec, Option, Scheme
+from cgx_ray.planner.cost import Link, Network, check_exchange
+from cgx_ray.planner.legs import legs
+from cgx_ray.planner.options import CodecCost
 
 # Section 3-E1: from 0.001 by factors of 3 to 0.1.
 CANDIDATE_DENSITIES = (0.1, 0.033, 0.011, 0.004, 0.001)
@@ -26,9 +38,9 @@ SCHEMES = (Scheme.ALLGATHER, Scheme.ARTOPK_RING, Scheme.ARTOPK_TREE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a codec costs and keeps, measured or predicted, a step.
+    """Cost and gain of a codec per step, measured or predicted.
 
-    codec_s  compressing and decompressing
+    codec_s  seconds to compress and decompress
     """
 
     codec: CodecSpec
@@ -48,7 +60,7 @@ class Trial:
 
     @property
     def objectives(self) -> tuple[float, float, float]:
-        """To be minimised."""
+        """Codec time, exchange time and 1 / gain; smaller is better."""
         return self.codec_s, self.exchange_s, 1 / self.gain
 
 
@@ -59,11 +71,11 @@ def predict(
     gain: Callable[[float], float],
     schemes: Sequence[Scheme] = SCHEMES,
 ) -> Callable[[float], Trial]:
-    """By density, the trial of top-k over the scheme whose exchange is the fastest (equation 5c).
+    """Return a function from density to the trial of top-k over the scheme with the fastest exchange (equation 5c).
 
-    codec_cost  of top-k, whatever the density
-    numels      elements of each group that is compressed, float32
-    gain        by density, such as `interpolate_gain` of a gain curve
+    codec_cost  of top-k, the same for all densities
+    numels      elements of each compressed group, float32
+    gain        by density, for example `interpolate_gain` of a gain curve
     """
 
     def trial(density: float) -> Trial:
@@ -87,9 +99,9 @@ def predict(
 
 
 def interpolate_gain(densities: Sequence[float], gains: Sequence[float]) -> Callable[[float], float]:
-    """The gain at any density from a curve of it, such as `StepSample.gain_curve`: straight in logarithms.
+    """Return the gain at any density, from points such as `StepSample.gain_curve`, linear in logarithms.
 
-    Below the first density gain falls in proportion to density, the least that a top-k can keep.
+    Below the first density the gain falls in proportion to the density, the least that top-k can keep.
     """
     density_D, gain_D = np.asarray(densities, dtype=np.float64), np.asarray(gains, dtype=np.float64)
     if len(density_D) == 0 or len(density_D) != len(gain_D) or np.any(np.diff(density_D) <= 0) or density_D[0] <= 0:
@@ -106,7 +118,7 @@ def interpolate_gain(densities: Sequence[float], gains: Sequence[float]) -> Call
 
 
 def front(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """The trials that no other is as good as in all objectives and better in one, in the order given."""
+    """Return the trials that no other beats: as good in all objectives and better in one. The order stays."""
     value_T3 = np.array([trial.objectives for trial in trials]).reshape(-1, 3)
     is_as_good_TT = np.all(value_T3[:, None] <= value_T3[None], axis=2)
     is_beaten_T = np.any(is_as_good_TT & ~is_as_good_TT.T, axis=0).tolist()
@@ -114,10 +126,10 @@ def front(trials: Sequence[Trial]) -> tuple[Trial, ...]:
 
 
 def knee(trials: Sequence[Trial]) -> Trial:
-    """The trial of the front that is nearest to the best of every objective, each scaled to [0, 1] over the front.
+    """Return the trial of the front nearest to the best of all objectives, each scaled to [0, 1] over the front.
 
-    The paper takes "the knee-point" and does not define it; this is compromise programming with the Euclidean distance
-    (Zeleny 1973). Times that differ by rounding only count as equal, or scaling would blow that up.
+    Departure: the paper does not define its knee. This is compromise programming with the Euclidean distance (Zeleny
+    1973). Times that differ only by rounding count as equal, since scaling would enlarge the difference.
     """
     if not trials:
         raise ConfigError("no trial to choose from; give at least one")
@@ -129,7 +141,7 @@ def knee(trials: Sequence[Trial]) -> Trial:
 
 
 def density_grid(low: float = 0.001, high: float = 0.1, num_per_decade: int = 12) -> tuple[float, ...]:
-    """Densities from `low` to `high`, evenly spaced in logarithms: the continuous choice, as fine as it matters."""
+    """Return densities from `low` to `high`, evenly spaced in logarithms: a fine grid for the continuous choice."""
     if not 0 < low < high <= 1:
         raise ConfigError(f"densities from {low!r} to {high!r} are not allowed; give 0 < low < high <= 1")
     num_steps = math.ceil(num_per_decade * math.log10(high / low))
@@ -146,9 +158,9 @@ def nsga2(
     generations: int = 15,
     seed: int = 0,
 ) -> tuple[Trial, ...]:
-    """The front by NSGA-II (Deb et al. 2002, in pymoo), as the paper finds it; densities anywhere from `low` to `high`.
+    """Return the front over all densities from `low` to `high`, found by NSGA-II (Deb et al. 2002) as in the paper.
 
-    Raises ConfigError without pymoo, which `pip install "cgx-ray[nsga2]"` brings.
+    Raises ConfigError without pymoo, which `pip install "cgx-ray[nsga2]"` installs.
     """
     try:
         from pymoo.algorithms.moo.nsga2 import NSGA2  # noqa: PLC0415 - an extra
@@ -171,3 +183,61 @@ def nsga2(
 
     found = minimize(Densities(), NSGA2(pop_size=population), ("n_gen", generations), seed=seed)
     return front(sorted((trial_at(x_1) for x_1 in np.atleast_2d(found.X)), key=lambda entry: entry.codec.density or 0))
+
+
+def allgather_tree_s(num_workers: int, wire_bytes: float, link: Link) -> float:
+    """Return the seconds of an allgather by recursive doubling. None of our schemes works like that."""
+    check_exchange(num_workers, 0, wire_bytes)
+    return link.seconds(math.log2(num_workers), (num_workers - 1) * wire_bytes)
+
+
+def artopk_tree_s(num_workers: int, wire_bytes: float, link: Link, index_bytes: float = 0) -> float:
+    """Return the seconds of AR-Topk with all values up and down a tree; arguments as in `cost.terms`.
+
+    Our artopk_tree halves what it sends at each level.
+    """
+    check_exchange(num_workers, 0, wire_bytes, index_bytes)
+    log_N = math.log2(num_workers)
+    return link.seconds(3 * log_N, log_N * (2 * (wire_bytes - index_bytes) + index_bytes))
+
+
+# Equations 5a to 5c follow from the costs of section 3-D, with log to base 2: allgather is `allgather_tree_s`, equation
+# 4a is artopk_ring in `scheme_costs`, equation 4b is `artopk_tree_s`. value_bytes is the paper's Mc, the bytes of the
+# values that one rank sends. Their indices take as many bytes, so wire_bytes is 2 Mc. With one worker all costs and all
+# limits are 0.
+
+
+def ring_over_tree_below(num_workers: int, value_bytes: float) -> float:
+    """Return the alpha / beta in bytes below which artopk_ring costs less than artopk_tree (equation 5a).
+
+    It is infinite for two workers: both take the same number of hops, and the ring sends less.
+    """
+    check_exchange(num_workers, 0, value_bytes)
+    N, log_N = num_workers, math.log2(num_workers)
+    saved_bytes = (log_N - (N - 1) / N) * value_bytes
+    if N > 2:
+        return saved_bytes / (N - 1 - log_N)
+    return math.inf if saved_bytes > 0 else 0.0
+
+
+def ring_over_allgather_below(num_workers: int, value_bytes: float) -> float:
+    """Return the alpha / beta in bytes below which artopk_ring costs less than allgather (equation 5b).
+
+    It is 0, never, for two workers.
+    """
+    check_exchange(num_workers, 0, value_bytes)
+    if num_workers == 1:
+        return 0.0
+    N, log_N = num_workers, math.log2(num_workers)
+    return (1 - 1 / N - log_N / (2 * (N - 1))) * value_bytes
+
+
+def tree_over_allgather_below(num_workers: int, value_bytes: float) -> float:
+    """Return the alpha / beta in bytes below which artopk_tree costs less than allgather (equation 5c).
+
+    It is 0 for four workers and negative for two or three: never.
+    """
+    check_exchange(num_workers, 0, value_bytes)
+    if num_workers == 1:
+        return 0.0
+    return ((num_workers - 1) / math.log2(num_workers) - 1.5) * value_bytes

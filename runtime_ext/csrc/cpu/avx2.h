@@ -1,6 +1,6 @@
-// What the loops for AVX2 share. Comes first in a file: all of ours that is defined behind it, templates too,
-// is compiled for x86-64-v3. What is not inlined must have internal linkage, or the linker might keep this
-// copy of it for all machines.
+// Helpers for the loops for AVX2. Include it before our other headers: everything that is defined after it,
+// templates too, is compiled for x86-64-v3. A function that is not inlined must have internal linkage,
+// otherwise the linker might keep this copy of it for all machines.
 #pragma once
 
 #include <immintrin.h>
@@ -28,7 +28,7 @@ CGX_INLINE void store_32(uint8_t* data, __m256i x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), x);
 }
 
-// The low kBytes bytes.
+// Stores the low kBytes bytes.
 template <int kBytes>
 CGX_INLINE void store_low(uint8_t* data, __m128i x) {
     if constexpr (kBytes == 16) return _mm_storeu_si128(reinterpret_cast<__m128i*>(data), x);
@@ -57,7 +57,7 @@ CGX_INLINE int32_t reduce(__m256i x, F f) {
     return _mm_cvtsi128_si32(f(y, _mm_shuffle_epi32(y, 0b10'11'00'01)));
 }
 
-// Calls f(bits) for each 8 elements, and of those left over for each alone, repeated.
+// Calls f(bits) for every 8 elements. Elements left over come one by one, each repeated in all lanes.
 template <typename F>
 CGX_INLINE void for_each_8(Fed fed, int64_t count, F f) {
     int64_t i = 0;
@@ -68,7 +68,7 @@ CGX_INLINE void for_each_8(Fed fed, int64_t count, F f) {
     for (; i < count; ++i) f(_mm256_set1_epi32(static_cast<int>(float_bits(fed[i]))));
 }
 
-// LaneSum of chunks.h.
+// LaneSum of chunks.h, with vectors.
 struct LaneSum8 {
     __m256 lane[4];
 
@@ -84,7 +84,7 @@ struct LaneSum8 {
     }
 };
 
-// Calls f(x), x (4,) vectors, for each kLanes elements; +0 fills up the last ones.
+// Calls f(x), x (4,) vectors, for every kLanes elements. The last ones are filled up with +0.
 template <typename F>
 CGX_INLINE void for_each_row(Fed fed, int64_t count, F f) {
     __m256 x[4];

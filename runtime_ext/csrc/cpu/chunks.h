@@ -1,4 +1,4 @@
-// What the codecs that send every element share: how they read a gradient, add it up and pack levels.
+// Helpers for the codecs that send every element: how to read a gradient, add it up and store packed bits.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,14 @@ static_assert(std::endian::native == std::endian::little, "the wire format is th
 
 namespace cgx {
 
-// For what is shared by all numbers of bits: inlined, it would be compiled again for each.
+// For functions that several loops call: inlined, they would be compiled again for each number of bits.
 #define CGX_NOINLINE __attribute__((noinline))
 
-// Elements that a loop of constant length handles: the compiler unrolls it fully at every vector width.
+// Elements of a loop of constant length, which the compiler unrolls fully at every vector width.
 constexpr int kChunk = 64;
-constexpr int kLanes = 32;  // of a sum, see _lane_sum in reference.py
+constexpr int kLanes = 32;  // of a sum, see _lane_sum in reference/
 
-// Buckets whose statistics are found together: their divisions are done at once, and none is waited for.
+// Buckets whose statistics are found together, so that their divisions overlap.
 constexpr int kBatch = 16;
 constexpr int64_t kBatchNumel = 2048;  // 8 KB, so that a gradient, a residual and a next stay in 32 KB of L1
 
@@ -29,16 +29,17 @@ CGX_INLINE int64_t batch_numel(int64_t bucket_size) {
     return std::clamp<int64_t>(kBatchNumel / bucket_size, 1, kBatch) * bucket_size;
 }
 
-// Fetches what comes a batch later: the hardware's own fetching stops at every page and during long work.
+// Fetches the elements that come a batch later: the prefetcher of the hardware stops at every page and during
+// long computations.
 CGX_INLINE void prefetch_chunk(const float* x) {
-    // An integer, because the address may lie behind the array.
+    // An integer, because the address may lie beyond the array.
     const uintptr_t begin = reinterpret_cast<uintptr_t>(x) + kBatchNumel * sizeof(float);
     for (size_t line = 0; line < kChunk * sizeof(float); line += 64) {
         __builtin_prefetch(reinterpret_cast<const void*>(begin + line));
     }
 }
 
-// The error-fed gradient from an element on; residual may be null.
+// The error-fed gradient, which is gradient plus residual, from some element on. `residual` may be null.
 struct Fed {
     const float* grad;
     const float* residual;
@@ -49,7 +50,7 @@ struct Fed {
     }
 };
 
-// x (kChunk,): `count` elements of `fed`, then `fill`.
+// Sets x (kChunk,) to `count` elements of `fed`, then to `fill`.
 CGX_INLINE void load_rest(Fed fed, int64_t count, float fill, float* x) {
     for (int64_t i = 0; i < kChunk; ++i) x[i] = i < count ? fed[i] : fill;
 }
@@ -58,7 +59,7 @@ CGX_INLINE void load_rest(Fed fed, int64_t count, float fill, float* x) {
 struct LaneSum {
     float lane[kLanes];
 
-    // -0 is what leaves every number, also -0, as it is.
+    // Adding a number to -0 gives that number, also if it is -0.
     CGX_INLINE LaneSum() {
         for (float& sum : lane) sum = -0.0f;
     }

@@ -14,12 +14,13 @@
 namespace cgx {
 namespace {
 
-constexpr int kUsualHits = 4;  // of a block; as many are written without looking whether they are there
+constexpr int kUsualHits = 4;  // in a block; so many are written without a check
 constexpr int kLine = 16;      // elements of a cache line
-constexpr int kAhead = 512;    // elements fetched early: of itself a processor stops at the end of a page
+// Elements fetched early, since a processor's own prefetch stops at the end of a page.
+constexpr int kAhead = 512;
 constexpr int64_t kStreamedNumel = 1 << 22;  // 48 MiB of gradient, residual and next
 
-constexpr int64_t kMinNumel = 1 << 10;  // below, all elements are as fast to look at as a sample
+constexpr int64_t kMinNumel = 1 << 10;  // with fewer elements, looking at all is as fast as a sample
 constexpr int64_t kSampleShare = 64, kMinSampleLines = 32, kMaxSampleLines = 1 << 12;
 
 // How the error-fed gradient gets to `next`, if there is one.
@@ -28,7 +29,8 @@ enum class Store { kNone, kUsual, kStreamed };
 Store how_to_store(Input input) {
     if (input.next == nullptr) return Store::kNone;
 #if defined(__SSE2__)
-    // A usual store reads the line first. The next step is the first to need it, long after it left a cache.
+    // A usual store reads the cache line first. Nothing needs the line before the next step, when it has long
+    // left the cache.
     const bool is_aligned = reinterpret_cast<uintptr_t>(input.next) % 16 == 0;
     if (is_aligned && input.next != input.residual && input.numel >= kStreamedNumel) return Store::kStreamed;
 #endif
@@ -52,8 +54,8 @@ CGX_INLINE float fed(Input input, int64_t i) {
     return input.grad[i];
 }
 
-// Returns how many are above `limit`, or -1 if those are more than `capacity`; value and index have room for
-// a block more.
+// Collects the elements above `limit` in value and index, which have room for `capacity` and a block. Returns
+// how many they are, or -1 if they are more than `capacity`.
 template <bool kAdds, Store kStore>
 CGX_INLINE int64_t filter(Input input, int64_t first, int32_t limit, int64_t capacity, float* value,
                           int32_t* index) {
@@ -83,7 +85,7 @@ CGX_INLINE int64_t filter(Input input, int64_t first, int32_t limit, int64_t cap
         }
         count += num_hits;
         if (count > capacity) {
-            overflows = true;  // go on: `next` is to be written all the same
+            overflows = true;  // go on: `next` has to be written all the same
             count = 0;
         }
     }
@@ -138,17 +140,17 @@ Input fed_input(Input input) {
 }
 
 struct Guess {
-    uint32_t low;  // 0 if it would not help
+    uint32_t low;  // 0 if a guess would not help
     int64_t capacity;
 };
 
-// A magnitude that few more than `rank` elements should reach, from a sample. A wrong guess costs time only.
+// Guesses from a sample a magnitude that few more than `rank` elements reach. A wrong guess costs time only.
 Guess guess_low(Input input, int64_t rank) {
     if (input.numel < kMinNumel) return {0, 0};
     const int64_t num_lines =
         std::clamp(input.numel / (kLine * kSampleShare), kMinSampleLines, kMaxSampleLines);
     const int64_t num_sampled = num_lines * kLine;
-    // Four standard deviations of a count to the safe side, and some where it is too small for that.
+    // A margin of four standard deviations of a count, plus a constant for small counts.
     const auto with_margin = [](double count) {
         return static_cast<int64_t>(count + 4 * std::sqrt(count)) + 8;
     };
@@ -158,7 +160,7 @@ Guess guess_low(Input input, int64_t rank) {
     uint32_t bins[kNumBins] = {};
     const int64_t stride = input.numel / num_lines;
     for (int64_t line = 0; line < num_lines; ++line) {
-        // At random within its stretch, or rows of a matrix would give the same columns.
+        // Sample at random within the stretch: otherwise all rows of a matrix would give the same columns.
         const int64_t offset = random_below(static_cast<uint32_t>(line), stride - kLine + 1);
         const int64_t begin = line * stride + offset;
         for (int64_t i = begin; i < begin + kLine; ++i) {
@@ -178,7 +180,7 @@ Guess guess_low(Input input, int64_t rank) {
 
 Elements all_elements(Input input, int num_threads) {
     const int num_parts = count_parts(num_threads, input.numel);
-    Elements elements{std::vector<Part>(num_parts), {}, {}};
+    Elements elements{std::vector<ElementRange>(num_parts), {}, {}};
     float* sum = input.next;
     if (input.residual != nullptr && sum == nullptr) {
         sum = elements.values.emplace_back(std::make_unique_for_overwrite<float[]>(input.numel)).get();
@@ -199,7 +201,7 @@ Elements all_elements(Input input, int num_threads) {
 
 Elements elements_above(Input input, uint32_t low, int64_t capacity, int num_threads) {
     const int num_parts = count_parts(num_threads, input.numel);
-    Elements elements{std::vector<Part>(num_parts), {}, {}};
+    Elements elements{std::vector<ElementRange>(num_parts), {}, {}};
     for (int p = 0; p < num_parts; ++p) {
         const int64_t size = std::min(capacity, input.numel) + kBlock;
         elements.values.push_back(std::make_unique_for_overwrite<float[]>(size));
@@ -213,8 +215,8 @@ Elements elements_above(Input input, uint32_t low, int64_t capacity, int num_thr
                                           capacity, value, index);
         elements.parts[p] = {value, index, 0, count};
     });
-    const bool fits =
-        std::all_of(elements.parts.begin(), elements.parts.end(), [](Part part) { return part.numel >= 0; });
+    const bool fits = std::all_of(elements.parts.begin(), elements.parts.end(),
+                                  [](ElementRange part) { return part.numel >= 0; });
     return fits ? std::move(elements) : all_elements(fed_input(input), num_threads);
 }
 
@@ -223,7 +225,7 @@ Elements largest_elements(Input input, int64_t rank, int num_threads) {
     if (guess.low == 0) return all_elements(input, num_threads);
     Elements elements = elements_above(input, guess.low, guess.capacity, num_threads);
     int64_t numel = 0;
-    for (const Part& part : elements.parts) numel += part.numel;
+    for (const ElementRange& part : elements.parts) numel += part.numel;
     return numel >= rank ? std::move(elements) : all_elements(fed_input(input), num_threads);
 }
 

@@ -1,4 +1,4 @@
-// The elements that a selection looks at: all of the input, or the few that one pass over it left over.
+// The elements that a selection looks at: all of the input, or the few that a first pass kept.
 #pragma once
 
 #include <cstdint>
@@ -10,40 +10,41 @@
 
 namespace cgx {
 
-constexpr int kBlock = 64;  // elements looked at together: a bit each in a word
+constexpr int kBlock = 64;  // elements looked at together, one bit of a word each
 
-// Some elements in the order of their indices.
-struct Part {
+// A range of elements in the order of their indices.
+struct ElementRange {
     const float* value;
-    const int32_t* index;  // null if element i of the part is element first + i of the input
+    const int32_t* index;  // null if element i of the range is element first + i of the input
     int64_t first;
     int64_t numel;
 };
 
-// The parts, one a thread, and the memory of those that are not in the input.
+// One part per thread, and the memory of parts that are not in the input.
 struct Elements {
-    std::vector<Part> parts;
+    std::vector<ElementRange> parts;
     std::vector<std::unique_ptr<float[]>> values;
     std::vector<std::unique_ptr<int32_t[]>> indices;
 };
 
-// Each of these adds the residual first and writes `next` if there is one.
+// The functions below add the residual first, and write `next` if there is one.
 
 Elements all_elements(Input input, int num_threads);
 
-// Those that reach `low`, or all if more than `capacity` do in one part.
+// Elements that reach `low`, or all elements if more than `capacity` do in one part.
 Elements elements_above(Input input, uint32_t low, int64_t capacity, int num_threads);
 
-// At least the `rank` largest, mostly few more.
+// At least the `rank` largest elements, mostly few more.
 Elements largest_elements(Input input, int64_t rank, int num_threads);
 
-// The largest bits without their sign that do not reach `threshold`. NaNs are all alike: what is above one is
-// above all, whatever their bits.
+// The largest bits, without the sign, that do not reach `threshold`. A threshold above NaN is above every
+// NaN, whatever its bits.
 inline int32_t below(uint32_t threshold) {
     return threshold > kNanMagnitude ? INT32_MAX : static_cast<int32_t>(threshold) - 1;
 }
 
-// Bit j says whether element j of the block is above `limit`. Both halves fill vectors of 32-bit numbers.
+// Bit j says whether element j of the block is above `limit`. The two halves of a block fill vectors of
+// 32-bit numbers.
 CGX_INLINE uint64_t mask_above(const float* block, int32_t limit) {
     uint32_t half[2] = {0, 0};
     for (int h = 0; h < 2; ++h) {

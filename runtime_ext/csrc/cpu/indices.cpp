@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kAhead = 32;  // elements fetched before their turn
 
-// Of a buffer that may be unaligned.
+// Reads word i of a buffer that may be unaligned.
 uint32_t load_word(const uint8_t* words, int64_t i) {
     uint32_t word;
     memcpy(&word, words + 4 * i, 4);
@@ -24,9 +24,9 @@ bool is_below(int32_t index, int64_t numel) { return static_cast<uint32_t>(index
 
 void store_word(uint8_t* words, int64_t i, uint32_t word) { memcpy(words + 4 * i, &word, 4); }
 
-// Writes a one for each index: bit b stands for the block b of 2^shift elements. With unary counts each block
-// has as many ones as indices, then a zero, so the i-th one comes i bits later. An index that is not below
-// numel has no one.
+// Sets a bit for each index: bit b stands for block b of 2^shift elements. With unary counts each block has
+// one set bit per index and then a zero, so the i-th set bit comes i bits later. An index that is not below
+// numel sets no bit.
 void pack_ones(uint8_t* words, int64_t num_words, const int32_t* index, int64_t count, int64_t numel,
                int shift, bool unary) {
     int64_t at = 0;
@@ -59,7 +59,7 @@ void pack_offsets(uint8_t* words, int64_t num_words, const int32_t* index, int64
     for (; at < num_words; ++at, bits = 0) store_word(words, at, static_cast<uint32_t>(bits));
 }
 
-// Undoes pack_ones: the block of each index. False unless there are `count`.
+// Undoes pack_ones: finds the block of each index. False unless there are `count` indices.
 bool unpack_ones(const uint8_t* words, int64_t num_words, bool unary, int64_t count, uint32_t* block) {
     int64_t num_ones = 0;
     for (int64_t w = 0; w < num_words; ++w) num_ones += std::popcount(load_word(words, w));
@@ -120,7 +120,7 @@ bool unpack_indices(const uint8_t* packed, const int32_t* count_1, int64_t num_k
         previous = next;
         block[i] = static_cast<uint32_t>(next);
     }
-    // What ascends from above -1 and ends below numel is below it throughout.
+    // Indices that ascend from above -1 and end below numel are all below numel.
     std::fill(index + count, index + num_kept, 0);
     return ascends && previous < numel;
 }
@@ -139,7 +139,7 @@ void scatter_add(const int32_t* index, const float* value, const int32_t* count_
                  float* out, int64_t numel) {
     const int64_t count = clamp_count(*count_1, num_kept);
     for (int64_t i = 0; i < count; ++i) {
-        // Harmless at any address.
+        // A prefetch is harmless at any address.
         if (i + kAhead < count) __builtin_prefetch(out + index[i + kAhead], 1);
         if (is_below(index[i], numel)) out[index[i]] += value[i];
     }

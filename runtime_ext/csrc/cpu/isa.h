@@ -1,4 +1,4 @@
-// Which instruction sets have loops of their own.
+// Tells which instruction sets have loops of their own.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(CGX_NO_AVX2)

@@ -1,6 +1,6 @@
-// CPU kernels. Callers have checked sizes; buffers may be unaligned, except that floats sit on float
-// boundaries. A residual is what is owed and is added to the gradient first, a next is overwritten with what
-// was not sent; either may be null, and both may be the same memory.
+// CPU kernels. Callers have checked sizes. Buffers may be unaligned, except that floats sit on float
+// boundaries. `residual` is what earlier steps did not send; it is added to the gradient first. `next` is
+// overwritten with what this step does not send. Either may be null, and both may be the same memory.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ void sign_decode(const uint8_t* payload, float* out, int64_t numel, int64_t buck
 // index and value (num_kept,)
 void topk_select(Input input, int32_t* index, float* value, int64_t num_kept, int num_threads);
 
-// payload (4 + index bytes + 4 * num_kept,), index and value (num_kept,), overwritten on the way
+// payload (4 + index bytes + 4 * num_kept,), index and value (num_kept,), which are overwritten too
 void topk_encode(Input input, uint8_t* payload, int32_t* index, float* value, int64_t num_kept,
                  int num_threads);
 
@@ -65,17 +65,17 @@ void collect(const float* grad, int64_t numel, const int64_t* thresholds, uint32
 // index (num_kept,)
 void random_indices(int64_t numel, uint32_t key, int32_t* index, int64_t num_kept);
 
-// index (num_kept,), count (1,), out (index bytes,). Any count and any index may come: the count is clamped
-// to [0, num_kept], and of an index outside of [0, numel) the high bits are left out.
+// index (num_kept,), count (1,), out (index bytes,). Any count and index are allowed: the count is clamped to
+// [0, num_kept], and an index outside [0, numel) loses its high bits.
 void pack_indices(const int32_t* index, const int32_t* count, int64_t num_kept, int64_t numel, uint8_t* out);
 
-// packed (index bytes,), count (1,), index (num_kept,). False if there are not `count` indices that ascend
+// packed (index bytes,), count (1,), index (num_kept,). False unless there are `count` ascending indices
 // below `numel`.
 bool unpack_indices(const uint8_t* packed, const int32_t* count, int64_t num_kept, int64_t numel,
                     int32_t* index);
 
-// index and value (num_kept,), of which the first `count`, count (1,), out (numel,). Any count and any index
-// may come: the count is clamped, an index outside of [0, numel) left out.
+// index and value (num_kept,), of which the first `count` are used, count (1,), out (numel,). Any count and
+// index are allowed: the count is clamped, and an index outside [0, numel) is skipped.
 void scatter_add(const int32_t* index, const float* value, const int32_t* count, int64_t num_kept, float* out,
                  int64_t numel);
 

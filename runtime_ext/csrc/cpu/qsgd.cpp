@@ -1,15 +1,14 @@
 // qsgd: quantization and bit packing, some buckets at a time while they are in the L1 cache.
-#include "isa.h"
+#include "bucket_dispatch.h"
 #include "qsgd_loops.h"
-#include "threads.h"
 
 namespace cgx {
 namespace {
 
-// What the compiler makes of plain loops.
+// Plain loops, which the compiler vectorizes.
 class Portable {
   public:
-    explicit Portable(const QsgdEncoder& encoder) : key_(encoder.key), stochastic_(encoder.stochastic) {}
+    explicit Portable(const QsgdEncoding& encoding) : key_(encoding.key), stochastic_(encoding.stochastic) {}
 
     static CGX_INLINE void find_range(Fed fed, int64_t count, float& min, float& max) {
         int32_t low = INT32_MAX, high = INT32_MIN;
@@ -22,7 +21,7 @@ class Portable {
         max = bits_float(static_cast<uint32_t>(flip_negative(high)));
     }
 
-    // Bits of the largest magnitude.
+    // Returns the bits of the largest magnitude.
     static CGX_INLINE uint32_t find_largest(Fed fed, int64_t count) {
         uint32_t largest = 0;
         for (int64_t i = 0; i < count; ++i) {
@@ -43,8 +42,8 @@ class Portable {
         return sum.total();
     }
 
-    // Encodes the chunk `fed`, which begins with element i of the gradient, into out (kChunk * kBits / 8,),
-    // and writes to next (kChunk,), which may be null, what `out` does not hold.
+    // Encodes the chunk `fed`, which begins with element i of the gradient, into out (kChunk * kBits / 8,).
+    // Writes what `out` does not hold to next (kChunk,), which may be null.
     template <int kBits, bool kAroundZero>
     CGX_INLINE void encode_chunk(Fed fed, float* next, uint8_t* out, Scale scale, int64_t i) const {
         constexpr int32_t kTop = top_level(kBits, kAroundZero);
@@ -74,7 +73,7 @@ class Portable {
         }
     }
 
-    // packed (kChunk * kBits / 8,), out (kChunk,)
+    // Decodes packed (kChunk * kBits / 8,) to out (kChunk,), or adds it.
     template <int kBits, bool kAdd>
     static CGX_INLINE void decode_chunk(const uint8_t* packed, float* out, Grid grid) {
         uint8_t level[kChunk];
@@ -92,34 +91,18 @@ class Portable {
     bool stochastic_;
 };
 
-void encode(const QsgdEncoder& encoder, int64_t first, int64_t last) {
-#if CGX_HAS_AVX2
-    if (has_avx2()) return qsgd_encode_avx2(encoder, first, last);
-#endif
-    encode_part<Portable>(encoder, first, last);
-}
-
-void decode(const QsgdDecoder& decoder, int64_t first, int64_t last) {
-#if CGX_HAS_AVX2
-    if (has_avx2()) return qsgd_decode_avx2(decoder, first, last);
-#endif
-    decode_part<Portable>(decoder, first, last);
-}
-
 }  // namespace
 
 void qsgd_encode(Input input, uint8_t* out, int bits, int64_t bucket_size, int grid, uint32_t key,
                  bool stochastic, int num_threads) {
-    const QsgdEncoder encoder{input, out, bits, bucket_size, grid, make_random_key(key), stochastic};
-    parallel_for(num_threads, input.numel, bucket_size,
-                 [&](int64_t first, int64_t last) { encode(encoder, first, last); });
+    const QsgdEncoding encoding{{input, out, bucket_size}, bits, grid, make_random_key(key), stochastic};
+    run_buckets<Portable>(encoding, num_threads);
 }
 
 void qsgd_decode(const uint8_t* payload, float* out, int64_t numel, int bits, int64_t bucket_size, int grid,
                  bool add, int num_threads) {
-    const QsgdDecoder decoder{payload, out, numel, bits, bucket_size, grid, add};
-    parallel_for(num_threads, numel, bucket_size,
-                 [&](int64_t first, int64_t last) { decode(decoder, first, last); });
+    const QsgdDecoding decoding{{payload, out, numel, bucket_size, add}, bits, grid};
+    run_buckets<Portable>(decoding, num_threads);
 }
 
 }  // namespace cgx

@@ -1,5 +1,5 @@
-// The loops of qsgd for AVX2 and FMA. Fused multiply-add only where the product is exact, so that it rounds
-// as a multiplication and an addition do.
+// The loops of qsgd for AVX2 and FMA. They fuse a multiplication and an addition only where the product is
+// exact, so that the result is rounded as without fusing.
 #include "isa.h"
 
 #if CGX_HAS_AVX2
@@ -18,17 +18,17 @@ CGX_INLINE __m256 dequantize_8(__m256i level, Grid grid) {
     return _mm256_fmadd_ps(_mm256_cvtepi32_ps(level), _mm256_set1_ps(grid.scale), _mm256_set1_ps(grid.lo));
 }
 
-// Each 16-bit lane: two neighbouring levels, joined.
+// Joins two neighbouring levels in each 16-bit lane.
 template <int kBits>
 CGX_INLINE __m256i join_pairs(__m256i levels) {
     return _mm256_maddubs_epi16(_mm256_set1_epi16(1 | 1 << (8 + kBits)), levels);
 }
 
-// What _mm256_shuffle_epi8 takes: for every byte of either half the byte of that half that comes there, or
-// -1.
+// An argument of _mm256_shuffle_epi8: for every byte the number of the byte in the same half that moves
+// there, or -1 for zero.
 using ByteOrder = std::array<int8_t, 32>;
 
-// The low kBits bytes of both 64-bit lanes of a half.
+// Moves the low kBits bytes of both 64-bit lanes of a half next to each other.
 template <int kBits>
 constexpr ByteOrder make_pack_order() {
     ByteOrder order{};
@@ -39,7 +39,7 @@ constexpr ByteOrder make_pack_order() {
     return order;
 }
 
-// For each of eight 32-bit lanes the two bytes that hold its level, of bytes of which the first is `begin`.
+// Moves to each of eight 32-bit lanes the two bytes that hold its level. The levels start at byte `begin`.
 template <int kBits>
 constexpr ByteOrder make_unpack_order(int begin) {
     ByteOrder order{};
@@ -58,11 +58,11 @@ constexpr ByteOrder kPackOrder = make_pack_order<kBits>();
 template <int kBits>
 constexpr ByteOrder kUnpackOrder = make_unpack_order<kBits>(0);
 
-// Of the last bytes of a chunk, of which eight are read.
+// For the end of a chunk, where its last eight bytes are read.
 template <int kBits>
 constexpr ByteOrder kUnpackLastOrder = make_unpack_order<kBits>(8 - kBits);
 
-// 16 levels a half, one a byte, to 2 * kBits bytes at the low end of each half.
+// Packs 16 levels per half, one per byte, to 2 * kBits bytes at the low end of each half.
 template <int kBits>
 CGX_INLINE __m256i pack_halves(__m256i levels) {
     const __m256i four =
@@ -72,7 +72,7 @@ CGX_INLINE __m256i pack_halves(__m256i levels) {
     return _mm256_shuffle_epi8(eight, load_32(kPackOrder<kBits>.data()));
 }
 
-// out (8 * kBits,), from kChunk levels
+// Packs kChunk levels, one per byte, to out (8 * kBits,).
 template <int kBits>
 CGX_INLINE void pack_chunk(__m256i first, __m256i second, uint8_t* out) {
     if constexpr (kBits == 1) {
@@ -87,7 +87,7 @@ CGX_INLINE void pack_chunk(__m256i first, __m256i second, uint8_t* out) {
         store_32(out + 32, second);
     } else {
         const __m256i a = pack_halves<kBits>(first), b = pack_halves<kBits>(second);
-        // The first three write zeros behind their bytes, which the next one overwrites.
+        // The first three stores write zeros after their bytes too, which the next store overwrites.
         constexpr int kWidth = kBits <= 3 ? 8 : 16;
         store_low<kWidth>(out, _mm256_castsi256_si128(a));
         store_low<kWidth>(out + 2 * kBits, _mm256_extracti128_si256(a, 1));
@@ -96,14 +96,14 @@ CGX_INLINE void pack_chunk(__m256i first, __m256i second, uint8_t* out) {
     }
 }
 
-// Eight levels, with others' bits above them, from a chunk's bytes, from element 8 * v on.
+// Returns the eight levels of a chunk from element 8 * v on, with bits of other levels above them.
 template <int kBits>
 CGX_INLINE __m256i unpack_8(const uint8_t* packed, int v) {
     const int begin = v * kBits;
     if constexpr (kBits == 8) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed + begin)));
     } else if constexpr (kBits <= 4) {
-        // Not past the chunk's end.
+        // Do not read past the end of the chunk.
         const int from = std::min(begin, 8 * kBits - 4);
         const __m256i word = _mm256_set1_epi32(static_cast<int>(load<uint32_t>(packed + from)));
         const __m256i shift =
@@ -119,7 +119,7 @@ CGX_INLINE __m256i unpack_8(const uint8_t* packed, int v) {
     }
 }
 
-// Broadcast once: left to itself, the compiler does it again for every chunk.
+// Broadcasts `x` once: without the barrier the compiler does it again for every chunk.
 CGX_INLINE __m256i broadcast(uint32_t x) {
     __m256i y = _mm256_set1_epi32(static_cast<int>(x));
     asm("" : "+x"(y));
@@ -128,22 +128,23 @@ CGX_INLINE __m256i broadcast(uint32_t x) {
 
 class Avx2 {
   public:
-    CGX_INLINE explicit Avx2(const QsgdEncoder& encoder)
-        : stochastic_(encoder.stochastic),
-          outer_(broadcast(encoder.key.outer)),
+    CGX_INLINE explicit Avx2(const QsgdEncoding& encoding)
+        : stochastic_(encoding.stochastic),
+          outer_(broadcast(encoding.key.outer)),
           first_factor_(broadcast(kFirstFactor)),
-          inner_(broadcast(encoder.key.inner)),
+          inner_(broadcast(encoding.key.inner)),
           second_factor_(broadcast(kSecondFactor)),
           unit_(_mm256_castsi256_ps(broadcast(float_bits(0x1p-16f)))) {
-        const int32_t top = top_level(encoder.bits, encoder.grid != kMaxMin);
+        const int32_t top = top_level(encoding.bits, encoding.grid != kMaxMin);
         top_ = broadcast(static_cast<uint32_t>(top));
         top_bytes_ = broadcast(static_cast<uint32_t>(top) * 0x01010101u);
         zero_level_ = _mm256_castsi256_ps(broadcast(float_bits(static_cast<float>(top / 2))));
     }
 
     static CGX_INLINE void find_range(Fed fed, int64_t count, float& min, float& max) {
-        // As integers of either kind: the largest signed one is the largest number unless all are negative,
-        // the largest unsigned one is the smallest number unless none is. NaNs are beyond the infinities.
+        // Compare the bits as integers. The largest signed integer is the largest number, unless all are
+        // negative. The largest unsigned integer is the smallest number, unless none is negative. NaNs lie
+        // beyond the infinities.
         __m256i high = _mm256_set1_epi32(INT32_MIN), far = _mm256_setzero_si256();
         for_each_8(fed, count, [&](__m256i bits) {
             high = _mm256_max_epi32(high, bits);
@@ -154,7 +155,7 @@ class Avx2 {
         max = bits_float(static_cast<uint32_t>(high_1));
         min = bits_float(static_cast<uint32_t>(far_1));
         if (high_1 >= 0 && far_1 < 0) return;
-        // One sign only: the number nearest to zero is the other end.
+        // With one sign only, the number nearest to zero is the other end of the range.
         __m256i near = _mm256_set1_epi32(-1);
         for_each_8(fed, count, [&](__m256i bits) { near = _mm256_min_epu32(near, bits); });
         const int32_t near_1 = reduce(near, [](__m128i a, __m128i b) { return _mm_min_epu32(a, b); });
@@ -194,7 +195,7 @@ class Avx2 {
     template <int kBits, bool kAdd>
     static CGX_INLINE void decode_chunk(const uint8_t* packed, float* out, Grid grid) {
         const __m256i mask = _mm256_set1_epi32((1 << kBits) - 1);
-        // All levels there are, for a look-up that ignores the bits above the lowest three.
+        // The numbers of all levels, for a look-up that ignores the bits above the lowest three.
         const __m256 table =
             dequantize_8(_mm256_and_si256(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), mask), grid);
         for (int v = 0; v < kChunk / 8; ++v) {
@@ -207,7 +208,8 @@ class Avx2 {
     }
 
   private:
-    // The 16 halves for elements [2 * counter, 2 * counter + 16), as 32-bit numbers in two vectors.
+    // Draws the 16 random halves for elements [2 * counter, 2 * counter + 16), as 32-bit numbers in two
+    // vectors.
     CGX_INLINE void random_halves(__m256i counter, int offset, __m256i& first, __m256i& second) const {
         // In this order the halves of the two lanes unpack to eight neighbours.
         const __m256i order = _mm256_setr_epi32(offset, offset + 1, offset + 4, offset + 5, offset + 2,
@@ -219,7 +221,7 @@ class Avx2 {
         second = _mm256_unpackhi_epi16(x, _mm256_setzero_si256());
     }
 
-    // The level of x before the upper clamp; half: a random half, 0 to 65535
+    // Returns the level of x before the upper clamp. half: a random half, 0 to 65535
     template <bool kAroundZero>
     CGX_INLINE __m256i quantize_8(__m256 x, Scale scale, __m256i half) const {
         const __m256 inverse = _mm256_set1_ps(scale.inverse);
@@ -229,7 +231,8 @@ class Avx2 {
         return _mm256_cvttps_epi32(_mm256_fmadd_ps(_mm256_cvtepi32_ps(half), unit_, t));
     }
 
-    // Levels of 32 elements, one a byte, in order. offset: of the first one's counter from that of the chunk
+    // Returns the levels of 32 elements, one per byte, in order. offset: counter of the first element minus
+    // that of the chunk
     template <bool kAroundZero>
     CGX_INLINE __m256i quantize_32(Fed fed, float* next, Scale scale, __m256i counter, int offset) const {
         __m256 x[4];
@@ -262,12 +265,12 @@ class Avx2 {
 
 }  // namespace
 
-void qsgd_encode_avx2(const QsgdEncoder& encoder, int64_t first, int64_t last) {
-    encode_part<Avx2>(encoder, first, last);
+void walk_avx2(const QsgdEncoding& encoding, int64_t first, int64_t last) {
+    walk<Avx2>(encoding, first, last);
 }
 
-void qsgd_decode_avx2(const QsgdDecoder& decoder, int64_t first, int64_t last) {
-    decode_part<Avx2>(decoder, first, last);
+void walk_avx2(const QsgdDecoding& decoding, int64_t first, int64_t last) {
+    walk<Avx2>(decoding, first, last);
 }
 
 }  // namespace cgx

@@ -10,12 +10,12 @@ namespace {
 
 constexpr int kScatterAhead = 32;  // elements fetched before their turn
 constexpr int kCountBlock = 16;    // elements whose bins are computed together
-constexpr int kTables = 2;  // neighbours in one bin would wait for each other's increment in a single table
+constexpr int kTables = 2;  // in a single table, neighbours in one bin would wait for each other's increment
 
 int num_level_bits(int level) { return level_shift(level) - level_shift(level + 1); }
 
-CGX_INLINE void count_first(Part part, int64_t* counts) {
-    constexpr int64_t kLimit = 1 << 30;  // of a 32-bit counter, and of elements
+CGX_INLINE void count_first(ElementRange part, int64_t* counts) {
+    constexpr int64_t kLimit = 1 << 30;  // elements whose counts fit 32 bits
     for (int64_t begin = 0; begin < part.numel; begin += kLimit) {
         const int64_t end = std::min(begin + kLimit, part.numel);
         uint32_t table[kTables][kNumBins] = {};
@@ -32,7 +32,7 @@ CGX_INLINE void count_first(Part part, int64_t* counts) {
     }
 }
 
-CGX_INLINE void count_split(Part part, int level, uint32_t prefix, int64_t* counts) {
+CGX_INLINE void count_split(ElementRange part, int level, uint32_t prefix, int64_t* counts) {
     const int shift = level_shift(level), next_shift = level_shift(level + 1);
     const uint32_t mask = (1u << (shift - next_shift)) - 1;
     int64_t i = 0;
@@ -51,7 +51,7 @@ CGX_INLINE void count_split(Part part, int level, uint32_t prefix, int64_t* coun
 }
 
 CGX_MULTIVERSION
-void count_part(Part part, int level, uint32_t prefix, int64_t* counts) {
+void count_part(ElementRange part, int level, uint32_t prefix, int64_t* counts) {
     std::fill_n(counts, kNumBins, 0);
     if (level > 0) {
         count_split(part, level, prefix, counts);
@@ -66,7 +66,7 @@ struct Reached {
 };
 
 CGX_MULTIVERSION
-Reached count_reached(Part part, Thresholds thresholds) {
+Reached count_reached(ElementRange part, Thresholds thresholds) {
     int64_t num_sure = 0, num_any = 0;
     for (int64_t i = 0; i < part.numel; ++i) {
         const uint32_t bits = magnitude(part.value[i]);
@@ -76,10 +76,10 @@ Reached count_reached(Part part, Thresholds thresholds) {
     return {num_sure, num_any - num_sure};
 }
 
-// Writes to index and value from `begin` to before `end`; `rank` is that of the part's first element that may
-// be sent.
+// Writes to index and value in [begin, end). `rank` is the rank of the first element of the part that may be
+// sent.
 CGX_MULTIVERSION
-void write_part(Part part, Thresholds thresholds, Run run, int64_t rank, int32_t* index, float* value,
+void write_part(ElementRange part, Thresholds thresholds, Run run, int64_t rank, int32_t* index, float* value,
                 int64_t begin, int64_t end, float* next) {
     const int32_t below_sure = below(thresholds.sure), below_maybe = below(thresholds.maybe);
     float rest[kBlock] = {};  // the last block, filled up

@@ -1,20 +1,19 @@
-// One-bit codecs: sums and signs in one pass over some buckets, what is left in another while they are in the
-// L1 cache.
-#include "isa.h"
+// One-bit codecs. A first pass over some buckets finds sums and signs. A second one writes what is not sent
+// while the buckets are in the L1 cache.
+#include "bucket_dispatch.h"
 #include "qsgd.h"
 #include "sign_loops.h"
-#include "threads.h"
 
 namespace cgx {
 namespace {
 
-// What the compiler makes of plain loops.
+// Plain loops, which the compiler vectorizes.
 struct Portable {
     template <int kKind>
     struct Sums {
         LaneSum low, high;
 
-        // Adds the first num_rows rows of kLanes elements; returns a bit for each of kChunk.
+        // Adds the first num_rows rows of kLanes elements; returns a bit for each of kChunk elements.
         CGX_INLINE uint64_t add_chunk(Fed fed, int num_rows) {
             uint8_t sign[kChunk];
             for (int i = 0; i < kChunk; ++i) sign[i] = is_positive(fed[i]);
@@ -49,7 +48,7 @@ struct Portable {
         CGX_INLINE float total_high() { return high.total(); }
     };
 
-    // next (count,) = the error-fed gradient without what was sent
+    // Sets next (count,) to the error-fed gradient minus what is sent.
     static CGX_INLINE void write_next(Fed fed, int64_t count, Means means, float* next) {
         for (int64_t i = 0; i < count; ++i) {
             const float x = fed[i];
@@ -57,7 +56,7 @@ struct Portable {
         }
     }
 
-    // out (kChunk,), for a bit each
+    // Decodes a bit per element to out (kChunk,), or adds it.
     template <bool kAdd>
     static CGX_INLINE void decode_chunk(uint64_t bits, float* out, Means means) {
         uint8_t sign[kChunk];
@@ -70,33 +69,17 @@ struct Portable {
     }
 };
 
-void encode(const SignEncoder& encoder, int64_t first, int64_t last) {
-#if CGX_HAS_AVX2
-    if (has_avx2()) return sign_encode_avx2(encoder, first, last);
-#endif
-    encode_part<Portable>(encoder, first, last);
-}
-
-void decode(const SignDecoder& decoder, int64_t first, int64_t last) {
-#if CGX_HAS_AVX2
-    if (has_avx2()) return sign_decode_avx2(decoder, first, last);
-#endif
-    decode_part<Portable>(decoder, first, last);
-}
-
 }  // namespace
 
 void sign_encode(Input input, uint8_t* out, int64_t bucket_size, int kind, int num_threads) {
-    const SignEncoder encoder{input, out, bucket_size, kind};
-    parallel_for(num_threads, input.numel, bucket_size,
-                 [&](int64_t first, int64_t last) { encode(encoder, first, last); });
+    const SignEncoding encoding{{input, out, bucket_size}, kind};
+    run_buckets<Portable>(encoding, num_threads);
 }
 
 void sign_decode(const uint8_t* payload, float* out, int64_t numel, int64_t bucket_size, int kind, bool add,
                  int num_threads) {
-    const SignDecoder decoder{payload, out, numel, bucket_size, kind, add};
-    parallel_for(num_threads, numel, bucket_size,
-                 [&](int64_t first, int64_t last) { decode(decoder, first, last); });
+    const SignDecoding decoding{{payload, out, numel, bucket_size, add}, kind};
+    run_buckets<Portable>(decoding, num_threads);
 }
 
 }  // namespace cgx

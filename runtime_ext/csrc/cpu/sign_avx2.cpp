@@ -26,7 +26,7 @@ struct Avx2 {
         // GCC would compile an implicit constructor for the target of the command line.
         CGX_INLINE Sums() {}
 
-        // Adds the first num_rows rows of kLanes elements; returns a bit for each of kChunk.
+        // Adds the first num_rows rows of kLanes elements; returns a bit for each of kChunk elements.
         CGX_INLINE uint64_t add_chunk(Fed fed, int num_rows) {
             const uint64_t first = add_row(fed, true);
             const uint64_t second = add_row(fed.from(kLanes), num_rows > 1);
@@ -91,12 +91,12 @@ struct Avx2 {
 
 }  // namespace
 
-void sign_encode_avx2(const SignEncoder& encoder, int64_t first, int64_t last) {
-    encode_part<Avx2>(encoder, first, last);
+void walk_avx2(const SignEncoding& encoding, int64_t first, int64_t last) {
+    walk<Avx2>(encoding, first, last);
 }
 
-void sign_decode_avx2(const SignDecoder& decoder, int64_t first, int64_t last) {
-    decode_part<Avx2>(decoder, first, last);
+void walk_avx2(const SignDecoding& decoding, int64_t first, int64_t last) {
+    walk<Avx2>(decoding, first, last);
 }
 
 }  // namespace cgx

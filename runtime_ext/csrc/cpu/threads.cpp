@@ -28,7 +28,8 @@ class Pool {
         start_workers(job.num_parts - 1);
         jobs_.push_back(&job);
         for (int part = 1; part < job.num_parts; ++part) ready_.notify_one();
-        // What no worker has taken up by now is done here, so a call never waits for those of others.
+        // Run the parts that no worker has taken by now, so that a call never waits for calls of other
+        // threads.
         while (job.next_part < job.num_parts) run_next_part(job, lock);
         job.done.wait(lock, [&] { return job.num_done == job.num_parts; });
     }
@@ -38,7 +39,7 @@ class Pool {
         try {
             for (; num_workers_ < num_wanted; ++num_workers_) std::thread([this] { work(); }).detach();
         } catch (const std::system_error&) {
-            // The system gives no more threads: those there are, at least the caller, do all parts.
+            // The system has no more threads. The existing ones, at least the caller, run all parts.
         }
     }
 
@@ -61,14 +62,14 @@ class Pool {
 
     std::mutex mutex_;
     std::condition_variable ready_;
-    std::deque<Job*> jobs_;  // those with parts that nobody has taken up
+    std::deque<Job*> jobs_;  // jobs with parts that no thread has taken
     int num_workers_ = 0;
 };
 
 // Never destroyed: workers wait on it until the process ends.
 Pool* pool = new Pool;
 
-// The child of a fork has none of the workers, and the mutex may be held by one of them.
+// The child of a fork has no workers, and one of them may have held the mutex.
 void forget_workers() { pool = new Pool; }
 
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, forget_workers);

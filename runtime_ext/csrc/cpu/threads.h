@@ -6,9 +6,10 @@
 
 namespace cgx {
 
-// Elements that are worth a thread of their own. Handing over a part takes 5 us at best and 20 us in the
-// median (3,000 hand-overs on two Zen 3 cores that others used too). In 20 us one core decodes 180,000
-// elements of qsgd, encodes 50,000, and looks for the largest of fewer.
+// Fewest elements that are worth a thread of their own. Handing over a part takes 5 us at best and 20 us in
+// the median (3,000 hand-overs on two Zen 3 cores that others used too). In 20 us one core decodes 180,000
+// elements of qsgd or encodes 50,000. Top-k selection gets through fewer. kMinOnePassPart is for kernels that
+// look at each element once.
 constexpr int64_t kMinPart = 1 << 15;
 constexpr int64_t kMinOnePassPart = 1 << 17;
 
@@ -17,12 +18,14 @@ struct Range {
     int64_t end;
 };
 
-// Parts for `numel` elements: at most num_threads, and as many elements as min_part in each of several.
+// Number of parts for `numel` elements: at most num_threads, and each of several parts has at least min_part
+// elements.
 inline int count_parts(int num_threads, int64_t numel, int64_t min_part = kMinPart) {
     return static_cast<int>(std::clamp<int64_t>(numel / min_part, 1, std::max(num_threads, 1)));
 }
 
-// Near-equal parts of [0, numel) that begin at multiples of `granule`; the last ones may be empty.
+// The range of one of num_parts near-equal parts of [0, numel). Parts begin at multiples of `granule`; the
+// last ones may be empty.
 inline Range part_range(int part, int num_parts, int64_t numel, int64_t granule) {
     const int64_t num_granules = (numel + granule - 1) / granule;
     const int64_t begin = num_granules * part / num_parts * granule;
@@ -37,8 +40,8 @@ using PartFunction = void (*)(void* context, int part);
 // while others do.
 void run_parts(int num_parts, PartFunction function, void* context);
 
-// Calls f(part) likewise. A lambda is compiled for the oldest processor even inside a CGX_MULTIVERSION
-// function, so let it call one.
+// Calls f(part) in the same way. A lambda is compiled for the oldest processor even inside a CGX_MULTIVERSION
+// function, so let the lambda call such a function.
 template <typename F>
 void for_each_part(int num_parts, F f) {
     if (num_parts == 1) return f(0);

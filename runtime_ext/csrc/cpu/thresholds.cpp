@@ -9,8 +9,8 @@ void magnitude_histogram(const float* grad, int64_t numel, int64_t* counts, int 
     count_bins(all_elements({grad, nullptr, nullptr, numel}, num_threads), 0, 0, counts);
 }
 
-// Halving the range r times finds the r high bits of the magnitude that num_kept + 1 elements reach, and so
-// do histograms of those bits: three passes at most where the reference makes r.
+// Halving the range r times finds the r high bits of the magnitude that num_kept + 1 elements reach.
+// Histograms of those bits find the same in at most three passes, where the reference makes r.
 void bisect_thresholds(const float* grad, int64_t numel, int64_t num_kept, int num_rounds,
                        int64_t* thresholds, int num_threads) {
     const int64_t rank = num_kept + 1;
@@ -35,7 +35,8 @@ void collect(const float* grad, int64_t numel, const int64_t* thresholds, uint32
     const Input input{grad, nullptr, nullptr, numel};
     const uint32_t sure = static_cast<uint32_t>(std::clamp<int64_t>(thresholds[0], 0, kNever));
     const uint32_t maybe = static_cast<uint32_t>(std::clamp<int64_t>(thresholds[1], 0, sure));
-    // Most thresholds let through about K elements; if twice as many, a second look at the input is due.
+    // Most thresholds let about num_kept elements pass. If more than twice as many do, the input is read
+    // again.
     const int64_t capacity = 2 * num_kept + 256;
     const Elements elements = capacity < numel / 2 ? elements_above(input, maybe, capacity, num_threads)
                                                    : all_elements(input, num_threads);

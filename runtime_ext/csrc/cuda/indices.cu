@@ -1,12 +1,12 @@
-// Packing of indices, random indices, and the adding of what was received. runtime_ext/reference.py is the
-// specification, `index_layout` there the format. Words are aligned: callers copy a message that is not.
+// Packing of indices, random indices, and adding of received elements. runtime_ext/reference/ is the
+// specification, and its `index_layout` the format. Words are aligned; callers copy a message that is not.
 #include "block.h"
 
 namespace cgx {
 namespace {
 
-// Sets the bit of every lane that has one; the positions ascend. Neighbours mostly share a word: one of them
-// writes.
+// Sets the bit at `position` for every lane with `is_set`. The positions ascend, so neighbours mostly share a
+// word, and one of them writes it.
 __device__ void set_bits(uint32_t* words, uint32_t position, bool is_set) {
     constexpr uint32_t kNoWord = 0xFFFFFFFFu;
     const int lane = lane_index();
@@ -66,15 +66,15 @@ CGX_KERNEL indices_random(int64_t numel, uint32_t key, int32_t* index, uint32_t 
     }
 }
 
-// from and to (num_kept,), count (1,): the first `count`, zeros behind them
+// Copies the first `count` indices, then zeros. from and to (num_kept,), count (1,)
 CGX_KERNEL indices_copy(const int32_t* from, const int32_t* count, uint32_t num_kept, int32_t* to) {
     const uint32_t num_indices = clamp_count(*count, num_kept);
     for (uint32_t i = thread_in_grid(); i < num_kept; i += grid_size()) to[i] = i < num_indices ? from[i] : 0;
 }
 
-// index (num_kept,), count (1,), low (low_words,) or null, ones (num_words,) zero at first. Bit index >>
-// low_bits is set in a bitmap, where `is_unary` is 0; a code of blocks has the number of the index added to
-// it. An index that is not below numel sets none.
+// index (num_kept,), count (1,), low (low_words,) or null, ones (num_words,) zero at first. Sets bit index >>
+// low_bits in a bitmap, where `is_unary` is 0; in a code of blocks the number of the index is added to that
+// bit. An index that is not below numel sets no bit.
 CGX_KERNEL indices_pack(const int32_t* index, const int32_t* count, uint32_t num_kept, uint32_t numel,
                         int32_t low_bits, int32_t is_unary, uint32_t* low, uint32_t low_words,
                         uint32_t* ones) {
@@ -92,8 +92,9 @@ CGX_KERNEL indices_pack(const int32_t* index, const int32_t* count, uint32_t num
     }
 }
 
-// words (num_words,), tallies (num_blocks,), total (1,), ticket (1,) zero at first: the ones before each
-// block's words, and all of them. A block owns words_a_block, a multiple of 256.
+// Counts the ones before the words of each block (tallies), and all of them (total). words (num_words,),
+// tallies (num_blocks,), total (1,), ticket (1,) zero at first. A block owns words_a_block words, a multiple
+// of 256.
 CGX_KERNEL indices_count(const uint32_t* words, uint32_t num_words, uint32_t words_a_block, uint64_t* tallies,
                          uint64_t* total, uint32_t* ticket) {
     uint64_t num_ones = 0;
@@ -110,8 +111,8 @@ CGX_KERNEL indices_count(const uint32_t* words, uint32_t num_words, uint32_t wor
     if (threadIdx.x == 0) *total = sum;
 }
 
-// Undoes indices_pack, after indices_count. index (num_kept,): zeros behind the last; a broken message gives
-// other indices, of any value.
+// Undoes indices_pack, after indices_count. index (num_kept,), with zeros after the last index. A broken
+// message gives indices of any value.
 CGX_KERNEL indices_unpack(const uint32_t* words, uint32_t num_words, uint32_t words_a_block,
                           const uint64_t* tallies, const uint64_t* total, const uint32_t* low,
                           int32_t low_bits, int32_t is_unary, const int32_t* count, int32_t* index,
@@ -128,7 +129,7 @@ CGX_KERNEL indices_unpack(const uint32_t* words, uint32_t num_words, uint32_t wo
         const uint32_t first_rank =
             before + static_cast<uint32_t>(exclusive_scan(static_cast<uint64_t>(__popc(ones)), &tally));
         before += static_cast<uint32_t>(tally);
-        // The warp takes word by word, so that its lanes write next to each other.
+        // The warp takes one word at a time, so that its lanes write next to each other.
         for (int row = 0; row < kWarpSize; ++row) {
             const uint32_t row_ones = __shfl_sync(kAllLanes, ones, row);
             const uint32_t row_rank = __shfl_sync(kAllLanes, first_rank, row);
@@ -142,8 +143,8 @@ CGX_KERNEL indices_unpack(const uint32_t* words, uint32_t num_words, uint32_t wo
     for (uint32_t i = num_indices + thread_in_grid(); i < num_kept; i += grid_size()) index[i] = 0;
 }
 
-// index and value (num_kept,), of which the first `count`, count (1,), out (numel,). Distinct indices; those
-// outside of `out` are left out.
+// Adds the first `count` values to `out`. index and value (num_kept,), count (1,), out (numel,). Indices are
+// distinct; those outside `out` are skipped.
 CGX_KERNEL indices_scatter_add(const int32_t* index, const float* value, const int32_t* count,
                                uint32_t num_kept, float* out, uint32_t numel) {
     const uint32_t num_indices = clamp_count(*count, num_kept);

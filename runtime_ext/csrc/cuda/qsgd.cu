@@ -1,4 +1,4 @@
-// QSGD with CGX_BITS bits an element, which the compiler is told. runtime_ext/reference.py is the
+// QSGD with CGX_BITS bits per element, a macro that the compiler is given. runtime_ext/reference/ is the
 // specification.
 #include "bucket.h"
 #include "qsgd.h"
@@ -83,7 +83,7 @@ __device__ int32_t level_of(uint32_t piece, int j) {
 
 __device__ float uniform(uint32_t half) { return static_cast<float>(half) * 0x1p-16f; }
 
-// rounding (kQuad,): of the elements from 2 * counter on
+// Sets rounding (kQuad,) for the elements from 2 * counter on.
 __device__ void draw(const Options& options, uint32_t counter, float* rounding) {
 #pragma unroll
     for (int pair = 0; pair < kQuad / 2; ++pair) {

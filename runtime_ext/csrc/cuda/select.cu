@@ -1,19 +1,19 @@
-// Selection: exact top-k and threshold windows. runtime_ext/reference.py is the specification.
+// Selection: exact top-k and threshold windows. runtime_ext/reference/ is the specification.
 //
-// Two words of 32 bits stand for 32 elements: `sure` has those that are sent, `maybe` those that may be. The
-// first pass over the gradient fills them, later passes look at the elements in `maybe` alone, and each moves
-// some to `sure` and drops others: to the exact K-th largest, or to what thresholds say. Nothing is stored by
-// element, so the workspace is numel / 4 bytes whatever the data, and a block's share of the words says what
-// is its share of the output.
+// Two words of 32 bits stand for 32 elements: `sure` has the elements that are sent, `maybe` those that may
+// be. The first pass over the gradient fills both. Later passes look at the elements in `maybe` only, and
+// each pass moves some to `sure` and drops others, down to the exact K-th largest or to given thresholds.
+// Nothing is stored per element, so the workspace is numel / 4 bytes whatever the data, and the words of a
+// block give its share of the output.
 //
-// Lengths are below 2^31 and element numbers 32 bits, unsigned so that they may run past the end.
+// Lengths are below 2^31. Element numbers have 32 bits, unsigned so that they may run past the end.
 #include "bins.h"
 
 namespace cgx {
 namespace {
 
-// Up to so many elements in each word of a warp, every thread visits its own; beyond, the warp takes word by
-// word.
+// With at most so many elements in each word of a warp, every thread visits its own word. With more, the warp
+// takes one word at a time.
 constexpr int kFew = 4;
 
 // (num_words,) each; a block owns `words_a_block` of them, a multiple of kBlockSize.
@@ -24,13 +24,13 @@ struct Words {
     uint32_t words_a_block;
 };
 
-// Magnitudes from `sure` on are sent, those from `maybe` on, which is not above it, may be.
+// Magnitudes from `sure` on are sent. Those from `maybe` on, which is not above `sure`, may be sent.
 struct Window {
     uint32_t sure;
     uint32_t maybe;
 };
 
-// Counts those in the window that are below `end`, by some of their bits.
+// Counts the magnitudes in the window that are below `end`, by some of their bits.
 struct Counting {
     uint32_t* bins;  // null: none
     uint32_t end;
@@ -105,7 +105,7 @@ __device__ void split_rows(Source<T> source, float* next, uint32_t first, uint32
     }
 }
 
-// The same for words with few elements, each thread on its own.
+// Does the same for words with few elements, each thread on its own.
 template <typename T>
 __device__ void split_few(Source<T> source, uint32_t first, uint32_t eligible, Window window,
                           Counting counting, uint32_t* sure, uint32_t* maybe) {
@@ -127,7 +127,8 @@ __device__ uint32_t clamp_threshold(int64_t threshold) {
     return static_cast<uint32_t>(threshold < 0 ? 0 : threshold > kNever ? kNever : threshold);
 }
 
-__device__ Window make_window(const Search& search, const int64_t* thresholds, int level, bool is_retry) {
+__device__ Window make_window(const SelectionState& search, const int64_t* thresholds, int level,
+                              bool is_retry) {
     if (thresholds != nullptr) {
         const uint32_t sure = clamp_threshold(thresholds[0]), maybe = clamp_threshold(thresholds[1]);
         return {sure, maybe < sure ? maybe : sure};
@@ -137,7 +138,7 @@ __device__ Window make_window(const Search& search, const int64_t* thresholds, i
     return {(search.bin.prefix + 1) << shift, search.bin.prefix << shift};
 }
 
-// The words of the elements that this pass looks at: all, or those that the pass before left.
+// The word of the elements that this pass looks at: all, or those that the pass before left.
 __device__ uint32_t eligible_word(Words words, uint32_t word, uint32_t numel, int level) {
     if (word >= words.num_words) return 0;
     if (level > 0) return words.maybe[word];
@@ -145,19 +146,19 @@ __device__ uint32_t eligible_word(Words words, uint32_t word, uint32_t numel, in
     return rest >= kWarpSize ? kAllLanes : (1u << rest) - 1;
 }
 
-// One pass. Level 0 looks at every element and writes it to `next`; levels 1 to 3 at those with the bits
-// found so far. At the end the last block finds the next bits, or, where there are no more to find, the
-// blocks' offsets.
+// Makes one pass. Level 0 looks at every element and writes it to `next`; levels 1 to 3 look at those with
+// the bits found so far. At the end the last block finds the next bits, or the offsets of the blocks if there
+// are no more bits to find.
 template <typename T>
 __device__ void split(Source<T> source, float* next, const int64_t* thresholds, int64_t rank, int level,
-                      bool is_retry, Search* search, uint32_t* bins, Words words, uint64_t* tallies) {
+                      bool is_retry, SelectionState* search, uint32_t* bins, Words words, uint64_t* tallies) {
     __shared__ uint32_t block_bins[kNumBins];
     if (is_retry && search->is_short == 0) return;
     const bool is_final = thresholds != nullptr || level == kNumLevels;
     const int shift = level_shift(is_final ? kNumLevels : level + 1);
     const int num_bits = is_final ? 0 : level_shift(level) - shift;
     const Window window = make_window(*search, thresholds, level, is_retry);
-    // The first try has counted those that reach its guess.
+    // The first try has counted the elements that reach its guess.
     const uint32_t end = is_retry ? search->low : static_cast<uint32_t>(kNever);
     const Counting counting = {is_final ? nullptr : block_bins, end, shift, (1u << num_bits) - 1};
     if (!is_final) clear_bins(block_bins);
@@ -205,7 +206,7 @@ __device__ void split(Source<T> source, float* next, const int64_t* thresholds, 
     search->is_short = !is_retry && level == 0 && bin.prefix < search->low >> kHistogramShift;
 }
 
-// Those of the elements in `maybe`, the first of which has this rank, that are in the run.
+// Returns the elements of `maybe` that are in the run. `rank` is the rank of the first element.
 __device__ uint32_t choose(uint32_t maybe, Run run, int64_t rank) {
     const int64_t num_chosen = count_in_run(run, rank + __popc(maybe)) - count_in_run(run, rank);
     if (num_chosen == __popc(maybe)) return maybe;
@@ -225,8 +226,8 @@ struct Output {
     uint32_t num_kept;
 
     __device__ void put(uint32_t position, uint32_t i, float x) const {
-        // Thresholds that more than num_kept elements reach are the caller's error, and no reason to write
-        // beyond.
+        // More than num_kept elements above the thresholds are the caller's error, but never write past the
+        // end.
         if (position >= num_kept) return;
         index[position] = static_cast<int32_t>(i);
         value[position] = x;
@@ -234,7 +235,7 @@ struct Output {
     }
 };
 
-// Writes the elements in `kept`, this lane's word of the tile at element `first`; its first goes to
+// Writes the elements in `kept`, this lane's word of the tile at element `first`; the first one goes to
 // `position`.
 template <typename T>
 __device__ void write_rows(Source<T> source, uint32_t first, uint32_t kept, uint32_t position,
@@ -266,10 +267,10 @@ __device__ void write_few(Source<T> source, uint32_t first, uint32_t kept, uint3
     }
 }
 
-// Writes the elements in `sure` and a run of those in `maybe` in ascending order, zeros behind them.
+// Writes the elements in `sure` and a run of those in `maybe` in ascending order, then zeros.
 template <typename T>
-__device__ void write(Source<T> source, Output output, uint32_t key, const Search& search, Words words,
-                      const uint64_t* tallies, int32_t* count) {
+__device__ void write(Source<T> source, Output output, uint32_t key, const SelectionState& search,
+                      Words words, const uint64_t* tallies, int32_t* count) {
     const int64_t num_sure = sure_of(search.total), num_maybe = maybe_of(search.total);
     const int64_t room = output.num_kept > num_sure ? output.num_kept - num_sure : 0;
     const Run run = {random_below(key, num_maybe), room, num_maybe};
@@ -315,15 +316,16 @@ using namespace cgx;
         int64_t rank, int32_t level, int32_t is_retry, uint64_t* search, uint32_t* bins, uint32_t* sure,    \
         uint32_t* maybe, uint64_t* tallies, uint32_t num_words, uint32_t words_a_block) {                   \
         split(Source<T>{grad, residual, numel}, next, thresholds, rank, level, is_retry != 0,               \
-              reinterpret_cast<Search*>(search), bins, {sure, maybe, num_words, words_a_block}, tallies);   \
+              reinterpret_cast<SelectionState*>(search), bins, {sure, maybe, num_words, words_a_block},     \
+              tallies);                                                                                     \
     }                                                                                                       \
     CGX_KERNEL select_write_##suffix(const T* grad, const float* residual, float* next, uint32_t numel,     \
                                      uint32_t key, const uint64_t* search, uint32_t* sure, uint32_t* maybe, \
                                      const uint64_t* tallies, uint32_t num_words, uint32_t words_a_block,   \
                                      int32_t* index, float* value, uint32_t num_kept, int32_t* count) {     \
         write(Source<T>{grad, residual, numel}, {index, value, next, num_kept}, key,                        \
-              *reinterpret_cast<const Search*>(search), {sure, maybe, num_words, words_a_block}, tallies,   \
-              count);                                                                                       \
+              *reinterpret_cast<const SelectionState*>(search), {sure, maybe, num_words, words_a_block},    \
+              tallies, count);                                                                              \
     }
 
 CGX_KERNELS(float, float32)

@@ -1,4 +1,4 @@
-// One-bit codecs. runtime_ext/reference.py is the specification.
+// One-bit codecs. runtime_ext/reference/ is the specification.
 #include "bucket.h"
 #include "sign.h"
 

@@ -1,5 +1,5 @@
-// What finds thresholds beside the passes of select.cu: the guess from a sample, the histogram of all
-// magnitudes, the exponential fit and the bracket. runtime_ext/reference.py is the specification.
+// Kernels that find thresholds, besides the passes of select.cu: the guess from a sample, the histogram of
+// all magnitudes, the exponential fit and the bracket. runtime_ext/reference/ is the specification.
 #include "bins.h"
 
 namespace cgx {
@@ -7,15 +7,15 @@ namespace {
 
 constexpr int64_t kSample = 32;  // one element in so many gives the first guess
 
-// A magnitude that `rank` elements should reach. A wrong guess costs time only.
+// Guesses a magnitude that `rank` elements reach. A wrong guess costs time only.
 template <typename T>
-__device__ void sample(Source<T> source, int64_t rank, Search* search, uint32_t* bins) {
+__device__ void sample(Source<T> source, int64_t rank, SelectionState* search, uint32_t* bins) {
     __shared__ uint32_t block_bins[kNumBins];
     clear_bins(block_bins);
     count_rows(source, kWarpSize / kSample, block_bins);
     add_bins(block_bins, bins);
     if (!is_last_block(&search->ticket)) return;
-    // A quarter more than the sample's share and 32 on top: chance seldom makes that too few.
+    // A quarter more than the share of the sample, plus 32, is seldom too few.
     const Bin bin =
         descend_in_block({0, 0, 0}, bins, level_shift(0) - kHistogramShift, rank / kSample * 5 / 4 + 32);
     if (threadIdx.x == 0) search->low = bin.prefix << kHistogramShift;
@@ -34,22 +34,22 @@ __device__ void histogram(Source<T> source, unsigned long long* counts) {
 
 using namespace cgx;
 
-// The bin found after `level` levels to the bracket that num_rounds halvings find. thresholds (2,). One
-// block.
+// Turns the bin found after `level` levels into the bracket that num_rounds halvings find. thresholds (2,).
+// For one block.
 CGX_KERNEL threshold_bracket(const uint64_t* search, int32_t level, int32_t num_rounds, int64_t* thresholds) {
     if (threadIdx.x != 0) return;
     const int rest = 31 - num_rounds;
-    const Bin bin = reinterpret_cast<const Search*>(search)->bin;
+    const Bin bin = reinterpret_cast<const SelectionState*>(search)->bin;
     const int64_t maybe = static_cast<int64_t>(bin.prefix) << level_shift(level) >> rest << rest;
     thresholds[0] = maybe + (int64_t{1} << rest);
     thresholds[1] = maybe;
 }
 
-// counts (kNumBins,), ratios (num_stages,), thresholds (2,), of which the second is written. One block.
+// counts (kNumBins,), ratios (num_stages,), thresholds (2,), of which the second is written. For one block.
 CGX_KERNEL threshold_fit(const int64_t* counts, const double* ratios, int32_t num_stages, int64_t num_kept,
                          int64_t* thresholds) {
-    // One thread adds, since the order counts: it had better find the counts near, and only those that are
-    // not zero.
+    // A single thread adds, since the order of additions matters. It reads the counts from shared memory, and
+    // only those that are not zero.
     __shared__ int64_t near_counts[kNumBins];
     __shared__ uint16_t bins[kNumBins];
     constexpr int kBins = kNumBins / kBlockSize;
@@ -75,7 +75,7 @@ CGX_KERNEL threshold_fit(const int64_t* counts, const double* ratios, int32_t nu
 #define CGX_KERNELS(T, suffix)                                                                               \
     CGX_KERNEL threshold_sample_##suffix(const T* grad, const float* residual, uint32_t numel, int64_t rank, \
                                          uint64_t* search, uint32_t* bins) {                                 \
-        sample(Source<T>{grad, residual, numel}, rank, reinterpret_cast<Search*>(search), bins);             \
+        sample(Source<T>{grad, residual, numel}, rank, reinterpret_cast<SelectionState*>(search), bins);     \
     }                                                                                                        \
     CGX_KERNEL threshold_histogram_##suffix(const T* grad, uint32_t numel, unsigned long long* counts) {     \
         histogram(Source<T>{grad, nullptr, numel}, counts);                                                  \

@@ -1,4 +1,4 @@
-// What the formulas need to compile for the host and, under a CUDA compiler, for the device.
+// Lets the formulas compile for the host and, under a CUDA compiler, for the device.
 #pragma once
 
 #if defined(__CUDACC_RTC__)
@@ -63,7 +63,8 @@ CGX_INLINE float to_float(Half x) {
     const uint32_t sign = (x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7FFFu;
     // Infinities and NaN have the largest exponent in both formats.
     if (magnitude >= 0x7C00u) return bits_float(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
-    // The same bits as a float stand for less, by the difference of the exponents' offsets: 2^(127 - 15).
+    // Read as a float, these bits give a number that is 2^(127 - 15) times smaller, from the offsets of the
+    // exponents.
     const float scaled = bits_float(magnitude << 13) * bits_float((254u - 15u) << 23);
     return bits_float(sign | float_bits(scaled));
 #endif

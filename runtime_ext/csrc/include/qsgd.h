@@ -1,4 +1,4 @@
-// Formulas and wire layout of the qsgd codec. runtime_ext/reference.py is the specification.
+// Formulas and wire layout of the qsgd codec. runtime_ext/reference/ is the specification.
 #pragma once
 
 #include "portable.h"
@@ -10,7 +10,8 @@ constexpr int kMaxMin = 0;
 constexpr int kL2 = 1;
 constexpr int kLinf = 2;
 
-// Every bucket's grid, then all levels, element i at bit i * bits.
+// Bytes of a grid on the wire. A message is the grid of every bucket, then all levels; the level of element i
+// begins at bit i * bits.
 CGX_INLINE constexpr int grid_bytes(int grid) { return grid == kMaxMin ? 4 : 2; }
 
 // The largest level. Grids around zero have an odd number of levels, so that zero is one of them.
@@ -18,7 +19,8 @@ CGX_INLINE constexpr int32_t top_level(int bits, bool around_zero) {
     return (1 << bits) - (around_zero ? 2 : 1);
 }
 
-// Integers in the order of the floats, -0 below +0 and NaN outside the infinities. Its own inverse.
+// Maps the bits of floats to integers in the same order, with -0 below +0 and NaN outside the infinities. It
+// is its own inverse.
 CGX_INLINE int32_t flip_negative(int32_t bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
 
 CGX_INLINE float bf16_floor(float x) {
@@ -37,7 +39,7 @@ struct Grid {
 
 constexpr uint32_t kNan = 0x7FC00000u;
 
-// Both NaN if a decoded element could be anything but finite.
+// Both numbers are NaN if a decoded element could be other than finite.
 CGX_INLINE Grid make_grid(float min, float max, int32_t top_level) {
     const float top = static_cast<float>(top_level);
     const float lo = bf16_floor(min);
@@ -50,14 +52,14 @@ CGX_INLINE Grid grid_around_zero(float scale, int32_t top_level) {
     return {-static_cast<float>(top_level / 2) * scale, scale};
 }
 
-// norm is the largest magnitude, or the Euclidean norm, of the bucket. Likewise NaN.
+// norm: the largest magnitude, or the Euclidean norm, of the bucket. NaN as in make_grid.
 CGX_INLINE Grid make_grid_around_zero(float norm, int32_t top_level) {
     const float scale = bf16_ceil(norm / static_cast<float>(top_level / 2));
     const bool finite = is_finite(norm) && is_finite(static_cast<float>(top_level) * scale);
     return finite ? grid_around_zero(scale, top_level) : Grid{bits_float(kNan), bits_float(kNan)};
 }
 
-// A power of two that scales a bucket for its sum of squares, so that they neither overflow nor vanish.
+// Powers of two that scale a bucket for its sum of squares, so that squares neither overflow nor vanish:
 // norm = sqrt(sum of (x * down)^2) * up
 struct NormScale {
     float down;
@@ -71,7 +73,8 @@ CGX_INLINE NormScale norm_scale(uint32_t largest) {
     return {bits_float((254 - exponent) << 23), bits_float(exponent << 23)};
 }
 
-// 0 if every element of the bucket has unusable_level: scale is 0, NaN, or too small to divide by.
+// Returns 0 if the scale is 0, NaN, or too small to divide by. Every element of the bucket then has
+// unusable_level.
 CGX_INLINE float inverse_scale(Grid grid) {
     const float inverse = 1.0f / grid.scale;
     return is_finite(inverse) ? inverse : 0.0f;
@@ -86,7 +89,7 @@ template <bool kAroundZero>
 CGX_INLINE int32_t quantize(float x, float lo, float inverse, float rounding, int32_t top_level) {
     // Around zero, zero must be a level exactly, which lo * inverse need not be.
     const float t = kAroundZero ? x * inverse + static_cast<float>(top_level / 2) : (x - lo) * inverse;
-    // Rounding errors take t at most a fraction below 0: truncation makes that 0.
+    // Rounding errors take t at most a fraction below 0, and truncation makes that 0.
     const int32_t level = static_cast<int32_t>(t + rounding);
     return level < top_level ? level : top_level;
 }
@@ -95,7 +98,7 @@ CGX_INLINE float dequantize(int32_t level, Grid grid) {
     return grid.lo + static_cast<float>(level) * grid.scale;
 }
 
-// A bucket's grid on the wire: lo and scale, of which those around zero have the scale only.
+// A bucket's grid on the wire: lo and scale. Grids around zero have the scale only.
 CGX_INLINE uint32_t pack_grid(Grid grid) {
     return float_bits(grid.lo) >> 16 | (float_bits(grid.scale) & 0xFFFF0000u);
 }
@@ -135,7 +138,7 @@ CGX_INLINE uint64_t split_lanes(uint64_t x) {
     return (x & kLow) | (x << (kWidth - kKept) & kHigh);
 }
 
-// Eight levels, one a byte, to 8 * kBits adjacent bits.
+// Packs eight levels, one per byte, to 8 * kBits adjacent bits.
 template <int kBits>
 CGX_INLINE uint64_t pack_eight(uint64_t levels) {
     return join_lanes<32, 4 * kBits>(join_lanes<16, 2 * kBits>(join_lanes<8, kBits>(levels)));

@@ -19,7 +19,7 @@ CGX_INLINE uint32_t lowbias32(uint32_t x, uint32_t key = 0) {
 
 struct RandomKey {
     uint32_t outer;
-    uint32_t inner;  // entering between the multiplications, it makes keys differ by more than their order
+    uint32_t inner;  // added between the multiplications, so that keys differ by more than their order
 };
 
 CGX_INLINE RandomKey make_random_key(uint32_t key) { return {key, lowbias32(key)}; }

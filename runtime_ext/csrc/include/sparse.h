@@ -1,4 +1,4 @@
-// Formulas of the codecs that send some elements. runtime_ext/reference.py is the specification.
+// Formulas of the codecs that send some elements. runtime_ext/reference/ is the specification.
 #pragma once
 
 #include "portable.h"
@@ -16,7 +16,7 @@ constexpr int kNumLevels = 3;
 constexpr int kNumBins = 1 << 12;
 constexpr int kHistogramShift = 19;
 
-// Bits below those that `level` levels have looked at.
+// Number of bits below those that `level` levels have looked at.
 CGX_INLINE int level_shift(int level) {
     return level == 0 ? 31 : level == 1 ? kHistogramShift : level == 2 ? 8 : 0;
 }
@@ -27,12 +27,12 @@ CGX_INLINE uint32_t magnitude(float x) {
     return bits < kNanMagnitude ? bits : kNanMagnitude;
 }
 
-// A number in [0, limit), 0 if that is empty.
+// A random number in [0, limit), or 0 if that is empty.
 CGX_INLINE int64_t random_below(uint32_t key, int64_t limit) {
     return static_cast<int64_t>(lowbias32(key) * static_cast<uint64_t>(limit) >> 32);
 }
 
-// One index of [begin, end), the i-th of the runs that random_indices takes one of.
+// A random index of [begin, end), the i-th of the runs from which random_indices takes one index each.
 CGX_INLINE int64_t random_in_run(RandomKey key, int64_t i, int64_t begin, int64_t end) {
     const uint64_t hash = random_bits(key, static_cast<uint32_t>(i));
     return begin + static_cast<int64_t>(hash * static_cast<uint64_t>(end - begin) >> 32);
@@ -47,8 +47,8 @@ struct Bin {
     int64_t num_equal;  // elements with this prefix
 };
 
-// Walks down the bins of `num_bits` more bits to the one of the rank-th largest; the lowest if there are
-// fewer.
+// Walks down the bins of `num_bits` more bits to the one of the rank-th largest, or to the lowest if there
+// are fewer elements.
 template <typename Count>
 CGX_INLINE Bin descend(Bin from, const Count* bins, int num_bits, int64_t rank) {
     int64_t num_above = from.num_above;
@@ -57,7 +57,7 @@ CGX_INLINE Bin descend(Bin from, const Count* bins, int num_bits, int64_t rank) 
     return {from.prefix << num_bits | bin, num_above, static_cast<int64_t>(bins[bin])};
 }
 
-// Of the elements that may be sent, those are that follow each other, around the end, from `start` on.
+// The elements that are sent of those that may be: `room` in a row from `start` on, around the end.
 struct Run {
     int64_t start;
     int64_t room;
@@ -70,7 +70,7 @@ CGX_INLINE bool is_in_run(Run run, int64_t rank) {
     return (offset < 0 ? offset + run.num_maybe : offset) < run.room;
 }
 
-// Of the ranks below `end`, how many are in the run.
+// Number of ranks below `end` that are in the run.
 CGX_INLINE int64_t count_in_run(Run run, int64_t end) {
     const int64_t room = run.room < run.num_maybe ? run.room : run.num_maybe;
     const int64_t to_end = run.num_maybe - run.start;
@@ -82,9 +82,9 @@ CGX_INLINE int64_t count_in_run(Run run, int64_t end) {
 
 constexpr uint32_t kNumFiniteBins = kInfMagnitude >> kHistogramShift;
 
-// counts (kNumBins,), ratios (num_stages,), kept_bin the bin of the num_kept-th largest, bins (num_bins,)
-// ascending, of which empty ones may be missing, or null for all. The order of the additions is part of the
-// specification.
+// Fits an exponential in stages and returns the threshold. counts (kNumBins,), ratios (num_stages,), kept_bin
+// the bin of the num_kept-th largest, bins (num_bins,) ascending, possibly without empty ones, or null for
+// all. The order of the additions is part of the specification.
 CGX_INLINE int64_t fit_threshold(const int64_t* counts, const double* ratios, int64_t num_stages,
                                  int64_t num_kept, uint32_t kept_bin, const uint16_t* bins = nullptr,
                                  int num_bins = kNumBins) {

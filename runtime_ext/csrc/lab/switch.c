@@ -1,19 +1,19 @@
-// A switch between TUN devices, one a host: rate, delay, jitter, loss and queue for each host and direction.
+// A switch between TUN devices, one per host: rate, delay, jitter, loss and queue for each host and
+// direction.
 //
 //   cgx-switch NUM_HOSTS SOCKET SEED
 //
 // Makes the devices cgx0, cgx1, ... in its network namespace (the lab then moves each into its host), serves
 // SOCKET and writes "ready". Host i has the address 10.77.0.(i + 1); packets to other addresses are dropped.
 // A packet passes two links, its sender's uplink and its receiver's downlink. Each is a wire that is busy for
-// bytes / rate a packet (virtual finish time), then a delay. Order is kept, whatever the jitter.
+// bytes / rate per packet (virtual finish time), then a delay. Packets stay in order, whatever the jitter.
 //
-// SOCKET is SOCK_SEQPACKET, a command a message, an answer to each:
-//   set HOST up|down NS_PER_BYTE DELAY_NS JITTER_NS LOSS QUEUE_BYTES   jitter is uniform in +-JITTER_NS, loss
-//   a
-//                                 probability, queue 0 unbounded                                    -> ok
-//   connect HOST 0|1              0: what goes to and from the host, or is on its way, is lost      -> ok
-//   counters                      -> JSON: how late packets were delivered, and packets of each link
-//   clear                         counters start again                                              -> ok
+// SOCKET is SOCK_SEQPACKET, with one command per message and an answer to each:
+//   set HOST up|down NS_PER_BYTE DELAY_NS JITTER_NS LOSS QUEUE_BYTES    -> ok
+//                     jitter is uniform in +-JITTER_NS, LOSS is a probability, QUEUE_BYTES 0 is unbounded
+//   connect HOST 0|1  0: packets to and from the host, and those on their way, are lost    -> ok
+//   counters          -> JSON: how late packets were delivered, and packets of each link
+//   clear             starts the counters again    -> ok
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -25,7 +25,6 @@
 #include <malloc.h>
 #include <net/if.h>
 #include <netinet/ip.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <sched.h>
 #include <stdarg.h>
@@ -41,41 +40,18 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "link.h"
+
 enum { MAX_HOSTS = 64, MAX_CLIENTS = 16, MAX_PACKET = 65536 + 64, UP = 0, DOWN = 1 };
 enum { LISTENER = MAX_HOSTS, FIRST_CLIENT, NUM_FDS = FIRST_CLIENT + MAX_CLIENTS };
-// Read at most this many packets of a host before the others and what is due get their turn: one takes some
-// 20 us.
+// Read at most this many packets of a host before other hosts and due packets get their turn: a packet takes
+// some 20 us.
 enum { READ_BATCH = 2 };
-// Lateness is counted in steps of 1 us; the last one holds the rest.
+// Lateness is counted in steps of 1 us. The last step holds the rest.
 enum { LATE_STEP_NS = 1000, NUM_LATE = 100000 };
-// A sleep ends some 50 us late on a virtual machine: what is due sooner is waited for awake.
+// On a virtual machine a sleep ends some 50 us late, so wait awake for packets that are due sooner than this.
 enum { SPIN_NS = 20000 };
 static const uint32_t NETWORK = 10u << 24 | 77u << 16;
-
-typedef int64_t ns_t;
-
-struct packet {
-    struct packet* next;
-    ns_t leaves;     // its last byte leaves the wire of the link it is on
-    ns_t due;        // and comes out at the end of that link
-    ns_t span;       // from the end of its first segment to the end of its last, at the rate of the uplink
-    uint32_t bytes;  // on the wire: all segments with their headers
-    uint32_t head;   // of them, the first segment
-    uint32_t size;   // of data
-    char data[];     // struct virtio_net_hdr, IP packet
-};
-
-struct link {
-    double ns_per_byte;
-    ns_t delay, jitter;
-    double loss;
-    int64_t queue_bytes;
-    uint64_t random;
-    ns_t free_at;   // when the wire has sent what it has
-    ns_t last_due;  // order is kept
-    struct packet *head, **tail;
-    uint64_t packets, bytes, dropped_queue, dropped_loss, dropped_cut;
-};
 
 static int num_hosts;
 static struct pollfd fds[NUM_FDS];
@@ -96,67 +72,6 @@ static ns_t now_ns(void) {
     return time.tv_sec * 1000000000LL + time.tv_nsec;
 }
 
-// SplitMix64, as a number in [0, 1).
-static double uniform(uint64_t* state) {
-    uint64_t z = *state += 0x9e3779b97f4a7c15;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-    z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return (double)((z ^ z >> 31) >> 11) * 0x1p-53;
-}
-
-static ns_t max_ns(ns_t a, ns_t b) { return a > b ? a : b; }
-
-// What segmentation will make of the packet on a wire. Senders leave it to the receiver, as on a veth: 64 KiB
-// in one piece cost little more than 9 KB. A wire is still busy for all of it, and the first segment goes
-// ahead.
-static void count_segments(struct packet* packet) {
-    const struct virtio_net_hdr* header = (const void*)packet->data;
-    const char* ip = packet->data + sizeof *header;
-    packet->bytes = packet->head = packet->size - sizeof *header;
-    if (header->gso_type == VIRTIO_NET_HDR_GSO_NONE || header->gso_size == 0) return;
-    const struct tcphdr* tcp = (const void*)(ip + header->csum_start);
-    if (header->csum_start + sizeof *tcp > packet->bytes) return;
-    uint32_t headers = header->csum_start + 4 * tcp->doff;
-    if (headers >= packet->bytes) return;
-    uint32_t segments = (packet->bytes - headers + header->gso_size - 1) / header->gso_size;
-    packet->bytes += (segments - 1) * headers;
-    packet->head = segments > 1 ? headers + header->gso_size : packet->bytes;
-}
-
-// Put the packet on a link, whose wire it may have from `from` on and leaves at `earliest` or later. False:
-// dropped.
-static bool enter(struct link* link, struct packet* packet, ns_t from, ns_t earliest) {
-    if (link->loss > 0 && uniform(&link->random) < link->loss) {
-        link->dropped_loss++;
-        return false;
-    }
-    double waiting_bytes = (double)max_ns(link->free_at - from, 0) / link->ns_per_byte;
-    if (link->queue_bytes > 0 && waiting_bytes + packet->bytes > (double)link->queue_bytes) {
-        link->dropped_queue++;
-        return false;
-    }
-    ns_t start = max_ns(link->free_at, from);
-    packet->leaves = max_ns(start + (ns_t)(packet->bytes * link->ns_per_byte), earliest);
-    link->free_at = packet->leaves;
-    ns_t delay = link->delay;
-    if (link->jitter > 0) delay += (ns_t)((2 * uniform(&link->random) - 1) * (double)link->jitter);
-    link->last_due = packet->due = max_ns(packet->leaves + max_ns(delay, 0), link->last_due);
-    packet->next = NULL;
-    *link->tail = packet;
-    link->tail = &packet->next;
-    link->packets++;
-    link->bytes += packet->bytes;
-    return true;
-}
-
-static struct packet* leave(struct link* link, ns_t now) {
-    struct packet* packet = link->head;
-    if (!packet || packet->due > now) return NULL;
-    link->head = packet->next;
-    if (!link->head) link->tail = &link->head;
-    return packet;
-}
-
 static void read_host(int host) {
     for (int i = 0; i < READ_BATCH; i++) {
         struct packet* packet = malloc(sizeof *packet + MAX_PACKET);
@@ -165,12 +80,13 @@ static void read_host(int host) {
         if (size < 0 && errno != EAGAIN) die("read of a TUN device");
         struct link* up = &links[host][UP];
         if (size >= (ssize_t)(sizeof(struct virtio_net_hdr) + sizeof(struct iphdr)) && connected[host]) {
-            packet = realloc(packet, sizeof *packet + size);  // it shrinks in place
+            packet = realloc(packet, sizeof *packet + size);  // shrinks in place
             if (!packet) die("realloc");
             packet->size = size;
             count_segments(packet);
             packet->span = (ns_t)((packet->bytes - packet->head) * up->ns_per_byte);
-            // Read the clock once the packet is here: before, a switch that stalls would make it early.
+            // Read the clock after the packet: read before, a stall of the switch would make the packet
+            // early.
             ns_t now = now_ns();
             if (enter(up, packet, now, now)) continue;
         } else if (size >= 0) {
@@ -187,7 +103,7 @@ static int receiver_of(const struct packet* packet) {
     return ip->version == 4 && index < (uint32_t)num_hosts ? (int)index : -1;
 }
 
-// From an uplink to a downlink. The downlink takes the first segment as soon as it is there.
+// Moves a packet from its uplink to a downlink, which takes the first segment as soon as that has arrived.
 static void forward(struct packet* packet) {
     int host = receiver_of(packet);
     if (host >= 0 && !connected[host]) links[host][DOWN].dropped_cut++;
@@ -206,7 +122,7 @@ static void deliver(int host, struct packet* packet, ns_t now) {
         links[host][DOWN].dropped_cut++;
     } else if (write(fds[host].fd, packet->data, packet->size) < 0 && errno != ENOBUFS && errno != EIO &&
                errno != EAGAIN && errno != ENOMEM && errno != EINVAL) {
-        die("write to a TUN device");  // EIO: it is down
+        die("write to a TUN device");  // EIO: the device is down
     }
     late[lateness / LATE_STEP_NS < NUM_LATE ? lateness / LATE_STEP_NS : NUM_LATE - 1]++;
     num_delivered++;
@@ -214,7 +130,7 @@ static void deliver(int host, struct packet* packet, ns_t now) {
     free(packet);
 }
 
-// The uplink whose next packet comes out first, if that is at `now` or before; -1: none.
+// The host whose uplink has the first packet to come out, if that is at `now` or before; otherwise -1.
 static int first_up(ns_t now) {
     int first = -1;
     for (int host = 0; host < num_hosts; host++) {
@@ -225,9 +141,9 @@ static int first_up(ns_t now) {
     return first;
 }
 
-// The shortest delay of all downlinks. What comes out of an uplink is not delivered before that has passed,
-// so to forward it by then is soon enough, as long as packets are forwarded in order of time: that spares
-// wake-ups.
+// The shortest delay of all downlinks. A packet that comes out of an uplink is not delivered before this
+// delay has passed, so forwarding it by then is soon enough, as long as packets are forwarded in order of
+// time. This saves wake-ups.
 static ns_t shortest_down(void) {
     ns_t shortest = INT64_MAX;
     for (int host = 0; host < num_hosts; host++) {
@@ -237,7 +153,7 @@ static ns_t shortest_down(void) {
     return shortest;
 }
 
-// Move what is due, return when the next is.
+// Moves packets that are due. Returns when the next one is.
 static ns_t advance(void) {
     ns_t now = now_ns(), next = INT64_MAX, spare = shortest_down();
     for (int host; (host = first_up(now)) >= 0;) forward(leave(&links[host][UP], now));
@@ -254,20 +170,7 @@ static ns_t advance(void) {
     return next;
 }
 
-// Give the link a new rate: what still waits for the wire, waits in proportion.
-static void change_rate(struct link* link, double ns_per_byte, ns_t now) {
-    double factor = ns_per_byte / link->ns_per_byte;
-    ns_t shift = 0;
-    for (struct packet* packet = link->head; packet; packet = packet->next) {
-        if (packet->leaves > now) shift = (ns_t)((double)(packet->leaves - now) * (factor - 1));
-        packet->leaves += shift;
-        link->last_due = packet->due += shift;
-    }
-    if (link->free_at > now) link->free_at = now + (ns_t)((double)(link->free_at - now) * factor);
-    link->ns_per_byte = ns_per_byte;
-}
-
-// Loss and full queues hit single packets, so while there are such links senders segment.
+// Loss and full queues drop single packets, so senders segment as long as a link has either.
 static void set_offloads(void) {
     bool wanted = true;
     for (int host = 0; host < num_hosts; host++)
@@ -291,7 +194,7 @@ __attribute__((format(printf, 2, 3))) static void add(struct text* text, const c
     va_end(list);
 }
 
-// In milliseconds: `share` of the packets came no later.
+// Milliseconds of lateness that a share of the packets does not exceed.
 static double lateness_ms(double share) {
     uint64_t seen = 0;
     for (int i = 0; i < NUM_LATE; i++) {
@@ -377,7 +280,7 @@ static void serve(struct pollfd* client) {
     command[size] = 0;
     answer.size = 0;
     if (!obey(command, &answer)) add(&answer, "not a command: %s", command);
-    // Who does not read answers loses them: the switch waits for nobody.
+    // A client that does not read its answers loses them: the switch never waits.
     (void)!send(client->fd, answer.data, answer.size, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
@@ -415,7 +318,7 @@ int main(int argc, char** argv) {
         fprintf(stderr, "usage: cgx-switch NUM_HOSTS SOCKET SEED\n");
         return 2;
     }
-    mallopt(M_TRIM_THRESHOLD, 256 << 20);  // memory given back is paid for with page faults later
+    mallopt(M_TRIM_THRESHOLD, 256 << 20);  // returned memory would cost page faults later
     num_hosts = atoi(argv[1]);
     uint64_t seed = strtoull(argv[3], NULL, 10);
     if (num_hosts < 1 || num_hosts > MAX_HOSTS) return 2;
@@ -424,15 +327,14 @@ int main(int argc, char** argv) {
         fds[host] = (struct pollfd){.fd = open_tun(host), .events = POLLIN};
         connected[host] = true;
         for (int way = UP; way <= DOWN; way++) {
-            struct link* link = &links[host][way];
-            link->tail = &link->head;
-            link->ns_per_byte = 8;
-            link->random = (seed << 8 | (uint64_t)(2 * host + way)) * 0xd1342543de82ef95;
+            uint64_t number = seed << 8 | (uint64_t)(2 * host + way);
+            init_link(&links[host][way], number * 0xd1342543de82ef95);
         }
     }
     fds[LISTENER] = (struct pollfd){.fd = listen_at(argv[2]), .events = POLLIN};
-    // Ahead of the programs in the hosts: it is the hardware of the network, and late it would be wrong. It
-    // sleeps whenever nothing is due. Where real-time scheduling is not allowed it works as well, only later.
+    // Run before the programs in the hosts: the switch stands for hardware, and a late switch would falsify
+    // the network. It sleeps whenever nothing is due. Without permission for real-time scheduling it works
+    // too, only later.
     struct sched_param priority = {.sched_priority = 1};
     if (sched_setscheduler(0, SCHED_FIFO, &priority)) prctl(PR_SET_TIMERSLACK, 1);
     printf("ready\n");

@@ -1,5 +1,5 @@
-// How fast bytes arrive while messages are under way: the rate of the link, whoever came late and however
-// long it took to encode.
+// Measures how fast bytes arrive while messages are under way. That is the rate of the link, even if a rank
+// came late or took long to encode.
 #pragma once
 
 #include <algorithm>
@@ -8,22 +8,23 @@
 
 namespace cgx {
 
-// `num_bytes` arrived within `seconds`, from `peer`, or from all ranks together where that is -1.
+// `num_bytes` arrived within `seconds` from `peer`; -1 stands for all ranks together.
 struct Burst {
     int peer;
     int64_t num_bytes;
     double seconds;
 };
 
-// Cuts what one peer sends, or all of them, into bursts of about kBurstS. Times are when the kernel got the
-// bytes, so a reader that has to wait for a processor does not matter. Where bytes of all peers are counted,
-// pauses within messages are left out as well: then none of the senders had more to send, as it was encoding
-// or its TCP window was smaller than the path.
+// Cuts the bytes that one peer sends, or all peers together, into bursts of about kBurstS. Times are those at
+// which the kernel got the bytes, so a reader that waits for a processor changes nothing. If bytes of all
+// peers are counted, pauses within messages are left out too: no sender had more to send then, because it was
+// encoding or its TCP window was smaller than the path.
 class ArrivalMeter {
   public:
     explicit ArrivalMeter(int peer) : peer_(peer) {}
 
-    // `num_bytes` of a message have been read that arrived by `at`.
+    // Adds `num_bytes` of a message, which arrived by `at`. `begins` and `ends`: whether they include its
+    // first and its last byte.
     void add(double at, int64_t num_bytes, bool begins, bool ends) {
         group_at_ = group_bytes_ == 0 ? at : std::max(group_at_, at);
         group_bytes_ += num_bytes;
@@ -31,9 +32,9 @@ class ArrivalMeter {
         has_edge_ |= begins || ends;
     }
 
-    // Everything that has arrived by now has been read: hands over what is complete. What was read in between
-    // counts as one: a reader that was late finds one peer's bytes and then the next one's, all of the same
-    // time.
+    // Hands over the bursts that are complete. Call it when everything that has arrived is read. The bytes
+    // read between two calls count as one group: a late reader finds the bytes of one peer and then those of
+    // the next, all of the same time.
     void settle(std::vector<Burst>& out) {
         take_group();
         const bool is_counting = num_to_skip_ <= 0;
@@ -51,34 +52,37 @@ class ArrivalMeter {
     }
 
   private:
-    // Long enough that the packets of a slow link (64 KiB at a time with offloading, 5 ms at 100 Mbit/s) are
-    // many.
+    // Long enough for many packets of a slow link (64 KiB at a time with offloading, 5 ms at 100 Mbit/s).
     static constexpr double kBurstS = 0.05;
     static constexpr int64_t kBurstBytes = 2 << 20;
     static constexpr double kMinBurstS = 0.01;
-    // Between two messages. Within one it must also be this many times what its bytes usually take.
+    // A longer gap between two messages is a pause. Within a message the gap must also be kPauseFactor times
+    // as long as its bytes usually take.
     static constexpr double kMaxPauseS = 0.001;
     static constexpr double kPauseFactor = 4;
-    // Read in one go, and between whose messages there may have been a pause: more was read late.
+    // More bytes than this in one group were read late, so there may have been a pause between their
+    // messages.
     static constexpr int64_t kMaxUnclearBytes = 1 << 18;
-    // How fast what is usual follows, a running median. What is smaller than this, frames of messages, says
-    // little.
+    // The usual pace is a running median that moves by kPaceStep. Groups below kMinPacedBytes, such as frames
+    // of messages, say little about it.
     static constexpr double kPaceStep = 1.1;
     static constexpr int64_t kMinPacedBytes = 1 << 12;
-    // Nothing is read that late: the clock, which is the wall clock, was set back.
+    // A group that is so much older than the last one means that the wall clock was set back: no byte is read
+    // so late.
     static constexpr double kMaxLateS = 1;
-    // After a pause the first bytes find empty queues and full token buckets, which commonly hold 1 ms: they
-    // come faster than the link. As many are skipped as it carries in twice that, within bounds.
+    // After a pause the first bytes find empty queues and full token buckets, which commonly hold 1 ms of
+    // traffic. They arrive faster than the link's rate, so skip as many bytes as the link carries in twice
+    // that time, within bounds.
     static constexpr double kSkippedS = 0.002;
     static constexpr int64_t kMinSkippedBytes = 1 << 15, kMaxSkippedBytes = 1 << 17;
 
-    // Count what has come by `group_at_` since `last_`.
+    // Counts the bytes that arrived by `group_at_`, after `last_`.
     void take_group() {
         if (group_bytes_ == 0) return;
         const double gap_s = std::max(group_at_ - last_, 0.0);
         const double pace = gap_s / static_cast<double>(group_bytes_);
         const bool is_slow = peer_ < 0 && pace_ > 0 && pace > kPauseFactor * pace_;
-        // Of much that was read late nobody knows whether a sender paused between two messages of it.
+        // If many bytes were read late, a sender may have paused between two of their messages.
         const bool is_late = has_edge_ && group_bytes_ > kMaxUnclearBytes;
         const bool is_pause = gap_s > kMaxPauseS && (!was_open_ || is_slow || is_late);
         if (was_open_ && group_bytes_ >= kMinPacedBytes)
@@ -110,16 +114,16 @@ class ArrivalMeter {
 
     int peer_;
     int num_open_ = 0;
-    // Read since the last `settle`, whether a message began or ended with it, and whether one was under way
-    // before.
+    // Bytes read since the last `settle`, whether a message began or ended in them, and whether one was under
+    // way before.
     double group_at_ = 0;
     int64_t group_bytes_ = 0;
     bool has_edge_ = false, was_open_ = false;
-    double pace_ = 0;  // seconds a byte, usually
-    // Since the last pause, and what is left to skip.
+    double pace_ = 0;  // usual seconds per byte
+    // Times and bytes since the last pause, and bytes that are left to skip.
     double first_ = 0, last_ = 0;
     int64_t num_bytes_ = 0, num_to_skip_ = kMaxSkippedBytes;
-    Burst done_{peer_, 0, 0};  // of trains before
+    Burst done_{peer_, 0, 0};  // of earlier trains
 };
 
 }  // namespace cgx

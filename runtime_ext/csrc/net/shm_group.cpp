@@ -3,32 +3,27 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <stdexcept>
 #include <type_traits>
 
-#include "../cpu/kernels.h"
+#include "clock.h"
+#include "errors.h"
+#include "kernels.h"
 #include "portable.h"
 
 namespace cgx {
 namespace {
 
 constexpr size_t kLine = 64;
-// A sum of this many bytes is made by every rank for itself: more work, and one wait less.
+// Up to this many bytes every rank makes the whole sum itself: more work, and one wait less.
 constexpr int64_t kSmallBytes = 1 << 12;
-// Rounds between putting a piece into the slot, summing it and taking the sum: what others have to do for it
-// is then mostly done, and ranks that share a core take turns less often.
+// Rounds between copying a piece into the slot, summing it and taking the sum. By then the other ranks have
+// mostly done their work on it, and ranks that share a core take turns less often.
 constexpr int64_t kLag = 2;
-// How often a sleeping rank looks whether the one it waits for is still there.
+// Interval at which a sleeping rank looks whether the rank it waits for is still there.
 constexpr double kLookS = 0.05;
 constexpr int kNumSpins = 2000;
 constexpr int64_t kSumBlock = 1024;
-
-double now() {
-    using namespace std::chrono;
-    return duration<double>(steady_clock::now().time_since_epoch()).count();
-}
 
 bool has_cores_to_spare(int num_ranks) {
     cpu_set_t cores;
@@ -47,7 +42,7 @@ CGX_INLINE float to_sum(T x) {
     return to_float(x);
 }
 
-// To the nearest, ties to even.
+// Rounds to the nearest number, ties to even.
 CGX_INLINE void round_to(float sum, float& out) { out = sum; }
 CGX_INLINE void round_to(double sum, double& out) { out = sum; }
 CGX_INLINE void round_to(float sum, BFloat16& out) {
@@ -58,17 +53,17 @@ CGX_INLINE void round_to(float sum, BFloat16& out) {
 }
 CGX_INLINE void round_to(float sum, Half& out) {
     const uint32_t bits = float_bits(sum), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-    // Normal: the exponent's offset is 112 less, and 13 bits go. Carries run into the exponent, and up to
-    // infinity.
+    // Normal: the offset of the exponent is 112 less, and 13 bits are dropped. A carry runs into the
+    // exponent, up to infinity.
     const uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-    // Subnormal: floats from 0.5 on are 2^-24 apart, as these are.
+    // Subnormal: these numbers are 2^-24 apart, as floats from 0.5 on are.
     const uint32_t subnormal = float_bits(bits_float(magnitude) + 0.5f) - float_bits(0.5f);
     const uint32_t special = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;
     const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
     out.bits = static_cast<uint16_t>(sign | (magnitude >= (143u << 23) ? special : finite));
 }
 
-// out[i] = the sum of sources[.][i], in their order. `out` may be one of them.
+// Sets out[i] to the sum of sources[.][i], in the order of `sources`. `out` may be one of them.
 template <typename T>
 CGX_INLINE void sum(const T* const* sources, int num_sources, T* out, int64_t numel) {
     using Sum = decltype(to_sum(T{}));
@@ -116,7 +111,7 @@ void with_type(LocalGroup::Type type, void* values, F f) {
 
 enum class Kind { kReduceScatter = 1, kAllGather, kAllReduce };
 
-// Tells operations apart: FNV-1a of all that ranks must agree on.
+// A number that tells operations apart: FNV-1a of everything that ranks must agree on.
 uint64_t operation_of(Kind kind, LocalGroup::Type type, const LocalGroup::Bounds& bounds) {
     uint64_t hash = 0xCBF29CE484222325u;
     const auto mix = [&](int64_t number) {
@@ -148,7 +143,8 @@ Span span_of(const std::pair<int64_t, int64_t>& bounds, int64_t index, int64_t p
 }
 
 int64_t count_pieces(const LocalGroup::Bounds& bounds, int64_t piece_numel) {
-    int64_t longest = 1;  // without elements ranks still meet, and find out if they mean different operations
+    // Ranks meet even without elements, to find out whether they mean different operations.
+    int64_t longest = 1;
     for (const auto& [start, stop] : bounds) longest = std::max(longest, stop - start);
     return (longest + piece_numel - 1) / piece_numel;
 }
@@ -189,7 +185,7 @@ void LocalGroup::all_reduce(void* values, int64_t numel, Type type) {
 
 template <typename T>
 void LocalGroup::reduce_scatter_of(T* values, const Bounds& bounds) {
-    // A slot holds one piece for each rank.
+    // A slot holds one piece per rank.
     const int64_t piece_numel = static_cast<int64_t>(Segment::kSlotBytes / kLine / size_ * kLine / sizeof(T));
     std::vector<const T*> sources(size_);
     run_pieces(
@@ -246,7 +242,7 @@ void LocalGroup::all_reduce_of(T* values, int64_t numel) {
             });
         return;
     }
-    // A block's share of each rank lies in the slots where it lies in the block.
+    // The share of each rank in a block lies at the same place in the slots.
     const auto share = [&](int64_t index, int rank) -> Span {
         const int64_t begin = index * block_numel, count = std::min(block_numel, numel - begin);
         const int64_t length = ((count + size_ - 1) / size_ + kLine - 1) / kLine * kLine;
@@ -317,7 +313,7 @@ void LocalGroup::run_pieces(int64_t num_pieces, CopyIn copy_in, Reduce reduce, C
 }
 
 void LocalGroup::await_all(Phase phase, uint32_t at_least) {
-    double deadline = 0;  // set by the first that is waited for
+    double deadline = 0;  // set by the first rank that has to be waited for
     for (int peer = 0; peer < size_; ++peer) {
         if (peer != rank_) await(peer, phase, at_least, deadline);
     }
@@ -334,20 +330,20 @@ void LocalGroup::await(int peer, Phase phase, uint32_t at_least, double& deadlin
         if (is_there(peer)) return;
         relax();
     }
-    if (deadline == 0) deadline = now() + timeout_s_;
+    if (deadline == 0) deadline = now_s() + timeout_s_;
     while (true) {
-        // All are needed, so any that is gone ends it. One that gave up has said so, and is not where it
-        // began.
+        // All ranks are needed, so any rank that is gone ends the operation. Name a rank that did not say
+        // that it left, if there is one: the others gave up because of it.
         int gone = -1;
         for (int other = 0; other < size_; ++other) {
-            // Looked at before the counter: what a rank did before it left is still good.
+            // Look at this before the counter: pieces that a rank finished before it left are still good.
             if (!segment_->is_gone(other) || (other != rank_ && is_there(other))) continue;
             if (other == rank_) give_up("the connections are closed");
             if (gone < 0 || !segment_->has_left(other)) gone = other;
         }
         if (is_there(peer)) return;
         if (gone >= 0) give_up("rank " + std::to_string(names_[gone]) + " hung up");
-        const double left_s = deadline - now();
+        const double left_s = deadline - now_s();
         if (left_s <= 0) break;
         counter.sleep(seen, std::min(kLookS, left_s));
     }
@@ -372,7 +368,7 @@ void LocalGroup::check_operation(uint32_t piece) {
 
 void LocalGroup::give_up(const std::string& why) {
     segment_->rank(rank_).has_left.store(1);
-    throw std::runtime_error(why);
+    fail(why);
 }
 
 }  // namespace cgx

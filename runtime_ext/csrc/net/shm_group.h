@@ -12,20 +12,21 @@
 
 namespace cgx {
 
-// Every rank calls the same operations in the same order, one at a time. Sums are made in the order of ranks,
-// 16-bit elements in float32 and rounded once. Each operation throws std::runtime_error that names the ranks
-// that did not come within `timeout_s`, left, or called another operation; nothing more can be called then.
+// Every rank calls the same operations in the same order, one at a time. Sums are made in the order of ranks;
+// 16-bit elements are added in float32 and rounded once. Each operation throws std::runtime_error that names
+// the ranks that did not come within `timeout_s`, left, or called another operation; nothing more can be
+// called then.
 class LocalGroup {
   public:
     enum class Type { kFloat32, kFloat64, kFloat16, kBFloat16 };
     using Bounds = std::vector<std::pair<int64_t, int64_t>>;  // (start, stop) by rank
 
-    // names: of the ranks in messages, their numbers in the run
+    // names: numbers of the ranks in the run, for error messages
     LocalGroup(std::shared_ptr<Segment> segment, int rank, std::vector<int> names, double timeout_s);
 
-    // values holds the sum within this rank's bounds afterwards; the rest stays as it is.
+    // Afterwards `values` holds the sum within this rank's bounds. The rest stays as it is.
     void reduce_scatter(void* values, Type type, const Bounds& bounds);
-    // values holds every rank's part within its bounds afterwards.
+    // Afterwards `values` holds the values of every rank within the bounds of that rank.
     void all_gather(void* values, Type type, const Bounds& bounds);
     void all_reduce(void* values, int64_t numel, Type type);
 
@@ -51,8 +52,8 @@ class LocalGroup {
     const std::vector<int> names_;
     const double timeout_s_;
     bool spins_;
-    uint32_t num_done_ = 0;   // pieces of operations before the one under way
-    uint64_t operation_ = 0;  // the one under way
+    uint32_t num_done_ = 0;   // pieces of earlier operations
+    uint64_t operation_ = 0;  // the current operation
 };
 
 }  // namespace cgx

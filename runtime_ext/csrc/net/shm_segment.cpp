@@ -12,13 +12,13 @@
 
 #include <algorithm>
 #include <bit>
-#include <cerrno>
 #include <climits>
 #include <cmath>
 #include <cstring>
 #include <ctime>
 #include <new>
-#include <stdexcept>
+
+#include "errors.h"
 
 namespace cgx {
 namespace {
@@ -29,12 +29,8 @@ static_assert(sizeof(std::atomic<uint32_t>) == 4, "the kernel sleeps on 32 bits"
 constexpr char kFolder[] = "/dev/shm";
 constexpr char kPrefix[] = "/cgx-ray-";
 constexpr size_t kPage = 4096;
-// Both stay in a core's cache. All rings together take 16 MiB or less up to 32 ranks.
+// A ring of either size stays in the cache of a core. Up to 32 ranks all rings together take 16 MiB or less.
 constexpr size_t kMaxRingBytes = 1 << 18, kMinRingBytes = 1 << 14, kAllRingsBytes = 1 << 24;
-
-[[noreturn]] void fail_errno(const std::string& what, int error) {
-    throw std::runtime_error(what + ": " + std::strerror(error));
-}
 
 size_t round_up(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -45,7 +41,7 @@ size_t choose_ring_bytes(int num_ranks) {
     return std::clamp(std::bit_floor(share), kMinRingBytes, kMaxRingBytes);
 }
 
-// What lies where: the nonce, the ranks' states, the rings' positions, slots, the rings' bytes.
+// Layout of the segment: nonce, states of the ranks, positions of the rings, slots, bytes of the rings.
 constexpr size_t kStatesAt = 64;
 
 size_t rings_at(int num_ranks) { return kStatesAt + num_ranks * sizeof(RankState); }
@@ -60,7 +56,7 @@ size_t bytes_at(int num_ranks) {
 
 std::string random_bytes(size_t count) {
     std::string bytes(count, '\0');
-    if (getrandom(bytes.data(), count, 0) != static_cast<ssize_t>(count)) fail_errno("getrandom", errno);
+    if (getrandom(bytes.data(), count, 0) != static_cast<ssize_t>(count)) fail_errno("getrandom");
     return bytes;
 }
 
@@ -71,9 +67,9 @@ std::string random_name() {
     return name;
 }
 
-// Whoever makes a segment holds a lock on it as long as its name is needed, and the kernel takes the lock
-// back when a process dies, however it does. Process ids would not do: containers may share the folder and
-// not those.
+// Removes segments that nobody needs any more. The maker of a segment holds a lock on it as long as its name
+// is needed, and the kernel releases the lock however the process ends. Process ids would not do: containers
+// may share the folder without sharing process ids.
 void remove_leftovers() {
     DIR* folder = opendir(kFolder);
     if (folder == nullptr) return;
@@ -81,7 +77,7 @@ void remove_leftovers() {
         const std::string name = std::string("/") + entry->d_name;
         if (!name.starts_with(kPrefix)) continue;
         const int fd = shm_open(name.c_str(), O_RDWR, 0);
-        if (fd < 0) continue;  // another user's, or gone by now
+        if (fd < 0) continue;  // of another user, or gone by now
         if (flock(fd, LOCK_EX | LOCK_NB) == 0) shm_unlink(name.c_str());
         ::close(fd);
     }
@@ -107,7 +103,8 @@ void Counter::sleep(uint32_t seen, double timeout_s) {
     const timespec timeout{static_cast<time_t>(whole),
                            static_cast<long>((std::max(timeout_s, 0.0) - whole) * 1e9)};
     ++num_sleepers;
-    // The kernel looks at the value once more. It is set before `set` looks for sleepers, so none is missed.
+    // The kernel compares the value once more before it sleeps. Writers change the value before they look for
+    // sleepers, so no wake-up is missed.
     syscall(SYS_futex, &value, FUTEX_WAIT, seen, &timeout, nullptr, 0);
     --num_sleepers;
 }
@@ -138,11 +135,11 @@ Segment::Segment(int num_ranks, const std::string& name, const std::string& nonc
       nonce_(nonce),
       gone_(num_ranks) {
     const int fd = shm_open(name.c_str(), O_RDWR, 0);
-    if (fd < 0) fail_errno("cannot open shared memory " + name, errno);
+    if (fd < 0) fail_errno("cannot open shared memory " + name);
     struct stat status{};
     const bool is_whole = fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == num_bytes_;
     try {
-        if (!is_whole) throw std::runtime_error("shared memory " + name + " has another size");
+        if (!is_whole) fail("shared memory " + name + " has another size");
         map(fd);
     } catch (...) {
         ::close(fd);
@@ -151,7 +148,7 @@ Segment::Segment(int num_ranks, const std::string& name, const std::string& nonc
     ::close(fd);
     if (nonce.size() != kNonceBytes || std::memcmp(base_, nonce.data(), kNonceBytes) != 0) {
         munmap(base_, num_bytes_);
-        throw std::runtime_error("shared memory " + name + " is of another run");
+        fail("shared memory " + name + " is of another run");
     }
 }
 
@@ -162,14 +159,14 @@ Segment::~Segment() {
 
 void Segment::make() {
     struct stat status{};
-    do {  // again if another run's clean-up came before the lock
+    do {  // repeat if the clean-up of another run came before the lock
         unlink();
         name_ = random_name();
         owner_fd_ = shm_open(name_.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
-        if (owner_fd_ < 0) fail_errno("cannot make shared memory in " + std::string(kFolder), errno);
-        if (flock(owner_fd_, LOCK_EX) != 0 || fstat(owner_fd_, &status) != 0) fail_errno("flock", errno);
+        if (owner_fd_ < 0) fail_errno("cannot make shared memory in " + std::string(kFolder));
+        if (flock(owner_fd_, LOCK_EX) != 0 || fstat(owner_fd_, &status) != 0) fail_errno("flock");
     } while (status.st_nlink == 0);
-    // Takes the pages now: without them a full folder would end this process by SIGBUS later on.
+    // Take the pages now: a full folder would otherwise end this process by SIGBUS later.
     const int error = posix_fallocate(owner_fd_, 0, static_cast<off_t>(num_bytes_));
     if (error != 0) {
         const size_t needed_mib = (num_bytes_ + (1 << 20) - 1) >> 20;
@@ -187,7 +184,7 @@ void Segment::unlink() {
 
 void Segment::map(int fd) {
     void* base = mmap(nullptr, num_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
-    if (base == MAP_FAILED) fail_errno("cannot map shared memory " + name_, errno);
+    if (base == MAP_FAILED) fail_errno("cannot map shared memory " + name_);
     base_ = static_cast<uint8_t*>(base);
 }
 
@@ -230,8 +227,8 @@ size_t Segment::take(int from, int to, void* data, size_t num_bytes) {
     std::memcpy(data, ring_data(from, to) + at, before_end);
     std::memcpy(static_cast<uint8_t*>(data) + before_end, ring_data(from, to), count - before_end);
     ring.read.store(read + count);
-    // Not for every bit of room: a reader that lacks data has emptied the ring, so half of it comes in any
-    // case.
+    // Do not ring for every bit of room. A reader that lacks data has emptied the ring, so half of it becomes
+    // free in any case.
     const bool has_room = there - count <= ring_bytes_ / 2;
     if (has_room && ring.writer_waits.load() != 0 && ring.writer_waits.exchange(0) != 0) ring_bell(from);
     return count;
@@ -241,7 +238,8 @@ void Segment::ring_bell(int rank) {
     RankState& state = this->rank(rank);
     if (state.num_waiters.load() > 0) {
         state.waiter_bell.add_one();
-        // Who stops waiting says so and then looks at its bell: if it has not said so by now, it finds this.
+        // A thread that stops waiting lowers num_waiters first and looks at its bell after that. If it is
+        // still counted here, it will find this ring.
         if (state.num_waiters.load() > 0) return;
     }
     state.bell.add_one();

@@ -23,24 +23,24 @@ struct alignas(64) Counter {
     void sleep(uint32_t seen, double timeout_s);
 };
 
-// What one rank tells the others.
+// State that one rank shows the others.
 struct RankState {
     static constexpr int kNumSlots = 8;
 
-    Counter copied;   // pieces that are in its slots
-    Counter reduced;  // pieces of which its share of the sum is in its slot
-    Counter taken;    // pieces of which it needs nothing more from the others' slots
+    Counter copied;   // pieces that it has copied into its slots
+    Counter reduced;  // pieces whose share of the sum it has put into its slot
+    Counter taken;    // pieces for which it needs no slot of another rank any more
 
-    Counter bell;         // for the thread that moves messages: there is something in a ring, or room
-    Counter waiter_bell;  // rung instead while threads wait for messages, as they move them themselves
+    Counter bell;         // for the thread that moves messages: a ring has data or room
+    Counter waiter_bell;  // rung instead while threads wait for messages, since they move messages themselves
     std::atomic<uint32_t> num_waiters;
 
     std::atomic<uint32_t> has_left;
-    std::atomic<uint64_t> operation[kNumSlots];  // what the piece in the slot is part of
+    std::atomic<uint64_t> operation[kNumSlots];  // operation that the piece in the slot belongs to
 };
 
-// Bytes from one rank to another. The positions only grow. Who finds nothing to do says so, and gets the bell
-// rung.
+// Bytes from one rank to another. The positions only grow. A reader or writer that finds nothing to do sets
+// its flag, and the other side then rings its bell.
 struct Ring {
     alignas(64) std::atomic<uint64_t> written;
     std::atomic<uint32_t> reader_waits;
@@ -53,8 +53,8 @@ class Segment {
     static constexpr size_t kSlotBytes = 1 << 17;
     static constexpr size_t kNonceBytes = 16;
 
-    // Makes a segment for `num_ranks` ranks and maps it. Throws std::runtime_error if /dev/shm has no room,
-    // saying how much it takes.
+    // Makes a segment for `num_ranks` ranks and maps it. If /dev/shm has no room, throws std::runtime_error
+    // that says how much it takes.
     explicit Segment(int num_ranks);
     // Maps the segment of that name, made by another process. Throws std::runtime_error if it is not there or
     // does not begin with `nonce`.
@@ -73,13 +73,13 @@ class Segment {
     RankState& rank(int index) const;
     uint8_t* slot(int rank, uint32_t piece) const;
 
-    // Move what there is room for, or what there is, and return how many bytes that was. After 0 the bell of
-    // `from`, or of `to`, rings when it is worth trying again.
+    // `put` moves as many bytes as there is room for, `take` as many as there are, and both return how many.
+    // After 0 the bell of `from` (put) or `to` (take) rings when it is worth trying again.
     size_t put(int from, int to, const iovec* pieces, int num_pieces);
     size_t take(int from, int to, void* data, size_t num_bytes);
     void ring_bell(int rank);
 
-    // A rank that this process knows to be gone, as its connection is.
+    // Marks a rank as gone, for this process only: its connection has ended.
     void set_gone(int rank) { gone_[rank].store(true); }
     bool is_gone(int rank) const { return gone_[rank].load() || has_left(rank); }
     bool has_left(int rank) const { return this->rank(rank).has_left.load() != 0; }

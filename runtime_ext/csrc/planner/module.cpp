@@ -19,7 +19,7 @@ NB_MODULE(_search, m) {
             cgx::planner::Answer answer =
                 cgx::planner::search(backward_s, numel, options, max_gap, max_labels);
             std::vector<std::pair<int, int>> groups;
-            for (const cgx::planner::Group& group : answer.groups)
+            for (const cgx::planner::PlannedGroup& group : answer.groups)
                 groups.emplace_back(group.end, group.option);
             return std::tuple(answer.finish_s, answer.bound_s, groups, answer.num_labels);
         },

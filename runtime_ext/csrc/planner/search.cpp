@@ -11,7 +11,7 @@ namespace cgx::planner {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-// Sums of a few thousand doubles differ by less, relative to the finish.
+// Largest rounding error of a sum of a few thousand doubles, relative to the finish.
 constexpr double kRounding = 1e-12;
 constexpr int kNumCells[] = {64, 256, 1024, 4096};
 
@@ -26,8 +26,8 @@ struct Problem {
     double network_s(int k, int end, const Option& option) const {
         return option.network_a + option.network_b * (numel[end] - numel[k]);
     }
-    // The least of w compute + (1 - w) network that layers k to end can take: that of one group, as every
-    // further one costs another compute_a and network_a.
+    // The least w * compute + (1 - w) * network that layers k to end can take. A single group attains it,
+    // since every further group costs another compute_a and network_a.
     double least_s(int k, int end, double w) const {
         double least = kInfinity;
         for (const Option& option : options)
@@ -42,18 +42,19 @@ std::vector<double> prefix_sums(const std::vector<double>& values) {
     return sums;
 }
 
-// From below: the seconds V_k(s) from the moment at which compute is done with the first k layers, the
-// network having s seconds of work left, to the end of the step. Tabulated at the multiples of a cell. V_k
-// never falls and never rises faster than s, which gives it a lower bound between them too, exact but in
-// cells where it has a kink.
+// A lower bound on V_k(s): the seconds from the moment at which compute is done with the first k layers,
+// while the network has s seconds of work left, to the end of the step. It is tabulated at the multiples of a
+// cell. V_k never falls and never rises faster than s, which gives a lower bound between the multiples too.
+// That bound is exact except in cells where V_k has a kink.
 class Bound {
   public:
-    // finish_s: of a plan that is known; what cannot be part of a better one is not told apart.
-    // coarser: of the same problem, or null.
+    // finish_s: of a known plan; the bound does not tell apart what cannot be part of a better plan
+    // coarser: a bound of the same problem with fewer cells, or null
     Bound(const Problem& problem, int num_cells, double finish_s, const Bound* coarser)
         : problem_(problem), num_cells_(num_cells), table_(problem.num_layers + 1) {
         int n = problem.num_layers;
-        // Work for longer than compute lasts, in one group with the least network time, is never waited for.
+        // With more work left than this, the compute time of one group with the least network time, the
+        // network is never idle.
         double longest_s = 0;
         for (int k = 0; k <= n; ++k) {
             least_network_.push_back(problem.least_s(k, n, 0));
@@ -77,18 +78,18 @@ class Bound {
         int n = problem_.num_layers;
         std::vector<double>& row = table_[k];
         row.resize(num_cells_ + 1);
-        // At the last multiple V_k is known, and it is nowhere larger before.
+        // V_k is known at the last multiple, and is no larger before.
         double last_s = num_cells_ * cell_s_ + least_network_[k];
         for (int i = 0; i <= num_cells_; ++i) row[i] = k == n ? i * cell_s_ : last_s;
         if (k == n) return;
-        // After k layers w C + (1 - w) D is at least least_s, as no group is sent before the first layer's
-        // backward.
+        // Let compute be done with k layers at time C, and the network at time D. Then w * C + (1 - w) * D is
+        // at least least_s, since no group is sent before the backward of the first layer.
         for (double w = 0; w <= 1; w += 0.125) {
             double least_s = problem_.least_s(0, k, w) + (1 - w) * problem_.backward[std::min(k, 1)];
             for (int i = 0; i <= num_cells_; ++i)
                 row[i] = std::min(row[i], finish_s - least_s + (1 - w) * i * cell_s_);
         }
-        // Where the coarser bound says as much, nothing is left to find.
+        // Nothing is left to find where the coarser bound says as much.
         auto is_open = [&](int i) { return coarser == nullptr || coarser->at(k, i * cell_s_) < row[i]; };
         int first = 0, last = num_cells_;
         while (first <= last && !is_open(first)) ++first;
@@ -98,7 +99,7 @@ class Bound {
             for (const Option& option : problem_.options) relax(row, k, end, option, first, last);
     }
 
-    // Lower row[first..last] to what comes of `option` for layers k to end.
+    // Lowers row[first..last] to the time that `option` for layers k to end leads to.
     void relax(std::vector<double>& row, int k, int end, const Option& option, int first, int last) {
         double compute = problem_.compute_s(k, end, option), network = problem_.network_s(k, end, option);
         double idle = compute + at(end, network);  // the network is idle when the group comes
@@ -123,7 +124,7 @@ class Bound {
     std::vector<std::vector<double>> table_;
 };
 
-// The first `end` layers in groups: when compute is done with them, when the network is.
+// A partial plan: the first `end` layers in groups, and when compute and network are done with them.
 struct Label {
     double compute_s, network_s;
     int end, option;
@@ -143,8 +144,9 @@ class Search {
   public:
     Search(const Problem& problem, Answer& best) : problem_(problem), best_(best) {}
 
-    // A*: extend the label with the least bound by every group, keep what no other label dominates. Raises
-    // the bound and lowers the finish of the best plan until they meet, or max_labels are kept.
+    // Runs A*: extends the label with the least bound by every group, and keeps labels that no other label
+    // dominates. Raises the bound and lowers the finish of the best plan until they meet, or max_labels are
+    // kept.
     void run(const Bound& bound, double max_gap, int64_t max_labels) {
         int n = problem_.num_layers;
         labels_.assign(1, {0, 0, 0, -1, -1});
@@ -198,9 +200,10 @@ class Search {
         return true;
     }
 
-    // Follow the bound from a label to the end, of equal next groups the longest: fewer groups.
+    // Follows the bound from a label to the end. Of equal next groups it takes the longest, so that there are
+    // fewer groups.
     void complete(int64_t start, const Bound& bound) {
-        std::vector<Group> tail;
+        std::vector<PlannedGroup> tail;
         Label now = labels_[start];
         while (now.end < problem_.num_layers) {
             Label next{};
@@ -220,8 +223,8 @@ class Search {
         best_.groups.insert(best_.groups.end(), tail.begin(), tail.end());
     }
 
-    std::vector<Group> trace(int64_t at) const {
-        std::vector<Group> groups;
+    std::vector<PlannedGroup> trace(int64_t at) const {
+        std::vector<PlannedGroup> groups;
         for (; at > 0; at = labels_[at].parent) groups.push_back({labels_[at].end, labels_[at].option});
         std::reverse(groups.begin(), groups.end());
         return groups;
@@ -248,7 +251,7 @@ Answer search(const std::vector<double>& backward_s, const std::vector<double>& 
     std::unique_ptr<Bound> bound;
     for (int num_cells : kNumCells) {
         bound = std::make_unique<Bound>(problem, num_cells, best.finish_s, bound.get());
-        // Labels are worth more where the bound is better.
+        // Most labels are kept for the last pass, since its bound is the best.
         search.run(*bound, max_gap, num_cells == kNumCells[3] ? max_labels : max_labels / 4);
         if (best.bound_s >= best.finish_s * (1 - max_gap)) break;
     }

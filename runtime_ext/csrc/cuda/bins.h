@@ -1,4 +1,4 @@
-// Histograms of magnitudes, and the search in them for the one of a rank.
+// Histograms of magnitudes, and the search in them for the magnitude of a rank.
 #pragma once
 
 #include "gradient.h"
@@ -7,8 +7,8 @@ namespace cgx {
 
 constexpr uint32_t kTile = kWarpSize * kWarpSize;  // elements of a warp's 32 words
 
-// What the kernels of one selection tell each other. Zero at first.
-struct Search {
+// State that the kernels of one selection share. Zero at first.
+struct SelectionState {
     Bin bin;            // of the rank-th largest, as far as known
     uint64_t total;     // of the tallies
     uint32_t low;       // elements below it were left out by a guess
@@ -16,10 +16,10 @@ struct Search {
     uint32_t ticket;
     uint32_t unused;
 };
-static_assert(sizeof(Search) == 6 * sizeof(uint64_t));
+static_assert(sizeof(SelectionState) == 6 * sizeof(uint64_t));
 
-// Counts `bin` where `is_counted`. One warp; equal bins in most lanes, as of zeros, would wait for each
-// other.
+// Counts `bin` in every lane with `is_counted`. For a whole warp. Lanes with the bin of the first one are
+// added at once: equal bins in most lanes, as of zeros, would wait for each other.
 CGX_DEVICE void count_in_warp(uint32_t* bins, uint32_t bin, bool is_counted) {
     const uint32_t counted = __ballot_sync(kAllLanes, is_counted);
     if (counted == 0) return;
@@ -46,7 +46,8 @@ CGX_DEVICE void add_bins(const uint32_t* bins, Count* sums) {
     }
 }
 
-// The bin of `rank` among the 2^num_bits, 256 or more, below `from`. Valid in thread 0. One block.
+// Finds the bin of `rank` among the 2^num_bits bins, 256 or more, below `from`. Valid in thread 0. For one
+// block.
 template <typename Count>
 CGX_DEVICE Bin descend_in_block(Bin from, const Count* bins, int num_bits, int64_t rank) {
     __shared__ uint32_t sums[kNumBins / 16];           // of 16 bins
@@ -71,7 +72,7 @@ CGX_DEVICE Bin descend_in_block(Bin from, const Count* bins, int num_bits, int64
     return descend(from, bins + 16 * (from.prefix & mask >> 4), 4, rank);
 }
 
-// Counts `num_rows` rows of 32 elements in each tile; where fewer than all, chance says which.
+// Counts `num_rows` rows of 32 elements in each tile. If that is not all rows, chance says which.
 template <typename T>
 CGX_DEVICE void count_rows(Source<T> source, int num_rows, uint32_t* bins) {
     const uint32_t num_tiles = (source.numel + kTile - 1) / kTile;

@@ -10,7 +10,17 @@ import pytest
 from cgx_ray.plan import CodecSpec, Intra, Scheme
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import FREE, CodecCost
-from cgx_ray.planner.papers.bytecomp_tree import Code, Device, Move, Part, Path, Place, option_of, path_cost, paths
+from cgx_ray.planner.papers.bytecomp import (
+    CodecDevice,
+    CodecTask,
+    Move,
+    MovePart,
+    MoveScope,
+    Path,
+    option_of,
+    path_cost,
+    paths,
+)
 from cgx_ray.planner.pipeline import group_cost
 
 PATHS = tuple(paths())
@@ -29,7 +39,7 @@ NETWORKS = (
 
 
 def named(path: Path) -> str:
-    return " ".join(task.task if isinstance(task, Code) else task.routine for task in path)
+    return " ".join(task.task if isinstance(task, CodecTask) else task.routine for task in path)
 
 
 def test_tree_has_the_4341_paths_of_the_paper_and_each_once() -> None:
@@ -42,7 +52,7 @@ def test_paths_by_pattern_are_as_counted_by_hand() -> None:
     That is 1 + 4 for one move, 29 for two, 169 for three, 985 for four; times the pairs of routines of each.
     """
     found = Counter(
-        (any(move.place is Place.INSIDE for move in moves), len(moves))
+        (any(move.scope is MoveScope.INSIDE for move in moves), len(moves))
         for moves in ([task for task in path if isinstance(task, Move)] for path in PATHS)
     )
     assert found == {(False, 1): 5, (False, 2): 2 * 29, (True, 3): 2 * 169, (True, 4): 4 * 985}
@@ -52,7 +62,7 @@ def test_every_path_starts_and_ends_uncompressed_and_each_move_gets_what_it_take
     for path in PATHS:
         is_compressed = False
         for task in path:
-            if isinstance(task, Code):
+            if isinstance(task, CodecTask):
                 assert is_compressed == (task.task == "decompress"), path
                 is_compressed = task.task == "compress"
             else:
@@ -71,11 +81,11 @@ def test_first_and_second_moves_pair_as_in_table_2() -> None:
     for path in PATHS:
         open_moves: list[Move] = []
         for move in (task for task in path if isinstance(task, Move)):
-            if move.part is Part.FIRST:
+            if move.part is MovePart.FIRST:
                 open_moves.append(move)
-            elif move.part is Part.SECOND:
+            elif move.part is MovePart.SECOND:
                 first = open_moves.pop()
-                assert (first.place, first.is_rooted) == (move.place, move.is_rooted), path
+                assert (first.scope, first.is_rooted) == (move.scope, move.is_rooted), path
                 assert (first.routine, move.routine) in pairs, path
         assert not open_moves, path
 
@@ -98,7 +108,7 @@ def test_engine_has_18_of_the_paths_for_15_options() -> None:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_moves_of_the_engines_paths_cost_what_the_cost_model_has_for_its_option(network: Network) -> None:
     numel = 1 << 24
-    free = dict.fromkeys(Device, FREE)
+    free = dict.fromkeys(CodecDevice, FREE)
     for path in PATHS:
         option = option_of(path, QSGD)
         if option is None:
@@ -117,17 +127,17 @@ def test_codec_work_of_sra_is_the_engines_but_for_a_ranks_own_chunk() -> None:
         for path in PATHS
         if (option := option_of(path, QSGD))
         and str(option) == f"{QSGD} over sra"
-        and Code("compress", Device.CPU) in path
+        and CodecTask("compress", CodecDevice.CPU) in path
     ]
-    cost = path_cost(path, network, QSGD, dict.fromkeys(Device, COST))
+    cost = path_cost(path, network, QSGD, dict.fromkeys(CodecDevice, COST))
     assert cost.compute_s(1000) == 0
     assert cost.network_a_s == pytest.approx((N + 1) * 1e-4 + 2 * N * 3e-5)
     assert cost.network_b_s_per_element == pytest.approx((1 + 1 / N) * 2e-9 + 2 * 1e-9)
 
 
 def test_only_what_the_gpu_encodes_before_the_first_move_holds_up_backward() -> None:
-    costs = {Device.GPU: COST, Device.CPU: SLOWER}
+    costs = {CodecDevice.GPU: COST, CodecDevice.CPU: SLOWER}
     for path in itertools.islice(PATHS, 0, None, 7):
         cost = path_cost(path, NETWORKS[1], QSGD, costs)
-        holds = isinstance(path[0], Code) and path[0].device is Device.GPU
+        holds = isinstance(path[0], CodecTask) and path[0].device is CodecDevice.GPU
         assert (cost.compute_b_s_per_element > 0) == holds, named(path)

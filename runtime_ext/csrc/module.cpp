@@ -15,7 +15,7 @@ namespace nb = nanobind;
 
 namespace {
 
-// An address that turns into a pointer to whatever the kernel takes there.
+// An address that converts to the type of pointer that a kernel takes.
 struct Address {
     uintptr_t value;
     template <typename T>
@@ -44,22 +44,22 @@ struct type_caster<Address> {
 namespace {
 
 // (peer, address, bytes)
-using Messages = std::vector<std::tuple<int, Address, int64_t>>;
+using PeerBuffers = std::vector<std::tuple<int, Address, int64_t>>;
 
-std::vector<cgx::Mesh::Part> to_parts(const Messages& messages) {
-    std::vector<cgx::Mesh::Part> parts;
-    for (const auto& [peer, data, num_bytes] : messages) parts.push_back({peer, data, num_bytes});
-    return parts;
+std::vector<cgx::Mesh::Message> to_messages(const PeerBuffers& buffers) {
+    std::vector<cgx::Mesh::Message> messages;
+    for (const auto& [peer, data, num_bytes] : buffers) messages.push_back({peer, data, num_bytes});
+    return messages;
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
-    // A mesh that is open when the interpreter ends ends with the process.
+    // A mesh that is still open when the interpreter ends is closed with the process.
     nb::set_leak_warnings(false);
     nb::class_<cgx::Mesh> mesh(m, "Mesh");
-    mesh.attr("TOKEN_BYTES") = cgx::Mesh::kTokenBytes;
+    mesh.attr("TOKEN_BYTES") = cgx::kTokenBytes;
     mesh.def("__init__", [](cgx::Mesh* self, int rank, int world_size, int num_streams,
                             const std::string& address, nb::bytes token, double far_s) {
         new (self) cgx::Mesh(rank, world_size, num_streams, address, {token.c_str(), token.size()}, far_s);
@@ -68,8 +68,8 @@ NB_MODULE(_native, m) {
     mesh.def("connect", &cgx::Mesh::connect, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), release());
     mesh.def(
         "post",
-        [](cgx::Mesh& self, const Messages& sends, const Messages& receives) {
-            return self.post(to_parts(sends), to_parts(receives));
+        [](cgx::Mesh& self, const PeerBuffers& sends, const PeerBuffers& receives) {
+            return self.post(to_messages(sends), to_messages(receives));
         },
         release());
     mesh.def("wait", &cgx::Mesh::wait, release());

@@ -1,4 +1,5 @@
-// What CUDA blocks of kBlockSize threads do together. Every thread of the block, or of the warp, has to come.
+// Operations of CUDA blocks of kBlockSize threads. Every thread of the block, or of the warp, has to call
+// them.
 #pragma once
 
 #include "sparse.h"
@@ -6,8 +7,8 @@
 namespace cgx {
 
 constexpr int kBlockSize = 256;
-// With 40 registers a thread 6 blocks share a multiprocessor of 65,536, and no kernel here keeps variables in
-// memory. Their histograms of 16 KiB fit its shared memory.
+// With 40 registers per thread, 6 blocks share a multiprocessor of 65,536 registers, and no kernel here
+// spills variables to memory. Their histograms of 16 KiB fit its shared memory.
 constexpr int kBlocksAMultiprocessor = 6;
 constexpr int kWarpSize = 32;
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
@@ -16,7 +17,7 @@ constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 CGX_DEVICE int lane_index() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 
-// The sum of `x` in the threads before this one; `total` is that of all.
+// Returns the sum of `x` in the threads before this one. `total` becomes the sum in all threads.
 CGX_DEVICE uint64_t exclusive_scan(uint64_t x, uint64_t* total) {
     __shared__ uint64_t warp_sums[kBlockSize / kWarpSize];
     const int lane = lane_index(), warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -37,8 +38,8 @@ CGX_DEVICE uint64_t exclusive_scan(uint64_t x, uint64_t* total) {
     return first + sum - x;
 }
 
-// True in the block that comes last: it sees what the others wrote. Leaves `ticket` at zero, as it has to be
-// at first.
+// True in the block that comes last, which sees what the others wrote. `ticket` has to be zero at first, and
+// is zero again afterwards.
 CGX_DEVICE bool is_last_block(uint32_t* ticket) {
     __shared__ bool is_last;
     __threadfence();
@@ -52,7 +53,7 @@ CGX_DEVICE bool is_last_block(uint32_t* ticket) {
     return is_last;
 }
 
-// tallies (num_tallies,): each becomes the sum of those before it. Returns the sum of all. One block.
+// Sets each of tallies (num_tallies,) to the sum of those before it. Returns the sum of all. For one block.
 CGX_DEVICE uint64_t scan_tallies(uint64_t* tallies, uint32_t num_tallies) {
     uint64_t sum = 0;
     for (uint32_t first = 0; first < num_tallies; first += kBlockSize) {

@@ -1,11 +1,11 @@
 // How CUDA threads share buckets: a team of 8 threads takes a bucket, row by row.
 //
-// A row is 32 elements, 4 a thread, so the team reads 128 bytes of float32 at once, and thread t has the
-// elements of lanes 4t to 4t + 3 in the sums that reference.py defines: rows are added without asking a
+// A row is 32 elements, 4 per thread, so the team reads 128 bytes of float32 at once, and thread t has the
+// elements of lanes 4t to 4t + 3 in the sums that reference/ defines: a thread adds rows without asking a
 // neighbour. The four teams of a warp walk together, since they shuffle together; a team beyond the last
-// bucket has one of no elements.
+// bucket gets a bucket without elements.
 //
-// A bucket is read once for its grid or means and once more for its levels: the second time it is in the L1
+// A bucket is read once for its grid or means and once more for its levels. The second time it is in the L1
 // cache, where the 4 buckets of 128 elements of all warps take 128 KiB of 256.
 #pragma once
 
@@ -14,14 +14,14 @@
 namespace cgx {
 
 constexpr int kBlockSize = 256;
-// 5 blocks are 40 of 64 warps and leave a thread 48 registers; with 40 the compiler spills.
+// 5 blocks are 40 of 64 warps and leave 48 registers per thread; with 40 the compiler spills.
 constexpr int kBlocksAMultiprocessor = 5;
 constexpr int kTeamSize = 8;
 constexpr int kTeamsABlock = kBlockSize / kTeamSize;
 constexpr int kQuad = 4;  // elements of a thread in a row
 constexpr int kRow = kTeamSize * kQuad;
-// Rows that are loaded before the first is used: 48 warps times 2 loads of 16 bytes a thread are 48 KiB in
-// flight a multiprocessor; 4.8 TB/s at 700 ns need 26 KiB.
+// Rows that are loaded before the first is used: 48 warps times 2 loads of 16 bytes per thread are 48 KiB in
+// flight per multiprocessor; 4.8 TB/s at 700 ns need 26 KiB.
 constexpr int kBatch = 2;
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
@@ -41,7 +41,7 @@ CGX_DEVICE bool is_aligned(const void* address, int alignment) {
     return reinterpret_cast<uint64_t>(address) % alignment == 0;
 }
 
-// Hides from the compiler how `x` was made: it would make it anew for every row.
+// Hides from the compiler how `x` was computed: it would compute it again for every row.
 CGX_DEVICE void keep(uint32_t& x) {
 #if defined(__CUDA_ARCH__)
     asm volatile("" : "+r"(x));
@@ -54,7 +54,7 @@ struct Bucket {
     int64_t index;
     int64_t begin;  // its first element
     int count;      // its elements
-    int size;       // those of a full one
+    int size;       // elements of a full bucket
 
     CGX_DEVICE int num_rows() const { return (size + kRow - 1) / kRow; }
     CGX_DEVICE int row_count(int row) const { return greater(0, lesser(count - row * kRow, kRow)); }
@@ -82,11 +82,11 @@ CGX_DEVICE void for_each_bucket(int64_t numel, int bucket_size, Body body) {
     }
 }
 
-// This thread's elements of a row; those that the bucket does not have are 0.
+// This thread's elements of a row; those beyond the end of the bucket are 0.
 struct Quad {
     float x[kQuad];
-    int valid;      // how many the bucket has, of these
-    int row_count;  // and of the row
+    int valid;      // how many of these elements the bucket has
+    int row_count;  // how many of the row it has
 };
 
 // Four elements as one load fetches them: 16 bytes of float32, 8 of the others.
@@ -152,7 +152,8 @@ CGX_DEVICE void for_each_row(const Bucket& bucket, const T* values, const float*
     // The same answer in all teams of the warp.
     const bool is_whole = __all_sync(kAllLanes, bucket.count == bucket.size && bucket.size % kRow == 0);
     if (is_whole && is_packed(values) && is_packed(added)) {
-        // The compiler would unroll the loops over rows fourfold on top: ten times the code and no faster.
+        // Otherwise the compiler would unroll the loop over rows fourfold too: ten times the code, and no
+        // faster.
 #pragma unroll 1
         for (; row + kBatch <= num_rows; row += kBatch) {
             Packed<T> packed[kBatch] = {};
@@ -216,7 +217,7 @@ CGX_DEVICE void for_each_fed(const Bucket& bucket, const Input<T>& input, Body b
     for_each_row(bucket, input.grad, input.residual, body);
 }
 
-// combine(a, b) over the team; commutative, so that all threads have the same.
+// Combines `value` over the team. combine(a, b) is commutative, so all threads get the same result.
 template <typename T, typename Combine>
 CGX_DEVICE T over_team(T value, Combine combine) {
 #pragma unroll
@@ -226,7 +227,7 @@ CGX_DEVICE T over_team(T value, Combine combine) {
     return value;
 }
 
-// The sum of a bucket in the order of reference.py: 32 lanes, each from its first row on, then halved.
+// The sum of a bucket in the order of reference/: 32 lanes, each from its first row on, then halved.
 struct LaneSum {
     // Minus zero: adding it to a first element changes nothing, not even another minus zero.
     float lanes[kQuad] = {-0.0f, -0.0f, -0.0f, -0.0f};
@@ -239,7 +240,7 @@ struct LaneSum {
     }
 };
 
-// Writes the low `num_bytes` of `word`; 4 are the most.
+// Writes the low `num_bytes` of `word`, at most 4.
 CGX_DEVICE void store_bytes(uint8_t* out, uint32_t word, int num_bytes) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -268,17 +269,17 @@ CGX_DEVICE uint32_t load_word(const uint8_t* in) {
     return is_aligned(in, 4) ? *reinterpret_cast<const uint32_t*>(in) : load_bytes(in, 4);
 }
 
-// A row's levels on the wire are kBits words if it is whole. A thread has a piece of them: its four levels.
+// The levels of a whole row are kBits words on the wire. Each thread has a piece of them: its four levels.
 template <int kBits>
 struct Levels {
     static constexpr int kPiece = kQuad * kBits;  // bits
 
-    // Buckets of other sizes than rows start at full bytes too.
+    // Every bucket starts at a full byte, also if buckets are not made of whole rows.
     static CGX_DEVICE int64_t first_byte(const Bucket& bucket) { return bucket.begin / 8 * kBits; }
     static CGX_DEVICE int row_bytes(int row) { return row * (kRow / 8 * kBits); }
     static CGX_DEVICE int num_bytes(int count) { return (count * kBits + 7) / 8; }
 
-    // Every thread of the warp; bits behind the last level have to be zero.
+    // For every thread of the warp. Bits after the last level have to be zero.
     static CGX_DEVICE void store(uint8_t* row, int count, uint32_t piece) {
         const int lane = team_lane();
         uint32_t word = 0;
@@ -296,7 +297,7 @@ struct Levels {
             writes = lane % kThreads == 0;
         } else {
             // Thread w collects word w.
-            constexpr int kPieces = kBits == 3 ? 4 : kBits == 5 ? 3 : 2;  // that a word touches at most
+            constexpr int kPieces = kBits == 3 ? 4 : kBits == 5 ? 3 : 2;  // most pieces that a word touches
             const int first = 8 * lane / kBits;
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
@@ -313,7 +314,7 @@ struct Levels {
         }
     }
 
-    // Behind the last level the bits are undefined.
+    // Bits after the last level are undefined.
     static CGX_DEVICE uint32_t load(const uint8_t* row, int count) {
         const int bit = team_lane() * kPiece;
         if (count == kRow && is_aligned(row, 4)) {

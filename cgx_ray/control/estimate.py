@@ -1,0 +1,45 @@
+"""Estimates with intervals, and the quantiles that they are made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Largest ratio of an interval's ends with which an estimate counts as known. A wider interval says little and calls for
+# a probe.
+SURE_FACTOR = 1.25
+# Standard deviations on either side of the mean that hold 95 % of a normal distribution.
+Z_95 = 1.96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A number with the interval that it lies in.
+
+    source  the data it was made from, such as "bursts" or "probes"
+    """
+
+    value: float
+    low: float
+    high: float
+    source: str
+
+    @property
+    def is_sure(self) -> bool:
+        return 0 < self.high <= SURE_FACTOR * self.low
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """Return the element of `values` that `fraction` of them lie below; a fraction outside [0, 1] is clipped."""
+    ordered = sorted(values)
+    return ordered[min(max(round(fraction * (len(ordered) - 1)), 0), len(ordered) - 1)]
+
+
+def quantile_interval(values: Sequence[float], fraction: float) -> tuple[float, float, float]:
+    """Return a quantile between the ends of its 95 % interval.
+
+    The ends are elements of `values` too (order statistics), so the interval holds for any distribution.
+    """
+    reach = Z_95 * math.sqrt(fraction * (1 - fraction) / len(values))
+    return quantile(values, fraction - reach), quantile(values, fraction), quantile(values, fraction + reach)

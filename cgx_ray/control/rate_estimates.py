@@ -1,0 +1,120 @@
+"""Estimates of a link's bandwidth from bursts or from exchanges. All rates are payload bytes per second."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
+from cgx_ray.control.estimate import SURE_FACTOR, Z_95, Estimate, quantile, quantile_interval
+from cgx_ray.control.topology import K
+from cgx_ray.control.traffic import ObservedExchange
+
+# Quantile of rates that stands for the link. Busy processors and late ranks only make messages slower, so the fast side
+# tells the link; the very fastest burst may be an artefact of time stamps.
+FAST_RATE = 0.95
+# Fewer bursts than this give no estimate: a quantile needs a few values.
+MIN_BURSTS = 4
+# Ratio of the bytes per hop of two groups from which their times tell bandwidth and latency apart.
+SIZE_FACTOR = 4.0
+# Fastest exchanges of each size that are fitted, at most a third of them: the others contain delays by processors.
+FITTED_PER_SIZE = 5
+# Seconds per hop that busy processors may add to an exchange. Shorter exchanges say little about the network.
+HOP_WORK_S = 1e-3
+# Seconds per byte that processors need to encode or copy. A link that looks about as fast may be faster.
+BYTE_WORK_S = 2e-8
+# Least fraction of a measured time that is left after latency is subtracted: ranks that wait for a processor make the
+# latency of one exchange a guess, and the difference must stay positive.
+MIN_LEFT = 0.1
+
+
+def link_rates(
+    bursts: Mapping[int, Sequence[float]], pair_rate: Mapping[tuple[int, int], float]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return for each rank the rate at which its link receives, and the rate at which it sends.
+
+    A rank sends to all others at the same time, so the rates that receivers observe are parts of its link's rate.
+    """
+    down = {rank: quantile(rates, FAST_RATE) for rank, rates in bursts.items() if rates}
+    sent: dict[int, list[float]] = defaultdict(list)
+    for (sender, _), rate in pair_rate.items():
+        sent[sender].append(rate)
+    return down, {sender: sum(rates) / len(rates) * (len(sent) - 1) for sender, rates in sent.items()}
+
+
+def slowest_rate(rate: Mapping[K, float], slow: Mapping[K, float]) -> float:
+    """Return the rate that the planner uses: the slowest of the `slow` links, or the median of all if none is slow.
+
+    The minimum of all links would be that of the rank whose processor is busiest.
+    """
+    return min([median(rate.values()), *slow.values()])
+
+
+def estimate_from_bursts(
+    bursts: Mapping[int, Sequence[float]], down: Mapping[int, float], slow: Mapping[int, float]
+) -> Estimate | None:
+    """Return the bandwidth from burst rates by rank, or None if there are fewer than MIN_BURSTS.
+
+    down  receiving rate by rank, of `link_rates`
+    slow  rates of ranks with a slow link
+
+    The interval reaches down to the median burst: where messages do not fill the link, most bursts are far slower than
+    the fastest, and the estimate is not sure.
+    """
+    rates = [rate for rates in bursts.values() for rate in rates]
+    if len(rates) < MIN_BURSTS:
+        return None
+    _, fast, high = quantile_interval(rates, FAST_RATE)
+    value = slowest_rate(down, slow)
+    return Estimate(value=value, low=value * median(rates) / fast, high=value * high / fast, source="bursts")
+
+
+def fit_exchanges(exchanges: Sequence[ObservedExchange]) -> Estimate | None:
+    """Return the bandwidth from groups of different sizes (Theil and Sen), or None if sizes are too similar or too few.
+
+    The model is seconds / hops = alpha + beta * bytes / hops. The estimate of beta is the median slope between pairs
+    whose bytes per hop differ by SIZE_FACTOR, so latency need not be known. Only the fastest exchanges of each size
+    count. The interval is that of Sen (1968). Its upper end subtracts BYTE_WORK_S per byte, so a rate that processors
+    could limit is not sure.
+    """
+    by_size: dict[float, list[float]] = defaultdict(list)
+    for one in exchanges:
+        if one.hops > 0 and one.num_bytes > 0:
+            by_size[one.num_bytes / one.hops].append(one.seconds / one.hops)
+    points = [(x, t) for x, times in by_size.items() for t in sorted(times)[: -(-len(times) // 3)][:FITTED_PER_SIZE]]
+    slopes = sorted(
+        (tb - ta) / (xb - xa)
+        for (xa, ta), (xb, tb) in itertools.combinations(sorted(points), 2)
+        if xb >= SIZE_FACTOR * xa
+    )
+    if not slopes:
+        return None
+    n = len(points)
+    # Half of the interval's width, as a fraction of the number of slopes.
+    reach = Z_95 * math.sqrt(n * (n - 1) * (2 * n + 5) / 18) / (n * (n - 1))
+    slow, beta, fast = (quantile(slopes, fraction) for fraction in (0.5 + reach, 0.5, 0.5 - reach))
+    if fast <= 0 or slow > SURE_FACTOR * fast:
+        return None
+    return Estimate(value=1 / beta, low=1 / slow, high=1 / max(fast - BYTE_WORK_S, MIN_LEFT * fast), source="fit")
+
+
+def estimate_at_latency(latency_s: float, steps: Iterable[Sequence[ObservedExchange]]) -> Estimate | None:
+    """Return the bandwidth under the assumption that a message takes `latency_s`, or None without exchanges.
+
+    All exchanges of a step count as one, since small ones say little. The interval reaches from the rate with no
+    latency to the rate with HOP_WORK_S more per hop, so an estimate from short exchanges is not sure.
+    """
+    rates = []
+    for exchanges in steps:
+        hops, num_bytes, seconds = (
+            sum(getattr(one, name) for one in exchanges) for name in ("hops", "num_bytes", "seconds")
+        )
+        if num_bytes > 0 and seconds > 0:
+            left_s = (seconds, seconds - hops * latency_s, seconds - hops * (latency_s + HOP_WORK_S))
+            rates.append([num_bytes / max(left, MIN_LEFT * seconds) for left in left_s])
+    if not rates:
+        return None
+    slow, usual, fast = (quantile_interval(column, FAST_RATE) for column in zip(*rates, strict=True))
+    return Estimate(value=usual[1], low=slow[0], high=fast[2], source="exchanges")

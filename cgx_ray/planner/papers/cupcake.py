@@ -1,0 +1,62 @@
+"""Cupcake (Wang et al. 2023): which neighbouring layers to fuse into groups under one option (algorithm 1).
+
+Depth first, a partial grouping is extended by every next group, except where one of two insights rules it out:
+
+1. At best the remaining layers are one group that nothing waits for. If even that ends later than the best grouping
+   found, the partial grouping is dropped.
+2. Layers that are encoded while the network is still busy may as well be one group.
+
+The search starts from the better of one group and two. `fusion.fuse` solves the same problem in polynomial time.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from cgx_ray.planner.pipeline import GroupEnd, Groups, Pipeline
+
+MAX_NODES = 5_000
+
+
+def cupcake(pipeline: Pipeline, option: int, max_nodes: int = MAX_NODES) -> Groups:
+    """Return the groups with the earliest finish when all use `option`.
+
+    Departure: the search takes exponential time at worst, so it gives up after `max_nodes` partial groupings and
+    returns the best so far. If it ends before that, the answer is the optimum.
+    """
+    cost, N = pipeline.costs[option], pipeline.num_layers
+    numel = [0, *itertools.accumulate(pipeline.numel)]
+    backward_s = [0.0, *itertools.accumulate(pipeline.backward_s)]
+
+    def compute_s(start: int, end: int) -> float:
+        return backward_s[end] - backward_s[start] + cost.compute_s(numel[end] - numel[start])
+
+    whole = (GroupEnd(N, option),)
+    halves = tuple(GroupEnd(end, option) for end in (N // 2, N) if end > 0)
+    best = min((whole, halves), key=pipeline.finish_s)
+    best_s = pipeline.finish_s(best)
+    open_groupings: list[tuple[Groups, float, float]] = [((), 0.0, 0.0)]
+    for _ in range(max_nodes):
+        if not open_groupings:
+            break
+        groups, computed_s, sent_s = open_groupings.pop()
+        start = groups[-1].end if groups else 0
+        # Insight 2.
+        first = start + 1
+        while first < N and compute_s(start, first + 1) <= sent_s - computed_s:
+            first += 1
+        found = []
+        for end in range(first, N + 1):
+            done_s = computed_s + compute_s(start, end)
+            next_sent_s = max(sent_s, done_s) + cost.network_s(numel[end] - numel[start])
+            grouping = (*groups, GroupEnd(end, option))
+            if end == N:
+                if next_sent_s < best_s:
+                    best, best_s = grouping, next_sent_s
+                continue
+            # Insight 1.
+            least_s = max(done_s + compute_s(end, N), next_sent_s + cost.network_s(numel[N] - numel[end]))
+            if least_s < best_s:
+                found.append((grouping, done_s, next_sent_s))
+        open_groupings += reversed(found)
+    return best

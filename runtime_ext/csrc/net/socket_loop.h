@@ -1,0 +1,40 @@
+// The thread that moves messages through all sockets of a rank, with edge-triggered epoll.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "link_meter.h"
+#include "sockets.h"
+#include "streams.h"
+
+namespace cgx {
+
+class SocketLoop {
+  public:
+    explicit SocketLoop(LinkMeter& meter);
+
+    // Adds a stream, before `run`.
+    void watch(Stream& stream);
+
+    // Moves messages until `stop`.
+    void run();
+    void stop();
+
+    // Has the thread visit the stream at the next `wake`: something was posted that no event announces.
+    void visit(Stream& stream);
+    void wake();
+
+    // In a forked child: closes its copies. Takes no lock.
+    void close_copies();
+
+  private:
+    LinkMeter& meter_;
+    FileDescriptor epoll_, wake_;
+    int num_watched_ = 0;
+    std::mutex mutex_;  // guards what is below
+    std::vector<Stream*> posted_;
+    bool is_stopped_ = false;
+};
+
+}  // namespace cgx

@@ -1,0 +1,77 @@
+// Tickets for messages that are posted and not done yet, and the threads that wait for them.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "shm_segment.h"
+
+namespace cgx {
+
+// State of one `post`. Guarded by the mutex of its Tickets.
+struct Ticket {
+    std::vector<int> num_open;      // parts of messages that are not done, by peer
+    std::vector<double> arrived_s;  // when the last part arrived, by peer, from `posted_at` on
+    double posted_at = 0;
+    int64_t num_left = 0;  // parts of all peers that are not done
+    std::string error;
+    std::thread::id waiter;  // the thread that waits, if there is one
+
+    bool is_over() const { return num_left == 0 || !error.empty(); }
+};
+
+class Tickets {
+  public:
+    explicit Tickets(int world_size) : world_size_(world_size) {}
+
+    // Rings `bell` too when a ticket is over that another thread waits for.
+    void ring_also(Counter* bell) { bell_ = bell; }
+
+    // Makes a ticket and its number. Throws std::runtime_error once the tickets are closed.
+    std::pair<int64_t, std::shared_ptr<Ticket>> open();
+
+    // Adds `num_parts` to or from `peer` to what the ticket waits for.
+    void expect(Ticket& ticket, int peer, int num_parts);
+
+    // Takes a part as done. `at`: when it arrived, 0 if it did not come through a socket.
+    void finish(Ticket& ticket, int peer, double at);
+
+    // Ends the ticket with an error, unless it has one already.
+    void fail(Ticket& ticket, const std::string& why);
+
+    // The ticket of that number, for this thread to wait for. Throws std::runtime_error if it is not known.
+    std::shared_ptr<Ticket> take_up(int64_t number);
+
+    bool is_over(const Ticket& ticket);
+
+    // Returns when the ticket is over, or after `timeout_s`.
+    void wait(const Ticket& ticket, double timeout_s);
+
+    // Forgets the number. Returns why the ticket failed, or an empty text if it is done; without an error of
+    // its own that is the peers that did not answer within `timeout_s`.
+    std::string settle(int64_t number, const Ticket& ticket, double timeout_s);
+
+    void close();
+
+    // In a forked child: drops the threads that wait, which are not in the child.
+    void forget_waiters();
+
+  private:
+    void tell(const Ticket& ticket);
+
+    const int world_size_;
+    Counter* bell_ = nullptr;
+    std::mutex mutex_;  // guards what is below
+    std::condition_variable changed_;
+    std::vector<std::pair<int64_t, std::shared_ptr<Ticket>>> tickets_;
+    int64_t last_number_ = 0;
+    bool is_closed_ = false;
+};
+
+}  // namespace cgx

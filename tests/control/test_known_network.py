@@ -1,0 +1,139 @@
+"""The network as messages and probes show it, stepped over made-up reports."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.control_runs import QUIET, start
+
+from cgx_ray.control.known_network import PROBE_HOLDS_S, RATE_HOLDS_S, KnownNetwork
+from cgx_ray.control.worker_group import LINK_STEPS
+from cgx_ray.monitors.sample import NodeSample
+
+
+def test_probes_are_asked_for_and_used_only_while_messages_are_not_sure(tmp_path: Path) -> None:
+    run = start(tmp_path)
+
+    def report(node_id: str, time_s: float, bandwidth: dict[str, float]) -> None:
+        others = {other: 1e-3 for other in "ab" if other != node_id}
+        run.loop.observe(
+            NodeSample(node_id=node_id, time_s=time_s, steps=(), latency_s=others, host=QUIET, bandwidth=bandwidth),
+            time_s,
+        )
+
+    for node_id in "ab":
+        report(node_id, 0.0, {})
+    assert run.loop.next_probe("a", 0.0) is None, "the first minute belongs to messages"
+    assert (run.loop.next_probe("b", 60.0), run.loop.next_probe("a", 60.0)) == (None, "b")
+    report("a", 1.0, {"b": 25e6})
+    assert run.loop.facts().bandwidth_bits_per_s == 200e6
+    report("b", 2 + RATE_HOLDS_S, {})
+    assert run.loop.facts().bandwidth_bits_per_s is None, "too old, though a is silent"
+    assert run.loop.next_probe("b", 120.0) == "a"
+    report("b", 3 + RATE_HOLDS_S, {"a": 25e6})
+    run.run(LINK_STEPS)
+    assert run.loop.facts().bandwidth_bits_per_s == pytest.approx(1e9, rel=0.1)
+    assert (run.loop.next_probe("a", 300.0), run.loop.next_probe("b", 300.0)) == (None, None)
+
+
+WAYS = tuple(map("".join, itertools.permutations("abcd", 2)))
+
+
+TO_D = tuple(way for way in WAYS if way[1] == "d")
+
+
+OF_D = tuple(way for way in WAYS if "d" in way)
+
+
+@pytest.mark.parametrize(
+    ("ways", "slow_ways", "named"),
+    [
+        (WAYS, TO_D, {3}),
+        (WAYS, OF_D, {3}),
+        (["ab", "cd"], ["cd"], set()),
+        (["ab", "ad"], ["ad"], {3}),
+        (["ab", "ba"], ["ba"], set()),
+        (["ab", "bc", "cd", "da"], ["cd", "da"], set()),
+        (["ab", "cd", "bc", "db"], ["cd", "db"], {3}),
+    ],
+    ids=["down", "both", "either end", "other end cleared", "two nodes", "nobody cleared", "as granted"],
+)
+def test_probes_count_with_a_slow_node_and_name_it_once_the_other_end_was_fast_elsewhere(
+    ways: Sequence[str], slow_ways: Sequence[str], named: set[int], tmp_path: Path
+) -> None:
+    run, network = start(tmp_path), KnownNetwork()
+
+    def report(node: str, found: dict[str, float]) -> None:
+        steps, latency_s = (run.sample("abcd".index(node)),), {other: 1e-3 for other in "abcd" if other != node}
+        network.add_report(
+            NodeSample(node_id=node, time_s=0.0, steps=steps, latency_s=latency_s, host=QUIET, bandwidth=found), 0.0
+        )
+
+    for node in "abcd":
+        report(node, {})
+    for way in ways:
+        report(way[0], {way[1]: 1.25e6 if way in slow_ways else 1.25e8})
+    assert network.bandwidth is not None
+    assert (network.bandwidth.value, network.bandwidth.source) == (1.25e6, "probes")
+    assert network.bandwidth.low <= network.bandwidth.value <= network.bandwidth.high
+    assert network.slow == dict.fromkeys(named, 1.25e6)
+
+
+def test_what_a_node_probed_counts_no_longer_once_it_is_silent(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.latency_s = 1e-3
+    run.run(1)
+    far = NodeSample(
+        node_id="far", time_s=0.0, steps=(), latency_s={"node": 0.101}, host=QUIET, bandwidth={"node": 1e6}
+    )
+    run.loop.observe(far, 1.0)
+    assert run.loop.facts().latency_s == pytest.approx(0.051)
+    run.step = 2 + int(PROBE_HOLDS_S)
+    run.run(1)
+    assert run.loop.facts().latency_s == pytest.approx(1e-3)
+
+
+def test_the_number_of_link_changes_only_grows(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.run(20)
+    assert run.loop.facts().num_link_changes == 0
+    run.gbps = 0.1
+    run.run(20)
+    slower = run.loop.facts().num_link_changes
+    assert slower > 0
+    run.latency_s = 0.15
+    run.run(1)
+    assert run.loop.facts().num_link_changes > slower
+
+
+def test_latencies_from_before_a_change_do_not_count_until_all_nodes_have_measured_anew(tmp_path: Path) -> None:
+    run, nodes = start(tmp_path), "abcd"
+    said = {node: {peer: 1e-3 + 1e-6 * i for i, peer in enumerate(nodes) if peer != node} for node in nodes}
+
+    def step(latency_s: float) -> float | None:
+        lag_s = [tuple(0.0 if peer == rank else latency_s for peer in range(4)) for rank in range(4)]
+        samples = [replace(run.sample(rank), lag_s=lag_s[rank]) for rank in range(4)]
+        run.step += 1
+        for node, sample in zip(nodes, samples, strict=True):
+            told = NodeSample(node_id=node, time_s=run.step, steps=(sample,), latency_s=dict(said[node]), host=QUIET)
+            run.loop.observe(told, float(run.step))
+        return run.loop.facts().latency_s
+
+    for _ in range(20):
+        assert step(1e-3) == pytest.approx(1e-3, rel=0.01)
+    changes = run.loop.facts().num_link_changes
+    while run.loop.facts().num_link_changes == changes:
+        step(20e-3)
+    # Agents measure one peer after another, and one agent is late.
+    for peer in nodes:
+        for node in nodes[1:]:
+            said[node] |= {peer: 30e-3} if peer != node else {}
+            assert step(20e-3) == pytest.approx(20e-3, rel=0.01)
+    said["a"] = dict.fromkeys("bcd", 15e-3)
+    for node in nodes[1:]:
+        said[node] = {peer: 15e-3 for peer in nodes if peer != node}
+    assert step(20e-3) == pytest.approx(15e-3, rel=0.01), "the shorter of both, once all have measured"

@@ -1,0 +1,129 @@
+"""Pauses and bans after a plan that was slower than dense or a gain that fell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.control_runs import journal, start
+
+from cgx_ray.control.measured import is_dense, non_dense_options
+from cgx_ray.control.outcome import JUDGED_STEPS, WARM_UP_STEPS
+from cgx_ray.control.policy import Disable, Replace
+from cgx_ray.control.setbacks import BAN_STEPS
+from cgx_ray.control.worker_group import LINK_STEPS
+from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme
+
+
+def test_a_plan_slower_than_dense_is_taken_back_and_others_are_tried_more_and_more_rarely(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.slowdown = 30.0
+    first, second = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
+    assert isinstance(first, Replace)
+    assert isinstance(second, Disable)
+    assert run.loop.plans[-1].describe() == "dense"
+    assert "on this network; only dense for 500 steps, these options banned for 1000" in second.reason
+    assert run.run(BAN_STEPS - 1) == []
+    next_one, its_end = run.run(2 * BAN_STEPS)
+    assert isinstance(next_one, Replace)
+    assert isinstance(its_end, Disable)
+    tried = [{(option.codec, option.scheme) for option in non_dense_options(one.plan)} for one in (first, next_one)]
+    assert all(tried)
+    assert tried[0].isdisjoint(tried[1]), tried
+
+
+def test_a_network_that_changes_ends_the_pause_after_a_failure(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.slowdown = 2.0
+    run.run(20)
+    assert run.loop.plans[-1].describe() == "dense"
+    run.gbps, run.slowdown = 0.02, 1.0
+    decision, *_ = run.run(3)
+    assert isinstance(decision, Replace)
+    assert run.loop.plans[-1].describe() != "qsgd:bits=4,bucket_size=128 over sra"
+
+
+@pytest.mark.parametrize(
+    ("gbps", "change"), [(0.8, {"latency_s": 0.15}), (0.1, {"compute_s": 3.0})], ids=["latency", "compute"]
+)
+def test_what_dense_took_before_latency_or_compute_grew_disables_no_plan(
+    tmp_path: Path, gbps: float, change: dict[str, float]
+) -> None:
+    run = start(tmp_path)
+    run.gbps = gbps
+    run.run(40)
+    assert run.loop.plans[-1].describe().startswith("qsgd")
+    vars(run).update(change)
+    decisions = run.run(150)
+    assert decisions
+    assert not any(isinstance(decision, Disable) for decision in decisions), [one.reason for one in decisions]
+    assert run.loop.plans[-1].describe().startswith("qsgd")
+
+
+def test_what_dense_took_before_compute_fell_keeps_no_plan_that_is_slower_than_dense_now(tmp_path: Path) -> None:
+    """The time of a dense step fell from 5.7 to 3.0 s, and the plan takes 3.7 s."""
+    run = start(tmp_path)
+    run.gbps, run.compute_s = 0.1, 3.0
+    run.run(20)
+    run.compute_s, run.slowdown = 0.3, 6.0
+    decisions = run.run(100)
+    assert isinstance(decisions[-1], Disable), [one.reason for one in decisions]
+
+
+def test_hierarchical_sums_that_are_slower_than_dense_are_taken_back(tmp_path: Path) -> None:
+    """The link inside nodes is assumed, so their plans are judged like others. They leave the bandwidth unmeasured."""
+    run = start(tmp_path, options=[Option(codec=NONE, scheme=Scheme.DENSE, intra=Intra.DENSE)])
+    run.num_local, run.latency_s, run.slowdown = 2, 0.02, 3.0
+    first, second = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
+    assert isinstance(first, Replace)
+    assert first.plan.describe() == "dense, dense inside nodes"
+    assert isinstance(second, Disable)
+    assert is_dense(run.loop.plans[-1])
+
+
+def test_a_codec_whose_gain_falls_in_use_is_left_and_not_tried_again(tmp_path: Path) -> None:
+    run = start(tmp_path, min_gain=0.5)
+    run.gbps = 0.02
+    run.gain["topk:density=0.01"] = 0.7
+    run.run(10)
+    left = run.loop.plans[-1].describe()
+    assert left == "topk:density=0.01 over artopk_tree"
+    run.gain["topk:density=0.01"] = 0.2
+    assert run.run(20) == [], "one measurement is not enough"
+    (decision,) = run.run(20)
+    assert decision.reason.startswith("gain of topk:density=0.01 fell from 0.70 to 0.20: ")
+    # When the codec is not in use, its gain is estimated from each rank's own top-k again.
+    run.gain["topk:density=0.01"] = 0.7
+    run.run(200)
+    used = {option.codec for plan in run.loop.plans[2:] for option in non_dense_options(plan)}
+    assert used
+    assert CodecSpec(name="topk", density=0.01) not in used
+
+
+def test_a_plan_under_min_gain_is_left_even_for_a_slower_one(tmp_path: Path) -> None:
+    run = start(tmp_path, min_gain=0.8)
+    run.gbps = 0.005
+    run.gain["topk:density=0.01"] = 0.9
+    run.run(10)
+    assert run.loop.plans[-1].describe() == "topk:density=0.01 over artopk_tree"
+    run.gain["topk:density=0.01"] = 0.78
+    run.run(40)
+    assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
+
+
+def test_gains_that_change_end_no_pause_after_a_failure(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.slowdown = 30.0
+    assert isinstance(run.run(20)[-1], Disable)
+    run.gain |= {"topk:density=0.01": 0.95, "topk:density=0.1": 0.99}
+    assert run.run(BAN_STEPS - 30) == []
+
+
+def test_compression_that_a_recovered_network_made_useless_is_taken_back(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(20)
+    run.gbps, run.slowdown = 10.0, 1.6
+    run.run(20)
+    assert run.loop.plans[-1].describe() == "dense"
+    assert journal(tmp_path)[-2]["kind"] == "disable"

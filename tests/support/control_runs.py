@@ -1,0 +1,138 @@
+"""A fake training that steps a control loop: no Ray, no clock, no network."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cgx_ray.control.journal import Journal
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.measured import is_dense
+from cgx_ray.control.policy import AdaptivePolicy, Decision
+from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample, Transfer
+from cgx_ray.plan import Layer, Option, make_plan
+from cgx_ray.planner.cost import Link, exchange_s
+from cgx_ray.planner.options import CodecCost, candidate_options
+
+WORLD = 4
+
+
+DENSITIES = (0.1, 0.01)
+
+
+LAYERS = (
+    Layer(name="embed", numel=1_000_000, ndim=2),
+    Layer(name="bias", numel=1_000, ndim=1),
+    Layer(name="head", numel=4_000_000, ndim=2),
+)
+
+
+COST = CodecCost(encode_a_s=1e-5, encode_b_s_per_element=5e-10, decode_a_s=1e-5, decode_b_s_per_element=2e-10)
+
+
+COSTS = {str(option.codec): COST for option in candidate_options(DENSITIES)}
+
+
+GAIN = {
+    "bf16": 1.0,
+    "qsgd:bits=4,bucket_size=128": 0.98,
+    "topk:density=0.1": 0.7,
+    "topk:density=0.01": 0.3,
+}
+
+
+QUIET = HostLoad(sent_bytes_per_s=0.0, received_bytes_per_s=0.0)
+
+
+@dataclass
+class FakeTraining:
+    """A training whose steps take as long as flat schemes do by the cost model, times `slowdown` except when dense."""
+
+    loop: ControlLoop
+    gbps: float = 1.0
+    compute_s: float = 0.3
+    slowdown: float = 1.0
+    gain: dict[str, float] = field(default_factory=lambda: dict(GAIN))
+    late_rank_s: float = 0.0
+    step: int = 0
+    noise: float = 0.0
+    latency_s: float = 1e-4
+    num_local: int = 1
+    jitter: float = 0.0
+
+    def run(self, num_steps: int) -> list[Decision]:
+        decisions = []
+        for _ in range(num_steps):
+            self.noise = self.jitter * (2 * random.Random(self.step).random() - 1)
+            samples = tuple(self.sample(rank) for rank in range(WORLD))
+            self.step += 1
+            sample = NodeSample(
+                node_id="node",
+                time_s=float(self.step),
+                steps=samples,
+                latency_s={"other": self.latency_s},
+                host=QUIET,
+            )
+            decisions += self.loop.observe(sample, float(self.step))
+        return decisions
+
+    def sample(self, rank: int) -> StepSample:
+        plan = self.loop.plans[-1]
+        link = Link.from_rates(bandwidth_gbps=self.gbps, latency_ms=self.latency_s * 1e3)
+        numel = {layer.name: layer.numel for layer in LAYERS}
+        transfers = []
+        for index, group in enumerate(plan.groups):
+            n = sum(numel[name] for name in group.layers)
+            m = group.option.codec.payload_bytes(n)
+            m_i = group.option.codec.index_bytes(n)
+            seconds = exchange_s(
+                group.option.scheme, num_workers=WORLD, dense_bytes=4 * n, wire_bytes=m, index_bytes=m_i, link=link
+            )
+            transfers.append(
+                Transfer(
+                    group=index,
+                    scheme=str(group.option.scheme),
+                    numel=n,
+                    wire_bytes=m,
+                    index_bytes=m_i,
+                    seconds=seconds,
+                    intra=str(group.option.intra),
+                )
+            )
+        exchange = sum(transfer.seconds for transfer in transfers)
+        late_s = self.late_rank_s if rank else 0.0
+        return StepSample(
+            rank=rank,
+            step=self.step,
+            plan_version=plan.version,
+            step_s=(self.compute_s + exchange) * (1.0 if is_dense(plan) else self.slowdown),
+            compute_s=self.compute_s * (1 + self.noise),
+            encode_s=0.002,
+            exchange_s=exchange + late_s,
+            decode_s=0.002,
+            wire_bytes=1,
+            dense_bytes=1,
+            ready_s=(self.compute_s * (1 + self.noise),) * len(plan.groups),
+            num_local=self.num_local,
+            transfers=tuple(replace(transfer, seconds=transfer.seconds + late_s) for transfer in transfers),
+            gain=self.gain if self.step % 20 == 1 else {},
+        )
+
+
+def start(
+    tmp_path: Path, *, min_gain: float = 0.8, options: Sequence[Option] = candidate_options(DENSITIES)
+) -> FakeTraining:
+    policy = AdaptivePolicy(options, min_gain=min_gain)
+    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), group_bytes=4 << 20)
+    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
+    run = FakeTraining(loop)
+    run.step = 1
+    return run
+
+
+def journal(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
