@@ -198,7 +198,7 @@ def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
 
 
 def _options_of(plan: Plan, model: DistributedDataParallel) -> dict[str, Option | None]:
-    """Return the plan's answer by layer. Raises PlanError for another model's plan, ConfigError if it cannot run."""
+    """Return the plan's option by layer. Raises PlanError for another model's plan, ConfigError if it cannot run."""
     if not isinstance(plan, Plan):
         raise ConfigError(
             f"register_model got a {type(plan).__name__} as plan; make one, such as make_plan(layers_of(model), "

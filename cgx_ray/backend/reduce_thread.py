@@ -82,7 +82,8 @@ class ReduceThread:
             # A float32 tensor that is compressed as a whole is averaged in place.
             is_in_place = len(parts) == 1 and tensor_N.dtype == torch.float32
             average_N = parts[0] if is_in_place else self._gather(parts)
-            self._exchange(option, average_N, Stamp(plan_version=0, step=step, group=index, codec=option.codec.name))
+            stamp = Stamp(plan_version=0, step=step, group=index, codec=option.codec.name)
+            self._exchange(option, average_N, stamp)
             if work.op == dist.ReduceOp.SUM:
                 # In float32, so that the copy below is Inf only if float16 cannot represent the sum.
                 average_N.mul_(self._group.size())
