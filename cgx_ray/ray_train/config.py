@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,11 @@ import torch
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cgx_ray.collectives.simulated_link import SimulatedLink
-from cgx_ray.collectives.tcp import NUM_STREAMS
 from cgx_ray.control.controller import Controller, History
 from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError
 from cgx_ray.monitors.agent import NodeAgent
-from cgx_ray.plan import DEFAULT_GROUP_BYTES
 from cgx_ray.planner.options import candidate_options
-from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
 from cgx_ray.ray_train.worker import close_ray_session, open_ray_session, state_file
 from cgx_ray.session.attachment import attached
@@ -38,34 +34,22 @@ _state_folder: tempfile.TemporaryDirectory[str] | None = None
 
 
 @dataclass
-class CGXConfig(TorchConfig):
-    """A TorchConfig whose workers compress their gradients, once the training function calls `cgx_ray.attach`.
+class CGXConfig(Settings, TorchConfig):
+    """TorchConfig whose workers compress their gradients, once the training function calls `cgx_ray.attach`.
 
-    The fields after TorchConfig's are those of `Settings`. Raises ConfigError on a value that is not allowed.
+    Its fields are those of TorchConfig and of `Settings`. Raises ConfigError on a value that is not allowed.
     """
 
-    policy: str = "adaptive"
-    codec: str = "qsgd"
-    scheme: str = "sra"
-    intra: str = "flat"
-    densities: tuple[float, ...] = CANDIDATE_DENSITIES
-    min_gain: float = 0.8
-    group_bytes: int = DEFAULT_GROUP_BYTES
-    seed: int = 0
-    transport: str = "tcp"
-    num_streams: int = NUM_STREAMS
-    shared_memory: bool = True
-    simulated_link: SimulatedLink | None = None
-
-    def __post_init__(self) -> None:
-        self.settings()
+    # Both have this field. The default stays Ray's.
+    timeout_s: int = TorchConfig.timeout_s
 
     @property
     def backend_cls(self) -> type[CGXBackend]:
         return CGXBackend
 
     def settings(self) -> Settings:
-        return Settings(**{name: getattr(self, name) for name in Settings.__slots__})
+        """Return the settings alone, checked again: a config may have changed since it was made."""
+        return Settings(**{field.name: getattr(self, field.name) for field in fields(Settings)})
 
 
 class CGXBackend(TorchBackend):
