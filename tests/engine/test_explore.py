@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.plan import CodecSpec
-from cgx_ray.session.attachment import open_session
+from cgx_ray.session.attachment import process
 from cgx_ray.session.explore import Exploration
 from cgx_ray.session.settings import Settings
 
@@ -74,10 +74,10 @@ def _explore(rank: int) -> dict[str, Any]:
         with pytest.raises(cgx_ray.ConfigError) as caught:
             attachment.explore(stateful, step, iterations=iterations)
         errors.append(str(caught.value))
-    open_session(SimpleNamespace(settings=Settings()))  # type: ignore[arg-type]
+    process.session = SimpleNamespace(settings=Settings())  # type: ignore[assignment]
     with pytest.raises(cgx_ray.ConfigError, match="with policy 'adaptive' the controller chooses plans"):
         attachment.explore(stateful, run.step)
-    open_session(None)
+    process.session = None
     run.step(3)
     assert attachment.last_step is not None
     last = attachment.last_step
