@@ -99,11 +99,11 @@ def _start_controller(settings: Settings, facts: RunFacts, history: History | No
     return (
         ray.remote(Controller)
         .options(**options)
-        .remote(_policy(settings), str(facts.folder / "decisions.jsonl"), settings.group_bytes, facts.name, history)
+        .remote(make_policy(settings), str(facts.folder / "decisions.jsonl"), settings.group_bytes, facts.name, history)
     )
 
 
-def _policy(settings: Settings) -> Policy:
+def make_policy(settings: Settings) -> Policy:
     if settings.policy == "static":
         return StaticPolicy()
     return AdaptivePolicy(candidate_options(settings.densities), min_gain=settings.min_gain)
