@@ -26,7 +26,7 @@ from cgx_ray.plan import NONE, Intra, Layer, Option, Plan
 from cgx_ray.torch_compat import allows_uneven_inputs, bucket_parameters, has_rebuilt_buckets, is_in_forward
 
 Run = tuple[int, int]  # elements [start, stop)
-# By how they are reduced, the parts of a tensor, each in ascending order. None: by Gloo, uncompressed.
+# Parts of a tensor by the option that reduces them, in ascending order. None: Gloo reduces them, uncompressed.
 Parts = dict[Option | None, list[Run]]
 
 

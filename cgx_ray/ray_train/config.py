@@ -28,6 +28,7 @@ from cgx_ray.session.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+# Longest wait for workers to hear that the controller ends; a dead worker never answers.
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -64,7 +65,7 @@ class CGXBackend(TorchBackend):
         self._agents: dict[str, Any] = {}
 
     def on_start(self, worker_group: Any, backend_config: CGXConfig) -> None:
-        """Set up torch.distributed as Ray does, then start controller and agents and name them to every worker."""
+        """Set up torch.distributed as Ray does, then start controller and agents and give them to every worker."""
         super().on_start(worker_group, backend_config)
         facts = run_facts(worker_group)
         settings = backend_config.settings()
@@ -104,6 +105,7 @@ def _start_controller(settings: Settings, facts: RunFacts, history: History | No
 
 
 def make_policy(settings: Settings) -> Policy:
+    """Return the policy that `settings.policy` names."""
     if settings.policy == "static":
         return StaticPolicy()
     return AdaptivePolicy(candidate_options(settings.densities), min_gain=settings.min_gain)

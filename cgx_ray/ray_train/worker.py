@@ -23,7 +23,9 @@ from cgx_ray.session.settings import Settings
 logger = logging.getLogger(__name__)
 
 STATE_FILES = "cgx_ray-rank*.pt"
+# Between two reports to the agent, and so the longest wait for a plan in between.
 CARRY_INTERVAL_S = 0.5
+# The controller answers a long poll without a new plan after this time.
 POLL_TIMEOUT_S = 10.0
 
 
@@ -43,12 +45,11 @@ class RaySession:
 
     def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
-        fresh = (
-            make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
-            if self.settings.policy == "adaptive"
-            else self.settings.static_plan(layers, world_size)
-        )
-        costs = measure_codecs(self.settings) if self.settings.policy == "adaptive" else {}
+        if self.settings.policy == "adaptive":
+            fresh = make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
+            costs = measure_codecs(self.settings)
+        else:
+            fresh, costs = self.settings.static_plan(layers, world_size), {}
         try:
             plan: Plan = ray.get(self._controller.register.remote(layers, fresh, costs))
         except RayActorError as error:
