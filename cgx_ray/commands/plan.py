@@ -30,11 +30,17 @@ from cgx_ray.report.style import save_figure
 @click.option("--inside-latency", default="50us", show_default=True, help="Latency between ranks of a node.")
 @click.option("--inside-bandwidth", default="16gbps", show_default=True, help="Bandwidth between ranks of a node.")
 @click.option("--step-time", help="Forward and backward of a step without communication, such as 120ms.")
-@click.option("--throughput", type=float, help="Instead: samples per second of one worker without communication.")
-@click.option("--gpu", help="Instead: v100, a100, ..., at 30 % of its peak.")
+@click.option("--throughput", type=float, help="Instead of --step-time: samples per second of one worker alone.")
+@click.option("--gpu", help="Instead of --step-time: v100, a100, ..., at 30 % of its peak.")
 @click.option("--batch", default=32, show_default=True, help="Samples per worker and step.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Codec times, a file of `cgx-ray profile`.")
-@click.option("--gain", "gains", multiple=True, metavar="CODEC=SHARE", help="Share of a gradient that a codec keeps.")
+@click.option(
+    "--gain",
+    "gains",
+    multiple=True,
+    metavar="CODEC=SHARE",
+    help="Share of a gradient that a codec keeps; may be repeated.",
+)
 @click.option("--min-gain", default=0.8, show_default=True, help="Leave out codecs that keep less.")
 @click.option("--price", type=float, help="US dollars per hour and worker.")
 @click.option("--samples-per-epoch", type=int, help="With --price: print the cost of an epoch.")
