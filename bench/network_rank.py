@@ -28,7 +28,7 @@ from cgx_ray.monitors.probe import Prober, measure_bulk
 from cgx_ray.monitors.round_trip import Peers
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan, make_plan
-from cgx_ray.session.attachment import open_session
+from cgx_ray.session.attachment import process
 from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
 
@@ -37,7 +37,7 @@ _REPORT_INTERVAL_S = 0.5
 
 
 class _PipeSession:
-    """An `attach.Session` whose controller is at the other end of this process's pipes."""
+    """A `Session` whose controller is at the other end of this process's pipes."""
 
     def __init__(self, settings: Settings, rank: int, peers: Peers, bulk: Mapping[str, tuple[str, int]]) -> None:
         """`bulk`: addresses of the nodes' bulk servers, by node id."""
@@ -111,7 +111,7 @@ def main() -> None:
     dist.all_gather_object(addresses, prober.addresses())
     peers = Peers({f"host {peer}": echo for peer, (echo, _) in enumerate(addresses) if peer != rank})
     bulk = {f"host {peer}": at for peer, (_, at) in enumerate(addresses)}
-    open_session(_PipeSession(Settings(policy="adaptive"), rank, peers, bulk))
+    process.session = _PipeSession(Settings(policy="adaptive"), rank, peers, bulk)
     model = DistributedDataParallel(build_gpt(0), bucket_cap_mb=4)
     cgx_ray.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

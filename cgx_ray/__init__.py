@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cgx_ray.session.attach import attach
     from cgx_ray.session.attachment import Attachment
 
-# Imported on first use. Torch takes 200 MiB, which a monitor does not need; under torchrun nothing here imports Ray.
+# Imported on first use: torch takes 200 MiB, which a monitor does not need, and a run under torchrun needs no Ray.
 _MODULE_OF = {
     "attach": "cgx_ray.session.attach",
     "Attachment": "cgx_ray.session.attachment",

@@ -1,8 +1,10 @@
-"""Train a byte-level GPT with compressed gradients and no Ray.
+"""Train a byte-level GPT with compressed gradients, without Ray.
 
-    torchrun --nproc-per-node 2 examples/torchrun_gpt_bytes.py --steps 50 --codec qsgd:bits=4 --scheme sra
+    torchrun --nproc-per-node 2 examples/torchrun_gpt_bytes.py --steps 50
 
-With --checkpoint FILE, training continues from that file if it exists, and writes it at the end.
+Without --codec, gradients are sent as 4-bit qsgd over sra; try --codec topk:density=0.01. With --checkpoint FILE
+training goes on from that file if it exists, and writes it at the end. An existing DDP script needs only the lines
+marked with `cgx_ray` below.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ def main() -> None:
     data = StdlibBytes()
     model = DistributedDataParallel(build_gpt(seed=args.seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    handle = cgx_ray.attach(model, codec=args.codec, scheme=args.scheme)
+    attachment = cgx_ray.attach(model, codec=args.codec, scheme=args.scheme)  # cgx_ray: from now on backward compresses
 
     first_step = 0
     if args.checkpoint and args.checkpoint.exists():
         state = torch.load(args.checkpoint, weights_only=True)
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        # Holds the residuals of all ranks; each rank takes a part of them if the number of ranks has changed.
-        handle.load_state_dict(state["compression"])
+        # cgx_ray: the states of all ranks. The number of ranks may have changed since they were saved.
+        attachment.load_state_dict(state["compression"])
         first_step = state["step"]
 
     for step in range(first_step, args.steps):
@@ -45,22 +47,23 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
 
     if args.checkpoint:
+        # cgx_ray: each rank has residuals, the gradient that compression has not sent yet. Save those of all ranks.
         compression = [None] * dist.get_world_size()
-        dist.all_gather_object(compression, handle.state_dict())
+        dist.all_gather_object(compression, attachment.state_dict())
         if rank == 0:
             state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": args.steps}
             torch.save({**state, "compression": compression}, args.checkpoint)
-    handle.close()
+    attachment.close()  # cgx_ray: before the process group is destroyed
     dist.destroy_process_group()
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences per process")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--codec", default="qsgd:bits=4,bucket_size=128")
-    parser.add_argument("--scheme", default="sra")
+    parser.add_argument("--codec", help="such as bf16, qsgd:bits=4 or topk:density=0.01; default: qsgd, 4 bits")
+    parser.add_argument("--scheme", help="such as sra or allgather; default: one that carries the codec")
     parser.add_argument("--checkpoint", type=Path)
     return parser.parse_args()
 

@@ -3,8 +3,8 @@
     python examples/train_gpt_bytes.py --workers 2 --steps 50
     ray job submit --working-dir . -- python examples/train_gpt_bytes.py --steps 50
 
-Give the same --name and --storage again with more --steps, and training continues from the last checkpoint. An existing
-TorchTrainer script needs only the lines with `cgx_ray`.
+An existing TorchTrainer script needs only the lines marked with `cgx_ray` below. To go on from the last checkpoint,
+give the same --name and --storage again, with more --steps.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from cgx_ray.demo.gpt import StdlibBytes, build_gpt
 
 
 def train_fn(config: dict[str, Any]) -> None:
-    """Train on one worker; every worker runs this."""
+    """Train; runs on every worker."""
     rank = ray.train.get_context().get_world_rank()
     data = StdlibBytes()
     model = ray.train.torch.prepare_model(build_gpt(seed=config["seed"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     first_step = load_checkpoint(model, optimizer)
-    handle = cgx_ray.attach(model)
+    attachment = cgx_ray.attach(model)  # cgx_ray: backward compresses from now on; does nothing with one worker
 
     for step in range(first_step, config["steps"]):
+        # B sequences per worker, T bytes
         input_BT, target_BT = data.train_batch(
             seed=config["seed"], step=step, rank=rank, batch_size=config["batch_size"]
         )
@@ -45,28 +46,25 @@ def train_fn(config: dict[str, Any]) -> None:
 
         is_last = step + 1 == config["steps"]
         if is_last or (step + 1) % config["checkpoint_every"] == 0:
-            plan = handle.plan.describe() if handle.plan is not None else "one worker"
+            plan = attachment.plan.describe() if attachment.plan is not None else "one worker"
             report(model, optimizer, {"step": step + 1, "loss": loss.item(), "plan": plan})
 
 
 def report(model: torch.nn.Module, optimizer: torch.optim.Optimizer, metrics: dict[str, Any]) -> None:
-    """Report metrics and a checkpoint to Ray Train; every rank calls this."""
+    """Report metrics and a checkpoint to Ray Train; call it on every rank."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if ray.train.get_context().get_world_rank() == 0:
-            state = {
-                "model": inner(model).state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "step": metrics["step"],
-            }
+            state = {"model": inner(model).state_dict(), "optimizer": optimizer.state_dict(), "step": metrics["step"]}
             torch.save(state, Path(folder) / "state.pt")
             checkpoint = Checkpoint.from_directory(folder)
-        # Adds the residuals to the checkpoint, as one small file per rank.
+        # cgx_ray: each rank adds a file with its residuals, the gradient that compression has not sent yet. `attach`
+        # loads them when the run starts again.
         ray.train.report(metrics, checkpoint=cgx_ray.add_state(checkpoint))
 
 
 def load_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint of an earlier run, if any, and return the next step."""
+    """Load the newest checkpoint of this run, if there is one, and return the next step."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return 0
@@ -78,26 +76,21 @@ def load_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def inner(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model itself, without DDP, which one worker does not need."""
+    """Return the model without DDP, which `prepare_model` leaves out with one worker."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def main() -> None:
     args = parse_args()
     if args.codec is None:
-        torch_config = cgx_ray.CGXConfig(policy="adaptive")
+        torch_config = cgx_ray.CGXConfig()  # cgx_ray: measure the network and decide
     else:
         torch_config = cgx_ray.CGXConfig(policy="static", codec=args.codec, scheme=args.scheme)
-    config = {
-        "steps": args.steps,
-        "seed": args.seed,
-        "batch_size": args.batch_size,
-        "checkpoint_every": args.checkpoint_every,
-    }
+    names = ("steps", "seed", "batch_size", "checkpoint_every")
     result = TorchTrainer(
         train_fn,
-        train_loop_config=config,
-        torch_config=torch_config,
+        train_loop_config={name: getattr(args, name) for name in names},
+        torch_config=torch_config,  # cgx_ray
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.use_gpu),
         run_config=RunConfig(
             name=args.name,
@@ -115,8 +108,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per worker")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--codec", help="none, bf16, qsgd:bits=4, topk:density=0.01; default: adaptive")
-    parser.add_argument("--scheme", default="sra", help="dense, allgather, sra, artopk_ring; with --codec")
+    parser.add_argument("--codec", help="none, bf16, qsgd:bits=4, topk:density=0.01; default: decided by measurements")
+    parser.add_argument("--scheme", default="sra", help="dense, allgather, sra, artopk_ring; goes with --codec")
     parser.add_argument("--checkpoint-every", type=int, default=25, help="steps")
     parser.add_argument("--storage", type=Path, default=Path("runs"))
     parser.add_argument("--name", default=time.strftime("gpt-bytes-%Y%m%d-%H%M%S"))

@@ -26,11 +26,19 @@ from cgx_ray.plan import NONE, Intra, Layer, Option, Plan
 from cgx_ray.torch_compat import allows_uneven_inputs, bucket_parameters, has_rebuilt_buckets, is_in_forward
 
 Run = tuple[int, int]  # elements [start, stop)
-# By how they are reduced, the parts of a tensor, each in ascending order. None: by Gloo, uncompressed.
+# Parts of a tensor by the option that reduces them, in ascending order. None: Gloo reduces them, uncompressed.
 Parts = dict[Option | None, list[Run]]
 
-_excluded_names: list[str] = []
-_registered: RegisteredModel | None = None
+
+class _Registry:
+    """The registered model and excluded names of this process. Its groups get tensors without their model."""
+
+    def __init__(self) -> None:
+        self.model: RegisteredModel | None = None
+        self.excluded_names: list[str] = []
+
+
+_registry = _Registry()
 
 
 def exclude_layers(*substrings: str) -> None:
@@ -43,7 +51,7 @@ def exclude_layers(*substrings: str) -> None:
     for substring in substrings:
         if not isinstance(substring, str) or not substring:
             raise ConfigError(f"exclude_layers got {substring!r}; give parts of parameter names, such as 'bias'")
-    _excluded_names.extend(substrings)
+    _registry.excluded_names.extend(substrings)
 
 
 def register_model(model: nn.Module, plan: Plan | None = None) -> None:
@@ -65,14 +73,13 @@ def register_model(model: nn.Module, plan: Plan | None = None) -> None:
     run; PlanError for a plan of another model or world size. The earlier registration then stays. Forward raises
     ConfigError inside `model.join()`: a rank without inputs does not see how the buckets change.
     """
-    global _registered  # noqa: PLW0603 - a process group gets tensors without their model
     if isinstance(model, DistributedDataParallel):
         if model.process_group.size() == 1:
             return
         registered = RegisteredModel(model, plan)
-        if _registered is not None:
-            _registered.forget()
-        _registered = registered
+        if _registry.model is not None:
+            _registry.model.forget()
+        _registry.model = registered
     elif dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"register_model got a {type(model).__name__}; wrap it first, with "
@@ -89,7 +96,8 @@ def parts_of(
 
     Raises ConfigError on all ranks if their answers differ.
     """
-    parts = _registered.take(group, numel, options, gather) if _registered is not None else None
+    registered = _registry.model
+    parts = registered.take(group, numel, options, gather) if registered is not None else None
     return {options.option: [(0, numel)]} if parts is None else parts
 
 
@@ -177,8 +185,8 @@ class RegisteredModel:
                 "every rank as many inputs"
             )
         self._turns.clear()
-        if self._excluded != _excluded_names:
-            self._excluded = list(_excluded_names)
+        if self._excluded != _registry.excluded_names:
+            self._excluded = list(_registry.excluded_names)
             self._is_agreed = False
         if torch.is_grad_enabled() and (not self._buckets or self._has_rebuilt != has_rebuilt_buckets(model)):
             self._buckets, self._has_rebuilt = _buckets_of(model), has_rebuilt_buckets(model)
@@ -188,8 +196,8 @@ class RegisteredModel:
 @torch.compiler.disable
 def _before_forward(module: nn.Module, inputs: Any) -> None:
     # A function at the top of this module, since models are pickled with their hooks.
-    if _registered is not None:
-        _registered.begin_forward()
+    if _registry.model is not None:
+        _registry.model.begin_forward()
 
 
 def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:

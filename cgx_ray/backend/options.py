@@ -57,7 +57,8 @@ class BackendOptions:
         return f"{self.option} from {self.min_numel} elements on"
 
 
-_given: dict[str, Any] = {}  # arguments of `_make`
+# Arguments of `_make`, kept for the whole process: torch makes the groups and passes no arguments of ours.
+_given: dict[str, Any] = {}
 
 
 def configure_backend(
@@ -73,7 +74,6 @@ def configure_backend(
     Call it on all ranks with the same arguments, before init_process_group. Raises ConfigError on a value that is not
     allowed.
     """
-    global _given  # noqa: PLW0603 - torch makes the groups, and passes no arguments of ours
     given: dict[str, Any] = {}
     if codec is not None:
         given["codec"] = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
@@ -83,7 +83,8 @@ def configure_backend(
         given["min_numel"] = min_numel
     # Check now, at the line with the mistake, and not when torch makes a group.
     _make(**given)
-    _given = given
+    _given.clear()
+    _given.update(given)
 
 
 def current_options() -> BackendOptions:

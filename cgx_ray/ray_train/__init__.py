@@ -1,1 +1,1 @@
-"""Ray Train: the config of a TorchTrainer, the worker, and the only importer of private Ray names."""
+"""Ray Train: config, backend and worker. The only package that imports private Ray names."""

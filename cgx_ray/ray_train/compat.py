@@ -1,4 +1,4 @@
-"""The only module that imports private names of Ray. tests/test_train.py runs it on the pinned Ray."""
+"""The only module that imports private names of Ray. tests/ray/test_train.py runs it on the pinned Ray."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TorchBackend = _TorchBackend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a backend can learn about the run it serves.
+    """Name, folder and nodes of a run.
 
-    folder    where the run's artefacts lie, if that is on a file system of this machine
+    folder    of the run's files; in ~/ray_results if the storage path is not on a file system of this machine
     node_ids  by rank
     """
 
@@ -25,7 +25,7 @@ class RunFacts:
 
 
 def run_facts(worker_group: Any) -> RunFacts:
-    """Read name, folder and placement from Ray Train's worker group."""
+    """Read name, folder and nodes from Ray Train's worker group."""
     run_config = worker_group._train_run_context.run_config
     storage = str(run_config.storage_path)
     local = Path(storage.removeprefix("file://")) if "://" not in storage.removeprefix("file://") else None

@@ -1,4 +1,4 @@
-"""Ray Train's side: the config a TorchTrainer takes, and the checkpoint helper."""
+"""Ray Train's side: the config for a TorchTrainer, its backend, and `add_state` for checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +16,46 @@ import torch
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cgx_ray.collectives.simulated_link import SimulatedLink
-from cgx_ray.collectives.tcp import NUM_STREAMS
 from cgx_ray.control.controller import Controller, History
 from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError
 from cgx_ray.monitors.agent import NodeAgent
-from cgx_ray.plan import DEFAULT_GROUP_BYTES
 from cgx_ray.planner.options import candidate_options
-from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
 from cgx_ray.ray_train.worker import close_ray_session, open_ray_session, state_file
-from cgx_ray.session.attachment import attached
+from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+# Longest wait for workers to hear that the controller ends; a dead worker never answers.
 CLOSE_TIMEOUT_S = 5.0
-
-_state_folder: tempfile.TemporaryDirectory[str] | None = None
 
 
 @dataclass
-class CGXConfig(TorchConfig):
-    """A TorchConfig whose workers compress their gradients, once the training function calls `cgx_ray.attach`.
+class CGXConfig(Settings, TorchConfig):
+    """TorchConfig whose workers compress their gradients, once the training function calls `cgx_ray.attach`.
 
-    The fields after TorchConfig's are those of `Settings`. Raises ConfigError on a value that is not allowed.
+    Its fields are those of TorchConfig and of `Settings`. Raises ConfigError on a value that is not allowed.
     """
 
-    policy: str = "adaptive"
-    codec: str = "qsgd"
-    scheme: str = "sra"
-    intra: str = "flat"
-    densities: tuple[float, ...] = CANDIDATE_DENSITIES
-    min_gain: float = 0.8
-    group_bytes: int = DEFAULT_GROUP_BYTES
-    seed: int = 0
-    transport: str = "tcp"
-    num_streams: int = NUM_STREAMS
-    shared_memory: bool = True
-    simulated_link: SimulatedLink | None = None
-
-    def __post_init__(self) -> None:
-        self.settings()
+    # Both have this field. The default stays Ray's.
+    timeout_s: int = TorchConfig.timeout_s
 
     @property
     def backend_cls(self) -> type[CGXBackend]:
         return CGXBackend
 
     def settings(self) -> Settings:
-        return Settings(**{name: getattr(self, name) for name in Settings.__slots__})
+        """Return the settings alone, checked again: a config may have changed since it was made."""
+        return Settings(**{field.name: getattr(self, field.name) for field in fields(Settings)})
 
 
 class CGXBackend(TorchBackend):
-    """Lives in Ray's train controller: for each worker group one controller, and one agent a node.
+    """Starts one controller per worker group and one agent per node. Lives in Ray's train controller.
 
-    Nothing tells a backend that the run is over, and Ray's train controller may stay as long as the driver; so the
-    controller ends with its workers and hands its plans on to the next one.
+    Nothing tells a backend that the run is over, and Ray's train controller may live as long as the driver. So our
+    controller ends with its workers and hands its plans to the next one.
     """
 
     def __init__(self) -> None:
@@ -82,7 +65,7 @@ class CGXBackend(TorchBackend):
         self._agents: dict[str, Any] = {}
 
     def on_start(self, worker_group: Any, backend_config: CGXConfig) -> None:
-        """Set up torch.distributed as Ray does, then give every worker its controller and agent."""
+        """Set up torch.distributed as Ray does, then start controller and agents and give them to every worker."""
         super().on_start(worker_group, backend_config)
         facts = run_facts(worker_group)
         settings = backend_config.settings()
@@ -92,14 +75,14 @@ class CGXBackend(TorchBackend):
         worker_group.execute(open_ray_session, settings, self._controller, by_rank)
 
     def on_shutdown(self, worker_group: Any, backend_config: CGXConfig) -> None:
-        """Controller and agents go with the worker group; the next group may live on other nodes."""
+        """End controller and agents: the next worker group may live on other nodes."""
         if self._controller is None:
-            # on_start failed before there was anything of ours; its error must not be hidden by another.
+            # on_start failed before it started the controller. Another error here would hide its error.
             super().on_shutdown(worker_group, backend_config)
             return
-        # Waited for, not read: a worker that has died cannot answer and need not.
-        told = worker_group.execute_async(close_ray_session)
-        ray.wait(told, num_returns=len(told), timeout=CLOSE_TIMEOUT_S)
+        # Wait without reading the results: a worker that has died cannot answer.
+        calls = worker_group.execute_async(close_ray_session)
+        ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
         try:
             self._history = ray.get(self._controller.history.remote())
         except RayActorError as error:
@@ -111,24 +94,28 @@ class CGXBackend(TorchBackend):
 
 
 def _start_controller(settings: Settings, facts: RunFacts, history: History | None) -> Any:
-    # Not detached and owned by the train controller: if that dies, it goes too.
+    # Not detached, so Ray's train controller owns it: if that dies, our controller ends too.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
     return (
         ray.remote(Controller)
         .options(**options)
-        .remote(_policy(settings), str(facts.folder / "decisions.jsonl"), settings.group_bytes, facts.name, history)
+        .remote(make_policy(settings), str(facts.folder / "decisions.jsonl"), settings.group_bytes, facts.name, history)
     )
 
 
-def _policy(settings: Settings) -> Policy:
+def make_policy(settings: Settings) -> Policy:
+    """Return the policy that `settings.policy` names."""
     if settings.policy == "static":
         return StaticPolicy()
     return AdaptivePolicy(candidate_options(settings.densities), min_gain=settings.min_gain)
 
 
 def _start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> dict[str, Any]:
-    """An agent on each node of the run. `probes`: bandwidth as well, but not past a simulated link."""
+    """Start an agent on each node of the run.
+
+    probes  agents also measure bandwidth; useless with a simulated link, which they would not see
+    """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     agents = {
         node_id: ray.remote(NodeAgent)
@@ -142,26 +129,32 @@ def _start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> dict[str
     return agents
 
 
-def add_state(checkpoint: ray.train.Checkpoint | None = None) -> ray.train.Checkpoint | None:
-    """Put this rank's residuals into the checkpoint it is about to report; call it on every rank.
+def _new_folder() -> str:
+    """Make a folder for a checkpoint, and remove all but the two newest earlier ones."""
+    process.state_folder = process.state_folder or tempfile.TemporaryDirectory(prefix="cgx_ray-")
+    parent = process.state_folder.name
+    # A new folder each time: an asynchronous upload may still read the last one, or may have removed it.
+    for old in sorted(Path(parent).iterdir(), key=lambda path: path.stat().st_mtime)[:-2]:
+        shutil.rmtree(old, ignore_errors=True)
+    return tempfile.mkdtemp(dir=parent)
 
-    checkpoint  a local one, which gets one more file; or None where only rank 0 makes one: then the result holds the
-                residuals alone and Ray Train merges the files of all ranks
-    Returns the checkpoint unchanged if nothing is attached or nothing is exchanged (world size 1).
+
+def add_state(checkpoint: ray.train.Checkpoint | None = None) -> ray.train.Checkpoint | None:
+    """Add this rank's residuals to the checkpoint that it reports next; call it on every rank.
+
+    checkpoint  a local one, which gets one more file. None on ranks that make none: the result then holds only the
+                residuals, and Ray Train merges the files of all ranks
+
+    Returns `checkpoint` as it is if no model is attached or the world size is 1. Raises StateError if it is not local.
     """
-    global _state_folder  # noqa: PLW0603 - one folder a process, removed with it
-    attachment = attached()
+    attachment = process.attachment
     if attachment is None or attachment.plan is None:
         return checkpoint
     if checkpoint is None:
-        _state_folder = _state_folder or tempfile.TemporaryDirectory(prefix="cgx_ray-")
-        # A new folder each time: an asynchronous upload may still be reading the last one, or have removed it.
-        for old in sorted(Path(_state_folder.name).iterdir(), key=lambda path: path.stat().st_mtime)[:-2]:
-            shutil.rmtree(old, ignore_errors=True)
-        checkpoint = ray.train.Checkpoint.from_directory(tempfile.mkdtemp(dir=_state_folder.name))
+        checkpoint = ray.train.Checkpoint.from_directory(_new_folder())
     folder = Path(checkpoint.path)
     if not folder.is_dir():
-        raise StateError(f"checkpoint {checkpoint.path} is not a local folder; add the state before it is uploaded")
+        raise StateError(f"checkpoint {checkpoint.path} is not a local folder; call add_state before you upload it")
     state = attachment.state_dict()
     torch.save(state, folder / state_file(state["rank"], state["world_size"]))
     return checkpoint

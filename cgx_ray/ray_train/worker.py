@@ -1,4 +1,4 @@
-"""The Ray side of one training worker: carries samples out and plans in, and restores state."""
+"""Ray's side of one training worker: carry samples out and plans in, and restore state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from cgx_ray.errors import PlanError
 from cgx_ray.plan import Layer, Plan, make_plan
-from cgx_ray.session.attachment import Attachment, current_session, open_session
+from cgx_ray.session.attachment import Attachment, process
 from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 STATE_FILES = "cgx_ray-rank*.pt"
+# Longest wait for a plan before samples are sent, so also the time between two reports to the agent.
 CARRY_INTERVAL_S = 0.5
+# The controller answers a long poll without a new plan after this time.
 POLL_TIMEOUT_S = 10.0
 
 
@@ -32,32 +34,31 @@ def state_file(rank: int, world_size: int) -> str:
 
 
 class RaySession:
-    """`attach.Session` of a Ray Train worker."""
+    """The `Session` of a Ray Train worker."""
 
     def __init__(self, settings: Settings, controller: Any, agent: Any) -> None:
         self.settings = settings
         self._controller = controller
         self._agent = agent
-        # Set before the controller and the agents are ended on purpose: then nobody is missed.
+        # Set before controller and agents are ended on purpose: then their end is no reason for a warning.
         self.closing = threading.Event()
 
     def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
-        """The controller's newest plan, or a fresh one if this is the start, or nobody answers."""
-        fresh = (
-            make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
-            if self.settings.policy == "adaptive"
-            else self.settings.static_plan(layers, world_size)
-        )
-        costs = measure_codecs(self.settings) if self.settings.policy == "adaptive" else {}
+        """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
+        if self.settings.policy == "adaptive":
+            fresh = make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
+            costs = measure_codecs(self.settings)
+        else:
+            fresh, costs = self.settings.static_plan(layers, world_size), {}
         try:
             plan: Plan = ray.get(self._controller.register.remote(layers, fresh, costs))
         except RayActorError as error:
-            logger.warning("no controller (%s): training starts with %s and stays with it", error, fresh.describe())
+            logger.warning("no controller (%s): training starts with %s and keeps it", error, fresh.describe())
             return fresh
         return plan
 
     def start(self, attachment: Attachment) -> None:
-        """Restore what a checkpoint holds, then start to carry."""
+        """Restore the state in a checkpoint, if there is one, then start to carry plans and samples."""
         restore(attachment)
         threading.Thread(target=self._carry, args=(attachment,), name="cgx-ray-carrier", daemon=True).start()
 
@@ -70,7 +71,7 @@ class RaySession:
 
 
 class _Plans:
-    """Long poll for plans: one request is always under way, and training never waits for it."""
+    """Takes plans from the controller by long poll: one request is always under way, and training never waits."""
 
     def __init__(self, controller: Any, attachment: Attachment, closing: threading.Event) -> None:
         assert attachment.plan is not None
@@ -82,7 +83,7 @@ class _Plans:
         self.is_alive = True
 
     def wait(self, timeout_s: float) -> None:
-        """Hold the plans that arrive within `timeout_s`. A dead controller is said once and not asked again."""
+        """Hold the plans that arrive within `timeout_s`. If the controller is dead, warn once and ask no more."""
         if not self.is_alive:
             time.sleep(timeout_s)
             return
@@ -93,7 +94,7 @@ class _Plans:
                 self._version = plan.version
                 self._attachment.hold(plan)
         except PlanError as error:
-            logger.error("a plan of the controller was rejected, the plan in force stays: %s", error)
+            logger.error("a plan of the controller was rejected; the plan in force stays: %s", error)
         except ActorUnavailableError:
             time.sleep(timeout_s)
         except RayError as error:
@@ -108,7 +109,7 @@ class _Plans:
 
 
 class _Samples:
-    """Takes samples to this node's agent, one report at a time."""
+    """Sends samples to this node's agent, one report at a time."""
 
     def __init__(self, agent: Any, attachment: Attachment, closing: threading.Event) -> None:
         self._agent = agent
@@ -118,14 +119,14 @@ class _Samples:
         self.is_alive = True
 
     def send(self) -> None:
-        """Report what is new, unless the last report is still under way. A dead agent is said once."""
+        """Report new samples, unless the last report is still under way. If the agent is dead, warn once."""
         if not self.is_alive or (self._report is not None and not ray.wait([self._report], timeout=0)[0]):
             return
         try:
             if self._report is not None:
                 ray.get(self._report)
         except ActorUnavailableError:
-            pass  # The report is lost, the next one may get through.
+            pass  # This report is lost; the next one may arrive.
         except RayError as error:
             self.is_alive = False
             if not self._closing.is_set():
@@ -140,21 +141,22 @@ def _first_line(error: Exception) -> str:
 
 
 def open_ray_session(settings: Settings, controller: Any, agents: Sequence[Any]) -> None:
-    """Run in every worker by the backend. `agents` by rank."""
+    """Give `attach` a session. The backend calls it in every worker, with the agents by rank."""
     rank = ray.train.get_context().get_world_rank()
-    open_session(RaySession(settings, controller, agents[rank]))
+    process.session = RaySession(settings, controller, agents[rank])
 
 
 def close_ray_session() -> None:
-    """Run in every worker by the backend before it ends the controller and the agents."""
-    session = current_session()
-    if isinstance(session, RaySession):
-        session.closing.set()
+    """Announce the end of controller and agents. The backend calls it in every worker before it ends them."""
+    if isinstance(process.session, RaySession):
+        process.session.closing.set()
 
 
 def restore(attachment: Attachment) -> None:
-    """Load the codecs' memory from the checkpoint that Ray Train resumes from: this rank's own, or all ranks' if the
-    world size changed."""
+    """Load codecs' memory from the checkpoint that Ray Train resumes from.
+
+    It is this rank's own memory, or the mean of all ranks' if the world size has changed.
+    """
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return

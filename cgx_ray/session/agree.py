@@ -14,7 +14,7 @@ from cgx_ray.session.settings import Settings
 
 
 def connect(group: dist.ProcessGroup, settings: Settings, cuda_group: dist.ProcessGroup | None = None) -> Transport:
-    """A transport between the ranks of `group`; call it on all of them. `cuda_group` as in `Transport`."""
+    """Return a transport between the ranks of `group`; call it on all of them. `cuda_group` as in `Transport`."""
     mesh = None
     if settings.transport == "tcp":
         mesh = connect_mesh(group, settings.timeout_s, settings.num_streams, shared_memory=settings.shared_memory)
@@ -22,7 +22,7 @@ def connect(group: dist.ProcessGroup, settings: Settings, cuda_group: dist.Proce
 
 
 def as_own(error: Exception) -> CGXError:
-    """`error` as one that all ranks can be told of."""
+    """Return `error`, or a CGXError caused by it, which can be sent to all ranks."""
     if isinstance(error, CGXError):
         return error
     own = CGXError(f"rank {dist.get_rank()} cannot attach: {error!r}")
@@ -33,14 +33,14 @@ def as_own(error: Exception) -> CGXError:
 def agree(
     layers: Sequence[Layer], offer: str | CGXError | None, group: dist.ProcessGroup, parameters: str = ""
 ) -> Plan:
-    """The plan of rank 0 if all ranks have the same layers and no error, else the same error on all ranks.
+    """Return the plan of rank 0 if all ranks have the same layers and no error; else raise one error on all ranks.
 
-    offer       a plan as JSON, or what is wrong on this rank; None to take that of rank 0
-    parameters  must be the same as well
+    offer       a plan as JSON, or the error of this rank; None accepts rank 0's plan
+    parameters  must be the same on all ranks
     """
     offers: list[tuple[Sequence[Layer], str | CGXError | None, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(offers, (layers, offer, parameters), group=group)
-    # This rank's own error has its cause, which does not travel.
+    # The cause of this rank's own error does not travel, so keep the original.
     offers[dist.get_rank(group)] = layers, offer, parameters
     known = [entry for entry in offers if entry is not None]
     for _, other, _ in known:
@@ -50,7 +50,7 @@ def agree(
         raise PlanError("ranks were given different `parameters`; give every rank the same")
     if any(entry[0] != known[0][0] for entry in known):
         rank = next(rank for rank, entry in enumerate(known) if entry[0] != known[0][0])
-        raise PlanError(f"rank {rank} has other layers than rank 0; every rank must build the same model")
+        raise PlanError(f"rank {rank} has other layers than rank 0; build the same model on every rank")
     text = known[0][1]
     assert isinstance(text, str)
     if any(entry[1] not in (None, text) for entry in known):

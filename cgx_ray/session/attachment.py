@@ -1,12 +1,12 @@
-"""`Attachment`: an engine at work behind a model, and its state in checkpoints. Imports no Ray."""
+"""An engine at work behind a model, and the process it works in. Imports no Ray."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from cgx_ray.codecs.codec import KINDS
@@ -17,35 +17,22 @@ from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.settings import Settings
+from cgx_ray.session.states import check_complete, merge_states
 from cgx_ray.torch_compat import is_registered
 
 STATE_FORMAT = 2
 
 
 class Session(Protocol):
-    """What a Ray Train worker adds to an engine. Set by `open_session` before the training function runs."""
+    """Ray Train's side of an attachment: settings, first plan, and a thread that carries plans and samples."""
 
     settings: Settings
 
     def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
-        """The plan to start with. Asked on rank 0 only."""
+        """Return the plan to start with. Called on rank 0 only."""
 
     def start(self, attachment: Attachment) -> None:
-        """Restore state from a checkpoint, then carry plans in and samples out until the process ends."""
-
-
-_session: Session | None = None
-
-
-def open_session(session: Session | None) -> None:
-    """Make `attach` use `session` from now on in this process."""
-    global _session  # noqa: PLW0603 - one training session a process, as in Ray Train
-    _session = session
-
-
-def current_session() -> Session | None:
-    """What `open_session` set."""
-    return _session
+        """Restore the state in a checkpoint, then carry plans in and samples out until the process ends."""
 
 
 class Attachment:
@@ -57,14 +44,14 @@ class Attachment:
         groups: Sequence[dist.ProcessGroup] = (),
         detach: Callable[[], None] | None = None,
     ) -> None:
-        """`groups`: made for the engine alone, and destroyed with it. `detach` takes the hooks out of the model."""
+        """`groups` are the engine's own process groups, which `close` destroys. `detach` removes the model's hooks."""
         self._engine = engine
         self._groups = groups
         self._detach = detach
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; None at world size 1."""
+        """Plan in force; None at world size 1."""
         return self._engine.plan if self._engine is not None else None
 
     @property
@@ -73,7 +60,7 @@ class Attachment:
         return self._engine.last_step if self._engine is not None else None
 
     def hold(self, plan: Plan) -> None:
-        """Offer a newer plan; see `Engine.hold`. Every rank must be offered it sooner or later."""
+        """Offer a newer plan, as `Engine.hold` does. It takes effect once every rank has been offered it."""
         if self._engine is None:
             raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to use a plan")
         self._engine.hold(plan)
@@ -88,31 +75,31 @@ class Attachment:
         iterations: int = 10,
         group_bytes: int = DEFAULT_GROUP_BYTES,
     ) -> Exploration:
-        """Train a few steps with each of some codecs, undo them, and go on with the one at the knee of time and gain.
+        """Train a few steps with each candidate, undo them, and go on with the codec at the knee of time and gain.
 
-        Flexible Communication, section 3-E, checkpoints in memory. Call it on all ranks, between steps, with the same
-        arguments. What `stateful` holds, torch's random numbers, residuals and the step are afterwards as before, bit
-        for bit; gradients are what the last `step` left. So too if `step` raises, but for the plan, which is then the
-        one tried.
+        Flexible Communication, section 3-E, with checkpoints in memory. Call it on all ranks, between steps, with the
+        same arguments. Afterwards `stateful`, torch's random numbers, codecs' memory and the step are as before, bit
+        for bit. Gradients are those of the last `step`. If `step` raises, the plan that was tried stays in force.
 
-        stateful    the model, the optimizer and whatever else `step` changes: a schedule, a GradScaler
+        stateful    the model, the optimizer and all else that `step` changes: a schedule, a GradScaler
         step        one training step: forward, one synchronised backward, optimizer. It is called with 0, 1, ... for
-                    each candidate anew, should train on the same batch for the same number, and must not use up data
-                    that the training wants
-        candidates  left out, top-k with the paper's densities
-        scheme      of all candidates; left out, `preferred_scheme`
-        iterations  of each candidate; every other one measures the gain instead of the times. Two or three more bring
-                    its plan in force
+                    each candidate. It should train on the same batch for the same number, and must not use up data
+                    that the training needs
+        candidates  default: top-k with the paper's densities
+        scheme      of all candidates; default: `preferred_scheme`
+        iterations  steps per candidate; every other one measures the gain instead of times. Two or three more steps
+                    bring its plan in force
         group_bytes as in `make_plan`
 
-        Raises ConfigError for an FSDP2 model, where a controller chooses the plans, and, before the first step, if a
-        scheme cannot carry a candidate; PlanError at world size 1; CGXError on all ranks if none had gradients.
+        Raises ConfigError for an FSDP2 model; if a controller chooses the plans; and, before the first step, if a
+        scheme cannot carry a candidate. Raises PlanError at world size 1, and CGXError on all ranks if no rank had
+        gradients.
         """
         if self._engine is None:
             raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to explore")
         if not isinstance(self._engine, Engine):
             raise ConfigError("the codec of an FSDP2 model is fixed; explore with a DistributedDataParallel model")
-        if _session is not None and _session.settings.policy == "adaptive":
+        if process.session is not None and process.session.settings.policy == "adaptive":
             raise ConfigError("with policy 'adaptive' the controller chooses plans; explore with policy='static'")
         return explore(
             self._engine,
@@ -126,11 +113,11 @@ class Attachment:
         )
 
     def take_samples(self) -> list[StepSample]:
-        """Samples since the last call; see `Engine.take_samples`."""
+        """Return the samples since the last call; see `Engine.take_samples`."""
         return self._engine.take_samples() if self._engine is not None else []
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank's codecs remember, and the step, for a checkpoint; tensors, numbers and strings only."""
+        """Return this rank's codec memory, loss scale and step for a checkpoint: tensors, numbers and strings only."""
         if self._engine is None:
             nothing = {"step": 0, "loss_scale": 1.0, **{kind: {} for kind in KINDS}}
             return {"format": STATE_FORMAT, "rank": 0, "world_size": 1, **nothing}
@@ -142,11 +129,11 @@ class Attachment:
         }
 
     def load_state_dict(self, states: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> None:
-        """Go on from this rank's `state_dict`, or from those of all ranks in any order.
+        """Load this rank's `state_dict`, or a list with those of all ranks in any order.
 
-        Call it on every rank before training goes on. Of all ranks' states a rank takes its own; if the world size has
-        changed, every rank takes their mean. The loss scale may be another one than the states'. Raises StateError if a
-        state is of another format or model, or if their loss scales differ.
+        Call it on every rank before training goes on. From a list each rank takes its own state, or the mean of all if
+        the world size has changed. The loss scale may have changed since. Raises StateError if a state is of another
+        format or model, or if the states' loss scales differ.
         """
         given = [states] if isinstance(states, Mapping) else check_complete(list(states))
         for state in given:
@@ -156,16 +143,16 @@ class Attachment:
             return
         if len(given) == dist.get_world_size():
             given = [state for state in given if state["rank"] == dist.get_rank()]
-        # States that say no loss scale come from before there was one in them.
+        # Older states have no loss scale.
         scales = {state.get("loss_scale", 1.0) for state in given}
         if len(scales) > 1:
             raise StateError(f"the states have loss scales {sorted(scales)}; give states of one run at one step")
         self._engine.load_state(*merge_states(given), loss_scale=scales.pop())
 
     def close(self) -> None:
-        """Stop the communication thread and let its process group go.
+        """Stop the engine's thread and destroy its process groups.
 
-        A DDP model cannot be trained further, an FSDP2 model goes on uncompressed.
+        Afterwards a DDP model cannot be trained; an FSDP2 model trains uncompressed.
         """
         if self._detach is not None:
             self._detach()
@@ -175,62 +162,41 @@ class Attachment:
         _destroy(groups)
 
 
-_attached: Attachment | None = None
+class ProcessState:
+    """Objects of which a process has one. A Ray Train worker is a process, and so is a rank under torchrun.
+
+    session       set by a Ray Train worker before the training function runs; None elsewhere
+    attachment    the newest result of `attach`
+    state_folder  holds the checkpoints that `add_state` makes; removed when the process ends
+    """
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.attachment: Attachment | None = None
+        self.state_folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def check_first_model(self) -> None:
+        """Raise ConfigError if this is a Ray Train worker that has attached a model already."""
+        if self.session is not None and self.attachment is not None:
+            raise ConfigError("this worker has attached a model already; attach one model per Ray Train run")
 
 
-def attached() -> Attachment | None:
-    """Return what the last `attach` of this process returned."""
-    return _attached
-
-
-def set_attached(attachment: Attachment) -> None:
-    """Let `attached` return `attachment` from now on."""
-    global _attached  # noqa: PLW0603 - add_state finds the engine of this process by it
-    _attached = attachment
+process = ProcessState()
 
 
 def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
     for group in groups:
-        # Torch may have destroyed it already, with all others.
+        # destroy_process_group() without arguments has destroyed it already.
         if is_registered(group):
             dist.destroy_process_group(group)
 
 
 @contextmanager
 def own_groups() -> Iterator[list[dist.ProcessGroup]]:
-    """Takes process groups as they are made; they are destroyed if what makes them fails."""
+    """Give a list for new process groups. They are destroyed if an error leaves the block."""
     groups: list[dist.ProcessGroup] = []
     try:
         yield groups
     except BaseException:
         _destroy(groups)
         raise
-
-
-def check_complete(states: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Raise StateError unless these are the states of all ranks of one run at one step."""
-    runs = {(state.get("world_size"), state.get("step")) for state in states}
-    ranks = sorted(state.get("rank", -1) for state in states)
-    if len(runs) != 1 or ranks != list(range(states[0].get("world_size", 0))):
-        raise StateError(
-            f"got states of ranks {ranks}, of (world size, step) {sorted(runs, key=str)}; give those of all ranks of "
-            "one run at one step, or this rank's own"
-        )
-    return states
-
-
-def merge_states(states: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, dict[str, torch.Tensor]]]:
-    """Step and memories, by kind and layer, for each rank of a new group: the mean of the old ones.
-
-    Averaging keeps what is owed: (1/N) sum of residuals is the same before and after, whatever the world sizes.
-    Momentum is a sum of gradients as well. Q of PowerSGD is the same on all ranks but after an allgather, where any
-    start will do.
-    """
-    merged: dict[str, dict[str, torch.Tensor]] = {}
-    for kind in KINDS:
-        names = [set(state[kind]) for state in states]
-        if any(other != names[0] for other in names):
-            odd = sorted(set.union(*names) - set.intersection(*names))
-            raise StateError(f"not every rank's state has {kind} of {odd[0]!r}; give states of one run at one step")
-        merged[kind] = {name: torch.stack([state[kind][name] for state in states]).mean(0) for name in sorted(names[0])}
-    return max(state["step"] for state in states), merged

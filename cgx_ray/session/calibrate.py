@@ -1,4 +1,4 @@
-"""Time codecs on this machine: briefly before an adaptive run, at length for `cgx-ray profile`."""
+"""Time codecs on this machine: for milliseconds before an adaptive run, for longer in `cgx-ray profile`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cgx_ray.session.settings import Settings
 
 Call = Callable[[], object]
 
-# Long against the clock's resolution and a timer interrupt, short against what else a machine does.
+# Long compared with the clock's resolution and a timer interrupt, short compared with other work on the machine.
 TURN_S = 4e-3
 _MAX_REPEATS = 1000
 
@@ -25,19 +25,19 @@ _MAX_REPEATS = 1000
 def best_seconds(
     calls: Sequence[Call], device: torch.device, *, num_rounds: int, turn_s: float = TURN_S
 ) -> list[float]:
-    """Seconds a call of each of `calls`, the best of `num_rounds` turns.
+    """Return seconds per call for each of `calls`: the shortest of `num_rounds` turns.
 
-    A turn repeats its call for about `turn_s`, once at least. On a CUDA device two events around a turn give its time,
-    so launches that follow each other overlap with the kernels before them.
+    A turn repeats its call for about `turn_s`, at least once. On a CUDA device two events around a turn measure it, so
+    each launch overlaps with the kernels before it.
     """
     time_turn = _turn_s_cuda if device.type == "cuda" else _turn_s_cpu
     repeats = []
     for call in calls:
-        call()  # warms caches up and compiles
+        call()  # warms up caches and compiles
         repeats.append(min(max(math.ceil(turn_s / time_turn(call, 1)), 1), _MAX_REPEATS))
     best = [math.inf] * len(calls)
     for round_ in range(num_rounds):
-        # A B C, then C B A: none of them always has the better place.
+        # A B C, then C B A: no call always has the better place.
         for which in range(len(calls)) if round_ % 2 == 0 else reversed(range(len(calls))):
             seconds = time_turn(calls[which], repeats[which]) / repeats[which]
             best[which] = min(best[which], seconds)
@@ -61,13 +61,13 @@ def _turn_s_cuda(call: Call, num_repeats: int) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-# From where the call itself counts to where the elements do.
+# From sizes where the call takes most of the time to sizes where the elements do.
 CALIBRATION_NUMELS = (1 << 10, 1 << 14, 1 << 18)
 NUM_ROUNDS = 5
 
 
 def measure_codecs(settings: Settings) -> dict[str, CodecCost]:
-    """Time of every candidate codec on this worker, by `str(CodecSpec)`."""
+    """Return the time of every candidate codec on this worker, by `str(CodecSpec)`."""
     return {str(codec): measure_codec(codec) for codec in candidate_codecs(settings.densities)}
 
 
@@ -78,9 +78,9 @@ def measure_codec(
     numels: Sequence[int] = CALIBRATION_NUMELS,
     turn_s: float = 0.0,
 ) -> CodecCost:
-    """Time encode, with feedback if the codec needs it, and decode-add on normal gradients of `numels` elements.
+    """Time encode (with error feedback if the codec has it) and decode-add on normal gradients of `numels` elements.
 
-    turn_s  how long a call is repeated between two looks at the clock; 0 is one call, which is enough to decide by
+    turn_s  seconds of repeated calls between two readings of the clock; 0 is one call, which is exact enough for plans
     """
     codec, device = make_codec(spec), torch.device(device)
     times = []

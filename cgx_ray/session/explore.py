@@ -1,4 +1,4 @@
-"""Checkpoint-restore exploration: try codecs in training itself, forget the tries, go on with the best."""
+"""Explore from a checkpoint in memory: train with each codec, undo it, and go on with the best."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ import torch.distributed as dist
 from cgx_ray.engine.engine import Engine
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.monitors.sample import StepSample
-from cgx_ray.plan import CodecSpec, Plan, Scheme, make_plan, preferred_scheme
+from cgx_ray.plan import CodecSpec, Option, Plan, Scheme, make_plan, preferred_scheme
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES, Trial, front, knee
 
 CANDIDATES = tuple(CodecSpec(name="topk", density=density) for density in CANDIDATE_DENSITIES)
-# Measuring the gain takes time, so a step has either its gain or its times measured.
+# Measuring the gain takes time, so a step measures either its gain or its times.
 GAIN_INTERVAL_STEPS = 2
+
+
+# Seconds to code, seconds to exchange, and the gain if this rank has one.
+_Measured = tuple[float, float, float | None]
 
 
 class Stateful(Protocol):
@@ -33,12 +37,13 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exploration:
-    """What was found; the same on all ranks.
+    """Result of an exploration; the same on all ranks.
 
-    trials  of all candidates, in their order: the slowest rank's codec time, the fastest's exchange time (others
-            waited), the mean gain over ranks that had one
-    front   those that no other beats in codec time, exchange time and gain
-    plan    of the knee of the front; it is in force
+    trials  one per candidate, in their order: the longest codec time of all ranks, the shortest exchange time (other
+            ranks waited), and the mean gain over ranks that had one
+    front   trials that no other trial beats in codec time, exchange time and gain
+    knee    chosen trial of the front
+    plan    of the knee; it is in force
     """
 
     trials: tuple[Trial, ...]
@@ -60,7 +65,7 @@ def explore(
 ) -> Exploration:
     """Train `iterations` steps with each candidate from the same state, and put the knee's plan in force.
 
-    Flexible Communication, section 3-E. `Attachment.explore` says the rest.
+    Flexible Communication, section 3-E. Arguments and errors are those of `Attachment.explore`.
     """
     if iterations < GAIN_INTERVAL_STEPS:
         raise ConfigError(f"iterations {iterations!r} is not allowed; give {GAIN_INTERVAL_STEPS} or more, such as 10")
@@ -75,49 +80,57 @@ def explore(
         )
         for version, spec in enumerate(specs, engine.plan.version + 1)
     ]
-    # All of them before the first step: a plan in force is not undone.
+    # Check all plans before the first step: a plan in force cannot be undone.
     for plan in plans:
         plan.check(engine.layers, world_size)
-
-    def enter(plan: Plan) -> None:
-        """Bring a plan in force by agreement, as any other. The steps that takes also warm it up."""
-        engine.hold(plan)
-        while engine.plan.version < plan.version:
-            _exchange(engine, step, 0)
+    options = [
+        Option(codec=spec, scheme=Scheme(scheme) if scheme is not None else preferred_scheme(spec)) for spec in specs
+    ]
 
     trials = []
-    for spec, plan in zip(specs, plans, strict=True):
+    for option, plan in zip(options, plans, strict=True):
         with _restored(engine, stateful):
-            enter(plan)
-        with _restored(engine, stateful), engine.metered([spec], GAIN_INTERVAL_STEPS):
-            own = _measure(engine, step, iterations, str(spec))
-        everyones: list[Any] = [None] * world_size
-        dist.all_gather_object(everyones, own, group=group)
-        codec_s, exchange_s, gain = zip(*everyones, strict=True)
-        gains = [one for one in gain if one is not None]
-        if not gains:
-            raise CGXError(f"gradients were 0 or not finite in all {iterations} steps with {spec}; explore later on")
-        trials.append(
-            Trial(
-                codec=spec,
-                scheme=Scheme(scheme) if scheme is not None else preferred_scheme(spec),
-                codec_s=max(codec_s),
-                exchange_s=min(exchange_s),
-                gain=math.fsum(gains) / len(gains),
-            )
-        )
+            _enter(engine, plan, step)
+        with _restored(engine, stateful), engine.metered([option.codec], GAIN_INTERVAL_STEPS):
+            own = _measure(engine, step, iterations, str(option.codec))
+        trials.append(_trial(option, own, group, iterations))
     best = knee(trials)
     with _restored(engine, stateful):
-        enter(replace(plans[trials.index(best)], version=engine.plan.version + 1))
+        _enter(engine, replace(plans[trials.index(best)], version=engine.plan.version + 1), step)
     return Exploration(trials=tuple(trials), front=front(trials), knee=best, plan=engine.plan)
 
 
-def _measure(
-    engine: Engine, step: Callable[[int], object], iterations: int, codec: str
-) -> tuple[float, float, float | None]:
-    """Seconds to code and to exchange, and the gain: means over the steps that measured it.
+def _enter(engine: Engine, plan: Plan, step: Callable[[int], object]) -> None:
+    """Bring `plan` in force by agreement, as any other plan. The steps that this takes also warm it up."""
+    engine.hold(plan)
+    while engine.plan.version < plan.version:
+        _exchange(engine, step, 0)
 
-    Gain None if this rank's gradients were 0 or not finite in all of them: others may know, and wait for an answer.
+
+def _trial(option: Option, own: _Measured, group: dist.ProcessGroup, iterations: int) -> Trial:
+    """Join the measurements of all ranks. Raises CGXError on all of them if none measured a gain."""
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, own, group=group)
+    codec_s, exchange_s, gain = zip(*everyones, strict=True)
+    gains = [one for one in gain if one is not None]
+    if not gains:
+        raise CGXError(
+            f"gradients were 0 or not finite in all {iterations} steps with {option.codec}; explore at a later step"
+        )
+    return Trial(
+        codec=option.codec,
+        scheme=option.scheme,
+        codec_s=max(codec_s),
+        exchange_s=min(exchange_s),
+        gain=math.fsum(gains) / len(gains),
+    )
+
+
+def _measure(engine: Engine, step: Callable[[int], object], iterations: int, codec: str) -> _Measured:
+    """Return this rank's seconds to code, seconds to exchange and gain: means over the steps that measured each.
+
+    The gain is None if this rank's gradients were 0 or not finite in all of them. That is no error yet: other ranks may
+    have measured a gain, and they wait for this rank's answer.
     """
     times, gains = [], []
     for iteration in range(iterations):
@@ -131,6 +144,7 @@ def _measure(
 
 
 def _exchange(engine: Engine, step: Callable[[int], object], iteration: int) -> StepSample:
+    """Call `step` and return its sample. Raises ConfigError unless it exchanged gradients once."""
     before = engine.step
     step(iteration)
     sample = engine.last_step
@@ -143,7 +157,7 @@ def _exchange(engine: Engine, step: Callable[[int], object], iteration: int) -> 
 
 @contextmanager
 def _restored(engine: Engine, stateful: Sequence[Stateful]) -> Iterator[None]:
-    """Afterwards everything but the plan is as it was: `stateful`, torch's random numbers, codecs' memory, the step."""
+    """Restore all except the plan at the end: `stateful`, torch's random numbers, codecs' memory and the step."""
     states = [copy.deepcopy(entry.state_dict()) for entry in stateful]
     memories = engine.state()
     devices = [engine.device.index] if engine.device.type == "cuda" else []

@@ -1,4 +1,4 @@
-"""Puts the engine of sharded models behind what `fully_shard` made. Imported when there is such a model."""
+"""Make the engine behind a model after `fully_shard` (FSDP2). Imported only when there is such a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cgx_ray.engine.shards import plan_of
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Intra, Layer, Plan, Scheme
 from cgx_ray.session.agree import agree, as_own, connect
-from cgx_ray.session.attachment import attached, current_session
+from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
 PARAMETER_CODECS = ("none", "fp16", "bf16", "qsgd")
@@ -28,40 +28,40 @@ def make_engine(
     settings: Settings,
     parameters: CodecSpec | str | None,
     scaler: Scaler | None,
-    own: list[dist.ProcessGroup],
+    groups: list[dist.ProcessGroup],
 ) -> tuple[ShardedEngine, Callable[[], None]]:
-    """An engine at work behind `model`, and what takes its hooks out again.
+    """Return an engine at work behind `model`, and a function that removes its hooks.
 
-    own  gets the process group that is to go with the attachment; the other arguments are those of `attach`
+    groups  gets the process group made here, which goes with the attachment. The other arguments are those of `attach`
 
     Raises ConfigError or PlanError, on all ranks.
     """
     world = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
-    own.append(world)
+    groups.append(world)
     layers: list[Layer] = []
     offer: str | CGXError
     try:
         codec, parameter_codec = _check(plan, settings, parameters)
         loss_scale = LossScale(scaler)
-        groups = fsdp_hook.param_groups(model)
-        units = fsdp_hook.make_units(model, groups, codec, parameter_codec)
+        param_groups = fsdp_hook.param_groups(model)
+        units = fsdp_hook.make_units(model, param_groups, codec, parameter_codec)
         layers = [layer for unit in units for layer in unit.layers]
         offer = plan_of(units, dist.get_world_size()).to_json()
     except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
         offer = as_own(error)
     plan = agree(layers, offer, world, str(parameters))
-    shard_ranks, replica_ranks = fsdp_hook.ranks_of_mesh(next(iter(groups.values())))
+    shard_ranks, replica_ranks = fsdp_hook.ranks_of_mesh(next(iter(param_groups.values())))
     shards = _connect(shard_ranks, world, settings)
     replicas = _connect(replica_ranks, world, settings) if len(replica_ranks) > 1 else None
     engine = ShardedEngine(units, plan, dist.get_rank(), shards, replicas, seed=settings.seed)
-    return engine, fsdp_hook.install(model, engine, groups, units, loss_scale)
+    return engine, fsdp_hook.install(model, engine, param_groups, units, loss_scale)
 
 
 def _connect(ranks: Sequence[int], world: dist.ProcessGroup, settings: Settings) -> Transport:
     group = world
     if len(ranks) < dist.get_world_size():
-        # Every rank makes the groups that it is in, and those only. They stay: torch would give the next one for the
-        # same ranks the same name, and it would find this one's addresses in the store.
+        # Every rank makes only the groups that it is in. They are never destroyed: torch would give the next group of
+        # the same ranks the same name, which would then find this group's addresses in the store.
         timeout = timedelta(seconds=settings.timeout_s)
         group = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
     return connect(group, settings)
@@ -70,9 +70,11 @@ def _connect(ranks: Sequence[int], world: dist.ProcessGroup, settings: Settings)
 def _check(
     plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None
 ) -> tuple[CodecSpec, CodecSpec | None]:
-    """The codec of gradients and, if asked for, that of parameters."""
+    """Return the codec of gradients and that of parameters, None if they are not compressed."""
     if settings.intra != Intra.FLAT:
-        raise ConfigError(f"an FSDP2 model cannot use intra {settings.intra!r}; shard within nodes, replicate between")
+        raise ConfigError(
+            f"an FSDP2 model cannot use intra {settings.intra!r}; shard within nodes and replicate between them"
+        )
     if plan is not None or settings.policy != "static":
         given = "a plan" if plan is not None else f"policy {settings.policy!r}"
         raise ConfigError(
@@ -92,6 +94,5 @@ def _check(
             f"parameters cannot be gathered with {parameter_codec}; allowed: {', '.join(PARAMETER_CODECS)}, such as "
             "'qsgd:bits=8,rounding=nearest'"
         )
-    if current_session() is not None and attached() is not None:
-        raise ConfigError("this worker has attached a model already; a Ray Train run carries one")
+    process.check_first_model()
     return codec, parameter_codec

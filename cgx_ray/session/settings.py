@@ -1,4 +1,4 @@
-"""What a user can set, checked where it is written and not first on a worker."""
+"""Settings of a run, checked where the user writes them, before any worker starts."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ POLICIES = ("adaptive", "static")
 TRANSPORTS = ("tcp", "gloo")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen and not keyword-only: CGXConfig inherits these fields beside those of Ray's TorchConfig, which is neither.
+@dataclass
 class Settings:
-    """Everything the workers of a run share. Raises ConfigError on a value that is not allowed.
+    """Settings that all workers of a run share. Raises ConfigError on a value that is not allowed.
 
-    policy          "adaptive": start dense, measure, decide, decide again; "static": `codec` over `scheme` throughout
-    codec, scheme   for policy "static"; the codec is a CodecSpec or text for `CodecSpec.parse`
+    policy          "adaptive": start dense, measure, decide, and decide again when the network changes. "static": use
+                    `codec` over `scheme` for the whole run
+    codec, scheme   for policy "static". The codec is a CodecSpec, or text for `CodecSpec.parse`
     intra           for policy "static": "dense" or "compressed" sums inside nodes first, see `collectives.hierarchical`
-    densities       what adaptive may choose from for top-k
-    min_gain        adaptive leaves out codecs that keep less of the gradient than this share
-    group_bytes     dense bytes that are encoded and sent together; adaptive, only until the first decision
-    seed            of the random numbers of codecs
-    transport       of messages between two ranks: "tcp", connections of cgx_ray's own, or "gloo", torch.distributed's
-    num_streams     with "tcp": connections between two ranks whose round trip takes 5 ms or more, over which short
-                    messages are spread; ranks that are nearer have one
-    shared_memory   with "tcp": ranks of one host talk through shared memory, where they can, and not over TCP
-    timeout_s       before a peer that does not answer counts as gone
-    simulated_link  hold messages back as a slow link would; for demos and tests
+    densities       densities of top-k that policy "adaptive" may choose; () leaves top-k out
+    min_gain        policy "adaptive" leaves out codecs whose gain is smaller
+    group_bytes     dense bytes that are encoded and sent together. Policy "adaptive" uses it until its first decision
+    seed            of the codecs' random numbers
+    transport       between two ranks: "tcp" is cgx_ray's own connections, "gloo" is torch.distributed's
+    num_streams     with "tcp": number of connections between two ranks whose round trip takes 5 ms or more. Short
+                    messages are spread over them. Ranks with a shorter round trip have one connection
+    shared_memory   with "tcp": ranks of one host talk through shared memory where they can
+    timeout_s       seconds until a peer that does not answer counts as gone
+    simulated_link  holds messages back as a slow link would; for demos and tests
     """
 
     policy: str = "adaptive"
@@ -58,7 +60,9 @@ class Settings:
             if not isinstance(getattr(self, name), int):
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give a whole number")
         if not isinstance(self.min_gain, int | float) or not 0 <= self.min_gain <= 1:
-            raise ConfigError(f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the squared gradient")
+            raise ConfigError(
+                f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the gradient's squared norm"
+            )
         for name in ("group_bytes", "num_streams"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give 1 or more")
@@ -71,13 +75,13 @@ class Settings:
 
     def _check_choice(self) -> None:
         if isinstance(self.codec, CodecSpec):
-            object.__setattr__(self, "codec", str(self.codec))
+            self.codec = str(self.codec)
         codec, scheme, intra = CodecSpec.parse(self.codec), Scheme(self.scheme), Intra(self.intra)
         Option(codec=codec, scheme=scheme, intra=intra)
         if self.policy == "adaptive" and (self.codec, scheme, intra) != ("qsgd", Scheme.SRA, Intra.FLAT):
             raise ConfigError(
                 f"codec {self.codec!r} over {self.scheme!r}, intra {self.intra!r} is not allowed with policy "
-                "'adaptive', which chooses for itself; leave them out or give policy='static'"
+                "'adaptive', which chooses for itself; leave them out, or give policy='static'"
             )
 
     def _check_transport(self) -> None:
@@ -85,12 +89,12 @@ class Settings:
             raise ConfigError(f"shared_memory {self.shared_memory!r} is not allowed; give True or False")
         if self.intra != Intra.FLAT and not (self.transport == "tcp" and self.shared_memory):
             raise ConfigError(
-                f"intra {self.intra!r} is for ranks that share memory, which takes transport='tcp' and "
-                "shared_memory=True; give these, or intra='flat'"
+                f"intra {self.intra!r} needs ranks that share memory; give transport='tcp' and shared_memory=True, or "
+                "intra='flat'"
             )
 
     def static_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
-        """`codec` over `scheme` for the whole model, as plan 0."""
+        """Return plan 0: `codec` over `scheme` for the whole model."""
         return make_plan(
             layers,
             version=0,

@@ -24,7 +24,7 @@ from cgx_ray.collectives import Transport
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.runtime_ext.shm import Segment, host_key
-from cgx_ray.session.attachment import open_session
+from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
 
@@ -145,7 +145,7 @@ def _attach(rank: int, shared_memory: bool) -> tuple[bool, list[int]]:
 
         def start(self, attachment: cgx_ray.Attachment) -> None: ...
 
-    open_session(Session())
+    process.session = Session()
     model = DistributedDataParallel(torch.nn.Linear(100, 100))
     attachment = cgx_ray.attach(model)
     model(torch.ones(1, 100)).sum().backward()

@@ -1,4 +1,4 @@
-"""What would make backward wait for ever: found at attach, or ended after the time-out."""
+"""Mistakes that would make backward wait for ever are found at attach, or end in an error after the time-out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _attach_after_change(rank: int, case: str, wrong_ranks: tuple[int, ...]) -> str:
-    """The error of `attach` to a model that was changed after DDP was built; "" if there is none."""
+    """Return the error of `attach` to a model that was changed after DDP was built; "" if there is none."""
     module = Branches()
     is_wrong = rank in wrong_ranks
     if case == "frozen when built":
@@ -104,14 +104,14 @@ def _wait_for_a_layer_in_no_bucket(rank: int) -> tuple[str, str]:
     module.left.requires_grad_(False)
     model = DistributedDataParallel(module)
     module.left.requires_grad_(True)
-    # `attach` would have refused it.
+    # `attach` would refuse this model.
     engine = _engine_of(model, cgx_ray.layers_of(model))
     said = []
     for step in range(2):
         with pytest.raises((cgx_ray.CGXError, RuntimeError)) as caught:
             train(model, rank, range(step, step + 1))
         said.append(str(caught.value))
-        # DDP goes on to the next step after an error in backward only if it is new.
+        # After an error in backward only a new DDP can take the next step.
         model = DistributedDataParallel(Branches())
         model.register_comm_hook(DdpBuckets(model, engine), cgx_hook)
     engine.close()
@@ -127,14 +127,14 @@ def test_backward_ends_with_an_error_if_some_layers_never_come() -> None:
 
 
 def _leave_layers_out(rank: int, missing: str, pause_s: float) -> tuple[str, str]:
-    """What the engine, and then what DDP says of a second backward that leaves layers out."""
+    """Return the error of the engine, and then that of DDP, after a second backward that leaves layers out."""
     model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001)
     layers = cgx_ray.layers_of(model)
     engine = _engine_of(model, layers)
     # In the first step DDP has one bucket.
     train(model, rank, range(1))
     x_BD = batch(rank, 1)
-    # Backward does not wait for buckets of which some are not complete.
+    # Backward does not wait for incomplete buckets.
     if missing == "right":
         model(x_BD, use_right=False).sum().backward()
     else:
@@ -157,7 +157,7 @@ def test_layers_left_out_are_an_error_of_the_next_forward_and_of_the_engine_if_o
 ) -> None:
     for rank, (in_engine, in_ddp) in enumerate(run_ranks(2, _leave_layers_out, missing, pause_s)):
         assert "Expected to have finished reduction in the prior iteration" in in_ddp
-        # DDP hands over its buckets in order, so without its first one, that of `right`, the step has not begun.
+        # DDP hands over its buckets in order. Without the first one, that of `right`, the step has not begun.
         if pause_s and missing == "first":
             assert f"rank {rank}, step 1: 2 of 8 layers have no gradient" in in_engine
             assert "first.weight, first.bias" in in_engine
@@ -166,7 +166,7 @@ def test_layers_left_out_are_an_error_of_the_next_forward_and_of_the_engine_if_o
 
 
 def _pause(rank: int) -> list[str]:
-    """Pause between steps, and once within backward, but not for as long as the time-out."""
+    """Pause between steps for longer than the time-out, and once in backward for less than it."""
     model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001)
     engine = _engine_of(model, cgx_ray.layers_of(model))
     hashes = train(model, rank, range(2))

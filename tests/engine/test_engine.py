@@ -30,8 +30,9 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.group import GainMeter
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.plan import CodecSpec, Plan, Scheme, make_plan
-from cgx_ray.session.attachment import merge_states, open_session
+from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
+from cgx_ray.session.states import merge_states
 
 COMPRESSED = [("qsgd", "sra"), ("topk:density=0.05", "allgather"), ("topk:density=0.05", "artopk_ring")]
 
@@ -357,7 +358,7 @@ def _attach_wrong(rank: int, case: str) -> str:
     elif case == "one rank alone is wrong" and rank == 1:
         model = Branches()
     elif case == "no plan":
-        open_session(NoPlan())
+        process.session = NoPlan()
     with pytest.raises(cgx_ray.CGXError) as caught:
         cgx_ray.attach(model, **arguments)
     return str(caught.value)
@@ -369,7 +370,7 @@ def _attach_wrong(rank: int, case: str) -> str:
         ("not ddp", "wrap it first"),
         ("other layers", "covers 7 layers, the model has 8"),
         ("subgroup", "averaged over 1 of 2 ranks"),
-        ("hook twice", "attach once a model"),
+        ("hook twice", "attach once per model"),
         ("plan and codec", "give one of them"),
         ("other world", "world size 3"),
         ("one rank has another plan", "different plans"),

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.plan import CodecSpec
-from cgx_ray.session.attachment import open_session
+from cgx_ray.session.attachment import process
 from cgx_ray.session.explore import Exploration
 from cgx_ray.session.settings import Settings
 
@@ -43,14 +43,14 @@ class Run:
         self.schedule.step()
 
     def digest(self, attachment: cgx_ray.Attachment) -> str:
-        """Of all that a step reads and changes."""
+        """Return a hash of all that a step reads and changes."""
         states = (self.model.state_dict(), self.optimizer.state_dict(), self.schedule.state_dict())
         plain = _plain([*states, attachment.state_dict(), torch.get_rng_state()])
         return hashlib.sha256(pickle.dumps(plain)).hexdigest()
 
 
 def _plain(value: Any) -> Any:
-    """Lists and numbers only: tensors that are equal but share memory in other ways pickle differently."""
+    """Return `value` as lists and text: equal tensors that share memory differently pickle differently."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), value.tolist())
     if isinstance(value, dict):
@@ -74,10 +74,10 @@ def _explore(rank: int) -> dict[str, Any]:
         with pytest.raises(cgx_ray.ConfigError) as caught:
             attachment.explore(stateful, step, iterations=iterations)
         errors.append(str(caught.value))
-    open_session(SimpleNamespace(settings=Settings()))  # type: ignore[arg-type]
+    process.session = SimpleNamespace(settings=Settings())  # type: ignore[assignment]
     with pytest.raises(cgx_ray.ConfigError, match="with policy 'adaptive' the controller chooses plans"):
         attachment.explore(stateful, run.step)
-    open_session(None)
+    process.session = None
     run.step(3)
     assert attachment.last_step is not None
     last = attachment.last_step
@@ -92,7 +92,7 @@ def test_exploration_leaves_no_trace_but_the_plan_of_the_knee() -> None:
     assert second["before"] == second["after"]
     assert first["found"] == second["found"]
     assert [trial.codec for trial in found.trials] == [CodecSpec.parse(text) for text in CANDIDATES]
-    # A rank's gain is what its top-k keeps: less at less density.
+    # Top-k keeps less at a smaller density.
     gains = [trial.gain for trial in found.trials]
     assert gains == sorted(gains, reverse=True), gains
     assert all(trial.codec_s > 0 and trial.exchange_s > 0 for trial in found.trials), found.trials
@@ -100,7 +100,7 @@ def test_exploration_leaves_no_trace_but_the_plan_of_the_knee() -> None:
     assert {group.option.codec for group in found.plan.groups if group.option.codec.name != "none"} == {
         found.knee.codec
     }
-    # Three tries and the answer; the step goes on where it was, under the plan of the knee.
+    # Three plans were tried, and the knee's is the fourth. Training goes on at the step where it was.
     assert found.plan.version == 4
     assert "0 times" in first["errors"][0]
     assert "iterations 1 is not allowed" in first["errors"][1]

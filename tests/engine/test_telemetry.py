@@ -25,7 +25,7 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.group import GainMeter
 from cgx_ray.monitors.sample import CURVE_DENSITIES
 from cgx_ray.plan import CodecSpec, Plan, make_plan
-from cgx_ray.session.attachment import open_session
+from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
 TOPK = CodecSpec(name="topk", density=0.1)
@@ -51,7 +51,7 @@ class _Adaptive:
 
 def _adaptive_gain(rank: int, dtype: torch.dtype) -> tuple[float, int, list[str]]:
     """Gain of top-k and length of the curve at step 1, and the weights' hashes."""
-    open_session(_Adaptive())
+    process.session = _Adaptive()
     model = DistributedDataParallel(Branches().to(dtype))
     attachment = cgx_ray.attach(model)
     hashes = train(model, rank, range(3))

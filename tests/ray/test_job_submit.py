@@ -1,4 +1,4 @@
-"""The examples as a user starts them: as a job on a running Ray cluster, and under torchrun."""
+"""The examples, started as a user starts them: as a job on a running Ray cluster, and under torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-# `python` in a job is found as in an activated environment. A token file would be written to the user's home.
+# A job finds `python` as in an activated environment. Without "disabled" Ray writes a token file to the user's home.
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 ENV = {**os.environ, "PATH": PATH, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -34,12 +34,12 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture
 def cluster(tmp_path) -> Iterator[str]:
-    """Address of a head of our own for jobs; its processes are ended by their ids."""
+    """A Ray head of our own, as the address for jobs. Its processes are ended by their ids."""
     gcs, dashboard, client, agent = free_ports(4)
     argv = [*RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={gcs}", "--num-cpus=2"]
     argv += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
     argv += [f"--dashboard-agent-listen-port={agent}", f"--object-store-memory={128 << 20}", "--disable-usage-stats"]
-    # Not tmp_path: Ray's socket paths must stay under 107 characters.
+    # Not tmp_path: paths of Ray's sockets must be shorter than 107 characters.
     with tempfile.TemporaryDirectory(prefix="cgx-", dir="/tmp", ignore_cleanup_errors=True) as temp_dir:
         log_path = tmp_path / "head.log"
         with log_path.open("w") as log:
@@ -64,7 +64,7 @@ def wait_for_jobs_api(head: subprocess.Popen[bytes], port: int, log_path: Path) 
 
 
 def end_with_children(head: subprocess.Popen[bytes]) -> None:
-    """Freeze the starter first: it would otherwise report the end of its children while we end them."""
+    """End `head` and its children. It is frozen first, or it would report the end of its children."""
     head.send_signal(signal.SIGSTOP)
     while started := psutil.Process(head.pid).children(recursive=True):
         if all(process.status() == psutil.STATUS_ZOMBIE for process in started):
@@ -86,7 +86,7 @@ def test_the_example_runs_as_a_submitted_job(cluster, tmp_path):
     assert "succeeded" in done.stdout
     assert "done: {'step': 5, 'loss':" in done.stdout
     files = sorted(path.name for path in (tmp_path / "runs" / "job").glob("checkpoint_*/*"))
-    assert sum(name.startswith("cgx_ray-rank") for name in files) == 2, f"one state a rank: {files}"
+    assert sum(name.startswith("cgx_ray-rank") for name in files) == 2, f"one state per rank: {files}"
     assert "state.pt" in files
     for line in (tmp_path / "runs" / "job" / "decisions.jsonl").read_text().splitlines():
         assert json.loads(line)["event"] in ("decision", "outcome")

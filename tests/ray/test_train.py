@@ -22,7 +22,7 @@ from support import plain_script, train_functions
 import cgx_ray
 
 pytestmark = [
-    # Ray's own: sockets and files it leaves to its processes' end, and APIs it deprecates in its own calls.
+    # Ray's own: it leaves sockets and files open until its processes end, and calls its own deprecated APIs.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Path]:
-    """A Ray cluster; gives its session's folder."""
+    """A Ray cluster, as the folder of its session."""
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     context = ray.init(
         num_cpus=4,
@@ -68,7 +68,7 @@ def journal_of(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def our_actors() -> list[Any]:
-    # Without its address Ray looks for clusters on the machine, and there may be others.
+    # Without an address Ray would search the machine for clusters, and there may be others.
     address = ray.get_runtime_context().gcs_address
     return [
         actor
@@ -86,15 +86,15 @@ def test_an_adaptive_run_decides_switches_and_leaves_no_actor(tmp_path: Path) ->
     assert [line["hash"] for line in first] == [line["hash"] for line in second]
     assert first[0]["plan_version"] == 0
     assert first[-1]["plan_version"] > 0
-    # In the end it may be dense again: where processors are too busy to encode, that is faster.
+    # The last plan may be dense again, which is faster if processors are too busy to encode.
     assert min(line["wire_bytes"] for line in first) < first[0]["wire_bytes"]
     decisions = [entry for entry in journal_of(tmp_path) if entry["event"] == "decision"]
     outcomes = [entry for entry in journal_of(tmp_path) if entry["event"] == "outcome"]
     assert decisions[0]["reason"].startswith("first measurements")
     assert decisions[0]["kind"] == "replace"
     assert decisions[0]["old"]["plan"] == "dense"
-    # A busy machine can look like another link, so there may be other looks at it; one that sees the new rate must be
-    # there. It takes 1.1 s, some 40 steps, as a neighbour's burst would look the same until then.
+    # A busy machine can look like a changed link, so there may be other decisions. One must have seen the new rate.
+    # That takes 1.1 s, about 40 steps, because a burst of other traffic would look the same until then.
     rates = [(entry["step"], entry["inputs"]["bandwidth_gbps"]) for entry in decisions]
     assert any(step > 60 and gbps < 0.02 for step, gbps in rates), rates
     assert outcomes
@@ -147,7 +147,7 @@ def test_training_goes_on_when_controller_and_monitor_are_killed(cluster: Path, 
     assert len(first) == 150
     assert [line["hash"] for line in first] == [line["hash"] for line in second]
     logs = [path.read_text() for path in (cluster / "logs").glob("worker-*.err")]
-    # Both workers notice that both are gone, each once.
+    # Both workers warn once about each of the two.
     assert [text.count("the controller is gone: training goes on with plan") for text in logs].count(1) == 2
     assert [text.count("this node's monitor is gone") for text in logs].count(1) == 2
     assert max(text.count("is gone") for text in logs) == 2
@@ -173,7 +173,7 @@ def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(tmp_path: Pa
     assert first["hash"] == second["hash"]
     for losses in (first["losses"], second["losses"]):
         assert losses[-1] < 0.9 * losses[0], losses
-    # Two roundings to a 15th of a bucket's range at most, of numbers within a bucket of 128 of 5,000.
+    # At most two roundings to a 15th of the range of a quantization bucket: 128 of 5,000 numbers.
     assert 0 < first["error"] <= 2 * 2 * (2 * 128 / 5000 + 2 * 2**-7) / 15, first["error"]
 
 

@@ -1,4 +1,4 @@
-"""A training function that knows nothing of cgx_ray."""
+"""A training function that does not mention cgx_ray."""
 
 from __future__ import annotations
 

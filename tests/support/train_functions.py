@@ -1,4 +1,4 @@
-"""Training functions for the Ray Train tests; importable, so that workers find the same module."""
+"""Training functions for the Ray Train tests, in a module that workers can import."""
 
 from __future__ import annotations
 
@@ -30,7 +30,15 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Steps with one report a step from `report_from` on; dies at `die_at` once; see the callers for the rest."""
+    """Train a small model and log every step to a file per rank.
+
+    log          folder of the files
+    steps        number of steps
+    die_at       step at which rank 1 dies, in the first attempt only
+    report_at    numbers of finished steps after which a checkpoint is reported
+    pace         True: wait for the other ranks after every step
+    expect_plan  description that the plan in force must have at the end
+    """
     context = ray.train.get_context()
     rank = context.get_world_rank()
     model = ray.train.torch.prepare_model(small_model())
@@ -52,7 +60,7 @@ def train(config: dict[str, Any]) -> None:
         )
         for step in range(first, config["steps"]):
             if first == 0 and rank == 1 and step == config.get("die_at"):
-                # Ray's controller learns of a checkpoint by polling; one that it has not seen would not be resumed.
+                # Ray's controller polls for checkpoints and resumes only from one that it has seen.
                 time.sleep(3)
                 os._exit(1)
             x_BD = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -76,7 +84,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def report(model: nn.Module, step: int, rank: int) -> None:
-    """As many scripts do it: rank 0 makes the checkpoint, the others pass none."""
+    """Report as many scripts do: rank 0 makes the checkpoint, the others pass None."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if rank == 0:

@@ -1,0 +1,134 @@
+"""Make the engine behind a DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ray.codecs.codec import HOST
+from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.hook import DdpBuckets, cgx_hook
+from cgx_ray.engine.layers import averaged_parameters, layers_of, sparse_modules
+from cgx_ray.engine.loss_scale import LossScale, Scaler
+from cgx_ray.errors import CGXError, ConfigError, listed
+from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.planner.options import candidate_codecs
+from cgx_ray.session.agree import agree, as_own, connect
+from cgx_ray.session.attachment import process
+from cgx_ray.session.settings import Settings
+from cgx_ray.torch_compat import bucket_parameters
+
+
+def make_engine(
+    model: nn.Module,
+    plan: Plan | None,
+    settings: Settings,
+    parameters: CodecSpec | str | None,
+    scaler: Scaler | None,
+    groups: list[dist.ProcessGroup],
+    first_plan: Callable[[Sequence[Layer], int], Plan],
+) -> Engine:
+    """Return an engine at work behind `model`. The arguments that are not listed are those of `attach`.
+
+    groups      gets the process groups made here; they go with the attachment
+    first_plan  makes the plan from layers and world size if `plan` is None; called on rank 0 only
+
+    Raises ConfigError or PlanError, on all ranks.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
+    groups.append(group)
+    layers: list[Layer] = []
+    offer: str | CGXError | None
+    try:
+        if parameters is not None:
+            raise ConfigError("DDP gathers no parameters; leave `parameters` out, or shard the model with fully_shard")
+        layers, loss_scale = _check_model(model), LossScale(scaler)
+        if plan is None and dist.get_rank() == 0:
+            plan = first_plan(layers, dist.get_world_size())
+        offer = plan.to_json() if plan is not None else None
+    except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
+        offer = as_own(error)
+    plan = agree(layers, offer, group)
+    device = next((parameter.device for parameter in averaged_parameters(model).values()), HOST)
+    cuda_group = _make_cuda_group(device, group, settings)
+    if cuda_group is not None:
+        groups.append(cuda_group)
+    transport = connect(group, settings, cuda_group)
+    engine = Engine(layers, plan, transport, seed=settings.seed, candidates=_candidates(settings), device=device)
+    assert isinstance(model, DistributedDataParallel)
+    try:
+        model.register_comm_hook(DdpBuckets(model, engine, loss_scale), cgx_hook)
+    except RuntimeError as error:
+        engine.close()
+        raise ConfigError(f"this model already has a communication hook ({error}); attach once per model") from error
+    return engine
+
+
+def _candidates(settings: Settings) -> list[CodecSpec]:
+    """Return the codecs whose gain the policy needs."""
+    if settings.policy != "adaptive":
+        return []
+    return [codec for codec in candidate_codecs(settings.densities) if codec.name != "none"]
+
+
+def _make_cuda_group(device: torch.device, group: dist.ProcessGroup, settings: Settings) -> dist.ProcessGroup | None:
+    """Return an NCCL group of all ranks if each has a GPU of its own, since NCCL refuses two ranks on one GPU.
+
+    Raises ConfigError, on all ranks, if some are on the CPU and others are not.
+    """
+    place = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+    places = [place] * dist.get_world_size(group)
+    dist.all_gather_object(places, place, group=group)
+    if set(places) == {"cpu"}:
+        return None
+    if "cpu" in places:
+        ranks = ", ".join(str(rank) for rank, other in enumerate(places) if other == "cpu")
+        raise ConfigError(f"the model is on the CPU on ranks {ranks} and on a GPU on the others; put all on one kind")
+    if len(set(places)) < len(places) or not dist.is_nccl_available():
+        return None
+    nccl: dist.ProcessGroup = dist.new_group(backend="nccl", timeout=timedelta(seconds=settings.timeout_s))
+    return nccl
+
+
+def _check_model(model: nn.Module) -> list[Layer]:
+    """Return the layers of `model`. Raises ConfigError if it is no model that this version can average."""
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            f"attach got a {type(model).__name__}; wrap it first, with ray.train.torch.prepare_model, "
+            "torch.nn.parallel.DistributedDataParallel or torch.distributed.fsdp.fully_shard"
+        )
+    if dist.get_world_size(model.process_group) != dist.get_world_size():
+        raise ConfigError(
+            f"the model is averaged over {dist.get_world_size(model.process_group)} of {dist.get_world_size()} ranks; "
+            "this version averages over all of them"
+        )
+    process.check_first_model()
+    layers = layers_of(model)
+    _check_buckets(model)
+    return layers
+
+
+def _check_buckets(model: DistributedDataParallel) -> None:
+    """Raise ConfigError unless DDP averages exactly the trained parameters: backward would wait for others for ever."""
+    if sparse := sparse_modules(model.module):
+        raise ConfigError(
+            f"the model has sparse gradients, of {', '.join(sparse)}, which this version cannot carry; use sparse=False"
+        )
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    trained = {id(parameter) for parameter in averaged_parameters(model).values()}
+    averaged = [id(parameter) for bucket in bucket_parameters(model) for parameter in bucket]
+    if late := [name for key, name in names.items() if key in trained.difference(averaged)]:
+        problem = f"does not average {listed(late)}, which were frozen or missing when it was built"
+    elif gone := [names.get(key, "a replaced parameter") for key in averaged if key not in trained]:
+        problem = f"waits for gradients of {listed(gone)}, which were frozen or replaced after it was built"
+    else:
+        return
+    raise ConfigError(
+        f"rank {dist.get_rank()}: DDP {problem}; choose what is trained (requires_grad) before you build "
+        "DistributedDataParallel, build it again after a change, then attach"
+    )
