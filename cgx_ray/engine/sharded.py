@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -22,7 +21,7 @@ from cgx_ray.collectives.sra import Sra
 from cgx_ray.engine.loss_scale import Scales, one_scale
 from cgx_ray.engine.shards import Part, Unit
 from cgx_ray.engine.telemetry import Telemetry
-from cgx_ray.engine.thread import MAX_KEPT_SAMPLES, WorkThread, follow_num_threads, take_all
+from cgx_ray.engine.thread import WorkThread, follow_num_threads
 from cgx_ray.errors import CGXError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import Plan
@@ -56,7 +55,6 @@ class ShardedEngine:
         """
         self.plan = plan
         self.step = 0
-        self.last_step: StepSample | None = None
         self._units = units
         self._rank = rank
         self._shards = shards
@@ -68,7 +66,6 @@ class ShardedEngine:
         self._has_memory = any(part.memory is not None for unit in units for part in unit.gradients)
         # Of each part whose average the replicas exchange. Only what it drops is used: what is owed went in before.
         self._averaging: dict[int, tuple[Sra, Memory | None]] = {}
-        self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
         self.telemetry = Telemetry(rank)
         self._failure: CGXError | None = None
         # Of the step in the making.
@@ -132,9 +129,14 @@ class ShardedEngine:
         """Raise PlanError: a sharded model keeps its first plan."""
         raise PlanError("the plan of an FSDP2 model cannot change; attach with another codec in the next run")
 
+    @property
+    def last_step(self) -> StepSample | None:
+        """Sample of the last finished step; None before the first."""
+        return self.telemetry.last_step
+
     def take_samples(self) -> list[StepSample]:
         """See `Engine.take_samples`. Transfers are left out: the planner's schemes are those of whole gradients."""
-        return take_all(self._samples)
+        return self.telemetry.take_samples()
 
     def state(self) -> dict[str, Any]:
         """See `Engine.state`. Residuals lie as the whole gradients do, so they fit any number of ranks."""
@@ -299,7 +301,7 @@ class ShardedEngine:
         self._ran, self._is_finite, self._phases, self._sent_bytes = [], True, [], 0
 
     def _sample(self, step_s: float, waited_s: float) -> None:
-        self.last_step = StepSample(
+        sample = StepSample(
             rank=self._rank,
             step=self.step,
             plan_version=self.plan.version,
@@ -316,7 +318,7 @@ class ShardedEngine:
             # Ranks lie in a grid, shards by replicas, and so do those of a node.
             num_local=math.prod(transport.num_local for transport in self._transports),
         )
-        self._samples.append(self.last_step)
+        self.telemetry.add(sample)
 
     def _settle(self) -> None:
         """Let codecs remember the last step, on all ranks or on none: GradScaler skips one that is not finite."""

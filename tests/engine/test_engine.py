@@ -25,9 +25,9 @@ import cgx_ray
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.codecs.wire import HEADER_BYTES
 from cgx_ray.collectives import Transport
-from cgx_ray.engine import engine as engine_module
+from cgx_ray.engine import gain_schedule
 from cgx_ray.engine.engine import Engine
-from cgx_ray.engine.group import GainMeter
+from cgx_ray.engine.gain_meter import GainMeter
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.plan import CodecSpec, Plan, Scheme, make_plan
 from cgx_ray.session.attachment import merge_states, open_session
@@ -236,7 +236,7 @@ class _PricedMeter(GainMeter):
 
 def _metered_steps(rank: int, prices_s: list[float]) -> list[int]:
     _PricedMeter.price_s = prices_s[rank]
-    engine_module.GainMeter = _PricedMeter  # type: ignore[misc]
+    gain_schedule.GainMeter = _PricedMeter  # type: ignore[misc]
     model = DistributedDataParallel(nn.Linear(1100, 1, bias=False))
     layers, spec = cgx_ray.layers_of(model), CodecSpec(name="topk", density=0.1)
     plan = make_plan(layers, version=0, world_size=2, codec="none", scheme="dense")

@@ -18,7 +18,7 @@ import cgx_ray
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.engine.engine import Engine
-from cgx_ray.engine.step import Bucket
+from cgx_ray.engine.step import PendingBucket
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import CODECS_OF_SCHEME, Layer, Plan, Scheme
 
@@ -62,7 +62,7 @@ class Loop:
     def step(self) -> None:
         self._buffer.normal_()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self.engine.submit(Bucket(gradients=self._views, buffer=self._buffer, future=future))
+        self.engine.submit(PendingBucket(gradients=self._views, buffer=self._buffer, future=future))
         assert bool(torch.isfinite(future.wait()).all())
 
 

@@ -17,12 +17,12 @@ from support.sharded import train as train_sharded
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.codecs.feedback import GainCurve
+from cgx_ray.codecs.gain import GainCurve
 from cgx_ray.collectives import Transport
-from cgx_ray.engine import engine as engine_module
 from cgx_ray.engine import sharded as sharded_module
+from cgx_ray.engine import step_sample as sample_module
 from cgx_ray.engine.engine import Engine
-from cgx_ray.engine.group import GainMeter
+from cgx_ray.engine.gain_meter import GainMeter
 from cgx_ray.monitors.sample import CURVE_DENSITIES
 from cgx_ray.plan import CodecSpec, Plan, make_plan
 from cgx_ray.session.attachment import open_session
@@ -86,7 +86,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "gains": (GainMeter, "gains"),
     "curve": (GainMeter, "gains"),
     "take_bursts": (Transport, "rates of arrival"),
-    "StepSample": (engine_module, "times, bytes and gains"),
+    "StepSample": (sample_module, "times, bytes and gains"),
 }
 
 
