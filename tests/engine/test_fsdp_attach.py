@@ -113,7 +113,7 @@ def _attach_wrong(rank: int, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("twice", "attach once a model"),
+        ("twice", "attach once per model"),
         ("codec", "takes scheme sra and one of bf16"),
         ("scheme", "cannot use qsgd:bits=4,bucket_size=128 over ring"),
         ("plan", "this version takes one codec for the whole model"),
