@@ -74,7 +74,7 @@ def one_scale(scales: Scales, known: float | None = None, where: str = "") -> fl
 
 def _unknown(where: str, why: str) -> CGXError:
     return CGXError(
-        f"{where}{why}, so the codec's residuals cannot be converted to the scale of the gradients; scale all losses of "
-        "a backward pass with one GradScaler, give attach(..., scaler=) the object that scales them, or choose a codec "
-        "without memory, such as qsgd"
+        f"{where}{why}, so the codec's residuals cannot be converted to the scale of the gradients; scale all losses "
+        "of a backward pass with one GradScaler, give attach(..., scaler=) the object that scales them, or choose a "
+        "codec without memory, such as qsgd"
     )

@@ -92,7 +92,7 @@ class Part:
         self.memory = Memory.joined([{RESIDUALS: torch.zeros(num_ranks * self.width)}] if remembers else [])
 
     def room(self, rows_RT: Tensor) -> Tensor:
-        """Return the memory for `gather`, (R, S) float32: `rows_RT` itself if it has no other columns, else new memory."""
+        """Return memory for `gather`, (R, S) float32: `rows_RT` itself if it has no other columns, else new memory."""
         if self.width == rows_RT.shape[1] and rows_RT.dtype == torch.float32:
             return rows_RT
         return torch.empty(rows_RT.shape[0], self.width)

@@ -54,7 +54,7 @@ def _note(used: set[int], parameter: Tensor) -> None:
 
 
 def _lies_in(parameter: Tensor, storage: int) -> bool:
-    """Return True if the gradient is a view of the bucket (`gradient_as_bucket_view`), so the model gets its average."""
+    """Return True if the gradient is a view of the bucket (`gradient_as_bucket_view`): the model gets its average."""
     return parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() == storage
 
 
