@@ -1,95 +1,33 @@
-"""What codecs remember follows the loss scale: applied and owed stay the sum of all gradients, on real processes."""
+"""The codecs' memory follows the loss scale: applied and owed stay the sum of all gradients, on real processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.branches import Branches
 from support.ranks import run_ranks
+from support.scaled_training import COLUMNS, FED_BACK, MAX_ERROR, ROWS, Run, Trainer, inputs, relative_error
 from support.sharded import gradients_of, make_mesh
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.plan import CodecSpec, Scheme
 
-ROWS, COLUMNS = 40, 60
 CONSTANT = [1024.0] * 8
+
+
 SCALES = {
     "constant": CONSTANT,
     "halved": [1024.0] * 4 + [512.0] * 4,
     "halved five times": [1024.0, 1024.0, 512.0, 256.0, 128.0, 64.0, 32.0, 32.0],
     "doubled three times": [2.0, 2.0, 4.0, 4.0, 8.0, 16.0, 16.0, 16.0],
 }
-FED_BACK = [
-    ("topk:density=0.05", "allgather"),
-    ("topk:density=0.05", "artopk_ring"),
-    ("topk:density=0.05,value_bits=8", "allgather"),
-    ("lwtopk:density=0.05", "allgather"),
-    ("randomk:density=0.05", "allreduce"),
-    ("powersgd:rank=2", "allreduce"),
-    ("ef_signsgd", "sra"),
-    ("onebit", "ring"),
-    ("qsgd:bits=2,rounding=nearest", "sra"),
-]
+
+
 MOMENTUM = [("dgc:density=0.05", "allgather"), ("dgc:density=0.05,clip=20.0", "artopk_ring")]
-
-Run = dict[str, Any]
-
-
-def inputs(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(8, COLUMNS, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-class Trainer:
-    """A layer whose gradient does not depend on its weight, and a GradScaler that is told its scale at every step."""
-
-    def __init__(self, rank: int, codec: str, scheme: str, **arguments: Any) -> None:
-        self.rank = rank
-        self.layer = nn.Linear(COLUMNS, ROWS, bias=False)
-        self.model = DistributedDataParallel(self.layer)
-        self.attachment = cgx_ray.attach(self.model, codec=codec, scheme=scheme, **arguments)
-        # After attach: it must not matter.
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-        self.applied = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
-        self.true = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
-        self.delivered: list[torch.Tensor] = []
-
-    def loss(self, step: int) -> torch.Tensor:
-        x_BD = inputs(self.rank, step)
-        gain_BO = torch.randn(8, ROWS, generator=torch.Generator().manual_seed(7 + 100 * self.rank + step))
-        self.true += gain_BO.double().T @ x_BD.double()
-        product: torch.Tensor = (self.model(x_BD) * gain_BO).sum()
-        return product
-
-    def step(self, step: int, scale: float) -> None:
-        self.scaler.scale(torch.zeros(()))  # makes the scale's tensor, which update() wants
-        self.scaler.update(scale)
-        self.scaler.scale(self.loss(step)).backward()
-        self.take(scale)
-
-    def take(self, scale: float) -> None:
-        assert self.layer.weight.grad is not None
-        self.delivered.append(self.layer.weight.grad / scale)
-        self.applied += self.delivered[-1]
-        self.layer.weight.grad = None
-
-    def result(self, scale: float) -> Run:
-        state = self.attachment.state_dict()
-        owed = sum(state["residuals"].values(), torch.zeros(ROWS * COLUMNS))
-        self.attachment.close()
-        return {
-            "delivered": self.delivered,
-            "applied": self.applied,
-            "true": self.true,
-            "owed": owed.double().view(ROWS, COLUMNS) / state.get("loss_scale", scale),
-        }
 
 
 def _train(rank: int, codec: str, scheme: str, scales: list[float]) -> Run:
@@ -97,17 +35,6 @@ def _train(rank: int, codec: str, scheme: str, scales: list[float]) -> Run:
     for step, scale in enumerate(scales):
         trainer.step(step, scale)
     return trainer.result(scales[-1])
-
-
-def relative_error(results: list[Run]) -> float:
-    """|applied + mean of owed - mean of sums of true gradients| over the latter."""
-    assert all(torch.equal(result["applied"], results[0]["applied"]) for result in results)
-    owed, true = (torch.stack([result[name] for result in results]).mean(0) for name in ("owed", "true"))
-    return float((results[0]["applied"] + owed - true).norm() / true.norm())
-
-
-# 8 steps of sums in float32, and a few roundings in each encoding.
-MAX_ERROR = 1e-5
 
 
 @pytest.mark.parametrize("name", SCALES)
@@ -211,176 +138,6 @@ def _overflow(rank: int) -> Run:
 def test_growth_and_a_skipped_step_lose_nothing() -> None:
     error = relative_error(run_ranks(2, _overflow))
     assert error <= MAX_ERROR, error
-
-
-class _Own(GradScaler):
-    """Scales without a word to its base class, as torch's ShardedGradScaler does."""
-
-    def scale(self, outputs: Any) -> Any:
-        return outputs * self.get_scale()
-
-
-class _Manual:
-    """A loss scale that no GradScaler applies."""
-
-    def __init__(self) -> None:
-        self.value = 256.0
-
-    def get_scale(self) -> float:
-        return self.value
-
-
-def _accumulated(trainer: Trainer, step: int, scale: float) -> None:
-    trainer.scaler.update(scale)
-    with trainer.model.no_sync():
-        trainer.scaler.scale(trainer.loss(2 * step)).backward()
-    trainer.scaler.scale(trainer.loss(2 * step + 1)).backward()
-
-
-def _two_scalers(trainer: Trainer, step: int, scale: float) -> None:
-    """A GAN's: both scale before either backward, and the discriminator's goes last through scale() but not here."""
-    discriminator = nn.Linear(COLUMNS, 1)
-    other = torch.amp.GradScaler("cpu", init_scale=4096.0)
-    trainer.scaler.update(scale)
-    own = trainer.scaler.scale(trainer.loss(step))
-    others = other.scale(discriminator(inputs(trainer.rank, step)).sum())
-    own.backward()
-    others.backward()
-
-
-def _one_of_list(trainer: Trainer, step: int, scale: float) -> None:
-    trainer.scaler.update(scale)
-    losses = trainer.scaler.scale([trainer.loss(step), torch.zeros(())])
-    (losses[0] / 1).backward()
-
-
-def _unscaled_sometimes(trainer: Trainer, step: int, scale: float) -> None:
-    trainer.scaler.update(scale)
-    if step % 2:
-        trainer.scaler.scale(trainer.loss(step)).backward()
-    else:
-        trainer.loss(step).backward()
-        assert trainer.layer.weight.grad is not None
-        trainer.layer.weight.grad *= scale
-
-
-def _overridden(trainer: Trainer, step: int, scale: float) -> None:
-    trainer.scaler = _Own("cpu", init_scale=1.0)
-    GradScaler.scale(trainer.scaler, torch.zeros(()))
-    trainer.scaler.update(scale)
-    trainer.scaler.scale(trainer.loss(step)).backward()
-
-
-def _disabled(trainer: Trainer, step: int, scale: float) -> None:
-    trainer.scaler = torch.amp.GradScaler("cpu", enabled=False)
-    trainer.scaler.scale(trainer.loss(step)).backward()
-    assert trainer.layer.weight.grad is not None
-    trainer.layer.weight.grad *= scale
-
-
-def _in_ray(trainer: Trainer, step: int, scale: float) -> None:
-    from ray.train.torch.train_loop_utils import _TorchAccelerator
-
-    accelerator = _TorchAccelerator()
-    # Its own takes CUDA only.
-    accelerator.amp_is_enabled, accelerator.scaler = True, trainer.scaler
-    trainer.scaler.update(scale)
-    accelerator.backward(trainer.loss(step))
-
-
-WAYS: dict[str, Callable[[Trainer, int, float], None]] = {
-    "accumulated": _accumulated,
-    "two scalers": _two_scalers,
-    "a list of losses": _one_of_list,
-    "unscaled every other step": _unscaled_sometimes,
-    "a subclass that overrides scale": _overridden,
-    "disabled": _disabled,
-    "Ray's backward": _in_ray,
-}
-
-
-def _in_a_way(rank: int, way: str) -> Run:
-    trainer = Trainer(rank, *FED_BACK[0])
-    trainer.scaler.scale(torch.zeros(()))
-    for step, scale in enumerate([512.0, 256.0, 64.0, 128.0, 32.0]):
-        WAYS[way](trainer, step, scale)
-        trainer.take(scale)
-    return trainer.result(32.0)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_scale_is_found_without_being_told(way: str) -> None:
-    error = relative_error(run_ranks(2, _in_a_way, way))
-    assert error <= MAX_ERROR, error
-
-
-def _told(rank: int) -> Run:
-    scaler = _Manual()
-    trainer = Trainer(rank, *FED_BACK[0], scaler=scaler)
-    for step, scale in enumerate([512.0, 256.0, 64.0]):
-        scaler.value = scale
-        (trainer.loss(step) * scale).backward()
-        trainer.take(scale)
-    return trainer.result(64.0)
-
-
-def test_a_scale_that_no_gradscaler_applies_can_be_told() -> None:
-    assert relative_error(run_ranks(2, _told)) <= MAX_ERROR
-
-
-def _unknown(rank: int, case: str, codec: str, scheme: str) -> str | None:
-    trainer = Trainer(rank, codec, scheme)
-    first, second = (torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1) for scale in (1.0, 2.0))
-    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
-    try:
-        for step in range(3):
-            if case == "two scales in one pass":
-                (first.scale(trainer.loss(step)) + second.scale(trainer.layer.weight.sum())).backward()
-            elif case == "scaled by hand":
-                first.scale(torch.zeros(()))
-                (trainer.loss(step) * first.get_scale()).backward()
-                first.step(optimizer)
-                first.update()
-            elif case == "scale of zero":
-                first.scale(torch.zeros(()))
-                first.update(0.0)
-                first.scale(trainer.loss(step)).backward()
-    # DDP makes a RuntimeError of what ends a step that has begun.
-    except (cgx_ray.CGXError, RuntimeError) as error:
-        return str(error)
-    finally:
-        trainer.attachment.close()
-    return None
-
-
-CASES = {
-    "two scales in one pass": "rank {}, step 0: gradients of one step have loss scales 1 and 2, so",
-    "scaled by hand": "rank {}, step 1: a GradScaler is updated whose scale() was not used on the loss, so",
-    "scale of zero": "rank {}, step 0: the loss scale is 0, so",
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_scale_that_cannot_be_known_is_one_error_on_all_ranks_if_the_codec_has_memory(case: str) -> None:
-    for rank, said in enumerate(run_ranks(2, _unknown, case, *FED_BACK[0])):
-        assert said is not None
-        assert CASES[case].format(rank) in said
-        assert "attach(..., scaler=)" in said
-    assert run_ranks(2, _unknown, case, "qsgd", "sra") == [None, None]
-
-
-def _wrong_scaler(rank: int, sharded: bool) -> str:
-    model = fully_shard(Branches(), mesh=make_mesh()) if sharded else DistributedDataParallel(Branches())
-    with pytest.raises(cgx_ray.ConfigError) as caught:
-        cgx_ray.attach(model, scaler=1024.0 if rank else None)  # type: ignore[arg-type]
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_what_is_no_scaler_is_one_error_on_all_ranks(sharded: bool) -> None:
-    first, second = run_ranks(2, _wrong_scaler, sharded)
-    assert first == second
-    assert "scaler 1024.0 is not allowed; give a torch.amp.GradScaler" in first
 
 
 def _explored(rank: int) -> tuple[Run, float]:
