@@ -38,7 +38,7 @@ class ShardExchange:
         self.sent_bytes = 0
         self._shards = shards
         self._replicas = replicas
-        self._plan_version = plan_version
+        self.plan_version = plan_version
         self._seed = seed
         # Per part that replicas average: the exchange, and memory for what its messages drop. Residuals of earlier
         # steps are already in the shards, so the memory is never read back into an exchange.
@@ -131,7 +131,7 @@ class ShardExchange:
 
     def _stamp(self, part: Part, phase: int) -> Stamp:
         return Stamp(
-            plan_version=self._plan_version, step=self.step, group=part.index, codec=part.codec.spec.name, phase=phase
+            plan_version=self.plan_version, step=self.step, group=part.index, codec=part.codec.spec.name, phase=phase
         )
 
     def _averaging_of(self, part: Part) -> tuple[Sra, Memory | None]:

@@ -6,7 +6,6 @@ R ranks that share the parameters, T elements of a module's shard
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import KINDS, RESIDUALS, is_finite
+from cgx_ray.codecs.codec import RESIDUALS
 from cgx_ray.collectives import Transport
-from cgx_ray.engine.loss_scale import Scales, one_scale
+from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.shard_exchange import ShardExchange
-from cgx_ray.engine.shards import Part, Unit
+from cgx_ray.engine.shard_memory import ShardMemory
+from cgx_ray.engine.shards import Unit
+from cgx_ray.engine.step_sample import sample_of_shards
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import WorkThread, follow_num_threads
-from cgx_ray.errors import CGXError, PlanError, StateError
+from cgx_ray.errors import CGXError, PlanError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import Plan
 
@@ -55,23 +56,16 @@ class ShardedEngine:
         """
         self.plan = plan
         self.telemetry = Telemetry(rank)
-        self._units = units
         self._rank = rank
-        self._shards = shards
         self._has_replicas = replicas is not None
         self._exchange = ShardExchange(shards, replicas, plan.version, seed)
-        # The loss scale of the gradients that the memory was made from.
-        self._loss_scale = 1.0
-        self._has_memory = any(part.memory is not None for part in self._parts())
+        self._memory = ShardMemory(units, shards)
         self._failure: CGXError | None = None
         # Of the step under way.
         self._ran: list[Unit] = []
-        self._is_finite = True
         self._last_end_s = time.perf_counter()
         # Seconds that the training thread has waited in this step. Only that thread uses it.
         self._waited_s = 0.0
-        # Of the step before: its units, and a call that returns 1 if all ranks found it finite.
-        self._unsettled: tuple[list[Unit], Callable[[], Tensor]] | None = None
         self._num_threads = torch.get_num_threads()
         self._thread = WorkThread("cgx-ray-engine", self._run, self._exchange.close)
 
@@ -146,20 +140,7 @@ class ShardedEngine:
 
     def load_state(self, step: int, memories: Mapping[str, Mapping[str, Tensor]], *, loss_scale: float = 1.0) -> None:
         """See `Engine.load_state`. Also raises StateError for memory that the codec does not use."""
-        remembering = {
-            layer.layer.name: layer.layer.numel
-            for part in self._parts()
-            if part.memory is not None
-            for layer in part.layers
-        }
-        for kind in KINDS:
-            for name, value in memories[kind].items():
-                if kind != RESIDUALS or remembering.get(name) != value.numel():
-                    raise StateError(
-                        f"the state has {kind} of {value.numel()} elements for layer {name!r}, of which "
-                        f"{self.plan.describe()} remembers {remembering.get(name, 'nothing')}; attach with the codec "
-                        "and the model that saved the state"
-                    )
+        self._memory.check(memories, self.plan.describe())
         self._submit("", lambda: self._load(step, memories[RESIDUALS], loss_scale)).result()
 
     def close(self) -> None:
@@ -202,94 +183,40 @@ class ShardedEngine:
         if unit in self._ran:
             self._end_step(0.0)
         if not self._ran:
-            self._settle()
-        self._follow_scale(scales)
+            self._memory.settle()
+        self._memory.follow_scale(scales, is_first=not self._ran)
         self._ran.append(unit)
         phases = self._exchange.reduce_scatter(unit, rows_RT, out_T, is_average=is_average)
-        self._note(out_T, delivered)
+        self._memory.note(out_T, delivered)
         phases.lap("decode")
 
     def _all_reduce(self, unit: Unit, shard_T: Tensor, is_average: bool, delivered: Callable[[Tensor], Tensor]) -> None:
         phases = self._exchange.all_reduce(unit, shard_T, is_average=is_average)
-        self._note(shard_T, delivered)
+        self._memory.note(shard_T, delivered)
         phases.lap("decode")
 
     def _all_gather(self, unit: Unit, rows_RT: Tensor) -> None:
         self._exchange.all_gather(unit, rows_RT).lap("decode")
 
-    def _note(self, average_T: Tensor, delivered: Callable[[Tensor], Tensor]) -> None:
-        if self._has_memory and not is_finite(delivered(average_T)):
-            self._is_finite = False
-
     def _end_step(self, waited_s: float) -> None:
         if not self._ran:
             return
-        if self._has_memory:
-            self._unsettled = self._ran, self._shards.start_minimum(torch.tensor([self._is_finite], dtype=torch.int64))
+        self._memory.end_step(self._ran)
         now = time.perf_counter()
         with self.telemetry.optional("times and bytes", self.step):
-            self.telemetry.add(self._sample(now - self._last_end_s, waited_s))
+            dense_bytes = sum(unit.dense_bytes for unit in self._ran)
+            step_s = now - self._last_end_s
+            self.telemetry.add(sample_of_shards(self._exchange, self._rank, dense_bytes, step_s, waited_s))
         self._last_end_s = now
-        self._ran, self._is_finite = [], True
+        self._ran = []
         self._exchange.next_step()
 
-    def _sample(self, step_s: float, waited_s: float) -> StepSample:
-        done, transports = self._exchange, self._exchange.transports
-        return StepSample(
-            rank=self._rank,
-            step=self.step,
-            plan_version=self.plan.version,
-            step_s=step_s,
-            compute_s=step_s - waited_s,
-            encode_s=sum(phases.encode for phases in done.phases),
-            exchange_s=sum(phases.exchange for phases in done.phases),
-            decode_s=sum(phases.decode for phases in done.phases),
-            wire_bytes=done.sent_bytes,
-            card_bytes=sum(transport.take_card_bytes() for transport in transports),
-            dense_bytes=sum(unit.dense_bytes for unit in self._ran),
-            ready_s=(),
-            transfers=(),
-            # Ranks form a grid of shards by replicas, and so do the ranks of one node.
-            num_local=math.prod(transport.num_local for transport in transports),
-        )
-
-    def _settle(self) -> None:
-        """Make the memory of the last step valid, on all ranks or on none. GradScaler skips a step with NaN or Inf."""
-        if self._unsettled is None:
-            return
-        units, minimum = self._unsettled
-        self._unsettled = None
-        if int(minimum()):
-            for part in (part for unit in units for part in unit.gradients):
-                if part.memory is not None:
-                    part.memory.commit()
-
-    def _follow_scale(self, scales: Scales) -> None:
-        """Convert the memory to the loss scale of the step, which its first unit brings; see `Engine`."""
-        if self._has_memory:
-            self._rescale(one_scale(scales, self._loss_scale if self._ran else None))
-
-    def _rescale(self, scale: float) -> None:
-        self._loss_scale = scale
-        for part in self._parts():
-            if part.memory is not None:
-                part.memory.rescale(scale)
-
     def _state(self) -> dict[str, Any]:
-        self._settle()
-        owed = {name: value for part in self._parts() for name, value in part.owed().items()}
-        kinds = {kind: owed if kind == RESIDUALS else {} for kind in KINDS}
-        return {"step": self.step, "loss_scale": self._loss_scale, **kinds}
+        return {"step": self.step, **self._memory.state()}
 
     def _load(self, step: int, owed: Mapping[str, Tensor], loss_scale: float) -> None:
-        self._settle()
+        self._memory.load(owed, loss_scale)
         self._exchange.step = step
-        self._rescale(loss_scale)
-        for part in self._parts():
-            part.owe(owed)
-
-    def _parts(self) -> list[Part]:
-        return [part for unit in self._units for part in unit.gradients]
 
     def _fail(self, module: str, error: BaseException) -> CGXError:
         where = f"rank {self._rank}, step {self.step}" + (f", module {module!r}" if module else "")

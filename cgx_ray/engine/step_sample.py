@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from cgx_ray.collectives import Transport
+from cgx_ray.engine.shard_exchange import ShardExchange
 from cgx_ray.engine.step import StepRun
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer
@@ -44,6 +46,34 @@ def sample_of_step(
         # Lags of the step before. Its agreement has been read in this step, so the values have arrived on all ranks.
         lag_s=transport.lag_s,
         num_local=transport.num_local,
+    )
+
+
+def sample_of_shards(done: ShardExchange, rank: int, dense_bytes: int, step_s: float, waited_s: float) -> StepSample:
+    """Return the sample of a step of a sharded model, before `done` begins the next step.
+
+    Empties the transports' counters of bytes. There are no transfers, since the planner knows schemes of whole
+    gradients only.
+
+    rank      in the whole run
+    waited_s  seconds that the training thread has waited for the exchange
+    """
+    return StepSample(
+        rank=rank,
+        step=done.step,
+        plan_version=done.plan_version,
+        step_s=step_s,
+        compute_s=step_s - waited_s,
+        encode_s=sum(phases.encode for phases in done.phases),
+        exchange_s=sum(phases.exchange for phases in done.phases),
+        decode_s=sum(phases.decode for phases in done.phases),
+        wire_bytes=done.sent_bytes,
+        card_bytes=sum(transport.take_card_bytes() for transport in done.transports),
+        dense_bytes=dense_bytes,
+        ready_s=(),
+        transfers=(),
+        # Ranks form a grid of shards by replicas, and so do the ranks of one node.
+        num_local=math.prod(transport.num_local for transport in done.transports),
     )
 
 

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from cgx_ray.codecs.gain import GainCurve
 from cgx_ray.collectives import Transport
-from cgx_ray.engine import sharded as sharded_module
 from cgx_ray.engine import step_sample as sample_module
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.gain_meter import GainMeter
@@ -152,7 +151,7 @@ def test_an_error_of_what_is_measured_is_said_once_and_changes_no_bit() -> None:
 def _train_sharded_with_fault(rank: int) -> Any:
     model = shard(Branches(), make_mesh())
     attachment = cgx_ray.attach(model, codec="qsgd")
-    with _fault(sharded_module, "StepSample" if rank == 1 else None):
+    with _fault(sample_module, "StepSample" if rank == 1 else None):
         said = _logged(lambda: train_sharded(model, rank, range(3)))
     weights = weights_of(model)
     steps = [sample.step for sample in attachment.take_samples()]
