@@ -79,7 +79,7 @@ def _train_over(rank: int, transport: str) -> list[str]:
 
 
 def test_the_transport_does_not_change_what_is_learned() -> None:
-    # Two ranks: small layers go dense, and the vendor's sum of three has an order of its own.
+    # Two ranks only: small layers are summed by Gloo or NCCL, which add three or more summands in their own order.
     tcp, gloo = run_ranks(2, _train_over, "tcp"), run_ranks(2, _train_over, "gloo")
     assert tcp[0] == tcp[1] == gloo[0]
 
@@ -107,7 +107,8 @@ def test_when_a_rank_is_killed_the_others_say_which_and_where(tmp_path: Path) ->
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_dense_without_codec_trains_like_plain_ddp(accumulate: int) -> None:
-    # The ring adds in another order for other bucket sizes: a few units in the last place of weights under 1.
+    # The ring's order of addition depends on the bucket size. That changes weights under 1 by a few units in the last
+    # place.
     assert max(run_ranks(3, _train_against_ddp, accumulate)) <= 16 * 2**-24
 
 
@@ -126,7 +127,7 @@ def test_training_on_after_close_is_one_clear_error() -> None:
 
 
 def _mixed_plan(rank: int) -> tuple[list[str], float, float]:
-    """Weights after each step, and the loss before and after."""
+    """Return the hashes of the weights after each step, and the loss before and after training."""
     model = DistributedDataParallel(Branches())
     plan = cgx_ray.make_plan(
         cgx_ray.layers_of(model),
@@ -154,12 +155,12 @@ def test_topk_on_chosen_layers_next_to_qsgd_elsewhere_trains() -> None:
     results = run_ranks(3, _mixed_plan)
     assert results[0] == results[1] == results[2]
     _, before, after = results[0]
-    # The loss of doing nothing is 1, the variance of the batches; random weights start above it.
+    # A model that returns zeros has loss 1, the variance of the batches. Random weights start above it.
     assert after < 0.8 * before, (before, after)
 
 
 def _warming_up(rank: int) -> list[tuple[int, int]]:
-    """Bytes sent in each step, and how many of them are indices."""
+    """Return the bytes sent in each step, and the bytes of indices among them."""
     layer = nn.Linear(100, 40, bias=False)
     model = DistributedDataParallel(layer)
     attachment = cgx_ray.attach(model, codec="dgc:density=0.01,warmup_steps=8", scheme="allgather")
@@ -183,7 +184,7 @@ def test_dgc_sends_less_and_less_while_it_warms_up() -> None:
 
 
 def _attach_and_close(rank: int) -> list[int]:
-    """Open files after each of some attachments."""
+    """Return the number of open files after each of four attachments."""
     counts = []
     for _ in range(4):
         model = DistributedDataParallel(Branches())
@@ -193,7 +194,7 @@ def _attach_and_close(rank: int) -> list[int]:
         attachment.close()
         del model
         gc.collect()
-        # Nobody hangs up on a rank that is still in its last step.
+        # All ranks have finished their last step before one of them closes its connections.
         dist.barrier()
         counts.append(psutil.Process().num_fds())
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ from cgx_ray.plan import CodecSpec, Scheme, make_plan
 
 
 def _gain_in_use(rank: int, scheme: Scheme) -> tuple[float, float]:
-    """Gain that the engine reports for the codec in use at step 1, and the true one."""
+    """Return the gain that the engine reports for the codec in use at step 1, and the true gain."""
     spec = CodecSpec(name="topk", density=0.1)
     layer = nn.Linear(3000, 1, bias=False)
     model = DistributedDataParallel(layer)
@@ -47,12 +47,12 @@ def test_gain_of_the_codec_in_use_is_what_the_exchange_really_kept(scheme: Schem
     for reported, true in results:
         assert reported == pytest.approx(true, rel=1e-4)
     if scheme is Scheme.ARTOPK_RING:
-        # At step 1 the indices are those of rank 1; for rank 0 they are as good as random.
+        # Step 1 uses the indices of rank 1. For the gradient of rank 0 they are no better than random ones.
         assert results[0][0] < 0.5 * results[1][0]
 
 
 class _PricedMeter(GainMeter):
-    """A meter that takes as long as it is told."""
+    """A meter that takes `price_s` seconds."""
 
     price_s = 0.0
 

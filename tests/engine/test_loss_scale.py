@@ -51,12 +51,12 @@ def test_scales_that_are_powers_of_two_change_no_bit_of_what_the_model_gets(code
         assert all(torch.equal(a, b) for a, b in zip(ours["delivered"], plain["delivered"], strict=True))
         assert torch.equal(ours["owed"], plain["owed"])
     if "dgc" not in codec:
-        # With momentum correction it is not gradients that add up.
+        # With momentum correction the model gets sums with momentum, not sums of gradients.
         assert relative_error(second) <= MAX_ERROR
 
 
 def _train_then(rank: int, scheme: str) -> Run:
-    """A plan without memory pays off what top-k owes, while the scale changes."""
+    """Change from top-k to a plan without memory, which adds the residuals to its gradients. The scale changes, too."""
     trainer = Trainer(rank, *FED_BACK[0])
     layers = cgx_ray.layers_of(trainer.model)
     plan = cgx_ray.make_plan(
@@ -77,12 +77,12 @@ def _train_then(rank: int, scheme: str) -> Run:
 def test_residuals_that_the_next_plan_pays_are_paid_in_its_unit(scheme: str) -> None:
     results = run_ranks(2, _train_then, scheme)
     assert all(result["owed"].abs().max() == 0 for result in results)
-    # fp16 has 11 bits, so three steps with it are off by up to 2^-11.
+    # fp16 has 11 bits of precision, so each of the steps with it may be off by 2^-11.
     assert relative_error(results) <= (MAX_ERROR if scheme == "dense" else 1e-3)
 
 
 def _resume(rank: int, num_old: int) -> list[Run]:
-    """A run of `num_old` ranks at scale 1024, resumed by two at scale 4."""
+    """Train with `num_old` ranks at scale 1024, then resume with two ranks at scale 4."""
     old = []
     for number in range(rank, num_old, 2):
         trainer = Trainer(number, "topk:density=0.05", "allgather")
@@ -98,7 +98,7 @@ def _resume(rank: int, num_old: int) -> list[Run]:
     result = new.result(4.0)
     for trainer, _ in old:
         trainer.attachment.close()
-    # The mean over old ranks of what was applied and of true gradients: ranks hold one in two of them.
+    # Means over those old ranks that ran in this process: every second one.
     applied = torch.stack([trainer.applied for trainer, _ in old]).mean(0)
     true = torch.stack([trainer.true for trainer, _ in old]).mean(0)
     return [{**result, "true": result["true"] + true, "applied": result["applied"] + applied}]
@@ -113,7 +113,7 @@ def test_a_run_resumed_at_another_scale_and_world_size_owes_the_same(num_old: in
 
 
 def _overflow(rank: int) -> Run:
-    """Real GradScaler steps: it grows every second step, and halves after one with Inf, which is not remembered."""
+    """Let GradScaler choose the scale: doubled every second step, halved after the step with Inf, which it skips."""
     trainer = Trainer(rank, *FED_BACK[0])
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
@@ -125,7 +125,7 @@ def _overflow(rank: int) -> Run:
         if step == 4:
             trainer.true = before
         else:
-            # unscale_ has done it.
+            # unscale_ has already divided the gradient by the scale.
             trainer.take(1.0)
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         trainer.scaler.step(optimizer)
@@ -141,7 +141,7 @@ def test_growth_and_a_skipped_step_lose_nothing() -> None:
 
 
 def _explored(rank: int) -> tuple[Run, float]:
-    """Exploring, whose steps double the scale, and undoing it: the scaler is in `stateful`."""
+    """Explore with steps that double the scale. Exploration restores the scaler, which is in `stateful`."""
     trainer = Trainer(rank, *FED_BACK[0])
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
@@ -151,7 +151,7 @@ def _explored(rank: int) -> tuple[Run, float]:
         trainer.scaler.scale(trainer.loss(index)).backward()
         trainer.scaler.step(optimizer)
         trainer.scaler.update()
-        # `step` has unscaled it.
+        # The scaler's `step` has already divided the gradient by the scale.
         trainer.take(1.0)
         assert trainer.scaler.get_scale() == 2 * scale
 

@@ -16,12 +16,13 @@ from cgx_ray.plan import CodecSpec, Scheme
 
 
 def _paid_back(rank: int, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Sum of what was sent through a change from top-k to `scheme`, and of what should have been."""
+    """Change from top-k to `scheme`. Return the sum of delivered gradients, the sum of true ones, and how many layers
+    still have residuals."""
     layer = nn.Linear(2000, 1, bias=False)
     model = DistributedDataParallel(layer)
     attachment = cgx_ray.attach(model, codec="topk:density=0.1", scheme="allgather")
     plan = cgx_ray.make_plan(cgx_ray.layers_of(model), version=1, world_size=2, scheme=scheme)
-    # A layer with one row is small by its size only, so make_plan compresses it.
+    # A matrix of one row counts as small only if it has few elements, so make_plan compresses this layer.
     x_1N = torch.randn(1, 2000, generator=torch.Generator().manual_seed(rank))
     total_N = torch.zeros(2000)
     for step in range(6):
@@ -50,7 +51,7 @@ def _train_two_changes(rank: int) -> tuple[list[str], list[int]]:
     attachment = cgx_ray.attach(model, codec="none", scheme="dense")
     layers = cgx_ray.layers_of(model)
     changes = {
-        # Ranks get hold of a plan at different steps, as they do from a controller.
+        # Ranks receive a plan at different steps, as from a controller.
         50 + 3 * rank: ("topk:density=0.05", "allgather"),
         120 - 2 * rank: ("qsgd", "sra"),
     }
@@ -83,7 +84,7 @@ def test_ranks_hold_identical_weights_through_200_steps_with_two_plan_changes() 
         assert other_versions == versions
     assert versions == sorted(versions)
     assert set(versions) == {0, 1, 2}
-    # The last rank holds plan 1 before step 59: told at 59, read at 60.
+    # The last rank receives plan 1 before step 59. The ranks send that in step 59 and read it in step 60.
     assert versions.index(1) == 60
     assert versions.index(2) == 121
 
@@ -117,7 +118,7 @@ def test_a_rejected_plan_leaves_the_old_one_in_force() -> None:
 
 
 def _through_codecs(rank: int) -> tuple[list[str], list[set[str]], list[list[float]]]:
-    """Weights, the kinds of memory that are not empty, and Q, through plans that need other kinds each."""
+    """Train through plans that need different kinds of memory. Return hashes of weights, kinds in use, and Q."""
     model = DistributedDataParallel(Branches())
     layers = cgx_ray.layers_of(model)
     attachment = cgx_ray.attach(model, codec="powersgd:rank=3", scheme="allgather")
@@ -145,7 +146,7 @@ def _through_codecs(rank: int) -> tuple[list[str], list[set[str]], list[list[flo
 
 
 def test_ranks_stay_identical_through_codecs_that_remember_other_things() -> None:
-    """Over allgather each rank has a Q of its own, over the all-reduce after it all ranks have one."""
+    """With allgather each rank has its own Q. With the all-reduce that follows, all ranks have the same Q."""
     results = run_ranks(3, _through_codecs)
     (hashes, kinds, qs), *others = results
     for other_hashes, other_kinds, other_qs in others:

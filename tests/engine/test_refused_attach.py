@@ -35,7 +35,7 @@ def _attach_wrong(rank: int, case: str) -> str:
     elif case == "other layers":
         arguments["plan"] = cgx_ray.make_plan(cgx_ray.layers_of(model)[:-1], version=0, world_size=2)
     elif case == "subgroup":
-        # Both ranks must make both groups.
+        # new_group is collective: both ranks must create both groups.
         alone = [dist.new_group([0]), dist.new_group([1])]
         model = DistributedDataParallel(Branches(), process_group=alone[rank])
     elif case == "hook twice":
@@ -77,7 +77,7 @@ def test_a_wrong_attach_fails_on_all_ranks_with_one_clear_error(case: str, says:
 
 
 def _attach_in_vain(rank: int) -> int:
-    """How many process groups are left of attachments that were refused."""
+    """Return the number of process groups that remain after refused attachments."""
     groups = dist.distributed_c10d._world.pg_map  # noqa: TID251 - torch has no public list
     before = len(groups)
     for _ in range(3):

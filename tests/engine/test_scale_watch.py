@@ -1,4 +1,4 @@
-"""How an engine finds the loss scale, on real processes."""
+"""Ways to scale losses that the engine understands, on real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import cgx_ray
 
 
 class _Own(GradScaler):
-    """Scales without a word to its base class, as torch's ShardedGradScaler does."""
+    """A scaler that does not call the `scale` of its base class, like torch's ShardedGradScaler."""
 
     def scale(self, outputs: Any) -> Any:
         return outputs * self.get_scale()
@@ -44,7 +44,7 @@ def _accumulated(trainer: Trainer, step: int, scale: float) -> None:
 
 
 def _two_scalers(trainer: Trainer, step: int, scale: float) -> None:
-    """A GAN's: both scale before either backward, and the discriminator's goes last through scale() but not here."""
+    """Train as a GAN does: both losses are scaled before either backward, the discriminator's last."""
     discriminator = nn.Linear(COLUMNS, 1)
     other = torch.amp.GradScaler("cpu", init_scale=4096.0)
     trainer.scaler.update(scale)
@@ -88,7 +88,7 @@ def _in_ray(trainer: Trainer, step: int, scale: float) -> None:
     from ray.train.torch.train_loop_utils import _TorchAccelerator
 
     accelerator = _TorchAccelerator()
-    # Its own takes CUDA only.
+    # The accelerator's own scaler needs CUDA.
     accelerator.amp_is_enabled, accelerator.scaler = True, trainer.scaler
     trainer.scaler.update(scale)
     accelerator.backward(trainer.loss(step))
@@ -151,7 +151,7 @@ def _unknown(rank: int, case: str, codec: str, scheme: str) -> str | None:
                 first.scale(torch.zeros(()))
                 first.update(0.0)
                 first.scale(trainer.loss(step)).backward()
-    # DDP makes a RuntimeError of what ends a step that has begun.
+    # DDP turns an error in a step that has begun into a RuntimeError.
     except (cgx_ray.CGXError, RuntimeError) as error:
         return str(error)
     finally:

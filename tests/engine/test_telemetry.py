@@ -1,4 +1,4 @@
-"""What is only measured stops no training, and changes no bit of it."""
+"""Errors in measurements do not stop training and change no bit of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Adaptive:
-    """What a Ray worker's session is to an engine: policy "adaptive", dense at first."""
+    """A stand-in for the session of a Ray worker: policy "adaptive", dense at first."""
 
     settings = Settings()
 
@@ -49,7 +49,7 @@ class _Adaptive:
 
 
 def _adaptive_gain(rank: int, dtype: torch.dtype) -> tuple[float, int, list[str]]:
-    """Gain of top-k and length of the curve at step 1, and the weights' hashes."""
+    """Return the gain of top-k and the length of the curve at step 1, and the hashes of the weights."""
     open_session(_Adaptive())
     model = DistributedDataParallel(Branches().to(dtype))
     attachment = cgx_ray.attach(model)
@@ -62,7 +62,7 @@ def _adaptive_gain(rank: int, dtype: torch.dtype) -> tuple[float, int, list[str]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gains_of_gradients_of_any_dtype_are_measured(dtype: torch.dtype) -> None:
     (gain, num_densities, hashes), (_, _, other_hashes) = run_ranks(2, _adaptive_gain, dtype)
-    # What the model is trained to is the same, but for rounding; the gain of float32 is 0.565.
+    # All types train the same model, except for rounding. The gain with float32 is 0.565.
     assert gain == pytest.approx(0.565, abs=0.05)
     assert num_densities == len(CURVE_DENSITIES)
     assert hashes == other_hashes
@@ -78,7 +78,7 @@ def _broken(*args: Any, **kwargs: Any) -> Any:
     raise ZeroDivisionError("nothing to see")
 
 
-# What breaks, and the numbers that are missed then.
+# By name of the function that breaks: its owner, and the numbers that are then missing.
 FAULTS: dict[str, tuple[Any, str]] = {
     "measure": (GainMeter, "gains"),
     "correct": (GainMeter, "gains"),
@@ -98,7 +98,7 @@ def _fault(owner: Any, name: str | None) -> Iterator[None]:
 
 
 def _logged(act: Callable[[], object]) -> list[str]:
-    """Warnings and worse of cgx_ray while `act` runs."""
+    """Return the warnings and errors that cgx_ray logs while `act` runs."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = records.append  # type: ignore[method-assign]
@@ -112,7 +112,7 @@ def _logged(act: Callable[[], object]) -> list[str]:
 
 
 def _train_with(rank: int, fault: str | None) -> tuple[list[str], list[str], int, list[int]]:
-    """Weights' hashes, what was logged, how many failures were counted, and the steps that have gains."""
+    """Return hashes of the weights, logged lines, the number of failures, and the steps that have gains."""
     model = DistributedDataParallel(Branches())
     attachment = cgx_ray.attach(model, codec=TOPK, scheme="allgather")
     engine = attachment._engine
@@ -128,7 +128,7 @@ def _train_with(rank: int, fault: str | None) -> tuple[list[str], list[str], int
 
 
 def _train_with_each(rank: int) -> dict[str | None, Any]:
-    """By what breaks, on rank 1 only."""
+    """Return the results by the function that breaks, on rank 1 only."""
     return {fault: _train_with(rank, fault if rank == 1 else None) for fault in (None, *FAULTS)}
 
 
@@ -144,7 +144,7 @@ def test_an_error_of_what_is_measured_is_said_once_and_changes_no_bit() -> None:
         assert f"{numbers} could not be measured (ZeroDivisionError('nothing to see'))" in said[0]
         assert "training goes on without" in said[0]
         assert failures == (3 if numbers == "gains" else 6), fault
-        # Gains are there before their curve is asked for.
+        # Gains are computed before their curve, so an error in the curve does not lose them.
         assert steps == ([1, 3, 5] if fault in ("curve", "take_bursts") else []), fault
 
 

@@ -34,14 +34,19 @@ def inputs(rank: int, step: int) -> torch.Tensor:
 
 
 class Trainer:
-    """A layer whose gradient does not depend on its weight, and a GradScaler that is told its scale at every step."""
+    """A layer whose gradient does not depend on its weight, and a GradScaler whose scale is set at every step.
+
+    applied    sum of the averages that the model got
+    true       sum of this rank's gradients
+    delivered  the averages, step by step
+    """
 
     def __init__(self, rank: int, codec: str, scheme: str, **arguments: Any) -> None:
         self.rank = rank
         self.layer = nn.Linear(COLUMNS, ROWS, bias=False)
         self.model = DistributedDataParallel(self.layer)
         self.attachment = cgx_ray.attach(self.model, codec=codec, scheme=scheme, **arguments)
-        # After attach: it must not matter.
+        # Created after attach, to show that the order does not matter.
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         self.applied = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
         self.true = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
@@ -55,7 +60,7 @@ class Trainer:
         return product
 
     def step(self, step: int, scale: float) -> None:
-        self.scaler.scale(torch.zeros(()))  # makes the scale's tensor, which update() wants
+        self.scaler.scale(torch.zeros(()))  # creates the scale's tensor, which update() needs
         self.scaler.update(scale)
         self.scaler.scale(self.loss(step)).backward()
         self.take(scale)
@@ -79,11 +84,11 @@ class Trainer:
 
 
 def relative_error(results: list[Run]) -> float:
-    """|applied + mean of owed - mean of sums of true gradients| over the latter."""
+    """Return |applied + mean residual - mean of the true sums| / |mean of the true sums|."""
     assert all(torch.equal(result["applied"], results[0]["applied"]) for result in results)
     owed, true = (torch.stack([result[name] for result in results]).mean(0) for name in ("owed", "true"))
     return float((results[0]["applied"] + owed - true).norm() / true.norm())
 
 
-# 8 steps of sums in float32, and a few roundings in each encoding.
+# Relative rounding errors of 8 sums in float32, with a few roundings in each encoding.
 MAX_ERROR = 1e-5
