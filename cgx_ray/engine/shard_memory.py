@@ -28,9 +28,9 @@ class ShardMemory:
         self._shards = shards
         # Scale of the gradients that the residuals were made from.
         self._loss_scale = 1.0
-        # Whether all averages of the step under way are finite on this rank.
+        # False once an average of the step under way was not finite on this rank.
         self._is_finite = True
-        # Of the step before: its units, and a call that returns 1 if all ranks found it finite.
+        # Units of the previous step, and a call that returns 1 if all ranks found their averages finite.
         self._unsettled: tuple[list[Unit], Callable[[], Tensor]] | None = None
 
     def note(self, gradient_T: Tensor, delivered: Callable[[Tensor], Tensor]) -> None:

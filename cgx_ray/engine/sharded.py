@@ -61,7 +61,7 @@ class ShardedEngine:
         self._exchange = ShardExchange(shards, replicas, plan.version, seed)
         self._memory = ShardMemory(units, shards)
         self._failure: CGXError | None = None
-        # Of the step under way.
+        # Units reduced in the step under way.
         self._ran: list[Unit] = []
         self._last_end_s = time.perf_counter()
         # Seconds that the training thread has waited in this step. Only that thread uses it.

@@ -87,7 +87,7 @@ class Part:
         self._columns = [
             (there, here, layer.width) for there, here, layer in zip(offsets, starts, layers, strict=False)
         ]
-        # Encoding drops a part of the shards of all ranks; of this rank's own shard only if replicas exchange it.
+        # One row per rank, since the shards of all ranks are encoded: this rank's own only if replicas exchange it.
         remembers = feeds_back and self.codec.needs_feedback
         self.memory = Memory.joined([{RESIDUALS: torch.zeros(num_ranks * self.width)}] if remembers else [])
 

@@ -55,7 +55,7 @@ class StepRun:
         has_memory: bool,
     ) -> None:
         """
-        number      of the step
+        number      number of the step
         has_memory  True if codecs remember something. A step with NaN or Inf, which GradScaler skips, must not change
                     their memory
         """
