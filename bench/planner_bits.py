@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.feedback import GainCurve, squared_error
+from cgx_ray.codecs.gain import GainCurve, squared_error
 from cgx_ray.demo.gpt import GPTConfig, StdlibBytes, build_gpt
 from cgx_ray.plan import CodecSpec, Layer
 from cgx_ray.planner.bits import QSGD, BitsProblem, LayerErrors, dp

@@ -1,6 +1,6 @@
-"""Private torch names, each with what it is used for, checked with torch 2.13. No other module may use them.
+"""Private torch names, each with its use here, checked with torch 2.13. No other module may use them.
 
-tests/engine/test_backend.py, test_attach_checks.py and test_fsdp.py run them on the pinned torch.
+tests/engine/test_backend.py, test_attach_checks.py and test_fsdp.py test them with the pinned torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-# FSDP2's interface for custom communication, its own implementations of it, and what it communicates together.
+# FSDP2's interface for custom communication, its own implementations, its meshes, and its groups of parameters.
 _FSDP_MODULES = {
     "AllGather": "_fsdp_api",
     "ReduceScatter": "_fsdp_api",
@@ -64,20 +64,20 @@ def as_delivered(group: FSDPParamGroup, op: Any, reduced_T: Tensor) -> Tensor:
 
 
 def bucket_parameters(model: DistributedDataParallel) -> list[list[Tensor]]:
-    """Return the parameters in each of DDP's current buckets: together, all that DDP averages.
+    """Return the parameters in each of DDP's current buckets. Together they are all parameters that DDP averages.
 
-    Torch allocates room for all buckets for that, and frees it at once. Raises RuntimeError for sparse gradients.
+    Torch allocates memory for all buckets and frees it at once. Raises RuntimeError for sparse gradients.
     """
     return [bucket.parameters() for bucket in model.reducer._get_zeros_like_grad_buckets()]
 
 
 def has_rebuilt_buckets(model: DistributedDataParallel) -> bool:
-    """Return True once DDP has cut its buckets anew, some forward passes after the first."""
+    """Return True once DDP has rebuilt its buckets, some forward passes after the first."""
     return bool(model._has_rebuilt_buckets)
 
 
 def is_in_forward(model: DistributedDataParallel) -> bool:
-    """Return True within `model`'s own forward pass, False if its inner module was called by itself."""
+    """Return True within `model`'s own forward pass, False if its inner module was called directly."""
     return DistributedDataParallel._get_active_ddp_module() is model
 
 
@@ -87,19 +87,19 @@ def allows_uneven_inputs(model: DistributedDataParallel) -> bool:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Within a backward pass: call `callback` at its end, on the thread that called `backward`."""
+    """Call `callback` at the end of the backward pass under way, on the thread that called `backward`."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def backward_number() -> int:
-    """Return autograd's number of the backward pass under way."""
+    """Return the number that autograd gave the backward pass under way."""
     return torch._C._current_graph_task_id()
 
 
 def copy_of_scale(scaler: GradScaler) -> Tensor:
-    """Return the scale in force, 1 if `scaler` is disabled, as a number on the host.
+    """Return the current scale as a tensor on the host; 1 if `scaler` is disabled.
 
-    A CUDA device may not have written it yet; nothing waits for it.
+    Does not wait for a CUDA device, which may not have written the value yet.
     """
     scale = scaler._get_scale_async() if scaler.is_enabled() else None
     # A copy, since `update` changes it in place.
@@ -112,13 +112,13 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 
 
 def set_cpu_backend(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
-    """Make `gloo` the backend of a group that is made without torch's registry."""
+    """Make `gloo` the backend of a group that was created without torch's registry."""
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
 
 def number_collectives(gloo: dist.ProcessGroupGloo) -> None:
-    """Let `gloo` number its collectives, which torch's registry does for groups that it makes."""
+    """Let `gloo` number its collectives. Torch's registry does this for the groups that it creates."""
     gloo._set_sequence_number_for_group()
 
 

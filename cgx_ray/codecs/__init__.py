@@ -1,4 +1,4 @@
-"""Codecs encode a gradient to bytes and decode it. `make_codec` turns a CodecSpec into one."""
+"""Codecs encode a gradient to bytes and decode it. `make_codec` makes one from a CodecSpec."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ _CODECS: dict[str, type[Codec]] = {
 def make_codec(
     spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1, device: torch.device = HOST
 ) -> Codec:
-    """The codec that `spec` names, for a group of `layers`; without them it takes a group as one layer.
+    """Return the codec that `spec` names.
 
+    layers  of the group; without them the codec treats the group as one layer
     device  of the gradients
     """
     codec = _CODECS[spec.name](spec, layers, world_size)

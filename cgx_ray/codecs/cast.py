@@ -1,4 +1,4 @@
-"""Codecs that change the number format, or cut the gradient off."""
+"""Codecs that change the number format, or send only the beginning of the gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory, poison
 
-# torch converts a whole operand before it adds another type: in pieces the converted one stays in the cache.
+# torch converts a whole operand before it adds it to another type. A converted piece of this size stays in the cache.
 _PIECE_NUMEL = 1 << 18
 
 
@@ -16,7 +16,7 @@ class _Cast(Codec):
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         """Round each element to `wire_dtype`, to nearest even. NaN and Inf survive; `key` is not used."""
-        assert memory is None, "casts are not fed back"
+        assert memory is None, "casts keep no residuals"
         payload.view(self.wire_dtype).copy_(grad_N)
 
     def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
@@ -29,7 +29,7 @@ class _Cast(Codec):
 
 
 class Raw(_Cast):
-    """Codec none: float32 as it is."""
+    """Codec none: float32, unchanged."""
 
     wire_dtype = torch.float32
 
@@ -49,15 +49,15 @@ class Bf16(_Cast):
 class Prefix(Codec):
     """The first N / ratio elements as float32, zeros for the others.
 
-    CGX's synthetic bandwidth experiment (section 2): how fast would training be with `ratio` times fewer bytes? A
-    diagnostic, it does not converge: what lies behind is lost. Of that only NaN and Inf are seen; they make the first
-    element NaN.
+    CGX's synthetic bandwidth experiment (section 2): it shows how fast training would be with `ratio` times fewer
+    bytes. A diagnostic that does not converge, since the other elements are lost. NaN or Inf among them makes the
+    first element NaN.
     """
 
     wire_dtype = torch.float32
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
-        assert memory is None, "what prefix cuts off is lost"
+        assert memory is None, "prefix keeps no residuals"
         sent_K = payload.view(torch.float32)
         sent_K.copy_(grad_N[: sent_K.numel()])
         sent_K[:1] += poison(grad_N[sent_K.numel() :])

@@ -1,4 +1,4 @@
-"""What every codec does, and what it remembers of a group of layers from one step to the next."""
+"""The interface of all codecs, and their memory of a group of layers from one step to the next."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from cgx_ray.plan import CodecSpec, Layer
 
 HOST = torch.device("cpu")
 
-# Kinds of memory, as they are called in a checkpoint.
+# Kinds of memory, by their names in a checkpoint.
 RESIDUALS = "residuals"
 MOMENTUM = "momentum"
 POWERSGD_Q = "powersgd_q"
 KINDS = (RESIDUALS, MOMENTUM, POWERSGD_Q)
-# Sums of gradients. Q is left out: a factor of it changes nothing, since P is made orthonormal.
+# Kinds that are sums of gradients, so they have a loss scale. Q has none: P is made orthonormal, so scaling Q changes
+# nothing.
 SCALED_KINDS = (RESIDUALS, MOMENTUM)
 
 
 class Memory:
-    """Flat float32 buffers by kind, twice each: `now` is read, `next` is written, and `commit` swaps them.
+    """Flat float32 buffers by kind, two of each: `now` is read, `next` is written, and `commit` swaps them.
 
-    So a step that is not committed leaves no trace, whatever was encoded in it. `scale` is the unit: what is remembered
-    is that many times what it would be of true gradients, as the loss was scaled by it.
+    A step that is not committed leaves no trace, whatever was encoded in it.
+
+    scale  loss scale of the gradients that the memory was made from
     """
 
     def __init__(self, now: Mapping[str, Tensor], next_: Mapping[str, Tensor], scale: float = 1.0) -> None:
@@ -35,7 +37,7 @@ class Memory:
 
     @classmethod
     def joined(cls, parts: Sequence[Mapping[str, Tensor]], device: torch.device | str = "cpu") -> Memory | None:
-        """Memory that begins with `parts`, one a layer and all of the same kinds; None if there is no kind."""
+        """Return memory that begins with `parts`, one per layer, all of the same kinds; None if they have no kind."""
         if not parts or not parts[0]:
             return None
         now = {kind: torch.cat([part[kind].to(device) for part in parts]) for kind in parts[0]}
@@ -43,16 +45,16 @@ class Memory:
 
     @property
     def residual_N(self) -> Tensor | None:  # noqa: N802 - tensors end in their dimensions
-        """(N,) what is owed; None if nothing can be."""
+        """(N,) the residual; None if this memory has none."""
         return self.now.get(RESIDUALS)
 
     @property
     def next_N(self) -> Tensor:  # noqa: N802
-        """(N,) what will be owed."""
+        """(N,) the residual of the next step."""
         return self.next[RESIDUALS]
 
     def part(self, start: int, stop: int) -> Memory:
-        """What is remembered of the elements [start, stop), each for itself, as views."""
+        """Return views of the memory of the elements [start, stop), for kinds that have one number per element."""
         now, next_ = (
             {kind: kinds[kind][start:stop] for kind in (RESIDUALS, MOMENTUM) if kind in kinds}
             for kinds in (self.now, self.next)
@@ -60,7 +62,7 @@ class Memory:
         return Memory(now, next_, self.scale)
 
     def rescale(self, scale: float) -> None:
-        """Change the unit to `scale`: exactly by powers of two, which GradScaler takes unless told otherwise."""
+        """Convert to the loss scale `scale`. Exact for powers of two, the default factors of GradScaler."""
         if scale == self.scale:
             return
         for kind in SCALED_KINDS:
@@ -69,20 +71,20 @@ class Memory:
         self.scale = scale
 
     def without_debt(self) -> Memory:
-        """The same room for what will be owed, with nothing owed."""
+        """Return memory with the same `next` buffers and no residual."""
         return Memory({}, self.next, self.scale)
 
     def commit(self) -> None:
-        """Let what the last `encode` wrote take effect: only for a step whose averages are all finite."""
+        """Make valid what the last `encode` wrote. Call it only for steps whose averages are all finite."""
         self.now, self.next = self.next, self.now
 
 
 class Codec:
-    """Encodes a flat gradient, float32 unless said otherwise, to a payload, flat uint8, and decodes it.
+    """Encodes a flat float32 gradient to a payload, flat uint8, and decodes it.
 
     device          where the gradients are
     granule         chunks of a gradient may be cut at multiples of this many elements
-    needs_feedback  True if what it drops must be added to the next step's gradient to converge
+    needs_feedback  True if training converges only when its error is added to the next step's gradient
     shares_key      True if all ranks must encode with the same key
     """
 
@@ -97,20 +99,20 @@ class Codec:
         self.world_size = world_size
 
     def payload_bytes(self, numel: int) -> int:
-        """Exact size of the payload of `numel` elements."""
+        """Return the exact size of the payload of `numel` elements."""
         return self.spec.payload_bytes(numel)
 
     def memory_of(self, numel: int, layer: Layer | None = None) -> dict[str, Tensor]:
-        """By kind, what this codec remembers of a layer, or a whole group of unknown layers, before the first step."""
+        """Return by kind the memory of one layer, or of a whole group of unknown layers, before the first step."""
         return {RESIDUALS: torch.zeros(numel)} if self.needs_feedback else {}
 
     def new_memory(self, numel: int, device: torch.device | str = "cpu") -> Memory | None:
-        """Memory of a group at its first step; None for codecs that need none."""
+        """Return the memory of a group before its first step; None for codecs without memory."""
         parts = [self.memory_of(layer.numel, layer) for layer in self.layers] or [self.memory_of(numel)]
         return Memory.joined(parts, device)
 
     def feed(self, grad_N: Tensor, memory: Memory) -> Tensor:
-        """The error-fed gradient, (N,) float32, which overwrites `memory.next_N` until `encode` does."""
+        """Return the gradient plus the residual, (N,) float32, in `memory.next_N`. `encode` later overwrites it."""
         if memory.residual_N is None:
             return memory.next_N.copy_(grad_N)
         return torch.add(grad_N, memory.residual_N, out=memory.next_N)
@@ -118,21 +120,24 @@ class Codec:
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         """Fill `payload`, of exactly `payload_bytes(N)` bytes. `key`, 32 bits, seeds the random numbers.
 
-        With `memory` what is encoded is `grad_N` and what is owed, and `memory.next` gets what will be owed. A
-        gradient with NaN or Inf makes a payload that decodes to some.
+        With `memory`, the gradient plus the residual is encoded, and `memory.next` gets the new residual. A gradient
+        with NaN or Inf gives a payload that decodes to a gradient with NaN or Inf.
         """
         raise NotImplementedError
 
     def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
-        """Write what `payload` holds to `out_N`, float32, or add it. `key` as in `encode`; only randomk uses it.
+        """Write the decoded `payload` to `out_N`, float32, or add it. `key` as in `encode`; only randomk uses it.
 
-        Raises WireError on an impossible payload.
+        Raises WireError if the payload is broken.
         """
         raise NotImplementedError
 
 
 def poison(grad_N: Tensor) -> Tensor:
-    """0 if `grad_N` is finite, else NaN: for codecs that might leave out the elements that are not."""
+    """Return 0 if `grad_N` is finite, else NaN.
+
+    Codecs that might not send NaN and Inf elements add it to an element that they send.
+    """
     if grad_N.numel() == 0:
         return grad_N.new_zeros((), dtype=torch.float32)
     low, high = torch.aminmax(grad_N)
@@ -140,5 +145,5 @@ def poison(grad_N: Tensor) -> Tensor:
 
 
 def is_finite(grad_N: Tensor) -> bool:
-    """True if no element is NaN or Inf."""
+    """Return True if no element is NaN or Inf."""
     return not math.isnan(float(poison(grad_N)))

@@ -1,6 +1,6 @@
-"""PowerSGD: a matrix of low rank for each layer (Vogels et al. 2019).
+"""PowerSGD: one low-rank matrix per layer (Vogels et al. 2019).
 
-M a layer's gradient as a matrix of n rows and m columns; P (n, r) and Q (m, r) its factors
+M is a layer's gradient as a matrix of n rows and m columns; P (n, r) and Q (m, r) are its factors
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cgx_ray.plan import CodecSpec, Layer
 
 
 class Shape(NamedTuple):
-    """Where a layer lies in its group, the matrix it is seen as, and the rank of its approximation."""
+    """A layer's place in its group, the shape of its matrix, and the rank of the approximation."""
 
     start: int
     numel: int
@@ -30,9 +30,9 @@ class Shape(NamedTuple):
 class PowerSgd(Codec):
     """One step of power iteration from the Q of the step before: P = M Q, orthogonalised, Q = M^T P, M ~ P Q^T.
 
-    Payload: P of all layers, then Q of all layers, float32, column by column. Layers that are not matrices are seen as
-    near square ones, padded with zeros. The products are those of torch.mm, so only ranks with the same CPU and torch,
-    and as many threads, get the same bits from the same factors.
+    Payload: P of all layers, then Q of all layers, float32, column by column. Layers that are not matrices are reshaped
+    to nearly square ones, padded with zeros. The products come from torch.mm, so ranks get the same bits from the same
+    factors only if they have the same CPU, torch and number of threads.
     """
 
     needs_feedback = True
@@ -46,13 +46,13 @@ class PowerSgd(Codec):
         return 4 * sum(shape.rank * (shape.num_rows + shape.num_columns) for shape in self.shapes(numel))
 
     def shapes(self, numel: int) -> list[Shape]:
-        """One for each layer; a group of unknown layers counts as one."""
+        """Return one shape per layer. A group of unknown layers counts as one layer."""
         sizes = [(layer.numel, layer.num_rows) for layer in self.layers] or [(numel, None)]
         starts = itertools.accumulate((size for size, _ in sizes), initial=0)
         return [self._shape(start, *size) for start, size in zip(starts, sizes, strict=False)]
 
     def memory_of(self, numel: int, layer: Layer | None = None) -> dict[str, Tensor]:
-        """Q starts with the same random numbers on all ranks, so that an average of P is P of the average."""
+        """Return residuals and Q. Q starts alike on all ranks, so the mean of all P is the P of the mean gradient."""
         shape = self._shape(0, numel, layer.num_rows if layer is not None else None)
         return {**super().memory_of(numel, layer), POWERSGD_Q: _first_q(shape)}
 
@@ -67,7 +67,7 @@ class PowerSgd(Codec):
             self.expand(p_M, q_M, memory.next_N, sign=-1)
 
     def begin(self, grad_N: Tensor, memory: Memory | None) -> tuple[Tensor, Tensor]:
-        """The error-fed gradient, in `memory.next_N`, and the Q to start from."""
+        """Return the gradient plus the residual, in `memory.next_N`, and the Q to start from."""
         if memory is not None:
             return self.feed(grad_N, memory), memory.now[POWERSGD_Q]
         first_M = torch.cat([_first_q(shape) for shape in self.shapes(grad_N.numel())])
@@ -79,21 +79,22 @@ class PowerSgd(Codec):
         self.expand(*self.split(payload, out_N.numel()), out_N, sign=1)
 
     def split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """P and Q of all layers, as views."""
+        """Return P and Q of all layers, as views."""
         factors = payload.view(torch.float32)
         p_numel = sum(shape.rank * shape.num_rows for shape in self.shapes(numel))
         return factors[:p_numel], factors[p_numel:]
 
     def project(self, fed_N: Tensor, q_M: Tensor, p_M: Tensor) -> None:
-        """P = M Q of every layer, into `p_M`."""
+        """Write P = M Q of every layer to `p_M`."""
         for shape, p, q in self._factors(fed_N.numel(), p_M, q_M):
             torch.mm(_matrix(fed_N, shape), q, out=p)
 
     def orthogonalize(self, numel: int, p_M: Tensor) -> None:
-        """Replace the columns of every P by an orthonormal basis of what they span, in place.
+        """Replace the columns of every P by an orthonormal basis of their span, in place.
 
-        Departure from the paper's Gram-Schmidt: Householder's QR also finds a basis where columns vanish, so that a
-        gradient of zeros does not stop Q for good. Its signs are fixed by a diagonal of R that is not negative.
+        Departure: the paper uses Gram-Schmidt. Householder's QR also finds a basis where columns are zero; otherwise
+        a gradient of zeros would keep Q at zero in all later steps. The signs are those for which R has no negative
+        diagonal element.
         """
         for p in _columns(p_M, [(shape.num_rows, shape.rank) for shape in self.shapes(numel)]):
             if p.numel():
@@ -101,7 +102,7 @@ class PowerSgd(Codec):
                 torch.mul(basis, torch.where(r.diagonal() < 0, -1.0, 1.0), out=p)
 
     def project_back(self, fed_N: Tensor, p_M: Tensor, q_M: Tensor) -> None:
-        """Q = M^T P of every layer, into `q_M`."""
+        """Write Q = M^T P of every layer to `q_M`."""
         for shape, p, q in self._factors(fed_N.numel(), p_M, q_M):
             torch.mm(_matrix(fed_N, shape).t(), p, out=q)
 
@@ -115,7 +116,7 @@ class PowerSgd(Codec):
                 part.add_(torch.mm(p, q.t()).view(-1)[: shape.numel], alpha=sign)
 
     def _factors(self, numel: int, p_M: Tensor, q_M: Tensor) -> Iterator[tuple[Shape, Tensor, Tensor]]:
-        """Every layer with its P and Q."""
+        """Return every layer's shape with its P and Q."""
         shapes = self.shapes(numel)
         ps = _columns(p_M, [(shape.num_rows, shape.rank) for shape in shapes])
         qs = _columns(q_M, [(shape.num_columns, shape.rank) for shape in shapes])
@@ -135,8 +136,8 @@ def _matrix(fed_N: Tensor, shape: Shape) -> Tensor:
 
 
 def _columns(flat_M: Tensor, sizes: list[tuple[int, int]]) -> list[Tensor]:
-    """Factors of (rows, rank) each, as views."""
-    # Column by column: with skinny factors row by row, MKL's products take four to fifteen times as long.
+    """Return factors of (rows, rank) each, as views."""
+    # Stored column by column, since MKL multiplies such narrow matrices 4 to 15 times as slowly row by row.
     parts = flat_M.split([rows * rank for rows, rank in sizes])
     return [part.view(rank, rows).t() for part, (rows, rank) in zip(parts, sizes, strict=True)]
 

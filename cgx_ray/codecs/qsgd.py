@@ -1,4 +1,4 @@
-"""Codecs that quantize every element, bucket by bucket: QSGD, TernGrad and the one-bit ones."""
+"""Codecs that quantize every element, in quantization buckets: QSGD, TernGrad and the one-bit codecs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from cgx_ray.runtime_ext import ops
 
 
 class Qsgd(Codec):
-    """`bits` bits an element on a grid a bucket (Alistarh et al. 2017; CGX, section 3); terngrad is its ternary case.
+    """`bits` bits per element, one grid per quantization bucket (Alistarh et al. 2017; CGX, section 3).
 
-    With stochastic rounding it is unbiased and converges without feedback; nearest rounding is biased.
+    terngrad is its ternary case. With stochastic rounding it is unbiased and converges without feedback. Rounding to
+    nearest is biased and needs feedback.
     """
 
     def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
@@ -22,7 +23,7 @@ class Qsgd(Codec):
         assert spec.bucket_size is not None
         self.granule = spec.bucket_size
         self.needs_feedback = spec.rounding == "nearest"
-        # TernGrad (Wen et al. 2017): -s, 0 and s, s the largest magnitude of the bucket.
+        # TernGrad (Wen et al. 2017) sends -s, 0 or s, where s is the largest magnitude of the quantization bucket.
         self._bits, self._grid = spec.bits or 2, spec.grid or "linf"
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
@@ -43,9 +44,9 @@ class Qsgd(Codec):
 
 
 class Sign(Codec):
-    """One bit an element and a mean or two a bucket: ef_signsgd (Karimireddy et al. 2019), onebit (Seide et al. 2014).
+    """One bit per element, and one or two means per quantization bucket.
 
-    Biased, so it converges with feedback only.
+    ef_signsgd (Karimireddy et al. 2019) and onebit (Seide et al. 2014). Biased, so they converge with feedback only.
     """
 
     needs_feedback = True

@@ -1,4 +1,4 @@
-"""Which elements a sparse codec sends."""
+"""Sparse codecs. They differ in how they select the elements to send."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cgx_ray.runtime_ext import sparse
 
 MSTOPK_ROUNDS = 25
 SIDCO_STAGE_SHARE = 0.25
-# DGC samples 0.1 to 1 %; fewer elements than this give no threshold worth the name.
+# DGC samples 0.1 to 1 % of the elements: every 100th. From fewer than 1,024 samples the threshold is too inaccurate.
 DGC_STRIDE = 100
 DGC_MIN_SAMPLES = 1024
 
@@ -28,7 +28,7 @@ class TopK(Sparse):
         sparse.topk_select(fed_N, selection.index_K, selection.value_K)
 
     def take(self, grad_N: Tensor, selection: Selection, key: int, memory: Memory) -> None:
-        """In the kernel, in the passes that select."""
+        """See `Sparse.take`. The kernel does all of it in the passes that select."""
         selection.count_1.fill_(selection.num_kept)
         sparse.topk_select(
             grad_N, selection.index_K, selection.value_K, residual_N=memory.residual_N, next_N=memory.next_N
@@ -44,17 +44,17 @@ class TopK(Sparse):
 
 
 class LwTopK(Sparse):
-    """The largest magnitudes of each layer (LWTopk, as in Flexible Communication): the same share of each.
+    """The largest magnitudes of each layer, the same share of every layer (LWTopk, as in Flexible Communication).
 
-    Layer l of cumulative size c_l keeps ceil(d c_l) - ceil(d c_(l-1)), so that the shares add up to K. Without layers
-    it is top-k over the group.
+    Layer l, which ends at element c_l of the group, keeps ceil(d c_l) - ceil(d c_(l-1)) elements at density d, so the
+    sum is K. Without layers it is top-k over the group.
     """
 
     def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
         self._select(fed_N, selection, None, None)
 
     def take(self, grad_N: Tensor, selection: Selection, key: int, memory: Memory) -> None:
-        """In the kernel, in the passes that select."""
+        """See `Sparse.take`. The kernel does all of it in the passes that select."""
         self._select(grad_N, selection, memory.residual_N, memory.next_N)
 
     def _select(self, grad_N: Tensor, selection: Selection, residual_N: Tensor | None, next_N: Tensor | None) -> None:
@@ -74,9 +74,10 @@ class LwTopK(Sparse):
 
 
 class MsTopK(Sparse):
-    """Threshold by bisection, then a run of those around it (MSTopk, Shi et al. 2021).
+    """Threshold by bisection, then a run of the elements close to it (MSTopk, Shi et al. 2021).
 
-    After 25 halvings no window holds both finite magnitudes and Inf or NaN, so one of these is always sent.
+    After 25 halvings the last interval cannot contain both finite magnitudes and Inf or NaN. So if there are any Inf or
+    NaN, one is always sent.
     """
 
     def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
@@ -85,7 +86,7 @@ class MsTopK(Sparse):
 
 
 class Sidco(Sparse):
-    """Threshold fitted to the histogram of the magnitudes in three stages (SIDCo, Abdelmoniem et al. 2021)."""
+    """Threshold fitted to the histogram of the magnitudes, in up to three stages (SIDCo, Abdelmoniem et al. 2021)."""
 
     def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
         assert self.spec.density is not None
@@ -97,11 +98,12 @@ class Sidco(Sparse):
 class Dgc(Sparse):
     """Threshold from a sample, momentum correction and clipping (DGC, Lin et al. 2018, sections 3.1 and 3.2).
 
-    u = momentum u + g and v = v + u; v is sent where it is large, and both are cleared there. So the optimizer's own
-    momentum must be off. `clip` limits the group's gradient, without its loss scale, to clip / sqrt(world size) before.
-    Departures: a group is clipped where the paper clips the whole model; without Nesterov's variant; where more than K
-    elements pass, a run of them from a random place is sent, where the paper selects again. Warm-up:
-    `CodecSpec.at_step`.
+    First, `clip` limits the norm of the group's gradient g, without its loss scale, to clip / sqrt(world size). Then
+    u = momentum u + g and v = v + u. The large elements of v are sent, and u and v are set to zero there. The
+    optimizer's own momentum must be off. Warm-up: `CodecSpec.at_step`.
+
+    Departures: clips each group, where the paper clips the whole model; has no Nesterov momentum; if more than K
+    elements exceed the threshold, sends K consecutive ones of them from a random start, where the paper selects again.
     """
 
     def memory_of(self, numel: int, layer: Layer | None = None) -> dict[str, Tensor]:
@@ -121,14 +123,17 @@ class Dgc(Sparse):
 
     def _clipping(self, grad_N: Tensor, loss_scale: float) -> Tensor:
         assert self.spec.clip is not None
-        # In float64, as squares of large but finite gradients overflow float32.
+        # In float64, since the squares of large finite gradients overflow float32.
         norm: Tensor = torch.linalg.vector_norm(grad_N, dtype=torch.float64)
         limit = loss_scale * self.spec.clip / math.sqrt(self.world_size)
         return (limit / norm.clamp(min=limit)).to(torch.float32)
 
 
 def stage_ratios(density: float) -> list[float]:
-    """ln(1 / share) of SIDCo's stages: two of a quarter while something is left to cut, then the rest."""
+    """Return ln(1 / share) of SIDCo's stages.
+
+    Up to two stages keep a quarter each, while `density` is below that; the last stage keeps the share that remains.
+    """
     ratios = []
     for _ in range(2):
         if density < SIDCO_STAGE_SHARE:

@@ -1,6 +1,6 @@
-"""Codecs that send some elements and say which. Payload: how many, int32; their indices, packed; their values.
+"""Codecs that send some elements and their indices. Payload: their number, int32; packed indices; values.
 
-N elements of a gradient, K the most that are sent
+N elements of a gradient, K the largest number that is sent
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cgx_ray.runtime_ext import ops, sparse
 
 
 class Selection:
-    """Room for up to K elements of a gradient: ascending indices, int32, values, and how many there are, int32."""
+    """Memory for up to K elements of a gradient: ascending indices, int32; values; the number of elements, int32."""
 
     def __init__(self, num_kept: int, device: torch.device) -> None:
         self.index_K = torch.empty(num_kept, dtype=torch.int32, device=device)
@@ -35,7 +35,7 @@ class Selection:
         sparse.pack_indices(self.index_K, self.count_1, numel, message[COUNT_BYTES:])
 
     def unpack(self, numel: int, message: Tensor) -> None:
-        """Undo `pack`; values stay as they are. Raises WireError on a broken message."""
+        """Read number and indices from `message`: the inverse of `pack`. Raises WireError if it is broken."""
         self.count_1.copy_(message[:COUNT_BYTES].view(torch.int32))
         try:
             sparse.unpack_indices(message[COUNT_BYTES:], self.count_1, numel, self.index_K)
@@ -44,29 +44,29 @@ class Selection:
 
 
 class Sparse(Codec):
-    """Feeds the gradient, selects, packs; who selects how is up to the codecs below."""
+    """Adds the residual to the gradient, selects elements and packs them. Subclasses define the selection."""
 
     needs_feedback = True
     _room: Selection | None = None
 
     def room(self, numel: int, device: torch.device) -> Selection:
-        """Where selections of `numel` elements go: the same memory at every call."""
+        """Return memory for a selection from `numel` elements: the same at every call."""
         num_kept = self.spec.num_kept(numel)
         if self._room is None or not self._room.fits(num_kept, device):
             self._room = Selection(num_kept, device)
         return self._room
 
     def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
-        """Select elements of `fed_N`, ascending in index."""
+        """Write the selected elements of `fed_N` to `selection`, ascending in index."""
         raise NotImplementedError
 
     def take(self, grad_N: Tensor, selection: Selection, key: int, memory: Memory) -> None:
-        """Feed, select, and forget what was selected."""
+        """Add the residual, select, and remove the selected elements from the new residual."""
         self.select(self.feed(grad_N, memory), selection, key)
         self.forget(selection, memory)
 
     def forget(self, selection: Selection, memory: Memory) -> None:
-        """Zero `memory.next` where elements were selected. DGC, section 3.2, for the momentum: factor masking."""
+        """Set `memory.next` to zero where elements were selected. For momentum: DGC's factor masking (section 3.2)."""
         index = selection.index_K[: int(selection.count_1)].long()
         for kind in (RESIDUALS, MOMENTUM):
             if kind in memory.next:
@@ -119,7 +119,7 @@ class Sparse(Codec):
 
 
 class RandomK(Codec):
-    """Elements at random indices that every rank derives from the key, so that only values travel and can be summed."""
+    """Elements at random indices. Every rank derives them from the shared key, so only values are sent, and summed."""
 
     needs_feedback = True
     shares_key = True

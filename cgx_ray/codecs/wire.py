@@ -1,7 +1,7 @@
-"""The 32 bytes that go before every payload whose receiver could hold another plan.
+"""The header of 32 bytes before every payload whose receiver could hold another plan.
 
 Little-endian: magic (2), format version (1), codec id (1), dtype id (1), phase (1), group (2), number of elements
-(8), plan version (4), step (4), payload bytes (4), CRC-32C of the 28 bytes before it and of the payload (4).
+(8), plan version (4), step (4), payload bytes (4), CRC-32C of the first 28 bytes and of the payload (4).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CRC = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """What sender and receiver must agree on before a payload is decoded."""
+    """Values that must be the same at sender and receiver before a payload is decoded."""
 
     plan_version: int
     step: int
@@ -44,16 +44,16 @@ class Message:
     """Header and payload of one message.
 
     wire     (32 + payload bytes,) uint8 on the host
-    header   its first 32 bytes
-    body     the rest; or other memory on the host that `borrow` was given
-    payload  what codecs write and read, on the device that was asked for: `body` on the host, memory of its own on any
-             other device, which `seal` copies to `body`, and `check` back, waiting for the device
+    header   first 32 bytes of `wire`
+    body     the other bytes, or the memory given to `borrow`
+    payload  the bytes that codecs write and read, on their device. On the host it is `body`. On another device it is
+             separate memory; `seal` copies it to `body`, and `check` copies `body` back, both waiting for the device
     """
 
     def __init__(self, payload_bytes: int, device: torch.device = HOST, room: Tensor | None = None) -> None:
-        """Uninitialised. `room`: bytes on the host to lie in; own ones without."""
+        """Allocate, without initial values. `room`: memory on the host to use instead of new memory."""
         num_bytes = HEADER_BYTES + payload_bytes
-        # Pinned: a CUDA device then copies at full speed.
+        # A CUDA device copies at full speed from and to pinned memory only.
         is_pinned = device.type == "cuda"
         self.wire = (
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned) if room is None else room[:num_bytes]
@@ -63,18 +63,18 @@ class Message:
         self.payload = self.body if device == HOST else torch.empty_like(self.body, device=device)
 
     def borrow(self, body: Tensor) -> None:
-        """Have the payload in `body`, on the host, from now on."""
+        """Use `body`, on the host, for the payload from now on."""
         self.body = self.payload = body
 
     def seal(self, stamp: Stamp, numel: int) -> None:
-        """Write the header: the payload is complete."""
+        """Write the header. Call it when the payload is complete."""
         if self.payload is not self.body:
             self.body.copy_(self.payload)
         _FIELDS.pack_into(self.header.numpy().data, 0, *self._fields(stamp, numel))
         _CRC.pack_into(self.header.numpy().data, _FIELDS.size, self._checksum())
 
     def check(self, stamp: Stamp, numel: int, sender: int) -> None:
-        """Raise WireError unless what came is whole and carries what `stamp` and `numel` say."""
+        """Raise WireError unless the received message is intact and matches `stamp` and `numel`."""
         found = _FIELDS.unpack_from(self.header.numpy().data, 0)
         wanted = self._fields(stamp, numel)
         if found != wanted:

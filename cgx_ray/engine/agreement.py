@@ -1,4 +1,4 @@
-"""Switching plans, and measuring gains, on all ranks at the same step, without anyone waiting for it."""
+"""Agreement of all ranks on the step at which a new plan takes effect and gains are measured. No rank waits for it."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ from cgx_ray.errors import WireError
 
 
 class Agreement:
-    """Each step starts a minimum over ranks of the newest plan version held, and reads the one of the step before.
+    """Starts, in each step, a minimum over ranks of the newest plan version held, and reads that of the step before.
 
-    48 bytes that travel beside the gradients. A whole step passes before anyone reads them, so nobody stalls, and a
-    plan takes effect in the second step after the last rank got hold of it. The same message carries step and plan
-    in force, both as they are and negated, so that ranks that have drifted apart find out before they exchange, and
-    from which step on the rank can afford to measure gains.
+    The 48 bytes travel beside the gradients. They have a whole step to arrive, so no rank waits. A plan takes effect
+    in the second step after the last rank received it.
+
+    The message also carries the step and the plan in force, as they are and negated, so that ranks at different steps
+    or plans are found before they exchange gradients. Its last number is the step from which this rank can afford to
+    measure gains.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._pending: Callable[[], Tensor] | None = None
 
-    def post(self, *, step: int, in_force: int, held: int, meter_from: int) -> None:
-        """Tell the others what this rank holds at the start of `step`."""
+    def post(self, *, step: int, in_force: int, held: int, affordable_from: int) -> None:
+        """Send the state of this rank at the start of `step`; see `settle` for the numbers."""
         assert self._pending is None
         self._pending = self._transport.start_minimum(
-            torch.tensor([held, step, -step, in_force, -in_force, -meter_from])
+            torch.tensor([held, step, -step, in_force, -in_force, -affordable_from])
         )
 
     def settle(self) -> tuple[int, int] | None:
-        """As of when the last step started: the newest version that every rank held, and from which step on all of
-        them can measure gains. None before the first step.
+        """Read the result of the previous step. Return None before the first step.
 
-        Raises WireError if ranks are at different steps or plans: their messages would not fit together.
+        Returns the newest plan version that every rank held when that step started, and the first step in which all
+        ranks can afford to measure gains.
+
+        Raises WireError if ranks are at different steps or plans: their messages would not match.
         """
         if self._pending is None:
             return None
         values_6 = self._pending()
         self._pending = None
-        held, step, minus_step, in_force, minus_in_force, minus_meter_from = values_6.tolist()
+        held, step, minus_step, in_force, minus_in_force, minus_affordable_from = values_6.tolist()
         if step != -minus_step or in_force != -minus_in_force:
             raise WireError(
                 f"rank {self._transport.rank}: ranks are at steps {step} to {-minus_step} and plans {in_force} to "
                 f"{-minus_in_force}; every rank must run the same number of synchronised backward passes and resume "
                 "from the same checkpoint"
             )
-        return int(held), -int(minus_meter_from)
+        return int(held), -int(minus_affordable_from)

@@ -1,7 +1,7 @@
-"""FSDP2's hooks: what `fully_shard` reduces and gathers goes through a `ShardedEngine`.
+"""FSDP2's hooks: a `ShardedEngine` reduces gradients and gathers parameters in place of `fully_shard`.
 
-The only reader of torch's private FSDP names. Torch calls the hooks on the thread that trains, in program order, the
-same on all ranks; on the CPU it takes for done what a hook returns from, but for what the comments here say.
+Torch calls the hooks on the training thread, in program order, the same on all ranks. On the CPU, torch treats an
+operation as finished when its hook returns, except where a comment here says otherwise.
 
 R ranks that share the parameters, T elements of a module's shard
 """
@@ -22,14 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from cgx_ray.engine.loss_scale import LossScale
 from cgx_ray.engine.sharded import ShardedEngine
-from cgx_ray.engine.shards import ShardedLayer, Unit
-from cgx_ray.errors import CGXError, ConfigError
-from cgx_ray.plan import CodecSpec, Layer
+from cgx_ray.engine.shards import Unit
+from cgx_ray.errors import CGXError
 from cgx_ray.torch_compat import (
     AllGather,
-    DefaultAllGather,
-    DefaultReduceScatter,
-    FSDPMeshInfo,
     FSDPParamGroup,
     HSDPMeshInfo,
     ReduceScatter,
@@ -37,101 +33,9 @@ from cgx_ray.torch_compat import (
     call_after_backward,
 )
 
-GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# What messages call the outermost module, which has no name.
-ROOT = "(root)"
 
-
-def param_groups(model: nn.Module) -> dict[str, FSDPParamGroup]:
-    """What FSDP2 communicates together, by the name of its module. Raises ConfigError for what has no support here."""
-    groups: dict[str, FSDPParamGroup] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        found = module._get_fsdp_state()._fsdp_param_groups
-        if len(found) > 1:
-            raise ConfigError(f"module {name!r} shards over several meshes; this version takes one mesh")
-        # Modules that were given to one `fully_shard` share a group.
-        if found and not any(group is found[0] for group in groups.values()):
-            _check(name or ROOT, found[0])
-            groups[name] = found[0]
-    meshes = {ranks_of_mesh(group) for group in groups.values()}
-    if len(meshes) != 1:
-        raise ConfigError(f"the modules shard over {len(meshes)} meshes; this version takes one for the whole model")
-    shards, replicas = meshes.pop()
-    if len(shards) * len(replicas) != dist.get_world_size() or len(shards) == 1:
-        raise ConfigError(
-            f"the model is sharded over {len(shards)} ranks and replicated over {len(replicas)}, of "
-            f"{dist.get_world_size()}; this version shards over two or more and averages over all"
-        )
-    return groups
-
-
-def _check(name: str, group: FSDPParamGroup) -> None:
-    if group.device.type != "cpu":
-        raise ConfigError(
-            f"module {name!r} is on {group.device}; this version compresses gradients on the CPU only; shard over a "
-            "mesh of the CPU or leave cgx_ray.attach out"
-        )
-    if not isinstance(group.mesh_info, FSDPMeshInfo) or any(p.is_dtensor for p in group.fsdp_params):
-        raise ConfigError(f"module {name!r} is not only sharded by FSDP2; this version takes no other parallelism")
-    for parameter in group.fsdp_params:
-        if parameter.sharded_param.dtype not in GRADIENT_DTYPES:
-            known = ", ".join(str(dtype) for dtype in GRADIENT_DTYPES)
-            raise ConfigError(f"a parameter of {name!r} is {parameter.sharded_param.dtype}; allowed: {known}")
-    comms = group._reduce_scatter_comm, group._all_gather_comm
-    if not (isinstance(comms[0], DefaultReduceScatter) and isinstance(comms[1], DefaultAllGather)):
-        odd = ", ".join(type(comm).__name__ for comm in comms)
-        raise ConfigError(f"module {name!r} already has a communication hook ({odd}); attach once a model")
-
-
-def ranks_of_mesh(group: FSDPParamGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ranks that share this rank's parameters, and those that hold the same shard."""
-    mesh = group.mesh_info
-    assert isinstance(mesh, FSDPMeshInfo)
-    replicas = [dist.get_rank()]
-    if isinstance(mesh, HSDPMeshInfo):
-        replicas = dist.get_process_group_ranks(mesh.replicate_process_group)
-    return tuple(dist.get_process_group_ranks(mesh.shard_process_group)), tuple(replicas)
-
-
-def make_units(
-    model: nn.Module, groups: Mapping[str, FSDPParamGroup], codec: CodecSpec, parameter_codec: CodecSpec | None
-) -> list[Unit]:
-    """A unit for each group. Raises ConfigError if parameters are to be encoded that FSDP2 gathers in another way."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    units = []
-    for index, (module, group) in enumerate(groups.items()):
-        if parameter_codec is not None and group._use_post_forward_mesh:
-            raise ConfigError(
-                f"module {module!r} is resharded to fewer ranks after forward; with `parameters` give "
-                "reshard_after_forward as True or False"
-            )
-        layers = []
-        for parameter in group.fsdp_params:
-            sharded, shape = parameter.sharded_param, tuple(parameter._orig_size)
-            layer = Layer(
-                name=names[id(sharded)],
-                numel=sharded.numel(),
-                ndim=len(shape),
-                dtype=str(sharded.dtype).removeprefix("torch."),
-                num_rows=shape[0] if len(shape) > 1 and sharded.numel() > 0 else None,
-            )
-            layers.append(
-                ShardedLayer(
-                    layer=layer,
-                    shape=shape,
-                    shard_shape=tuple(parameter.padded_sharded_param_size),
-                    dim=parameter.fsdp_placement.dim,
-                    is_trained=sharded.requires_grad,
-                )
-            )
-        units.append(Unit(index, module or ROOT, layers, len(ranks_of_mesh(group)[0]), codec, parameter_codec))
-    return units
-
-
-class Calls:
-    """What the hooks of one model have begun and nobody has waited for."""
+class PendingCalls:
+    """Calls to the engine that the hooks of one model have begun and nobody has waited for."""
 
     def __init__(self, engine: ShardedEngine, loss_scale: LossScale) -> None:
         self.engine = engine
@@ -145,15 +49,15 @@ class Calls:
             self.engine.wait(self._reading.popleft())
 
     def begin(self, future: Future[None], group: FSDPParamGroup, op: Any) -> None:
-        """Let gradients of `group` be reduced until backward ends; no longer than this call if FSDP2 reads them."""
-        # The engine of autograd calls it when backward has ended, after FSDP2's own, which may reduce as well.
+        """Wait for `future`, which reduces gradients of `group`, when backward ends, or at once if FSDP2 reads them."""
+        # Autograd calls `_finish` at the end of backward, after FSDP2's own callback, which may reduce as well.
         call_after_backward(self._finish)
         self._begun.append(future)
         if _is_read_at_once(group, op):
             self.engine.wait(future)
 
     def begin_reading(self, future: Future[None]) -> None:
-        """`future` uses the input of a reduce-scatter."""
+        """Count the input of a reduce-scatter as in use until `future` is done."""
         self._reading.append(future)
 
     def raise_later(self, error: CGXError) -> None:
@@ -173,7 +77,7 @@ class Calls:
 
 
 def _is_read_at_once(group: FSDPParamGroup, op: Any) -> bool:
-    """True if FSDP2 does more with a reduced gradient than make views of it (`foreach_reduce` in torch)."""
+    """Return True if FSDP2 reads a reduced gradient before backward ends (`foreach_reduce` in torch)."""
     return (
         op != dist.ReduceOp.AVG  # divides it
         or group._orig_dtype != torch.float32  # converts it
@@ -189,8 +93,8 @@ def _is_read_at_once(group: FSDPParamGroup, op: Any) -> bool:
     )
 
 
-class _Begun(dist.Work):
-    """What torch waits on. `wait` does, unless nobody may wait yet."""
+class _PendingWork(dist.Work):
+    """Work that torch may wait for. `wait` calls the given function; without one it returns at once."""
 
     def __init__(self, wait: Callable[[], None] | None) -> None:
         super().__init__()
@@ -203,16 +107,19 @@ class _Begun(dist.Work):
 
 
 class _CompressedReduceScatter(ReduceScatter):
-    """Averages a module's gradients. In float32, whatever the policy's `reduce_dtype`: the codec makes them small."""
+    """Averages a module's gradients.
 
-    def __init__(self, calls: Calls, unit: Unit, group: FSDPParamGroup) -> None:
+    Works in float32 and ignores the policy's `reduce_dtype`, since the codec makes the messages small.
+    """
+
+    def __init__(self, calls: PendingCalls, unit: Unit, group: FSDPParamGroup) -> None:
         self._calls = calls
         self._unit = unit
         self._group = group
         self._has_replicas = isinstance(group.mesh_info, HSDPMeshInfo) and group.mesh_info.replicate_mesh_size > 1
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for the gradients of all ranks' shards, then for those of this rank's."""
+        """Return memory for the input, the gradients of all ranks' shards, or for the output, those of this rank's."""
         self._calls.make_room(self._group.comm_ctx.reduce_scatter_max_input_buffers)
         return torch.empty(*size, dtype=torch.float32, device=device)
 
@@ -231,7 +138,7 @@ class _CompressedReduceScatter(ReduceScatter):
             output_tensor,
             is_average=_is_average(op),
             scales=self._calls.loss_scale.now(),
-            # What replicas exchange next is no gradient yet.
+            # With replicas the gradient is complete only after their all-reduce.
             delivered=None if self._has_replicas else partial(as_delivered, self._group, op),
         )
         self._calls.begin_reading(future)
@@ -241,7 +148,7 @@ class _CompressedReduceScatter(ReduceScatter):
 class _CompressedAllGather(AllGather):
     """Gathers a module's parameters, encoded."""
 
-    def __init__(self, calls: Calls, unit: Unit) -> None:
+    def __init__(self, calls: PendingCalls, unit: Unit) -> None:
         self._calls = calls
         self._unit = unit
 
@@ -259,19 +166,19 @@ class _CompressedAllGather(AllGather):
         assert input_tensor.data_ptr() == rows_RT[group.rank()].data_ptr(), "FSDP2 gathers in place"
         engine = self._calls.engine
         future = engine.all_gather(self._unit, rows_RT)
-        return _Begun(lambda: engine.wait(future))
+        return _PendingWork(lambda: engine.wait(future))
 
 
-class _Replicas(dist.ProcessGroup):
-    """Stands in for the group that FSDP2 all-reduces sharded gradients over, after their reduce-scatter (HSDP)."""
+class _ReplicaGroup(dist.ProcessGroup):
+    """Replaces the process group in which FSDP2 all-reduces sharded gradients after their reduce-scatter (HSDP)."""
 
-    def __init__(self, calls: Calls, unit: Unit, group: FSDPParamGroup, replaced: dist.ProcessGroup) -> None:
+    def __init__(self, calls: PendingCalls, unit: Unit, group: FSDPParamGroup, replaced: dist.ProcessGroup) -> None:
         super().__init__(replaced.rank(), replaced.size())  # type: ignore[call-arg]  # torch's stub wants a store
         self._calls = calls
         self._unit = unit
         self._group = group
 
-    # One of the three signatures in torch's stub, and the one that dist.all_reduce uses.
+    # One of the three signatures in torch's stub: the one that dist.all_reduce uses.
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
         op, (shard_T,) = opts.reduceOp, tensors
         try:
@@ -280,10 +187,10 @@ class _Replicas(dist.ProcessGroup):
             )
             self._calls.begin(future, self._group, op)
         except CGXError as error:
-            # Torch would log it, ask what group this is, and raise that it does not know.
+            # Torch would log the error, look up the name of this group, and fail because it is not registered.
             self._calls.raise_later(error)
-        # It is done already if torch reads it, and else must not be waited for yet.
-        return _Begun(None)
+        # `begin` has already waited if torch reads the result now. In all other cases nobody may wait yet.
+        return _PendingWork(None)
 
 
 def _is_average(op: Any) -> bool:
@@ -291,8 +198,8 @@ def _is_average(op: Any) -> bool:
         return True
     if op != dist.ReduceOp.SUM:
         raise CGXError(
-            f"FSDP2 asks for {op}, which comes from set_gradient_divide_factor; call "
-            "set_force_sum_reduction_for_comms(True) as well, so that it divides itself"
+            f"FSDP2 asks for {op}, because of set_gradient_divide_factor; also call "
+            "set_force_sum_reduction_for_comms(True), so that FSDP2 itself divides"
         )
     return False
 
@@ -304,8 +211,8 @@ def install(
     units: Sequence[Unit],
     loss_scale: LossScale,
 ) -> Callable[[], None]:
-    """Put hooks into every group; what is returned takes them out again."""
-    calls = Calls(engine, loss_scale)
+    """Put hooks into every group. Return a function that removes them."""
+    calls = PendingCalls(engine, loss_scale)
     undo: list[Callable[[], None]] = []
     for (name, group), unit in zip(groups.items(), units, strict=True):
         module, mesh = model.get_submodule(name), group.mesh_info
@@ -316,10 +223,10 @@ def install(
             undo.append(partial(module.set_custom_all_gather, group._all_gather_comm))
             module.set_custom_all_gather(_CompressedAllGather(calls, unit))
         if isinstance(mesh, HSDPMeshInfo) and mesh.replicate_mesh_size > 1:
-            # There is a hook after the all-reduce only. Each `fully_shard` has a mesh_info of its own.
+            # FSDP2 has a hook after this all-reduce, but none in its place. Each `fully_shard` has its own mesh_info.
             replaced = mesh.replicate_process_group
             undo.append(partial(setattr, mesh, "replicate_process_group", replaced))
-            mesh.replicate_process_group = _Replicas(calls, unit, group, replaced)
+            mesh.replicate_process_group = _ReplicaGroup(calls, unit, group, replaced)
 
     def uninstall() -> None:
         for step in undo:

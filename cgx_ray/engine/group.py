@@ -1,29 +1,26 @@
-"""One group of layers at work: gathers gradients, exchanges them, gives back the averages."""
+"""One group of layers at work: gathers the gradients, exchanges them, writes the averages back."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs import Codec, make_codec
+from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import HOST, is_finite
-from cgx_ray.codecs.feedback import CURVE_SAMPLE_NUMEL, GainCurve, Memories, kept_energy, sample_blocks
+from cgx_ray.codecs.feedback import Memories
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
-from cgx_ray.engine.telemetry import Telemetry
-from cgx_ray.monitors.sample import CURVE_DENSITIES
+from cgx_ray.engine.gain_meter import StepMeter
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Scheme
-
-T = TypeVar("T")
 
 
 class Group:
-    """Buffers and state of one GroupPlan. Lives from one plan switch to the next."""
+    """Buffers and state of one GroupPlan. Lives from one plan switch to the next.
+
+    is_finite  True if the last average, as the model gets it, was finite or was not checked
+    """
 
     def __init__(
         self,
@@ -43,26 +40,26 @@ class Group:
         self._layers = [layers[name] for name in plan.layers]
         self._transport = transport
         self._is_compressible = not all(layer.is_small for layer in self._layers)
-        # Dense groups are summed in the gradient's own type, as DDP would; codecs work on float32.
+        # Dense groups are summed in the type of the gradients, as DDP does; codecs work on float32.
         dtype = getattr(torch, self._layers[0].dtype) if plan.option.scheme is Scheme.DENSE else torch.float32
         # Sums inside a node are made on the host.
         if plan.device == "cpu" or plan.option.intra is not Intra.FLAT:
             device = HOST
-        # Dense groups rarely need it; memory that is never touched is never really allocated.
+        # Dense groups rarely use this buffer. The system gives it no memory before it is first written.
         self._flat_N = torch.empty(self.numel, dtype=dtype, device=device)
         self._slices = dict(zip(plan.layers, self._flat_N.split(numels), strict=True))
         self._use(plan.option.codec)
         self._memories = memories
         self._memory = memories.of_group(self._codec)
-        # Hierarchical: what a rank owes is of its node's gradients, so gains are those of gradients without it.
+        # With a hierarchical scheme a rank's residuals belong to the gradients of its node. Gains are then measured
+        # without them.
         self._own_memory = self._memory if plan.option.intra is Intra.FLAT else None
         self._paid: list[str] = []
         self._arrived: dict[str, Tensor] = {}
-        # Of the last average, as the model gets it; True as well if nobody asked.
         self.is_finite = True
 
     def _use(self, spec: CodecSpec) -> None:
-        """Encode by `spec` from now on; the memory stays."""
+        """Encode by `spec` from now on. The memory stays."""
         self._codec = make_codec(spec, self._layers, self._transport.world_size, self._flat_N.device)
         item_bytes = self._flat_N.element_size()
         self.wire_bytes = self.numel * item_bytes if spec == NONE else self._codec.payload_bytes(self.numel)
@@ -73,24 +70,24 @@ class Group:
 
     @property
     def is_ready(self) -> bool:
-        """All layers' gradients are in."""
+        """True if the gradients of all layers have arrived."""
         return len(self._arrived) == len(self._slices)
 
     def arrive(self, name: str, view: Tensor) -> None:
-        """Take note of a layer's gradient. It is read, and overwritten with the average, in `run`."""
+        """Note the gradient of a layer. `run` reads it and overwrites it with the average."""
         self._arrived[name] = view
 
     def run(self, stamp: Stamp, seed: int, gain: StepMeter | None, *, checks_finite: bool) -> Phases:
-        """Average this group over all ranks, in place in the gradients that arrived."""
+        """Average this group over all ranks, in place in the gradients that have arrived."""
         phases = Phases()
         self._transport.group_index = self.index
         views = [self._arrived[name] for name in self._slices]
-        # Every rank at the same step, so their messages keep the same size.
+        # All ranks change the codec's parameters at the same step, so the sizes of their messages match.
         if (spec := self.plan.option.codec.at_step(stamp.step)) != self._codec.spec:
             self._use(spec)
         if self._memory is None:
             self._pay_residuals()
-        # The same on all ranks, since DDP lays out its buckets alike: they add up memory that means the same.
+        # DDP lays out its buckets alike on all ranks, so the order of the layers in memory is the same everywhere.
         in_place = self.plan.option.scheme is Scheme.DENSE and views[0].device == self._flat_N.device
         joint_N = _joint_memory(views) if in_place else None
         grad_N = joint_N if joint_N is not None else self._gather(views)
@@ -110,9 +107,11 @@ class Group:
         return phases
 
     def settle(self, unused: Collection[str]) -> None:
-        """Keep what `run` left to remember, and forget what it paid: for a step that will not be skipped.
+        """Make the memory that `run` wrote valid, and delete the residuals that it paid.
 
-        unused  layers of which the model gets no average: all that they remember stays as it is
+        Call it only for steps whose averages are all finite.
+
+        unused  layers whose average the model does not get; their memory stays unchanged
         """
         if self._memory is not None:
             self._memories.keep(name for name in self.plan.layers if name in unused)
@@ -125,7 +124,7 @@ class Group:
         return grad_N if self._own_memory is None else self._codec.feed(grad_N, self._own_memory)
 
     def _pay_residuals(self) -> None:
-        """Add what an earlier plan's codec failed to send."""
+        """Add to the gradients the residuals that an earlier plan's codec has left."""
         self._paid = []
         for name, view in self._arrived.items():
             owed = self._memories.owed(name)
@@ -140,12 +139,12 @@ class Group:
 
 
 def _delivered(grad_N: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The average as the model gets it: from 65520 on float32 has numbers where float16 has Inf."""
+    """Return the average as the model gets it. Values from 65520 on are finite in float32 but Inf in float16."""
     return [grad_N] if all(view.dtype == grad_N.dtype for view in views) else views
 
 
 def _joint_memory(views: Sequence[Tensor]) -> Tensor | None:
-    """The memory of `views` as one tensor if they lie side by side, in any order; else None."""
+    """Return one tensor over the memory of all `views` if they lie side by side, in any order; else None."""
     first = min(views, key=lambda view: view.data_ptr())
     last = max(views, key=lambda view: view.data_ptr())
     numel = sum(view.numel() for view in views)
@@ -154,113 +153,3 @@ def _joint_memory(views: Sequence[Tensor]) -> Tensor | None:
     if not shared or not all(view.is_contiguous() for view in views) or end - first.storage_offset() != numel:
         return None
     return first.as_strided((numel,), (1,), first.storage_offset())
-
-
-class GainMeter:
-    """Compression gain of candidate codecs on samples of the groups of one step, in `seconds` so far."""
-
-    def __init__(self, candidates: Mapping[str, Codec], key: int) -> None:
-        self._candidates = candidates
-        self._key = key
-        # For each group its energy, by codec the share of it that is kept, and the gains at CURVE_DENSITIES.
-        self._groups: list[tuple[float, dict[str, float], list[float]]] = []
-        self.seconds = 0.0
-
-    def measure(self, grad_N: Tensor) -> float:
-        """Try all candidates on a sample of a group; returns the whole group's energy |g|^2."""
-        # Of this thread: what other programs take meanwhile is not the meter's.
-        start_s = time.thread_time()
-        sample_N = sample_blocks(grad_N).float()
-        sample_energy = float(sample_N.double().square().sum())
-        curve = GainCurve(sample_blocks(grad_N, CURVE_SAMPLE_NUMEL))
-
-        def gain(codec: Codec) -> float:
-            spec = codec.spec
-            if spec == NONE or not sample_energy:
-                return 1.0
-            if spec.name == "topk" and spec.value_bits == 32 and spec.density is not None:
-                return curve.gain([spec.density])[0]
-            return kept_energy(codec, sample_N, self._key) / sample_energy
-
-        kept = {name: gain(codec) for name, codec in self._candidates.items()}
-        energy = float(grad_N.float().norm()) ** 2
-        self._groups.append((energy, kept, curve.gain(CURVE_DENSITIES)))
-        self.seconds += time.thread_time() - start_s
-        return energy
-
-    def correct(self, name: str, kept: float) -> None:
-        """Replace the estimate of the codec in use by what its exchange really kept of the group measured last.
-
-        AR-Topk keeps less than a rank's own top-k: the indices are another worker's.
-        """
-        self._groups[-1][1][name] = kept
-
-    def gains(self) -> dict[str, float]:
-        """Gain by `str(CodecSpec)`, each group weighted by its energy; empty if that is zero or not finite."""
-        total = self._energy
-        if not 0 < total < math.inf:
-            return {}
-        return {
-            name: sum(energy * kept.get(name, 0.0) for energy, kept, _ in self._groups) / total
-            for name in self._candidates
-        }
-
-    def curve(self) -> tuple[float, ...]:
-        """Gain of top-k at CURVE_DENSITIES, weighted likewise; empty if `gains` is."""
-        total = self._energy
-        if not 0 < total < math.inf:
-            return ()
-        weighted = [[energy * gain for gain in gains] for energy, _, gains in self._groups]
-        return tuple(sum(column) / total for column in zip(*weighted, strict=True))
-
-    @property
-    def norm(self) -> float:
-        """|g| of the groups that were measured."""
-        return math.sqrt(self._energy)
-
-    @property
-    def _energy(self) -> float:
-        return sum(energy for energy, _, _ in self._groups)
-
-
-class StepMeter:
-    """The GainMeter of one step. After an error the step has no gains: those of the other groups would mislead."""
-
-    def __init__(self, meter: GainMeter, telemetry: Telemetry, step: int) -> None:
-        self._meter: GainMeter | None = meter
-        self._telemetry = telemetry
-        self._step = step
-
-    def measure(self, fed: Callable[[], Tensor]) -> float:
-        """See `GainMeter`, for what `fed` returns; 0 after an error."""
-        return self._ask(lambda meter: meter.measure(fed()), 0.0)
-
-    def correct(self, name: str, kept: Callable[[], float]) -> None:
-        """See `GainMeter`, for what `kept` returns."""
-        self._ask(lambda meter: meter.correct(name, kept()), None)
-
-    def gains(self) -> dict[str, float]:
-        """See `GainMeter`; empty after an error."""
-        return self._ask(lambda meter: meter.gains(), {})
-
-    def curve(self) -> tuple[float, ...]:
-        """See `GainMeter`; empty after an error."""
-        return self._ask(lambda meter: meter.curve(), ())
-
-    @property
-    def norm(self) -> float | None:
-        """See `GainMeter`; None after an error."""
-        return self._ask(lambda meter: meter.norm, None)
-
-    @property
-    def seconds(self) -> float:
-        """See `GainMeter`; 0 after an error."""
-        return self._ask(lambda meter: meter.seconds, 0.0)
-
-    def _ask(self, question: Callable[[GainMeter], T], otherwise: T) -> T:
-        if self._meter is None:
-            return otherwise
-        with self._telemetry.optional("gains", self._step):
-            return question(self._meter)
-        self._meter = None
-        return otherwise

@@ -1,4 +1,4 @@
-"""DDP's communication hook: buckets in, futures out, nothing waits."""
+"""DDP's communication hook. It takes buckets and returns futures; nothing waits in it."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
@@ -9,15 +9,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import LossScale
-from cgx_ray.engine.step import Bucket
+from cgx_ray.engine.step import PendingBucket
 from cgx_ray.engine.unused import UsedLayers
 
 
 class DdpBuckets:
-    """Translates DDP's buckets to layer names and hands them to an engine."""
+    """Names the gradients in DDP's buckets by layer and submits the buckets to an engine."""
 
     def __init__(self, model: DistributedDataParallel, engine: Engine, loss_scale: LossScale | None = None) -> None:
-        """`loss_scale`: left out, that of the GradScaler that scales the losses."""
+        """`loss_scale`: by default the scale of the GradScaler that scales the losses."""
         self._engine = engine
         self._loss_scale = loss_scale or LossScale()
         self._used = UsedLayers(model)
@@ -29,13 +29,13 @@ class DdpBuckets:
         on_cuda = buffer.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if on_cuda else None)
         self._engine.submit(
-            Bucket(
+            PendingBucket(
                 gradients=dict(zip(names, bucket.gradients(), strict=True)),
                 buffer=buffer,
                 future=future,
                 scales=self._loss_scale.now(),
                 unused=self._used.take_unused(bucket, names),
-                # After the scales: what the device writes of them is there too by then.
+                # After `now`, so that the event also covers the device's copies of the scales.
                 computed=_end_of_kernels(buffer.device) if on_cuda else None,
             )
         )
@@ -43,18 +43,20 @@ class DdpBuckets:
 
 
 def _end_of_kernels(device: torch.device) -> torch.cuda.Event:
-    """Comes when the current stream has done what it has been given: backward runs ahead of the device."""
+    """Return an event that the current stream reaches after all its work so far. Backward runs ahead of the device."""
     event = torch.cuda.Event(enable_timing=True, blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 def _value(done: torch.futures.Future[Tensor]) -> Tensor:
-    """The bucket, or what went wrong: DDP's C++ sees an error that is raised here, but takes `set_exception`'s for a
-    tensor."""
+    """Return the bucket, or raise its error.
+
+    DDP's C++ code understands an error that is raised here, but takes the one of `set_exception` for a tensor.
+    """
     return done.value()
 
 
 def cgx_hook(state: DdpBuckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Hand `bucket` to the engine's thread; the future holds it once it is averaged over ranks."""
+    """Submit `bucket` to the engine's thread. The returned future gets the bucket averaged over ranks."""
     return state.submit(bucket)

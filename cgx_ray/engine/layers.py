@@ -1,4 +1,4 @@
-"""A model's parameters as layers: whose gradients are averaged, and what a plan sees of them. Imports no Ray."""
+"""Layers of a model: which gradients are averaged, and their description for a plan. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """The layers of a model whose gradients are averaged, in registration order.
+    """Return the layers of a model whose gradients are averaged, in registration order.
 
-    Raises ConfigError for gradients this version cannot carry.
+    Raises ConfigError for devices and types of gradients that this version does not support.
     """
     parameters = averaged_parameters(model)
     devices = {str(parameter.device): name for name, parameter in parameters.items()}
@@ -31,20 +31,20 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name, in registration order, those that DDP would average."""
+    """Return, by name and in registration order, the parameters whose gradients DDP would average."""
     ignored = getattr(model, "parameters_to_ignore", ())
     module = model.module if isinstance(model, DistributedDataParallel) else model
     return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
 
 
 def sparse_modules(model: nn.Module) -> list[str]:
-    """Names of the modules in `model` whose gradients are sparse, which lie in no bucket of DDP's."""
+    """Return the names of the modules in `model` whose gradients are sparse, so that DDP puts them in no bucket."""
     embeddings = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     return [name for name, module in embeddings if module.sparse]
 
 
 def as_layer(name: str, parameter: Tensor) -> Layer:
-    """A parameter as the planner sees it, whatever its dtype."""
+    """Describe a parameter of any dtype to the planner. A DTensor of FSDP2 counts as the whole parameter."""
     return Layer(
         name=name,
         numel=parameter.numel(),

@@ -1,4 +1,4 @@
-"""The scale of the loss that a backward pass began with: the unit of its gradients, and of what codecs remember."""
+"""The loss scale of a backward pass. Gradients, and the codecs' memory, are multiplied by it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from cgx_ray.engine.scale_watch import WATCH
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.torch_compat import copy_of_scale
 
-# By what an engine learns a scale: numbers on the host, which a CUDA device may not have written yet. None if unknown.
+# Loss scales on their way to an engine: numbers on the host, which a CUDA device may not have written yet. None if
+# unknown.
 Scales = tuple[Tensor, ...] | None
 
 
 class Scaler(Protocol):
-    """A GradScaler, or another thing that scales losses."""
+    """A GradScaler, or another object that scales losses."""
 
     def get_scale(self) -> float: ...
 
 
 class LossScale:
-    """Finds the scale in the hooks of a model, on the thread that runs backward: no `update` can come in between."""
+    """Finds the scale of the backward pass under way.
+
+    The hooks of a model call it on the thread that runs backward, so the scaler cannot be updated meanwhile.
+    """
 
     def __init__(self, scaler: Scaler | None = None) -> None:
-        """`scaler`: to ask; None to find out which GradScaler has scaled the losses of each pass.
+        """`scaler`: the one to ask; None: find out which GradScaler has scaled the losses of each pass.
 
-        Raises ConfigError for what has no `get_scale()`.
+        Raises ConfigError if `scaler` has no method `get_scale`.
         """
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
             raise ConfigError(
-                f"scaler {scaler!r} is not allowed; give a torch.amp.GradScaler, something with a method get_scale() "
+                f"scaler {scaler!r} is not allowed; give a torch.amp.GradScaler, an object with a method get_scale() "
                 "that returns a number, or None to let cgx_ray watch the GradScalers of this process"
             )
         self._scaler = scaler
@@ -41,7 +45,7 @@ class LossScale:
             WATCH.start()
 
     def now(self) -> Scales:
-        """The scales of the backward pass under way; empty if nothing is scaled, None if it cannot be known."""
+        """Return the scales of the backward pass under way; empty if no loss is scaled, None if it cannot be known."""
         if isinstance(self._scaler, GradScaler):
             return (copy_of_scale(self._scaler),)
         if self._scaler is not None:
@@ -50,12 +54,12 @@ class LossScale:
 
 
 def one_scale(scales: Scales, known: float | None = None, where: str = "") -> float:
-    """The scale that all gradients of a step have; 1 if `scales` is empty.
+    """Return the scale that all gradients of a step share; 1 if `scales` is empty.
 
-    known  what earlier gradients of this step had
-    where  how the message of an error begins
+    known  scale of earlier gradients of this step
+    where  beginning of an error message
 
-    Raises CGXError if there is no such scale.
+    Raises CGXError if the gradients have several scales, or one that is unknown, not positive or not finite.
     """
     if scales is None:
         raise _unknown(where, "a GradScaler is updated whose scale() was not used on the loss")
@@ -70,7 +74,7 @@ def one_scale(scales: Scales, known: float | None = None, where: str = "") -> fl
 
 def _unknown(where: str, why: str) -> CGXError:
     return CGXError(
-        f"{where}{why}, so the unit of what the codec has yet to send is not known; scale all losses of a backward "
-        "pass with one GradScaler, give attach(..., scaler=) what scales them, or choose a codec without memory, such "
-        "as qsgd"
+        f"{where}{why}, so the codec's residuals cannot be converted to the scale of the gradients; scale all losses "
+        "of a backward pass with one GradScaler, give attach(..., scaler=) the object that scales them, or choose a "
+        "codec without memory, such as qsgd"
     )

@@ -1,4 +1,4 @@
-"""Notes the loss scale of each backward pass. Torch has no hook where a loss is scaled, so GradScaler is wrapped."""
+"""Notes the loss scale of each backward pass by wrapping GradScaler, since torch has no hook for scaling a loss."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cgx_ray.torch_compat import backward_number, call_after_backward, copy_of_s
 class ScaleWatch:
     """Watches every GradScaler of this process from `start` on.
 
-    Wraps `scale` and `update` of GradScaler and of its subclasses, those defined later as well. A scaled loss gets a
-    hook, which notes the scale when a backward pass begins with that loss. So neither the number of scalers matters,
-    nor when they were made, nor the order in which they scale. A pass that is not scaled is known to have scale 1.
+    Wraps `scale` and `update` of GradScaler and of its subclasses, including subclasses that are defined later. A
+    scaled loss gets a hook, which notes the scale when a backward pass starts from that loss. So there may be any
+    number of scalers, made at any time, that scale in any order. A pass without a scaled loss has scale 1.
 
-    scales       scales of the losses that the backward pass under way began with, as far as it has come; numbers on
-                 the host, which a CUDA device may not have written yet
-    is_bypassed  True once a GradScaler was updated of which no loss has been through a backward pass: something else
-                 scales
+    scales       scales of the losses from which the backward pass under way started, as far as they are known yet;
+                 numbers on the host, which a CUDA device may not have written yet
+    is_bypassed  True once a GradScaler was updated although none of its scaled losses has been through a backward
+                 pass: something else scales the losses
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class ScaleWatch:
         self._scales: list[Tensor] = []
         self._pass_number = -1
         self._watched: weakref.WeakSet[type[GradScaler]] = weakref.WeakSet()
-        # Scalers of which a scaled loss has been through a backward pass.
+        # Scalers with a scaled loss that has been through a backward pass.
         self._used: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 
     def start(self) -> None:
-        """Watch from now on. Calling it again changes nothing."""
+        """Begin to watch. Further calls change nothing."""
         if GradScaler not in self._watched:
             self._watch(GradScaler)
             GradScaler.__init_subclass__ = classmethod(self._watch_new)  # type: ignore[assignment]
@@ -70,7 +70,7 @@ class ScaleWatch:
             for one in scaled:
                 self._hooked(scaler, one)
         elif not isinstance(scaled, Tensor):
-            # Other iterables are scaled while they are read.
+            # GradScaler scales the items of other iterables lazily, when they are read.
             return map(functools.partial(self._hooked, scaler), scaled)
         elif scaled.requires_grad:
             scale = copy_of_scale(scaler)
@@ -82,7 +82,7 @@ class ScaleWatch:
         number = backward_number()
         if self._pass_number != number:
             self._pass_number, self._scales = number, []
-            # Queued twice to run after FSDP2's own callback, which may reduce as well.
+            # Queued twice, so that it runs after FSDP2's own callback, which may still reduce gradients.
             call_after_backward(lambda: call_after_backward(self._forget))
         self._scales.append(scale)
 
@@ -92,7 +92,7 @@ class ScaleWatch:
     def _noting_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(update)
         def wrapped(scaler: GradScaler, new_scale: float | Tensor | None = None) -> Any:
-            # A scale may be set at any time. Without one, `update` has seen gradients.
+            # `update` with a new scale may be called at any time. Without one, it follows a backward pass.
             if new_scale is None and scaler.is_enabled() and scaler not in self._used:
                 self.is_bypassed = True
             return update(scaler, new_scale)
@@ -100,5 +100,5 @@ class ScaleWatch:
         return wrapped
 
 
-# One per process, since it wraps a class of torch's.
+# One per process, since it changes a class of torch.
 WATCH = ScaleWatch()

@@ -1,4 +1,4 @@
-"""How FSDP2 lays out the layers of a module: which elements are whose, and which travel encoded.
+"""Layout of a module that FSDP2 has sharded: the elements of each rank and layer, and the codec of each layer.
 
 R ranks that share the parameters, T elements of a module's shard, S of them in one part
 """
@@ -20,9 +20,9 @@ from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option, Plan, Scheme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedLayer:
-    """A parameter cut along dimension `dim` into one shard a rank, all padded to `shard_shape`.
+    """A parameter that is cut along dimension `dim` into one shard per rank, all padded to `shard_shape`.
 
-    is_trained  its gradient is reduced
+    is_trained  True if its gradient is reduced
     """
 
     layer: Layer
@@ -33,31 +33,34 @@ class ShardedLayer:
 
     @property
     def width(self) -> int:
-        """Elements of a shard, the padding too."""
+        """Elements of a shard, including the padding."""
         return math.prod(self.shard_shape)
 
     def whole(self, rows_RS: Tensor) -> Tensor:
-        """The parameter's elements as one flat tensor, in their own order and without the padding."""
+        """Return the whole parameter as one flat tensor, in its own order and without the padding."""
         shards = [row.view(self.shard_shape) for row in rows_RS.unbind()]
         return torch.cat(shards, self.dim).narrow(self.dim, 0, self.shape[self.dim]).flatten()
 
     def cut(self, whole_N: Tensor, rows_RS: Tensor) -> None:
-        """Undo `whole`. The padding gets zeros."""
+        """Write the shards of `whole_N` to `rows_RS`: the inverse of `whole`. The padding gets zeros."""
         rows_RS.zero_()
         shards = whole_N.view(self.shape).split(self.shard_shape[self.dim], self.dim)
-        # The last ranks may have nothing.
+        # The last ranks may have no elements.
         for row, shard in zip(rows_RS, shards, strict=False):
             row.view(self.shard_shape).narrow(self.dim, 0, shard.shape[self.dim]).copy_(shard)
 
     def padding(self, num_ranks: int) -> list[tuple[int, int]]:
-        """(rank, first element) of each row that ends in padding. FSDP2 pads along the first dimension only."""
+        """Return (rank, first padded element) for each rank whose shard ends in padding.
+
+        FSDP2 pads along the first dimension only.
+        """
         num_rows, row_numel = self.shard_shape[0], math.prod(self.shard_shape[1:])
         filled = [min(max(self.shape[0] - rank * num_rows, 0), num_rows) for rank in range(num_ranks)]
         return [(rank, n * row_numel) for rank, n in enumerate(filled) if n < num_rows] if self.dim == 0 else []
 
 
 class Part:
-    """Layers of one module that share a codec, and what is owed to them."""
+    """Layers of one module that share a codec, and their residuals."""
 
     def __init__(
         self,
@@ -69,9 +72,10 @@ class Part:
         *,
         feeds_back: bool,
     ) -> None:
-        """Make room for what will be owed if it `feeds_back` what its codec drops and the codec needs that.
-
-        `index` tells the messages of parts apart; `offsets` are those of the layers in the module's shard.
+        """
+        index       distinguishes the messages of parts
+        offsets     first element of each layer in the module's shard
+        feeds_back  keep residuals, if the codec needs them
         """
         self.index = index
         self.codec = make_codec(spec)
@@ -79,36 +83,36 @@ class Part:
         self.num_ranks = num_ranks
         self.width = sum(layer.width for layer in layers)
         starts = [0, *itertools.accumulate(layer.width for layer in layers)]
-        # (start in the module's shard, start here, width)
+        # (start in the module's shard, start in this part, width) of each layer.
         self._columns = [
             (there, here, layer.width) for there, here, layer in zip(offsets, starts, layers, strict=False)
         ]
-        # Every rank drops some of every shard; of its own only if replicas exchange it.
+        # One row per rank, since the shards of all ranks are encoded: this rank's own only if replicas exchange it.
         remembers = feeds_back and self.codec.needs_feedback
         self.memory = Memory.joined([{RESIDUALS: torch.zeros(num_ranks * self.width)}] if remembers else [])
 
     def room(self, rows_RT: Tensor) -> Tensor:
-        """Where `gather` can go, (R, S) float32: `rows_RT` itself if it has no other columns, else new memory."""
+        """Return memory for `gather`, (R, S) float32: `rows_RT` itself if it has no other columns, else new memory."""
         if self.width == rows_RT.shape[1] and rows_RT.dtype == torch.float32:
             return rows_RT
         return torch.empty(rows_RT.shape[0], self.width)
 
     def gather(self, rows_RT: Tensor, rows_RS: Tensor) -> None:
-        """Copy this part's columns of a module's rows."""
+        """Copy this part's columns of a module's rows to `rows_RS`."""
         if rows_RS.data_ptr() == rows_RT.data_ptr():
             return
         for there, here, width in self._columns:
             rows_RS[:, here : here + width] = rows_RT[:, there : there + width]
 
     def scatter(self, rows_RS: Tensor, rows_RT: Tensor) -> None:
-        """Undo `gather`."""
+        """Copy `rows_RS` to this part's columns of a module's rows: the inverse of `gather`."""
         if rows_RS.data_ptr() == rows_RT.data_ptr():
             return
         for there, here, width in self._columns:
             rows_RT[:, there : there + width] = rows_RS[:, here : here + width]
 
     def forgive_padding(self) -> None:
-        """Owe nothing to the padding: nobody reads it."""
+        """Set the residuals of the padding to zero, since nobody reads it."""
         if self.memory is None:
             return
         next_RS = self.memory.next_N.view(self.num_ranks, self.width)
@@ -117,7 +121,7 @@ class Part:
                 next_RS[rank, here + first : here + width] = 0
 
     def owed(self) -> dict[str, Tensor]:
-        """Copies of what is owed, by layer, as the layer's gradient lies: whatever the number of ranks."""
+        """Return copies of the residuals by layer, laid out like whole gradients, so they fit any number of ranks."""
         if self.memory is None:
             return {}
         rows_RS = self.memory.now[RESIDUALS].view(self.num_ranks, self.width)
@@ -127,7 +131,7 @@ class Part:
         }
 
     def owe(self, owed: Mapping[str, Tensor]) -> None:
-        """Undo `owed`. Nothing is owed to layers that are not there."""
+        """Set the residuals: the inverse of `owed`. Layers that are missing in `owed` get zeros."""
         if self.memory is None:
             return
         rows_RS = self.memory.now[RESIDUALS].view(self.num_ranks, self.width).zero_()
@@ -137,10 +141,10 @@ class Part:
 
 
 class Unit:
-    """What FSDP2 reduces and gathers in one call: the parameters of a module but for those of modules in it.
+    """The parameters that FSDP2 reduces and gathers in one call: those of a module, except those of units inside it.
 
     gradients   parts of a reduce-scatter's rows, which hold the trained layers
-    parameters  parts of an all-gather's rows, which hold all layers; empty if these are left to FSDP2
+    parameters  parts of an all-gather's rows, which hold all layers; empty if FSDP2 gathers them itself
     """
 
     def __init__(
@@ -158,7 +162,7 @@ class Unit:
         self.gradients = _split(4 * index, trained, codec, num_ranks, feeds_back=True)
         self.parameters = []
         if parameter_codec is not None:
-            # Shards stay as they are, so nothing adds up that would have to be made good.
+            # Encoding does not change the shards themselves, so errors do not add up and need no residuals.
             self.parameters = _split(4 * index + 2, layers, parameter_codec, num_ranks, feeds_back=False)
         self.gradient_width = sum(layer.width for layer in trained)
         self.parameter_width = sum(layer.width for layer in layers)
@@ -168,7 +172,7 @@ class Unit:
 def _split(
     index: int, layers: Sequence[ShardedLayer], codec: CodecSpec, num_ranks: int, *, feeds_back: bool
 ) -> list[Part]:
-    """Large layers go encoded, small ones as they are."""
+    """Return the parts of a unit: one for large layers, which are encoded, and one for small layers, which are not."""
     offsets = [0, *itertools.accumulate(layer.width for layer in layers)][: len(layers)]
     parts = []
     for is_small, spec in ((False, codec), (True, NONE)):
@@ -180,7 +184,7 @@ def _split(
 
 
 def plan_of(units: Sequence[Unit], world_size: int) -> Plan:
-    """What travels how, as a plan: one group a part."""
+    """Return the plan of a sharded model: one group per part."""
     groups = [
         GroupPlan(
             layers=tuple(layer.layer.name for layer in part.layers),

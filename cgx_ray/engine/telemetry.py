@@ -1,40 +1,64 @@
-"""Runs what only measures, so that no error of it stops training."""
+"""Samples of finished steps. An error while measuring never stops training."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from cgx_ray.monitors.sample import StepSample
+
 logger = logging.getLogger(__name__)
+
+MAX_KEPT_SAMPLES = 1024
 
 
 class Telemetry:
-    """Says once, and counts in `num_failures`, what could not be measured on this rank."""
+    """Samples of the steps of one engine, and the errors that prevented some.
+
+    num_failures  measurements that failed on this rank
+    last_step     newest sample; None before the first one
+    """
 
     def __init__(self, rank: int) -> None:
         self.num_failures = 0
+        self.last_step: StepSample | None = None
         self._rank = rank
-        self._said: set[tuple[str, type[Exception]]] = set()
+        self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
+        self._logged: set[tuple[str, type[Exception]]] = set()
+
+    def add(self, sample: StepSample) -> None:
+        """Keep `sample` as the newest. Beyond 1,024 samples the oldest is dropped."""
+        self.last_step = sample
+        self._samples.append(sample)
+
+    def take_samples(self) -> list[StepSample]:
+        """Return the samples since the last call, oldest first. Another thread may add samples meanwhile."""
+        taken = []
+        while self._samples:
+            taken.append(self._samples.popleft())
+        return taken
 
     @contextmanager
     def optional(self, numbers: str, step: int) -> Iterator[None]:
-        """Go on behind the block if it raises. Log the first error of each type with its traceback.
+        """Continue after the block if the block raises. Log the first error of each type with its traceback.
 
-        numbers  which ones are missing then, as the warning names them
+        numbers  name in the warning of the numbers that are then missing
 
-        For measurements only: what ranks exchange must depend on nothing that a failed block leaves undone.
+        For measurements only: no message between ranks may depend on a block that can fail on one rank alone.
         """
         try:
             yield
         except Exception as error:
             self.num_failures += 1
             cause = numbers, type(error)
-            if cause in self._said:
+            if cause in self._logged:
                 return
-            self._said.add(cause)
+            self._logged.add(cause)
             logger.warning(
-                "rank %d, step %d: %s could not be measured (%r); training goes on without them, and says so once",
+                "rank %d, step %d: %s could not be measured (%r); training goes on without them; "
+                "later errors of this type are counted but not logged",
                 self._rank,
                 step,
                 numbers,

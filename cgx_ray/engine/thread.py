@@ -1,38 +1,38 @@
-"""The thread of an engine: what it takes from the training thread, and hands back, and how it ends."""
+"""The thread of an engine: its queue, and how it ends."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from cgx_ray.errors import CGXError
-from cgx_ray.monitors.sample import StepSample
 
 T = TypeVar("T")
 
-MAX_KEPT_SAMPLES = 1024
-# To finish what a script that has come to its end has waited for, but not closed.
+# Time to finish queued work when Python ends and the script has not closed the engine.
 EXIT_GRACE_S = 1.0
 
 
 class Inbox(Iterator[T]):
-    """Gives one thread what others put, in order, until there is no more."""
+    """A queue that one thread reads, in order, until its end."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
 
     def put(self, item: T | None) -> None:
-        """Queue one thing more, or None: there is no more."""
+        """Add `item`. None marks the end."""
         self._queue.put(item)
 
     def take(self, timeout_s: float | None = None) -> T | None:
-        """The next thing, or None. Raises TimeoutError if none comes for `timeout_s`; None: it waits."""
+        """Return the next item, or None at the end. Raise TimeoutError if none arrives within `timeout_s` seconds.
+
+        Without `timeout_s` it waits as long as needed.
+        """
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -45,17 +45,17 @@ class Inbox(Iterator[T]):
 
 
 class WorkThread(Generic[T]):
-    """A daemon thread that works through what is `put`, and ends before the interpreter does if nobody ends it earlier.
+    """A daemon thread that works on its inbox. It ends before the interpreter does, even if nobody calls `end`.
 
-    Python ends a daemon thread that comes back from native code after its end by unwinding its stack, and C++ ends the
-    process with SIGABRT for that.
+    A daemon thread that returns from native code after the interpreter has ended has its stack unwound by Python, and
+    C++ then aborts the process with SIGABRT.
     """
 
     def __init__(self, name: str, work: Callable[[Inbox[T]], None], hang_up: Callable[[], None]) -> None:
         """Start the thread.
 
-        work     takes what is put, as it comes; returns when there is no more
-        hang_up  ends what the thread may be waiting for when the interpreter ends
+        work     reads the inbox until its end, then returns
+        hang_up  interrupts a wait of the thread for other ranks; called if the interpreter ends meanwhile
         """
         inbox: Inbox[T] = Inbox()
         thread = threading.Thread(target=work, args=(inbox,), name=name, daemon=True)
@@ -64,24 +64,24 @@ class WorkThread(Generic[T]):
         self._end_at_exit = weakref.finalize(self, _end, thread, inbox, hang_up)
 
     def put(self, item: T) -> None:
-        """Queue one thing more."""
+        """Add `item` to the inbox."""
         self._inbox.put(item)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody takes what is put."""
+        """True if the thread no longer reads its inbox."""
         return not self._thread.is_alive()
 
     def check(self, where: str) -> None:
-        """Raise CGXError if the thread has ended, so that nobody waits for what it would not do."""
+        """Raise CGXError if the thread has ended, so that nobody waits for it. `where` begins the message."""
         if self.has_ended:
             raise CGXError(
-                f"{where}: the engine's thread has ended, as when Python ends, or in a fork of the process that "
-                "attached; attach in the process that trains, and train on before it ends"
+                f"{where}: the engine's thread has ended, because Python is ending or because this process is a fork "
+                "of the one that attached; attach in the process that trains, and finish training before Python ends"
             )
 
     def end(self) -> None:
-        """Return once the thread has finished what was put."""
+        """Return once the thread has finished everything in its inbox."""
         self._inbox.put(None)
         self._thread.join()
         self._end_at_exit.detach()
@@ -96,17 +96,9 @@ def _end(thread: threading.Thread, inbox: Inbox[Any], hang_up: Callable[[], None
 
 
 def follow_num_threads(num_threads: int) -> None:
-    """Let operators of the calling thread use as many threads as those of the training thread.
+    """Let torch's operators use `num_threads` threads when the calling thread runs them.
 
-    The number is each thread's own.
+    Torch keeps this number per thread, so the engine's thread must be told the number of the training thread.
     """
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
-
-
-def take_all(samples: deque[StepSample]) -> list[StepSample]:
-    """Empty `samples`, oldest first, while another thread may add to them."""
-    taken = []
-    while samples:
-        taken.append(samples.popleft())
-    return taken

@@ -1,4 +1,4 @@
-"""Layers that no rank used in a step: DDP drops what their bucket holds for them, so nothing of them was sent.
+"""Layers that no rank used in a step. DDP does not deliver their averages, so their memory must not change.
 
 L layers
 """
@@ -17,10 +17,10 @@ from cgx_ray.collectives import Transport
 
 
 class UsedLayers:
-    """Takes note of the layers that this rank uses, as DDP does with `find_unused_parameters` or `static_graph`."""
+    """Notes the layers that this rank uses, as DDP does with `find_unused_parameters` or `static_graph`."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        """Hook into the parameters if DDP may drop gradients, else do nothing."""
+        """Put hooks on the parameters if DDP may leave out averages, else do nothing."""
         self._is_needed = model.find_unused_parameters or model.static_graph
         self._used: set[int] = set()
         for parameter in model.parameters() if self._is_needed else ():
@@ -28,9 +28,12 @@ class UsedLayers:
                 parameter.register_post_accumulate_grad_hook(partial(_note, self._used))
 
     def take_unused(self, bucket: dist.GradBucket, names: Sequence[str]) -> frozenset[str] | None:
-        """Those of `names`, the layers of `bucket`, that this rank did not use in this step; None if all are kept.
+        """Return the layers of `bucket` that this rank did not use in this step; None if DDP delivers all averages.
 
-        Call it for all buckets of a step in order. Passes without synchronisation count, as they do for DDP.
+        names  of the layers in `bucket`
+
+        Call it for all buckets of a step in order. A layer used in a pass without synchronisation counts as used, as
+        it does for DDP.
         """
         if not self._is_needed:
             return None
@@ -51,14 +54,14 @@ def _note(used: set[int], parameter: Tensor) -> None:
 
 
 def _lies_in(parameter: Tensor, storage: int) -> bool:
-    """Whether the model has the average all the same: `gradient_as_bucket_view`, and the gradient is not None."""
+    """Return True if the gradient is a view of the bucket (`gradient_as_bucket_view`): the model gets its average."""
     return parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() == storage
 
 
 def begin_unused_by_all(
     names: Iterable[str], unused: frozenset[str], transport: Transport
 ) -> Callable[[], frozenset[str]]:
-    """Begin to find out which of `names` are in `unused` on all ranks; what is returned waits for the answer."""
+    """Begin to find the `names` that are in `unused` on all ranks. Return a function that waits for the result."""
     ordered = sorted(names)
     unused_L = torch.tensor([name in unused for name in ordered], dtype=torch.uint8)
     minimum = transport.start_minimum(unused_L, notes_lag=False)

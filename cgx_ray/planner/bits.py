@@ -1,7 +1,7 @@
 """Bits per layer with the fewest wire bytes at a bounded error of the gradient: the problem of CGX, section 5.
 
 Minimise the wire bytes of all layers subject to |error| <= alpha E_4. Both are l2 norms over all layers, and E_4 is the
-error of 4 bits in every layer. Errors are measured on recorded gradients (`codecs.feedback.squared_error`). `dp` finds
+error of 4 bits in every layer. Errors are measured on recorded gradients (`codecs.gain.squared_error`). `dp` finds
 the optimum, `papers.cgx` has CGX's own algorithms, and `make_plan(..., bits=...)` runs the answer.
 
 Shapes: L layers, W widths to choose from

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cgx_ray.collectives import Transport
-from cgx_ray.engine import fsdp_hook
+from cgx_ray.engine import fsdp_hook, fsdp_layout
 from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.engine.shards import plan_of
@@ -43,14 +43,14 @@ def make_engine(
     try:
         codec, parameter_codec = _check(plan, settings, parameters)
         loss_scale = LossScale(scaler)
-        param_groups = fsdp_hook.param_groups(model)
-        units = fsdp_hook.make_units(model, param_groups, codec, parameter_codec)
+        param_groups = fsdp_layout.param_groups(model)
+        units = fsdp_layout.make_units(model, param_groups, codec, parameter_codec)
         layers = [layer for unit in units for layer in unit.layers]
         offer = plan_of(units, dist.get_world_size()).to_json()
     except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
         offer = as_own(error)
     plan = agree(layers, offer, world, str(parameters))
-    shard_ranks, replica_ranks = fsdp_hook.ranks_of_mesh(next(iter(param_groups.values())))
+    shard_ranks, replica_ranks = fsdp_layout.ranks_of_mesh(next(iter(param_groups.values())))
     shards = _connect(shard_ranks, world, settings)
     replicas = _connect(replica_ranks, world, settings) if len(replica_ranks) > 1 else None
     engine = ShardedEngine(units, plan, dist.get_rank(), shards, replicas, seed=settings.seed)

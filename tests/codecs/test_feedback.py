@@ -9,7 +9,8 @@ import torch
 from support.codec_cases import FED_BACK, decoded, encoded, noise
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.feedback import GainCurve, Memories, kept_energy, sample_blocks
+from cgx_ray.codecs.feedback import Memories
+from cgx_ray.codecs.gain import GainCurve, kept_energy, sample_blocks
 from cgx_ray.errors import StateError
 from cgx_ray.plan import CodecSpec, Layer
 

@@ -12,7 +12,7 @@ import cgx_ray
 from cgx_ray.plan import CODECS_OF_SCHEME
 
 NUMEL = 1 << 18
-# PowerSGD's products are the vendor's: they add up in another order.
+# PowerSGD's products come from the vendor's library, which adds in another order on the GPU.
 PAIRS = [
     (f"{name}:density=0.05" if name in ("topk", "lwtopk", "mstopk", "dgc", "sidco", "randomk") else name, str(scheme))
     for scheme, names in CODECS_OF_SCHEME.items()
@@ -21,7 +21,7 @@ PAIRS = [
 
 
 def _averages(rank: int, device: str, codec: str, scheme: str, plan_device: str = "auto") -> list[Tensor]:
-    """The gradients of three steps after averaging, and what is owed at the end."""
+    """Return the averaged gradients of three steps, and the residuals at the end."""
     if device == "cuda":
         pytest.importorskip("cupy")
     layer = nn.Linear(NUMEL, 1, bias=False, device=device)
@@ -61,7 +61,7 @@ def test_gradients_of_a_gpu_can_be_encoded_by_the_cpu(codec: str, scheme: str) -
 
 
 def _train(rank: int, codec: str, scheme: str) -> tuple[list[float], list[float]]:
-    """Losses of a small network, and of the same without cgx_ray."""
+    """Return the losses of a small network with and without cgx_ray."""
     losses: tuple[list[float], list[float]] = ([], [])
     for compressed, into in zip((True, False), losses, strict=True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Whether a step is finite is judged by what the model gets: float16 has Inf where float32 has numbers."""
+"""A step counts as finite by the gradients that the model gets: float16 has Inf where float32 has numbers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ NEAREST = "qsgd:bits=2,rounding=nearest"
 
 
 def inputs_near_the_limit() -> torch.Tensor:
-    """The largest element is float16's largest number; qsgd rounds it up to 65536, for which float16 has Inf."""
+    """Return a gradient whose largest element is float16's largest number; qsgd rounds it to 65536, Inf in float16."""
     x_1D = 1000 * torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     x_1D[0, 7] = torch.finfo(torch.float16).max
     return x_1D.half()
 
 
 def _overflow(rank: int, codec: str, scheme: str) -> tuple[bool, bool]:
-    """Whether the model of float16 got something finite, and whether what is owed has changed."""
+    """Return whether the float16 model got a finite gradient, and whether the residual has changed."""
     layer = nn.Linear(50, 40, bias=False).half()
     model = DistributedDataParallel(layer)
     attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
     x_1D = inputs_near_the_limit()
-    # What a sparse codec leaves out of one step is too much for float16 when it goes out in a later one.
+    # The elements that a sparse codec leaves out of one step exceed float16 when it sends them in a later step.
     for _ in range(40):
         before = attachment.state_dict()["residuals"]["weight"]
         layer.weight.grad = None
@@ -54,7 +54,7 @@ def _sharded_overflow(rank: int, num_replicas: int, reduce_dtype: torch.dtype | 
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     model = fully_shard(layer, mesh=make_mesh(num_replicas), mp_policy=policy)
     attachment = cgx_ray.attach(model, codec="onebit")
-    # One large element of 50: a message holds means, so what is owed of that element grows, and the means with it.
+    # One of 50 elements is large. Messages hold means, so the residual of that element grows, and the means with it.
     x_1D = torch.zeros(1, 50)
     x_1D[0, 7] = 60000.0
     for _ in range(200):

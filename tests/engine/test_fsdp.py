@@ -1,4 +1,4 @@
-"""What FSDP2 and HSDP models learn through the engine of sharded models, on real processes."""
+"""Training of FSDP2 and HSDP models through the engine of sharded models, on real processes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from cgx_ray.plan import CodecSpec, Layer
 
 
 class _Integers(nn.Module):
-    """Its gradients are the integers in `noise`, whatever the weights are."""
+    """A model whose gradients are the integers in `noise`, for any weights."""
 
     def __init__(self, noise: Callable[[tuple[int, ...]], torch.Tensor]) -> None:
         super().__init__()
-        # Rows that 2, 3 and 4 ranks cannot share evenly, fewer rows than ranks, small layers between large ones.
+        # Row counts that 2, 3 or 4 ranks cannot share evenly, fewer rows than ranks, small layers between large ones.
         shapes = [(7, 300), (3, 700), (5,), (13, 170), (1, 2000), (2, 2), (1,)]
         self.layers = nn.ParameterList(torch.zeros(shape) for shape in shapes)
         self.noise = [noise(shape) for shape in shapes]
@@ -38,7 +38,7 @@ class _Integers(nn.Module):
 
 
 def _reduced(rank: int, codec: str, num_replicas: int, dim: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """This rank's gradients, and what the ranks together hold as their average, by layer."""
+    """Return by layer this rank's gradients, and the averages that the ranks hold together."""
     generator = torch.Generator().manual_seed(rank)
     model = _Integers(lambda shape: torch.randint(-64, 65, shape, generator=generator).float())
     fully_shard(model, mesh=make_mesh(num_replicas), shard_placement_fn=_second_if_even if dim else None)
@@ -49,7 +49,7 @@ def _reduced(rank: int, codec: str, num_replicas: int, dim: int) -> tuple[list[t
 
 
 def _second_if_even(parameter: nn.Parameter) -> Shard:
-    """FSDP2 wants even shards but along the first dimension."""
+    """Shard along the second dimension where it is even: FSDP2 pads along the first dimension only."""
     return Shard(1 if parameter.ndim > 1 and parameter.shape[1] % 4 == 0 else 0)
 
 
@@ -62,21 +62,21 @@ def test_every_shard_is_the_mean_within_the_error_of_the_codec(
 ) -> None:
     results = run_ranks(num_ranks, _reduced, codec, num_replicas, dim)
     spec = CodecSpec.parse(codec)
-    # Values from -64 to 64, bounds rounded outwards to bfloat16: a little more than a step of the grid for each of the
-    # encodings that an average goes through, one in FSDP2 and two more between replicas.
+    # Values are from -64 to 64, with bounds rounded outwards to bfloat16. Each encoding adds an error of a little more
+    # than one step of the grid: one encoding in FSDP2, and two more between replicas.
     step = 128 * (1 + 2**-6) / (2**spec.bits - 1) if spec.bits else 0.0
     num_encodings = 1 if num_replicas == 1 else 3
     for layer, noises in enumerate(zip(*(noise for noise, _ in results), strict=True)):
         mean = torch.stack(noises).double().mean(0)
         is_small = mean.ndim == 1 or mean.numel() < 1024
-        # Sums of integers are exact; what is left are the divisions, by the shards and by the replicas.
+        # Sums of integers are exact. Only the divisions, by shards and by replicas, round.
         atol = 64 * 2**-23 + (0 if is_small else num_encodings * step)
         for _, averages in results:
             torch.testing.assert_close(averages[layer].double(), mean, rtol=0, atol=atol)
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # By name: arguments of `fully_shard` for ours and for plain FSDP2. Ours always sums in float32.
+    # By name: arguments of `fully_shard` for our model and for plain FSDP2. Ours always sums in float32.
     "plain": ({}, {}),
     "no reshard after forward": ({"reshard_after_forward": False}, {"reshard_after_forward": False}),
     **{
@@ -90,7 +90,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def _accumulate(model: Any, rank: int, step: int, options: dict[str, Any]) -> None:
-    """A backward pass that is not the last of its step, in one of the ways that FSDP2 has."""
+    """Run a backward pass that is not the last one of its step, in one of the ways that FSDP2 offers."""
     match step % 4:
         case 1 if not options:  # adds whole gradients, in `reduce_dtype`
             model.set_requires_gradient_sync(False)
@@ -108,7 +108,7 @@ def _accumulate(model: Any, rank: int, step: int, options: dict[str, Any]) -> No
 
 
 def _beside_plain(rank: int, variant: str, num_replicas: int, parameters: str | None) -> float:
-    """Largest difference of weights from those of plain FSDP2."""
+    """Return the largest difference of weights from those of plain FSDP2."""
     mesh, (options, plain_options) = make_mesh(num_replicas), VARIANTS[variant]
     ours, plain = shard(Branches(), mesh, **options), shard(Branches(), mesh, **plain_options)
     attachment = cgx_ray.attach(ours, codec="none", parameters=parameters)
@@ -131,13 +131,13 @@ def _beside_plain(rank: int, variant: str, num_replicas: int, parameters: str | 
 def test_without_a_codec_it_trains_bit_for_bit_like_plain_fsdp2(
     variant: str, num_ranks: int, num_replicas: int
 ) -> None:
-    # With two summands there is one order only.
+    # Two summands have only one order of addition.
     differences = run_ranks(num_ranks, _beside_plain, variant, num_replicas, "none" if num_ranks == 2 else None)
     assert differences == [0.0] * num_ranks
 
 
 def _losses(rank: int, num_replicas: int) -> tuple[dict[str, float], list[str]]:
-    """Loss on fresh data after training, by codec and codec of parameters, and digests of this rank's shards."""
+    """Return by codec and parameter codec the loss on fresh data after training, and digests of this rank's shards."""
     mesh = make_mesh(num_replicas)
     target = torch.randn(33, 33, generator=torch.Generator().manual_seed(5)) / 33**0.5
     fresh_BD = torch.randn(256, 33, generator=torch.Generator().manual_seed(6))
@@ -155,14 +155,14 @@ def _losses(rank: int, num_replicas: int) -> tuple[dict[str, float], list[str]]:
             attachment.close()
         with torch.no_grad():
             losses[f"{codec}, parameters {parameters}"] = float((model(fresh_BD) - fresh_BD @ target).square().mean())
-        # FSDP2 leaves the outermost module as forward had it.
+        # After forward, FSDP2 does not reshard the outermost module.
         model.reshard()
         shards = b"".join(parameter.detach().to_local().numpy().tobytes() for parameter in model.parameters())
         digests.append(hashlib.sha256(shards).hexdigest())
     return losses, digests
 
 
-# The most that the loss may be of dense training's, as in test_convergence.
+# Largest allowed ratio of the loss to that of dense training, as in test_convergence.
 LIMITS = {
     ("qsgd", None): 1.05,
     ("none", BITS8): 1.05,
@@ -189,7 +189,7 @@ def test_codecs_train_about_as_well_as_plain_fsdp2(num_ranks: int, num_replicas:
 
 
 def _sent_and_owed(rank: int, codec: str, num_replicas: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum of what ranks applied of a gradient that stays the same, what this rank still owes, and its gradient."""
+    """Train on a constant gradient. Return the sum of applied averages, this rank's residual, and its gradient."""
     layer = nn.Linear(100, 30, bias=False)
     model = fully_shard(layer, mesh=make_mesh(num_replicas))
     attachment = cgx_ray.attach(model, codec=codec)
@@ -231,7 +231,7 @@ def test_what_is_owed_does_not_depend_on_the_number_of_ranks(shape: tuple[int, .
 
 
 def _gathered(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Parameters as a forward pass sees them, and as they are."""
+    """Return the parameters as a forward pass sees them, and as they are stored."""
     model = shard(Branches(), make_mesh())
     attachment = cgx_ray.attach(model, codec="none", parameters=BITS8)
     for module in (model, model.first, model.left, model.right):
@@ -251,7 +251,7 @@ def test_all_ranks_compute_with_the_same_8_bits_and_keep_their_shards_as_they_ar
         assert largest_difference(seen, results[0][0]) == 0.0
         assert all(torch.equal(kept[name], initial[name]) for name in kept)
         for name, parameter in initial.items():
-            # Half a step of a grid over at most the layer's range; bounds are rounded outwards to bfloat16.
+            # Half a step of a grid over at most the range of the layer, with bounds rounded outwards to bfloat16.
             step = float(parameter.max() - parameter.min()) * (1 + 2**-6) / 255
             is_small = parameter.ndim == 1
             error = float((seen[name] - parameter).abs().max())
@@ -272,12 +272,12 @@ def test_the_transport_does_not_change_what_is_learned() -> None:
 
 
 def _overlapped(rank: int) -> dict[str, torch.Tensor]:
-    """Rank 1 begins backward when rank 0 tells that it is about to do that of its first layer."""
+    """Let rank 1 begin backward only when rank 0 is about to run backward of its first layer."""
     model = shard(nn.Sequential(nn.Linear(33, 131), nn.Linear(131, 33)), make_mesh(), reshard_after_forward=False)
     attachment = cgx_ray.attach(model, codec="qsgd")
     token = torch.zeros(1)
     if rank == 0:
-        # By then the layer behind it is being reduced, which takes rank 1.
+        # By then rank 0 has begun to reduce the gradients of the next layer, which needs rank 1.
         model[0].register_full_backward_pre_hook(lambda *_: dist.send(token, 1))
     loss = model(batch(rank, 0)).square().mean()
     if rank == 1:
@@ -294,7 +294,7 @@ def test_backward_goes_on_while_gradients_are_under_way() -> None:
 
 
 def _not_finite(rank: int) -> tuple[list[torch.Tensor], bool]:
-    """Averages of a step in which one rank has one NaN, and whether what this rank owes has changed."""
+    """Return the averages of a step with one NaN on one rank, and whether this rank's residual has changed."""
     layer = nn.Linear(100, 30, bias=False)
     model = fully_shard(layer, mesh=make_mesh())
     attachment = cgx_ray.attach(model, codec="ef_signsgd")
@@ -303,7 +303,7 @@ def _not_finite(rank: int) -> tuple[list[torch.Tensor], bool]:
     before = attachment.state_dict()["residuals"]["weight"]
     model.zero_grad()
     if rank == 1:
-        # Row 0 is the shard of rank 0: rank 2 hears of it, but never sees it.
+        # Row 0 is in the shard of rank 0. Rank 2 is told of the NaN but never sees it.
         weight_1O = torch.ones(1, 30)
         weight_1O[0, 0] = math.nan
         (model(x_1D) * weight_1O).sum().backward()
@@ -329,7 +329,7 @@ def _sampled(rank: int, parameters: str | None) -> list[tuple[int, int, int]]:
         model(torch.randn(1, 64)).sum().backward()
     samples = attachment.take_samples()
     assert attachment.last_step == samples[-1]
-    # All on one node.
+    # All ranks are on one node.
     assert {(sample.card_bytes, sample.num_local) for sample in samples} == {(0, dist.get_world_size())}
     attachment.close()
     return [(sample.step, sample.wire_bytes, sample.dense_bytes) for sample in samples]
@@ -340,11 +340,11 @@ def test_samples_count_what_a_rank_sends(parameters: str | None) -> None:
     numels, bias = (64 * 128, 128 * 64), 128
 
     def sent(codec: str) -> int:
-        """To each of three peers a quarter of every weight, and of the bias."""
+        """Return the bytes of a quarter of every weight and of the bias, sent to each of three peers."""
         weights = sum(HEADER_BYTES + CodecSpec.parse(codec).payload_bytes(numel // 4) for numel in numels)
         return 3 * (weights + HEADER_BYTES + bias)
 
-    # Parameters are gathered forward and backward, the first module's input needs no gradient but its weight does.
+    # Parameters are gathered in forward and in backward. Also in the first module, since its weight needs a gradient.
     expected = sent("qsgd") + (2 * sent(parameters) if parameters else 0)
     for samples in run_ranks(4, _sampled, parameters):
         assert samples == [(step, expected, 4 * (sum(numels) + bias)) for step in range(2)]

@@ -1,4 +1,4 @@
-"""Attaching to FSDP2 models, states, and everything that can go wrong, on real processes."""
+"""Attaching to FSDP2 models, their states, and the errors of both, on real processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _train_until_killed(rank: int, folder: Path) -> None:
     except cgx_ray.TransportError as error:
         (folder / f"rank{rank}").write_text(str(error))
     attachment.close()
-    # The group of the whole run hangs without rank 1.
+    # Without rank 1, operations on the group of the whole run would hang.
     os._exit(0)
 
 
@@ -113,7 +113,7 @@ def _attach_wrong(rank: int, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("twice", "attach once a model"),
+        ("twice", "attach once per model"),
         ("codec", "takes scheme sra and one of bf16"),
         ("scheme", "cannot use qsgd:bits=4,bucket_size=128 over ring"),
         ("plan", "this version takes one codec for the whole model"),

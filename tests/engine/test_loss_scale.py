@@ -1,95 +1,33 @@
-"""What codecs remember follows the loss scale: applied and owed stay the sum of all gradients, on real processes."""
+"""The codecs' memory follows the loss scale: applied and owed stay the sum of all gradients, on real processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.branches import Branches
 from support.ranks import run_ranks
+from support.scaled_training import COLUMNS, FED_BACK, MAX_ERROR, ROWS, Run, Trainer, inputs, relative_error
 from support.sharded import gradients_of, make_mesh
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.plan import CodecSpec, Scheme
 
-ROWS, COLUMNS = 40, 60
 CONSTANT = [1024.0] * 8
+
+
 SCALES = {
     "constant": CONSTANT,
     "halved": [1024.0] * 4 + [512.0] * 4,
     "halved five times": [1024.0, 1024.0, 512.0, 256.0, 128.0, 64.0, 32.0, 32.0],
     "doubled three times": [2.0, 2.0, 4.0, 4.0, 8.0, 16.0, 16.0, 16.0],
 }
-FED_BACK = [
-    ("topk:density=0.05", "allgather"),
-    ("topk:density=0.05", "artopk_ring"),
-    ("topk:density=0.05,value_bits=8", "allgather"),
-    ("lwtopk:density=0.05", "allgather"),
-    ("randomk:density=0.05", "allreduce"),
-    ("powersgd:rank=2", "allreduce"),
-    ("ef_signsgd", "sra"),
-    ("onebit", "ring"),
-    ("qsgd:bits=2,rounding=nearest", "sra"),
-]
+
+
 MOMENTUM = [("dgc:density=0.05", "allgather"), ("dgc:density=0.05,clip=20.0", "artopk_ring")]
-
-Run = dict[str, Any]
-
-
-def inputs(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(8, COLUMNS, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-class Trainer:
-    """A layer whose gradient does not depend on its weight, and a GradScaler that is told its scale at every step."""
-
-    def __init__(self, rank: int, codec: str, scheme: str, **arguments: Any) -> None:
-        self.rank = rank
-        self.layer = nn.Linear(COLUMNS, ROWS, bias=False)
-        self.model = DistributedDataParallel(self.layer)
-        self.attachment = cgx_ray.attach(self.model, codec=codec, scheme=scheme, **arguments)
-        # After attach: it must not matter.
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-        self.applied = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
-        self.true = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
-        self.delivered: list[torch.Tensor] = []
-
-    def loss(self, step: int) -> torch.Tensor:
-        x_BD = inputs(self.rank, step)
-        gain_BO = torch.randn(8, ROWS, generator=torch.Generator().manual_seed(7 + 100 * self.rank + step))
-        self.true += gain_BO.double().T @ x_BD.double()
-        product: torch.Tensor = (self.model(x_BD) * gain_BO).sum()
-        return product
-
-    def step(self, step: int, scale: float) -> None:
-        self.scaler.scale(torch.zeros(()))  # makes the scale's tensor, which update() wants
-        self.scaler.update(scale)
-        self.scaler.scale(self.loss(step)).backward()
-        self.take(scale)
-
-    def take(self, scale: float) -> None:
-        assert self.layer.weight.grad is not None
-        self.delivered.append(self.layer.weight.grad / scale)
-        self.applied += self.delivered[-1]
-        self.layer.weight.grad = None
-
-    def result(self, scale: float) -> Run:
-        state = self.attachment.state_dict()
-        owed = sum(state["residuals"].values(), torch.zeros(ROWS * COLUMNS))
-        self.attachment.close()
-        return {
-            "delivered": self.delivered,
-            "applied": self.applied,
-            "true": self.true,
-            "owed": owed.double().view(ROWS, COLUMNS) / state.get("loss_scale", scale),
-        }
 
 
 def _train(rank: int, codec: str, scheme: str, scales: list[float]) -> Run:
@@ -97,17 +35,6 @@ def _train(rank: int, codec: str, scheme: str, scales: list[float]) -> Run:
     for step, scale in enumerate(scales):
         trainer.step(step, scale)
     return trainer.result(scales[-1])
-
-
-def relative_error(results: list[Run]) -> float:
-    """|applied + mean of owed - mean of sums of true gradients| over the latter."""
-    assert all(torch.equal(result["applied"], results[0]["applied"]) for result in results)
-    owed, true = (torch.stack([result[name] for result in results]).mean(0) for name in ("owed", "true"))
-    return float((results[0]["applied"] + owed - true).norm() / true.norm())
-
-
-# 8 steps of sums in float32, and a few roundings in each encoding.
-MAX_ERROR = 1e-5
 
 
 @pytest.mark.parametrize("name", SCALES)
@@ -124,12 +51,12 @@ def test_scales_that_are_powers_of_two_change_no_bit_of_what_the_model_gets(code
         assert all(torch.equal(a, b) for a, b in zip(ours["delivered"], plain["delivered"], strict=True))
         assert torch.equal(ours["owed"], plain["owed"])
     if "dgc" not in codec:
-        # With momentum correction it is not gradients that add up.
+        # With momentum correction the model gets sums with momentum, not sums of gradients.
         assert relative_error(second) <= MAX_ERROR
 
 
 def _train_then(rank: int, scheme: str) -> Run:
-    """A plan without memory pays off what top-k owes, while the scale changes."""
+    """Change from top-k to a plan without memory, which adds the residuals to its gradients. The scale changes, too."""
     trainer = Trainer(rank, *FED_BACK[0])
     layers = cgx_ray.layers_of(trainer.model)
     plan = cgx_ray.make_plan(
@@ -150,12 +77,12 @@ def _train_then(rank: int, scheme: str) -> Run:
 def test_residuals_that_the_next_plan_pays_are_paid_in_its_unit(scheme: str) -> None:
     results = run_ranks(2, _train_then, scheme)
     assert all(result["owed"].abs().max() == 0 for result in results)
-    # fp16 has 11 bits, so three steps with it are off by up to 2^-11.
+    # fp16 has 11 bits of precision, so each of the steps with it may be off by 2^-11.
     assert relative_error(results) <= (MAX_ERROR if scheme == "dense" else 1e-3)
 
 
 def _resume(rank: int, num_old: int) -> list[Run]:
-    """A run of `num_old` ranks at scale 1024, resumed by two at scale 4."""
+    """Train with `num_old` ranks at scale 1024, then resume with two ranks at scale 4."""
     old = []
     for number in range(rank, num_old, 2):
         trainer = Trainer(number, "topk:density=0.05", "allgather")
@@ -171,7 +98,7 @@ def _resume(rank: int, num_old: int) -> list[Run]:
     result = new.result(4.0)
     for trainer, _ in old:
         trainer.attachment.close()
-    # The mean over old ranks of what was applied and of true gradients: ranks hold one in two of them.
+    # Means over those old ranks that ran in this process: every second one.
     applied = torch.stack([trainer.applied for trainer, _ in old]).mean(0)
     true = torch.stack([trainer.true for trainer, _ in old]).mean(0)
     return [{**result, "true": result["true"] + true, "applied": result["applied"] + applied}]
@@ -186,7 +113,7 @@ def test_a_run_resumed_at_another_scale_and_world_size_owes_the_same(num_old: in
 
 
 def _overflow(rank: int) -> Run:
-    """Real GradScaler steps: it grows every second step, and halves after one with Inf, which is not remembered."""
+    """Let GradScaler choose the scale: doubled every second step, halved after the step with Inf, which it skips."""
     trainer = Trainer(rank, *FED_BACK[0])
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
@@ -198,7 +125,7 @@ def _overflow(rank: int) -> Run:
         if step == 4:
             trainer.true = before
         else:
-            # unscale_ has done it.
+            # unscale_ has already divided the gradient by the scale.
             trainer.take(1.0)
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         trainer.scaler.step(optimizer)
@@ -213,178 +140,8 @@ def test_growth_and_a_skipped_step_lose_nothing() -> None:
     assert error <= MAX_ERROR, error
 
 
-class _Own(GradScaler):
-    """Scales without a word to its base class, as torch's ShardedGradScaler does."""
-
-    def scale(self, outputs: Any) -> Any:
-        return outputs * self.get_scale()
-
-
-class _Manual:
-    """A loss scale that no GradScaler applies."""
-
-    def __init__(self) -> None:
-        self.value = 256.0
-
-    def get_scale(self) -> float:
-        return self.value
-
-
-def _accumulated(trainer: Trainer, step: int, scale: float) -> None:
-    trainer.scaler.update(scale)
-    with trainer.model.no_sync():
-        trainer.scaler.scale(trainer.loss(2 * step)).backward()
-    trainer.scaler.scale(trainer.loss(2 * step + 1)).backward()
-
-
-def _two_scalers(trainer: Trainer, step: int, scale: float) -> None:
-    """A GAN's: both scale before either backward, and the discriminator's goes last through scale() but not here."""
-    discriminator = nn.Linear(COLUMNS, 1)
-    other = torch.amp.GradScaler("cpu", init_scale=4096.0)
-    trainer.scaler.update(scale)
-    own = trainer.scaler.scale(trainer.loss(step))
-    others = other.scale(discriminator(inputs(trainer.rank, step)).sum())
-    own.backward()
-    others.backward()
-
-
-def _one_of_list(trainer: Trainer, step: int, scale: float) -> None:
-    trainer.scaler.update(scale)
-    losses = trainer.scaler.scale([trainer.loss(step), torch.zeros(())])
-    (losses[0] / 1).backward()
-
-
-def _unscaled_sometimes(trainer: Trainer, step: int, scale: float) -> None:
-    trainer.scaler.update(scale)
-    if step % 2:
-        trainer.scaler.scale(trainer.loss(step)).backward()
-    else:
-        trainer.loss(step).backward()
-        assert trainer.layer.weight.grad is not None
-        trainer.layer.weight.grad *= scale
-
-
-def _overridden(trainer: Trainer, step: int, scale: float) -> None:
-    trainer.scaler = _Own("cpu", init_scale=1.0)
-    GradScaler.scale(trainer.scaler, torch.zeros(()))
-    trainer.scaler.update(scale)
-    trainer.scaler.scale(trainer.loss(step)).backward()
-
-
-def _disabled(trainer: Trainer, step: int, scale: float) -> None:
-    trainer.scaler = torch.amp.GradScaler("cpu", enabled=False)
-    trainer.scaler.scale(trainer.loss(step)).backward()
-    assert trainer.layer.weight.grad is not None
-    trainer.layer.weight.grad *= scale
-
-
-def _in_ray(trainer: Trainer, step: int, scale: float) -> None:
-    from ray.train.torch.train_loop_utils import _TorchAccelerator
-
-    accelerator = _TorchAccelerator()
-    # Its own takes CUDA only.
-    accelerator.amp_is_enabled, accelerator.scaler = True, trainer.scaler
-    trainer.scaler.update(scale)
-    accelerator.backward(trainer.loss(step))
-
-
-WAYS: dict[str, Callable[[Trainer, int, float], None]] = {
-    "accumulated": _accumulated,
-    "two scalers": _two_scalers,
-    "a list of losses": _one_of_list,
-    "unscaled every other step": _unscaled_sometimes,
-    "a subclass that overrides scale": _overridden,
-    "disabled": _disabled,
-    "Ray's backward": _in_ray,
-}
-
-
-def _in_a_way(rank: int, way: str) -> Run:
-    trainer = Trainer(rank, *FED_BACK[0])
-    trainer.scaler.scale(torch.zeros(()))
-    for step, scale in enumerate([512.0, 256.0, 64.0, 128.0, 32.0]):
-        WAYS[way](trainer, step, scale)
-        trainer.take(scale)
-    return trainer.result(32.0)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_scale_is_found_without_being_told(way: str) -> None:
-    error = relative_error(run_ranks(2, _in_a_way, way))
-    assert error <= MAX_ERROR, error
-
-
-def _told(rank: int) -> Run:
-    scaler = _Manual()
-    trainer = Trainer(rank, *FED_BACK[0], scaler=scaler)
-    for step, scale in enumerate([512.0, 256.0, 64.0]):
-        scaler.value = scale
-        (trainer.loss(step) * scale).backward()
-        trainer.take(scale)
-    return trainer.result(64.0)
-
-
-def test_a_scale_that_no_gradscaler_applies_can_be_told() -> None:
-    assert relative_error(run_ranks(2, _told)) <= MAX_ERROR
-
-
-def _unknown(rank: int, case: str, codec: str, scheme: str) -> str | None:
-    trainer = Trainer(rank, codec, scheme)
-    first, second = (torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1) for scale in (1.0, 2.0))
-    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
-    try:
-        for step in range(3):
-            if case == "two scales in one pass":
-                (first.scale(trainer.loss(step)) + second.scale(trainer.layer.weight.sum())).backward()
-            elif case == "scaled by hand":
-                first.scale(torch.zeros(()))
-                (trainer.loss(step) * first.get_scale()).backward()
-                first.step(optimizer)
-                first.update()
-            elif case == "scale of zero":
-                first.scale(torch.zeros(()))
-                first.update(0.0)
-                first.scale(trainer.loss(step)).backward()
-    # DDP makes a RuntimeError of what ends a step that has begun.
-    except (cgx_ray.CGXError, RuntimeError) as error:
-        return str(error)
-    finally:
-        trainer.attachment.close()
-    return None
-
-
-CASES = {
-    "two scales in one pass": "rank {}, step 0: gradients of one step have loss scales 1 and 2, so",
-    "scaled by hand": "rank {}, step 1: a GradScaler is updated whose scale() was not used on the loss, so",
-    "scale of zero": "rank {}, step 0: the loss scale is 0, so",
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_scale_that_cannot_be_known_is_one_error_on_all_ranks_if_the_codec_has_memory(case: str) -> None:
-    for rank, said in enumerate(run_ranks(2, _unknown, case, *FED_BACK[0])):
-        assert said is not None
-        assert CASES[case].format(rank) in said
-        assert "attach(..., scaler=)" in said
-    assert run_ranks(2, _unknown, case, "qsgd", "sra") == [None, None]
-
-
-def _wrong_scaler(rank: int, sharded: bool) -> str:
-    model = fully_shard(Branches(), mesh=make_mesh()) if sharded else DistributedDataParallel(Branches())
-    with pytest.raises(cgx_ray.ConfigError) as caught:
-        cgx_ray.attach(model, scaler=1024.0 if rank else None)  # type: ignore[arg-type]
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_what_is_no_scaler_is_one_error_on_all_ranks(sharded: bool) -> None:
-    first, second = run_ranks(2, _wrong_scaler, sharded)
-    assert first == second
-    assert "scaler 1024.0 is not allowed; give a torch.amp.GradScaler" in first
-
-
 def _explored(rank: int) -> tuple[Run, float]:
-    """Exploring, whose steps double the scale, and undoing it: the scaler is in `stateful`."""
+    """Explore with steps that double the scale. Exploration restores the scaler, which is in `stateful`."""
     trainer = Trainer(rank, *FED_BACK[0])
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
@@ -394,7 +151,7 @@ def _explored(rank: int) -> tuple[Run, float]:
         trainer.scaler.scale(trainer.loss(index)).backward()
         trainer.scaler.step(optimizer)
         trainer.scaler.update()
-        # `step` has unscaled it.
+        # The scaler's `step` has already divided the gradient by the scale.
         trainer.take(1.0)
         assert trainer.scaler.get_scale() == 2 * scale
 

@@ -18,7 +18,7 @@ import cgx_ray
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.engine.engine import Engine
-from cgx_ray.engine.step import Bucket
+from cgx_ray.engine.step import PendingBucket
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import CODECS_OF_SCHEME, Layer, Plan, Scheme
 
@@ -38,7 +38,7 @@ CHOICES = [
 
 
 def plan_of(version: int) -> Plan:
-    """Another codec and scheme for every version, and now one group, now several."""
+    """Return a plan with another codec and scheme for every version, and with one group or several."""
     codec, scheme = CHOICES[version % len(CHOICES)]
     group_bytes = 1 << (8 + version % 8)
     world_size = dist.get_world_size()
@@ -62,12 +62,12 @@ class Loop:
     def step(self) -> None:
         self._buffer.normal_()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self.engine.submit(Bucket(gradients=self._views, buffer=self._buffer, future=future))
+        self.engine.submit(PendingBucket(gradients=self._views, buffer=self._buffer, future=future))
         assert bool(torch.isfinite(future.wait()).all())
 
 
 class Footprint:
-    """What a process holds. Threads, files and shared memory are exact; the rest is as the allocator gives it back."""
+    """Return what a process holds. Threads, files and shared memory are exact; memory depends on the allocator."""
 
     def __init__(self) -> None:
         process = psutil.Process()
@@ -82,7 +82,7 @@ def _soak(rank: int) -> tuple[Footprint, Footprint, int, int]:
         if step % STEPS_A_PLAN == 0 and step > 0:
             loop.engine.hold(plan_of(step // STEPS_A_PLAN))
         loop.step()
-        # All plans have been in force by then.
+        # By now every plan has been in force once.
         if step == NUM_STEPS // 2:
             early = Footprint()
     late = Footprint()
@@ -95,15 +95,15 @@ def _soak(rank: int) -> tuple[Footprint, Footprint, int, int]:
 
 @pytest.mark.timeout(600)
 def test_ten_thousand_steps_of_changing_plans_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Some 20 s on an idle machine, minutes on a busy one.
+    # Takes about 20 s on an idle machine, minutes on a busy one.
     monkeypatch.setattr("support.ranks.TIMEOUT_S", 550)
     assert len(CHOICES) * STEPS_A_PLAN < NUM_STEPS // 2
     for early, late, num_steps, version in run_ranks(2, _soak):
         assert num_steps == NUM_STEPS
-        # The last plan is held in time to be agreed on.
+        # The last plan arrives early enough for the ranks to agree on it.
         assert version == NUM_STEPS // STEPS_A_PLAN - 1
         assert late.num_held == early.num_held
-        # A leak of one message of 6 KB a step would be 30 MB.
+        # A leak of one message of 6 KB per step would amount to 30 MB.
         assert late.rss_mb - early.rss_mb < 4, (early.rss_mb, late.rss_mb)
 
 

@@ -1,4 +1,4 @@
-"""What is only measured stops no training, and changes no bit of it."""
+"""Errors in measurements do not stop training and change no bit of it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from support.sharded import train as train_sharded
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.codecs.feedback import GainCurve
+from cgx_ray.codecs.gain import GainCurve
 from cgx_ray.collectives import Transport
-from cgx_ray.engine import engine as engine_module
-from cgx_ray.engine import sharded as sharded_module
+from cgx_ray.engine import step_sample as sample_module
 from cgx_ray.engine.engine import Engine
-from cgx_ray.engine.group import GainMeter
+from cgx_ray.engine.gain_meter import GainMeter
 from cgx_ray.monitors.sample import CURVE_DENSITIES
 from cgx_ray.plan import CodecSpec, Plan, make_plan
-from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
 TOPK = CodecSpec(name="topk", density=0.1)
@@ -38,7 +36,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Adaptive:
-    """What a Ray worker's session is to an engine: policy "adaptive", dense at first."""
+    """A stand-in for the session of a Ray worker: policy "adaptive", dense at first."""
 
     settings = Settings()
 
@@ -50,7 +48,7 @@ class _Adaptive:
 
 
 def _adaptive_gain(rank: int, dtype: torch.dtype) -> tuple[float, int, list[str]]:
-    """Gain of top-k and length of the curve at step 1, and the weights' hashes."""
+    """Return the gain of top-k and the length of the curve at step 1, and the hashes of the weights."""
     process.session = _Adaptive()
     model = DistributedDataParallel(Branches().to(dtype))
     attachment = cgx_ray.attach(model)
@@ -63,7 +61,7 @@ def _adaptive_gain(rank: int, dtype: torch.dtype) -> tuple[float, int, list[str]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gains_of_gradients_of_any_dtype_are_measured(dtype: torch.dtype) -> None:
     (gain, num_densities, hashes), (_, _, other_hashes) = run_ranks(2, _adaptive_gain, dtype)
-    # What the model is trained to is the same, but for rounding; the gain of float32 is 0.565.
+    # All types train the same model, except for rounding. The gain with float32 is 0.565.
     assert gain == pytest.approx(0.565, abs=0.05)
     assert num_densities == len(CURVE_DENSITIES)
     assert hashes == other_hashes
@@ -79,14 +77,14 @@ def _broken(*args: Any, **kwargs: Any) -> Any:
     raise ZeroDivisionError("nothing to see")
 
 
-# What breaks, and the numbers that are missed then.
+# By name of the function that breaks: its owner, and the numbers that are then missing.
 FAULTS: dict[str, tuple[Any, str]] = {
     "measure": (GainMeter, "gains"),
     "correct": (GainMeter, "gains"),
     "gains": (GainMeter, "gains"),
     "curve": (GainMeter, "gains"),
     "take_bursts": (Transport, "rates of arrival"),
-    "StepSample": (engine_module, "times, bytes and gains"),
+    "StepSample": (sample_module, "times, bytes and gains"),
 }
 
 
@@ -99,7 +97,7 @@ def _fault(owner: Any, name: str | None) -> Iterator[None]:
 
 
 def _logged(act: Callable[[], object]) -> list[str]:
-    """Warnings and worse of cgx_ray while `act` runs."""
+    """Return the warnings and errors that cgx_ray logs while `act` runs."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = records.append  # type: ignore[method-assign]
@@ -113,7 +111,7 @@ def _logged(act: Callable[[], object]) -> list[str]:
 
 
 def _train_with(rank: int, fault: str | None) -> tuple[list[str], list[str], int, list[int]]:
-    """Weights' hashes, what was logged, how many failures were counted, and the steps that have gains."""
+    """Return hashes of the weights, logged lines, the number of failures, and the steps that have gains."""
     model = DistributedDataParallel(Branches())
     attachment = cgx_ray.attach(model, codec=TOPK, scheme="allgather")
     engine = attachment._engine
@@ -129,7 +127,7 @@ def _train_with(rank: int, fault: str | None) -> tuple[list[str], list[str], int
 
 
 def _train_with_each(rank: int) -> dict[str | None, Any]:
-    """By what breaks, on rank 1 only."""
+    """Return the results by the function that breaks, on rank 1 only."""
     return {fault: _train_with(rank, fault if rank == 1 else None) for fault in (None, *FAULTS)}
 
 
@@ -145,14 +143,14 @@ def test_an_error_of_what_is_measured_is_said_once_and_changes_no_bit() -> None:
         assert f"{numbers} could not be measured (ZeroDivisionError('nothing to see'))" in said[0]
         assert "training goes on without" in said[0]
         assert failures == (3 if numbers == "gains" else 6), fault
-        # Gains are there before their curve is asked for.
+        # Gains are computed before their curve, so an error in the curve does not lose them.
         assert steps == ([1, 3, 5] if fault in ("curve", "take_bursts") else []), fault
 
 
 def _train_sharded_with_fault(rank: int) -> Any:
     model = shard(Branches(), make_mesh())
     attachment = cgx_ray.attach(model, codec="qsgd")
-    with _fault(sharded_module, "StepSample" if rank == 1 else None):
+    with _fault(sample_module, "StepSample" if rank == 1 else None):
         said = _logged(lambda: train_sharded(model, rank, range(3)))
     weights = weights_of(model)
     steps = [sample.step for sample in attachment.take_samples()]

@@ -1,4 +1,4 @@
-"""The engines' own thread at the end of a script."""
+"""The thread of an engine at the end of a script."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# What comes back from native code after Python's end ends the process with SIGABRT.
+# A daemon thread that returns from native code after Python's end makes the process abort with SIGABRT.
 SCRIPT = """
 import sys, threading, time, torch
 from cgx_ray.engine.thread import WorkThread

@@ -1,4 +1,4 @@
-"""What codecs owe to layers that a step does not use, on real processes."""
+"""Residuals of layers that a step does not use, on real processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Result = dict[str, dict[str, torch.Tensor]]
 
 
 class Towers(nn.Module):
-    """Two layers with gradients that do not depend on their weights; a pass may leave out the second."""
+    """Two layers with gradients that do not depend on their weights; a pass may leave out the second layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def gains(x_BD: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 class Trainer:
-    """Keeps count of what the model got and what it should have got."""
+    """Adds up the gradients that the model got and those that it should have got."""
 
     def __init__(self, rank: int, codec: str, scheme: str, *, transport: str = "tcp", **ddp: Any) -> None:
         self.rank, self.plain = rank, Towers()
@@ -76,7 +76,7 @@ class Trainer:
 
 
 def errors(results: list[Result]) -> dict[str, float]:
-    """By layer, |applied + mean of owed - mean of true sums| over the latter."""
+    """Return by layer |applied + mean residual - mean of the true sums| / |mean of the true sums|."""
     means = {
         kind: {name: torch.stack([result[kind][name] for result in results]).mean(0) for name in results[0][kind]}
         for kind in ("applied", "true", "owed")
@@ -96,7 +96,7 @@ def _train(rank: int, codec: str, scheme: str, ddp: dict[str, Any], unused_on: l
     return trainer.result()
 
 
-# Nine steps of float32 sums, and a few roundings in each encoding.
+# Relative rounding errors of nine sums in float32, with a few roundings in each encoding.
 MAX_ERROR = 1e-5
 
 
@@ -126,7 +126,7 @@ def test_whatever_ranks_used_and_wherever_gradients_lie_nothing_is_lost(
 
 
 def _momentum(rank: int) -> list[bool]:
-    """Whether each kind of memory of the unused layer is as before, and that of the used one is not."""
+    """Return by kind True if the memory of the unused layer is unchanged and that of the used layer is not."""
     trainer = Trainer(rank, "dgc:density=0.05", "allgather", find_unused_parameters=True)
     trainer.step(0, use_right=True)
     before = trainer.attachment.state_dict()
@@ -143,7 +143,7 @@ def test_momentum_of_a_layer_that_no_rank_used_stays_as_it_is() -> None:
 
 
 def _paid_later(rank: int, scheme: str) -> Result:
-    """The step in which the next plan would pay what is owed uses one layer only."""
+    """Use only one layer in the step in which the next plan adds the residuals to its gradients."""
     trainer = Trainer(rank, *FED_BACK[0], find_unused_parameters=True)
     plan = cgx_ray.make_plan(
         cgx_ray.layers_of(trainer.model),
@@ -170,7 +170,7 @@ def test_a_plan_without_memory_pays_a_layer_once_it_is_used(scheme: str) -> None
 
 
 def _static(rank: int) -> Result:
-    """A layer that a static graph never uses is owed something by a checkpoint."""
+    """Load a checkpoint with a residual for a layer that the static graph never uses."""
     trainer = Trainer(rank, *FED_BACK[0], static_graph=True)
     state = trainer.attachment.state_dict()
     state["residuals"]["right.weight"] = torch.arange(1500.0)

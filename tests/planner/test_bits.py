@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgx_ray.bench.planner_bits import CGX_TABLE_7, gain_error, measure_bits, measure_errors, record_gradients
-from cgx_ray.codecs.feedback import GainCurve
+from cgx_ray.codecs.gain import GainCurve
 from cgx_ray.demo.gpt import GPTConfig
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import CodecSpec, Layer, make_plan

@@ -1,4 +1,4 @@
-"""Models made by `fully_shard`, and how the tests train them."""
+"""Models made by `fully_shard`, and training loops for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_mesh(num_replicas: int = 1) -> DeviceMesh:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
-    """`model` with each linear layer in a `fully_shard` of its own, and what is left in that of the model."""
+    """Call `fully_shard` on each linear layer, then on `model` for the other layers. Return `model`."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             fully_shard(module, mesh=mesh, **options)
@@ -33,7 +33,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor put together, apart from autograd."""
+    """Return the whole of a sharded tensor, detached from autograd."""
     assert isinstance(tensor, DTensor)
     return tensor.full_tensor().detach()
 
@@ -53,7 +53,7 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
 
 
 def train(model: nn.Module, rank: int, steps: range) -> dict[str, torch.Tensor]:
-    """Plain SGD; returns the weights."""
+    """Train with plain SGD. Return the weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in steps:
         optimizer.zero_grad()

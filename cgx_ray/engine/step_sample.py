@@ -1,0 +1,106 @@
+"""Builds the sample of a finished step: its times, bytes, rates and gains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from cgx_ray.collectives import Transport
+from cgx_ray.engine.shard_exchange import ShardExchange
+from cgx_ray.engine.step import StepRun
+from cgx_ray.engine.telemetry import Telemetry
+from cgx_ray.monitors.sample import Burst, StepSample, Transfer
+
+
+def sample_of_step(
+    step: StepRun, transport: Transport, telemetry: Telemetry, began_s: float, ended_s: float
+) -> StepSample:
+    """Return the sample of `step`, which lasted from `began_s` to `ended_s`.
+
+    Empties the transport's counters of bytes and rates.
+    """
+    bursts: tuple[Burst, ...] = ()
+    rate_from: tuple[float, ...] = ()
+    with telemetry.optional("rates of arrival", step.number):
+        bursts, rate_from = _rates(transport.take_bursts(), transport.world_size)
+    step_s = ended_s - began_s
+    return StepSample(
+        rank=transport.rank,
+        step=step.number,
+        plan_version=step.plan_version,
+        step_s=step_s,
+        compute_s=step_s - (ended_s - step.last_arrival),
+        encode_s=sum(phases.encode for phases in step.phases),
+        exchange_s=sum(phases.exchange for phases in step.phases),
+        decode_s=sum(phases.decode for phases in step.phases),
+        wire_bytes=sum(group.exchange.sent_bytes for group in step.groups),
+        card_bytes=transport.take_card_bytes(),
+        dense_bytes=sum(group.dense_bytes for group in step.groups),
+        ready_s=tuple(ready - began_s for ready in step.ready_at),
+        transfers=_transfers(step),
+        gain=step.meter.gains() if step.meter is not None else {},
+        gain_curve=step.meter.curve() if step.meter is not None else (),
+        norm=step.meter.norm if step.meter is not None else None,
+        bursts=bursts,
+        rate_from=rate_from,
+        # Lags of the step before. Its agreement has been read in this step, so the values have arrived on all ranks.
+        lag_s=transport.lag_s,
+        num_local=transport.num_local,
+    )
+
+
+def sample_of_shards(done: ShardExchange, rank: int, dense_bytes: int, step_s: float, waited_s: float) -> StepSample:
+    """Return the sample of a step of a sharded model, before `done` begins the next step.
+
+    Empties the transports' counters of bytes. There are no transfers, since the planner knows schemes of whole
+    gradients only.
+
+    rank      in the whole run
+    waited_s  seconds that the training thread has waited for the exchange
+    """
+    return StepSample(
+        rank=rank,
+        step=done.step,
+        plan_version=done.plan_version,
+        step_s=step_s,
+        compute_s=step_s - waited_s,
+        encode_s=sum(phases.encode for phases in done.phases),
+        exchange_s=sum(phases.exchange for phases in done.phases),
+        decode_s=sum(phases.decode for phases in done.phases),
+        wire_bytes=done.sent_bytes,
+        card_bytes=sum(transport.take_card_bytes() for transport in done.transports),
+        dense_bytes=dense_bytes,
+        ready_s=(),
+        transfers=(),
+        # Ranks form a grid of shards by replicas, and so do the ranks of one node.
+        num_local=math.prod(transport.num_local for transport in done.transports),
+    )
+
+
+def _transfers(step: StepRun) -> tuple[Transfer, ...]:
+    return tuple(
+        Transfer(
+            group=group.index,
+            scheme=str(group.plan.option.scheme),
+            intra=str(group.plan.option.intra),
+            numel=group.numel,
+            wire_bytes=group.wire_bytes,
+            index_bytes=group.index_bytes,
+            seconds=phases.exchange,
+        )
+        for group, phases in zip(step.groups, step.phases, strict=True)
+    )
+
+
+def _rates(arrived: Sequence[tuple[int, int, float]], world_size: int) -> tuple[tuple[Burst, ...], tuple[float, ...]]:
+    """Return the bursts of all ranks together, and the mean rate of each sending rank.
+
+    arrived  (rank, bytes, seconds) of each reception; rank -1 stands for all ranks together
+    """
+    num_bytes, seconds = [0] * world_size, [0.0] * world_size
+    for peer, count, took_s in arrived:
+        if peer >= 0:
+            num_bytes[peer] += count
+            seconds[peer] += took_s
+    bursts = tuple(Burst(count, took_s) for peer, count, took_s in arrived if peer < 0)
+    return bursts, tuple(n / s if s > 0 else 0.0 for n, s in zip(num_bytes, seconds, strict=True))

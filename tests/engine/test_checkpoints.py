@@ -1,0 +1,94 @@
+"""Checkpoints of the codecs' memory: resumed runs, other world sizes, and states that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.branches import Branches, train
+from support.ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.session.states import merge_states
+
+
+def _bad_states(rank: int) -> list[str]:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="topk:density=0.1", scheme="allgather")
+    train(model, rank, range(2))
+    good = attachment.state_dict()
+    foreign = {**good, "residuals": {"other.weight": torch.zeros(3)}}
+    larger = {**good, "momentum": {"left.weight": torch.zeros(3)}}
+    messages = []
+    for states in ([], [good], foreign, larger, {**good, "format": 1}):
+        with pytest.raises(cgx_ray.StateError) as caught:
+            attachment.load_state_dict(states)
+        messages.append(str(caught.value))
+    train(model, rank, range(2, 3))
+    attachment.close()
+    return messages
+
+
+def test_states_that_are_incomplete_or_of_another_model_are_refused() -> None:
+    empty, partial, foreign, larger, version = run_ranks(2, _bad_states)[0]
+    assert "ranks []" in empty
+    assert "ranks [0]" in partial
+    assert "no such layer" in foreign
+    assert "momentum of 3 elements for layer 'left.weight', the model has 4323" in larger
+    assert "format 1, this version reads 2" in version
+
+
+RESUMED = [
+    ("topk:density=0.02", "allgather"),
+    ("dgc:density=0.02,warmup_steps=12", "artopk_ring"),
+    ("powersgd", "allreduce"),
+    ("powersgd", "allgather"),
+    ("ef_signsgd", "sra"),
+]
+
+
+def _resume(rank: int, codec: str, scheme: str, interrupt: bool, as_list: bool = False) -> str:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
+    train(model, rank, range(5))
+    if interrupt:
+        weights = model.state_dict()
+        states: list[Any] = [None, None]
+        dist.all_gather_object(states, attachment.state_dict())
+        attachment.close()
+        model = DistributedDataParallel(Branches())
+        model.load_state_dict(weights)
+        attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
+        attachment.load_state_dict(reversed(states) if as_list else states[rank])
+    hashes = train(model, rank, range(5, 9))
+    attachment.close()
+    return hashes[-1]
+
+
+@pytest.mark.parametrize(("codec", "scheme"), RESUMED)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(codec: str, scheme: str) -> None:
+    uninterrupted = run_ranks(2, _resume, codec, scheme, False)
+    assert run_ranks(2, _resume, codec, scheme, True) == uninterrupted
+    assert run_ranks(2, _resume, codec, scheme, True, True) == uninterrupted
+
+
+def test_memories_keep_their_mean_when_the_world_size_changes() -> None:
+    states = [
+        {
+            "step": 7,
+            "residuals": {"w": torch.full((3,), float(rank))},
+            "momentum": {"w": torch.full((3,), -float(rank))},
+            "powersgd_q": {},
+        }
+        for rank in range(4)
+    ]
+    step, merged = merge_states(states)
+    assert step == 7
+    assert torch.equal(merged["residuals"]["w"], torch.full((3,), 1.5))
+    assert torch.equal(merged["momentum"]["w"], torch.full((3,), -1.5))
+    assert merged["powersgd_q"] == {}
+    with pytest.raises(cgx_ray.StateError, match="not every rank's state has momentum of 'w'"):
+        merge_states([states[0], {**states[1], "momentum": {}}])

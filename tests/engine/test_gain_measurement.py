@@ -1,0 +1,82 @@
+"""Gains that the engine measures: their values, and how often they are measured."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.collectives import Transport
+from cgx_ray.engine import gain_schedule
+from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.gain_meter import GainMeter
+from cgx_ray.engine.hook import DdpBuckets, cgx_hook
+from cgx_ray.plan import CodecSpec, Scheme, make_plan
+
+
+def _gain_in_use(rank: int, scheme: Scheme) -> tuple[float, float]:
+    """Return the gain that the engine reports for the codec in use at step 1, and the true gain."""
+    spec = CodecSpec(name="topk", density=0.1)
+    layer = nn.Linear(3000, 1, bias=False)
+    model = DistributedDataParallel(layer)
+    group = cgx_ray.GroupPlan(layers=("weight",), option=cgx_ray.Option(codec=spec, scheme=scheme))
+    plan = cgx_ray.Plan(version=0, world_size=2, groups=(group,))
+    transport = Transport(dist.new_group())
+    engine = Engine(cgx_ray.layers_of(model), plan, transport, candidates=[spec])
+    model.register_comm_hook(DdpBuckets(model, engine), cgx_hook)
+    x_1N = torch.randn(1, 3000, generator=torch.Generator().manual_seed(rank))
+    model(x_1N).sum().backward()
+    layer.weight.grad = None
+    fed_N = x_1N[0] + engine.state()["residuals"]["weight"]
+    model(x_1N).sum().backward()
+    left_N = engine.state()["residuals"]["weight"]
+    engine.close()
+    assert engine.last_step is not None
+    return engine.last_step.gain[str(spec)], 1 - float(left_N.norm() / fed_N.norm()) ** 2
+
+
+@pytest.mark.parametrize("scheme", [Scheme.ALLGATHER, Scheme.ARTOPK_RING])
+def test_gain_of_the_codec_in_use_is_what_the_exchange_really_kept(scheme: Scheme) -> None:
+    results = run_ranks(2, _gain_in_use, scheme)
+    for reported, true in results:
+        assert reported == pytest.approx(true, rel=1e-4)
+    if scheme is Scheme.ARTOPK_RING:
+        # Step 1 uses the indices of rank 1. For the gradient of rank 0 they are no better than random ones.
+        assert results[0][0] < 0.5 * results[1][0]
+
+
+class _PricedMeter(GainMeter):
+    """A meter that takes `price_s` seconds."""
+
+    price_s = 0.0
+
+    def measure(self, grad_N: torch.Tensor) -> float:
+        energy = super().measure(grad_N)
+        time.sleep(self.price_s)
+        self.seconds = self.price_s
+        return energy
+
+
+def _metered_steps(rank: int, prices_s: list[float]) -> list[int]:
+    _PricedMeter.price_s = prices_s[rank]
+    gain_schedule.GainMeter = _PricedMeter  # type: ignore[misc]
+    model = DistributedDataParallel(nn.Linear(1100, 1, bias=False))
+    layers, spec = cgx_ray.layers_of(model), CodecSpec(name="topk", density=0.1)
+    plan = make_plan(layers, version=0, world_size=2, codec="none", scheme="dense")
+    engine = Engine(layers, plan, Transport(dist.new_group()), candidates=[spec])
+    model.register_comm_hook(DdpBuckets(model, engine), cgx_hook)
+    for _ in range(65):
+        model(torch.ones(1, 1100)).sum().backward()
+    engine.close()
+    return [sample.step for sample in engine.take_samples() if sample.gain]
+
+
+def test_gains_are_measured_less_often_where_one_rank_cannot_afford_it_and_on_all_ranks_alike() -> None:
+    assert run_ranks(2, _metered_steps, [0.0, 0.0]) == [[1, 21, 41, 61]] * 2
+    assert run_ranks(2, _metered_steps, [0.0, 0.2]) == [[1]] * 2

@@ -1,0 +1,189 @@
+"""Ways to scale losses that the engine understands, on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.branches import Branches
+from support.ranks import run_ranks
+from support.scaled_training import COLUMNS, FED_BACK, MAX_ERROR, Run, Trainer, inputs, relative_error
+from support.sharded import make_mesh
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+
+
+class _Own(GradScaler):
+    """A scaler that does not call the `scale` of its base class, like torch's ShardedGradScaler."""
+
+    def scale(self, outputs: Any) -> Any:
+        return outputs * self.get_scale()
+
+
+class _Manual:
+    """A loss scale that no GradScaler applies."""
+
+    def __init__(self) -> None:
+        self.value = 256.0
+
+    def get_scale(self) -> float:
+        return self.value
+
+
+def _accumulated(trainer: Trainer, step: int, scale: float) -> None:
+    trainer.scaler.update(scale)
+    with trainer.model.no_sync():
+        trainer.scaler.scale(trainer.loss(2 * step)).backward()
+    trainer.scaler.scale(trainer.loss(2 * step + 1)).backward()
+
+
+def _two_scalers(trainer: Trainer, step: int, scale: float) -> None:
+    """Train as a GAN does: both losses are scaled before either backward, the discriminator's last."""
+    discriminator = nn.Linear(COLUMNS, 1)
+    other = torch.amp.GradScaler("cpu", init_scale=4096.0)
+    trainer.scaler.update(scale)
+    own = trainer.scaler.scale(trainer.loss(step))
+    others = other.scale(discriminator(inputs(trainer.rank, step)).sum())
+    own.backward()
+    others.backward()
+
+
+def _one_of_list(trainer: Trainer, step: int, scale: float) -> None:
+    trainer.scaler.update(scale)
+    losses = trainer.scaler.scale([trainer.loss(step), torch.zeros(())])
+    (losses[0] / 1).backward()
+
+
+def _unscaled_sometimes(trainer: Trainer, step: int, scale: float) -> None:
+    trainer.scaler.update(scale)
+    if step % 2:
+        trainer.scaler.scale(trainer.loss(step)).backward()
+    else:
+        trainer.loss(step).backward()
+        assert trainer.layer.weight.grad is not None
+        trainer.layer.weight.grad *= scale
+
+
+def _overridden(trainer: Trainer, step: int, scale: float) -> None:
+    trainer.scaler = _Own("cpu", init_scale=1.0)
+    GradScaler.scale(trainer.scaler, torch.zeros(()))
+    trainer.scaler.update(scale)
+    trainer.scaler.scale(trainer.loss(step)).backward()
+
+
+def _disabled(trainer: Trainer, step: int, scale: float) -> None:
+    trainer.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    trainer.scaler.scale(trainer.loss(step)).backward()
+    assert trainer.layer.weight.grad is not None
+    trainer.layer.weight.grad *= scale
+
+
+def _in_ray(trainer: Trainer, step: int, scale: float) -> None:
+    from ray.train.torch.train_loop_utils import _TorchAccelerator
+
+    accelerator = _TorchAccelerator()
+    # The accelerator's own scaler needs CUDA.
+    accelerator.amp_is_enabled, accelerator.scaler = True, trainer.scaler
+    trainer.scaler.update(scale)
+    accelerator.backward(trainer.loss(step))
+
+
+WAYS: dict[str, Callable[[Trainer, int, float], None]] = {
+    "accumulated": _accumulated,
+    "two scalers": _two_scalers,
+    "a list of losses": _one_of_list,
+    "unscaled every other step": _unscaled_sometimes,
+    "a subclass that overrides scale": _overridden,
+    "disabled": _disabled,
+    "Ray's backward": _in_ray,
+}
+
+
+def _in_a_way(rank: int, way: str) -> Run:
+    trainer = Trainer(rank, *FED_BACK[0])
+    trainer.scaler.scale(torch.zeros(()))
+    for step, scale in enumerate([512.0, 256.0, 64.0, 128.0, 32.0]):
+        WAYS[way](trainer, step, scale)
+        trainer.take(scale)
+    return trainer.result(32.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_scale_is_found_without_being_told(way: str) -> None:
+    error = relative_error(run_ranks(2, _in_a_way, way))
+    assert error <= MAX_ERROR, error
+
+
+def _told(rank: int) -> Run:
+    scaler = _Manual()
+    trainer = Trainer(rank, *FED_BACK[0], scaler=scaler)
+    for step, scale in enumerate([512.0, 256.0, 64.0]):
+        scaler.value = scale
+        (trainer.loss(step) * scale).backward()
+        trainer.take(scale)
+    return trainer.result(64.0)
+
+
+def test_a_scale_that_no_gradscaler_applies_can_be_told() -> None:
+    assert relative_error(run_ranks(2, _told)) <= MAX_ERROR
+
+
+def _unknown(rank: int, case: str, codec: str, scheme: str) -> str | None:
+    trainer = Trainer(rank, codec, scheme)
+    first, second = (torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1) for scale in (1.0, 2.0))
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    try:
+        for step in range(3):
+            if case == "two scales in one pass":
+                (first.scale(trainer.loss(step)) + second.scale(trainer.layer.weight.sum())).backward()
+            elif case == "scaled by hand":
+                first.scale(torch.zeros(()))
+                (trainer.loss(step) * first.get_scale()).backward()
+                first.step(optimizer)
+                first.update()
+            elif case == "scale of zero":
+                first.scale(torch.zeros(()))
+                first.update(0.0)
+                first.scale(trainer.loss(step)).backward()
+    # DDP turns an error in a step that has begun into a RuntimeError.
+    except (cgx_ray.CGXError, RuntimeError) as error:
+        return str(error)
+    finally:
+        trainer.attachment.close()
+    return None
+
+
+CASES = {
+    "two scales in one pass": "rank {}, step 0: gradients of one step have loss scales 1 and 2, so",
+    "scaled by hand": "rank {}, step 1: a GradScaler is updated whose scale() was not used on the loss, so",
+    "scale of zero": "rank {}, step 0: the loss scale is 0, so",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_scale_that_cannot_be_known_is_one_error_on_all_ranks_if_the_codec_has_memory(case: str) -> None:
+    for rank, said in enumerate(run_ranks(2, _unknown, case, *FED_BACK[0])):
+        assert said is not None
+        assert CASES[case].format(rank) in said
+        assert "attach(..., scaler=)" in said
+    assert run_ranks(2, _unknown, case, "qsgd", "sra") == [None, None]
+
+
+def _wrong_scaler(rank: int, sharded: bool) -> str:
+    model = fully_shard(Branches(), mesh=make_mesh()) if sharded else DistributedDataParallel(Branches())
+    with pytest.raises(cgx_ray.ConfigError) as caught:
+        cgx_ray.attach(model, scaler=1024.0 if rank else None)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_no_scaler_is_one_error_on_all_ranks(sharded: bool) -> None:
+    first, second = run_ranks(2, _wrong_scaler, sharded)
+    assert first == second
+    assert "scaler 1024.0 is not allowed; give a torch.amp.GradScaler" in first
