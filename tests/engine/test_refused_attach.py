@@ -62,7 +62,7 @@ def _attach_wrong(rank: int, case: str) -> str:
         ("not ddp", "wrap it first"),
         ("other layers", "covers 7 layers, the model has 8"),
         ("subgroup", "averaged over 1 of 2 ranks"),
-        ("hook twice", "attach once a model"),
+        ("hook twice", "attach once per model"),
         ("plan and codec", "give one of them"),
         ("other world", "world size 3"),
         ("one rank has another plan", "different plans"),

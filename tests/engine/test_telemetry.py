@@ -24,6 +24,7 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.gain_meter import GainMeter
 from cgx_ray.monitors.sample import CURVE_DENSITIES
 from cgx_ray.plan import CodecSpec, Plan, make_plan
+from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
 TOPK = CodecSpec(name="topk", density=0.1)
