@@ -67,7 +67,7 @@ class Loop:
 
 
 class Footprint:
-    """Return what a process holds. Threads, files and shared memory are exact; memory depends on the allocator."""
+    """Resources that a process holds. Threads, files and shared memory are exact; memory depends on the allocator."""
 
     def __init__(self) -> None:
         process = psutil.Process()
@@ -96,7 +96,7 @@ def _soak(rank: int) -> tuple[Footprint, Footprint, int, int]:
 @pytest.mark.timeout(600)
 def test_ten_thousand_steps_of_changing_plans_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     # Takes about 20 s on an idle machine, minutes on a busy one.
-    monkeypatch.setattr("ranks.TIMEOUT_S", 550)
+    monkeypatch.setattr("support.ranks.TIMEOUT_S", 550)
     assert len(CHOICES) * STEPS_A_PLAN < NUM_STEPS // 2
     for early, late, num_steps, version in run_ranks(2, _soak):
         assert num_steps == NUM_STEPS
