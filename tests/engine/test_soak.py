@@ -67,7 +67,7 @@ class Loop:
 
 
 class Footprint:
-    """Return what a process holds. Threads, files and shared memory are exact; memory depends on the allocator."""
+    """Resources that a process holds. Threads, files and shared memory are exact; memory depends on the allocator."""
 
     def __init__(self) -> None:
         process = psutil.Process()
