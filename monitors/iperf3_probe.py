@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_S = 20.0
 
 @functools.cache
 def available() -> bool:
-    """Whether libiperf can be loaded on this node. Tries it once and logs a failure."""
+    """Return True if libiperf loads on this node. Tries once and logs a failure."""
     process = _start("check")
     try:
         _answer(process, "iperf3")

@@ -55,7 +55,7 @@ class DirectLane:
 
     @cached_property
     def _of_own(self) -> dict[int, Parcel]:
-        """By peer, its message with its part of the own chunk."""
+        """Return, by peer, its message with its part of the own chunk."""
         start, stop = self._bounds[self._transport.rank]
         return {peer: Parcel(self._codec, stop - start) for peer in self._transport.peers}
 

@@ -52,12 +52,9 @@ std::vector<cgx::Mesh::Message> to_messages(const PeerBuffers& buffers) {
     return messages;
 }
 
-}  // namespace
+using release = nb::call_guard<nb::gil_scoped_release>;
 
-NB_MODULE(_native, m) {
-    using release = nb::call_guard<nb::gil_scoped_release>;
-    // A mesh that is still open when the interpreter ends is closed with the process.
-    nb::set_leak_warnings(false);
+void bind_mesh(nb::module_& m) {
     nb::class_<cgx::Mesh> mesh(m, "Mesh");
     mesh.attr("TOKEN_BYTES") = cgx::kTokenBytes;
     mesh.def("__init__", [](cgx::Mesh* self, int rank, int world_size, int num_streams,
@@ -81,6 +78,9 @@ NB_MODULE(_native, m) {
     });
     mesh.def("close", &cgx::Mesh::close, release());
     mesh.def("close_copies", &cgx::Mesh::close_copies);
+}
+
+void bind_shared_memory(nb::module_& m) {
     nb::class_<cgx::Segment> segment(m, "Segment");
     segment.attr("SLOT_BYTES") = cgx::Segment::kSlotBytes;
     segment.def(nb::init<int>(), release());
@@ -113,10 +113,9 @@ NB_MODULE(_native, m) {
             self.all_reduce(values, numel, static_cast<Group::Type>(type));
         },
         release());
-    m.def(
-        "crc32c",
-        [](Address data, int64_t num_bytes, uint32_t seed) { return cgx::crc32c(data, num_bytes, seed); },
-        release());
+}
+
+void bind_bucket_codecs(nb::module_& m) {
     m.def(
         "qsgd_encode",
         [](Address grad, Address residual, Address next, int64_t numel, Address out, int bits,
@@ -144,6 +143,9 @@ NB_MODULE(_native, m) {
         [](Address payload, Address out, int64_t numel, int64_t bucket_size, int kind, bool add,
            int num_threads) { cgx::sign_decode(payload, out, numel, bucket_size, kind, add, num_threads); },
         release());
+}
+
+void bind_selection(nb::module_& m) {
     m.def(
         "topk_select",
         [](Address grad, Address residual, Address next, int64_t numel, Address index, Address value,
@@ -181,6 +183,9 @@ NB_MODULE(_native, m) {
             cgx::collect(grad, numel, thresholds, key, index, value, num_kept, count, num_threads);
         },
         release());
+}
+
+void bind_indices(nb::module_& m) {
     m.def(
         "random_indices",
         [](int64_t numel, uint32_t key, Address index, int64_t num_kept) {
@@ -204,5 +209,21 @@ NB_MODULE(_native, m) {
         [](Address index, Address value, Address count, int64_t num_kept, Address out, int64_t numel) {
             cgx::scatter_add(index, value, count, num_kept, out, numel);
         },
+        release());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    // A mesh that is still open when the interpreter ends is closed with the process.
+    nb::set_leak_warnings(false);
+    bind_mesh(m);
+    bind_shared_memory(m);
+    bind_bucket_codecs(m);
+    bind_selection(m);
+    bind_indices(m);
+    m.def(
+        "crc32c",
+        [](Address data, int64_t num_bytes, uint32_t seed) { return cgx::crc32c(data, num_bytes, seed); },
         release());
 }
