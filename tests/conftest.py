@@ -10,15 +10,14 @@ from support.cuda_emulator import Emulator
 
 from cgx_ray.runtime_ext import cuda_launch, ops, sparse
 
-# Folders whose tests start Ray, or look at the rates and latencies of links, and files elsewhere that do: one after the
-# other, on one worker of pytest-xdist. All other tests of one file stay together, for the sake of what they share.
-ONE_AT_A_TIME = {"ray", "lab", "monitors", "test_link_estimate", "test_demo", "test_probe_command"}
-ONE_AT_A_TIME |= {"test_bench_collectives", "test_bench_network"}
+# Folders whose tests start Ray, or look at the rates and latencies of links: one after the other, on one worker of
+# pytest-xdist. All other tests of one file stay together, for the sake of what they share.
+ONE_AT_A_TIME = {"ray", "lab", "monitors", "bench"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        is_alone = not ONE_AT_A_TIME.isdisjoint({item.path.stem, item.path.parent.name})
+        is_alone = item.path.parent.name in ONE_AT_A_TIME
         item.add_marker(pytest.mark.xdist_group("one at a time" if is_alone else item.path.stem))
 
 
