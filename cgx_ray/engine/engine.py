@@ -166,8 +166,10 @@ class Engine:
                 bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
                 continue
             try:
-                is_first, step = step is None, step or self._begin()
-                self._follow_scale(bucket, is_first=is_first)
+                if step is None:
+                    step = self._begin(bucket)
+                else:
+                    self._follow_scale(bucket, known=self._memories.scale)
                 step.take(bucket)
                 if step.is_done:
                     step.settle()
@@ -197,7 +199,8 @@ class Engine:
             f"takes longer than {timeout_s} (give attach or CGXConfig a larger timeout_s)"
         )
 
-    def _begin(self) -> StepRun:
+    def _begin(self, bucket: PendingBucket) -> StepRun:
+        """Start a step with its first bucket: enter a plan if all ranks hold it, and follow the loss scale."""
         follow_num_threads(self._num_threads)
         version, affordable_from = self._agreement.settle() or (self.plan.version, 0)
         if version > self.plan.version:
@@ -207,8 +210,13 @@ class Engine:
             self._enter(plan)
         with self._lock:
             held = max(self._held, default=self.plan.version)
+        self._follow_scale(bucket)
         self._agreement.post(
-            step=self.step, in_force=self.plan.version, held=held, affordable_from=self._gains.affordable_from
+            step=self.step,
+            in_force=self.plan.version,
+            held=held,
+            affordable_from=self._gains.affordable_from,
+            loss_scale=self._memories.scale,
         )
         self._transport.step = self.step
         meter = None
@@ -226,8 +234,10 @@ class Engine:
             has_memory=not self._memories.is_empty,
         )
 
-    def _follow_scale(self, bucket: PendingBucket, *, is_first: bool) -> None:
+    def _follow_scale(self, bucket: PendingBucket, *, known: float | None = None) -> None:
         """Convert the memory to the loss scale of the step, which its first bucket brings.
+
+        known  scale of the step's earlier buckets
 
         Raises CGXError if the step has no single scale, so that no memory is ever added to gradients of another scale.
         """
@@ -235,7 +245,6 @@ class Engine:
             return
         if bucket.scales and bucket.computed is not None:
             bucket.computed.synchronize()
-        known = None if is_first else self._memories.scale
         self._memories.rescale(one_scale(bucket.scales, known, f"rank {self._transport.rank}, step {self.step}: "))
 
     def _enter(self, plan: Plan) -> None:

@@ -20,19 +20,17 @@ class ScaleWatch:
     scaled loss gets a hook, which notes the scale when a backward pass starts from that loss. So there may be any
     number of scalers, made at any time, that scale in any order. A pass without a scaled loss has scale 1.
 
-    scales       scales of the losses from which the backward pass under way started, as far as they are known yet;
-                 numbers on the host, which a CUDA device may not have written yet
-    is_bypassed  True once a GradScaler was updated although none of its scaled losses has been through a backward
-                 pass: something else scales the losses
+    scales  loss scales noted so far in the current backward pass; numbers on the host, which a CUDA device may not have
+            written yet
     """
 
     def __init__(self) -> None:
-        self.is_bypassed = False
         self._scales: list[Tensor] = []
         self._pass_number = -1
         self._watched: weakref.WeakSet[type[GradScaler]] = weakref.WeakSet()
         # Scalers with a scaled loss that has been through a backward pass.
         self._used: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+        self._bypassed: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 
     def start(self) -> None:
         """Begin to watch. Further calls change nothing."""
@@ -43,6 +41,11 @@ class ScaleWatch:
     @property
     def scales(self) -> tuple[Tensor, ...]:
         return tuple(self._scales)
+
+    @property
+    def is_bypassed(self) -> bool:
+        """A GradScaler is updated, and none of its scaled losses went through backward: something else scales them."""
+        return bool(self._bypassed)
 
     def _watch(self, cls: type[GradScaler]) -> None:
         if cls not in self._watched:
@@ -59,8 +62,8 @@ class ScaleWatch:
 
     def _noting_scale(self, scale: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(scale)
-        def wrapped(scaler: GradScaler, outputs: Any) -> Any:
-            scaled = scale(scaler, outputs)
+        def wrapped(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+            scaled = scale(scaler, *args, **kwargs)
             return self._hooked(scaler, scaled) if scaler.is_enabled() else scaled
 
         return wrapped
@@ -79,6 +82,7 @@ class ScaleWatch:
 
     def _note(self, scaler: GradScaler, scale: Tensor) -> None:
         self._used.add(scaler)
+        self._bypassed.discard(scaler)
         number = backward_number()
         if self._pass_number != number:
             self._pass_number, self._scales = number, []
@@ -91,11 +95,14 @@ class ScaleWatch:
 
     def _noting_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(update)
-        def wrapped(scaler: GradScaler, new_scale: float | Tensor | None = None) -> Any:
+        def wrapped(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
             # `update` with a new scale may be called at any time. Without one, it follows a backward pass.
-            if new_scale is None and scaler.is_enabled() and scaler not in self._used:
-                self.is_bypassed = True
-            return update(scaler, new_scale)
+            has_new_scale = any(value is not None for value in (*args, *kwargs.values()))
+            if not has_new_scale and scaler.is_enabled() and scaler not in self._used:
+                self._bypassed.add(scaler)
+            # A pass that raised has not forgotten its scales.
+            self._forget()
+            return update(scaler, *args, **kwargs)
 
         return wrapped
 

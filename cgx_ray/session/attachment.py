@@ -20,7 +20,7 @@ from cgx_ray.session.settings import Settings
 from cgx_ray.session.states import check_complete, merge_states
 from cgx_ray.torch_compat import is_registered
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 
 
 class Session(Protocol):
@@ -143,8 +143,7 @@ class Attachment:
             return
         if len(given) == dist.get_world_size():
             given = [state for state in given if state["rank"] == dist.get_rank()]
-        # Older states have no loss scale.
-        scales = {state.get("loss_scale", 1.0) for state in given}
+        scales = {state["loss_scale"] for state in given}
         if len(scales) > 1:
             raise StateError(f"the states have loss scales {sorted(scales)}; give states of one run at one step")
         self._engine.load_state(*merge_states(given), loss_scale=scales.pop())

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.emulated import needs_lab
 from support.ranks import run_ranks
 from support.shared_memory import FOLDER, TIMEOUT_S, connect, left_behind
 from torch.nn.parallel import DistributedDataParallel
@@ -22,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from cgx_ray.collectives import Transport
 from cgx_ray.errors import ConfigError
-from cgx_ray.lab.namespaces import Lab
-from cgx_ray.runtime_ext.shm import Segment, host_key
+from cgx_ray.runtime_ext.shm import Segment
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
@@ -89,18 +87,6 @@ def test_ranks_without_shared_memory_are_nodes_of_their_own_and_reach_the_others
     nodes = [0, 1, 0, 0]
     assert run_ranks(4, _connect_with, _all_but_the_second) == [(nodes, 3), (nodes, 1), (nodes, 3), (nodes, 3)]
     assert run_ranks(2, _connect_with, _none) == [([0, 1], 1)] * 2
-
-
-@needs_lab()
-def test_hosts_of_a_lab_do_not_share_although_they_are_one_machine() -> None:
-    script = "from cgx_ray.runtime_ext.shm import host_key; print(host_key())"
-    with Lab(2, rate_bit_per_s=1e9) as lab:
-        asked = [
-            lab.popen(host, [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for host in (0, 0, 1)
-        ]
-        keys = [process.communicate()[0].strip() for process in asked]
-    assert keys[0] == keys[1], "one host sees two folders"
-    assert len({*keys, host_key()}) == 3, f"keys of host 0, 0, 1: {keys}, of this one: {host_key()}"
 
 
 def _connect_without_room(rank: int) -> tuple[list[int], list[str], bool]:

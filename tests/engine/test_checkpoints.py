@@ -38,7 +38,7 @@ def test_states_that_are_incomplete_or_of_another_model_are_refused() -> None:
     assert "ranks [0]" in partial
     assert "no such layer" in foreign
     assert "momentum of 3 elements for layer 'left.weight', the model has 4323" in larger
-    assert "format 1, this version reads 2" in version
+    assert "format 1, this version reads 3" in version
 
 
 RESUMED = [

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.engine.scale_watch import WATCH, ScaleWatch
 
 
 class _Own(GradScaler):
@@ -187,3 +188,64 @@ def test_what_is_no_scaler_is_one_error_on_all_ranks(sharded: bool) -> None:
     first, second = run_ranks(2, _wrong_scaler, sharded)
     assert first == second
     assert "scaler 1024.0 is not allowed; give a torch.amp.GradScaler" in first
+
+
+class _Narrow(GradScaler):
+    """A scaler whose methods have other parameters than those of GradScaler."""
+
+    def scale(self, loss: Any, factor: float = 1.0) -> Any:  # type: ignore[override]
+        return super().scale(loss) * factor
+
+    def update(self) -> None:  # type: ignore[override]
+        super().update(1.0)
+
+
+def test_a_watched_scaler_keeps_its_own_signatures() -> None:
+    WATCH.start()
+    scaler = _Narrow("cpu", init_scale=8.0)
+    assert scaler.scale(loss=torch.ones((), requires_grad=True), factor=2.0).item() == 16
+    scaler.update()
+    assert scaler.get_scale() == 1
+
+
+def test_a_scaler_that_is_used_after_all_bypasses_nothing() -> None:
+    watch = ScaleWatch()
+    watch.start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    weight, optimizer = nn.Parameter(torch.ones(1)), torch.optim.SGD([torch.ones(1)], lr=0.1)
+    (weight * scaler.get_scale()).sum().backward()
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert watch.is_bypassed
+    scaler.scale(weight.sum()).backward()
+    assert not watch.is_bypassed
+
+
+def _unscaled_on_one_rank(rank: int, codec: str, scheme: str) -> str | None:
+    trainer = Trainer(rank, codec, scheme)
+    try:
+        for step in range(4):
+            loss = trainer.loss(step)
+            is_forgotten = rank == 1 and step == 2
+            (loss if is_forgotten else _scaled(trainer, loss)).backward()
+    except (cgx_ray.CGXError, RuntimeError) as error:
+        return str(error)
+    finally:
+        trainer.attachment.close()
+    return None
+
+
+def _scaled(trainer: Trainer, loss: torch.Tensor) -> torch.Tensor:
+    trainer.scaler.scale(torch.zeros(()))
+    trainer.scaler.update(1024.0)
+    scaled: torch.Tensor = trainer.scaler.scale(loss)
+    return scaled
+
+
+def test_ranks_whose_losses_have_different_scales_are_one_error_in_the_next_step() -> None:
+    for rank, said in enumerate(run_ranks(2, _unscaled_on_one_rank, *FED_BACK[0])):
+        assert said is not None
+        assert f"rank {rank}: ranks had loss scales 1 to 1024 in step 2; scale the " in said
+    assert run_ranks(2, _unscaled_on_one_rank, "qsgd", "sra") == [None, None]
