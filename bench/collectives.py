@@ -1,7 +1,7 @@
 """`cgx-ray bench collectives`: times of schemes between real processes, with Gloo's all-reduce and the bound.
 
-A time is that of the slowest rank, from the common start until it holds the average, codecs included; the median of the
-rounds. All cases take turns in every round. The bound is the alpha-beta cost at the set rate and latency. The rate
+Each time is the median over rounds of the slowest rank's time, from the common start until it holds the average, codecs
+included. All cases take turns in every round. The bound is the alpha-beta cost at the set rate and latency. The rate
 counts whole frames: 96 % of them is payload in labs with rates only, 99 % in labs with latency (larger frames).
 """
 

@@ -81,7 +81,7 @@ class KernelNumbers:
             Row(name="threads", value=self.options.threads, unit="threads"),
         ]
         for timing in self.timings:
-            size = format_bytes(timing.message_bytes)
+            size = _row_size(timing.message_bytes)
             rows += _throughput_rows(timing, f"_{size}")
             if timing.message_bytes in LATENCY_BYTES:
                 latency_us, copy_us = timing.encode_s * 1e6, timing.copy_s * 1e6
@@ -93,6 +93,11 @@ class KernelNumbers:
             rows.append(Row(name=f"{name}_bits", value=quality.bits, unit="bits/element"))
             rows += [Row(name=f"{name}_error_{x}", value=error, unit="relative") for x, error in quality.errors.items()]
         return rows
+
+
+def _row_size(num_bytes: int) -> str:
+    """Return "64KB" for 64 KiB. Names of rows must stay the same from run to run, so they keep this form."""
+    return f"{num_bytes >> 10}KB" if num_bytes < 1 << 20 else f"{num_bytes >> 20}MB"
 
 
 def measure_kernels(options: KernelOptions, on_part: Callable[[str, float], None]) -> KernelNumbers:

@@ -1,4 +1,4 @@
-"""`cgx-ray bench lab`: how faithful the lab is here: Gloo's all-reduce compared with the alpha-beta model.
+"""`cgx-ray bench lab`: compares Gloo's all-reduce in the lab with the alpha-beta model.
 
 A time is that of the slowest rank, from a barrier until it holds the sum; the median of several rounds, after one that
 opens the TCP windows. The model is that of the dense ring. A row is sound if the switch delivered 99 % of the packets

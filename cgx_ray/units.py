@@ -1,11 +1,12 @@
 """Rates, durations, sizes, shares and counts: read from text as people write them, and written as text.
 
-`name` in a parser is the quantity that the text stands for, such as "latency". Every parser raises ConfigError, whose
-message begins with that name.
+Parsers take `name`, what the text means to the user, such as "latency". Every parser raises ConfigError, whose message
+begins with that name.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -62,13 +63,20 @@ def compact_rate(bit_per_s: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return "4.25 ms" or "1.5 s": three significant digits."""
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    """Return "10 ns", "4.25 ms" or "1.5 s" with three significant digits; "1,234 s" from 1,000 seconds on."""
+    if seconds == 0 or seconds >= 999.5:
+        return f"{seconds:,.0f} s"
+    # Rounded first, so that 0.9996 s is 1 s and not 1,000 ms.
+    rounded = float(f"{seconds:.3g}")
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if rounded >= size:
+            return f"{rounded / size:.3g} {unit}"
+    return f"{rounded * 1e9:.3g} ns"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return "64KB" (64 x 1,024 bytes) or "256MB"."""
-    return f"{num_bytes >> 10}KB" if num_bytes < 1 << 20 else f"{num_bytes >> 20}MB"
+    """Return "64 KiB" (64 x 1,024 bytes) or "256 MiB"."""
+    return f"{num_bytes >> 10} KiB" if num_bytes < 1 << 20 else f"{num_bytes >> 20} MiB"
 
 
 def format_count(count: int, noun: str) -> str:
@@ -80,7 +88,10 @@ def _parse(name: str, text: str, units: Mapping[str, float], allowed: str) -> fl
     match = re.fullmatch(rf"{_NUMBER}\s*([a-z/%]*)", text.strip().lower())
     if match is None or match[2] not in units:
         raise ConfigError(f"{name} {text!r} is not allowed; give {allowed}")
-    return float(match[1]) * units[match[2]]
+    value = float(match[1]) * units[match[2]]
+    if math.isinf(value):
+        raise ConfigError(f"{name} {text!r} is not allowed, because it is too large; give {allowed}")
+    return value
 
 
 def _scaled_rate(bit_per_s: float) -> tuple[float, str]:

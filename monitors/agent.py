@@ -59,6 +59,7 @@ class NodeAgent:
         self._metrics = NodeMetrics(run_name)
         self._outbox = _Outbox(None)
         self._found: deque[tuple[str, float]] = deque()
+        self._logged: set[tuple[str, type[Exception]]] = set()
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._repeat, args=(work, every_s), name=name, daemon=True)
@@ -112,8 +113,21 @@ class NodeAgent:
         self._bulk_server.close()
 
     def _repeat(self, work: Callable[[], None], every_s: float) -> None:
+        """Call `work` until `stop`, also after errors. Log the first error of each type."""
         while not self._stopping.is_set():
-            work()
+            try:
+                work()
+            except Exception as error:
+                thread = threading.current_thread().name
+                if (thread, type(error)) not in self._logged:
+                    self._logged.add((thread, type(error)))
+                    logger.warning(
+                        "node %s: thread %s failed (%r) and goes on; later errors of this type are not logged",
+                        self._node_id,
+                        thread,
+                        error,
+                        exc_info=error,
+                    )
             self._stopping.wait(every_s)
 
     def _measure(self) -> None:

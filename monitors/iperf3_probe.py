@@ -23,12 +23,23 @@ MAX_TEST_S = 5
 ANSWER_TIMEOUT_S = 20.0
 
 
-@functools.cache
 def available() -> bool:
-    """Return True if libiperf loads on this node. Tries once and logs a failure."""
+    """Return True if libiperf loads on this node. Logs a failure. Tries again only if a process could not answer."""
+    try:
+        return _loads()
+    except OSError as error:
+        logger.warning("bandwidth is probed over TCP this time, because iperf3 could not be tried: %s", error)
+        return False
+
+
+@functools.cache
+def _loads() -> bool:
+    """Try once to load libiperf. Raises OSError, and so keeps no answer, if no process starts or answers in time."""
     process = _start("check")
     try:
-        _answer(process, "iperf3")
+        _answer(process, "iperf3", "version")
+    except TimeoutError:
+        raise
     except OSError as error:
         logger.warning(
             "bandwidth is probed over TCP without iperf3, whose library does not load here (%s); "
@@ -48,10 +59,11 @@ class Iperf3Server:
         """Listen on `host`. Raises OSError with iperf3's message if it cannot."""
         self._process = _start("server", host)
         try:
-            self.address: tuple[str, int] = (host, _answer(self._process, f"iperf3 server on {host}")["port"])
-        except OSError:
+            port = int(_answer(self._process, f"iperf3 server on {host}", "port"))
+        except BaseException:
             self.close()
             raise
+        self.address: tuple[str, int] = (host, port)
 
     def close(self) -> None:
         """End the server, and a test that is under way. May be called again."""
@@ -69,7 +81,7 @@ def measure_iperf3(host: str, port: int, num_bytes: int) -> float:
     what = f"iperf3 to {host}:{port}"
     process = _start("client", host, str(port), str(num_bytes), str(MAX_TEST_S))
     try:
-        return float(_answer(process, what)["received_bits_per_s"]) / 8
+        return float(_answer(process, what, "received_bits_per_s")) / 8
     finally:
         _end(process)
 
@@ -81,8 +93,11 @@ def _start(*words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def _answer(process: subprocess.Popen[bytes], what: str) -> dict[str, Any]:
-    """Wait for the line that `iperf3_process` answers. Raises OSError, with `what` ahead, if it is an error or none."""
+def _answer(process: subprocess.Popen[bytes], what: str, field: str) -> Any:
+    """Wait for the line that `iperf3_process` answers; return its `field`.
+
+    Raises OSError, whose message begins with `what`, if there is no line, or one with an error or without `field`.
+    """
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -92,10 +107,15 @@ def _answer(process: subprocess.Popen[bytes], what: str) -> dict[str, Any]:
     if not line:
         said = process.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2]
         raise OSError(f"{what}: its process ended with {process.returncode} and no answer; {said}")
-    answer: dict[str, Any] = json.loads(line)
-    if "error" in answer:
+    try:
+        answer = json.loads(line)
+    except ValueError as error:
+        raise OSError(f"{what}: its process answered {line!r}, which is not JSON") from error
+    if isinstance(answer, dict) and "error" in answer:
         raise OSError(f"{what}: {answer['error']}")
-    return answer
+    if not isinstance(answer, dict) or field not in answer:
+        raise OSError(f"{what}: its process answered {line!r}, which has no {field!r}")
+    return answer[field]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import iperf3
 
-# Naming the library spares the package a search, which runs ldconfig and gcc. It would try this name last.
+# Given a name, the package does not search by ldconfig and gcc. This is the name its search would try last.
 LIBRARY = "libiperf.so.0" if sys.platform == "linux" else None
 LISTEN_POLL_S = 1e-3
 

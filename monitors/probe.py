@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import socket
 import struct
 import sys
@@ -15,9 +16,13 @@ from cgx_ray.monitors.iperf3_probe import Iperf3Server, measure_iperf3
 from cgx_ray.monitors.probe_schedule import budget_bytes
 from cgx_ray.monitors.round_trip import EchoServer, round_trip_s
 
+logger = logging.getLogger(__name__)
+
 # Seconds that one probe may send.
 MAX_PROBE_S = 5.0
 MAX_HOPS = 30
+# Seconds until the next try after a probe could not be accepted, for example because all file descriptors are in use.
+_ACCEPT_PAUSE_S = 0.1
 _PIECE_BYTES = 1 << 18
 _RESULT = struct.Struct("<d")
 # Seconds of a window over which a rate is measured. After a stall queues deliver some 80 KB at once, which must be a
@@ -53,22 +58,30 @@ class BulkServer:
         """Listen on `host`, on a free port. Raises OSError if `host` is not an address of this node."""
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="cgx-ray-bulk", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop accepting probes; wait for a running one. May be called again."""
+        self._closing.set()
         if self._thread.is_alive():
             self._listener.shutdown(socket.SHUT_RDWR)
             self._thread.join()
         self._listener.close()
 
     def _serve(self) -> None:
-        while True:
+        has_warned = False
+        while not self._closing.is_set():
             try:
                 client, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if not self._closing.is_set() and not has_warned:
+                    has_warned = True
+                    host, port = self.address
+                    logger.warning("%s:%d could not accept a probe (%s); it goes on", host, port, error)
+                self._closing.wait(_ACCEPT_PAUSE_S)
+                continue
             with client:
                 client.settimeout(MAX_PROBE_S)
                 try:
@@ -230,10 +243,16 @@ class Prober:
         return self._echo.address, self._bulk.address
 
     def start_iperf3(self) -> tuple[str, int] | None:
-        """Serve one iperf3 test until `stop_iperf3`; return its address, or None if libiperf is not installed here."""
-        if iperf3_probe.available():
+        """Serve one iperf3 test until `stop_iperf3`; return its address, or None if no server can run here."""
+        self.stop_iperf3()
+        if not iperf3_probe.available():
+            return None
+        try:
             self._iperf3 = Iperf3Server(self._host)
-        return self._iperf3.address if self._iperf3 is not None else None
+        except OSError as error:
+            logger.warning("probes to %s go over TCP without iperf3: %s", self._host, error)
+            return None
+        return self._iperf3.address
 
     def stop_iperf3(self) -> None:
         if self._iperf3 is not None:
@@ -250,14 +269,18 @@ class Prober:
     ) -> NodePath:
         """Probe another node by the addresses of its servers. All probes together keep to the budget of one minute.
 
-        iperf3  used if libiperf is installed here too
+        iperf3  used if libiperf is installed here too. If its test fails, the rate is that of TCP
 
         Raises OSError if the other node does not answer.
         """
         latency_s = round_trip_s(*echo) / 2
         left, found = measure_bulk(bulk)
         if iperf3 is not None and left > 0 and iperf3_probe.available():
-            bytes_per_s = measure_iperf3(*iperf3, left // 3)
+            try:
+                bytes_per_s = measure_iperf3(*iperf3, left // 3)
+            except OSError as error:
+                logger.warning("the rate of this probe is that of TCP, because iperf3 failed: %s", error)
+                bytes_per_s = 0.0
             if bytes_per_s > 0:
                 found.append(Bandwidth(bytes_per_s=bytes_per_s, tool="iperf3"))
         rates = [one.bytes_per_s for one in found]

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.table import Table
 
@@ -72,7 +73,7 @@ def probe_nodes(
 
     node_of_host  Ray's node id per address; Ray must be initialised. Each node runs an actor, without a CPU, meanwhile
 
-    Raises the OSError of a probe that failed, as a RayTaskError.
+    Raises ConfigError for the first probe that failed.
     """
     hosts = list(node_of_host)
     actors = [
@@ -90,14 +91,28 @@ def probe_nodes(
                 actors[at].probe.remote(*addresses[to], where, counts_hops=counts_hops)
                 for (at, to), where in zip(pairs, iperf3, strict=True)
             ]
-            for (at, to), way in zip(pairs, ray.get(found), strict=True):
-                ways[hosts[at], hosts[to]] = way
+            for (at, to), way in zip(pairs, found, strict=True):
+                ways[hosts[at], hosts[to]] = _result(way, hosts[at], hosts[to])
                 on_done((hosts[at], hosts[to]))
             ray.get([actors[to].stop_iperf3.remote() for _, to in pairs])
         return ways
     finally:
         for actor in actors:
             ray.kill(actor)
+
+
+def _result(way: Any, at: str, to: str) -> NodePath:
+    """Wait for a probe from host `at` to host `to`. Raises ConfigError with its cause if it failed."""
+    try:
+        result: NodePath = ray.get(way)
+    except RayError as error:
+        # The text of a RayTaskError is the remote traceback.
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        text = str(cause).strip().partition("\n")[0] or repr(cause)
+        raise ConfigError(
+            f"the probe from {at} to {to} failed: {text}; check that both nodes are up and that no firewall is between"
+        ) from error
+    return result
 
 
 def describe_ways(hosts: list[str], ways: Ways) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Estimate:
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Return the element of `values` that `fraction` of them lie below; a fraction outside [0, 1] is clipped."""
+    """Return the value below which this fraction of `values` lies; a fraction outside [0, 1] is clipped."""
     ordered = sorted(values)
     return ordered[min(max(round(fraction * (len(ordered) - 1)), 0), len(ordered) - 1)]
 

@@ -5,8 +5,8 @@ Messages and probes are combined as follows:
 1. Latency is the shorter of the two, since full links and busy processors can only add to it. After a change, the
    probed latencies count again when all nodes have measured anew.
 2. Bandwidth is that of the messages. Where it is not sure, probed bandwidths replace it until they are RATE_HOLDS_S old
-   or the network changes. A node sends at the highest rate that it reached to any other node, and receives likewise, as
-   the other end of a single path may be the slow one.
+   or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end may be
+   the slow one. The same for receiving.
 3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. A node takes
    part in one probe per minute, of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and
    a node that has sent receives next.

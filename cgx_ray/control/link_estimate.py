@@ -57,7 +57,7 @@ MIN_STEPS = 3
 REFRESH_S = 0.5
 # Quantile of round trips that stands for the idle network; the very shortest may be an artefact of time stamps.
 FAST_TIME = 0.1
-# Bursts that are watched as one value: the fast side of a single burst is unknown.
+# Fewest bursts that make one watched value: one burst alone may be slow by chance.
 MIN_WATCHED_BURSTS = 2
 # Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
 LATENCY_FLOOR_S = 5e-4

@@ -205,6 +205,6 @@ def _cause(state: WorkerGroupState, step: int, measured: Measured) -> str | None
     if step < state.setbacks.pause_end:
         return None
     cause = state.gains.cause(state.decided.gain)
-    if cause is None and step >= max(state.decision_step + REVIEW_STEPS, state.setbacks.pause_end):
+    if cause is None and step >= state.decision_step + REVIEW_STEPS:
         return "regular review"
     return cause

@@ -17,7 +17,7 @@ from cgx_ray.control.traffic import ObservedExchange
 FAST_RATE = 0.95
 # Fewer bursts than this give no estimate: a quantile needs a few values.
 MIN_BURSTS = 4
-# Ratio of the bytes per hop of two groups from which their times tell bandwidth and latency apart.
+# Two groups whose bytes per hop differ by this factor tell bandwidth from latency.
 SIZE_FACTOR = 4.0
 # Fastest exchanges of each size that are fitted, at most a third of them: the others contain delays by processors.
 FITTED_PER_SIZE = 5
@@ -25,8 +25,7 @@ FITTED_PER_SIZE = 5
 HOP_WORK_S = 1e-3
 # Seconds per byte that processors need to encode or copy. A link that looks about as fast may be faster.
 BYTE_WORK_S = 2e-8
-# Least fraction of a measured time that is left after latency is subtracted: ranks that wait for a processor make the
-# latency of one exchange a guess, and the difference must stay positive.
+# Least share of a measured time that is kept when latency is subtracted, so that the rest stays positive.
 MIN_LEFT = 0.1
 
 

@@ -51,8 +51,8 @@ class Group:
         self._use(plan.option.codec)
         self._memories = memories
         self._memory = memories.of_group(self._codec)
-        # With a hierarchical scheme a rank's residuals belong to the gradients of its node. Gains are then measured
-        # without them.
+        # With a hierarchical scheme a residual belongs to the gradient of the whole node, so gains are measured without
+        # it.
         self._own_memory = self._memory if plan.option.intra is Intra.FLAT else None
         self._paid: list[str] = []
         self._arrived: dict[str, Tensor] = {}

@@ -23,8 +23,8 @@ class ShardExchange:
     """The transports of a sharded model and the work that it does on them, step by step.
 
     step        number of the step under way
-    phases      times of the exchanges of this step. Each method returns those of its own exchange, still open: the
-                caller ends them with a "decode" lap when it is done with the result
+    phases      times of the exchanges of this step. Each method returns the Phases of its exchange. Call
+                `lap("decode")` on them when you have used the result
     sent_bytes  bytes that this rank has sent in this step
     """
 
@@ -40,8 +40,8 @@ class ShardExchange:
         self._replicas = replicas
         self.plan_version = plan_version
         self._seed = seed
-        # Per part that replicas average: the exchange, and memory for what its messages drop. Residuals of earlier
-        # steps are already in the shards, so the memory is never read back into an exchange.
+        # Per part that replicas average: the exchange, and a buffer for what it drops. The buffer is never added to a
+        # later exchange, because the shards already contain earlier residuals.
         self._averaging: dict[int, tuple[Sra, Memory | None]] = {}
 
     @property
@@ -98,7 +98,7 @@ class ShardExchange:
             sra.run(values_1S.view(-1), memory, self._stamp(part, 0), self._seed, phases)
             self.sent_bytes += sra.sent_bytes
             if memory is not None:
-                # An error in an average of R gradients is an error R times as large in this rank's own gradient.
+                # Averaging divides by R, so an error e in the average is an error R * e in this rank's gradient.
                 assert part.memory is not None
                 own_S = part.memory.next_N.view(part.num_ranks, -1)[self._shards.rank]
                 torch.mul(memory.next_N, part.num_ranks if is_average else 1, out=own_S)

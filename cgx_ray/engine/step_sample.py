@@ -23,13 +23,12 @@ def sample_of_step(
     rate_from: tuple[float, ...] = ()
     with telemetry.optional("rates of arrival", step.number):
         bursts, rate_from = _rates(transport.take_bursts(), transport.world_size)
-    step_s = ended_s - began_s
     return StepSample(
         rank=transport.rank,
         step=step.number,
         plan_version=step.plan_version,
-        step_s=step_s,
-        compute_s=step_s - (ended_s - step.last_arrival),
+        step_s=ended_s - began_s,
+        compute_s=step.last_arrival - began_s,
         encode_s=sum(phases.encode for phases in step.phases),
         exchange_s=sum(phases.exchange for phases in step.phases),
         decode_s=sum(phases.decode for phases in step.phases),

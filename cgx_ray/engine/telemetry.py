@@ -44,7 +44,7 @@ class Telemetry:
     def optional(self, numbers: str, step: int) -> Iterator[None]:
         """Continue after the block if the block raises. Log the first error of each type with its traceback.
 
-        numbers  name in the warning of the numbers that are then missing
+        numbers  what is measured, as the warning calls it
 
         For measurements only: no message between ranks may depend on a block that can fail on one rank alone.
         """

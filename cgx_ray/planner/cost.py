@@ -89,8 +89,8 @@ class Network:
     ) -> tuple[Terms, Terms]:
         """Return hops and bytes inside a node, and those between nodes at a node's link.
 
-        Arguments as in the function `terms`. A flat exchange counts between nodes if there are several; what part of a
-        rank's bytes crosses a node's card is `SchemeCost.crossing`.
+        Arguments as in the function `terms`. A flat exchange counts between nodes if there are several; a node's
+        card then carries `SchemeCost.crossing` bytes per byte of one rank.
         """
         if not self.is_flat(intra):
             return hierarchical_terms(

@@ -45,7 +45,7 @@ class Overlap(Enum):
     NOTHING   encode, send and decode follow each other
     DECODING  a message is decoded while later ones arrive
     CODING    pieces of a chunk are encoded and decoded while others travel
-    PIECES    a chunk is encoded again at each hop: of the shorter of codec and network, one piece stays visible
+    PIECES    a chunk is encoded anew at each hop. Time: the longer of codec and network, plus one piece of the shorter
     """
 
     NOTHING = "nothing"
@@ -54,7 +54,10 @@ class Overlap(Enum):
     PIECES = "pieces"
 
     def seconds(self, encode_s: float, network_s: float, decode_s: float) -> float:
-        """Return the seconds of an exchange whose first piece takes no time. PIECES counts as one piece."""
+        """Return the seconds of an exchange, without the time of its first piece.
+
+        For PIECES nothing overlaps: the chunk counts as one piece.
+        """
         if self is Overlap.CODING:
             return max(network_s, encode_s + decode_s)
         if self is Overlap.DECODING:
@@ -69,7 +72,7 @@ class SchemeCost:
     terms           hops and bytes, by N and payload
     work            codec work of one rank, by N and n
     overlap         work that hides behind the network
-    crossing        share of one rank's bytes that a node's card carries in a flat exchange, by N and ranks per node
+    crossing        bytes on a node's card per byte of one rank, in a flat exchange; by N and ranks per node
     num_chunks      chunks that each rank cuts its encoded group into, by N; read for Overlap.PIECES only
     is_vendor_ring  the vendor's library sums. Between a part of the ranks we sum directly instead, in 2 hops
     """

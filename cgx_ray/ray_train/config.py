@@ -39,7 +39,7 @@ class CGXConfig(Settings, TorchConfig):
     Its fields are those of TorchConfig and of `Settings`. Raises ConfigError on a value that is not allowed.
     """
 
-    # Both have this field. The default stays Ray's.
+    # Settings and TorchConfig both have timeout_s. Keep TorchConfig's default.
     timeout_s: int = TorchConfig.timeout_s
 
     @property

@@ -23,7 +23,7 @@ from cgx_ray.session.settings import Settings
 logger = logging.getLogger(__name__)
 
 STATE_FILES = "cgx_ray-rank*.pt"
-# Longest wait for a plan before samples are sent, so also the time between two reports to the agent.
+# Seconds between two reports to the agent. Between them the thread waits for a plan.
 CARRY_INTERVAL_S = 0.5
 # The controller answers a long poll without a new plan after this time.
 POLL_TIMEOUT_S = 10.0

@@ -33,7 +33,10 @@ _Line = list[tuple[float, float]]
 
 
 def plot_schedule(schedule: Schedule, path: Path) -> None:
-    """Write a picture of rate and latency over time, with one line for links that are always alike; a cut is a gap."""
+    """Write a picture of rate and latency over time.
+
+    Links with equal values share a line. While a host is cut off, its line has a gap.
+    """
     figure = new_figure(9, 4.8)
     rate_axes, latency_axes = figure.subplots(2, 1, sharex=True)
     draw_links(rate_axes, schedule, "rate_bit_per_s")

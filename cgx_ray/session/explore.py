@@ -39,8 +39,8 @@ class Stateful(Protocol):
 class Exploration:
     """Result of an exploration; the same on all ranks.
 
-    trials  one per candidate, in their order: the longest codec time of all ranks, the shortest exchange time (other
-            ranks waited), and the mean gain over ranks that had one
+    trials  one per candidate, in their order: the longest codec time of all ranks; the shortest exchange time over
+            ranks, since the longer ones include waiting; and the mean gain over ranks that had one
     front   trials that no other trial beats in codec time, exchange time and gain
     knee    chosen trial of the front
     plan    of the knee; it is in force

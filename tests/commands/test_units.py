@@ -71,6 +71,15 @@ def test_an_unknown_text_is_one_error_with_name_text_and_an_example(parse: Calla
     assert ", such as " in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [(parse_rate, "1e400gbps"), (parse_rate, "1e300tbps"), (parse_seconds, "1e400ms"), (parse_bytes, "1e400kb")],
+)
+def test_a_number_that_overflows_is_an_error(parse: Callable[..., float], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^given {text!r} is not allowed, because it is too large; give a number"):
+        parse("given", text)
+
+
 def test_rates_are_written_for_readers_and_as_options() -> None:
     rates = (1e9, 2.5e9, 1e8, 64e3)
     assert [format_rate(rate) for rate in rates] == ["1 Gbit/s", "2.5 Gbit/s", "100 Mbit/s", "64 kbit/s"]
@@ -80,5 +89,7 @@ def test_rates_are_written_for_readers_and_as_options() -> None:
 
 def test_durations_sizes_and_counts_are_written_with_their_units() -> None:
     assert [format_seconds(seconds) for seconds in (4.25e-3, 0.5, 1.5)] == ["4.25 ms", "500 ms", "1.5 s"]
-    assert [format_bytes(size) for size in (1 << 16, 1 << 28)] == ["64KB", "256MB"]
+    assert [format_seconds(seconds) for seconds in (0, 1e-8, 5e-5, 0.9996)] == ["0 s", "10 ns", "50 us", "1 s"]
+    assert [format_seconds(seconds) for seconds in (999.4, 999.9, 1234)] == ["999 s", "1,000 s", "1,234 s"]
+    assert [format_bytes(size) for size in (1 << 16, 1 << 28)] == ["64 KiB", "256 MiB"]
     assert [format_count(count, "thread") for count in (1, 4)] == ["1 thread", "4 threads"]

@@ -112,14 +112,42 @@ def test_a_server_that_does_not_answer_is_a_timeout(monkeypatch: pytest.MonkeyPa
 
 
 def test_libiperf_that_ends_its_process_is_an_error() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.exit('first line\\nlast line')"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    process = piped([sys.executable, "-c", "import sys; sys.exit('first line\\nlast line')"])
     with pytest.raises(OSError, match="iperf3: its process ended with 1 and no answer; last line"):
-        iperf3_probe._answer(process, "iperf3")
+        iperf3_probe._answer(process, "iperf3", "version")
+
+
+@pytest.mark.parametrize(("line", "cause"), [("no JSON", "is not JSON"), ('{"part": 1}', "has no 'port'")])
+def test_a_server_with_a_wrong_answer_is_an_error_and_ends(
+    line: str, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = f"import time; print({line!r}, flush=True); time.sleep(60)"
+    monkeypatch.setattr(iperf3_probe, "_start", lambda *words: piped([sys.executable, "-c", program]))
+    with pytest.raises(OSError, match=f"iperf3 server on {HOST}: its process answered .*{cause}"):
+        Iperf3Server(HOST)
+
+
+def piped(argv: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_iperf3_is_tried_again_after_a_time_out_and_after_a_process_that_could_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = iperf3_probe._start
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+    def refused(*words: str) -> subprocess.Popen[bytes]:
+        raise BlockingIOError("no more processes")
+
+    iperf3_probe._loads.cache_clear()
+    monkeypatch.setattr(iperf3_probe, "ANSWER_TIMEOUT_S", 0.2)
+    for failing in (lambda *words: piped(sleeping), refused):
+        monkeypatch.setattr(iperf3_probe, "_start", failing)
+        assert not iperf3_probe.available()
+    monkeypatch.setattr(iperf3_probe, "ANSWER_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(iperf3_probe, "_start", start)
+    assert iperf3_probe.available()
 
 
 def test_a_parent_that_is_killed_takes_its_processes_along() -> None:

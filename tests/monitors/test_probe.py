@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import socket
 import subprocess
@@ -195,6 +196,41 @@ def test_where_iperf3_receives_nothing_tcp_counts(monkeypatch: pytest.MonkeyPatc
     there.close()
     assert way.tool == "tcp"
     assert way.bytes_per_s > 0
+
+
+def test_a_failed_iperf3_leaves_the_rate_of_tcp(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> float:
+        raise OSError("libiperf failed")
+
+    monkeypatch.setattr(probe, "measure_iperf3", fail)
+    monkeypatch.setattr(probe, "Iperf3Server", fail)
+    here, there = Prober(HOST), Prober(HOST)
+    assert there.start_iperf3() is None
+    way = here.probe(*there.addresses(), (HOST, 1))
+    here.close()
+    there.close()
+    assert way.tool == "tcp"
+    assert way.bytes_per_s > 0
+    assert sum("libiperf failed" in message for message in caplog.messages) == 2, caplog.messages
+
+
+def test_a_server_that_cannot_accept_for_a_while_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_failures = itertools.count()
+    accept = socket.socket.accept
+
+    def fail_twice(listener: socket.socket) -> tuple[socket.socket, object]:
+        if next(num_failures) < 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_twice)
+    with closing(BulkServer(HOST)) as server:
+        assert measure_tcp(*server.address, 10_000_000).bytes_per_s > 0
+    assert sum("Too many open files" in message for message in caplog.messages) == 1, caplog.messages
 
 
 def test_hops_to_a_port_where_nobody_listens_are_refused() -> None:

@@ -13,7 +13,9 @@ import pytest
 import ray
 from rich.console import Console
 
+from cgx_ray.commands import probe as probe_command
 from cgx_ray.commands.probe import describe_ways, plot_ways, probe_nodes, way_table
+from cgx_ray.errors import ConfigError
 from cgx_ray.monitors import iperf3_process
 from cgx_ray.monitors.probe import NodePath, Prober
 
@@ -62,6 +64,20 @@ def test_probes_go_both_ways(address: str) -> None:
     assert sorted(done) == sorted(ways) == [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")]
     assert all(way.bytes_per_s > 0 and way.latency_s > 0 and way.hops == 1 for way in ways.values()), ways
     assert {way.tool for way in ways.values()} == {"iperf3"}
+
+
+def test_a_failed_probe_is_one_clear_error_with_the_pair(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreachable(Prober):
+        def probe(self, *args: object, **options: object) -> NodePath:
+            raise ConnectionRefusedError("connection refused by 127.0.0.2")
+
+    monkeypatch.setattr(probe_command, "Prober", Unreachable)
+    (node,) = ray.nodes()
+    hosts = {"127.0.0.1": node["NodeID"], "127.0.0.2": node["NodeID"]}
+    with pytest.raises(
+        ConfigError, match=r"^the probe from 127\.0\.0\.\d to 127\.0\.0\.\d failed: connection refused by 127"
+    ):
+        probe_nodes(hosts, lambda pair: None)
 
 
 def test_a_prober_that_is_killed_takes_its_iperf3_along(address: str) -> None:

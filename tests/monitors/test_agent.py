@@ -1,0 +1,47 @@
+"""The agent's threads without Ray: an error does not end them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+
+from cgx_ray.monitors import agent as agent_module
+from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.monitors.round_trip import EchoServer
+
+HOST = "127.0.0.1"
+
+
+def test_an_unexpected_error_is_logged_once_and_both_threads_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing_twice(work: Callable[..., object], counts: list[int]) -> Callable[..., object]:
+        num_calls = itertools.count()
+
+        def run(*args: object) -> object:
+            if next(num_calls) < 2:
+                raise KeyError("unexpected")
+            counts.append(1)
+            return work(*args)
+
+        return run
+
+    measured: list[int] = []
+    published: list[int] = []
+    monkeypatch.setattr(agent_module.Peers, "measure", failing_twice(agent_module.Peers.measure, measured))
+    monkeypatch.setattr(agent_module.NodeMetrics, "export", failing_twice(lambda *_: None, published))
+    node = NodeAgent("a", "run", HOST, interval_s=0.01, latency_interval_s=0.01)
+    with closing(EchoServer(HOST)) as peer:
+        node.start({"b": peer.address})
+        end_s = time.monotonic() + 10
+        while not (measured and published) and time.monotonic() < end_s:
+            time.sleep(0.01)
+        node.stop()
+    assert measured
+    assert published
+    messages = [message for message in caplog.messages if "KeyError('unexpected')" in message]
+    assert sorted(message.split()[3] for message in messages) == ["cgx-ray-latency", "cgx-ray-publish"], messages
