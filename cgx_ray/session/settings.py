@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from cgx_ray.collectives.simulated_link import SimulatedLink
 from cgx_ray.collectives.tcp import NUM_STREAMS
@@ -41,8 +41,8 @@ class Settings:
     num_streams     with "tcp": number of connections between two ranks whose round trip takes 5 ms or more. Short
                     messages are spread over them. Ranks with a shorter round trip have one connection
     shared_memory   with "tcp": ranks of one host talk through shared memory where they can
-    timeout_s       seconds until a peer that does not answer counts as gone; also the longest time between two buckets of
-                    a step
+    timeout_s       seconds until a peer that does not answer counts as gone; also the longest time between two
+                    buckets of a step
     simulated_link  holds messages back as a slow link would; for demos and tests
     """
 
@@ -98,14 +98,24 @@ class Settings:
             raise ConfigError(f"shared_memory {self.shared_memory!r} is not allowed; give True or False")
         if not is_timeout(self.timeout_s):
             raise ConfigError(
-                f"timeout_s {self.timeout_s!r} is not allowed; give seconds above 0 and at most {MAX_TIMEOUT_S:g}, such "
-                f"as {DEFAULT_TIMEOUT_S:g}"
+                f"timeout_s {self.timeout_s!r} is not allowed; give seconds above 0 and at most {MAX_TIMEOUT_S:g}, "
+                f"such as {DEFAULT_TIMEOUT_S:g}"
             )
         if self.intra != Intra.FLAT and not (self.transport == "tcp" and self.shared_memory):
             raise ConfigError(
                 f"intra {self.intra!r} needs ranks that share memory; give transport='tcp' and shared_memory=True, or "
                 "intra='flat'"
             )
+
+    def texts(self) -> dict[str, str]:
+        """Return each setting as text, the same for values that mean the same."""
+        plain = {
+            "codec": str(CodecSpec.parse(self.codec)),
+            "scheme": str(self.scheme),
+            "intra": str(self.intra),
+            "timeout_s": float(self.timeout_s),
+        }
+        return {field.name: repr(plain.get(field.name, getattr(self, field.name))) for field in fields(Settings)}
 
     def static_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
         """Return plan 0: `codec` over `scheme` for the whole model."""
