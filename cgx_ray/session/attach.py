@@ -57,7 +57,8 @@ def attach(
     powersgd, ef_signsgd, ...) raises CGXError: losses of one backward pass have several scales; a scale is 0, Inf or
     NaN; or a GradScaler is updated although no loss that its `scale()` returned went through backward.
 
-    Raises ConfigError or PlanError, on all ranks, before training starts.
+    Raises ConfigError or PlanError, on all ranks, before training starts. Raises StateError on a rank that cannot
+    restore its state from Ray Train's checkpoint. The model is not attached then.
     """
     others = {"transport": transport, "shared_memory": shared_memory, "timeout_s": timeout_s}
     given = {name: value for name, value in others.items() if value is not None}
@@ -120,7 +121,12 @@ def _attach(
             engine = ddp.make_engine(model, plan, settings, parameters, scaler, groups, first_plan)
         attachment = Attachment(engine, groups, detach)
         if session is not None:
-            session.start(attachment)
+            try:
+                session.start(attachment)
+            except BaseException:
+                # The state of a checkpoint may not fit the model. The engine's thread must not outlive the error.
+                attachment.close()
+                raise
     return attachment
 
 

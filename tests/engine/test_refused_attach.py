@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from support.branches import Branches
 from support.ranks import run_ranks
+from support.sharded import make_mesh, shard
+from support.sharded import train as train_sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +28,16 @@ class NoPlan:
 
     def start(self, attachment: cgx_ray.Attachment) -> None:
         raise AssertionError("there is nothing to start with")
+
+
+class BadCheckpoint(NoPlan):
+    settings = Settings(policy="static")
+
+    def first_plan(self, layers: Any, world_size: int) -> Plan:
+        return self.settings.static_plan(layers, world_size)
+
+    def start(self, attachment: cgx_ray.Attachment) -> None:
+        raise cgx_ray.StateError("the state is from another model")
 
 
 def _attach_wrong(rank: int, case: str) -> str:
@@ -128,3 +141,23 @@ def _attach_in_vain(rank: int) -> int:
 
 def test_a_refused_attachment_leaves_no_process_group() -> None:
     assert run_ranks(2, _attach_in_vain) == [0, 0]
+
+
+def _resume_in_vain(rank: int, is_sharded: bool) -> tuple[int, list[str]]:
+    """Return the number of process groups, and the engines' threads, that remain after a checkpoint that fails."""
+    model: Any = shard(Branches(), make_mesh()) if is_sharded else DistributedDataParallel(Branches())
+    groups = dist.distributed_c10d._world.pg_map  # noqa: TID251 - torch has no public list
+    before = len(groups)
+    process.session = BadCheckpoint()
+    with pytest.raises(cgx_ray.StateError, match="from another model"):
+        cgx_ray.attach(model)
+    assert process.attachment is None
+    if is_sharded:
+        # Its hooks are removed as well.
+        train_sharded(model, rank, range(1))
+    return len(groups) - before, [thread.name for thread in threading.enumerate() if "cgx" in thread.name]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_a_checkpoint_that_cannot_be_restored_leaves_nothing_attached(is_sharded: bool) -> None:
+    assert run_ranks(2, _resume_in_vain, is_sharded) == [(0, []), (0, [])]
