@@ -161,11 +161,15 @@ class Engine:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
         step: StepRun | None = None
-        while (bucket := self._next(inbox, step)) is not None:
-            if self._failure is not None:
-                bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
-                continue
+        while True:
+            bucket: PendingBucket | None = None
             try:
+                bucket = self._next(inbox, step)
+                if bucket is None:
+                    return
+                if self._failure is not None:
+                    bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
+                    continue
                 if step is None:
                     step = self._begin(bucket)
                 else:
@@ -177,17 +181,17 @@ class Engine:
                     step.release()
                     step = None
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the futures
-                self._fail(error, [bucket, *(step.buckets if step is not None else [])])
+                new = [bucket] if bucket is not None else []
+                self._fail(error, [*new, *(step.buckets if step is not None else [])])
 
     def _next(self, inbox: Inbox[PendingBucket], step: StepRun | None) -> PendingBucket | None:
-        """Return the next bucket; None at the end. Stop the engine if a bucket of `step` does not arrive in time."""
+        """Return the next bucket; None at the end. Raise CGXError if a bucket of `step` does not arrive in time."""
         if step is None or self._failure is not None:
             return inbox.take()
         try:
             return inbox.take(self._transport.timeout_s)
         except TimeoutError:
-            self._fail(self._overdue(step.missing), step.buckets)
-        return inbox.take()
+            raise self._overdue(step.missing) from None
 
     def _overdue(self, missing: Sequence[str]) -> CGXError:
         timeout_s = f"{self._transport.timeout_s:g} s"

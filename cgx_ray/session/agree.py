@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.collectives.transport import Transport
-from cgx_ray.errors import CGXError, PlanError
+from cgx_ray.errors import CGXError, ConfigError, PlanError
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.session.settings import Settings
 
@@ -28,6 +29,30 @@ def as_own(error: Exception) -> CGXError:
     own = CGXError(f"rank {dist.get_rank()} cannot attach: {error!r}")
     own.__cause__ = error
     return own
+
+
+def agree_on_settings(settings: Settings | CGXError, group: dist.ProcessGroup) -> Settings:
+    """Return `settings` if they are the same on all ranks and no error; else raise one error on all ranks.
+
+    settings  or the error that this rank met in making them
+    """
+    own = settings.texts() if isinstance(settings, Settings) else settings
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, own, group=group)
+    # The cause of this rank's own error does not travel, so keep the original.
+    everyones[dist.get_rank(group)] = own
+    for other in everyones:
+        if isinstance(other, CGXError):
+            raise other
+    for rank, other in enumerate(everyones):
+        for name, value in everyones[0].items():
+            if other[name] != value:
+                raise ConfigError(
+                    f"ranks were given different settings: rank {rank} has {name}={other[name]}, rank 0 {value}; give "
+                    "every rank the same"
+                )
+    assert isinstance(settings, Settings)
+    return settings
 
 
 def agree(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scaler
 from cgx_ray.engine.sharded import ShardedEngine
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import CodecSpec, Plan, Scheme, preferred_scheme
 from cgx_ray.session import ddp
+from cgx_ray.session.agree import agree_on_settings, as_own
 from cgx_ray.session.attachment import Attachment, own_groups, process
 from cgx_ray.session.settings import Settings
 
@@ -42,7 +45,8 @@ def attach(
     intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`. Default: CGXConfig's;
                    elsewhere "flat"
     transport, shared_memory, timeout_s
-                   see `Settings`. Default: CGXConfig's; elsewhere "tcp", True and half an hour
+                   see `Settings`. Default: CGXConfig's; elsewhere "tcp", True and half an hour. As codec, scheme and
+                   intra, the same on all ranks
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with the decoded parameters. Each rank updates its own shard, which stays exact
     scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks. It is asked during
@@ -53,13 +57,17 @@ def attach(
     powersgd, ef_signsgd, ...) raises CGXError: losses of one backward pass have several scales; a scale is 0, Inf or
     NaN; or a GradScaler is updated although no loss that its `scale()` returned went through backward.
 
-    Raises ConfigError or PlanError, on all ranks, before training starts.
+    Raises ConfigError or PlanError, on all ranks, before training starts. Raises StateError on a rank that cannot
+    restore its state from Ray Train's checkpoint. The model is not attached then.
     """
     others = {"transport": transport, "shared_memory": shared_memory, "timeout_s": timeout_s}
     given = {name: value for name, value in others.items() if value is not None}
-    settings = _settings(plan, codec, scheme, intra, given)
+
+    def make_settings() -> Settings:
+        return _settings(plan, codec, scheme, intra, given)
+
     is_chosen = any(choice is not None for choice in (plan, codec, scheme, intra))
-    process.attachment = _attach(model, plan, settings, parameters, scaler, asks_controller=not is_chosen)
+    process.attachment = _attach(model, plan, make_settings, parameters, scaler, asks_controller=not is_chosen)
     return process.attachment
 
 
@@ -89,27 +97,51 @@ def _settings(
 def _attach(
     model: nn.Module,
     plan: Plan | None,
-    settings: Settings,
+    make_settings: Callable[[], Settings],
     parameters: CodecSpec | str | None,
     scaler: Scaler | None,
     *,
     asks_controller: bool,
 ) -> Attachment:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        make_settings()
         return Attachment(None)
     session = process.session
     engine: Engine | ShardedEngine
     detach: Callable[[], None] | None = None
     with own_groups() as groups:
+        settings = _agreed_settings(make_settings, groups)
         # Found by a method of FSDP2's class: importing the class takes 0.7 s.
         if hasattr(model, "set_custom_reduce_scatter"):
             from cgx_ray.session import fsdp  # noqa: PLC0415 - it imports FSDP2
 
-            engine, detach = fsdp.make_engine(model, plan, settings, parameters, scaler, groups)
+            engine, detach = fsdp.make_engine(model, plan, settings, parameters, scaler, groups[0])
         else:
             first_plan = session.first_plan if session is not None and asks_controller else settings.static_plan
             engine = ddp.make_engine(model, plan, settings, parameters, scaler, groups, first_plan)
         attachment = Attachment(engine, groups, detach)
         if session is not None:
-            session.start(attachment)
+            try:
+                session.start(attachment)
+            except BaseException:
+                # The state of a checkpoint may not fit the model. The engine's thread must not outlive the error.
+                attachment.close()
+                raise
     return attachment
+
+
+def _agreed_settings(make_settings: Callable[[], Settings], groups: list[dist.ProcessGroup]) -> Settings:
+    """Return the settings, the same on all ranks, and add a group of all ranks to `groups`, with their time-out.
+
+    Raises one ConfigError on all ranks if an argument of one rank is not allowed, or if the ranks' settings differ.
+    """
+    settings: Settings | CGXError
+    try:
+        settings = make_settings()
+    except Exception as error:  # noqa: BLE001 - raised again by `agree_on_settings`, on all ranks
+        settings = as_own(error)
+    # Ranks need a group to tell each other of an error, so also without a valid time-out.
+    timeout_s = settings.timeout_s if isinstance(settings, Settings) else DEFAULT_TIMEOUT_S
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    groups.append(group)
+    return agree_on_settings(settings, group)

@@ -35,13 +35,12 @@ def make_engine(
 ) -> Engine:
     """Return an engine at work behind `model`. The arguments that are not listed are those of `attach`.
 
-    groups      gets the process groups made here; they go with the attachment
+    groups      holds a Gloo group of all ranks, and gets the group made here; both go with the attachment
     first_plan  makes the plan from layers and world size if `plan` is None; called on rank 0 only
 
     Raises ConfigError or PlanError, on all ranks.
     """
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
-    groups.append(group)
+    (group,) = groups
     layers: list[Layer] = []
     offer: str | CGXError | None
     try:

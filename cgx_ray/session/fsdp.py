@@ -28,16 +28,14 @@ def make_engine(
     settings: Settings,
     parameters: CodecSpec | str | None,
     scaler: Scaler | None,
-    groups: list[dist.ProcessGroup],
+    world: dist.ProcessGroup,
 ) -> tuple[ShardedEngine, Callable[[], None]]:
     """Return an engine at work behind `model`, and a function that removes its hooks.
 
-    groups  gets the process group made here, which goes with the attachment. The other arguments are those of `attach`
+    world  a Gloo group of all ranks. The other arguments are those of `attach`
 
     Raises ConfigError or PlanError, on all ranks.
     """
-    world = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
-    groups.append(world)
     layers: list[Layer] = []
     offer: str | CGXError
     try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from cgx_ray.collectives.simulated_link import SimulatedLink
 from cgx_ray.collectives.tcp import NUM_STREAMS
@@ -14,6 +15,13 @@ from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 
 POLICIES = ("adaptive", "static")
 TRANSPORTS = ("tcp", "gloo")
+# 31 years. Python and torch refuse to wait for some larger numbers of seconds.
+MAX_TIMEOUT_S = 1e9
+
+
+def is_timeout(timeout_s: object) -> bool:
+    """Return True if `timeout_s` is a number of seconds that the run can wait."""
+    return isinstance(timeout_s, int | float) and math.isfinite(timeout_s) and 0 < timeout_s <= MAX_TIMEOUT_S
 
 
 # Not frozen and not keyword-only: CGXConfig inherits these fields beside those of Ray's TorchConfig, which is neither.
@@ -33,7 +41,8 @@ class Settings:
     num_streams     with "tcp": number of connections between two ranks whose round trip takes 5 ms or more. Short
                     messages are spread over them. Ranks with a shorter round trip have one connection
     shared_memory   with "tcp": ranks of one host talk through shared memory where they can
-    timeout_s       seconds until a peer that does not answer counts as gone
+    timeout_s       seconds until a peer that does not answer counts as gone; also the longest time between two
+                    buckets of a step
     simulated_link  holds messages back as a slow link would; for demos and tests
     """
 
@@ -87,11 +96,26 @@ class Settings:
     def _check_transport(self) -> None:
         if not isinstance(self.shared_memory, bool):
             raise ConfigError(f"shared_memory {self.shared_memory!r} is not allowed; give True or False")
+        if not is_timeout(self.timeout_s):
+            raise ConfigError(
+                f"timeout_s {self.timeout_s!r} is not allowed; give seconds above 0 and at most {MAX_TIMEOUT_S:g}, "
+                f"such as {DEFAULT_TIMEOUT_S:g}"
+            )
         if self.intra != Intra.FLAT and not (self.transport == "tcp" and self.shared_memory):
             raise ConfigError(
                 f"intra {self.intra!r} needs ranks that share memory; give transport='tcp' and shared_memory=True, or "
                 "intra='flat'"
             )
+
+    def texts(self) -> dict[str, str]:
+        """Return each setting as text, the same for values that mean the same."""
+        plain = {
+            "codec": str(CodecSpec.parse(self.codec)),
+            "scheme": str(self.scheme),
+            "intra": str(self.intra),
+            "timeout_s": float(self.timeout_s),
+        }
+        return {field.name: repr(plain.get(field.name, getattr(self, field.name))) for field in fields(Settings)}
 
     def static_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
         """Return plan 0: `codec` over `scheme` for the whole model."""

@@ -221,3 +221,21 @@ def _exit_in_thread(rank: int, is_sharded: bool) -> str:
 def test_whatever_ends_the_work_of_the_thread_is_raised_in_training(is_sharded: bool) -> None:
     for said in run_ranks(2, _exit_in_thread, is_sharded):
         assert "SystemExit(3)" in said
+
+
+def _wait_too_long(rank: int) -> str:
+    model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001)
+    engine = _engine_of(model, cgx_ray.layers_of(model))
+    # In the first step DDP has one bucket.
+    train(model, rank, range(1))
+    # No queue can wait this long: `take` raises OverflowError.
+    engine._transport.timeout_s = 1e300
+    with pytest.raises((cgx_ray.CGXError, RuntimeError)) as caught:
+        train(model, rank, range(1, 2))
+    engine.close()
+    return str(caught.value)
+
+
+def test_an_error_in_the_wait_for_a_bucket_is_raised_in_training() -> None:
+    for said in run_ranks(2, _wait_too_long):
+        assert "OverflowError" in said

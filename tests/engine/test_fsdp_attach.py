@@ -94,6 +94,7 @@ def _attach_wrong(rank: int, case: str) -> str:
         "parameters": {"parameters": "terngrad"},
         "parameters of one rank": {"parameters": BITS8 if rank else None},
         "codec of one rank": {"codec": "qsgd:bits=2" if rank else "qsgd"},
+        "bad codec of one rank": {"codec": "zip" if rank else "qsgd"},
         "ddp": {"parameters": BITS8},
     }.get(case, {})
     if case == "twice":
@@ -120,7 +121,11 @@ def _attach_wrong(rank: int, case: str) -> str:
         ("parameters", "allowed: none, fp16, bf16, qsgd"),
         ("parameters of one rank", "different `parameters`"),
         ("part of the ranks", "sharded over 1 ranks and replicated over 1, of 2"),
-        ("codec of one rank", "different plans"),
+        (
+            "codec of one rank",
+            "different settings: rank 1 has codec='qsgd:bits=2,bucket_size=128', rank 0 'qsgd:bits=4",
+        ),
+        ("bad codec of one rank", "unknown codec 'zip'"),
         ("float64", "torch.float64"),
         ("ddp", "DDP gathers no parameters"),
     ],

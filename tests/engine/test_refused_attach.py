@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from support.branches import Branches
 from support.ranks import run_ranks
+from support.sharded import make_mesh, shard
+from support.sharded import train as train_sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +28,16 @@ class NoPlan:
 
     def start(self, attachment: cgx_ray.Attachment) -> None:
         raise AssertionError("there is nothing to start with")
+
+
+class BadCheckpoint(NoPlan):
+    settings = Settings(policy="static")
+
+    def first_plan(self, layers: Any, world_size: int) -> Plan:
+        return self.settings.static_plan(layers, world_size)
+
+    def start(self, attachment: cgx_ray.Attachment) -> None:
+        raise cgx_ray.StateError("the state is from another model")
 
 
 def _attach_wrong(rank: int, case: str) -> str:
@@ -76,6 +89,46 @@ def test_a_wrong_attach_fails_on_all_ranks_with_one_clear_error(case: str, says:
     assert first == second
 
 
+ONE_RANK = [
+    ({"codec": "zip"}, "unknown codec 'zip'"),
+    ({"codec": 4}, "codec 4 is not allowed"),
+    ({"scheme": "star"}, "unknown scheme 'star'"),
+    ({"codec": "topk", "scheme": "ring"}, "scheme ring cannot carry codec topk"),
+    ({"intra": "dense", "shared_memory": False}, "intra 'dense' needs ranks that share memory"),
+    ({"timeout_s": float("nan")}, "timeout_s nan is not allowed"),
+    ({"timeout_s": -1}, "timeout_s -1 is not allowed"),
+    ({"transport": "gloo"}, "different settings: rank 1 has transport='gloo', rank 0 'tcp'; give every rank the same"),
+    ({"timeout_s": 50}, "different settings: rank 1 has timeout_s=50.0, rank 0 1800.0"),
+    ({"codec": "qsgd:bits=2"}, "different settings: rank 1 has codec='qsgd:bits=2,bucket_size=128', rank 0 'qsgd:bits"),
+]
+
+
+def _attach_wrong_on_one_rank(rank: int) -> list[str]:
+    model = DistributedDataParallel(Branches())
+    said = []
+    for arguments, _ in ONE_RANK:
+        with pytest.raises(cgx_ray.CGXError) as caught:
+            cgx_ray.attach(model, **(arguments if rank else {}))
+        said.append(str(caught.value))
+    # Different words for the same settings are no mistake.
+    same: dict[str, Any] = {"codec": "qsgd", "scheme": "sra", "timeout_s": 1800} if rank else {}
+    cgx_ray.attach(model, **same).close()
+    return said
+
+
+def test_arguments_of_one_rank_that_are_bad_or_different_are_one_clear_error_on_all_ranks() -> None:
+    first, second = run_ranks(2, _attach_wrong_on_one_rank)
+    assert first == second
+    for said, (arguments, says) in zip(first, ONE_RANK, strict=True):
+        assert says in said, arguments
+
+
+def test_without_a_process_group_bad_arguments_raise_at_once() -> None:
+    for arguments, says in ONE_RANK[:7]:
+        with pytest.raises(cgx_ray.ConfigError, match=says):
+            cgx_ray.attach(Branches(), **arguments)
+
+
 def _attach_in_vain(rank: int) -> int:
     """Return the number of process groups that remain after refused attachments."""
     groups = dist.distributed_c10d._world.pg_map  # noqa: TID251 - torch has no public list
@@ -88,3 +141,23 @@ def _attach_in_vain(rank: int) -> int:
 
 def test_a_refused_attachment_leaves_no_process_group() -> None:
     assert run_ranks(2, _attach_in_vain) == [0, 0]
+
+
+def _resume_in_vain(rank: int, is_sharded: bool) -> tuple[int, list[str]]:
+    """Return the number of process groups, and the engines' threads, that remain after a checkpoint that fails."""
+    model: Any = shard(Branches(), make_mesh()) if is_sharded else DistributedDataParallel(Branches())
+    groups = dist.distributed_c10d._world.pg_map  # noqa: TID251 - torch has no public list
+    before = len(groups)
+    process.session = BadCheckpoint()
+    with pytest.raises(cgx_ray.StateError, match="from another model"):
+        cgx_ray.attach(model)
+    assert process.attachment is None
+    if is_sharded:
+        # Its hooks are removed as well.
+        train_sharded(model, rank, range(1))
+    return len(groups) - before, [thread.name for thread in threading.enumerate() if "cgx" in thread.name]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_a_checkpoint_that_cannot_be_restored_leaves_nothing_attached(is_sharded: bool) -> None:
+    assert run_ranks(2, _resume_in_vain, is_sharded) == [(0, []), (0, [])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.train.torch import TorchConfig
@@ -35,6 +36,14 @@ def test_a_config_survives_pickling_and_replacing_and_gives_its_settings() -> No
     config.codec = "zip"
     with pytest.raises(cgx_ray.ConfigError, match="unknown codec 'zip'"):
         config.settings()
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), 1e10, "60", None])
+def test_a_time_out_that_nobody_can_wait_for_is_refused(timeout_s: Any) -> None:
+    for config in (Settings, cgx_ray.CGXConfig):
+        with pytest.raises(cgx_ray.ConfigError, match=r"timeout_s .* give seconds above 0 .* such as 1800"):
+            config(timeout_s=timeout_s)
+    assert Settings(timeout_s=0.5).timeout_s == 0.5
 
 
 def test_a_config_without_densities_gives_the_policy_no_sparse_codec() -> None:
