@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import ray
 import ray.train
 import torch
-from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cgx_ray.control.controller import Controller, History
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Longest wait for workers to hear that the controller ends; a dead worker never answers.
 CLOSE_TIMEOUT_S = 5.0
+# Longest wait for the controller's history, in seconds. It takes milliseconds unless the machine is overloaded.
+HISTORY_TIMEOUT_S = 30.0
 
 
 @dataclass
@@ -80,17 +82,37 @@ class CGXBackend(TorchBackend):
             # on_start failed before it started the controller. Another error here would hide its error.
             super().on_shutdown(worker_group, backend_config)
             return
-        # Wait without reading the results: a worker that has died cannot answer.
-        calls = worker_group.execute_async(close_ray_session)
-        ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
         try:
-            self._history = ray.get(self._controller.history.remote())
-        except RayActorError as error:
-            logger.warning("the controller was gone at the end of the worker group: %s", error)
-        for actor in (self._controller, *self._agents.values()):
-            ray.kill(actor)
-        self._controller, self._agents = None, {}
-        super().on_shutdown(worker_group, backend_config)
+            self._end_control(worker_group)
+        finally:
+            super().on_shutdown(worker_group, backend_config)
+
+    def _end_control(self, worker_group: Any) -> None:
+        """Keep the controller's history, then kill controller and agents, whatever fails before."""
+        actors = (self._controller, *self._agents.values())
+        try:
+            with _warning("the workers may not have heard that the controller ends"):
+                # Wait without reading the results: a worker that has died cannot answer.
+                calls = worker_group.execute_async(close_ray_session)
+                ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
+            with _warning(
+                "the controller did not hand over its history: the next one starts with an older one or none"
+            ):
+                self._history = ray.get(self._controller.history.remote(), timeout=HISTORY_TIMEOUT_S)
+        finally:
+            self._controller, self._agents = None, {}
+            for actor in actors:
+                with _warning("an actor of cgx_ray may not have ended"):
+                    ray.kill(actor)
+
+
+@contextmanager
+def _warning(event: str) -> Iterator[None]:
+    """Continue after the block if it raises, and log `event` with the error."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the end of a worker group must not fail because of cgx_ray
+        logger.warning("at the end of the worker group %s (%r)", event, error)
 
 
 def _start_controller(settings: Settings, facts: RunFacts, history: History | None) -> Any:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.gain_schedule import FIRST_STEP
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import CodecSpec, Option, Plan, Scheme, make_plan, preferred_scheme
@@ -23,8 +24,8 @@ CANDIDATES = tuple(CodecSpec(name="topk", density=density) for density in CANDID
 GAIN_INTERVAL_STEPS = 2
 
 
-# Seconds to code, seconds to exchange, and the gain if this rank has one.
-_Measured = tuple[float, float, float | None]
+# Seconds to code and to exchange, and the gain; each None if this rank has none.
+_Measured = tuple[tuple[float, float] | None, float | None]
 
 
 class Stateful(Protocol):
@@ -108,11 +109,15 @@ def _enter(engine: Engine, plan: Plan, step: Callable[[int], object]) -> None:
 
 
 def _trial(option: Option, own: _Measured, group: dist.ProcessGroup, iterations: int) -> Trial:
-    """Join the measurements of all ranks. Raises CGXError on all of them if none measured a gain."""
+    """Join the measurements of all ranks. Raises CGXError on all of them if none measured a gain, or none a time."""
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, own, group=group)
-    codec_s, exchange_s, gain = zip(*everyones, strict=True)
-    gains = [one for one in gain if one is not None]
+    times = [seconds for seconds, _ in everyones if seconds is not None]
+    gains = [gain for _, gain in everyones if gain is not None]
+    if not times:
+        raise CGXError(
+            f"no rank could measure its times in {iterations} steps with {option.codec}; see the warnings in the log"
+        )
     if not gains:
         raise CGXError(
             f"gradients were 0 or not finite in all {iterations} steps with {option.codec}; explore at a later step"
@@ -120,39 +125,51 @@ def _trial(option: Option, own: _Measured, group: dist.ProcessGroup, iterations:
     return Trial(
         codec=option.codec,
         scheme=option.scheme,
-        codec_s=max(codec_s),
-        exchange_s=min(exchange_s),
+        codec_s=max(codec_s for codec_s, _ in times),
+        exchange_s=min(exchange_s for _, exchange_s in times),
         gain=math.fsum(gains) / len(gains),
     )
 
 
 def _measure(engine: Engine, step: Callable[[int], object], iterations: int, codec: str) -> _Measured:
-    """Return this rank's seconds to code, seconds to exchange and gain: means over the steps that measured each.
+    """Return this rank's seconds to code and to exchange, and its gain: means over the steps that measured each.
 
-    The gain is None if this rank's gradients were 0 or not finite in all of them. That is no error yet: other ranks may
-    have measured a gain, and they wait for this rank's answer.
+    Missing: steps whose sample was lost, and gains of gradients that were 0 or not finite. If all are missing, that is
+    no error yet: other ranks may have measured, and they wait for this rank's answer.
     """
     times, gains = [], []
     for iteration in range(iterations):
         sample = _exchange(engine, step, iteration)
-        if sample.gain:
-            gains.append(sample.gain[codec])
-        else:
+        if sample is None:
+            continue
+        if sample.step % GAIN_INTERVAL_STEPS != FIRST_STEP:
             times.append((sample.encode_s + sample.decode_s, sample.exchange_s))
-    codec_s, exchange_s = (math.fsum(column) / len(times) for column in zip(*times, strict=True))
-    return codec_s, exchange_s, math.fsum(gains) / len(gains) if gains else None
+        elif codec in sample.gain:
+            gains.append(sample.gain[codec])
+    return _means(times), math.fsum(gains) / len(gains) if gains else None
 
 
-def _exchange(engine: Engine, step: Callable[[int], object], iteration: int) -> StepSample:
-    """Call `step` and return its sample. Raises ConfigError unless it exchanged gradients once."""
-    before = engine.step
+def _means(times: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    if not times:
+        return None
+    codec_s, exchange_s = zip(*times, strict=True)
+    return math.fsum(codec_s) / len(times), math.fsum(exchange_s) / len(times)
+
+
+def _exchange(engine: Engine, step: Callable[[int], object], iteration: int) -> StepSample | None:
+    """Call `step` and return its sample; None if it was lost, since measuring may fail.
+
+    Raises ConfigError unless it exchanged gradients once.
+    """
+    before, last = engine.step, engine.last_step
     step(iteration)
-    sample = engine.last_step
-    if sample is None or engine.step != before + 1:
+    if engine.step != before + 1:
         raise ConfigError(
             f"`step` exchanged gradients {engine.step - before} times; it must call a synchronised backward once"
         )
-    return sample
+    # Step numbers repeat from candidate to candidate, so an old sample may have the number of this step.
+    sample = engine.last_step
+    return sample if sample is not None and sample is not last and sample.step == before else None
 
 
 @contextmanager

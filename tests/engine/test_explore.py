@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from cgx_ray.plan import CodecSpec
 from cgx_ray.session.attachment import process
-from cgx_ray.session.explore import Exploration
+from cgx_ray.session.explore import Exploration, _measure
 from cgx_ray.session.settings import Settings
 
 CANDIDATES = ["topk:density=0.3", "topk:density=0.1", "topk:density=0.01"]
@@ -137,6 +137,52 @@ def test_ranks_without_gradients_do_not_count_and_bad_candidates_are_refused_bef
     (trial,) = first["found"].trials
     assert 0.3 <= trial.gain <= 1, trial
     assert "0 or not finite in all 2 steps with topk:density=0.3" in first["nobody"]
+
+
+def _sample(step: int, exchange_s: float, gain: float | None = None) -> Any:
+    gains = {"topk": gain} if gain is not None else {}
+    return SimpleNamespace(step=step, encode_s=1.0, decode_s=2.0, exchange_s=exchange_s, gain=gains)
+
+
+@pytest.mark.parametrize(
+    ("samples", "measured"),
+    [
+        ([_sample(0, 4), _sample(1, 100, 0.5), _sample(2, 6), _sample(3, 100, 0.7)], ((3.0, 5.0), 0.6)),
+        ([_sample(0, 4), _sample(1, 100), None, _sample(3, 100, 0.5)], ((3.0, 4.0), 0.5)),
+        ([_sample(0, 4), None, _sample(2, 6), None], ((3.0, 5.0), None)),
+        ([None, _sample(1, 100, 0.5), None, None], (None, 0.5)),
+        ([None] * 4, (None, None)),
+    ],
+    ids=["all", "no gain and a lost time", "lost gains", "lost times", "all lost"],
+)
+def test_a_step_counts_by_its_own_sample_or_not_at_all(samples: list[Any], measured: Any) -> None:
+    # The last sample of the candidate before has the number of a step to come.
+    engine: Any = SimpleNamespace(step=0, last_step=_sample(2, 1000))
+
+    def step(iteration: int) -> None:
+        engine.step += 1
+        engine.last_step = samples[iteration] or engine.last_step
+
+    assert _measure(engine, step, 4, "topk") == measured
+
+
+def _explore_without_samples(rank: int) -> tuple[Any, str]:
+    run = Run(rank)
+    attachment = cgx_ray.attach(run.model)
+    engine: Any = attachment._engine
+    if rank == 1:
+        engine.telemetry.add = lambda sample: None
+    found = attachment.explore([run.model, run.optimizer], run.step, candidates=CANDIDATES[:1], iterations=2)
+    engine.telemetry.add = lambda sample: None
+    nobody = _refused(attachment, run, candidates=CANDIDATES[:1])
+    attachment.close()
+    return found, nobody
+
+
+def test_lost_samples_do_not_count_unless_all_ranks_lost_theirs() -> None:
+    first, second = run_ranks(2, _explore_without_samples)
+    assert first == second
+    assert "no rank could measure its times in 2 steps with topk:density=0.3" in first[1]
 
 
 def _bits_by_layer(rank: int) -> tuple[list[str], list[int]]:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError
 from ray.train.torch import TorchConfig
 from support.control_runs import DENSITIES, start
 
 import cgx_ray
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.planner.options import candidate_codecs, candidate_options
+from cgx_ray.ray_train import config as ray_config
 from cgx_ray.ray_train.config import make_policy
 from cgx_ray.session.settings import Settings
 
@@ -62,3 +64,62 @@ def test_top_k_is_chosen_on_a_very_slow_network_unless_there_are_no_densities(
     run.gbps = 0.001
     run.run(LINK_STEPS)
     assert {group.option.codec.name for group in run.loop.plans[-1].groups} == chosen
+
+
+class _Ending:
+    """A stand-in for Ray, the worker group and the controller at the end of a worker group."""
+
+    def __init__(self, fails: str) -> None:
+        self.fails = fails
+        self.killed: list[Any] = []
+        self.history = self
+
+    def execute_async(self, function: Any) -> list[str]:
+        return self._or_fail("tell", ["call"])
+
+    def remote(self) -> str:
+        return self._or_fail("ask", "history")
+
+    def wait(self, calls: list[str], **options: Any) -> None:
+        pass
+
+    def get(self, call: str, *, timeout: float) -> str:
+        if self.fails == "time out":
+            raise GetTimeoutError(f"not within {timeout} s")
+        return call
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+        self._or_fail("kill", None)
+
+    def _or_fail(self, action: str, result: Any) -> Any:
+        if action == self.fails:
+            raise RuntimeError(f"cannot {action}")
+        return result
+
+
+@pytest.mark.parametrize(
+    ("fails", "says", "history"),
+    [
+        ("", "", "history"),
+        ("tell", "the workers may not have heard", "history"),
+        ("ask", "cannot ask", "older"),
+        ("time out", "GetTimeoutError", "older"),
+        ("kill", "may not have ended", "history"),
+    ],
+)
+def test_the_end_of_a_worker_group_kills_all_actors_whatever_fails(
+    fails: str, says: str, history: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ending, ended = _Ending(fails), []
+    for name in ("wait", "get", "kill"):
+        monkeypatch.setattr(ray_config.ray, name, getattr(ending, name))
+    monkeypatch.setattr(ray_config.TorchBackend, "on_shutdown", lambda *arguments: ended.append(arguments))
+    backend: Any = ray_config.CGXBackend()
+    backend._controller, backend._agents, backend._history = ending, {"one": "agent", "other": "agent"}, "older"
+    backend.on_shutdown(ending, cgx_ray.CGXConfig())
+    assert ending.killed == [ending, "agent", "agent"]
+    assert len(ended) == 1
+    assert (backend._controller, backend._agents, backend._history) == (None, {}, history)
+    assert says in caplog.text
+    assert bool(caplog.text) == bool(fails)
