@@ -17,7 +17,7 @@ demo: system .venv/.installed
 	@$(BIN)/cgx-ray demo $(ARGS)
 
 test: system .venv/.installed
-	@$(BIN)/pytest -m "not gpu" -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/pytest -m "not gpu" -n 2 $(ARGS)
 
 # Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
 # pytest-timeout and hypothesis, and cmake. -P keeps ./cgx_ray, which lacks the native module, off the path.

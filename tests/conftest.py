@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,17 @@ from cgx_ray.runtime_ext import cuda_launch, ops, sparse
 ONE_AT_A_TIME = {"ray", "lab", "monitors", "bench"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        is_alone = item.path.parent.name in ONE_AT_A_TIME
-        item.add_marker(pytest.mark.xdist_group("one at a time" if is_alone else item.path.stem))
+@pytest.hookimpl(optionalhook=True)  # `make test-gpu` does without pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Spread scopes over workers. xdist's own groups (xdist_group) do nothing with pytest 9."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0])
+            return "one at a time" if file.parent.name in ONE_AT_A_TIME else str(file)
+
+    return ByFolder(config, log)
 
 
 @pytest.fixture(scope="session")
