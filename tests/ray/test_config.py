@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 from pathlib import Path
@@ -115,7 +116,8 @@ def test_the_end_of_a_worker_group_kills_all_actors_whatever_fails(
     for name in ("wait", "get", "kill"):
         monkeypatch.setattr(ray_config.ray, name, getattr(ending, name))
     monkeypatch.setattr(ray_config.TorchBackend, "on_shutdown", lambda *arguments: ended.append(arguments))
-    backend: Any = ray_config.CGXBackend()
+    # Ray's backends are singletons. A copy leaves the one that later trainings of this process get as it is.
+    backend: Any = copy.copy(ray_config.CGXBackend())
     backend._controller, backend._agents, backend._history = ending, {"one": "agent", "other": "agent"}, "older"
     backend.on_shutdown(ending, cgx_ray.CGXConfig())
     assert ending.killed == [ending, "agent", "agent"]
