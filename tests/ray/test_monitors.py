@@ -368,14 +368,17 @@ def test_an_agent_probes_the_node_that_the_controller_names_and_no_other(agent: 
     controller = fake_controller()
     with closing(EchoServer(HOST)) as echo, closing(BulkServer(HOST)) as bulk:
         agent.start({"b": echo.address}, controller, {"b": bulk.address})
-        for order in ("gone", "b"):
-            ray.get(controller.probe.remote(order))
-            wait_until(lambda: ray.get(controller.next_order.remote()) is None, f"order {order}")
-        found = wait_until(
-            lambda: [one.bandwidth for one in ray.get(controller.taken.remote()) if one.bandwidth], "a rate"
-        )
+        ray.get(controller.probe.remote("gone"))
+        wait_until(lambda: ray.get(controller.next_order.remote()) is None, "order gone")
+
+        def rates() -> list[Mapping[str, float]]:
+            # Order again: a probe finds no rate if a busy machine hands its bytes over at once.
+            ray.get(controller.probe.remote("b"))
+            return [one.bandwidth for one in ray.get(controller.taken.remote()) if one.bandwidth]
+
+        found = wait_until(rates, "a rate")
         agent.stop()
-    assert [list(rates) for rates in found] == [["b"]]
+    assert {node_id for rates in found for node_id in rates} == {"b"}
     assert found[0]["b"] > 1e6
 
 
