@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import HOST, is_finite
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives import Phases, Transport, make_exchange
+from cgx_ray.collectives import Handle, Phases, Transport, make_exchange
 from cgx_ray.engine.gain_meter import StepMeter
+from cgx_ray.errors import CGXError
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Scheme
 
 
@@ -55,7 +56,12 @@ class Group:
         # it.
         self._own_memory = self._memory if plan.option.intra is Intra.FLAT else None
         self._paid: list[str] = []
+        # By layer: where its gradient is, and where its average goes.
         self._arrived: dict[str, Tensor] = {}
+        self._places: dict[str, Tensor] = {}
+        # Metered energy of the step under way, and its average; None between steps.
+        self._energy = 0.0
+        self._average_N: Tensor | None = None
         self.is_finite = True
 
     def _use(self, spec: CodecSpec) -> None:
@@ -69,45 +75,75 @@ class Group:
         )
 
     @property
+    def is_in_place(self) -> bool:
+        """True if the averages may be made in DDP's buckets, without a copy."""
+        return self.plan.option.scheme is Scheme.DENSE
+
+    @property
     def is_ready(self) -> bool:
         """True if the gradients of all layers have arrived."""
         return len(self._arrived) == len(self._slices)
 
-    def arrive(self, name: str, view: Tensor) -> None:
-        """Note the gradient of a layer. `run` reads it and overwrites it with the average."""
-        self._arrived[name] = view
+    @property
+    def is_averaged(self) -> bool:
+        """True if the exchange has ended and all places of the averages are known."""
+        return self._average_N is not None and len(self._places) == len(self._slices)
 
-    def run(self, stamp: Stamp, seed: int, gain: StepMeter | None, *, checks_finite: bool) -> Phases:
-        """Average this group over all ranks, in place in the gradients that have arrived."""
-        phases = Phases()
-        self._transport.group_index = self.index
-        views = [self._arrived[name] for name in self._slices]
+    def arrive(self, name: str, gradient: Tensor) -> None:
+        """Note the gradient of a layer, to read it when all are there. Raises CGXError if it comes too late."""
+        if self._average_N is not None or self.is_ready:
+            raise CGXError(
+                f"layer {name} got a second gradient in one backward pass, after its first one was sent; give "
+                "DistributedDataParallel static_graph=True if the model uses the layer several times"
+            )
+        self._arrived[name] = gradient
+
+    def place(self, name: str, view: Tensor) -> None:
+        """Note where the average of a layer goes; until then its gradient is there, unless it has arrived before."""
+        self._places[name] = view
+        if name not in self._arrived:
+            self.arrive(name, view)
+
+    def turns(self, stamp: Stamp, seed: int, gain: StepMeter | None, phases: Phases) -> Iterator[Handle]:
+        """Average this group over all ranks; yield each handle to wait for. `deliver` follows."""
         # All ranks change the codec's parameters at the same step, so the sizes of their messages match.
         if (spec := self.plan.option.codec.at_step(stamp.step)) != self._codec.spec:
             self._use(spec)
-        if self._memory is None:
-            self._pay_residuals()
+        views = [self._arrived[name] for name in self._slices]
         # DDP lays out its buckets alike on all ranks, so the order of the layers in memory is the same everywhere.
-        in_place = self.plan.option.scheme is Scheme.DENSE and views[0].device == self._flat_N.device
+        in_place = self.is_in_place and views[0].device == self._flat_N.device
         joint_N = _joint_memory(views) if in_place else None
-        grad_N = joint_N if joint_N is not None else self._gather(views)
-        metered = gain if self._is_compressible else None
-        energy = metered.measure(lambda: self._fed(grad_N)) if metered is not None else 0.0
-        phases.lap("encode")
-        self.exchange.run(grad_N, self._memory, stamp, seed, phases)
         if joint_N is None:
+            for view, part in zip(views, self._slices.values(), strict=True):
+                part.copy_(view.view(-1))
+        grad_N = joint_N if joint_N is not None else self._flat_N
+        if self._memory is None:
+            self._pay_residuals(dict(zip(self._slices, views, strict=True)) if joint_N is not None else self._slices)
+        if gain is not None and self._is_compressible:
+            self._energy = gain.measure(self.index, lambda: self._fed(grad_N))
+        phases.lap("encode")
+        yield from self.exchange.turns(grad_N, self._memory, stamp, seed, phases)
+        self._average_N = grad_N
+
+    def deliver(self, gain: StepMeter | None, phases: Phases, *, checks_finite: bool) -> None:
+        """Write the averages to their places, once `is_averaged`."""
+        grad_N, views = self._average_N, [self._places[name] for name in self._slices]
+        assert grad_N is not None
+        phases.resume()
+        if grad_N is self._flat_N:
             for view, part in zip(views, self._slices.values(), strict=True):
                 view.view(-1).copy_(part)
         self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
-        if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
-            left_N = self._own_memory.next_N
-            metered.correct(str(self.plan.option.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
+        if gain is not None and self._own_memory is not None and self._energy > 0 and self.is_finite:
+            left_N, energy = self._own_memory.next_N, self._energy
+            gain.correct(self.index, str(self.plan.option.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
-        return phases
+        self._places.clear()
+        self._average_N, self._energy = None, 0.0
 
     def settle(self, unused: Collection[str]) -> None:
-        """Make the memory that `run` wrote valid, and delete the residuals that it paid.
+        """Make the memory that `turns` wrote valid, and delete the residuals that it paid.
 
         Call it only for steps whose averages are all finite.
 
@@ -123,19 +159,14 @@ class Group:
     def _fed(self, grad_N: Tensor) -> Tensor:
         return grad_N if self._own_memory is None else self._codec.feed(grad_N, self._own_memory)
 
-    def _pay_residuals(self) -> None:
+    def _pay_residuals(self, gradients: Mapping[str, Tensor]) -> None:
         """Add to the gradients the residuals that an earlier plan's codec has left."""
         self._paid = []
-        for name, view in self._arrived.items():
+        for name, gradient in gradients.items():
             owed = self._memories.owed(name)
             if owed is not None:
-                view.view(-1).add_(owed.to(view.device))
+                gradient.view(-1).add_(owed.to(gradient.device))
                 self._paid.append(name)
-
-    def _gather(self, views: Sequence[Tensor]) -> Tensor:
-        for view, part in zip(views, self._slices.values(), strict=True):
-            part.copy_(view.view(-1))
-        return self._flat_N
 
 
 def _delivered(grad_N: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
