@@ -211,7 +211,8 @@ class Engine:
         self, inbox: Inbox[PendingBucket | EarlyGradient], step: StepRun | None
     ) -> PendingBucket | EarlyGradient | None:
         """Return what arrives next; None at the end. Raise CGXError if gradients of `step` do not arrive in time."""
-        if step is None:
+        if step is None or not step.buckets:
+            # DDP itself finds layers without a gradient, at the next forward, if it waits for no bucket.
             return inbox.take()
         try:
             return inbox.take(self._transport.timeout_s)
