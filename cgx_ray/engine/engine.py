@@ -21,7 +21,7 @@ from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import one_scale
 from cgx_ray.engine.step import EarlyGradient, PendingBucket, StepRun
 from cgx_ray.engine.step_clock import StepClock
-from cgx_ray.engine.step_sample import sample_of_step
+from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import Inbox, WorkThread, follow_num_threads
 from cgx_ray.errors import CGXError, PlanError, StateError, listed
@@ -39,6 +39,7 @@ class Engine:
     brings it. Groups begin in plan order, each when its layers have arrived, and are under way side by side. A step
     ends when all groups are averaged.
 
+    last_spans   what each group of the last finished step did when
     takes_early  True if gradients may be submitted before their buckets: the plan in force makes use of that
     """
 
@@ -72,6 +73,7 @@ class Engine:
         self.telemetry = Telemetry(transport.rank)
         self._failure: CGXError | None = None
         self.step = 0
+        self.last_spans: list[Span] = []
         self._clock = StepClock(device)
         self._enter(plan)
         self._num_threads = torch.get_num_threads()
@@ -295,6 +297,7 @@ class Engine:
         with self.telemetry.optional("times, bytes and gains", self.step):
             if step.meter is not None:
                 self._gains.charge(self.step, ended_s - began_s, step.meter.seconds)
+            self.last_spans = spans_of_step(step, began_s)
             self.telemetry.add(sample_of_step(step, self._transport, self.telemetry, began_s, ended_s))
         self.step += 1
 
