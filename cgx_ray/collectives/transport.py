@@ -19,6 +19,9 @@ from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
 # Torch's own time-out for Gloo: half an hour.
 DEFAULT_TIMEOUT_S = 1800.0
 
+# The channel of minima, which no group has.
+_AGREEMENT_CHANNEL = 2**32 - 1
+
 
 class Transport:
     """A `TransportLike` of all ranks of one engine. Only the engine's communication thread uses it.
@@ -75,7 +78,7 @@ class Transport:
         self._card_bytes += _total_bytes({peer: parts for peer, parts in sends.items() if self._is_away(peer)})
         try:
             if self._mesh is not None:
-                return self._mesh.post(sends, receives)
+                return self._mesh.post(sends, receives, channel=self.group_index)
             works = [dist.irecv(part, group=self._group, group_src=peer) for peer, part in flat(receives)]
             works += [dist.isend(part, group=self._group, group_dst=peer) for peer, part in flat(sends)]
         except RuntimeError as error:
@@ -139,7 +142,7 @@ class Transport:
             assert work is not None
             return lambda: self._minimum_of(work.wait, [values_K])
         mesh, received = self._mesh, {peer: torch.empty_like(values_K) for peer in self.peers}
-        ticket = mesh.post(dict.fromkeys(received, values_K), received)
+        ticket = mesh.post(dict.fromkeys(received, values_K), received, channel=_AGREEMENT_CHANNEL)
 
         def wait() -> None:
             lag_s = mesh.wait(ticket, self.timeout_s)

@@ -1,6 +1,7 @@
 // Python bindings. Addresses arrive as integers because ops.py and sparse.py have checked the tensors
 // already.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -65,11 +66,14 @@ void bind_mesh(nb::module_& m) {
     mesh.def("connect", &cgx::Mesh::connect, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), release());
     mesh.def(
         "post",
-        [](cgx::Mesh& self, const PeerBuffers& sends, const PeerBuffers& receives) {
-            return self.post(to_messages(sends), to_messages(receives));
+        [](cgx::Mesh& self, const PeerBuffers& sends, const PeerBuffers& receives, uint32_t channel) {
+            return self.post(to_messages(sends), to_messages(receives), channel);
         },
         release());
     mesh.def("wait", &cgx::Mesh::wait, release());
+    mesh.def("wait_any", &cgx::Mesh::wait_any, release());
+    mesh.def("is_over", &cgx::Mesh::is_over, release());
+    mesh.def("wake", &cgx::Mesh::wake, release());
     mesh.def("take_bursts", [](cgx::Mesh& self) {
         std::vector<std::tuple<int, int64_t, double>> bursts;
         for (const auto& [peer, num_bytes, seconds] : self.take_bursts())
