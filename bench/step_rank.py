@@ -72,21 +72,15 @@ class _Runner:
             num_layers = int((least_L != most_L).sum())
             raise BenchError(f"{self.way.name}: ranks hold different averages of {num_layers} layers")
 
-    def spans(self, began_s: float, ended_s: float) -> list[PhaseSpan]:
-        """Return what the engine tells of its newest step, which began and ended at these times.
-
-        So far: for each group, from the group ready before it until its own last gradient was ready.
-        """
-        sample = self.attachment.last_step if self.attachment is not None else None
-        if sample is None:
+    def spans(self, began_s: float) -> list[PhaseSpan]:
+        """Return what the engine's groups did in the newest step, which began at `began_s`."""
+        if self.attachment is None:
             return []
-        # The sample counts from the end of the step before.
-        offset_s = ended_s - sample.step_s - began_s
-        spans, before_s = [], 0.0
-        for ready_s, group in sorted((offset_s + ready_s, group) for group, ready_s in enumerate(sample.ready_s)):
-            spans.append(PhaseSpan(sample.rank, group, "backward", before_s, ready_s))
-            before_s = ready_s
-        return spans
+        rank = dist.get_rank()
+        return [
+            PhaseSpan(rank, span.group, span.phase, max(span.begin_s - began_s, 0.0), span.end_s - began_s)
+            for span in self.attachment.last_spans
+        ]
 
 
 class _Rank:
@@ -182,7 +176,7 @@ def _turn(runner: _Runner, num_steps: int) -> tuple[list[float], list[PhaseSpan]
     for index in range(num_steps):
         began_s, own_s[index] = runner.step()
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, runner.spans(began_s, began_s + own_s[-1].item()))
+    dist.all_gather_object(everyones, runner.spans(began_s))
     dist.all_reduce(own_s, op=dist.ReduceOp.MAX)
     return own_s.tolist(), [span for spans in everyones for span in spans]
 
