@@ -40,7 +40,6 @@ class Engine:
     ends when all groups are averaged.
 
     last_spans   what each group of the last finished step did when
-    takes_early  True if gradients may be submitted before their buckets: the plan in force makes use of that
     """
 
     def __init__(
@@ -285,7 +284,6 @@ class Engine:
             Group(index, group, self._layers, self._transport, self._memories, self.device)
             for index, group in enumerate(plan.groups)
         ]
-        self.takes_early = not all(group.is_in_place for group in self._groups)
         if self.device.type == "cuda":
             # The groups' memory is filled on the stream of the calling thread, and used on the engine's stream.
             torch.cuda.current_stream(self.device).synchronize()
