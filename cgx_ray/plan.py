@@ -32,7 +32,10 @@ DEVICES = ("auto", "cpu")
 # Elements: compressing a smaller layer saves less than 4 KB.
 SMALL_LAYER_NUMEL = 1024
 FIRST_GROUP_BYTES = 1 << 20
-DEFAULT_GROUP_BYTES = 4 << 20
+# As DDP's buckets. On 4 ranks with 2 cores, ResNet50's step over qsgd took 395 ms in groups of 4 MiB and 342 ms in these.
+DEFAULT_GROUP_BYTES = 25 << 20
+# Codecs that treat each element by itself, so that small layers may share a group with others.
+_BY_ELEMENT = ("none", "fp16", "bf16")
 # Encoded bytes. Schemes cut longer chunks, so that coding and sending overlap; LOG.md has times for other sizes.
 PIECE_BYTES = 1 << 20
 # Limits of the fields of a message's header.
@@ -196,8 +199,8 @@ def make_plan(
 ) -> Plan:
     """Make a plan with one codec and scheme for all layers except small ones, which go dense in groups at the end.
 
-    If nothing is compressed, small layers stay in their place: then the gradients of a group lie side by side in DDP's
-    buckets and are summed there.
+    With codecs none, fp16 and bf16, small layers stay in their place: then the gradients of a group lie side by side in
+    DDP's buckets and are averaged there.
 
     layers     in registration order. Groups are filled in reverse, close to the order in which backward finishes
                layers. The first group is small so that sending starts early, as in DDP.
@@ -266,7 +269,7 @@ def _choose(layer: Layer, usual: Option, by_pattern: Mapping[str, Option], bits:
     for pattern, option in by_pattern.items():
         if fnmatchcase(layer.name, pattern):
             return option
-    if layer.is_small and usual.scheme is not Scheme.DENSE:
+    if layer.is_small and usual.codec.name not in _BY_ELEMENT:
         return None
     return usual if layer.name not in bits else replace(usual, codec=replace(usual.codec, bits=bits[layer.name]))
 
