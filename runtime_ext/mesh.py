@@ -92,8 +92,10 @@ class Mesh:
         self._posted[ticket] = (sends, receives)
         return ticket
 
-    def wait(self, ticket: int, timeout_s: float) -> list[float]:
+    def wait(self, ticket: int, timeout_s: float, waited_s: float = 0.0) -> list[float]:
         """Wait until everything posted under `ticket` is done.
+
+        waited_s  the part of `timeout_s` that has passed
 
         Returns, by rank, the seconds from `post` until the kernel had received the end of its last message: negative if
         that was before `post`, 0 without a message.
@@ -101,7 +103,7 @@ class Mesh:
         Raises RuntimeError that names the ranks that did not answer within `timeout_s`, hung up, or sent a message of
         another size. Then all connections are closed.
         """
-        arrived_s = self._native.wait(ticket, timeout_s)
+        arrived_s = self._native.wait(ticket, timeout_s, waited_s)
         del self._posted[ticket]
         return arrived_s
 

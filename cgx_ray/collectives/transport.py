@@ -107,20 +107,20 @@ class Transport:
             held.handle = held.post()
         return self._held[0].due_s if self._held else math.inf
 
-    def finish(self, handle: Handle) -> None:
+    def finish(self, handle: Handle, waited_s: float = 0.0) -> None:
         """See `TransportLike.finish`."""
         # Other ranks may wait for what is held back, so it goes out before this rank waits.
         while self._held and not self._is_over(handle):
             time.sleep(max(self._post_due() - time.perf_counter(), 0.0))
         if isinstance(handle, Held):
             assert handle.handle is not None
-            self.finish(handle.handle)
+            self.finish(handle.handle, waited_s)
             return
         name = handle.name if isinstance(handle, VendorCall) else "a message"
         try:
             if isinstance(handle, int):
                 assert self._mesh is not None
-                self._mesh.wait(handle, self.timeout_s)
+                self._mesh.wait(handle, self.timeout_s, waited_s)
                 return
             for work in [handle.work] if isinstance(handle, VendorCall) else handle:
                 assert work is not None

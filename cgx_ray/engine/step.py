@@ -210,7 +210,7 @@ class StepRun:
     def _resume(self, one: _UnderWay) -> None:
         self._under_way.remove(one)
         self._transport.group_index = one.group.index
-        self._transport.finish(one.handle)
+        self._transport.finish(one.handle, time.perf_counter() - one.since_s)
         one.phases.resume()
         self._go_on(one.group, one.phases, one.turns)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.collectives import Transport
+from cgx_ray.collectives.direct import DirectLane
 from cgx_ray.engine import step as engine_step
 from cgx_ray.engine.step_sample import exchange_seconds
 from cgx_ray.plan import CodecSpec, GroupPlan, Option, Plan, Scheme
 
+HANG_TIMEOUT_S = 3.0
 # One group per layer, with every kind of exchange: messages, sums by the vendor, and both in several turns.
 OPTIONS = (
     ("qsgd", "sra"),
@@ -219,3 +222,28 @@ def test_groups_share_the_time_in_which_they_are_under_way(
     rounds: list[list[tuple[float, float]]], num_bytes: list[int], seconds: list[float]
 ) -> None:
     assert exchange_seconds(rounds, num_bytes) == pytest.approx(seconds)
+
+
+def _hang(rank: int) -> tuple[str, float]:
+    """Return the error of a rank, and the seconds until it came, if rank 1 stops in its first half."""
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="qsgd", scheme="sra", shared_memory=False, timeout_s=HANG_TIMEOUT_S)
+    train(model, rank, range(2))
+    if rank == 1:
+        DirectLane.add_parts = lambda *arguments: time.sleep(5 * HANG_TIMEOUT_S)  # type: ignore[assignment,method-assign]
+    start_s = time.monotonic()
+    with pytest.raises((cgx_ray.CGXError, RuntimeError)) as caught:
+        train(model, rank, range(2, 3))
+    took_s = time.monotonic() - start_s
+    attachment.close()
+    return str(caught.value), took_s
+
+
+def test_a_rank_that_hangs_in_an_exchange_is_named_within_the_time_out() -> None:
+    results = run_ranks(3, _hang)
+    for said, took_s in (results[0], results[2]):
+        assert re.search(
+            r"group \d: a message did not get through \((rank 1 did not answer within 3000 ms|.*hung up)", said
+        )
+        assert took_s < 2 * HANG_TIMEOUT_S
+    assert any("rank 1 did not answer within 3000 ms" in said for said, _ in (results[0], results[2]))

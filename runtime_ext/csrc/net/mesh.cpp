@@ -115,9 +115,9 @@ Stream& Mesh::next_stream(int peer, int64_t num_bytes, Direction direction, uint
     return *peers_[peer].streams[peers_[peer].choice.next(channel, direction, num_bytes)];
 }
 
-std::vector<double> Mesh::wait(int64_t number, double timeout_s) {
+std::vector<double> Mesh::wait(int64_t number, double timeout_s, double waited_s) {
     const Watch watch{tickets_.take_up({number}), false};
-    wait_for(watch, timeout_s);
+    wait_for(watch, std::max(timeout_s - waited_s, 0.0));
     const std::shared_ptr<Ticket>& ticket = watch.tickets.front();
     const std::string why = tickets_.settle(number, *ticket, timeout_s);
     if (why.empty()) return ticket->arrived_s;

@@ -64,7 +64,9 @@ class Mesh {
     // Returns when everything posted under `ticket` is done: by peer the seconds from `post` to the arrival
     // of its last message, 0 without one. Throws std::runtime_error that names the ranks that did not answer
     // within `timeout_s`, hung up, or sent a message of another size; the mesh is closed then.
-    std::vector<double> wait(int64_t ticket, double timeout_s);
+    //
+    // waited_s  the part of `timeout_s` that has passed
+    std::vector<double> wait(int64_t ticket, double timeout_s, double waited_s);
 
     // Returns when one of the tickets is done or has failed: the first such, for `wait`. Returns none if
     // `wake` or `close` was called since the last return of none, or after `timeout_s`.
