@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "isa.h"
 #include "kernels.h"
 #include "mesh.h"
 #include "shm_group.h"
@@ -120,6 +121,8 @@ void bind_shared_memory(nb::module_& m) {
 }
 
 void bind_bucket_codecs(nb::module_& m) {
+    m.def("instruction_sets", &cgx::instruction_sets);
+    m.def("use_instruction_set", &cgx::use_instruction_set);
     m.def(
         "qsgd_encode",
         [](Address grad, Address residual, Address next, int64_t numel, Address out, int bits,

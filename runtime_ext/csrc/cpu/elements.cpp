@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "streaming.h"
 #include "threads.h"
 
 #if defined(__SSE2__)
@@ -18,7 +19,6 @@ constexpr int kUsualHits = 4;  // in a block; so many are written without a chec
 constexpr int kLine = 16;      // elements of a cache line
 // Elements fetched early, since a processor's own prefetch stops at the end of a page.
 constexpr int kAhead = 512;
-constexpr int64_t kStreamedNumel = 1 << 22;  // 48 MiB of gradient, residual and next
 
 constexpr int64_t kMinNumel = 1 << 10;  // with fewer elements, looking at all is as fast as a sample
 constexpr int64_t kSampleShare = 64, kMinSampleLines = 32, kMaxSampleLines = 1 << 12;
@@ -29,10 +29,7 @@ enum class Store { kNone, kUsual, kStreamed };
 Store how_to_store(Input input) {
     if (input.next == nullptr) return Store::kNone;
 #if defined(__SSE2__)
-    // A usual store reads the cache line first. Nothing needs the line before the next step, when it has long
-    // left the cache.
-    const bool is_aligned = reinterpret_cast<uintptr_t>(input.next) % 16 == 0;
-    if (is_aligned && input.next != input.residual && input.numel >= kStreamedNumel) return Store::kStreamed;
+    if (can_stream(input, 16)) return Store::kStreamed;
 #endif
     return Store::kUsual;
 }
