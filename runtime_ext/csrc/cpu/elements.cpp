@@ -128,11 +128,6 @@ void add_residual(Input input, float* out) {
     for (int64_t i = 0; i < input.numel; ++i) out[i] = input.grad[i] + input.residual[i];
 }
 
-Input slice(Input input, Range range) {
-    return {input.grad + range.begin, input.residual == nullptr ? nullptr : input.residual + range.begin,
-            input.next == nullptr ? nullptr : input.next + range.begin, range.end - range.begin};
-}
-
 // The input after a pass that wrote `next`.
 Input fed_input(Input input) {
     if (input.next == nullptr) return input;
@@ -177,6 +172,11 @@ Guess guess_low(Input input, int64_t rank) {
 }
 
 }  // namespace
+
+Input slice(Input input, Range range) {
+    return {input.grad + range.begin, input.residual == nullptr ? nullptr : input.residual + range.begin,
+            input.next == nullptr ? nullptr : input.next + range.begin, range.end - range.begin};
+}
 
 Elements all_elements(Input input, int num_threads) {
     const int num_parts = count_parts(num_threads, input.numel);

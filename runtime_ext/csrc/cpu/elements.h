@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "sparse.h"
+#include "threads.h"
 
 namespace cgx {
 
@@ -26,6 +27,9 @@ struct Elements {
     std::vector<std::unique_ptr<float[]>> values;
     std::vector<std::unique_ptr<int32_t[]>> indices;
 };
+
+// The elements of a range, with their residuals and places in `next`.
+Input slice(Input input, Range range);
 
 // The functions below add the residual first, and write `next` if there is one.
 
