@@ -18,7 +18,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def runs_on_cuda(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
+    return tensor.is_cuda
 
 
 def is_contiguous(*tensors: Tensor | None) -> bool:

@@ -89,14 +89,14 @@ def add_momentum(
     next_N: Tensor,
     *,
     factor: float,
-    scale: Tensor | None = None,
+    scale: Tensor | float = 1.0,
 ) -> None:
     """Write factor * momentum + scale * gradient to `next_momentum_N`, and that plus the residual to `next_N`.
 
     grad_N                                 (N,); read only
     momentum_N, residual_N                 (N,) float32; read only
     next_momentum_N, next_N                (N,) float32; overwritten; they overlap no other tensor
-    scale                                  float32, one element; None is 1
+    scale                                  rounded to float32; a tensor of one element need not be read from a GPU
     """
     check_gradient(grad_N, residual_N, next_N)
     for name, tensor in (("momentum_N", momentum_N), ("next_momentum_N", next_momentum_N)):
@@ -104,8 +104,7 @@ def add_momentum(
     if not runs_on_cuda(grad_N) and is_contiguous(momentum_N, residual_N, next_momentum_N, next_N):
         grad_N = as_float32(grad_N)
         args = (address(grad_N), address(momentum_N), address(residual_N), address(next_momentum_N), address(next_N))
-        factors = (factor, 1.0 if scale is None else float(scale))
-        native.add_momentum(*args, grad_N.numel(), *factors, torch.get_num_threads())
+        native.add_momentum(*args, grad_N.numel(), factor, float(scale), torch.get_num_threads())
     else:
         reference.add_momentum(grad_N, momentum_N, residual_N, next_momentum_N, next_N, factor, scale)
 

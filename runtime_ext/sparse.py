@@ -154,7 +154,8 @@ def sample_thresholds(grad_N: Tensor, num_kept: int, stride: int, key: int) -> T
     numel = grad_N.numel()
     if numel == 0:
         return torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
-    sample = as_float32(grad_N[min(reference.random_below(key, stride), numel - 1) :: stride])
+    first = min(reference.random_below(key, stride), numel - 1)
+    sample = as_float32(grad_N[first::stride] if stride > 1 else grad_N)
     num_sampled = max(1, num_kept * sample.numel() // numel)
     if runs_on_cuda(grad_N):
         index = torch.empty(num_sampled, dtype=torch.int32, device=grad_N.device)

@@ -105,7 +105,7 @@ class Dgc(Sparse):
 
     def feed(self, grad_N: Tensor, memory: Memory) -> Tensor:
         assert self.spec.momentum is not None
-        scale = self._clipping(grad_N, memory.scale) if self.spec.clip else None
+        scale = self._clipping(grad_N, memory.scale) if self.spec.clip else 1.0
         before, after = (memory.now[MOMENTUM], memory.residual_N), (memory.next[MOMENTUM], memory.next_N)
         ops.add_momentum(grad_N, *before, *after, factor=self.spec.momentum, scale=scale)
         return memory.next_N
@@ -116,11 +116,14 @@ class Dgc(Sparse):
         sparse.collect(fed_N, thresholds_2, selection.index_K, selection.value_K, selection.count_1, key=key)
         ops.add_poison(fed_N, selection.value_K)
 
-    def _clipping(self, grad_N: Tensor, loss_scale: float) -> Tensor:
+    def _clipping(self, grad_N: Tensor, loss_scale: float) -> Tensor | float:
         assert self.spec.clip is not None
         # In float64, since the squares of large finite gradients overflow float32.
         norm: Tensor = torch.linalg.vector_norm(grad_N, dtype=torch.float64)
         limit = loss_scale * self.spec.clip / math.sqrt(self.world_size)
+        if grad_N.is_cpu:
+            return limit / max(float(norm), limit)  # `max` returns its first argument if that is NaN
+        # Reading the norm would wait for the device.
         return (limit / norm.clamp(min=limit)).to(torch.float32)
 
 

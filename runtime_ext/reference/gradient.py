@@ -13,11 +13,11 @@ def add_momentum(
     next_momentum_N: Tensor,
     next_N: Tensor,
     factor: float,
-    scale: Tensor | None,
+    scale: Tensor | float,
 ) -> None:
     """Write factor * momentum + scale * gradient to `next_momentum_N`, and that plus the residual to `next_N`."""
     torch.mul(momentum_N, factor, out=next_momentum_N)
-    next_momentum_N.add_(grad_N if scale is None else grad_N * scale)
+    next_momentum_N.add_(grad_N * scale)
     if residual_N is None:
         next_N.copy_(next_momentum_N)
     else:

@@ -14,7 +14,7 @@ from cgx_ray.runtime_ext import ops, reference
 
 
 def _added(
-    kernel: str, grad_N: Tensor, memory: tuple[Tensor, Tensor | None], scale: Tensor | None
+    kernel: str, grad_N: Tensor, memory: tuple[Tensor, Tensor | None], scale: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """Return momentum and residual of the next step by the kernel or by the reference."""
     next_momentum_N, next_N = torch.full((2, grad_N.numel()), -77.0)
@@ -30,7 +30,7 @@ def _added(
 def test_momentum_equals_the_reference_bit_for_bit(kind: str, numel: int) -> None:
     grad_N, momentum_N = gradient(kind, numel), gradient("normal", numel)
     for residual_N in (None, gradient(kind, numel)):
-        for scale in (None, torch.tensor(0.3)):
+        for scale in (1.0, 0.3, torch.tensor(0.3)):
             actual, expected = (
                 _added(kernel, grad_N, (momentum_N, residual_N), scale) for kernel in ("native", "reference")
             )
@@ -41,9 +41,9 @@ def test_momentum_equals_the_reference_bit_for_bit(kind: str, numel: int) -> Non
 def test_momentum_takes_strided_memory_and_half_precision_gradients() -> None:
     for dtype in DTYPES:
         grad_N, momentum_N = torch.randn(1000).to(dtype)[::2], torch.randn(1000)[::2]
-        expected = _added("reference", grad_N.float(), (momentum_N, momentum_N), None)
+        expected = _added("reference", grad_N.float(), (momentum_N, momentum_N), 1.0)
         for memory_N in (momentum_N, momentum_N.contiguous()):
-            for left, right in zip(_added("native", grad_N, (memory_N, memory_N), None), expected, strict=True):
+            for left, right in zip(_added("native", grad_N, (memory_N, memory_N), 1.0), expected, strict=True):
                 assert_same(left, right, str(dtype))
 
 
