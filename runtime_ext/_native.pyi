@@ -73,11 +73,27 @@ def sign_encode(
 def sign_decode(
     payload: int, out_N: int, numel: int, bucket_size: int, kind: int, add: bool, num_threads: int
 ) -> None: ...
+def poison(grad_N: int, numel: int, num_threads: int) -> float: ...
+def add_poison(grad_N: int, numel: int, value_K: int, num_threads: int) -> None: ...
+def add_momentum(
+    grad_N: int,
+    momentum_N: int,
+    residual_N: int,
+    next_momentum_N: int,
+    next_N: int,
+    numel: int,
+    factor: float,
+    scale: float,
+    num_threads: int,
+) -> None: ...
 def topk_select(
     grad_N: int,
     residual_N: int,
     next_N: int,
     numel: int,
+    ends_L: int,
+    kept_ends_L: int,
+    num_layers: int,
     index_K: int,
     value_K: int,
     num_kept: int,
@@ -88,6 +104,9 @@ def topk_encode(
     residual_N: int,
     next_N: int,
     numel: int,
+    ends_L: int,
+    kept_ends_L: int,
+    num_layers: int,
     payload: int,
     index_K: int,
     value_K: int,
@@ -98,7 +117,10 @@ def magnitude_histogram(grad_N: int, numel: int, counts: int, num_threads: int) 
 def bisect_thresholds(
     grad_N: int, numel: int, num_kept: int, num_rounds: int, thresholds_2: int, num_threads: int
 ) -> None: ...
-def sidco_threshold(counts: int, ratios: Sequence[float], num_kept: int) -> int: ...
+def rank_thresholds(grad_N: int, numel: int, rank: int, thresholds_2: int, num_threads: int) -> None: ...
+def sidco_thresholds(
+    grad_N: int, numel: int, ratios: Sequence[float], num_kept: int, thresholds_2: int, num_threads: int
+) -> None: ...
 def collect(
     grad_N: int,
     numel: int,
@@ -114,3 +136,8 @@ def random_indices(numel: int, key: int, index_K: int, num_kept: int) -> None: .
 def pack_indices(index_K: int, count_1: int, num_kept: int, numel: int, out: int) -> None: ...
 def unpack_indices(packed: int, count_1: int, num_kept: int, numel: int, index_K: int) -> bool: ...
 def scatter_add(index_K: int, value_K: int, count_1: int, num_kept: int, out_N: int, numel: int) -> None: ...
+def scatter_zero(index_K: int, count_1: int, num_kept: int, out_N: int, numel: int) -> None: ...
+def pack_message(index_K: int, value_K: int, count_1: int, num_kept: int, numel: int, payload: int) -> None: ...
+def unpack_message(
+    payload: int, index_K: int, num_kept: int, out_N: int, numel: int, add: bool, num_threads: int
+) -> bool: ...
