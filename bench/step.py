@@ -171,9 +171,7 @@ def timings_of(
             if way.kind != "noop":
                 limit_s = workload.limit_s(way, noop_s=noop_s, link=network.link, plan=plan)
             if plan is not None:
-                measured = workload.measured(
-                    way.bucket_cap_mb, link=network.link, codec_costs=record.codec_costs, compute_s=noop_s
-                )
+                measured = workload.measured(link=network.link, codec_costs=record.codec_costs, compute_s=noop_s)
                 guess_s = predicted_s(measured, plan)
         timings.append(
             StepTiming(

@@ -133,7 +133,6 @@ class _Rank:
             return self.plans[way.name]
         assert self._network.link is not None
         measured = self._workload.measured(
-            way.bucket_cap_mb,
             link=self._network.link,
             codec_costs=self.codec_costs,
             compute_s=sum(self._workload.backward_s),
@@ -182,11 +181,15 @@ def _turn(runner: _Runner, num_steps: int) -> tuple[list[float], list[PhaseSpan]
 
 
 def _codec_costs(ways: Sequence[StepWay]) -> dict[str, CodecCost]:
-    """Return the times of all codecs that a way or a plan may use, measured on rank 0 as before an adaptive run."""
+    """Return the times of all codecs that a way or a plan may use, as rank 0 finds them while all ranks encode.
+
+    Ranks encode at the same time in a step too, and may have to share the processor's cores.
+    """
     specs = {str(CodecSpec.parse(codec)) for codec in (*(way.codec for way in ways), *GAINS)} - {"none"}
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        found = [{spec: measure_codec(CodecSpec.parse(spec)) for spec in sorted(specs)}]
+    found: list[Any] = [{}]
+    for spec in sorted(specs):
+        dist.barrier()
+        found[0][spec] = measure_codec(CodecSpec.parse(spec))
     dist.broadcast_object_list(found, src=0)
     costs: dict[str, CodecCost] = found[0]
     return costs

@@ -93,10 +93,10 @@ class Workload:
         return tuple(seconds)
 
     def first_ready_s(self, bucket_cap_mb: int | None, plan: Plan | None = None) -> float:
-        """Return when the first bucket is ready; with a plan, the first group."""
-        ready_s = list(itertools.accumulate(self.bucket_backward_s(bucket_cap_mb)))
+        """Return when the first bucket is ready; with a plan, the first group, whose layers do not wait for buckets."""
         if plan is None:
-            return ready_s[0]
+            return self.bucket_backward_s(bucket_cap_mb)[0]
+        ready_s = itertools.accumulate(self.backward_s)
         by_name = dict(zip((layer.name for layer in reversed(self.layers)), ready_s, strict=True))
         return min(max(by_name[name] for name in group.layers) for group in plan.groups)
 
@@ -130,14 +130,12 @@ class Workload:
         num_bytes = self.link_bytes(way, plan)
         return max(noop_s, self.first_ready_s(way.bucket_cap_mb, plan) + link.seconds(1, num_bytes))
 
-    def measured(
-        self, bucket_cap_mb: int | None, *, link: Link, codec_costs: Mapping[str, CodecCost], compute_s: float
-    ) -> Measured:
+    def measured(self, *, link: Link, codec_costs: Mapping[str, CodecCost], compute_s: float) -> Measured:
         """Return what the planner is told.
 
         compute_s  seconds of a step without exchange; what they are more than backward is added to its first layer
         """
-        first, *others = self.bucket_backward_s(bucket_cap_mb)
+        first, *others = self.backward_s
         return Measured(
             layers=self.layers,
             backward_s=(first + max(0.0, compute_s - sum(self.backward_s)), *others),

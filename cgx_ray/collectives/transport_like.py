@@ -51,8 +51,8 @@ class TransportLike(Protocol):
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         """Begin to send and receive, by rank, in that order, and return at once; pass the result to `finish`.
 
-        The n-th receive from a rank takes its n-th send of the same group. Until `finish` returns, do not change a tensor that is sent
-        and do not read one that is received.
+        The n-th receive from a rank takes its n-th send of the same group. Until `finish` returns, do not change a
+        tensor that is sent and do not read one that is received.
 
         Raises TransportError if a peer is gone.
         """

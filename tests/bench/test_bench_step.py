@@ -136,13 +136,14 @@ def test_ddp_hands_layers_over_by_the_bucket():
     assert layers.bucket_backward_s(WAYS["powersgd_hook"].bucket_cap_mb) == (31, 0, 0, 0, 0)
 
 
-def test_the_first_group_is_ready_when_all_its_buckets_are():
+def test_the_first_group_is_ready_when_its_layers_are_whatever_the_buckets():
     layers = workload(3, 20, 10, 0.5, 0.6, backward_s=[1, 2, 4, 8, 16])
     assert layers.first_ready_s(None) == 3
     dense = make_plan(layers.layers, version=0, world_size=4)
     assert dense.groups[0].layers == ("4", "3")
     assert layers.first_ready_s(None, dense) == 3
-    assert layers.first_ready_s(4, dense) == 7
+    assert layers.first_ready_s(4, dense) == 3
+    assert layers.first_ready_s(4) == 7
 
 
 def test_bytes_on_a_link_are_those_of_the_ring_or_of_the_plan():
@@ -171,7 +172,7 @@ def test_the_limit_is_the_step_without_exchange_or_a_link_that_is_always_busy():
 def test_the_planner_gets_the_time_without_exchange_and_plans_less_than_dense():
     layers = workload(8, 8, backward_s=[0.01, 0.01])
     costs = {codec: FREE for codec in ("bf16", "qsgd", "topk")}
-    measured = layers.measured(None, link=LINK, codec_costs=costs, compute_s=0.03)
+    measured = layers.measured(link=LINK, codec_costs=costs, compute_s=0.03)
     assert measured.backward_s == pytest.approx((0.02, 0.01))
     plan = joint_plan(measured, 4)
     dense = make_plan(layers.layers, version=0, world_size=4)
