@@ -111,7 +111,8 @@ class Transport:
         """See `TransportLike.finish`."""
         # Other ranks may wait for what is held back, so it goes out before this rank waits.
         while self._held and not self._is_over(handle):
-            time.sleep(max(self._post_due() - time.perf_counter(), 0.0))
+            time.sleep(max(self._held[0].due_s - time.perf_counter(), 0.0))
+            self._post_due()
         if isinstance(handle, Held):
             assert handle.handle is not None
             self.finish(handle.handle, waited_s)
