@@ -22,7 +22,7 @@ from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.ring import Ring
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.transport import Transport
-from cgx_ray.collectives.transport_like import TransportLike
+from cgx_ray.collectives.transport_like import Handle, TransportLike
 from cgx_ray.collectives.tree import Tree
 from cgx_ray.plan import Intra, Scheme
 
@@ -65,4 +65,4 @@ def _flat(codec: Codec, scheme: Scheme, numel: int, item_bytes: int, transport: 
             return ArTopk(codec, numel, transport, scheme.choice, by_tree=scheme.by_tree)
 
 
-__all__ = ["Exchange", "Phases", "Transport", "make_exchange"]
+__all__ = ["Exchange", "Handle", "Phases", "Transport", "make_exchange"]

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.parcel import Parcel, Step
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.pieces import Piece, cut, run_lanes
+from cgx_ray.collectives.pieces import Piece, cut, take_turns
 from cgx_ray.collectives.transport_like import Handle, TransportLike
 from cgx_ray.plan import CODECS_OF_SCHEME, Scheme
 
 
-class Allgather:
+class Allgather(Exchange):
     """Cost a + (N-1) m b. All ranks add the messages in rank order, so the sums agree bit for bit.
 
     Early messages are decoded while late ones are still coming. Long gradients are cut into pieces if the codec may
@@ -23,7 +24,7 @@ class Allgather:
     """
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
-        self._transport = transport
+        super().__init__(transport)
         # Codecs that sra carries may encode parts of a gradient.
         self._can_cut = codec.spec.name in CODECS_OF_SCHEME[Scheme.SRA]
         whole = Piece(index=0, num_pieces=1, bounds=((0, numel),))
@@ -31,14 +32,13 @@ class Allgather:
         self._lanes = [_AllgatherLane(piece, codec, transport) for piece in pieces]
         self.sent_bytes = sum(lane.sent_bytes for lane in self._lanes)
 
-    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`."""
+    def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
+        """See `Exchange.turns`."""
         step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
-        self._transport.begin_round()
         # Only codecs that see the whole gradient remember more than residuals.
         memories = [step.memory_of(lane.bounds) if self._can_cut else memory for lane in self._lanes]
         lanes = [lane.gather(step, own) for lane, own in zip(self._lanes, memories, strict=True)]
-        run_lanes(lanes, self._transport, phases)
+        return take_turns(lanes, phases)
 
 
 class _AllgatherLane:

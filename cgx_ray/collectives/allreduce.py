@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -10,36 +12,37 @@ from cgx_ray.codecs.codec import POWERSGD_Q, Codec, Memory
 from cgx_ray.codecs.powersgd import PowerSgd
 from cgx_ray.codecs.sparse import RandomK
 from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport_like import TransportLike
+from cgx_ray.collectives.transport_like import Handle, TransportLike
 from cgx_ray.runtime_ext import ops
 
 
-class Allreduce:
+class Allreduce(Exchange):
     """Cost 2(N-1) a + 2(N-1)/N m b. Divides before it sums, as DDP does, since sums of fp16 would overflow first."""
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         assert isinstance(codec, Fp16 | Bf16 | Prefix | RandomK)
+        super().__init__(transport)
         self._codec = codec
-        self._transport = transport
         self._payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8, device=codec.device)
         self._values = self._payload.view(codec.wire_dtype)
         self.sent_bytes = 2 * (transport.world_size - 1) * self._payload.numel() // transport.world_size
 
-    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`."""
+    def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
+        """See `Exchange.turns`."""
         # The same key on all ranks: it selects randomk's elements.
         key = ops.message_key(seed, stamp.step, stamp.group, 0, 0)
         self._codec.encode(grad_N, self._payload, key, memory)
         self._values.div_(self._transport.world_size)
         phases.lap("encode")
-        self._transport.all_reduce(self._values)
-        phases.lap("exchange")
+        with phases.round():
+            yield from self._transport.all_reduce(self._values)
         self._codec.decode(self._payload, grad_N, add=False, key=key)
         phases.lap("decode")
 
 
-class PowerSgdAllreduce:
+class PowerSgdAllreduce(Exchange):
     """PowerSGD as in its paper (Vogels et al. 2019, Algorithms 1 and 2): average P, then Q.
 
     Cost 4(N-1) a + 2(N-1)/N m b: two all-reduces. A rank's residual is its gradient minus P times its own Q. Scheme
@@ -48,30 +51,32 @@ class PowerSgdAllreduce:
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         assert isinstance(codec, PowerSgd)
+        super().__init__(transport)
         self._codec = codec
-        self._transport = transport
         self._payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8, device=codec.device)
         self.sent_bytes = 2 * (transport.world_size - 1) * self._payload.numel() // transport.world_size
 
-    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`."""
+    def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
+        """See `Exchange.turns`."""
         assert memory is not None
+        self.keeps_order = True
         codec, world_size = self._codec, self._transport.world_size
         p_M, q_M = codec.split(self._payload, grad_N.numel())
         fed_N, start_M = codec.begin(grad_N, memory)
         codec.project(fed_N, start_M, p_M)
         p_M.div_(world_size)
         phases.lap("encode")
-        self._transport.all_reduce(p_M)
-        phases.lap("exchange")
+        with phases.round():
+            yield from self._transport.all_reduce(p_M)
 
         codec.orthogonalize(grad_N.numel(), p_M)
         codec.project_back(fed_N, p_M, q_M)
         codec.expand(p_M, q_M, memory.next_N, sign=-1)
         q_M.div_(world_size)
         phases.lap("encode")
-        self._transport.all_reduce(q_M)
-        phases.lap("exchange")
+        self.keeps_order = False
+        with phases.round():
+            yield from self._transport.all_reduce(q_M)
 
         memory.next[POWERSGD_Q].copy_(q_M)
         codec.decode(self._payload, grad_N, add=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -13,15 +14,16 @@ from cgx_ray.codecs.codec import Codec, Memory, is_finite, poison
 from cgx_ray.codecs.sparse import Selection, Sparse
 from cgx_ray.codecs.wire import HEADER_BYTES, Message, Stamp
 from cgx_ray.collectives.dense import Dense
+from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.parcel import Step
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.star_or_var import StarOrVar, compression_gain
-from cgx_ray.collectives.transport_like import TransportLike, send_and_receive
+from cgx_ray.collectives.transport_like import Handle, TransportLike, send_and_receive
 from cgx_ray.collectives.tree import Tree
 from cgx_ray.plan import NONE
 
 
-class ArTopk:
+class ArTopk(Exchange):
     """Cost of the sum, 2(N-1) a + 2(N-1)/N m_v b by the vendor's ring or that of `Tree`, and a log N + b log N m_i for
     the broadcast; m_v: bytes of the values, m_i: bytes of the packed indices.
 
@@ -37,8 +39,8 @@ class ArTopk:
     def __init__(self, codec: Codec, numel: int, transport: TransportLike, choice: str, *, by_tree: bool) -> None:
         assert isinstance(codec, Sparse)
         assert choice in ("star", "var", "auto")
+        super().__init__(transport)
         self._codec = codec
-        self._transport = transport
         num_kept = codec.spec.num_kept(numel)
         self._message = Message(codec.spec.index_bytes(numel), codec.device)
         self._selection = Selection(num_kept, codec.device)
@@ -57,15 +59,18 @@ class ArTopk:
         norms = (HEADER_BYTES + 4) * len(self._transport.peers) if by_norm else 0
         return round(self._average.sent_bytes + indices + norms)
 
-    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`."""
+    def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
+        """See `Exchange.turns`."""
         assert memory is not None
+        self.keeps_order = True
         step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
         fed_N = self._codec.feed(grad_N, memory)
         by_norm = self.star_or_var.by_norm if self.star_or_var is not None else self._choice == "var"
         self.sent_bytes = self._sent_bytes(by_norm=by_norm)
-        root = self._largest(fed_N, step) if by_norm else stamp.step % self._transport.world_size
-        self._broadcast_indices(fed_N, root, step)
+        if by_norm:
+            yield from self._exchange_norms(fed_N, step)
+        root = self._largest() if by_norm else stamp.step % self._transport.world_size
+        yield from self._broadcast_indices(fed_N, root, step)
 
         index_K, values_K = self._selection.index_K.long(), self._sums[: self._selection.num_kept]
         # Behind the last index there are zeros; the sums for these are not used.
@@ -74,7 +79,13 @@ class ArTopk:
         self._sums[self._selection.num_kept] = poison(fed_N)
         if self.star_or_var is not None:
             self._sums[-1] = fed_N.norm().square()
-        self._average.run(self._sums, None, replace(stamp, codec="none"), seed, phases)
+        averaging = self._average.turns(self._sums, None, replace(stamp, codec="none"), seed, phases)
+        handle = next(averaging, None)
+        self.keeps_order = False
+        if handle is not None:
+            yield handle
+            phases.resume()
+            yield from averaging
 
         count = int(self._selection.count_1)
         if self.star_or_var is not None:
@@ -87,22 +98,25 @@ class ArTopk:
             grad_N.fill_(math.nan)
         phases.lap("decode")
 
-    def _largest(self, fed_N: Tensor, step: Step) -> int:
-        """Return the rank with the largest gradient, the first one if several are equal. NaN counts as the largest."""
+    def _exchange_norms(self, fed_N: Tensor, step: Step) -> Iterator[Handle]:
+        """Tell all ranks the norm of this rank's gradient."""
         rank, first = self._transport.rank, replace(step.stamp, phase=1)
         self._norms[rank].payload.view(torch.float32).copy_(fed_N.norm())
         self._norms[rank].seal(first, fed_N.numel())
         step.phases.lap("encode")
         received = {peer: norm for peer, norm in enumerate(self._norms) if peer != rank}
         sends = dict.fromkeys(received, self._norms[rank].wire)
-        send_and_receive(self._transport, sends, {peer: norm.wire for peer, norm in received.items()})
-        step.phases.lap("exchange")
+        with step.phases.round():
+            yield from send_and_receive(self._transport, sends, {peer: norm.wire for peer, norm in received.items()})
         for sender, norm in received.items():
             norm.check(first, fed_N.numel(), self._transport.ranks[sender])
+
+    def _largest(self) -> int:
+        """Return the rank with the largest gradient, the first one if several are equal. NaN counts as the largest."""
         norms = torch.cat([norm.payload.view(torch.float32) for norm in self._norms])
         return int(torch.where(norms.isnan(), math.inf, norms).argmax())
 
-    def _broadcast_indices(self, fed_N: Tensor, root: int, step: Step) -> None:
+    def _broadcast_indices(self, fed_N: Tensor, root: int, step: Step) -> Iterator[Handle]:
         """Fill the selection's indices with those that `root` selects."""
         selection, numel = self._selection, fed_N.numel()
         if root == self._transport.rank:
@@ -110,7 +124,7 @@ class ArTopk:
             selection.pack(numel, self._message.payload)
             self._message.seal(step.stamp, numel)
         step.phases.lap("encode")
-        self._transport.broadcast(self._message.wire, root)
-        step.phases.lap("exchange")
+        with step.phases.round():
+            yield from self._transport.broadcast(self._message.wire, root)
         self._message.check(step.stamp, numel, self._transport.ranks[root])
         selection.unpack(numel, self._message.payload)

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.parcel import Parcel, Step
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.pieces import Piece, cut, run_lanes
+from cgx_ray.collectives.pieces import Piece, cut, take_turns
 from cgx_ray.collectives.transport_like import Handle, TransportLike
 
 
-class Broadcast:
+class Broadcast(Exchange):
     """Cost 2a + 2(N-1) m b at the root's link; every other rank sends m and receives m.
 
     Groups take turns: group g has root g mod N. The root uses the encoded average too, so all ranks hold the same bits.
@@ -24,22 +25,21 @@ class Broadcast:
     """
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._lanes = [_BroadcastLane(piece, codec, transport) for piece in cut(codec, [(0, numel)], transport)]
-        # Known in `run`: it depends on the group whether this rank is the root.
+        # Known in `turns`: it depends on the group whether this rank is the root.
         self.sent_bytes = 0
 
-    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`."""
+    def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
+        """See `Exchange.turns`."""
         transport = self._transport
         step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
         root = stamp.group % transport.world_size
         is_root = root == transport.rank
-        run_lanes(
-            [lane.collect(step) if is_root else lane.hand_in(step, root) for lane in self._lanes], transport, phases
-        )
         num_receivers = len(transport.peers) if is_root else 1
         self.sent_bytes = num_receivers * sum(lane.num_bytes for lane in self._lanes)
+        lanes = [lane.collect(step) if is_root else lane.hand_in(step, root) for lane in self._lanes]
+        return take_turns(lanes, phases)
 
 
 class _BroadcastLane:
@@ -61,7 +61,6 @@ class _BroadcastLane:
         rank, world_size, phases = self._transport.rank, self._transport.world_size, step.phases
         run_N, second = step.run_of(self._bounds), replace(step.stamp, phase=1)
         self._own.borrow(run_N)
-        self._piece.begin_round(self._transport)
         coming = {peer: self._transport.start({}, {peer: parcel.parts}) for peer, parcel in self._of_peer.items()}
         for peer, parcel in self._of_peer.items():
             yield coming[peer]
@@ -71,7 +70,6 @@ class _BroadcastLane:
         key, memory = step.key(rank, self._piece.index), step.memory_of(self._bounds)
         self._own.encode_share(run_N.div_(world_size), second, key, memory, world_size)
         phases.lap("encode")
-        self._piece.begin_round(self._transport)
         yield self._transport.start(dict.fromkeys(self._of_peer, self._own.parts), {})
         self._own.use(run_N)
         phases.lap("decode")
@@ -83,7 +81,6 @@ class _BroadcastLane:
         key, memory = step.key(self._transport.rank, self._piece.index), step.memory_of(self._bounds)
         self._own.encode(run_N, step.stamp, key, memory)
         phases.lap("encode")
-        self._piece.begin_round(self._transport)
         yield self._transport.start({root: self._own.parts}, {})
         yield self._transport.start({}, {root: self._own.parts})
         self._own.decode(run_N, replace(step.stamp, phase=1), self._transport.ranks[root], add=False)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from cgx_ray.codecs.codec import Memory
 from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport_like import TransportLike
+from cgx_ray.collectives.transport_like import Handle, TransportLike
 
 
-class Dense:
+class Dense(Exchange):
     """Cost 2(N-1) a + 2(N-1)/N M b. Divides before it sums, as DDP does, since sums of fp16 would overflow first."""
 
     def __init__(self, dense_bytes: int, transport: TransportLike) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self.sent_bytes = 2 * (transport.world_size - 1) * dense_bytes // transport.world_size
 
-    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`. `grad_N` may be of any dtype here."""
+    def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
+        """See `Exchange.turns`. `grad_N` may be of any dtype here."""
         grad_N.div_(self._transport.world_size)
         phases.lap("encode")
-        self._transport.all_reduce(grad_N)
-        phases.lap("exchange")
+        with phases.round():
+            yield from self._transport.all_reduce(grad_N)

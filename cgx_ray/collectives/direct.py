@@ -12,7 +12,7 @@ Sums are made in rank order, the owner's own chunk first, whichever message come
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from torch import Tensor
@@ -28,7 +28,7 @@ class DirectLane:
 
     Reduce-scatter is `begin`, `expect_parts`, `send_parts`, `add_parts`. All-gather is `begin` unless it follows a
     reduce-scatter, `send_own`, `use_own`, `take_chunks`, with `expect_chunks` before or after `send_own`.
-    `finish_sends` ends either.
+    `finish_sends` ends either. Methods that wait are iterators that yield each handle to wait for.
 
     scattered_bytes, gathered_bytes  sent by this rank in either half, headers included
     """
@@ -84,23 +84,23 @@ class DirectLane:
             if not self._going:
                 step.phases.begin_round()
             self._going[peer] = self._transport.start({peer: parcel.parts}, {})
-            step.phases.lap("exchange")
+            step.phases.resume()
 
-    def add_parts(self, step: Step) -> None:
+    def add_parts(self, step: Step) -> Iterator[Handle]:
         """Add the others' parts to the own chunk."""
         own_N = self.own(step)
         # In rank order, whichever comes first: the bits of the sum depend on the order.
         for peer in sorted(self._transport.peers):
-            self._receive(peer, step.phases)
+            yield from self._receive(peer, step.phases)
             self._of_own[peer].decode(own_N, step.stamp, self._transport.ranks[peer], add=True)
             step.phases.lap("decode")
 
-    def expect_chunks(self) -> None:
+    def expect_chunks(self) -> Iterator[Handle]:
         """Begin to receive the others' chunks."""
         for peer in self._transport.peers:
             # A received chunk overwrites the message that was sent to its owner, so that one must be gone first.
             if peer in self._going:
-                self._transport.finish(self._going.pop(peer))
+                yield self._going.pop(peer)
             self._coming[peer] = self._transport.start({}, {peer: self._of_chunk[peer].parts})
 
     def send_own(self, step: Step, num_debtors: float) -> None:
@@ -115,27 +115,24 @@ class DirectLane:
 
     def use_own(self, step: Step) -> None:
         """Replace the own chunk by the decoded message that the others get."""
-        step.phases.lap("exchange")
+        step.phases.resume()
         self._of_chunk[self._transport.rank].use(self.own(step))
         step.phases.lap("decode")
 
-    def take_chunks(self, step: Step) -> None:
+    def take_chunks(self, step: Step) -> Iterator[Handle]:
         """Replace the others' chunks by their owners' messages."""
         for peer in self._transport.peers:
-            self._receive(peer, step.phases)
+            yield from self._receive(peer, step.phases)
             run_N = step.run_of(self._bounds[peer])
             self._of_chunk[peer].decode(run_N, step.stamp, self._transport.ranks[peer], add=False)
             step.phases.lap("decode")
 
-    def finish_sends(self, phases: Phases) -> None:
+    def finish_sends(self) -> Iterator[Handle]:
         """Wait until every message has left, so that its memory may change."""
-        for handle in self._going.values():
-            self._transport.finish(handle)
+        yield from self._going.values()
         self._going.clear()
-        phases.lap("exchange")
 
-    def _receive(self, peer: int, phases: Phases) -> None:
-        self._transport.finish(self._coming.pop(peer))
-        phases.lap("exchange")
+    def _receive(self, peer: int, phases: Phases) -> Iterator[Handle]:
+        yield self._coming.pop(peer)
         if not self._coming:
             phases.end_round()

@@ -6,7 +6,7 @@ N ranks on n nodes, L of them on this one, C on the smallest
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -24,7 +24,7 @@ from cgx_ray.collectives.pieces import chunk_bounds
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.subset import MessageGroup, Subset
 from cgx_ray.collectives.transport import Transport
-from cgx_ray.collectives.transport_like import TransportLike
+from cgx_ray.collectives.transport_like import Handle, TransportLike
 from cgx_ray.plan import Intra, Layer, Scheme
 from cgx_ray.runtime_ext import ops
 
@@ -39,7 +39,7 @@ def has_inside(nodes: Sequence[int], scheme: Scheme) -> bool:
     return num_nodes < len(nodes) and not (num_nodes == 1 and scheme is Scheme.DENSE)
 
 
-class Hierarchical:
+class Hierarchical(Exchange):
     """Cost 2a' + 2(L-1)/L M b' inside a node, with m for M if compressed, and between nodes that of the scheme for n
     ranks and the whole group. a', b': the link inside; b: that of a node's network card, which C ranks share.
 
@@ -83,6 +83,7 @@ class Hierarchical:
         make_inner: Callable[[Codec, int, TransportLike], Exchange],
     ) -> None:
         """`make_inner` makes the exchange between nodes, for a codec, a number of elements, and the ranks in it."""
+        super().__init__(transport)
         members = _members(transport.nodes)
         here = next(ranks for ranks in members if transport.rank in ranks)
         num_chunks = min(map(len, members))
@@ -108,25 +109,28 @@ class Hierarchical:
             sra = Sra(codec, numel, inside, bounds)
             self._inside = CompressedInside(sra, numel, float(1 / self._scale), self._own)
 
-    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`. With codec none `grad_N` may be of any dtype."""
+    def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
+        """See `Exchange.turns`. With codec none `grad_N` may be of any dtype."""
         step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=self._seed(seed, stamp, _INSIDE), phases=phases)
+        # Sums in shared memory are collectives too.
+        self.keeps_order = True
         own_N = grad_N[slice(*self._own)]
         if grad_N.element_size() == 2:
             self._rescale(grad_N)
-        self._inside.reduce(step)
+        yield from self._inside.reduce(step)
         if memory is None and grad_N.element_size() > 2:
             self._rescale(own_N)
         part = self._part(memory) if memory is not None else None
         if self._inner is not None:
-            self._inner.run(own_N, part, stamp, self._seed(seed, stamp, _BETWEEN), phases)
+            yield from self._inner.turns(own_N, part, stamp, self._seed(seed, stamp, _BETWEEN), phases)
             self.sent_bytes = self._inner.sent_bytes
         elif part is not None:
             self._pay(own_N, part)
         if memory is not None:
             self._rescale(own_N)
         phases.lap("decode")
-        self._inside.share(replace(step, seed=self._seed(seed, stamp, _SHARED)))
+        self.keeps_order = False
+        yield from self._inside.share(replace(step, seed=self._seed(seed, stamp, _SHARED)))
 
     def _rescale(self, values_N: Tensor) -> None:
         """Multiply by n/N, exactly if the dtype can represent the result."""

@@ -1,11 +1,11 @@
 """The two halves of a hierarchical exchange inside a node: sum the chunks, then give out the results.
 
-Each rank of the node has one chunk, empty ones last.
+Each rank of the node has one chunk, empty ones last. Both halves are iterators that yield each handle to wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,7 @@ from cgx_ray.collectives.parcel import Step
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.subset import MessageGroup
 from cgx_ray.collectives.transport import Transport
+from cgx_ray.collectives.transport_like import Handle
 from cgx_ray.runtime_ext.shm import LocalGroup
 
 
@@ -31,25 +32,27 @@ class DenseInside:
         self._bounds = bounds
         self._has_taken_over = False
 
-    def reduce(self, step: Step) -> None:
+    def reduce(self, step: Step) -> Iterator[Handle]:
         """Replace the own chunk by its sum over the node."""
         if step.memory is not None:
             if not self._has_taken_over:
-                self._take_over(step.memory)
+                yield from self._take_over(step.memory)
             # This rank encodes only its own chunk, so it keeps no residual of the others.
             for kind, value in step.memory.next.items():
                 value.copy_(step.memory.now[kind]) if kind == POWERSGD_Q else value.zero_()
         step.phases.lap("encode")
-        self._reduce_scatter(step.grad_N)
-        step.phases.lap("exchange")
+        with step.phases.round():
+            yield from self._reduce_scatter(step.grad_N)
 
-    def share(self, step: Step) -> None:
+    def share(self, step: Step) -> Iterator[Handle]:
         """Give the own chunk to the node, and take over the others."""
-        with self._transport.reporting("a gathering inside the node"):
-            self._local.all_gather(step.grad_N, self._bounds)
-        step.phases.lap("exchange")
+        with step.phases.round(), self._transport.reporting("a gathering inside the node"):
+            if isinstance(self._local, LocalGroup):
+                self._local.all_gather(step.grad_N, self._bounds)
+            else:
+                yield from self._local.all_gather(step.grad_N, self._bounds)
 
-    def _take_over(self, memory: Memory) -> None:
+    def _take_over(self, memory: Memory) -> Iterator[Handle]:
         """Before the first step, move the node's residuals and momentum to the owners of the chunks.
 
         Their sums over ranks stay the same, so this holds even if the step is not committed.
@@ -57,14 +60,17 @@ class DenseInside:
         start, stop = self._bounds[self._local.rank]
         for kind, value in memory.now.items():
             if kind != POWERSGD_Q:
-                self._reduce_scatter(value)
+                yield from self._reduce_scatter(value)
                 value[:start].zero_()
                 value[stop:].zero_()
         self._has_taken_over = True
 
-    def _reduce_scatter(self, values_N: Tensor) -> None:
+    def _reduce_scatter(self, values_N: Tensor) -> Iterator[Handle]:
         with self._transport.reporting("a sum inside the node"):
-            self._local.reduce_scatter(values_N, self._bounds)
+            if isinstance(self._local, LocalGroup):
+                self._local.reduce_scatter(values_N, self._bounds)
+            else:
+                yield from self._local.reduce_scatter(values_N, self._bounds)
 
 
 class CompressedInside:
@@ -81,16 +87,16 @@ class CompressedInside:
         self._own = slice(*own)
         self._dropped_N = torch.zeros(numel)
 
-    def reduce(self, step: Step) -> None:
+    def reduce(self, step: Step) -> Iterator[Handle]:
         """Replace the own chunk by its sum over the node."""
         self._sra.scatter(step)
-        self._sra.reduce(step)
+        yield from self._sra.reduce(step)
 
-    def share(self, step: Step) -> None:
+    def share(self, step: Step) -> Iterator[Handle]:
         """Give the own chunk to the node, and take over the others."""
         if step.memory is None:
-            self._sra.share(step, self._num_debtors)
+            yield from self._sra.share(step, self._num_debtors)
             return
         # Encode without the residual: each node has another one, and would get another average.
-        self._sra.share(replace(step, memory=Memory({}, {RESIDUALS: self._dropped_N})), self._num_debtors)
+        yield from self._sra.share(replace(step, memory=Memory({}, {RESIDUALS: self._dropped_N})), self._num_debtors)
         step.memory.next_N[self._own].add_(self._dropped_N[self._own])

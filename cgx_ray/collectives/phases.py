@@ -1,36 +1,46 @@
-"""`Phases`: the seconds of one group's exchange, by phase."""
+"""`Phases`: when one group was encoded, exchanged and decoded."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 
 class Phases:
-    """Stop watch with a running total of seconds for each phase.
+    """Stop watch of one group's exchange, while other groups may be under way on the same thread.
 
-    encode, decode  time of this thread in the codec, even while messages are under way
-    exchange        wall time of the rounds of messages, each from this rank's first send to its last receive. Time in
-                    which several rounds overlap counts once. Encoding and decoding within a round are not taken off, so
-                    the sum of the three may exceed the time that passed
-
-    Schemes that do one thing after the other only call `lap`.
+    encode, decode  seconds of this thread in the codec for this group, even while messages are under way
+    laps            (phase, begin, end) of each of these, by `time.perf_counter`
+    rounds          (begin, end) of the times in which messages of this group were under way, each from the first send
+                    to the last receive. Rounds that overlap are one
     """
 
     def __init__(self) -> None:
         self.encode = 0.0
-        self.exchange = 0.0
         self.decode = 0.0
+        self.laps: list[tuple[str, float, float]] = []
+        self.rounds: list[tuple[float, float]] = []
         self._last = time.perf_counter()
         self._num_open = 0
         self._opened = 0.0
 
-    def lap(self, phase: Literal["encode", "exchange", "decode"]) -> None:
-        """Count the time since the last lap as `phase`, except time to wait within a round, which the round counts."""
+    @property
+    def exchange(self) -> float:
+        """Seconds in which messages were under way."""
+        return sum(end - begin for begin, end in self.rounds)
+
+    def lap(self, phase: Literal["encode", "decode"]) -> None:
+        """Count the time since the last lap or `resume` as `phase`."""
         now = time.perf_counter()
-        if phase != "exchange" or self._num_open == 0:
-            setattr(self, phase, getattr(self, phase) + now - self._last)
+        setattr(self, phase, getattr(self, phase) + now - self._last)
+        self.laps.append((phase, self._last, now))
         self._last = now
+
+    def resume(self) -> None:
+        """Begin a lap: leave out the time since the last one, in which the thread waited or did other work."""
+        self._last = time.perf_counter()
 
     def begin_round(self) -> None:
         """Begin a round: call it when its first message is ready to go."""
@@ -42,7 +52,13 @@ class Phases:
         """End a round: call it when its last message has arrived."""
         assert self._num_open > 0
         self._num_open -= 1
+        self.resume()
         if self._num_open == 0:
-            now = time.perf_counter()
-            self.exchange += now - self._opened
-            self._last = now
+            self.rounds.append((self._opened, self._last))
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """Count the time inside as a round."""
+        self.begin_round()
+        yield
+        self.end_round()

@@ -39,11 +39,6 @@ class Piece:
         """Number of this piece of `chunk` among all pieces of all chunks, for `Step.key`."""
         return chunk * self.num_pieces + self.index
 
-    def begin_round(self, transport: TransportLike) -> None:
-        """Begin a round of messages, once for all pieces: only the first piece does it."""
-        if self.index == 0:
-            transport.begin_round()
-
 
 def cut(codec: Codec, chunks: Sequence[tuple[int, int]], transport: TransportLike) -> list[Piece]:
     """Cut every chunk into the same number of pieces, each of about `PIECE_BYTES` encoded.
@@ -64,8 +59,10 @@ def cut(codec: Codec, chunks: Sequence[tuple[int, int]], transport: TransportLik
     ]
 
 
-def run_lanes(lanes: Iterable[Iterator[Handle]], transport: TransportLike, phases: Phases) -> None:
+def take_turns(lanes: Iterable[Iterator[Handle]], phases: Phases) -> Iterator[Handle]:
     """Run the exchanges of all pieces in turns, so that one is coded while messages of the others are under way.
+
+    Yields each handle to wait for.
 
     lanes  by piece, its exchange: a generator that yields each handle it waits for, and is resumed when that is done
 
@@ -77,7 +74,6 @@ def run_lanes(lanes: Iterable[Iterator[Handle]], transport: TransportLike, phase
     def resume(lane: Iterator[Handle]) -> None:
         handle = next(lane, None)
         if handle is not None:
-            phases.lap("exchange")
             phases.begin_round()
             waiting.append((lane, handle))
 
@@ -85,7 +81,6 @@ def run_lanes(lanes: Iterable[Iterator[Handle]], transport: TransportLike, phase
         resume(lane)
     while waiting:
         lane, handle = waiting.popleft()
-        transport.finish(handle)
-        phases.lap("exchange")
+        yield handle
         phases.end_round()
         resume(lane)

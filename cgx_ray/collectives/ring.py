@@ -10,13 +10,14 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.parcel import Parcel, Step
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.pieces import Piece, chunk_bounds, cut, run_lanes
+from cgx_ray.collectives.pieces import Piece, chunk_bounds, cut, take_turns
 from cgx_ray.collectives.transport_like import Handle, TransportLike
 
 
-class Ring:
+class Ring(Exchange):
     """Cost 2(N-1) a + 2(N-1)/N m b.
 
     1. Chunk j starts at rank j + 1. Every rank decodes it, adds its own part, encodes the sum and sends it to the next
@@ -30,15 +31,15 @@ class Ring:
     """
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
-        self._transport = transport
+        super().__init__(transport)
         pieces = cut(codec, chunk_bounds(numel, transport.world_size, codec.granule), transport)
         self._lanes = [_RingLane(piece, codec, transport) for piece in pieces]
         self.sent_bytes = sum(lane.sent_bytes for lane in self._lanes)
 
-    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`."""
+    def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
+        """See `Exchange.turns`."""
         step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
-        run_lanes([lane.hops(step) for lane in self._lanes], self._transport, phases)
+        return take_turns([lane.hops(step) for lane in self._lanes], phases)
 
 
 class _RingLane:
@@ -90,5 +91,4 @@ class _RingLane:
     def _pass_on(self, sent: Parcel, received: Parcel) -> Handle:
         """Begin to send to the next rank and to receive from the one before."""
         rank, world_size = self._transport.rank, self._transport.world_size
-        self._piece.begin_round(self._transport)
         return self._transport.start({(rank + 1) % world_size: sent.parts}, {(rank - 1) % world_size: received.parts})

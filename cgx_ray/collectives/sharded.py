@@ -5,7 +5,7 @@ R ranks, S elements of a shard
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from cgx_ray.collectives.direct import DirectLane
 from cgx_ray.collectives.parcel import Step
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.pieces import cut
-from cgx_ray.collectives.transport_like import TransportLike
+from cgx_ray.collectives.transport_like import Handle, TransportLike, finish_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +41,20 @@ def reduce_scatter(parts: Sequence[Rows], transport: TransportLike, seed: int, p
     Raises WireError on a message that is broken or of another step, TransportError if a peer is gone.
     """
     lanes = _lanes(parts, transport, seed, phases)
-    transport.begin_round()
+    finish_all(_reduce_scatter(lanes, transport), transport, phases.resume)
+    return sum(lane.scattered_bytes for lane, _ in lanes)
+
+
+def _reduce_scatter(lanes: Sequence[tuple[DirectLane, Step]], transport: TransportLike) -> Iterator[Handle]:
     # Receives first: early messages then go straight to their memory.
     for lane, _ in lanes:
         lane.expect_parts()
     for lane, step in lanes:
         lane.send_parts(step)
     for lane, step in lanes:
-        lane.add_parts(step)
+        yield from lane.add_parts(step)
     for lane, _ in lanes:
-        lane.finish_sends(phases)
-    return sum(lane.scattered_bytes for lane, _ in lanes)
+        yield from lane.finish_sends()
 
 
 def all_gather(parts: Sequence[Rows], transport: TransportLike, seed: int, phases: Phases) -> int:
@@ -62,17 +65,20 @@ def all_gather(parts: Sequence[Rows], transport: TransportLike, seed: int, phase
     Raises as `reduce_scatter` does.
     """
     lanes = _lanes(parts, transport, seed, phases)
-    transport.begin_round()
+    finish_all(_all_gather(lanes, transport), transport, phases.resume)
+    return sum(lane.gathered_bytes for lane, _ in lanes)
+
+
+def _all_gather(lanes: Sequence[tuple[DirectLane, Step]], transport: TransportLike) -> Iterator[Handle]:
     for lane, _ in lanes:
-        lane.expect_chunks()
+        yield from lane.expect_chunks()
     for lane, step in lanes:
         lane.send_own(step, num_debtors=1)
         lane.use_own(step)
     for lane, step in lanes:
-        lane.take_chunks(step)
+        yield from lane.take_chunks(step)
     for lane, _ in lanes:
-        lane.finish_sends(phases)
-    return sum(lane.gathered_bytes for lane, _ in lanes)
+        yield from lane.finish_sends()
 
 
 def _lanes(parts: Sequence[Rows], transport: TransportLike, seed: int, phases: Phases) -> list[tuple[DirectLane, Step]]:

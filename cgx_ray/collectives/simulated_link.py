@@ -1,4 +1,4 @@
-"""A slow link in software, for machines where the real one cannot be shaped: ranks sleep before they send."""
+"""A slow link in software, for machines where the real one cannot be shaped: ranks hold back what they send."""
 
 from __future__ import annotations
 
@@ -32,41 +32,23 @@ class SimulatedLink:
         if not all(rate > 0 for rate in rates):
             raise ConfigError(f"simulated rates {rates} bit/s are not allowed; give positive ones")
 
-    def delay_s(self, step: int, num_hops: float, num_bytes: float) -> float:
-        """Return the seconds that the link needs at `step` for `num_bytes` in `num_hops` rounds."""
-        rate = next(rate for first, rate in reversed(self.schedule) if step >= first)
-        return self.latency_s * num_hops + num_bytes * 8 / rate
+    def rate_at(self, step: int) -> float:
+        """Return the rate at `step`, in bit/s."""
+        return next(rate for first, rate in reversed(self.schedule) if step >= first)
 
 
 class LinkDelay:
-    """Sleeps for as long as a simulated link would hold this rank's messages back.
+    """The sending side of a rank's simulated link: when it would have carried messages.
 
-    It sleeps before sending, not after receiving: a late sender then also delays its peers, as on a real link.
+    Bytes follow each other, and latencies overlap, as on a real link. Messages are held back before they are sent, not
+    after they are received: a late sender then also delays its peers.
     """
 
     def __init__(self, link: SimulatedLink) -> None:
         self._link = link
-        self.begin_round()
+        self._free_s = 0.0
 
-    def begin_round(self) -> None:
-        """Charge one more latency, with the first message that is sent from now on."""
-        self._sent_bytes = 0
-        self._received_bytes = 0
-        self._held_bytes = 0
-        self._hops_left = 1
-
-    def hold(self, step: int, num_hops: float, num_bytes: float) -> None:
-        """Sleep for `num_hops` latencies and the time that `num_bytes` take."""
-        time.sleep(self._link.delay_s(step, num_hops, num_bytes))
-
-    def hold_round(self, step: int, sent_bytes: int, received_bytes: int) -> None:
-        """Add messages to the round and sleep for the bytes of its fuller direction that were not yet charged.
-
-        Receives that are posted before the first send are charged with it.
-        """
-        self._sent_bytes += sent_bytes
-        self._received_bytes += received_bytes
-        if self._sent_bytes > 0:
-            due_bytes = max(self._sent_bytes, self._received_bytes)
-            self.hold(step, self._hops_left, due_bytes - self._held_bytes)
-            self._hops_left, self._held_bytes = 0, due_bytes
+    def due_s(self, step: int, num_hops: float, num_bytes: float) -> float:
+        """Return the time, by `time.perf_counter`, when `num_bytes` that are sent now have made `num_hops` hops."""
+        self._free_s = max(time.perf_counter(), self._free_s) + 8 * num_bytes / self._link.rate_at(step)
+        return self._free_s + num_hops * self._link.latency_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -10,13 +10,14 @@ from torch import Tensor
 from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.direct import DirectLane
+from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.parcel import Step
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.pieces import chunk_bounds, cut
-from cgx_ray.collectives.transport_like import TransportLike
+from cgx_ray.collectives.transport_like import Handle, TransportLike
 
 
-class Sra:
+class Sra(Exchange):
     """Both halves of `collectives.direct`, with the division by N in between. Cost 2a + 2(N-1)/N m b.
 
     With feedback a rank owes what its messages to the owners dropped and, for its own chunk, N times what encoding the
@@ -30,7 +31,7 @@ class Sra:
         self, codec: Codec, numel: int, transport: TransportLike, chunks: Sequence[tuple[int, int]] | None = None
     ) -> None:
         """`chunks`: by rank, the elements [start, stop) that it owns, empty ones last; left out, equal shares."""
-        self._transport = transport
+        super().__init__(transport)
         chunks = chunks or chunk_bounds(numel, transport.world_size, codec.granule)
         self._lanes = [
             DirectLane(piece.bounds, [piece.number(chunk) for chunk in range(len(chunks))], codec, transport)
@@ -38,20 +39,18 @@ class Sra:
         ]
         self.sent_bytes = sum(lane.scattered_bytes + lane.gathered_bytes for lane in self._lanes)
 
-    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`."""
+    def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
+        """See `Exchange.turns`."""
         step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
         self.scatter(step)
-        self._transport.begin_round()
         for lane in self._lanes:
-            lane.add_parts(step)
+            yield from lane.add_parts(step)
             lane.own(step).div_(self._transport.world_size)
-            _share(lane, _second(step), self._transport.world_size)
-        self._gather(_second(step))
+            yield from _share(lane, _second(step), self._transport.world_size)
+        yield from self._gather(_second(step))
 
     def scatter(self, step: Step) -> None:
         """Send the others what they own of `step.grad_N`."""
-        self._transport.begin_round()
         # Receives first: early messages then go straight to their memory.
         for lane in self._lanes:
             lane.begin(step)
@@ -59,30 +58,29 @@ class Sra:
         for lane in self._lanes:
             lane.send_parts(step)
 
-    def reduce(self, step: Step) -> None:
+    def reduce(self, step: Step) -> Iterator[Handle]:
         """After `scatter`: replace the own chunk by its sum over ranks."""
         for lane in self._lanes:
-            lane.add_parts(step)
+            yield from lane.add_parts(step)
 
-    def share(self, step: Step, num_debtors: float) -> None:
+    def share(self, step: Step, num_debtors: float) -> Iterator[Handle]:
         """After `reduce`: send the own chunk to the others, encoded, and take over theirs.
 
         `step.memory` gets `num_debtors` times what the encoding drops.
         """
-        self._transport.begin_round()
         for lane in self._lanes:
-            _share(lane, _second(step), num_debtors)
-        self._gather(_second(step))
+            yield from _share(lane, _second(step), num_debtors)
+        yield from self._gather(_second(step))
 
-    def _gather(self, step: Step) -> None:
+    def _gather(self, step: Step) -> Iterator[Handle]:
         for lane in self._lanes:
-            lane.take_chunks(step)
-            lane.finish_sends(step.phases)
+            yield from lane.take_chunks(step)
+            yield from lane.finish_sends()
 
 
-def _share(lane: DirectLane, step: Step, num_debtors: float) -> None:
+def _share(lane: DirectLane, step: Step, num_debtors: float) -> Iterator[Handle]:
     lane.send_own(step, num_debtors)
-    lane.expect_chunks()
+    yield from lane.expect_chunks()
     lane.use_own(step)
 
 

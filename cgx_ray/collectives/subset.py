@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -27,38 +27,37 @@ class Subset:
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self._group = MessageGroup(self)
 
-    def begin_round(self) -> None:
-        """See `TransportLike.begin_round`."""
-        self._whole.begin_round()
-
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         """See `TransportLike.start`."""
         sent, received = ({self.ranks[peer]: m for peer, m in messages.items()} for messages in (sends, receives))
         return self._whole.start(sent, received)
 
-    def finish(self, handle: Handle) -> None:
+    def finish(self, handle: Handle, waited_s: float = 0.0) -> None:
         """See `TransportLike.finish`."""
-        self._whole.finish(handle)
+        self._whole.finish(handle, waited_s)
 
-    def all_reduce(self, values_N: Tensor) -> None:
+    def all_reduce(self, values_N: Tensor) -> Iterator[Handle]:
         """See `TransportLike.all_reduce`. Cost 2a + 2(N-1)/N M b."""
-        self._group.all_reduce(values_N)
+        return self._group.all_reduce(values_N)
 
-    def broadcast(self, message: Tensor, root: int) -> None:
+    def broadcast(self, message: Tensor, root: int) -> Iterator[Handle]:
         """See `TransportLike.broadcast`; by a binomial tree: the number of ranks that have it doubles each round."""
         place = (self.rank - root) % self.world_size
         reach = 1
         while reach < self.world_size:
             # The first `reach` places have it.
             if place < reach and place + reach < self.world_size:
-                send_and_receive(self, {(self.rank + reach) % self.world_size: message}, {})
+                yield from send_and_receive(self, {(self.rank + reach) % self.world_size: message}, {})
             elif reach <= place < 2 * reach:
-                send_and_receive(self, {}, {(self.rank - reach) % self.world_size: message})
+                yield from send_and_receive(self, {}, {(self.rank - reach) % self.world_size: message})
             reach *= 2
 
 
 class MessageGroup:
-    """The operations of `runtime_ext.shm.LocalGroup` for ranks that share no memory: direct, by uncoded messages."""
+    """The operations of `runtime_ext.shm.LocalGroup` for ranks that share no memory: direct, by uncoded messages.
+
+    They are iterators that yield each handle to wait for.
+    """
 
     def __init__(self, transport: TransportLike) -> None:
         self.rank = transport.rank
@@ -66,7 +65,7 @@ class MessageGroup:
         self._transport = transport
         self._room: Tensor | None = None
 
-    def reduce_scatter(self, values_N: Tensor, bounds: Sequence[tuple[int, int]]) -> None:
+    def reduce_scatter(self, values_N: Tensor, bounds: Sequence[tuple[int, int]]) -> Iterator[Handle]:
         """Replace this rank's part of `values_N` by its sum over ranks. Cost a + (N-1)/N M b.
 
         values_N  flat and contiguous; the other parts stay as they are
@@ -74,25 +73,25 @@ class MessageGroup:
         """
         own_N = _part(values_N, bounds[self.rank])
         received = self._received_like(own_N) if own_N.numel() else {}
-        send_and_receive(self._transport, self._parts_of_peers(values_N, bounds), received)
+        yield from send_and_receive(self._transport, self._parts_of_peers(values_N, bounds), received)
         # In rank order, whichever comes first, and 16-bit numbers are rounded once, at the end.
         sum_N = own_N.float() if own_N.element_size() == 2 else own_N
         for peer in sorted(received):
             sum_N.add_(received[peer])
         own_N.copy_(sum_N)
 
-    def all_gather(self, values_N: Tensor, bounds: Sequence[tuple[int, int]]) -> None:
+    def all_gather(self, values_N: Tensor, bounds: Sequence[tuple[int, int]]) -> Iterator[Handle]:
         """Replace the others' parts of `values_N` by theirs, bit for bit. Cost and arguments of `reduce_scatter`."""
         own_N = _part(values_N, bounds[self.rank])
         sends = dict.fromkeys(self._transport.peers, own_N) if own_N.numel() else {}
-        send_and_receive(self._transport, sends, self._parts_of_peers(values_N, bounds))
+        yield from send_and_receive(self._transport, sends, self._parts_of_peers(values_N, bounds))
 
-    def all_reduce(self, values_N: Tensor) -> None:
+    def all_reduce(self, values_N: Tensor) -> Iterator[Handle]:
         """Replace `values_N` by its sum over ranks."""
         cuts = [values_N.numel() * rank // self.size for rank in range(self.size + 1)]
         bounds = list(itertools.pairwise(cuts))
-        self.reduce_scatter(values_N, bounds)
-        self.all_gather(values_N, bounds)
+        yield from self.reduce_scatter(values_N, bounds)
+        yield from self.all_gather(values_N, bounds)
 
     def _received_like(self, own_N: Tensor) -> dict[int, Tensor]:
         """Return, by peer, memory for its part of `own_N`: the same memory at every call."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.collectives.simulated_link import LinkDelay, SimulatedLink
-from cgx_ray.collectives.transport_like import Handle
+from cgx_ray.collectives.transport_like import Handle, Held, VendorCall
 from cgx_ray.errors import CGXError, TransportError
 from cgx_ray.runtime_ext import shm
 from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
@@ -19,9 +21,12 @@ from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
 # Torch's own time-out for Gloo: half an hour.
 DEFAULT_TIMEOUT_S = 1800.0
 
+# The channel of minima, which no group has.
+_AGREEMENT_CHANNEL = 2**32 - 1
+
 
 class Transport:
-    """A `TransportLike` of all ranks of one engine. Only the engine's communication thread uses it.
+    """A `TransportLike` of all ranks of one engine. Only the engine's communication thread uses it, except `wake`.
 
     takes_many         False over Gloo, which has hung with some dozens of messages
     ranks              every rank is called by its own number
@@ -62,72 +67,147 @@ class Transport:
         self.group_index = 0
         self.lag_s: tuple[float, ...] = ()
         self._card_bytes = 0
-
-    def begin_round(self) -> None:
-        """See `TransportLike.begin_round`."""
-        if self._delay is not None:
-            self._delay.begin_round()
+        # What the simulated link has not carried yet.
+        self._held: list[Held] = []
 
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         """See `TransportLike.start`."""
-        if self._delay is not None:
-            self._delay.hold_round(self.step, _total_bytes(sends), _total_bytes(receives))
         self._card_bytes += _total_bytes({peer: parts for peer, parts in sends.items() if self._is_away(peer)})
+        if not sends:
+            return self._post(sends, receives, self.group_index)
+        return self._later(1, _total_bytes(sends), partial(self._post, sends, receives, self.group_index))
+
+    def _post(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts], channel: int) -> Handle:
         try:
             if self._mesh is not None:
-                return self._mesh.post(sends, receives)
+                return self._mesh.post(sends, receives, channel=channel)
             works = [dist.irecv(part, group=self._group, group_src=peer) for peer, part in flat(receives)]
             works += [dist.isend(part, group=self._group, group_dst=peer) for peer, part in flat(sends)]
         except RuntimeError as error:
             raise self._broken("a message", error) from error
         return works
 
-    def finish(self, handle: Handle) -> None:
+    def _later(self, num_hops: float, num_bytes: float, post: Callable[[], Handle]) -> Handle:
+        """Call `post`; with a simulated link, when it would have carried the bytes.
+
+        In the order of calls, because collectives of the vendor must start in the same order on all ranks.
+        """
+        if self._delay is None:
+            return post()
+        held = Held(self._delay.due_s(self.step, num_hops, num_bytes), post)
+        if self._held:
+            held.due_s = max(held.due_s, self._held[-1].due_s)
+        self._held.append(held)
+        return held
+
+    def _post_due(self) -> float:
+        """Post what the simulated link would have carried by now, in order. Return when the next is due, else inf."""
+        while self._held and self._held[0].due_s <= time.perf_counter():
+            held = self._held.pop(0)
+            held.handle = held.post()
+        return self._held[0].due_s if self._held else math.inf
+
+    def finish(self, handle: Handle, waited_s: float = 0.0) -> None:
         """See `TransportLike.finish`."""
+        # Other ranks may wait for what is held back, so it goes out before this rank waits.
+        while self._held and not self._is_over(handle):
+            time.sleep(max(self._held[0].due_s - time.perf_counter(), 0.0))
+            self._post_due()
+        if isinstance(handle, Held):
+            assert handle.handle is not None
+            self.finish(handle.handle, waited_s)
+            return
+        name = handle.name if isinstance(handle, VendorCall) else "a message"
         try:
             if isinstance(handle, int):
                 assert self._mesh is not None
-                self._mesh.wait(handle, self.timeout_s)
+                self._mesh.wait(handle, self.timeout_s, waited_s)
                 return
-            for work in handle:
+            for work in [handle.work] if isinstance(handle, VendorCall) else handle:
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
-            raise self._broken("a message", error) from error
+            raise self._broken(name, error) from error
 
-    def all_reduce(self, values_N: Tensor) -> None:
+    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> int | None:
+        """Wait until one of `handles` is done and return the place of the first such; `finish` then returns at once.
+
+        Returns None after `timeout_s` or sooner, if `wake` is called meanwhile or was called since the last return.
+        Over Gloo, whose messages cannot be asked, it returns 0 at once: there `finish` waits.
+        """
+        if self._mesh is None:
+            return 0
+        timeout_s = min(timeout_s, self._post_due() - time.perf_counter())
+        posted = [one.handle if isinstance(one, Held) else one for one in handles]
+        ended = [place for place, one in enumerate(posted) if not isinstance(one, int) and self._is_over(one)][:1]
+        tickets = [one for one in posted if isinstance(one, int)]
+        found = self._mesh.wait_any(tickets, 0.0 if ended else max(timeout_s, 0.0))
+        if found is not None:
+            ended.append(posted.index(found))
+        return min(ended, default=None)
+
+    def _is_over(self, handle: Handle | None) -> bool:
+        """Return True if `finish` would return at once. Gloo's messages cannot be asked."""
+        if isinstance(handle, Held):
+            return self._is_over(handle.handle)
+        if isinstance(handle, VendorCall):
+            return handle.future.done()
+        return handle == [] or (isinstance(handle, int) and self._mesh is not None and self._mesh.is_over(handle))
+
+    def wake(self) -> None:
+        """End the wait of another thread in `wait_any`, now or the next one."""
+        if self._mesh is not None:
+            self._mesh.wake()
+
+    def all_reduce(self, values_N: Tensor) -> Iterator[Handle]:
         """Sum over ranks, in place: through shared memory if all ranks are on one host, else by the vendor's ring.
 
         The vendor always sums CUDA tensors.
         """
         ring = 2 * (self.world_size - 1)
         num_bytes = ring * values_N.numel() * values_N.element_size() // self.world_size
-        self._hold(ring, num_bytes)
         # Gloo's ring sends to the rank before. NCCL's leaves each node once, as this if a node's ranks are in a row.
         self._card_bytes += num_bytes * self._is_away(self.rank - 1)
+        yield self._later(ring, num_bytes, partial(self._start_sum, values_N))
+
+    def _start_sum(self, values_N: Tensor) -> Handle:
         is_local = self.local is not None and self.local.size == self.world_size
         try:
             if self.local is not None and is_local and values_N.is_cpu and values_N.dtype in shm.DTYPES:
                 self.local.all_reduce(values_N)
-                return
-            dist.all_reduce(values_N, group=self._cuda_group if values_N.is_cuda else self._group)
+                return []
             if values_N.is_cuda:
+                dist.all_reduce(values_N, group=self._cuda_group)
                 # NCCL only queues the sum on the stream; the caller measures the network.
                 torch.cuda.current_stream(values_N.device).synchronize()
+                return []
+            return self._watched("an all-reduce", dist.all_reduce(values_N, group=self._group, async_op=True))
         except RuntimeError as error:
             raise self._broken("an all-reduce", error) from error
 
-    def broadcast(self, message: Tensor, root: int) -> None:
+    def broadcast(self, message: Tensor, root: int) -> Iterator[Handle]:
         """See `TransportLike.broadcast`; by the vendor's tree."""
         hops = math.log2(self.world_size)
-        self._hold(hops, hops * message.numel())
         self._card_bytes += message.numel() * sum(
             map(self._is_away, _binomial_children(self.rank, root, self.world_size))
         )
+        yield self._later(hops, hops * message.numel(), partial(self._start_broadcast, message, root))
+
+    def _start_broadcast(self, message: Tensor, root: int) -> Handle:
         try:
-            dist.broadcast(message, group=self._group, group_src=root)
+            work = dist.broadcast(message, group=self._group, group_src=root, async_op=True)
+            return self._watched("a broadcast", work)
         except RuntimeError as error:
             raise self._broken("a broadcast", error) from error
+
+    def _watched(self, name: str, work: dist.Work | None) -> VendorCall:
+        """Let the end of `work` wake `wait_any`."""
+        assert work is not None
+        future = work.get_future()
+        if self._mesh is not None:
+            mesh = self._mesh
+            future.add_done_callback(lambda done: mesh.wake())
+        return VendorCall(name, work, future)
 
     def start_minimum(self, values_K: Tensor, *, notes_lag: bool = True) -> Callable[[], Tensor]:
         """Begin an element-wise minimum over ranks and return a function that waits for it.
@@ -139,7 +219,7 @@ class Transport:
             assert work is not None
             return lambda: self._minimum_of(work.wait, [values_K])
         mesh, received = self._mesh, {peer: torch.empty_like(values_K) for peer in self.peers}
-        ticket = mesh.post(dict.fromkeys(received, values_K), received)
+        ticket = mesh.post(dict.fromkeys(received, values_K), received, channel=_AGREEMENT_CHANNEL)
 
         def wait() -> None:
             lag_s = mesh.wait(ticket, self.timeout_s)
@@ -189,10 +269,6 @@ class Transport:
 
     def _is_away(self, peer: int) -> bool:
         return self.nodes[peer] != self.nodes[self.rank]
-
-    def _hold(self, num_hops: float, num_bytes: float) -> None:
-        if self._delay is not None:
-            self._delay.hold(self.step, num_hops, num_bytes)
 
     def _broken(self, what: str, error: RuntimeError) -> TransportError:
         return TransportError(

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.runtime_ext.mesh import Parts
 
-# A ticket of the mesh, or the works of torch.distributed.
-Handle = int | list[dist.Work | None]
+
+class VendorCall(NamedTuple):
+    """A collective of torch.distributed that is under way; `name` is for error messages."""
+
+    name: str
+    work: dist.Work
+    future: torch.futures.Future[list[Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What a simulated link holds back until `due_s`, by `time.perf_counter`; then `handle` is the result of `post`."""
+
+    due_s: float
+    post: Callable[[], Handle]
+    handle: Handle | None = None
+
+
+# A ticket of the mesh; works of torch.distributed, none if all is done; or one of the above.
+Handle = int | list[dist.Work | None] | VendorCall | Held
 
 
 class TransportLike(Protocol):
@@ -28,32 +48,39 @@ class TransportLike(Protocol):
     peers: list[int]
     ranks: Sequence[int]
 
-    def begin_round(self) -> None:
-        """Begin a round of messages: a simulated link charges one latency per round."""
-
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         """Begin to send and receive, by rank, in that order, and return at once; pass the result to `finish`.
 
-        The n-th receive from a rank takes its n-th send. Until `finish` returns, do not change a tensor that is sent
-        and do not read one that is received.
+        The n-th receive from a rank takes its n-th send of the same group. Until `finish` returns, do not change a
+        tensor that is sent and do not read one that is received.
 
         Raises TransportError if a peer is gone.
         """
 
-    def finish(self, handle: Handle) -> None:
+    def finish(self, handle: Handle, waited_s: float = 0.0) -> None:
         """Wait for all messages of `handle`. Call it once per handle.
+
+        waited_s  seconds of the time-out that have passed
 
         Raises TransportError if a peer is gone or does not answer within the time-out.
         """
 
-    def all_reduce(self, values_N: Tensor) -> None:
-        """Sum over ranks, in place."""
+    def all_reduce(self, values_N: Tensor) -> Iterator[Handle]:
+        """Sum over ranks, in place; yield each handle to wait for."""
 
-    def broadcast(self, message: Tensor, root: int) -> None:
-        """Overwrite `message` on all ranks with that of `root`."""
+    def broadcast(self, message: Tensor, root: int) -> Iterator[Handle]:
+        """Overwrite `message` on all ranks with that of `root`; yield each handle to wait for."""
 
 
-def send_and_receive(transport: TransportLike, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> None:
-    """Send and receive, by rank, in one round, and wait until all of it is done. Raises as `TransportLike.finish`."""
-    transport.begin_round()
-    transport.finish(transport.start(sends, receives))
+def send_and_receive(
+    transport: TransportLike, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
+) -> Iterator[Handle]:
+    """Send and receive, by rank, in one round; yield the handle to wait for."""
+    yield transport.start(sends, receives)
+
+
+def finish_all(handles: Iterable[Handle], transport: TransportLike, resume: Callable[[], None]) -> None:
+    """Wait for each of `handles` before taking the next one. Calls `resume` after each."""
+    for handle in handles:
+        transport.finish(handle)
+        resume()

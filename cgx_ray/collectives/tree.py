@@ -9,13 +9,14 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.parcel import Parcel, Step, parts_of
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.pieces import Piece, chunk_bounds, cut, run_lanes
+from cgx_ray.collectives.pieces import Piece, chunk_bounds, cut, take_turns
 from cgx_ray.collectives.transport_like import Handle, TransportLike
 
 
-class Tree:
+class Tree(Exchange):
     """Cost 2a log N + 2(N-1)/N m b if N is a power of two.
 
     P is the largest power of two that is not above N. P ranks own one chunk each.
@@ -32,16 +33,16 @@ class Tree:
     """
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
-        self._transport = transport
+        super().__init__(transport)
         position = _TreePosition(transport.rank, transport.world_size)
         pieces = cut(codec, chunk_bounds(numel, len(position.owners), codec.granule), transport)
         self._lanes = [_TreeLane(piece, position, codec, transport) for piece in pieces]
         self.sent_bytes = sum(lane.sent_bytes for lane in self._lanes)
 
-    def run(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> None:
-        """See `Exchange.run`."""
+    def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
+        """See `Exchange.turns`."""
         step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
-        run_lanes([lane.down_and_up(step) for lane in self._lanes], self._transport, phases)
+        return take_turns([lane.down_and_up(step) for lane in self._lanes], phases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,6 @@ class _TreeLane:
             self._add(halving.kept, step, halving.peer)
 
     def _exchange(self, peer: int, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Handle:
-        self._piece.begin_round(self._transport)
         sent, received = ({peer: parts_of(parcels)} if parcels else {} for parcels in (sends, receives))
         return self._transport.start(sent, received)
 

@@ -19,9 +19,9 @@ from cgx_ray.engine.gain_meter import StepMeter
 from cgx_ray.engine.gain_schedule import GainSchedule
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import one_scale
-from cgx_ray.engine.step import PendingBucket, StepRun
+from cgx_ray.engine.step import EarlyGradient, PendingBucket, StepRun
 from cgx_ray.engine.step_clock import StepClock
-from cgx_ray.engine.step_sample import sample_of_step
+from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import Inbox, WorkThread, follow_num_threads
 from cgx_ray.errors import CGXError, PlanError, StateError, listed
@@ -36,8 +36,10 @@ class Engine:
     """Averages gradients over ranks by the plan in force.
 
     `submit` may be called from any thread and returns at once. A layer belongs to its group, no matter which bucket
-    brings it. A group runs when all its layers have arrived and the groups before it are done, so every rank runs the
-    same groups in the same order. A step ends when all groups have run.
+    brings it. Groups begin in plan order, each when its layers have arrived, and are under way side by side. A step
+    ends when all groups are averaged.
+
+    last_spans   what each group of the last finished step did when
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Engine:
         self.telemetry = Telemetry(transport.rank)
         self._failure: CGXError | None = None
         self.step = 0
+        self.last_spans: list[Span] = []
         self._clock = StepClock(device)
         self._enter(plan)
         self._num_threads = torch.get_num_threads()
@@ -77,13 +80,17 @@ class Engine:
 
     # Called by the training thread, and by the threads that bring plans and collect samples.
 
-    def submit(self, bucket: PendingBucket) -> None:
-        """Queue a bucket. Raises the error that stopped the engine, if there was one."""
+    def submit(self, arrived: PendingBucket | EarlyGradient) -> None:
+        """Queue a bucket or a gradient. Raises the error that stopped the engine, if there was one.
+
+        The bucket of an early gradient must follow. Until then the gradient must stay as it is.
+        """
         if self._failure is not None:
             raise self._failure
         self._thread.check(f"rank {self._transport.rank}, step {self.step}")
         self._num_threads = torch.get_num_threads()
-        self._thread.put(bucket)
+        self._thread.put(arrived)
+        self._transport.wake()
 
     def hold(self, plan: Plan) -> None:
         """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it.
@@ -155,38 +162,58 @@ class Engine:
 
     # Called by the engine's own thread.
 
-    def _run(self, inbox: Inbox[PendingBucket]) -> None:
+    def _run(self, inbox: Inbox[PendingBucket | EarlyGradient]) -> None:
         if self.device.type == "cuda":
             # The current device and stream are set per thread.
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
         step: StepRun | None = None
-        while True:
-            bucket: PendingBucket | None = None
+        is_ending = False
+        while not is_ending or (step is not None and step.has_work):
+            arrived: PendingBucket | EarlyGradient | None = None
             try:
-                bucket = self._next(inbox, step)
-                if bucket is None:
-                    return
-                if self._failure is not None:
-                    bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
-                    continue
-                if step is None:
-                    step = self._begin(bucket)
+                if step is not None and step.has_work:
+                    # Without waiting, unless there is nothing else to do.
+                    arrived = inbox.take_now() if not is_ending else None
                 else:
-                    self._follow_scale(bucket, known=self._memories.scale)
-                step.take(bucket)
-                if step.is_done:
+                    arrived = self._next(inbox, step)
+                    is_ending = arrived is None
+                if arrived is not None:
+                    step = self._take(arrived, step)
+                elif step is not None and step.has_work:
+                    step.work()
+                if step is not None and step.is_done:
                     step.settle()
                     self._end(step)
                     step.release()
                     step = None
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the futures
-                new = [bucket] if bucket is not None else []
+                new = [arrived] if isinstance(arrived, PendingBucket) else []
                 self._fail(error, [*new, *(step.buckets if step is not None else [])])
+                step = None
 
-    def _next(self, inbox: Inbox[PendingBucket], step: StepRun | None) -> PendingBucket | None:
-        """Return the next bucket; None at the end. Raise CGXError if a bucket of `step` does not arrive in time."""
-        if step is None or self._failure is not None:
+    def _take(self, arrived: PendingBucket | EarlyGradient, step: StepRun | None) -> StepRun | None:
+        """Add what has arrived to `step`, or begin one. Return the step under way."""
+        if self._failure is not None:
+            if isinstance(arrived, PendingBucket):
+                arrived.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
+            return None
+        if step is None:
+            step = self._begin(arrived)
+        elif isinstance(arrived, PendingBucket):
+            self._follow_scale(arrived, known=self._memories.scale)
+        if isinstance(arrived, PendingBucket):
+            step.take(arrived)
+        else:
+            step.take_early(arrived)
+        return step
+
+    def _next(
+        self, inbox: Inbox[PendingBucket | EarlyGradient], step: StepRun | None
+    ) -> PendingBucket | EarlyGradient | None:
+        """Return what arrives next; None at the end. Raise CGXError if gradients of `step` do not arrive in time."""
+        if step is None or not step.buckets:
+            # DDP itself finds layers without a gradient, at the next forward, if it waits for no bucket.
             return inbox.take()
         try:
             return inbox.take(self._transport.timeout_s)
@@ -203,8 +230,8 @@ class Engine:
             f"takes longer than {timeout_s} (give attach or CGXConfig a larger timeout_s)"
         )
 
-    def _begin(self, bucket: PendingBucket) -> StepRun:
-        """Start a step with its first bucket: enter a plan if all ranks hold it, and follow the loss scale."""
+    def _begin(self, arrived: PendingBucket | EarlyGradient) -> StepRun:
+        """Start a step with its first gradients: enter a plan if all ranks hold it, and follow the loss scale."""
         follow_num_threads(self._num_threads)
         version, affordable_from = self._agreement.settle() or (self.plan.version, 0)
         if version > self.plan.version:
@@ -214,7 +241,7 @@ class Engine:
             self._enter(plan)
         with self._lock:
             held = max(self._held, default=self.plan.version)
-        self._follow_scale(bucket)
+        self._follow_scale(arrived)
         self._agreement.post(
             step=self.step,
             in_force=self.plan.version,
@@ -238,18 +265,18 @@ class Engine:
             has_memory=not self._memories.is_empty,
         )
 
-    def _follow_scale(self, bucket: PendingBucket, *, known: float | None = None) -> None:
-        """Convert the memory to the loss scale of the step, which its first bucket brings.
+    def _follow_scale(self, arrived: PendingBucket | EarlyGradient, *, known: float | None = None) -> None:
+        """Convert the memory to the loss scale of the step, which its first gradients bring.
 
-        known  scale of the step's earlier buckets
+        known  scale of the step's earlier gradients
 
         Raises CGXError if the step has no single scale, so that no memory is ever added to gradients of another scale.
         """
         if self._memories.is_empty:
             return
-        if bucket.scales and bucket.computed is not None:
-            bucket.computed.synchronize()
-        self._memories.rescale(one_scale(bucket.scales, known, f"rank {self._transport.rank}, step {self.step}: "))
+        if arrived.scales and arrived.computed is not None:
+            arrived.computed.synchronize()
+        self._memories.rescale(one_scale(arrived.scales, known, f"rank {self._transport.rank}, step {self.step}: "))
 
     def _enter(self, plan: Plan) -> None:
         self.plan = plan
@@ -268,6 +295,7 @@ class Engine:
         with self.telemetry.optional("times, bytes and gains", self.step):
             if step.meter is not None:
                 self._gains.charge(self.step, ended_s - began_s, step.meter.seconds)
+            self.last_spans = spans_of_step(step, began_s)
             self.telemetry.add(sample_of_step(step, self._transport, self.telemetry, began_s, ended_s))
         self.step += 1
 

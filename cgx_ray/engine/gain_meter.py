@@ -25,12 +25,12 @@ class GainMeter:
         """`candidates`: codecs by `str(CodecSpec)`. `key` seeds their random numbers."""
         self._candidates = candidates
         self._key = key
-        # For each group: its energy |g|^2, the kept share of the energy by codec, and the gains at CURVE_DENSITIES.
-        self._groups: list[tuple[float, dict[str, float], list[float]]] = []
+        # By group: its energy |g|^2, the kept share of the energy by codec, and the gains at CURVE_DENSITIES.
+        self._groups: dict[int, tuple[float, dict[str, float], list[float]]] = {}
         self.seconds = 0.0
 
-    def measure(self, grad_N: Tensor) -> float:
-        """Try all candidates on a sample of a group. Return the energy |g|^2 of the whole group."""
+    def measure(self, group: int, grad_N: Tensor) -> float:
+        """Try all candidates on a sample of the group with this index. Return the energy |g|^2 of the whole group."""
         # CPU time of this thread, since the time that other programs take is not the cost of measuring.
         start_s = time.thread_time()
         sample_N = sample_blocks(grad_N).float()
@@ -47,16 +47,16 @@ class GainMeter:
 
         kept = {name: gain(codec) for name, codec in self._candidates.items()}
         energy = float(grad_N.float().norm()) ** 2
-        self._groups.append((energy, kept, curve.gain(CURVE_DENSITIES)))
+        self._groups[group] = energy, kept, curve.gain(CURVE_DENSITIES)
         self.seconds += time.thread_time() - start_s
         return energy
 
-    def correct(self, name: str, kept: float) -> None:
-        """Set the gain of the codec in use, for the group measured last, to the share that its exchange really kept.
+    def correct(self, group: int, name: str, kept: float) -> None:
+        """Set the gain of the codec in use, for a measured group, to the share that its exchange really kept.
 
         AR-Topk keeps less than the top-k of each rank, since it sends the indices that another rank has chosen.
         """
-        self._groups[-1][1][name] = kept
+        self._groups[group][1][name] = kept
 
     def gains(self) -> dict[str, float]:
         """Return the gains by `str(CodecSpec)`, groups weighted by energy. Empty if the energy is 0 or not finite."""
@@ -64,7 +64,7 @@ class GainMeter:
         if not 0 < total < math.inf:
             return {}
         return {
-            name: sum(energy * kept.get(name, 0.0) for energy, kept, _ in self._groups) / total
+            name: sum(energy * kept.get(name, 0.0) for energy, kept, _ in self._groups.values()) / total
             for name in self._candidates
         }
 
@@ -73,7 +73,7 @@ class GainMeter:
         total = self._energy
         if not 0 < total < math.inf:
             return ()
-        weighted = [[energy * gain for gain in gains] for energy, _, gains in self._groups]
+        weighted = [[energy * gain for gain in gains] for energy, _, gains in self._groups.values()]
         return tuple(sum(column) / total for column in zip(*weighted, strict=True))
 
     @property
@@ -83,7 +83,7 @@ class GainMeter:
 
     @property
     def _energy(self) -> float:
-        return sum(energy for energy, _, _ in self._groups)
+        return sum(energy for energy, _, _ in self._groups.values())
 
 
 class StepMeter:
@@ -94,13 +94,13 @@ class StepMeter:
         self._telemetry = telemetry
         self._step = step
 
-    def measure(self, fed: Callable[[], Tensor]) -> float:
+    def measure(self, group: int, fed: Callable[[], Tensor]) -> float:
         """Call `GainMeter.measure` with the result of `fed`. Return 0 after an error."""
-        return self._ask(lambda meter: meter.measure(fed()), 0.0)
+        return self._ask(lambda meter: meter.measure(group, fed()), 0.0)
 
-    def correct(self, name: str, kept: Callable[[], float]) -> None:
+    def correct(self, group: int, name: str, kept: Callable[[], float]) -> None:
         """Call `GainMeter.correct` with the result of `kept`. Do nothing after an error."""
-        self._ask(lambda meter: meter.correct(name, kept()), None)
+        self._ask(lambda meter: meter.correct(group, name, kept()), None)
 
     def gains(self) -> dict[str, float]:
         """Return `GainMeter.gains`; empty after an error."""

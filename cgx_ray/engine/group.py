@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import HOST, is_finite
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives import Phases, Transport, make_exchange
+from cgx_ray.collectives import Handle, Phases, Transport, make_exchange
 from cgx_ray.engine.gain_meter import StepMeter
+from cgx_ray.errors import CGXError
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Scheme
 
 
@@ -74,40 +75,48 @@ class Group:
         return len(self._arrived) == len(self._slices)
 
     def arrive(self, name: str, view: Tensor) -> None:
-        """Note the gradient of a layer. `run` reads it and overwrites it with the average."""
-        self._arrived[name] = view
+        """Note the gradient of a layer. `turns` reads it and overwrites it with the average.
 
-    def run(self, stamp: Stamp, seed: int, gain: StepMeter | None, *, checks_finite: bool) -> Phases:
-        """Average this group over all ranks, in place in the gradients that have arrived."""
-        phases = Phases()
-        self._transport.group_index = self.index
-        views = [self._arrived[name] for name in self._slices]
+        It may be noted twice. Raises CGXError if it has moved meanwhile.
+        """
+        before = self._arrived.setdefault(name, view)
+        if before.data_ptr() != view.data_ptr():
+            raise CGXError(
+                f"DDP has moved the gradient of layer {name} within a step, which this version cannot follow; build "
+                "DistributedDataParallel again, then attach"
+            )
+
+    def turns(
+        self, stamp: Stamp, seed: int, gain: StepMeter | None, phases: Phases, *, checks_finite: bool
+    ) -> Iterator[Handle]:
+        """Average this group over all ranks, in the gradients that have arrived; yield each handle to wait for.
+
+        `stamp` to `phases` are those of `Exchange.turns`.
+        """
         # All ranks change the codec's parameters at the same step, so the sizes of their messages match.
         if (spec := self.plan.option.codec.at_step(stamp.step)) != self._codec.spec:
             self._use(spec)
+        views = [self._arrived[name] for name in self._slices]
+        in_place_N = self._joint_memory(views)
+        grad_N = in_place_N if in_place_N is not None else self._gather(views)
         if self._memory is None:
-            self._pay_residuals()
-        # DDP lays out its buckets alike on all ranks, so the order of the layers in memory is the same everywhere.
-        in_place = self.plan.option.scheme is Scheme.DENSE and views[0].device == self._flat_N.device
-        joint_N = _joint_memory(views) if in_place else None
-        grad_N = joint_N if joint_N is not None else self._gather(views)
+            self._pay_residuals(dict(zip(self._slices, views, strict=True)) if in_place_N is not None else self._slices)
         metered = gain if self._is_compressible else None
-        energy = metered.measure(lambda: self._fed(grad_N)) if metered is not None else 0.0
+        energy = metered.measure(self.index, lambda: self._fed(grad_N)) if metered is not None else 0.0
         phases.lap("encode")
-        self.exchange.run(grad_N, self._memory, stamp, seed, phases)
-        if joint_N is None:
+        yield from self.exchange.turns(grad_N, self._memory, stamp, seed, phases)
+        if in_place_N is None:
             for view, part in zip(views, self._slices.values(), strict=True):
                 view.view(-1).copy_(part)
         self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
             left_N = self._own_memory.next_N
-            metered.correct(str(self.plan.option.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
+            metered.correct(self.index, str(self.plan.option.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
-        return phases
 
     def settle(self, unused: Collection[str]) -> None:
-        """Make the memory that `run` wrote valid, and delete the residuals that it paid.
+        """Make the memory that `turns` wrote valid, and delete the residuals that it paid.
 
         Call it only for steps whose averages are all finite.
 
@@ -123,33 +132,41 @@ class Group:
     def _fed(self, grad_N: Tensor) -> Tensor:
         return grad_N if self._own_memory is None else self._codec.feed(grad_N, self._own_memory)
 
-    def _pay_residuals(self) -> None:
-        """Add to the gradients the residuals that an earlier plan's codec has left."""
-        self._paid = []
-        for name, view in self._arrived.items():
-            owed = self._memories.owed(name)
-            if owed is not None:
-                view.view(-1).add_(owed.to(view.device))
-                self._paid.append(name)
-
     def _gather(self, views: Sequence[Tensor]) -> Tensor:
         for view, part in zip(views, self._slices.values(), strict=True):
             part.copy_(view.view(-1))
         return self._flat_N
 
+    def _joint_memory(self, views: Sequence[Tensor]) -> Tensor | None:
+        """Return one tensor over the memory of all `views` if the exchange can work there, else None.
+
+        They must lie side by side, as in a bucket of DDP: in the order of the layers, because each element has its
+        place in the codec's memory, or in any order if they are only summed. DDP lays out its buckets alike on all
+        ranks.
+        """
+        first, flat_N = views[0], self._flat_N
+        if self.plan.option.scheme is Scheme.DENSE:
+            first = min(views, key=lambda view: view.data_ptr())
+            views = sorted(views, key=lambda view: view.data_ptr())
+        offset = first.storage_offset()
+        for view in views:
+            is_next = view.storage_offset() == offset and view.is_contiguous()
+            is_same = view.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            if not (is_next and is_same and view.dtype == flat_N.dtype and view.device == flat_N.device):
+                return None
+            offset += view.numel()
+        return first.as_strided((self.numel,), (1,), first.storage_offset())
+
+    def _pay_residuals(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add to the gradients the residuals that an earlier plan's codec has left."""
+        self._paid = []
+        for name, gradient in gradients.items():
+            owed = self._memories.owed(name)
+            if owed is not None:
+                gradient.view(-1).add_(owed.to(gradient.device))
+                self._paid.append(name)
+
 
 def _delivered(grad_N: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the average as the model gets it. Values from 65520 on are finite in float32 but Inf in float16."""
     return [grad_N] if all(view.dtype == grad_N.dtype for view in views) else views
-
-
-def _joint_memory(views: Sequence[Tensor]) -> Tensor | None:
-    """Return one tensor over the memory of all `views` if they lie side by side, in any order; else None."""
-    first = min(views, key=lambda view: view.data_ptr())
-    last = max(views, key=lambda view: view.data_ptr())
-    numel = sum(view.numel() for view in views)
-    shared = all(view.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for view in views)
-    end = last.storage_offset() + last.numel()
-    if not shared or not all(view.is_contiguous() for view in views) or end - first.storage_offset() != numel:
-        return None
-    return first.as_strided((numel,), (1,), first.storage_offset())

@@ -1,21 +1,36 @@
-"""One step: gradients arrive in buckets, groups run in order, finished buckets go back to DDP."""
+"""One step: gradients arrive, groups are averaged side by side, finished buckets go back to DDP."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives import Phases, Transport
+from cgx_ray.collectives import Handle, Phases, Transport
 from cgx_ray.engine.gain_meter import StepMeter
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.step_clock import StepClock
 from cgx_ray.engine.unused import begin_unused_by_all
+
+# Bytes that a rank may send for groups that are not done. Other ranks have to keep so many if they come before these
+# ranks have begun the groups. It is ten times what DDP's default bucket sends between many ranks.
+WINDOW_BYTES = 512 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class EarlyGradient:
+    """The gradient of one layer, in its place in an incomplete bucket. The other fields are as in `PendingBucket`."""
+
+    name: str
+    gradient: Tensor
+    scales: Scales = ()
+    computed: torch.cuda.Event | None = None
+    arrived_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,8 +54,24 @@ class PendingBucket:
     num_waiting: int = 0
 
 
+@dataclass(slots=True)
+class _UnderWay:
+    """A group whose exchange has begun, and the handle that it has waited for since `since_s`."""
+
+    group: Group
+    phases: Phases
+    turns: Iterator[Handle]
+    handle: Handle
+    since_s: float
+
+
 class StepRun:
-    """Runs every group once, as soon as its layers have arrived and the groups before it are done."""
+    """Averages every group once.
+
+    Groups begin in plan order, each when its layers have arrived. From then on they share the thread: of the groups
+    that can go on, the oldest does. So the network carries one group while the thread encodes or decodes another. The
+    order in which ranks go on with their groups may differ; the messages of each group have a channel of their own.
+    """
 
     def __init__(
         self,
@@ -63,7 +94,7 @@ class StepRun:
         self.plan_version, self.number = plan_version, number
         self.meter = meter
         self.buckets: list[PendingBucket] = []
-        self.phases: list[Phases] = []
+        self.phases = [Phases() for _ in groups]
         self.ready_at: list[float] = [0.0] * len(groups)
         self.last_arrival = 0.0
         self._transport = transport
@@ -73,36 +104,58 @@ class StepRun:
         self._unused_by_all: Callable[[], frozenset[str]] | None = None
         self._group_of = {name: group for group in groups for name in group.plan.layers}
         self._bucket_of: dict[str, PendingBucket] = {}
+        self._num_begun = 0
+        self._averaged: set[str] = set()
+        self._under_way: list[_UnderWay] = []
+
+    def take_early(self, early: EarlyGradient) -> None:
+        """Accept a gradient before its bucket."""
+        self._arrive({early.name: early.gradient}, early)
 
     def take(self, bucket: PendingBucket) -> None:
-        """Accept a bucket and run the groups that are ready. Buckets go back when their last layer is averaged."""
-        if bucket.computed is not None:
-            # The bucket may have waited in the queue: it counts as arrived when the device had computed it.
-            bucket.arrived_s = self._clock.time_of(bucket.computed)
-        self.last_arrival = bucket.arrived_s
+        """Accept a bucket. Buckets go back when their last layer is averaged."""
         self.buckets.append(bucket)
-        bucket.num_waiting = len(bucket.gradients)
-        for name, gradient in bucket.gradients.items():
-            group = self._group_of[name]
-            group.arrive(name, gradient)
-            self._bucket_of[name] = bucket
-            if group.is_ready:
-                self.ready_at[group.index] = self.last_arrival
+        self._arrive({n: gradient for n, gradient in bucket.gradients.items() if n not in self._averaged}, bucket)
+        self.last_arrival = bucket.arrived_s
+        bucket.num_waiting = sum(name not in self._averaged for name in bucket.gradients)
+        self._bucket_of.update(dict.fromkeys(bucket.gradients, bucket))
         if len(self._bucket_of) == len(self._group_of) and self._has_memory and bucket.unused is not None:
             unused = frozenset().union(*(bucket.unused or () for bucket in self.buckets))
             self._unused_by_all = begin_unused_by_all(self._group_of, unused, self._transport)
-        while not self.is_done and self.groups[len(self.phases)].is_ready:
-            self._run(self.groups[len(self.phases)])
+        if not self.is_done:
+            self.release()
+
+    @property
+    def has_work(self) -> bool:
+        """True if `work` can do or wait for something."""
+        return bool(self._under_way) or self._can_begin
 
     @property
     def is_done(self) -> bool:
-        """True if all groups have run."""
-        return len(self.phases) == len(self.groups)
+        """True if all gradients are averaged and all buckets are here."""
+        return len(self._averaged) == len(self._bucket_of) == len(self._group_of)
 
     @property
     def missing(self) -> list[str]:
         """Layers whose gradients have not arrived."""
         return [name for name in self._group_of if name not in self._bucket_of]
+
+    def work(self) -> None:
+        """Go on with the oldest group that can, or begin one; if none can, wait until one can or the thread is woken.
+
+        Raises TransportError if a group waits for longer than the time-out.
+        """
+        can_begin = self._can_begin
+        if self._under_way:
+            wait_s = 0.0 if can_begin else self._under_way[0].since_s + self._transport.timeout_s - time.perf_counter()
+            place = self._transport.wait_any([one.handle for one in self._under_way], max(wait_s, 0.0))
+            if place is None and not can_begin and wait_s <= 0:
+                place = 0
+            if place is not None:
+                self._resume(self._under_way[place])
+                return
+        if can_begin:
+            self._begin(self.groups[self._num_begun])
 
     def settle(self) -> None:
         """Make the codecs' new memory valid if all averages are finite.
@@ -121,12 +174,60 @@ class StepRun:
             if bucket.num_waiting == 0 and not bucket.future.done():
                 bucket.future.set_result(bucket.buffer)
 
-    def _run(self, group: Group) -> None:
+    def _arrive(self, gradients: Mapping[str, Tensor], brought_by: EarlyGradient | PendingBucket) -> None:
+        if brought_by.computed is not None:
+            # It may have waited in the queue: it counts as arrived when the device had computed it.
+            brought_by.arrived_s = self._clock.time_of(brought_by.computed)
+        for name, gradient in gradients.items():
+            group = self._group_of[name]
+            was_ready = group.is_ready
+            group.arrive(name, gradient)
+            if group.is_ready and not was_ready:
+                self.ready_at[group.index] = brought_by.arrived_s
+
+    @property
+    def _can_begin(self) -> bool:
+        if self._num_begun == len(self.groups) or not self.groups[self._num_begun].is_ready:
+            return False
+        if not self._under_way:
+            return True
+        exchanges = [one.group.exchange for one in self._under_way]
+        begun_bytes = sum(exchange.sent_bytes for exchange in exchanges)
+        next_bytes = self.groups[self._num_begun].exchange.sent_bytes
+        is_free = self._transport.takes_many and not any(exchange.keeps_order for exchange in exchanges)
+        return is_free and begun_bytes + next_bytes <= WINDOW_BYTES
+
+    def _begin(self, group: Group) -> None:
         stamp = Stamp(
             plan_version=self.plan_version, step=self.number, group=group.index, codec=group.plan.option.codec.name
         )
-        self.phases.append(group.run(stamp, self._seed, self.meter, checks_finite=self._has_memory))
+        phases = self.phases[group.index]
+        phases.resume()
+        self._num_begun += 1
+        turns = group.turns(stamp, self._seed, self.meter, phases, checks_finite=self._has_memory)
+        self._go_on(group, phases, turns)
+
+    def _resume(self, one: _UnderWay) -> None:
+        self._under_way.remove(one)
+        self._transport.group_index = one.group.index
+        self._transport.finish(one.handle, time.perf_counter() - one.since_s)
+        one.phases.resume()
+        self._go_on(one.group, one.phases, one.turns)
+
+    def _go_on(self, group: Group, phases: Phases, turns: Iterator[Handle]) -> None:
+        self._transport.group_index = group.index
+        handle = next(turns, None)
+        if handle is None:
+            self._end(group)
+            return
+        self._under_way.append(_UnderWay(group, phases, turns, handle, time.perf_counter()))
+        self._under_way.sort(key=lambda one: one.group.index)
+
+    def _end(self, group: Group) -> None:
+        """Note that `group` is averaged, and release the buckets that this finishes."""
+        self._averaged.update(group.plan.layers)
         for name in group.plan.layers:
-            self._bucket_of[name].num_waiting -= 1
+            if name in self._bucket_of:
+                self._bucket_of[name].num_waiting -= 1
         if not self.is_done:
             self.release()

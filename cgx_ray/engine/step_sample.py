@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.shard_exchange import ShardExchange
 from cgx_ray.engine.step import StepRun
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer
+
+
+class Span(NamedTuple):
+    """Time that a group spent in one phase: "ready" from the step's start, "encode", "exchange" or "decode".
+
+    begin_s, end_s  by `time.perf_counter`, which processes of one Linux machine share
+    """
+
+    group: int
+    phase: str
+    begin_s: float
+    end_s: float
+
+
+def spans_of_step(step: StepRun, began_s: float) -> list[Span]:
+    """Return what each group of `step` did when, group by group."""
+    spans = []
+    for group, phases in zip(step.groups, step.phases, strict=True):
+        spans.append(Span(group.index, "ready", began_s, step.ready_at[group.index]))
+        spans += [Span(group.index, *lap) for lap in phases.laps]
+        spans += [Span(group.index, "exchange", *round_) for round_ in phases.rounds]
+    return spans
 
 
 def sample_of_step(
@@ -19,6 +43,7 @@ def sample_of_step(
 
     Empties the transport's counters of bytes and rates.
     """
+    seconds = exchange_seconds([phases.rounds for phases in step.phases], [g.exchange.sent_bytes for g in step.groups])
     bursts: tuple[Burst, ...] = ()
     rate_from: tuple[float, ...] = ()
     with telemetry.optional("rates of arrival", step.number):
@@ -30,13 +55,13 @@ def sample_of_step(
         step_s=ended_s - began_s,
         compute_s=step.last_arrival - began_s,
         encode_s=sum(phases.encode for phases in step.phases),
-        exchange_s=sum(phases.exchange for phases in step.phases),
+        exchange_s=sum(seconds),
         decode_s=sum(phases.decode for phases in step.phases),
         wire_bytes=sum(group.exchange.sent_bytes for group in step.groups),
         card_bytes=transport.take_card_bytes(),
         dense_bytes=sum(group.dense_bytes for group in step.groups),
         ready_s=tuple(ready - began_s for ready in step.ready_at),
-        transfers=_transfers(step),
+        transfers=_transfers(step, seconds),
         gain=step.meter.gains() if step.meter is not None else {},
         gain_curve=step.meter.curve() if step.meter is not None else (),
         norm=step.meter.norm if step.meter is not None else None,
@@ -76,7 +101,7 @@ def sample_of_shards(done: ShardExchange, rank: int, dense_bytes: int, step_s: f
     )
 
 
-def _transfers(step: StepRun) -> tuple[Transfer, ...]:
+def _transfers(step: StepRun, seconds: Sequence[float]) -> tuple[Transfer, ...]:
     return tuple(
         Transfer(
             group=group.index,
@@ -85,10 +110,30 @@ def _transfers(step: StepRun) -> tuple[Transfer, ...]:
             numel=group.numel,
             wire_bytes=group.wire_bytes,
             index_bytes=group.index_bytes,
-            seconds=phases.exchange,
+            seconds=exchange_s,
         )
-        for group, phases in zip(step.groups, step.phases, strict=True)
+        for group, exchange_s in zip(step.groups, seconds, strict=True)
     )
+
+
+def exchange_seconds(rounds: Sequence[Sequence[tuple[float, float]]], num_bytes: Sequence[int]) -> list[float]:
+    """Return, by group, its share of the time in which messages were under way.
+
+    rounds     by group, (begin, end) of the times in which its messages were under way
+    num_bytes  by group, bytes sent
+
+    Groups that were under way at the same time share that time in proportion to their bytes, as they share the link.
+    The shares add up to the time in which any group was under way.
+    """
+    spans = [(begin, end, group) for group, found in enumerate(rounds) for begin, end in found]
+    borders = sorted({border for begin, end, _ in spans for border in (begin, end)})
+    seconds = [0.0] * len(rounds)
+    for begin, end in itertools.pairwise(borders):
+        open_groups = [group for opened, closed, group in spans if opened <= begin and end <= closed]
+        weights = [max(num_bytes[group], 1) for group in open_groups]
+        for group, weight in zip(open_groups, weights, strict=True):
+            seconds[group] += (end - begin) * weight / sum(weights)
+    return seconds
 
 
 def _rates(arrived: Sequence[tuple[int, int, float]], world_size: int) -> tuple[tuple[Burst, ...], tuple[float, ...]]:

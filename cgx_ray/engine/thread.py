@@ -38,6 +38,15 @@ class Inbox(Iterator[T]):
         except queue.Empty:
             raise TimeoutError(f"nothing came for {timeout_s} s") from None
 
+    def take_now(self) -> T | None:
+        """Return the next item, or None if there is none yet. The end stays in the queue."""
+        if self._queue.empty():
+            return None
+        item = self._queue.get()
+        if item is None:
+            self._queue.put(None)
+        return item
+
     def __next__(self) -> T:
         if (item := self.take()) is None:
             raise StopIteration

@@ -23,9 +23,13 @@ class UsedLayers:
         """Put hooks on the parameters if DDP may leave out averages, else do nothing."""
         self._is_needed = model.find_unused_parameters or model.static_graph
         self._used: set[int] = set()
-        for parameter in model.parameters() if self._is_needed else ():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(_note, self._used))
+        hooked = [parameter for parameter in model.parameters() if parameter.requires_grad] if self._is_needed else []
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(_note, self._used)) for p in hooked]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def take_unused(self, bucket: dist.GradBucket, names: Sequence[str]) -> frozenset[str] | None:
         """Return the layers of `bucket` that this rank did not use in this step; None if DDP delivers all averages.

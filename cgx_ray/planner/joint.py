@@ -61,7 +61,7 @@ def best_plan(
        time), divided by e, is no better than a plan found before.
     4. Options that another one beats or equals in all four costs are left out. So `_var` and `_auto` need gains of
        their own.
-    5. The answer is simulated as the engine's thread runs it (`predict`). If dense is better there, it is dense.
+    5. The answer is simulated with one group at a time (`predict`). If dense is better there, it is dense.
 
     Groups are made as in `make_plan`: small layers (`Layer.is_small`) are not compressed and go into groups of their
     own at the end; so do layers of another dtype than most of the model. With nothing compressed, small layers stay in

@@ -92,7 +92,7 @@ class PlannedGroup(NamedTuple):
 class Prediction:
     """Predicted step with given groups.
 
-    timeline    the step as the engine runs it, one group at a time, up to its last exchange
+    timeline    the step up to its last exchange, with one group at a time: the engine overlaps groups and is faster
     compute_s   seconds of the step without any exchange
     after_s     the part of `compute_s` after the last exchange
     codec_s     seconds of encoding and decoding on one rank, hidden or not

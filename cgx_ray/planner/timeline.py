@@ -84,8 +84,9 @@ def simulate(
 
     backward_s           backward of each group's layers, on `compute`, one group after the other
     stages               stages of each group, after its backward
-    one_group_at_a_time  True: the stages of a group start after those of the group before it, as in the engine, which
-                         has one thread. False: they start as soon as their resources are free
+    one_group_at_a_time  True: the stages of a group start after those of the group before it. The engine has groups
+                         under way side by side, so this is an upper bound. False: they start as soon as their resources
+                         are free
 
     Every resource serves stages in the order in which they arrive. If two arrive together, the earlier group goes
     first; so encoding on `compute` delays the backward of the next group.

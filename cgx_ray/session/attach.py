@@ -108,7 +108,7 @@ def _attach(
         return Attachment(None)
     session = process.session
     engine: Engine | ShardedEngine
-    detach: Callable[[], None] | None = None
+    detach: Callable[[], None]
     with own_groups() as groups:
         settings = _agreed_settings(make_settings, groups)
         # Found by a method of FSDP2's class: importing the class takes 0.7 s.
@@ -118,7 +118,7 @@ def _attach(
             engine, detach = fsdp.make_engine(model, plan, settings, parameters, scaler, groups[0])
         else:
             first_plan = session.first_plan if session is not None and asks_controller else settings.static_plan
-            engine = ddp.make_engine(model, plan, settings, parameters, scaler, groups, first_plan)
+            engine, detach = ddp.make_engine(model, plan, settings, parameters, scaler, groups, first_plan)
         attachment = Attachment(engine, groups, detach)
         if session is not None:
             try:

@@ -32,8 +32,10 @@ def make_engine(
     scaler: Scaler | None,
     groups: list[dist.ProcessGroup],
     first_plan: Callable[[Sequence[Layer], int], Plan],
-) -> Engine:
-    """Return an engine at work behind `model`. The arguments that are not listed are those of `attach`.
+) -> tuple[Engine, Callable[[], None]]:
+    """Return an engine at work behind `model`, and a function that removes the hooks from its parameters.
+
+    The arguments that are not listed are those of `attach`.
 
     groups      holds a Gloo group of all ranks, and gets the group made here; both go with the attachment
     first_plan  makes the plan from layers and world size if `plan` is None; called on rank 0 only
@@ -60,12 +62,14 @@ def make_engine(
     transport = connect(group, settings, cuda_group)
     engine = Engine(layers, plan, transport, seed=settings.seed, candidates=_candidates(settings), device=device)
     assert isinstance(model, DistributedDataParallel)
+    buckets = DdpBuckets(model, engine, loss_scale)
     try:
-        model.register_comm_hook(DdpBuckets(model, engine, loss_scale), cgx_hook)
+        model.register_comm_hook(buckets, cgx_hook)
     except RuntimeError as error:
+        buckets.close()
         engine.close()
         raise ConfigError(f"this model already has a communication hook ({error}); attach once per model") from error
-    return engine
+    return engine, buckets.close
 
 
 def _candidates(settings: Settings) -> list[CodecSpec]:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.collectives import Transport
+from cgx_ray.collectives.transport_like import finish_all
 from cgx_ray.errors import ConfigError
 from cgx_ray.runtime_ext.shm import Segment
 from cgx_ray.session.attachment import process
@@ -107,7 +108,7 @@ def _connect_without_room(rank: int) -> tuple[list[int], list[str], bool]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     transport = Transport(dist.group.WORLD, mesh=mesh, timeout_s=TIMEOUT_S)
     values = torch.full((1000,), float(rank))
-    transport.all_reduce(values)
+    finish_all(transport.all_reduce(values), transport, lambda: None)
     dist.barrier()
     mesh.close()
     assert left_behind([os.getpid()]) == []

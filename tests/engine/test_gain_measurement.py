@@ -56,8 +56,8 @@ class _PricedMeter(GainMeter):
 
     price_s = 0.0
 
-    def measure(self, grad_N: torch.Tensor) -> float:
-        energy = super().measure(grad_N)
+    def measure(self, group: int, grad_N: torch.Tensor) -> float:
+        energy = super().measure(group, grad_N)
         time.sleep(self.price_s)
         self.seconds = self.price_s
         return energy

@@ -6,6 +6,7 @@
 
 #include "chunks.h"
 #include "kernels.h"
+#include "streaming.h"
 
 namespace cgx {
 
@@ -17,6 +18,10 @@ struct BucketEncoding {
 
     CGX_INLINE int64_t numel() const { return input.numel; }
     CGX_INLINE Fed fed() const { return {input.grad, input.residual}; }
+    CGX_INLINE Next next() const { return {input.next, streams_next()}; }
+
+    // Chunks must begin at multiples of the widest vector, 64 bytes.
+    CGX_INLINE bool streams_next() const { return bucket_size % 16 == 0 && can_stream(input, 64); }
 };
 
 // Part of every codec's decoding.

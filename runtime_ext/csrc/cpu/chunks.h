@@ -50,6 +50,14 @@ struct Fed {
     }
 };
 
+// Where the part of the error-fed gradient that is not sent goes, from some element on. `data` may be null.
+struct Next {
+    float* data;
+    bool streams;  // past the caches
+
+    CGX_INLINE Next from(int64_t i) const { return {data == nullptr ? nullptr : data + i, streams}; }
+};
+
 // Sets x (kChunk,) to `count` elements of `fed`, then to `fill`.
 CGX_INLINE void load_rest(Fed fed, int64_t count, float fill, float* x) {
     for (int64_t i = 0; i < kChunk; ++i) x[i] = i < count ? fed[i] : fill;

@@ -15,9 +15,11 @@ struct SignDecoding : BucketDecoding {
     int kind;
 };
 
-// The buckets of [first, last). Defined only where CGX_HAS_AVX2 is.
+// The buckets of [first, last). Defined only where CGX_HAS_X86_LOOPS is.
 void walk_avx2(const SignEncoding& encoding, int64_t first, int64_t last);
 void walk_avx2(const SignDecoding& decoding, int64_t first, int64_t last);
+void walk_avx512(const SignEncoding& encoding, int64_t first, int64_t last);
+void walk_avx512(const SignDecoding& decoding, int64_t first, int64_t last);
 
 // The sums that a bucket's means come from.
 struct SignSums {
@@ -87,8 +89,8 @@ struct SignEncoder {
             means = means_around_zero(make_mean(sums[j].high, count));
             memcpy(head, &means.high, sizeof means.high);
         }
-        float* next = encoding.input.next;
-        if (next != nullptr) Isa::write_next(encoding.fed().from(begin), count, means, next + begin);
+        const Next next = encoding.next().from(begin);
+        if (next.data != nullptr) Isa::write_next(encoding.fed().from(begin), count, means, next);
     }
 };
 
