@@ -43,14 +43,9 @@ CGX_INLINE int64_t heads_bytes(int head_bytes, int64_t numel, int64_t bucket_siz
 // Calls chunks.encode(i, packed) per kChunk elements of [begin, end), i being the first, and
 // chunks.encode_rest(i, count, packed) for those left over.
 template <int kBits, typename Chunks>
-CGX_INLINE void encode_chunks(Chunks& chunks, const Input& input, int64_t begin, int64_t end,
-                              uint8_t* packed) {
+CGX_INLINE void encode_chunks(Chunks& chunks, int64_t begin, int64_t end, uint8_t* packed) {
     int64_t i = begin;
-    for (; i + kChunk <= end; i += kChunk) {
-        prefetch_chunk(input.grad + i);
-        if (input.residual != nullptr) prefetch_chunk(input.residual + i);
-        chunks.encode(i, packed + i / 8 * kBits);
-    }
+    for (; i + kChunk <= end; i += kChunk) chunks.encode(i, packed + i / 8 * kBits);
     if (i < end) chunks.encode_rest(i, end - i, packed + i / 8 * kBits);
 }
 

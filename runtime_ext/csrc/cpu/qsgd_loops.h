@@ -94,8 +94,9 @@ struct QsgdChunks {
     Scale scale;
 
     CGX_INLINE void encode(int64_t i, uint8_t* packed) const {
-        isa.template encode_chunk<kBits, kAroundZero>(encoding.fed().from(i), encoding.next().from(i), packed,
-                                                      scale, i);
+        const Fed fed = encoding.fed().from(i);
+        prefetch_chunk(fed);
+        isa.template encode_chunk<kBits, kAroundZero>(fed, encoding.next().from(i), packed, scale, i);
     }
 
     CGX_INLINE void encode_rest(int64_t i, int64_t count, uint8_t* packed) const {
@@ -125,7 +126,7 @@ struct QsgdEncoder {
             store<uint32_t>(head, pack_grid(scale.grid));
         }
         const QsgdChunks<Isa, kBits, kAroundZero> chunks{isa, encoding, scale};
-        if (scale.inverse != 0.0f) return encode_chunks<kBits>(chunks, encoding.input, begin, end, packed);
+        if (scale.inverse != 0.0f) return encode_chunks<kBits>(chunks, begin, end, packed);
         for (int64_t i = begin; i < end; i += kChunk)
             chunks.encode_rest(i, std::min<int64_t>(end - i, kChunk), packed + i / 8 * kBits);
     }

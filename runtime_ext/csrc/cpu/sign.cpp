@@ -9,6 +9,8 @@ namespace {
 
 // Plain loops, which the compiler vectorizes.
 struct Portable {
+    static constexpr bool kPrefetches = true;
+
     template <int kKind>
     struct Sums {
         LaneSum low, high;

@@ -10,6 +10,8 @@ namespace cgx {
 namespace {
 
 struct Avx2 : Avx2Vectors {
+    static constexpr bool kPrefetches = true;
+
     static CGX_INLINE uint32_t negative_bits(const Floats* x) {
         const __m256i words[2] = {_mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]),
                                   _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3])};

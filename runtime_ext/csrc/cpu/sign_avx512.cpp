@@ -10,6 +10,9 @@ namespace cgx {
 namespace {
 
 struct Avx512 : Avx512Vectors {
+    // Zen 5 fetches ahead by itself: with a residual 13.3 GB/s, and 10.1 GB/s with our prefetch.
+    static constexpr bool kPrefetches = false;
+
     static CGX_INLINE uint32_t negative_bits(const Floats* x) {
         const auto first = static_cast<uint32_t>(_mm512_movepi32_mask((__m512i)x[0]));
         const auto second = static_cast<uint32_t>(_mm512_movepi32_mask((__m512i)x[1]));

@@ -38,6 +38,7 @@ struct SignChunks {
     CGX_INLINE explicit SignChunks(Fed given) : fed(given) {}
 
     CGX_INLINE void encode(int64_t i, uint8_t* packed) {
+        if constexpr (Isa::kPrefetches) prefetch_chunk(fed.from(i));
         const uint64_t bits = sums.add_chunk(fed.from(i), kChunk / kLanes);
         store<uint64_t>(packed, bits);
         num_high += std::popcount(bits);
@@ -70,7 +71,7 @@ struct SignEncoder {
 
     CGX_INLINE SignSums encode_signs(int64_t begin, int64_t end, uint8_t* packed) const {
         SignChunks<Isa, kKind> chunks(encoding.fed());
-        encode_chunks<1>(chunks, encoding.input, begin, end, packed);
+        encode_chunks<1>(chunks, begin, end, packed);
         // Whole rows that a short bucket lacks count as +0, which turns -0 into +0.
         const int64_t num_rows = (end - begin + kLanes - 1) / kLanes;
         if (num_rows < (encoding.bucket_size + kLanes - 1) / kLanes) chunks.sums.add_zeros();

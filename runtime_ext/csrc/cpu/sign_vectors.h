@@ -7,12 +7,14 @@
 namespace cgx {
 
 // `V` has, besides what vectors.h needs,
+//   kPrefetches                   whether to fetch a batch ahead
 //   negative_bits(x)              the sign bits of kLanes elements, x (kLanes / kWidth,) vectors
 //   choose_by_bits(bits, v, a, b) for vector `v` of a chunk: a where its bit is 0, b where it is 1
 template <typename V>
 struct SignVectors {
     using Floats = typename V::Floats;
     static constexpr int kWidth = V::kWidth;
+    static constexpr bool kPrefetches = V::kPrefetches;
 
     template <int kKind>
     struct Sums {
