@@ -36,7 +36,7 @@ _STEPS_PER_TURN = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What the ranks measured on one network, by the name of the way.
+    """Measurements of the ranks on one network, by the name of the way.
 
     seconds      of each counted step, of the slowest rank
     plans        in force, of ways of the engine

@@ -84,7 +84,7 @@ class _Runner:
 
 
 class _Rank:
-    """What the ways of one rank share.
+    """State that the ways of one rank share.
 
     plans        in force at the newest turn of each way of the engine
     codec_costs  by `str(CodecSpec)`; empty on loopback, where nothing can be planned

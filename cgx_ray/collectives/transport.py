@@ -32,7 +32,7 @@ class Transport:
     ranks              every rank is called by its own number
     nodes              by rank, the index of its node; ranks of one node share memory
     local              collectives among the ranks of this node; None if it has one rank, or with a simulated link
-    step, group_index  the exchange under way, for error messages
+    step, group_index  the exchange that runs, for error messages; its messages go on a channel of the group's number
     timeout_s          seconds after which a peer that does not answer counts as gone
     lag_s              by rank, seconds from this rank's last `start_minimum` until the other's came; over TCP only
     """
@@ -67,7 +67,7 @@ class Transport:
         self.group_index = 0
         self.lag_s: tuple[float, ...] = ()
         self._card_bytes = 0
-        # What the simulated link has not carried yet.
+        # Held back by the simulated link, in the order of calls.
         self._held: list[Held] = []
 
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:

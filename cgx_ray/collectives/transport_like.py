@@ -23,7 +23,7 @@ class VendorCall(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """What a simulated link holds back until `due_s`, by `time.perf_counter`; then `handle` is the result of `post`."""
+    """Work that a simulated link holds back until `due_s`, by `time.perf_counter`. Then `handle` is `post`'s result."""
 
     due_s: float
     post: Callable[[], Handle]

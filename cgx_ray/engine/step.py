@@ -61,8 +61,8 @@ class _UnderWay:
     group: Group
     phases: Phases
     turns: Iterator[Handle]
-    handle: Handle
-    since_s: float
+    handle: Handle = field(default_factory=list)
+    since_s: float = 0.0
 
 
 class StepRun:
@@ -152,7 +152,10 @@ class StepRun:
             if place is None and not can_begin and wait_s <= 0:
                 place = 0
             if place is not None:
-                self._resume(self._under_way[place])
+                one = self._under_way[place]
+                self._transport.group_index = one.group.index
+                self._transport.finish(one.handle, time.perf_counter() - one.since_s)
+                self._go_on(one)
                 return
         if can_begin:
             self._begin(self.groups[self._num_begun])
@@ -202,26 +205,21 @@ class StepRun:
             plan_version=self.plan_version, step=self.number, group=group.index, codec=group.plan.option.codec.name
         )
         phases = self.phases[group.index]
-        phases.resume()
-        self._num_begun += 1
         turns = group.turns(stamp, self._seed, self.meter, phases, checks_finite=self._has_memory)
-        self._go_on(group, phases, turns)
-
-    def _resume(self, one: _UnderWay) -> None:
-        self._under_way.remove(one)
-        self._transport.group_index = one.group.index
-        self._transport.finish(one.handle, time.perf_counter() - one.since_s)
-        one.phases.resume()
-        self._go_on(one.group, one.phases, one.turns)
-
-    def _go_on(self, group: Group, phases: Phases, turns: Iterator[Handle]) -> None:
+        self._num_begun += 1
+        # Groups begin in plan order, so the oldest stays first.
+        self._under_way.append(_UnderWay(group, phases, turns))
         self._transport.group_index = group.index
-        handle = next(turns, None)
+        self._go_on(self._under_way[-1])
+
+    def _go_on(self, one: _UnderWay) -> None:
+        one.phases.resume()
+        handle = next(one.turns, None)
         if handle is None:
-            self._end(group)
-            return
-        self._under_way.append(_UnderWay(group, phases, turns, handle, time.perf_counter()))
-        self._under_way.sort(key=lambda one: one.group.index)
+            self._under_way = [other for other in self._under_way if other is not one]
+            self._end(one.group)
+        else:
+            one.handle, one.since_s = handle, time.perf_counter()
 
     def _end(self, group: Group) -> None:
         """Note that `group` is averaged, and release the buckets that this finishes."""

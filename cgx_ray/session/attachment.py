@@ -62,7 +62,7 @@ class Attachment:
 
     @property
     def last_spans(self) -> list[Span]:
-        """What each group of a DDP model's last finished step did when; empty before the first step."""
+        """Times of each group's phases in the last finished step of a DDP model; empty before the first step."""
         return list(self._engine.last_spans) if isinstance(self._engine, Engine) else []
 
     def hold(self, plan: Plan) -> None:

@@ -95,14 +95,7 @@ def _num_side_by_side(rank: int) -> int:
 
     Transport.wait_any = counting  # type: ignore[method-assign]
     model = DistributedDataParallel(Branches())
-    plan = cgx_ray.make_plan(
-        cgx_ray.layers_of(model),
-        version=0,
-        world_size=2,
-        codec=CodecSpec.parse("qsgd"),
-        scheme=Scheme.SRA,
-        group_bytes=1,
-    )
+    plan = cgx_ray.make_plan(cgx_ray.layers_of(model), version=0, world_size=2, codec="qsgd", group_bytes=1)
     attachment = cgx_ray.attach(model, plan=plan, shared_memory=False)
     train(model, rank, range(3))
     attachment.close()
@@ -116,14 +109,7 @@ def test_a_rank_that_waits_for_one_group_begins_the_next() -> None:
 def _ready_before_bucket(rank: int, ddp: dict[str, Any]) -> tuple[list[str], bool]:
     """Return the hashes of the weights, and whether a group was ready before the only bucket was."""
     model = DistributedDataParallel(Branches(), **ddp)
-    plan = cgx_ray.make_plan(
-        cgx_ray.layers_of(model),
-        version=0,
-        world_size=2,
-        codec=CodecSpec.parse("qsgd"),
-        scheme=Scheme.SRA,
-        group_bytes=1,
-    )
+    plan = cgx_ray.make_plan(cgx_ray.layers_of(model), version=0, world_size=2, codec="qsgd", group_bytes=1)
     # Backward of the first layer takes so long that the others are ready well before.
     model.module.first.register_full_backward_pre_hook(lambda module, grad: time.sleep(0.05))
     attachment = cgx_ray.attach(model, plan=plan)
