@@ -6,10 +6,7 @@ Rank 0 writes the name of a case after each of its turns, and at the end {case: 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cgx_ray.bench.rank_process import run_rank, start_together
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
@@ -24,29 +22,9 @@ from cgx_ray.collectives.tcp import connect_mesh
 from cgx_ray.plan import CodecSpec, Scheme
 
 _TIMEOUT_S = 120.0
-# Longer than the all-reduce that tells all ranks when to start.
 _LEAD_S = 0.4
 # Replaces a gradient, (N,) float32, by the average (for the vendor the sum); gets the number of the turn too.
 Collective = Callable[[Tensor, int], None]
-
-
-def main() -> None:
-    job = json.loads(sys.argv[1])
-    if job["is_loopback"]:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(job["store"], job["world_size"])
-    dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=job["world_size"])
-    failed = False
-    try:
-        _measure(job)
-    except Exception:  # noqa: BLE001 - printed, and the exit status says so
-        traceback.print_exc()
-        failed = True
-    # Not in a `finally`, where the exception's frames would still hold the group. Its threads free tensors; a thread
-    # that enters Python while the interpreter ends is unwound, and then C++ ends the process with SIGABRT.
-    dist.destroy_process_group()
-    sys.exit(failed)
 
 
 def _measure(job: dict[str, Any]) -> None:
@@ -76,12 +54,7 @@ def _measure(job: dict[str, Any]) -> None:
 
 
 def _time(collective: Collective, grad_N: Tensor, turn: int) -> float:
-    # Ranks leave a barrier up to two latencies apart, and the first would wait for the last. All run on one machine,
-    # so they share a clock and start at an agreed time.
-    start = torch.tensor(time.perf_counter(), dtype=torch.float64)
-    dist.all_reduce(start, op=dist.ReduceOp.MAX)
-    begin = start.item() + _LEAD_S
-    time.sleep(max(0.0, begin - time.perf_counter()))
+    begin = start_together(_LEAD_S)
     collective(grad_N, turn)
     return time.perf_counter() - begin
 
@@ -101,4 +74,4 @@ def _collective(case: dict[str, Any], numel: int, transports: dict[str, Transpor
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(_measure)

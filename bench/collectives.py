@@ -8,15 +8,9 @@ counts whole frames: 96 % of them is payload in labs with rates only, 99 % in la
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 from cgx_ray.bench.collective_cases import (
     BOUND_GOALS,
@@ -27,16 +21,10 @@ from cgx_ray.bench.collective_cases import (
     CollectiveOptions,
     Setting,
 )
-from cgx_ray.errors import CGXError
-from cgx_ray.lab.link import LinkChange
-from cgx_ray.lab.namespaces import Lab
+from cgx_ray.bench.ranks import run_ranks
 from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.report.result import Row
-
-
-class BenchError(CGXError, RuntimeError):
-    """A rank ended early; the message holds its last lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +78,19 @@ def measure_collectives(
     for setting in settings:
         on_turn(setting.name, done / num_turns)
         columns: dict[str, list[float]] = {}
-        for line in _run_ranks(options.num_ranks, setting):
+        lines = run_ranks(
+            "cgx_ray.bench.collective_rank",
+            {
+                "numel": setting.numel,
+                "num_rounds": setting.num_rounds,
+                "cases": [asdict(case) for case in setting.cases],
+            },
+            name=setting.name,
+            num_ranks=options.num_ranks,
+            rate_bit_per_s=setting.rate_bit_per_s,
+            latency_s=setting.latency_s,
+        )
+        for line in lines:
             if line.startswith("{"):
                 columns = json.loads(line)
             else:
@@ -130,71 +130,3 @@ def _bound_s(case: Case, setting: Setting, num_ranks: int) -> float | None:
         wire_bytes=CodecSpec.parse(case.codec).payload_bytes(setting.numel),
         link=Link(alpha_s=setting.latency_s, beta_s_per_byte=8 / setting.rate_bit_per_s),
     )
-
-
-def _run_ranks(num_ranks: int, setting: Setting) -> Iterator[str]:
-    """Start the ranks and yield the lines that rank 0 writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        job: dict[str, Any] = {
-            "world_size": num_ranks,
-            "numel": setting.numel,
-            "num_rounds": setting.num_rounds,
-            # Hosts of a lab share this folder: only their own temporary folders are private.
-            "store": str(Path(folder) / "store"),
-            "is_loopback": setting.rate_bit_per_s is None,
-            "cases": [asdict(case) for case in setting.cases],
-        }
-        with _starter(num_ranks, setting) as start, _logs(Path(folder), num_ranks) as logs:
-            ranks = [
-                start(
-                    rank,
-                    [sys.executable, "-m", "cgx_ray.bench.collective_rank", json.dumps({**job, "rank": rank})],
-                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                    stderr=logs[rank],
-                    text=True,
-                )
-                for rank in range(num_ranks)
-            ]
-            assert ranks[0].stdout is not None
-            with ranks[0].stdout as lines:
-                yield from (line.rstrip("\n") for line in lines)
-            statuses = [process.wait() for process in ranks]
-        for rank, status in enumerate(statuses):
-            if status != 0:
-                tail = "\n".join((Path(folder) / f"rank{rank}.log").read_text(errors="replace").splitlines()[-20:])
-                raise BenchError(f"{setting.name}: rank {rank} ended with status {status}:\n{tail}")
-
-
-@contextmanager
-def _logs(folder: Path, num_ranks: int) -> Iterator[list[Any]]:
-    logs = [(folder / f"rank{rank}.log").open("w") for rank in range(num_ranks)]
-    try:
-        yield logs
-    finally:
-        for log in logs:
-            log.close()
-
-
-@contextmanager
-def _starter(num_ranks: int, setting: Setting) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Yield a function that starts the process of a rank, with options of `subprocess.Popen`; all end with the body."""
-    if setting.rate_bit_per_s is not None:
-        # A lab with rates only takes less processor time, and has the frames of stock hosts.
-        link = LinkChange(rate_bit_per_s=setting.rate_bit_per_s)
-        if setting.latency_s:
-            link["latency_s"] = setting.latency_s
-        with Lab(num_ranks, **link) as lab:
-            yield lab.popen
-        return
-    started: list[subprocess.Popen[str]] = []
-
-    def start(rank: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        started.append(subprocess.Popen(argv, **options))
-        return started[-1]
-
-    try:
-        yield start
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()

@@ -18,7 +18,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def runs_on_cuda(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
+    return tensor.is_cuda
 
 
 def is_contiguous(*tensors: Tensor | None) -> bool:
@@ -26,6 +26,9 @@ def is_contiguous(*tensors: Tensor | None) -> bool:
 
 
 def as_float32(grad_N: Tensor) -> Tensor:
+    # Most gradients are float32, and three calls of torch take longer than some kernels.
+    if grad_N.dtype == torch.float32 and grad_N.is_contiguous() and not grad_N.requires_grad:
+        return grad_N
     return grad_N.detach().to(torch.float32).contiguous()
 
 

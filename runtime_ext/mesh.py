@@ -17,12 +17,20 @@ Parts = Tensor | tuple[Tensor, ...]
 # Round trip in seconds from which several connections per rank pay: each brings its own initial TCP window. With one
 # connection, 250 KB take three times the latency.
 FAR_S = 0.005
+# Channels are numbered from 0 and cost nothing until they are used.
+NUM_CHANNELS = 1 << 32
 
 
 class Mesh:
-    """Connections to all ranks of a run. The n-th receive from a rank takes its n-th send.
+    """Connections to all ranks of a run. On each channel, the n-th receive from a rank takes its n-th send.
 
-    Messages are sent as soon as they are posted, even if the receiver has not posted yet.
+    Messages on different channels are independent: ranks may post them in different orders.
+
+    Messages are sent as soon as they are posted, even if the receiver has not posted yet. A connection is read while a
+    receive is posted on it or a send on it is not done. If another channel's message comes first, it is kept in memory
+    of its own until its receive is posted, and costs a copy.
+
+    Several threads may use a mesh at the same time, if one thread posts on a channel and one waits for a ticket.
 
     num_streams  connections to each rank whose round trip is `far_s` seconds or more at the time of connecting; to
                  nearer ranks and to those that share memory there is one connection
@@ -71,17 +79,23 @@ class Mesh:
         # The native mesh's `close`: a reference to this object would be a cycle and keep connections open after use.
         self.local = LocalGroup(segment, ranks.index(self._rank), ranks, timeout_s, self._native.close)
 
-    def post(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> int:
+    def post(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts], channel: int = 0) -> int:
         """Begin to send and receive contiguous CPU tensors, by rank, and return a ticket for `wait`.
 
         Sent tensors must stay as they are until `wait` returns.
+
+        channel  0 to NUM_CHANNELS - 1, the same at both ends; ranks that use different ones time out
         """
-        ticket = self._native.post(_parts(sends), _parts(receives))
+        if not 0 <= channel < NUM_CHANNELS:
+            raise ValueError(f"channel {channel} is not allowed; give 0 to {NUM_CHANNELS - 1}")
+        ticket = self._native.post(_parts(sends), _parts(receives), channel)
         self._posted[ticket] = (sends, receives)
         return ticket
 
-    def wait(self, ticket: int, timeout_s: float) -> list[float]:
+    def wait(self, ticket: int, timeout_s: float, waited_s: float = 0.0) -> list[float]:
         """Wait until everything posted under `ticket` is done.
+
+        waited_s  the part of `timeout_s` that has passed
 
         Returns, by rank, the seconds from `post` until the kernel had received the end of its last message: negative if
         that was before `post`, 0 without a message.
@@ -89,9 +103,28 @@ class Mesh:
         Raises RuntimeError that names the ranks that did not answer within `timeout_s`, hung up, or sent a message of
         another size. Then all connections are closed.
         """
-        arrived_s = self._native.wait(ticket, timeout_s)
+        arrived_s = self._native.wait(ticket, timeout_s, waited_s)
         del self._posted[ticket]
         return arrived_s
+
+    def wait_any(self, tickets: Sequence[int], timeout_s: float) -> int | None:
+        """Wait until one of `tickets` is done or has failed, and return the first such in the given order.
+
+        Then call `wait` for it, which returns or raises at once. Until that, the ticket counts as over in later calls.
+
+        Returns None after `timeout_s`, and if `wake` or `close` was called since the last None. A ticket that is over
+        comes first: the next call that finds none returns None at once, so no wake-up is lost. Several may count as
+        one. Without tickets it waits for a wake-up.
+        """
+        return self._native.wait_any(list(tickets), timeout_s)
+
+    def is_over(self, ticket: int) -> bool:
+        """Return True if `ticket` is done or has failed. Unlike `wait_any` without a time-out it uses up no wake-up."""
+        return self._native.is_over(ticket)
+
+    def wake(self) -> None:
+        """Have `wait_any` return None in the thread that is in it, or at its next call. Call it from any thread."""
+        self._native.wake()
 
     def take_bursts(self) -> list[tuple[int, int, float]]:
         """Return and forget (rank, bytes, seconds) of the bursts in which long messages arrived, about 50 ms each.
@@ -102,7 +135,7 @@ class Mesh:
         return self._native.take_bursts()
 
     def close(self) -> None:
-        """Hang up. Transfers that are not done fail on both ends."""
+        """Hang up. Transfers that are not done fail on both ends, and threads that wait here are woken."""
         self._native.close()
 
 

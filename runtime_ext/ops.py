@@ -1,4 +1,4 @@
-"""Public kernels of the codecs that send every element, and checksums and keys of messages.
+"""Public kernels of the codecs that send every element, passes over gradients, and checksums and keys of messages.
 
 N elements of a gradient. Tensors are 1-D, and all tensors of a call are on one device. Formats are little-endian.
 Gradients are float32, float16 or bfloat16 and read only. Autograd records nothing. Arguments of another type, size or
@@ -16,11 +16,13 @@ from torch import Tensor
 
 from . import cuda, reference
 from .checks import (
+    FLOATS,
     address,
     as_float32,
     check_gradient,
     check_integer,
     check_key,
+    check_sized,
     check_tensor,
     is_contiguous,
     native,
@@ -54,6 +56,57 @@ def message_key(seed: int, step: int, group: int, rank: int, phase: int) -> int:
         state = (state ^ state >> 27) * 0x94D049BB133111EB & _UINT64
         state ^= state >> 31
     return state >> 32
+
+
+def poison(grad_N: Tensor) -> Tensor | float:
+    """Return 0 if `grad_N`, of any shape, is finite, else NaN. -0 counts as 0.
+
+    On a GPU the result is a tensor of one element, since reading it would wait for the device.
+    """
+    if grad_N.is_cpu and grad_N.dtype == torch.float32 and grad_N.is_contiguous():
+        return native.poison(address(grad_N), grad_N.numel(), torch.get_num_threads())
+    return reference.poison(grad_N)
+
+
+def add_poison(grad_N: Tensor, value_K: Tensor) -> None:
+    """Add `poison(grad_N)` to the first of `value_K`, (K,) float32, so that NaN and Inf arrive whatever is sent."""
+    check_tensor("grad_N", grad_N, *FLOATS)
+    check_tensor("value_K", value_K, torch.float32, device=grad_N.device)
+    if value_K.numel() == 0:
+        return
+    if not runs_on_cuda(grad_N):
+        grad_N = as_float32(grad_N)
+        native.add_poison(address(grad_N), grad_N.numel(), address(value_K), torch.get_num_threads())
+    else:
+        value_K[:1] += reference.poison(grad_N)
+
+
+def add_momentum(
+    grad_N: Tensor,
+    momentum_N: Tensor,
+    residual_N: Tensor | None,
+    next_momentum_N: Tensor,
+    next_N: Tensor,
+    *,
+    factor: float,
+    scale: Tensor | float = 1.0,
+) -> None:
+    """Write factor * momentum + scale * gradient to `next_momentum_N`, and that plus the residual to `next_N`.
+
+    grad_N                                 (N,); read only
+    momentum_N, residual_N                 (N,) float32; read only
+    next_momentum_N, next_N                (N,) float32; overwritten; they overlap no other tensor
+    scale                                  rounded to float32; a tensor of one element need not be read from a GPU
+    """
+    check_gradient(grad_N, residual_N, next_N)
+    for name, tensor in (("momentum_N", momentum_N), ("next_momentum_N", next_momentum_N)):
+        check_sized(name, tensor, torch.float32, grad_N.numel(), grad_N.device)
+    if not runs_on_cuda(grad_N) and is_contiguous(momentum_N, residual_N, next_momentum_N, next_N):
+        grad_N = as_float32(grad_N)
+        args = (address(grad_N), address(momentum_N), address(residual_N), address(next_momentum_N), address(next_N))
+        native.add_momentum(*args, grad_N.numel(), factor, float(scale), torch.get_num_threads())
+    else:
+        reference.add_momentum(grad_N, momentum_N, residual_N, next_momentum_N, next_N, factor, scale)
 
 
 def qsgd_encode(

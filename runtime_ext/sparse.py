@@ -25,9 +25,11 @@ from .checks import (
     native,
     runs_on_cuda,
 )
+from .layer_ends import LayerEnds
 
 # A threshold that no magnitude reaches.
 NEVER = 1 << 31
+_COUNT_BYTES = 4  # a message begins with its number of elements, int32
 
 
 def topk_select(
@@ -35,11 +37,13 @@ def topk_select(
     index_K: Tensor,
     value_K: Tensor,
     *,
+    ends: LayerEnds | None = None,
     residual_N: Tensor | None = None,
     next_N: Tensor | None = None,
 ) -> None:
     """Select the K elements of `grad_N`, plus `residual_N` if given, that are largest in magnitude, exactly.
 
+    ends        with it, the largest of each layer are selected, as many as it says
     index_K     (K,) int32; overwritten with ascending indices
     value_K     (K,) float32; overwritten with the elements there
     residual_N  (N,) float32, the error that earlier steps left; read only
@@ -50,12 +54,18 @@ def topk_select(
     """
     check_gradient(grad_N, residual_N, next_N)
     _check_kept(grad_N, index_K, value_K)
-    if runs_on_cuda(grad_N):
-        cuda_sparse.topk_select(grad_N, residual_N, next_N, index_K, value_K)
-    elif is_contiguous(index_K, value_K, residual_N, next_N):
+    layers = _layers(ends, grad_N, index_K)
+    if not runs_on_cuda(grad_N) and is_contiguous(index_K, value_K, residual_N, next_N):
         grad_N = as_float32(grad_N)
-        args = (address(grad_N), address(residual_N), address(next_N), grad_N.numel())
+        args = (address(grad_N), address(residual_N), address(next_N), grad_N.numel(), *layers)
         native.topk_select(*args, address(index_K), address(value_K), index_K.numel(), torch.get_num_threads())
+    elif ends is not None:
+        for part, kept in ends.parts:
+            residual, next_ = (None if x is None else x[part] for x in (residual_N, next_N))
+            topk_select(grad_N[part], index_K[kept], value_K[kept], residual_N=residual, next_N=next_)
+            index_K[kept] += part.start
+    elif runs_on_cuda(grad_N):
+        cuda_sparse.topk_select(grad_N, residual_N, next_N, index_K, value_K)
     else:
         fed_N = reference.add_feedback(grad_N, residual_N).contiguous()
         reference.topk_select(fed_N, index_K, value_K)
@@ -70,31 +80,28 @@ def topk_encode(
     index_K: Tensor,
     value_K: Tensor,
     *,
+    ends: LayerEnds | None = None,
     residual_N: Tensor | None = None,
     next_N: Tensor | None = None,
 ) -> None:
-    """Select as `topk_select` does, then write K, int32, the packed indices and the values, float32, to `payload`.
+    """Select as `topk_select` does and write the message as `pack_message` does.
 
-    payload           uint8, 4 + `index_bytes(N, K)` + 4 K long, on a 4-byte boundary; overwritten
-    index_K, value_K  as in `topk_select`
-
-    One call, because for short messages the overhead of three calls exceeds their work.
+    One call, because for short messages the overhead of two calls exceeds their work.
     """
     numel, num_kept = grad_N.numel(), index_K.numel()
     check_gradient(grad_N, residual_N, next_N)
     _check_kept(grad_N, index_K, value_K)
-    value_start = 4 + index_bytes(numel, num_kept)
-    check_sized("payload", payload, torch.uint8, value_start + 4 * num_kept, grad_N.device)
+    layers = _layers(ends, grad_N, index_K)
+    _check_message(payload, index_K, numel)
     if not runs_on_cuda(grad_N) and is_contiguous(payload, index_K, value_K, residual_N, next_N):
         grad_N = as_float32(grad_N)
-        args = (address(grad_N), address(residual_N), address(next_N), numel)
+        args = (address(grad_N), address(residual_N), address(next_N), numel, *layers)
         room = (address(index_K), address(value_K), num_kept)
         native.topk_encode(*args, address(payload), *room, torch.get_num_threads())
         return
-    topk_select(grad_N, index_K, value_K, residual_N=residual_N, next_N=next_N)
-    count_1 = payload[:4].view(torch.int32).fill_(num_kept)
-    pack_indices(index_K, count_1, numel, payload[4:value_start])
-    payload[value_start:].view(torch.float32).copy_(value_K)
+    topk_select(grad_N, index_K, value_K, ends=ends, residual_N=residual_N, next_N=next_N)
+    count_1 = torch.full((1,), num_kept, dtype=torch.int32, device=grad_N.device)
+    pack_message(index_K, value_K, count_1, numel, payload)
 
 
 def magnitude_histogram(grad_N: Tensor) -> Tensor:
@@ -145,16 +152,21 @@ def sample_thresholds(grad_N: Tensor, num_kept: int, stride: int, key: int) -> T
     if stride < 1:
         raise ValueError(f"stride {stride} is not allowed; give 1 or more")
     numel = grad_N.numel()
-    sample = (
-        grad_N[min(reference.random_below(key, stride), max(numel - 1, 0)) :: stride].to(torch.float32).contiguous()
-    )
-    num_sampled = max(1, num_kept * sample.numel() // numel) if numel else 0
-    index = torch.empty(num_sampled, dtype=torch.int32, device=grad_N.device)
-    value = torch.empty(num_sampled, device=grad_N.device)
-    topk_select(sample, index, value)
-    thresholds_2 = torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
-    if num_sampled:
+    if numel == 0:
+        return torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
+    first = min(reference.random_below(key, stride), numel - 1)
+    sample = as_float32(grad_N[first::stride] if stride > 1 else grad_N)
+    num_sampled = max(1, num_kept * sample.numel() // numel)
+    if runs_on_cuda(grad_N):
+        index = torch.empty(num_sampled, dtype=torch.int32, device=grad_N.device)
+        value = torch.empty(num_sampled, device=grad_N.device)
+        cuda_sparse.topk_select(sample, None, None, index, value)
+        thresholds_2 = torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
         thresholds_2[1] = reference.magnitudes(value).amin().clamp(min=1)
+    else:
+        thresholds_2 = torch.empty(2, dtype=torch.int64)
+        args = (address(sample), sample.numel(), num_sampled, address(thresholds_2))
+        native.rank_thresholds(*args, torch.get_num_threads())
     return thresholds_2
 
 
@@ -168,12 +180,15 @@ def sidco_thresholds(grad_N: Tensor, ratios: Sequence[float], num_kept: int) -> 
     check_tensor("grad_N", grad_N, *FLOATS)
     check_integer("num_kept", num_kept)
     _check_num_kept(grad_N.numel(), num_kept)
-    counts = magnitude_histogram(grad_N)
-    thresholds_2 = torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
     if runs_on_cuda(grad_N):
+        counts = magnitude_histogram(grad_N)
+        thresholds_2 = torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
         cuda_sparse.sidco_threshold(counts, tuple(ratios), num_kept, thresholds_2)
     else:
-        thresholds_2[1] = native.sidco_threshold(address(counts), list(ratios), num_kept)
+        thresholds_2 = torch.empty(2, dtype=torch.int64)
+        grad_N = as_float32(grad_N)
+        args = (address(grad_N), grad_N.numel(), list(ratios), num_kept, address(thresholds_2))
+        native.sidco_thresholds(*args, torch.get_num_threads())
     return thresholds_2
 
 
@@ -277,6 +292,91 @@ def scatter_add(index_K: Tensor, value_K: Tensor, count_1: Tensor, out_N: Tensor
         native.scatter_add(*kept, address(out_N), out_N.numel())
     else:
         reference.scatter_add(index_K, value_K, int(count_1), out_N)
+
+
+def scatter_zero(index_K: Tensor, count_1: Tensor, out_N: Tensor) -> None:
+    """Set `out_N` to zero at the first `count_1` indices. Count and indices as in `scatter_add`."""
+    check_tensor("out_N", out_N, torch.float32)
+    check_tensor("index_K", index_K, torch.int32, device=out_N.device)
+    _check_num_kept(out_N.numel(), index_K.numel())
+    check_sized("count_1", count_1, torch.int32, 1, out_N.device)
+    if not runs_on_cuda(out_N) and is_contiguous(index_K, out_N):
+        kept = (address(index_K), address(count_1), index_K.numel())
+        native.scatter_zero(*kept, address(out_N), out_N.numel())
+    else:
+        reference.scatter_zero(index_K, int(count_1), out_N)
+
+
+def pack_message(index_K: Tensor, value_K: Tensor, count_1: Tensor, numel: int, payload: Tensor) -> None:
+    """Write `count_1`, the packed indices and all values, float32, to `payload`.
+
+    payload  uint8, 4 + `index_bytes(numel, K)` + 4 K long, on a 4-byte boundary; overwritten
+
+    Indices as in `pack_indices`.
+    """
+    check_tensor("index_K", index_K, torch.int32)
+    check_integer("numel", numel)
+    check_sized("value_K", value_K, torch.float32, index_K.numel(), index_K.device)
+    check_sized("count_1", count_1, torch.int32, 1, index_K.device)
+    _check_message(payload, index_K, numel)
+    if not runs_on_cuda(index_K) and is_contiguous(index_K, value_K, payload):
+        kept = (address(index_K), address(value_K), address(count_1), index_K.numel())
+        native.pack_message(*kept, numel, address(payload))
+        return
+    head, packed, values = _fields(payload, index_K, numel)
+    head.view(torch.int32).copy_(count_1)
+    pack_indices(index_K, count_1, numel, packed)
+    values.view(torch.float32).copy_(value_K)
+
+
+def unpack_message(payload: Tensor, index_K: Tensor, out_N: Tensor, *, add: bool) -> None:
+    """Write the elements that `pack_message` packed to `out_N`, float32, and zeros elsewhere; with `add`, add them.
+
+    index_K  (K,) int32; overwritten with the indices
+
+    On the CPU, raises ValueError and leaves `out_N` unchanged if `payload` is broken. On a GPU see `unpack_indices`.
+    """
+    check_tensor("out_N", out_N, torch.float32)
+    check_tensor("index_K", index_K, torch.int32, device=out_N.device)
+    numel = out_N.numel()
+    _check_message(payload, index_K, numel)
+    if not runs_on_cuda(out_N) and is_contiguous(payload, index_K, out_N):
+        args = (address(payload), address(index_K), index_K.numel(), address(out_N), numel, add)
+        if not native.unpack_message(*args, torch.get_num_threads()):
+            count = int(payload[:_COUNT_BYTES].clone().view(torch.int32))
+            raise ValueError(f"the message does not hold {count} indices that ascend below {numel}")
+        return
+    head, packed, values = (part.contiguous() for part in _fields(payload, index_K, numel))
+    count_1, value_K = head.view(torch.int32), values.view(torch.float32)
+    unpack_indices(packed, count_1, numel, index_K)
+    if not add:
+        out_N.zero_()
+    scatter_add(index_K, value_K, count_1, out_N)
+
+
+def _fields(payload: Tensor, index_K: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the bytes of count, indices and values of a message."""
+    value_start = _COUNT_BYTES + index_bytes(numel, index_K.numel())
+    return payload[:_COUNT_BYTES], payload[_COUNT_BYTES:value_start], payload[value_start:]
+
+
+def _layers(ends: LayerEnds | None, grad_N: Tensor, index_K: Tensor) -> tuple[int, int, int]:
+    """Return the native kernels' arguments for `ends`: two addresses and the number of layers, 0 for none."""
+    if ends is None:
+        return 0, 0, 0
+    if (ends.numel, ends.num_kept) != (grad_N.numel(), index_K.numel()):
+        raise ValueError(
+            f"the layers keep {ends.num_kept} of {ends.numel} elements, the call {index_K.numel()} of "
+            f"{grad_N.numel()}; both must be the same"
+        )
+    return address(ends.ends_L), address(ends.kept_ends_L), len(ends.parts)
+
+
+def _check_message(payload: Tensor, index_K: Tensor, numel: int) -> None:
+    num_kept = index_K.numel()
+    _check_num_kept(numel, num_kept)
+    num_bytes = _COUNT_BYTES + index_bytes(numel, num_kept) + 4 * num_kept
+    check_sized("payload", payload, torch.uint8, num_bytes, index_K.device)
 
 
 def _check_kept(grad_N: Tensor, index_K: Tensor, value_K: Tensor) -> None:

@@ -5,7 +5,6 @@ M is a layer's gradient as a matrix of n rows and m columns; P (n, r) and Q (m, 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,13 +17,35 @@ from cgx_ray.plan import CodecSpec, Layer
 
 
 class Shape(NamedTuple):
-    """A layer's place in its group, the shape of its matrix, and the rank of the approximation."""
+    """A layer's place in its group, the shape of its matrix, the rank of the approximation.
+
+    p_start, q_start  its places in the P and in the Q of all layers
+    """
 
     start: int
     numel: int
     num_rows: int
     num_columns: int
     rank: int
+    p_start: int
+    q_start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numel
+
+    @property
+    def p_end(self) -> int:
+        return self.p_start + self.num_rows * self.rank
+
+    @property
+    def q_end(self) -> int:
+        return self.q_start + self.num_columns * self.rank
+
+
+# Operands of one element on the host, which torch takes on every device. From plain numbers it would make such tensors
+# anew in every call.
+_ZERO, _ONE, _MINUS_ONE = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(-1.0)
 
 
 class PowerSgd(Codec):
@@ -41,30 +62,38 @@ class PowerSgd(Codec):
         super().__init__(spec, layers, world_size)
         assert spec.rank is not None
         self._rank = spec.rank
+        self._known: tuple[int, list[Shape]] = (-1, [])
 
     def payload_bytes(self, numel: int) -> int:
-        return 4 * sum(shape.rank * (shape.num_rows + shape.num_columns) for shape in self.shapes(numel))
+        shapes = self.shapes(numel)
+        return 4 * (shapes[-1].p_end + shapes[-1].q_end)
 
     def shapes(self, numel: int) -> list[Shape]:
         """Return one shape per layer. A group of unknown layers counts as one layer."""
-        sizes = [(layer.numel, layer.num_rows) for layer in self.layers] or [(numel, None)]
-        starts = itertools.accumulate((size for size, _ in sizes), initial=0)
-        return [self._shape(start, *size) for start, size in zip(starts, sizes, strict=False)]
+        if self._known[0] != numel:
+            shapes: list[Shape] = []
+            for size in [(layer.numel, layer.num_rows) for layer in self.layers] or [(numel, None)]:
+                shapes.append(self._shape(*size, shapes[-1] if shapes else None))
+            self._known = numel, shapes
+        return self._known[1]
 
     def memory_of(self, numel: int, layer: Layer | None = None) -> dict[str, Tensor]:
         """Return residuals and Q. Q starts alike on all ranks, so the mean of all P is the P of the mean gradient."""
-        shape = self._shape(0, numel, layer.num_rows if layer is not None else None)
+        shape = self._shape(numel, layer.num_rows if layer is not None else None)
         return {**super().memory_of(numel, layer), POWERSGD_Q: _first_q(shape)}
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         p_M, q_M = self.split(payload, grad_N.numel())
         fed_N, start_M = self.begin(grad_N, memory)
-        self.project(fed_N, start_M, p_M)
-        self.orthogonalize(fed_N.numel(), p_M)
-        self.project_back(fed_N, p_M, q_M)
+        for shape, p, q in self._factors(fed_N.numel(), p_M, q_M):
+            matrix = _matrix(fed_N, shape)
+            torch.mm(matrix, _q(start_M, shape), out=p)
+            _orthogonalize(p)
+            torch.mm(matrix.t(), p, out=q)
+            if memory is not None:
+                _expand(p, q, memory.next_N, shape, sign=-1)
         if memory is not None:
             memory.next[POWERSGD_Q].copy_(q_M)
-            self.expand(p_M, q_M, memory.next_N, sign=-1)
 
     def begin(self, grad_N: Tensor, memory: Memory | None) -> tuple[Tensor, Tensor]:
         """Return the gradient plus the residual, in `memory.next_N`, and the Q to start from."""
@@ -81,7 +110,7 @@ class PowerSgd(Codec):
     def split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Return P and Q of all layers, as views."""
         factors = payload.view(torch.float32)
-        p_numel = sum(shape.rank * shape.num_rows for shape in self.shapes(numel))
+        p_numel = self.shapes(numel)[-1].p_end
         return factors[:p_numel], factors[p_numel:]
 
     def project(self, fed_N: Tensor, q_M: Tensor, p_M: Tensor) -> None:
@@ -96,10 +125,8 @@ class PowerSgd(Codec):
         a gradient of zeros would keep Q at zero in all later steps. The signs are those for which R has no negative
         diagonal element.
         """
-        for p in _columns(p_M, [(shape.num_rows, shape.rank) for shape in self.shapes(numel)]):
-            if p.numel():
-                basis, r = torch.linalg.qr(p)
-                torch.mul(basis, torch.where(r.diagonal() < 0, -1.0, 1.0), out=p)
+        for shape in self.shapes(numel):
+            _orthogonalize(_p(p_M, shape))
 
     def project_back(self, fed_N: Tensor, p_M: Tensor, q_M: Tensor) -> None:
         """Write Q = M^T P of every layer to `q_M`."""
@@ -109,37 +136,56 @@ class PowerSgd(Codec):
     def expand(self, p_M: Tensor, q_M: Tensor, out_N: Tensor, *, sign: int) -> None:
         """Add `sign` P Q^T of every layer to `out_N`."""
         for shape, p, q in self._factors(out_N.numel(), p_M, q_M):
-            part = out_N[shape.start : shape.start + shape.numel]
-            if shape.num_rows * shape.num_columns == shape.numel:
-                part.view(shape.num_rows, shape.num_columns).addmm_(p, q.t(), alpha=sign)
-            else:
-                part.add_(torch.mm(p, q.t()).view(-1)[: shape.numel], alpha=sign)
+            _expand(p, q, out_N, shape, sign)
 
     def _factors(self, numel: int, p_M: Tensor, q_M: Tensor) -> Iterator[tuple[Shape, Tensor, Tensor]]:
-        """Return every layer's shape with its P and Q."""
-        shapes = self.shapes(numel)
-        ps = _columns(p_M, [(shape.num_rows, shape.rank) for shape in shapes])
-        qs = _columns(q_M, [(shape.num_columns, shape.rank) for shape in shapes])
-        return zip(shapes, ps, qs, strict=True)
+        """Return every layer's shape with its P and Q, as views."""
+        return ((shape, _p(p_M, shape), _q(q_M, shape)) for shape in self.shapes(numel))
 
-    def _shape(self, start: int, numel: int, num_rows: int | None) -> Shape:
+    def _shape(self, numel: int, num_rows: int | None, before: Shape | None = None) -> Shape:
+        """Return the shape of a layer that comes after the layer `before`."""
         rows, columns = (num_rows, numel // num_rows) if num_rows else near_square(numel)
-        return Shape(start, numel, rows, columns, min(self._rank, rows, columns))
+        starts = (before.end, before.p_end, before.q_end) if before is not None else (0, 0, 0)
+        return Shape(starts[0], numel, rows, columns, min(self._rank, rows, columns), *starts[1:])
+
+
+# The views below are made by one call of torch each, since tiny layers cost little but such calls.
 
 
 def _matrix(fed_N: Tensor, shape: Shape) -> Tensor:
-    part = fed_N[shape.start : shape.start + shape.numel]
+    size = shape.num_rows, shape.num_columns
     padding = shape.num_rows * shape.num_columns - shape.numel
     if padding:
-        part = torch.nn.functional.pad(part, (0, padding))
-    return part.view(shape.num_rows, shape.num_columns)
+        return torch.constant_pad_nd(fed_N[shape.start : shape.end], (0, padding)).view(size)
+    step = fed_N.stride(0)
+    return fed_N.as_strided(size, (step * shape.num_columns, step), fed_N.storage_offset() + step * shape.start)
 
 
-def _columns(flat_M: Tensor, sizes: list[tuple[int, int]]) -> list[Tensor]:
-    """Return factors of (rows, rank) each, as views."""
+def _p(p_M: Tensor, shape: Shape) -> Tensor:
+    return _columns(p_M, shape.p_start, shape.num_rows, shape.rank)
+
+
+def _q(q_M: Tensor, shape: Shape) -> Tensor:
+    return _columns(q_M, shape.q_start, shape.num_columns, shape.rank)
+
+
+def _columns(factors_M: Tensor, start: int, num_rows: int, rank: int) -> Tensor:
     # Stored column by column, since MKL multiplies such narrow matrices 4 to 15 times as slowly row by row.
-    parts = flat_M.split([rows * rank for rows, rank in sizes])
-    return [part.view(rank, rows).t() for part, (rows, rank) in zip(parts, sizes, strict=True)]
+    return factors_M.as_strided((num_rows, rank), (1, num_rows), factors_M.storage_offset() + start)
+
+
+def _orthogonalize(p: Tensor) -> None:
+    if p.numel():
+        basis, r = torch.linalg.qr(p)
+        torch.mul(basis, torch.where(r.diagonal() < _ZERO, _MINUS_ONE, _ONE), out=p)
+
+
+def _expand(p: Tensor, q: Tensor, out_N: Tensor, shape: Shape, sign: int) -> None:
+    if shape.num_rows * shape.num_columns == shape.numel:
+        _matrix(out_N, shape).addmm_(p, q.t(), alpha=sign)
+    else:
+        product = torch.mm(p, q.t()).view(-1)
+        out_N[shape.start : shape.end].add_(product[: shape.numel], alpha=sign)
 
 
 def _first_q(shape: Shape) -> Tensor:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import MOMENTUM, Codec, Memory, poison
+from cgx_ray.codecs.codec import MOMENTUM, Memory
 from cgx_ray.codecs.sparse import Selection, Sparse
-from cgx_ray.plan import Layer
-from cgx_ray.runtime_ext import sparse
+from cgx_ray.plan import CodecSpec, Layer
+from cgx_ray.runtime_ext import ops, sparse
+from cgx_ray.runtime_ext.layer_ends import LayerEnds
 
 MSTOPK_ROUNDS = 25
 SIDCO_STAGE_SHARE = 0.25
@@ -23,54 +25,42 @@ DGC_MIN_SAMPLES = 1024
 class TopK(Sparse):
     """The K largest magnitudes of the group, exactly. NaN counts as largest, then Inf, so they are always sent."""
 
+    # With them, the selection is one per layer.
+    _ends: LayerEnds | None = None
+
     def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
         selection.count_1.fill_(selection.num_kept)
-        sparse.topk_select(fed_N, selection.index_K, selection.value_K)
+        sparse.topk_select(fed_N, selection.index_K, selection.value_K, ends=self._ends)
 
     def take(self, grad_N: Tensor, selection: Selection, key: int, memory: Memory) -> None:
         """See `Sparse.take`. The kernel does all of it in the passes that select."""
         selection.count_1.fill_(selection.num_kept)
-        sparse.topk_select(
-            grad_N, selection.index_K, selection.value_K, residual_N=memory.residual_N, next_N=memory.next_N
-        )
+        kept = selection.index_K, selection.value_K
+        sparse.topk_select(grad_N, *kept, ends=self._ends, residual_N=memory.residual_N, next_N=memory.next_N)
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         if self.spec.value_bits != 32:
             super().encode(grad_N, payload, key, memory)
             return
         selection = self.room(grad_N.numel(), grad_N.device)
+        kept = selection.index_K, selection.value_K
         residual_N, next_N = (None, None) if memory is None else (memory.residual_N, memory.next_N)
-        sparse.topk_encode(grad_N, payload, selection.index_K, selection.value_K, residual_N=residual_N, next_N=next_N)
+        sparse.topk_encode(grad_N, payload, *kept, ends=self._ends, residual_N=residual_N, next_N=next_N)
 
 
-class LwTopK(Sparse):
+class LwTopK(TopK):
     """The largest magnitudes of each layer, the same share of every layer (LWTopk, as in Flexible Communication).
 
     Layer l, which ends at element c_l of the group, keeps ceil(d c_l) - ceil(d c_(l-1)) elements at density d, so the
     sum is K. Without layers it is top-k over the group.
     """
 
-    def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
-        self._select(fed_N, selection, None, None)
-
-    def take(self, grad_N: Tensor, selection: Selection, key: int, memory: Memory) -> None:
-        """See `Sparse.take`. The kernel does all of it in the passes that select."""
-        self._select(grad_N, selection, memory.residual_N, memory.next_N)
-
-    def _select(self, grad_N: Tensor, selection: Selection, residual_N: Tensor | None, next_N: Tensor | None) -> None:
-        selection.count_1.fill_(selection.num_kept)
-        numels = [layer.numel for layer in self.layers] or [grad_N.numel()]
-        ends = list(itertools.accumulate(numels, initial=0))
-        kept = [self.spec.num_kept(end) for end in ends]
-        for (start, stop), (first, last) in zip(itertools.pairwise(ends), itertools.pairwise(kept), strict=True):
-            sparse.topk_select(
-                grad_N[start:stop],
-                selection.index_K[first:last],
-                selection.value_K[first:last],
-                residual_N=residual_N[start:stop] if residual_N is not None else None,
-                next_N=next_N[start:stop] if next_N is not None else None,
-            )
-            selection.index_K[first:last] += start
+    def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
+        super().__init__(spec, layers, world_size)
+        if layers:
+            numels = [layer.numel for layer in layers]
+            kept_ends = [spec.num_kept(end) for end in itertools.accumulate(numels, initial=0)]
+            self._ends = LayerEnds(numels, [stop - start for start, stop in itertools.pairwise(kept_ends)])
 
 
 class MsTopK(Sparse):
@@ -88,11 +78,15 @@ class MsTopK(Sparse):
 class Sidco(Sparse):
     """Threshold fitted to the histogram of the magnitudes, in up to three stages (SIDCo, Abdelmoniem et al. 2021)."""
 
+    def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
+        super().__init__(spec, layers, world_size)
+        assert spec.density is not None
+        self._ratios = stage_ratios(spec.density)
+
     def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
-        assert self.spec.density is not None
-        thresholds_2 = sparse.sidco_thresholds(fed_N, stage_ratios(self.spec.density), selection.num_kept)
+        thresholds_2 = sparse.sidco_thresholds(fed_N, self._ratios, selection.num_kept)
         sparse.collect(fed_N, thresholds_2, selection.index_K, selection.value_K, selection.count_1, key=key)
-        selection.value_K[:1] += poison(fed_N)
+        ops.add_poison(fed_N, selection.value_K)
 
 
 class Dgc(Sparse):
@@ -111,21 +105,25 @@ class Dgc(Sparse):
 
     def feed(self, grad_N: Tensor, memory: Memory) -> Tensor:
         assert self.spec.momentum is not None
-        momentum_N = torch.mul(memory.now[MOMENTUM], self.spec.momentum, out=memory.next[MOMENTUM])
-        momentum_N.add_(grad_N * self._clipping(grad_N, memory.scale) if self.spec.clip else grad_N)
-        return Codec.feed(self, momentum_N, memory)
+        scale = self._clipping(grad_N, memory.scale) if self.spec.clip else 1.0
+        before, after = (memory.now[MOMENTUM], memory.residual_N), (memory.next[MOMENTUM], memory.next_N)
+        ops.add_momentum(grad_N, *before, *after, factor=self.spec.momentum, scale=scale)
+        return memory.next_N
 
     def select(self, fed_N: Tensor, selection: Selection, key: int) -> None:
         stride = max(1, min(DGC_STRIDE, fed_N.numel() // DGC_MIN_SAMPLES))
         thresholds_2 = sparse.sample_thresholds(fed_N, selection.num_kept, stride, key)
         sparse.collect(fed_N, thresholds_2, selection.index_K, selection.value_K, selection.count_1, key=key)
-        selection.value_K[:1] += poison(fed_N)
+        ops.add_poison(fed_N, selection.value_K)
 
-    def _clipping(self, grad_N: Tensor, loss_scale: float) -> Tensor:
+    def _clipping(self, grad_N: Tensor, loss_scale: float) -> Tensor | float:
         assert self.spec.clip is not None
         # In float64, since the squares of large finite gradients overflow float32.
         norm: Tensor = torch.linalg.vector_norm(grad_N, dtype=torch.float64)
         limit = loss_scale * self.spec.clip / math.sqrt(self.world_size)
+        if grad_N.is_cpu:
+            return limit / max(float(norm), limit)  # `max` returns its first argument if that is NaN
+        # Reading the norm would wait for the device.
         return (limit / norm.clamp(min=limit)).to(torch.float32)
 
 

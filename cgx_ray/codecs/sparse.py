@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codec_spec import COUNT_BYTES, VALUE_BUCKET_SIZE
-from cgx_ray.codecs.codec import MOMENTUM, RESIDUALS, Codec, Memory, poison
+from cgx_ray.codecs.codec import MOMENTUM, RESIDUALS, Codec, Memory
 from cgx_ray.errors import WireError
 from cgx_ray.runtime_ext import ops, sparse
 
@@ -40,7 +40,11 @@ class Selection:
         try:
             sparse.unpack_indices(message[COUNT_BYTES:], self.count_1, numel, self.index_K)
         except ValueError as error:
-            raise WireError(f"a message of {self.num_kept} of {numel} elements is broken: {error}") from error
+            raise self.broken(numel, error) from error
+
+    def broken(self, numel: int, error: ValueError) -> WireError:
+        """Return the error of a message that does not hold a selection from `numel` elements."""
+        return WireError(f"a message of {self.num_kept} of {numel} elements is broken: {error}")
 
 
 class Sparse(Codec):
@@ -67,10 +71,9 @@ class Sparse(Codec):
 
     def forget(self, selection: Selection, memory: Memory) -> None:
         """Set `memory.next` to zero where elements were selected. For momentum: DGC's factor masking (section 3.2)."""
-        index = selection.index_K[: int(selection.count_1)].long()
         for kind in (RESIDUALS, MOMENTUM):
             if kind in memory.next:
-                memory.next[kind].index_fill_(0, index, 0.0)
+                sparse.scatter_zero(selection.index_K, selection.count_1, memory.next[kind])
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         numel = grad_N.numel()
@@ -79,16 +82,25 @@ class Sparse(Codec):
             self.select(grad_N, selection, key)
         else:
             self.take(grad_N, selection, key, memory)
+        if self.spec.value_bits == 32:
+            sparse.pack_message(selection.index_K, selection.value_K, selection.count_1, numel, payload)
+            return
         index_bytes = self.spec.index_bytes(numel)
         selection.pack(numel, payload[:index_bytes])
         self._write_values(selection.value_K, payload[index_bytes:], key)
-        if memory is not None and self.spec.value_bits != 32:
+        if memory is not None:
             lost_K = selection.value_K.sub_(self._read_values(payload[index_bytes:], selection.num_kept))
             sparse.scatter_add(selection.index_K, lost_K, selection.count_1, memory.next_N)
 
     def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
         numel = out_N.numel()
         selection = self.room(numel, out_N.device)
+        if self.spec.value_bits == 32:
+            try:
+                sparse.unpack_message(payload, selection.index_K, out_N, add=add)
+            except ValueError as error:
+                raise selection.broken(numel, error) from error
+            return
         index_bytes = self.spec.index_bytes(numel)
         selection.unpack(numel, payload[:index_bytes])
         value_K = self._read_values(payload[index_bytes:], selection.num_kept)
@@ -97,11 +109,10 @@ class Sparse(Codec):
         sparse.scatter_add(selection.index_K, value_K, selection.count_1, out_N)
 
     def _write_values(self, value_K: Tensor, part: Tensor, key: int) -> None:
+        """Write the values in fewer than 32 bits each."""
         bits = self.spec.value_bits
         assert bits is not None
-        if bits == 32:
-            part.view(torch.float32).copy_(value_K)
-        elif bits == 16:
+        if bits == 16:
             part.view(torch.float16).copy_(value_K)
         else:
             ops.qsgd_encode(value_K, part, bits=bits, bucket_size=VALUE_BUCKET_SIZE, key=key)
@@ -109,8 +120,6 @@ class Sparse(Codec):
     def _read_values(self, part: Tensor, num_kept: int) -> Tensor:
         bits = self.spec.value_bits
         assert bits is not None
-        if bits == 32:
-            return part.view(torch.float32)
         if bits == 16:
             return part.view(torch.float16).to(torch.float32)
         value_K = torch.empty(num_kept, device=part.device)
@@ -124,23 +133,28 @@ class RandomK(Codec):
     needs_feedback = True
     shares_key = True
     wire_dtype = torch.float32
+    _room: Selection | None = None
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         value_K = payload.view(torch.float32)
-        index_K = self._indices(grad_N, key)
+        selection = self._choose(grad_N, key)
         fed_N = grad_N if memory is None else self.feed(grad_N, memory)
-        torch.index_select(fed_N, 0, index_K, out=value_K)
-        value_K[:1] += poison(fed_N)
+        torch.index_select(fed_N, 0, selection.index_K, out=value_K)
+        ops.add_poison(fed_N, value_K)
         if memory is not None:
-            memory.next_N.index_fill_(0, index_K, 0.0)
+            sparse.scatter_zero(selection.index_K, selection.count_1, memory.next_N)
 
     def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
         if not add:
             out_N.zero_()
-        out_N.index_add_(0, self._indices(out_N, key), payload.view(torch.float32))
+        selection = self._choose(out_N, key)
+        sparse.scatter_add(selection.index_K, payload.view(torch.float32), selection.count_1, out_N)
 
-    def _indices(self, like_N: Tensor, key: int) -> Tensor:
-        numel = like_N.numel()
-        index_K = torch.empty(self.spec.num_kept(numel), dtype=torch.int32, device=like_N.device)
-        sparse.random_indices(numel, index_K, key=key)
-        return index_K.long()
+    def _choose(self, like_N: Tensor, key: int) -> Selection:
+        """Return the indices that `key` says, in memory that the next call overwrites."""
+        numel, num_kept = like_N.numel(), self.spec.num_kept(like_N.numel())
+        if self._room is None or not self._room.fits(num_kept, like_N.device):
+            self._room = Selection(num_kept, like_N.device)
+            self._room.count_1.fill_(num_kept)
+        sparse.random_indices(numel, self._room.index_K, key=key)
+        return self._room

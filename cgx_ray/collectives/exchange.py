@@ -21,8 +21,8 @@ class Exchange(ABC):
 
     sent_bytes   bytes that this rank sends per step, headers included; a hierarchical exchange counts only bytes that
                  go to other nodes
-    keeps_order  True while the exchange has a collective of the vendor still to start. Those of all exchanges must
-                 start in the same order on all ranks, so no other exchange may begin until this is False
+    keeps_order  True while the exchange has a collective of the vendor, or one in shared memory, still to start. Those
+                 of all exchanges must start in the same order on all ranks, so no other exchange may begin until then
     """
 
     sent_bytes: int

@@ -112,6 +112,8 @@ class Hierarchical(Exchange):
     def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
         """See `Exchange.turns`. With codec none `grad_N` may be of any dtype."""
         step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=self._seed(seed, stamp, _INSIDE), phases=phases)
+        # Sums in shared memory are collectives too.
+        self.keeps_order = True
         own_N = grad_N[slice(*self._own)]
         if grad_N.element_size() == 2:
             self._rescale(grad_N)
@@ -127,6 +129,7 @@ class Hierarchical(Exchange):
         if memory is not None:
             self._rescale(own_N)
         phases.lap("decode")
+        self.keeps_order = False
         yield from self._inside.share(replace(step, seed=self._seed(seed, stamp, _SHARED)))
 
     def _rescale(self, values_N: Tensor) -> None:

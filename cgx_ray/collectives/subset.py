@@ -32,9 +32,9 @@ class Subset:
         sent, received = ({self.ranks[peer]: m for peer, m in messages.items()} for messages in (sends, receives))
         return self._whole.start(sent, received)
 
-    def finish(self, handle: Handle) -> None:
+    def finish(self, handle: Handle, waited_s: float = 0.0) -> None:
         """See `TransportLike.finish`."""
-        self._whole.finish(handle)
+        self._whole.finish(handle, waited_s)
 
     def all_reduce(self, values_N: Tensor) -> Iterator[Handle]:
         """See `TransportLike.all_reduce`. Cost 2a + 2(N-1)/N M b."""

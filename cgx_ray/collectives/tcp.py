@@ -4,10 +4,12 @@ Senders push their messages. Gloo's wait until the receiver says that it is read
 
 **TCP.** Ranks connect when they attach. Their addresses travel through torch.distributed or a store, and so does a
 secret of 32 bytes: a rank that connects presents the first half and is answered with the other. Nothing is encrypted,
-as in Gloo and NCCL. Before each message go its number and its length, so that two ends that are not at the same message
-find out. One thread per rank moves all bytes, by edge-triggered epoll (`runtime_ext/csrc/net`). Ranks whose round trip
-takes 5 ms or more when they connect have several connections, since TCP begins with ten segments, also after a pause:
-messages up to 256 KiB are cut and spread over them, longer ones go to the connection that was given the fewest bytes.
+as in Gloo and NCCL. Before each message go its channel, its number on that channel and its length, so that two ends
+that are not at the same message find out. A message that comes before its receive is posted, on a connection that is
+read for another one, waits in memory of its own. One thread per rank moves all bytes, by edge-triggered epoll
+(`runtime_ext/csrc/net`). Ranks whose round trip takes 5 ms or more when they connect have several connections, since
+TCP begins with ten segments, also after a pause: messages up to 256 KiB are cut and spread over them, longer ones go to
+the connection that was given the fewest bytes of their channel.
 
 **Shared memory.** Ranks share a segment of POSIX shared memory if they see the same /dev/shm as the same user, have all
 mapped the segment, and read its random number there. Otherwise they use TCP and log the reason with the size that the

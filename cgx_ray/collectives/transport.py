@@ -21,6 +21,9 @@ from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
 # Torch's own time-out for Gloo: half an hour.
 DEFAULT_TIMEOUT_S = 1800.0
 
+# The channel of minima, which no group has.
+_AGREEMENT_CHANNEL = 2**32 - 1
+
 
 class Transport:
     """A `TransportLike` of all ranks of one engine. Only the engine's communication thread uses it, except `wake`.
@@ -29,7 +32,7 @@ class Transport:
     ranks              every rank is called by its own number
     nodes              by rank, the index of its node; ranks of one node share memory
     local              collectives among the ranks of this node; None if it has one rank, or with a simulated link
-    step, group_index  the exchange under way, for error messages
+    step, group_index  the exchange that runs, for error messages; its messages go on a channel of the group's number
     timeout_s          seconds after which a peer that does not answer counts as gone
     lag_s              by rank, seconds from this rank's last `start_minimum` until the other's came; over TCP only
     """
@@ -64,7 +67,7 @@ class Transport:
         self.group_index = 0
         self.lag_s: tuple[float, ...] = ()
         self._card_bytes = 0
-        # What the simulated link has not carried yet.
+        # Held back by the simulated link, in the order of calls.
         self._held: list[Held] = []
 
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
@@ -77,7 +80,7 @@ class Transport:
     def _post(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts], channel: int) -> Handle:
         try:
             if self._mesh is not None:
-                return self._mesh.post(sends, receives, channel)
+                return self._mesh.post(sends, receives, channel=channel)
             works = [dist.irecv(part, group=self._group, group_src=peer) for peer, part in flat(receives)]
             works += [dist.isend(part, group=self._group, group_dst=peer) for peer, part in flat(sends)]
         except RuntimeError as error:
@@ -104,18 +107,21 @@ class Transport:
             held.handle = held.post()
         return self._held[0].due_s if self._held else math.inf
 
-    def finish(self, handle: Handle) -> None:
+    def finish(self, handle: Handle, waited_s: float = 0.0) -> None:
         """See `TransportLike.finish`."""
-        while isinstance(handle, Held):
-            if handle.handle is None:
-                time.sleep(max(self._post_due() - time.perf_counter(), 0.0))
-            else:
-                handle = handle.handle
+        # Other ranks may wait for what is held back, so it goes out before this rank waits.
+        while self._held and not self._is_over(handle):
+            time.sleep(max(self._held[0].due_s - time.perf_counter(), 0.0))
+            self._post_due()
+        if isinstance(handle, Held):
+            assert handle.handle is not None
+            self.finish(handle.handle, waited_s)
+            return
         name = handle.name if isinstance(handle, VendorCall) else "a message"
         try:
             if isinstance(handle, int):
                 assert self._mesh is not None
-                self._mesh.wait(handle, self.timeout_s)
+                self._mesh.wait(handle, self.timeout_s, waited_s)
                 return
             for work in [handle.work] if isinstance(handle, VendorCall) else handle:
                 assert work is not None
@@ -133,12 +139,20 @@ class Transport:
             return 0
         timeout_s = min(timeout_s, self._post_due() - time.perf_counter())
         posted = [one.handle if isinstance(one, Held) else one for one in handles]
-        ended = [place for place, one in enumerate(posted) if _has_ended(one)][:1]
-        tickets = {place: one for place, one in enumerate(posted) if isinstance(one, int)}
-        found = self._mesh.wait_any(list(tickets.values()), 0.0 if ended else max(timeout_s, 0.0))
+        ended = [place for place, one in enumerate(posted) if not isinstance(one, int) and self._is_over(one)][:1]
+        tickets = [one for one in posted if isinstance(one, int)]
+        found = self._mesh.wait_any(tickets, 0.0 if ended else max(timeout_s, 0.0))
         if found is not None:
-            ended.append(list(tickets)[found])
+            ended.append(posted.index(found))
         return min(ended, default=None)
+
+    def _is_over(self, handle: Handle | None) -> bool:
+        """Return True if `finish` would return at once. Gloo's messages cannot be asked."""
+        if isinstance(handle, Held):
+            return self._is_over(handle.handle)
+        if isinstance(handle, VendorCall):
+            return handle.future.done()
+        return handle == [] or (isinstance(handle, int) and self._mesh is not None and self._mesh.is_over(handle))
 
     def wake(self) -> None:
         """End the wait of another thread in `wait_any`, now or the next one."""
@@ -205,7 +219,7 @@ class Transport:
             assert work is not None
             return lambda: self._minimum_of(work.wait, [values_K])
         mesh, received = self._mesh, {peer: torch.empty_like(values_K) for peer in self.peers}
-        ticket = mesh.post(dict.fromkeys(received, values_K), received)
+        ticket = mesh.post(dict.fromkeys(received, values_K), received, channel=_AGREEMENT_CHANNEL)
 
         def wait() -> None:
             lag_s = mesh.wait(ticket, self.timeout_s)
@@ -261,11 +275,6 @@ class Transport:
             f"rank {self.rank}, step {self.step}, group {self.group_index}: {what} did not get through ({error}); "
             "look at the log of the other ranks for the first error"
         )
-
-
-def _has_ended(handle: Handle | None) -> bool:
-    """Return True for collectives that are done. The mesh knows it of its messages."""
-    return handle == [] or (isinstance(handle, VendorCall) and handle.future.done())
 
 
 def _binomial_children(rank: int, root: int, world_size: int) -> list[int]:

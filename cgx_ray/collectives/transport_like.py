@@ -23,7 +23,7 @@ class VendorCall(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """What a simulated link holds back until `due_s`, by `time.perf_counter`; then `handle` is the result of `post`."""
+    """Work that a simulated link holds back until `due_s`, by `time.perf_counter`. Then `handle` is `post`'s result."""
 
     due_s: float
     post: Callable[[], Handle]
@@ -51,14 +51,16 @@ class TransportLike(Protocol):
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         """Begin to send and receive, by rank, in that order, and return at once; pass the result to `finish`.
 
-        The n-th receive from a rank takes its n-th send. Until `finish` returns, do not change a tensor that is sent
-        and do not read one that is received.
+        The n-th receive from a rank takes its n-th send of the same group. Until `finish` returns, do not change a
+        tensor that is sent and do not read one that is received.
 
         Raises TransportError if a peer is gone.
         """
 
-    def finish(self, handle: Handle) -> None:
+    def finish(self, handle: Handle, waited_s: float = 0.0) -> None:
         """Wait for all messages of `handle`. Call it once per handle.
+
+        waited_s  seconds of the time-out that have passed
 
         Raises TransportError if a peer is gone or does not answer within the time-out.
         """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from cgx_ray.bench.step import measure_step
+from cgx_ray.bench.engine_overhead import measure_overhead
 from cgx_ray.commands.options import console_for, json_option
 from cgx_ray.demo.run import DemoOptions, run_demo
 from cgx_ray.demo.summary import make_rows, print_summary
@@ -26,7 +26,9 @@ from cgx_ray.units import format_rate, parse_rate
 @click.option("--dense-only", is_flag=True, help="Do the dense run only.")
 @click.option("--simulated-link", is_flag=True, help="Delay messages in software even if namespaces work here.")
 @json_option()
-@click.option("--bench-rounds", default=12, show_default=True, help="Rounds of `bench step`, whose rows --json adds.")
+@click.option(
+    "--bench-rounds", default=12, show_default=True, help="Rounds of the engine's overhead, whose rows --json adds."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the runs.  [default: runs/demo-<time>]")
 def demo(
     workers: int,
@@ -70,4 +72,4 @@ def _run(options: DemoOptions, json_path: str | None, *, num_bench_rounds: int) 
         return
     rows = make_rows(result.dense, result.adaptive) if result.adaptive is not None else []
     print_line(console, "measuring the cost of the engine with dense gradients")
-    write_result("demo", [*rows, *measure_step(num_rounds=num_bench_rounds)], json_path)
+    write_result("demo", [*rows, *measure_overhead(num_rounds=num_bench_rounds)], json_path)

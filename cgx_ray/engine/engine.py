@@ -21,7 +21,7 @@ from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import one_scale
 from cgx_ray.engine.step import EarlyGradient, PendingBucket, StepRun
 from cgx_ray.engine.step_clock import StepClock
-from cgx_ray.engine.step_sample import sample_of_step
+from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import Inbox, WorkThread, follow_num_threads
 from cgx_ray.errors import CGXError, PlanError, StateError, listed
@@ -39,7 +39,7 @@ class Engine:
     brings it. Groups begin in plan order, each when its layers have arrived, and are under way side by side. A step
     ends when all groups are averaged.
 
-    takes_early  True if gradients may be submitted before their buckets: the plan in force makes use of that
+    last_spans   what each group of the last finished step did when
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Engine:
         self.telemetry = Telemetry(transport.rank)
         self._failure: CGXError | None = None
         self.step = 0
+        self.last_spans: list[Span] = []
         self._clock = StepClock(device)
         self._enter(plan)
         self._num_threads = torch.get_num_threads()
@@ -211,7 +212,8 @@ class Engine:
         self, inbox: Inbox[PendingBucket | EarlyGradient], step: StepRun | None
     ) -> PendingBucket | EarlyGradient | None:
         """Return what arrives next; None at the end. Raise CGXError if gradients of `step` do not arrive in time."""
-        if step is None:
+        if step is None or not step.buckets:
+            # DDP itself finds layers without a gradient, at the next forward, if it waits for no bucket.
             return inbox.take()
         try:
             return inbox.take(self._transport.timeout_s)
@@ -282,7 +284,6 @@ class Engine:
             Group(index, group, self._layers, self._transport, self._memories, self.device)
             for index, group in enumerate(plan.groups)
         ]
-        self.takes_early = not all(group.is_in_place for group in self._groups)
         if self.device.type == "cuda":
             # The groups' memory is filled on the stream of the calling thread, and used on the engine's stream.
             torch.cuda.current_stream(self.device).synchronize()
@@ -294,6 +295,7 @@ class Engine:
         with self.telemetry.optional("times, bytes and gains", self.step):
             if step.meter is not None:
                 self._gains.charge(self.step, ended_s - began_s, step.meter.seconds)
+            self.last_spans = spans_of_step(step, began_s)
             self.telemetry.add(sample_of_step(step, self._transport, self.telemetry, began_s, ended_s))
         self.step += 1
 

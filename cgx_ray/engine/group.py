@@ -56,12 +56,7 @@ class Group:
         # it.
         self._own_memory = self._memory if plan.option.intra is Intra.FLAT else None
         self._paid: list[str] = []
-        # By layer: where its gradient is, and where its average goes.
         self._arrived: dict[str, Tensor] = {}
-        self._places: dict[str, Tensor] = {}
-        # Metered energy of the step under way, and its average; None between steps.
-        self._energy = 0.0
-        self._average_N: Tensor | None = None
         self.is_finite = True
 
     def _use(self, spec: CodecSpec) -> None:
@@ -75,72 +70,50 @@ class Group:
         )
 
     @property
-    def is_in_place(self) -> bool:
-        """True if the averages may be made in DDP's buckets, without a copy."""
-        return self.plan.option.scheme is Scheme.DENSE
-
-    @property
     def is_ready(self) -> bool:
         """True if the gradients of all layers have arrived."""
         return len(self._arrived) == len(self._slices)
 
-    @property
-    def is_averaged(self) -> bool:
-        """True if the exchange has ended and all places of the averages are known."""
-        return self._average_N is not None and len(self._places) == len(self._slices)
+    def arrive(self, name: str, view: Tensor) -> None:
+        """Note the gradient of a layer. `turns` reads it and overwrites it with the average.
 
-    def arrive(self, name: str, gradient: Tensor) -> None:
-        """Note the gradient of a layer, to read it when all are there. Raises CGXError if it comes too late."""
-        if self._average_N is not None or self.is_ready:
+        It may be noted twice. Raises CGXError if it has moved meanwhile.
+        """
+        before = self._arrived.setdefault(name, view)
+        if before.data_ptr() != view.data_ptr():
             raise CGXError(
-                f"layer {name} got a second gradient in one backward pass, after its first one was sent; give "
-                "DistributedDataParallel static_graph=True if the model uses the layer several times"
+                f"DDP has moved the gradient of layer {name} within a step, which this version cannot follow; build "
+                "DistributedDataParallel again, then attach"
             )
-        self._arrived[name] = gradient
 
-    def place(self, name: str, view: Tensor) -> None:
-        """Note where the average of a layer goes; until then its gradient is there, unless it has arrived before."""
-        self._places[name] = view
-        if name not in self._arrived:
-            self.arrive(name, view)
+    def turns(
+        self, stamp: Stamp, seed: int, gain: StepMeter | None, phases: Phases, *, checks_finite: bool
+    ) -> Iterator[Handle]:
+        """Average this group over all ranks, in the gradients that have arrived; yield each handle to wait for.
 
-    def turns(self, stamp: Stamp, seed: int, gain: StepMeter | None, phases: Phases) -> Iterator[Handle]:
-        """Average this group over all ranks; yield each handle to wait for. `deliver` follows."""
+        `stamp` to `phases` are those of `Exchange.turns`.
+        """
         # All ranks change the codec's parameters at the same step, so the sizes of their messages match.
         if (spec := self.plan.option.codec.at_step(stamp.step)) != self._codec.spec:
             self._use(spec)
         views = [self._arrived[name] for name in self._slices]
-        # DDP lays out its buckets alike on all ranks, so the order of the layers in memory is the same everywhere.
-        in_place = self.is_in_place and views[0].device == self._flat_N.device
-        joint_N = _joint_memory(views) if in_place else None
-        if joint_N is None:
-            for view, part in zip(views, self._slices.values(), strict=True):
-                part.copy_(view.view(-1))
-        grad_N = joint_N if joint_N is not None else self._flat_N
+        in_place_N = self._joint_memory(views)
+        grad_N = in_place_N if in_place_N is not None else self._gather(views)
         if self._memory is None:
-            self._pay_residuals(dict(zip(self._slices, views, strict=True)) if joint_N is not None else self._slices)
-        if gain is not None and self._is_compressible:
-            self._energy = gain.measure(self.index, lambda: self._fed(grad_N))
+            self._pay_residuals(dict(zip(self._slices, views, strict=True)) if in_place_N is not None else self._slices)
+        metered = gain if self._is_compressible else None
+        energy = metered.measure(self.index, lambda: self._fed(grad_N)) if metered is not None else 0.0
         phases.lap("encode")
         yield from self.exchange.turns(grad_N, self._memory, stamp, seed, phases)
-        self._average_N = grad_N
-
-    def deliver(self, gain: StepMeter | None, phases: Phases, *, checks_finite: bool) -> None:
-        """Write the averages to their places, once `is_averaged`."""
-        grad_N, views = self._average_N, [self._places[name] for name in self._slices]
-        assert grad_N is not None
-        phases.resume()
-        if grad_N is self._flat_N:
+        if in_place_N is None:
             for view, part in zip(views, self._slices.values(), strict=True):
                 view.view(-1).copy_(part)
         self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
-        if gain is not None and self._own_memory is not None and self._energy > 0 and self.is_finite:
-            left_N, energy = self._own_memory.next_N, self._energy
-            gain.correct(self.index, str(self.plan.option.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
+        if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
+            left_N = self._own_memory.next_N
+            metered.correct(self.index, str(self.plan.option.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
-        self._places.clear()
-        self._average_N, self._energy = None, 0.0
 
     def settle(self, unused: Collection[str]) -> None:
         """Make the memory that `turns` wrote valid, and delete the residuals that it paid.
@@ -159,6 +132,31 @@ class Group:
     def _fed(self, grad_N: Tensor) -> Tensor:
         return grad_N if self._own_memory is None else self._codec.feed(grad_N, self._own_memory)
 
+    def _gather(self, views: Sequence[Tensor]) -> Tensor:
+        for view, part in zip(views, self._slices.values(), strict=True):
+            part.copy_(view.view(-1))
+        return self._flat_N
+
+    def _joint_memory(self, views: Sequence[Tensor]) -> Tensor | None:
+        """Return one tensor over the memory of all `views` if the exchange can work there, else None.
+
+        They must lie side by side, as in a bucket of DDP: in the order of the layers, because each element has its
+        place in the codec's memory, or in any order if they are only summed. DDP lays out its buckets alike on all
+        ranks.
+        """
+        first, flat_N = views[0], self._flat_N
+        if self.plan.option.scheme is Scheme.DENSE:
+            first = min(views, key=lambda view: view.data_ptr())
+            views = sorted(views, key=lambda view: view.data_ptr())
+        offset = first.storage_offset()
+        for view in views:
+            is_next = view.storage_offset() == offset and view.is_contiguous()
+            is_same = view.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            if not (is_next and is_same and view.dtype == flat_N.dtype and view.device == flat_N.device):
+                return None
+            offset += view.numel()
+        return first.as_strided((self.numel,), (1,), first.storage_offset())
+
     def _pay_residuals(self, gradients: Mapping[str, Tensor]) -> None:
         """Add to the gradients the residuals that an earlier plan's codec has left."""
         self._paid = []
@@ -172,15 +170,3 @@ class Group:
 def _delivered(grad_N: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the average as the model gets it. Values from 65520 on are finite in float32 but Inf in float16."""
     return [grad_N] if all(view.dtype == grad_N.dtype for view in views) else views
-
-
-def _joint_memory(views: Sequence[Tensor]) -> Tensor | None:
-    """Return one tensor over the memory of all `views` if they lie side by side, in any order; else None."""
-    first = min(views, key=lambda view: view.data_ptr())
-    last = max(views, key=lambda view: view.data_ptr())
-    numel = sum(view.numel() for view in views)
-    shared = all(view.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for view in views)
-    end = last.storage_offset() + last.numel()
-    if not shared or not all(view.is_contiguous() for view in views) or end - first.storage_offset() != numel:
-        return None
-    return first.as_strided((numel,), (1,), first.storage_offset())

@@ -11,14 +11,16 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import LossScale
 from cgx_ray.engine.step import EarlyGradient, PendingBucket
 from cgx_ray.engine.unused import UsedLayers
+from cgx_ray.torch_compat import has_rebuilt_buckets
 
 
 class DdpBuckets:
     """Names the gradients in DDP's buckets by layer and submits the buckets to an engine.
 
-    A bucket of DDP holds 25 MB, so most of its gradients are ready long before it is. Gradients of groups that are
-    encoded, and so copied in any case, are submitted when backward has computed them. Not with `static_graph`, where
-    a parameter may get several gradients in one backward pass.
+    A bucket of DDP holds 25 MB, so most of its gradients are ready long before it is. Each is submitted when DDP has
+    put it into its bucket: DDP does that right after the hooks on the parameter, so the next parameter's hook does it.
+    It needs the places in the buckets, so not before DDP has rebuilt them, which it does after the first step. Not with
+    `static_graph`, where a parameter may get several gradients in one backward pass.
     """
 
     def __init__(self, model: DistributedDataParallel, engine: Engine, loss_scale: LossScale | None = None) -> None:
@@ -31,6 +33,11 @@ class DdpBuckets:
         self._expects_bucket = False
         # From the first gradient of a step to its last bucket.
         self._has_begun = False
+        # True if DDP will not change its buckets any more.
+        self._keeps_buckets = False
+        # By layer, its place in the buckets of the last step; and the layer whose hook was called last.
+        self._places: dict[str, Tensor] = {}
+        self._newest: str | None = None
         hooked = [] if model.static_graph else [p for p in model.module.parameters() if p.requires_grad]
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._submit_early) for parameter in hooked]
         self._hooks.append(model.register_forward_hook(self._expect))
@@ -41,9 +48,13 @@ class DdpBuckets:
         on_cuda = buffer.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if on_cuda else None)
         self._expects_bucket = self._has_begun = not bucket.is_last()
+        self._newest = None
+        gradients = dict(zip(names, bucket.gradients(), strict=True))
+        if self._keeps_buckets:
+            self._places.update(gradients)
         self._engine.submit(
             PendingBucket(
-                gradients=dict(zip(names, bucket.gradients(), strict=True)),
+                gradients=gradients,
                 buffer=buffer,
                 future=future,
                 scales=self._loss_scale.now(),
@@ -63,16 +74,19 @@ class DdpBuckets:
     def _expect(self, model: DistributedDataParallel, given: object, output: object) -> None:
         # A later pass without synchronisation does not change what DDP does with the gradients of this one.
         self._expects_bucket |= model.require_forward_param_sync
+        self._keeps_buckets = model.find_unused_parameters or has_rebuilt_buckets(model)
 
     def _submit_early(self, parameter: Tensor) -> None:
-        name, gradient = self._names.get(id(parameter)), parameter.grad
-        if name is None or gradient is None or not self._expects_bucket or not self._engine.takes_early:
+        if not self._expects_bucket:
             return
-        on_cuda = gradient.device.type == "cuda"
+        name, self._newest = self._newest, self._names.get(id(parameter))
+        gradient = self._places.get(name) if name is not None else None
+        if name is None or gradient is None:
+            return
         # Only a step's first gradients say its loss scale: on a CUDA device, that is a copy.
         scales = () if self._has_begun else self._loss_scale.now()
         self._has_begun = True
-        computed = _end_of_kernels(gradient.device) if on_cuda else None
+        computed = _end_of_kernels(gradient.device) if gradient.device.type == "cuda" else None
         self._engine.submit(EarlyGradient(name=name, gradient=gradient, scales=scales, computed=computed))
 
 

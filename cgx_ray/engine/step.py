@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ WINDOW_BYTES = 512 << 20
 
 @dataclass(slots=True, kw_only=True)
 class EarlyGradient:
-    """The gradient of one layer, ready at `arrived_s` but not yet in a bucket. The others are as in `PendingBucket`."""
+    """The gradient of one layer, in its place in an incomplete bucket. The other fields are as in `PendingBucket`."""
 
     name: str
     gradient: Tensor
@@ -61,8 +61,8 @@ class _UnderWay:
     group: Group
     phases: Phases
     turns: Iterator[Handle]
-    handle: Handle
-    since_s: float
+    handle: Handle = field(default_factory=list)
+    since_s: float = 0.0
 
 
 class StepRun:
@@ -105,34 +105,25 @@ class StepRun:
         self._group_of = {name: group for group in groups for name in group.plan.layers}
         self._bucket_of: dict[str, PendingBucket] = {}
         self._num_begun = 0
-        self._num_done = 0
+        self._averaged: set[str] = set()
         self._under_way: list[_UnderWay] = []
 
     def take_early(self, early: EarlyGradient) -> None:
-        """Accept a gradient before its bucket, if its group does not work in the buckets."""
-        group = self._group_of[early.name]
-        if group.is_in_place:
-            return
-        group.arrive(early.name, early.gradient)
-        self._note_arrival(early, [group])
+        """Accept a gradient before its bucket."""
+        self._arrive({early.name: early.gradient}, early)
 
     def take(self, bucket: PendingBucket) -> None:
         """Accept a bucket. Buckets go back when their last layer is averaged."""
         self.buckets.append(bucket)
-        bucket.num_waiting = len(bucket.gradients)
-        waiting = {}
-        for name, gradient in bucket.gradients.items():
-            group = self._group_of[name]
-            if not group.is_ready:
-                waiting[group.index] = group
-            group.place(name, gradient)
-            self._bucket_of[name] = bucket
-        self._note_arrival(bucket, waiting.values())
+        self._arrive({n: gradient for n, gradient in bucket.gradients.items() if n not in self._averaged}, bucket)
         self.last_arrival = bucket.arrived_s
+        bucket.num_waiting = sum(name not in self._averaged for name in bucket.gradients)
+        self._bucket_of.update(dict.fromkeys(bucket.gradients, bucket))
         if len(self._bucket_of) == len(self._group_of) and self._has_memory and bucket.unused is not None:
             unused = frozenset().union(*(bucket.unused or () for bucket in self.buckets))
             self._unused_by_all = begin_unused_by_all(self._group_of, unused, self._transport)
-        self._deliver(group for group in dict.fromkeys(map(self._group_of.__getitem__, bucket.gradients)))
+        if not self.is_done:
+            self.release()
 
     @property
     def has_work(self) -> bool:
@@ -141,8 +132,8 @@ class StepRun:
 
     @property
     def is_done(self) -> bool:
-        """True if all averages are where they belong."""
-        return self._num_done == len(self.groups)
+        """True if all gradients are averaged and all buckets are here."""
+        return len(self._averaged) == len(self._bucket_of) == len(self._group_of)
 
     @property
     def missing(self) -> list[str]:
@@ -161,7 +152,10 @@ class StepRun:
             if place is None and not can_begin and wait_s <= 0:
                 place = 0
             if place is not None:
-                self._resume(self._under_way[place])
+                one = self._under_way[place]
+                self._transport.group_index = one.group.index
+                self._transport.finish(one.handle, time.perf_counter() - one.since_s)
+                self._go_on(one)
                 return
         if can_begin:
             self._begin(self.groups[self._num_begun])
@@ -183,13 +177,16 @@ class StepRun:
             if bucket.num_waiting == 0 and not bucket.future.done():
                 bucket.future.set_result(bucket.buffer)
 
-    def _note_arrival(self, arrived: EarlyGradient | PendingBucket, groups: Iterable[Group]) -> None:
-        if arrived.computed is not None:
+    def _arrive(self, gradients: Mapping[str, Tensor], brought_by: EarlyGradient | PendingBucket) -> None:
+        if brought_by.computed is not None:
             # It may have waited in the queue: it counts as arrived when the device had computed it.
-            arrived.arrived_s = self._clock.time_of(arrived.computed)
-        for group in groups:
-            if group.is_ready:
-                self.ready_at[group.index] = arrived.arrived_s
+            brought_by.arrived_s = self._clock.time_of(brought_by.computed)
+        for name, gradient in gradients.items():
+            group = self._group_of[name]
+            was_ready = group.is_ready
+            group.arrive(name, gradient)
+            if group.is_ready and not was_ready:
+                self.ready_at[group.index] = brought_by.arrived_s
 
     @property
     def _can_begin(self) -> bool:
@@ -208,35 +205,27 @@ class StepRun:
             plan_version=self.plan_version, step=self.number, group=group.index, codec=group.plan.option.codec.name
         )
         phases = self.phases[group.index]
-        phases.resume()
+        turns = group.turns(stamp, self._seed, self.meter, phases, checks_finite=self._has_memory)
         self._num_begun += 1
-        turns = group.turns(stamp, self._seed, self.meter, phases)
-        self._go_on(group, phases, turns)
-
-    def _resume(self, one: _UnderWay) -> None:
-        self._under_way.remove(one)
-        self._transport.group_index = one.group.index
-        self._transport.finish(one.handle)
-        one.phases.resume()
-        self._go_on(one.group, one.phases, one.turns)
-
-    def _go_on(self, group: Group, phases: Phases, turns: Iterator[Handle]) -> None:
+        # Groups begin in plan order, so the oldest stays first.
+        self._under_way.append(_UnderWay(group, phases, turns))
         self._transport.group_index = group.index
-        handle = next(turns, None)
-        if handle is None:
-            self._deliver([group])
-            return
-        self._under_way.append(_UnderWay(group, phases, turns, handle, time.perf_counter()))
-        self._under_way.sort(key=lambda one: one.group.index)
+        self._go_on(self._under_way[-1])
 
-    def _deliver(self, groups: Iterable[Group]) -> None:
-        """Write the averages of `groups` to their buckets where both are known, and release what is finished."""
-        for group in groups:
-            if not group.is_averaged:
-                continue
-            group.deliver(self.meter, self.phases[group.index], checks_finite=self._has_memory)
-            self._num_done += 1
-            for name in group.plan.layers:
+    def _go_on(self, one: _UnderWay) -> None:
+        one.phases.resume()
+        handle = next(one.turns, None)
+        if handle is None:
+            self._under_way = [other for other in self._under_way if other is not one]
+            self._end(one.group)
+        else:
+            one.handle, one.since_s = handle, time.perf_counter()
+
+    def _end(self, group: Group) -> None:
+        """Note that `group` is averaged, and release the buckets that this finishes."""
+        self._averaged.update(group.plan.layers)
+        for name in group.plan.layers:
+            if name in self._bucket_of:
                 self._bucket_of[name].num_waiting -= 1
         if not self.is_done:
             self.release()

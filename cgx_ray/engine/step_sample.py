@@ -5,12 +5,35 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.shard_exchange import ShardExchange
 from cgx_ray.engine.step import StepRun
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer
+
+
+class Span(NamedTuple):
+    """Time that a group spent in one phase: "ready" from the step's start, "encode", "exchange" or "decode".
+
+    begin_s, end_s  by `time.perf_counter`, which processes of one Linux machine share
+    """
+
+    group: int
+    phase: str
+    begin_s: float
+    end_s: float
+
+
+def spans_of_step(step: StepRun, began_s: float) -> list[Span]:
+    """Return what each group of `step` did when, group by group."""
+    spans = []
+    for group, phases in zip(step.groups, step.phases, strict=True):
+        spans.append(Span(group.index, "ready", began_s, step.ready_at[group.index]))
+        spans += [Span(group.index, *lap) for lap in phases.laps]
+        spans += [Span(group.index, "exchange", *round_) for round_ in phases.rounds]
+    return spans
 
 
 def sample_of_step(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.sharded import ShardedEngine
+from cgx_ray.engine.step_sample import Span
 from cgx_ray.errors import ConfigError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme
@@ -58,6 +59,11 @@ class Attachment:
     def last_step(self) -> StepSample | None:
         """Times and bytes of the newest finished exchange."""
         return self._engine.last_step if self._engine is not None else None
+
+    @property
+    def last_spans(self) -> list[Span]:
+        """Times of each group's phases in the last finished step of a DDP model; empty before the first step."""
+        return list(self._engine.last_spans) if isinstance(self._engine, Engine) else []
 
     def hold(self, plan: Plan) -> None:
         """Offer a newer plan, as `Engine.hold` does. It takes effect once every rank has been offered it."""

@@ -1,12 +1,14 @@
 // Python bindings. Addresses arrive as integers because ops.py and sparse.py have checked the tensors
 // already.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "isa.h"
 #include "kernels.h"
 #include "mesh.h"
 #include "shm_group.h"
@@ -65,11 +67,14 @@ void bind_mesh(nb::module_& m) {
     mesh.def("connect", &cgx::Mesh::connect, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), release());
     mesh.def(
         "post",
-        [](cgx::Mesh& self, const PeerBuffers& sends, const PeerBuffers& receives) {
-            return self.post(to_messages(sends), to_messages(receives));
+        [](cgx::Mesh& self, const PeerBuffers& sends, const PeerBuffers& receives, uint32_t channel) {
+            return self.post(to_messages(sends), to_messages(receives), channel);
         },
         release());
     mesh.def("wait", &cgx::Mesh::wait, release());
+    mesh.def("wait_any", &cgx::Mesh::wait_any, release());
+    mesh.def("is_over", &cgx::Mesh::is_over, release());
+    mesh.def("wake", &cgx::Mesh::wake, release());
     mesh.def("take_bursts", [](cgx::Mesh& self) {
         std::vector<std::tuple<int, int64_t, double>> bursts;
         for (const auto& [peer, num_bytes, seconds] : self.take_bursts())
@@ -116,6 +121,8 @@ void bind_shared_memory(nb::module_& m) {
 }
 
 void bind_bucket_codecs(nb::module_& m) {
+    m.def("instruction_sets", &cgx::instruction_sets);
+    m.def("use_instruction_set", &cgx::use_instruction_set);
     m.def(
         "qsgd_encode",
         [](Address grad, Address residual, Address next, int64_t numel, Address out, int bits,
@@ -145,19 +152,43 @@ void bind_bucket_codecs(nb::module_& m) {
         release());
 }
 
+void bind_gradient_passes(nb::module_& m) {
+    m.def(
+        "poison",
+        [](Address grad, int64_t numel, int num_threads) { return cgx::poison(grad, numel, num_threads); },
+        release());
+    m.def(
+        "add_poison",
+        [](Address grad, int64_t numel, Address value, int num_threads) {
+            static_cast<float*>(value)[0] += cgx::poison(grad, numel, num_threads);
+        },
+        release());
+    m.def(
+        "add_momentum",
+        [](Address grad, Address momentum, Address residual, Address next_momentum, Address next,
+           int64_t numel, float factor, float scale, int num_threads) {
+            cgx::add_momentum(grad, momentum, residual, next_momentum, next, numel, factor, scale,
+                              num_threads);
+        },
+        release());
+}
+
 void bind_selection(nb::module_& m) {
     m.def(
         "topk_select",
-        [](Address grad, Address residual, Address next, int64_t numel, Address index, Address value,
-           int64_t num_kept, int num_threads) {
-            cgx::topk_select({grad, residual, next, numel}, index, value, num_kept, num_threads);
+        [](Address grad, Address residual, Address next, int64_t numel, Address layer_ends, Address kept_ends,
+           int64_t num_layers, Address index, Address value, int64_t num_kept, int num_threads) {
+            cgx::topk_select({grad, residual, next, numel}, {layer_ends, kept_ends, num_layers}, index, value,
+                             num_kept, num_threads);
         },
         release());
     m.def(
         "topk_encode",
-        [](Address grad, Address residual, Address next, int64_t numel, Address payload, Address index,
-           Address value, int64_t num_kept, int num_threads) {
-            cgx::topk_encode({grad, residual, next, numel}, payload, index, value, num_kept, num_threads);
+        [](Address grad, Address residual, Address next, int64_t numel, Address layer_ends, Address kept_ends,
+           int64_t num_layers, Address payload, Address index, Address value, int64_t num_kept,
+           int num_threads) {
+            cgx::topk_encode({grad, residual, next, numel}, {layer_ends, kept_ends, num_layers}, payload,
+                             index, value, num_kept, num_threads);
         },
         release());
     m.def(
@@ -173,9 +204,19 @@ void bind_selection(nb::module_& m) {
             cgx::bisect_thresholds(grad, numel, num_kept, num_rounds, thresholds, num_threads);
         },
         release());
-    m.def("sidco_threshold", [](Address counts, const std::vector<double>& ratios, int64_t num_kept) {
-        return cgx::sidco_threshold(counts, ratios, num_kept);
-    });
+    m.def(
+        "rank_thresholds",
+        [](Address grad, int64_t numel, int64_t rank, Address thresholds, int num_threads) {
+            cgx::rank_thresholds(grad, numel, rank, thresholds, num_threads);
+        },
+        release());
+    m.def(
+        "sidco_thresholds",
+        [](Address grad, int64_t numel, const std::vector<double>& ratios, int64_t num_kept,
+           Address thresholds, int num_threads) {
+            cgx::sidco_thresholds(grad, numel, ratios, num_kept, thresholds, num_threads);
+        },
+        release());
     m.def(
         "collect",
         [](Address grad, int64_t numel, Address thresholds, uint32_t key, Address index, Address value,
@@ -210,6 +251,25 @@ void bind_indices(nb::module_& m) {
             cgx::scatter_add(index, value, count, num_kept, out, numel);
         },
         release());
+    m.def(
+        "scatter_zero",
+        [](Address index, Address count, int64_t num_kept, Address out, int64_t numel) {
+            cgx::scatter_zero(index, count, num_kept, out, numel);
+        },
+        release());
+    m.def(
+        "pack_message",
+        [](Address index, Address value, Address count, int64_t num_kept, int64_t numel, Address payload) {
+            cgx::pack_message(index, value, count, num_kept, numel, payload);
+        },
+        release());
+    m.def(
+        "unpack_message",
+        [](Address payload, Address index, int64_t num_kept, Address out, int64_t numel, bool add,
+           int num_threads) {
+            return cgx::unpack_message(payload, index, num_kept, out, numel, add, num_threads);
+        },
+        release());
 }
 
 }  // namespace
@@ -220,6 +280,7 @@ NB_MODULE(_native, m) {
     bind_mesh(m);
     bind_shared_memory(m);
     bind_bucket_codecs(m);
+    bind_gradient_passes(m);
     bind_selection(m);
     bind_indices(m);
     m.def(

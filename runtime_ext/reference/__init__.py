@@ -5,8 +5,9 @@ N elements of a gradient, K kept elements, B quantization buckets, S elements pe
 
 from .bits import magnitudes, pack_levels, unpack_levels
 from .buckets import add_feedback
+from .gradient import add_momentum, poison
 from .hashes import crc32c, lowbias32, random_below, uniform
-from .indices import index_layout, pack_indices, random_indices, scatter_add, unpack_indices
+from .indices import index_layout, pack_indices, random_indices, scatter_add, scatter_zero, unpack_indices
 from .qsgd import L2, LINF, MAX_MIN, grid_bytes_per_bucket, qsgd_decode, qsgd_encode, top_level
 from .selection import collect, topk_select
 from .sign import EF_SIGNSGD, ONEBIT, mean_bytes_per_bucket, sign_decode, sign_encode
@@ -21,6 +22,7 @@ __all__ = [
     "NUM_BINS",
     "ONEBIT",
     "add_feedback",
+    "add_momentum",
     "bisect_thresholds",
     "collect",
     "crc32c",
@@ -32,11 +34,13 @@ __all__ = [
     "mean_bytes_per_bucket",
     "pack_indices",
     "pack_levels",
+    "poison",
     "qsgd_decode",
     "qsgd_encode",
     "random_below",
     "random_indices",
     "scatter_add",
+    "scatter_zero",
     "sidco_threshold",
     "sign_decode",
     "sign_encode",

@@ -110,3 +110,9 @@ def scatter_add(index_K: Tensor, value_K: Tensor, count: int, out_N: Tensor) -> 
     count = min(max(count, 0), index_K.numel())
     is_inside = (index_K[:count] >= 0) & (index_K[:count] < out_N.numel())
     out_N.index_add_(0, index_K[:count][is_inside], value_K[:count][is_inside])
+
+
+def scatter_zero(index_K: Tensor, count: int, out_N: Tensor) -> None:
+    """Set `out_N` to zero at the first `count` indices. Indices outside are skipped."""
+    index = index_K[: min(max(count, 0), index_K.numel())].long()
+    out_N.index_fill_(0, index[(index >= 0) & (index < out_N.numel())], 0.0)

@@ -97,10 +97,10 @@ LAYERS = [
 ]
 
 
-def test_small_layers_go_dense_in_the_last_groups_and_types_do_not_mix() -> None:
+def test_small_layers_go_uncompressed_before_the_last_group_and_types_do_not_mix() -> None:
     plan = make_plan(LAYERS, version=0, world_size=2, codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
-    assert [group.layers for group in plan.groups] == [("h",), ("w2",), ("w1",), ("b1",)]
-    assert plan.groups[-1].option.scheme is Scheme.DENSE
+    assert [group.layers for group in plan.groups] == [("h",), ("w2",), ("b1",), ("w1",)]
+    assert str(plan.groups[2].option) == "none over sra"
     plan.check(LAYERS, 2)
 
 

@@ -202,8 +202,8 @@ def test_intra_holds_for_all_groups_unless_an_override_says_another_and_survives
     )
     assert [(group.layers, group.option.intra) for group in plan.groups] == [
         (("e",), Intra.DENSE),
-        (("w",), Intra.COMPRESSED),
         (("b",), Intra.DENSE),
+        (("w",), Intra.COMPRESSED),
     ]
     assert Plan.from_json(plan.to_json()) == plan
     assert (

@@ -20,68 +20,19 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.meshes import TIMEOUT_S, TOKEN, close_all, connect_meshes, in_threads, make_message
 from support.ranks import run_ranks
 
 from cgx_ray.collectives.tcp import connect_mesh, connect_mesh_by_store
 from cgx_ray.errors import TransportError
-from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
-from cgx_ray.runtime_ext.shm import Segment
+from cgx_ray.runtime_ext.mesh import Mesh
 
-TOKEN = bytes(range(TOKEN_BYTES))
-TIMEOUT_S = 20.0
 # Takes a peer (-1: all) and arrivals (stamp, bytes); returns the bytes per second of its bursts.
 Meter = Callable[[int, list[tuple[float, int]]], list[float]]
 
 
-def _in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
-    """Run functions at the same time; return their results, or the texts of their errors."""
-    results: list[Any] = [None] * len(functions)
-
-    def run(index: int) -> None:
-        try:
-            results[index] = functions[index]()
-        except RuntimeError as error:
-            results[index] = str(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * TIMEOUT_S)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
-
-
-def _meshes(world_size: int, num_streams: int = 1, sharers: Sequence[int] = ()) -> list[Mesh]:
-    """Return connected meshes; those of `sharers` share memory with each other."""
-    meshes = [Mesh(rank, world_size, num_streams, "127.0.0.1", TOKEN, far_s=0) for rank in range(world_size)]
-    addresses = [(mesh.address, mesh.port) for mesh in meshes]
-    segments: list[Segment | None] = [None] * world_size
-    if sharers:
-        made = Segment(len(sharers))
-        for rank in sharers:
-            segments[rank] = Segment(len(sharers), made.name, made.nonce)
-        made.unlink()
-    connects = [
-        lambda m=mesh, s=segment: m.connect(addresses, TIMEOUT_S, s, sharers)
-        for mesh, segment in zip(meshes, segments, strict=True)
-    ]
-    assert _in_threads(connects) == [None] * world_size
-    return meshes
-
-
 # No rank shares memory; all do; some do, so that the messages of one ticket go both ways.
 OVER = pytest.mark.parametrize("sharers", [(), (0, 1, 2, 3), (0, 2)], ids=["tcp", "rings", "mixed"])
-
-
-def _close(meshes: list[Mesh]) -> None:
-    for mesh in meshes:
-        mesh.close()
-
-
-def _message(sender: int, receiver: int, number: int, numel: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10_000 * sender + 100 * receiver + number)
-    return torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=generator)
 
 
 @settings(max_examples=25, deadline=None)
@@ -96,7 +47,7 @@ def test_every_message_arrives_in_order_and_whole(
     world_size: int, num_streams: int, sizes: list[int], shares: list[bool]
 ) -> None:
     sharers = [rank for rank in range(world_size) if shares[rank]]
-    meshes = _meshes(world_size, num_streams, sharers if len(sharers) > 1 else ())
+    meshes = connect_meshes(world_size, num_streams, sharers if len(sharers) > 1 else ())
 
     def exchange_all(rank: int) -> list[tuple[int, int]]:
         wrong = []
@@ -104,39 +55,39 @@ def test_every_message_arrives_in_order_and_whole(
         received = [{peer: torch.zeros(size, dtype=torch.uint8) for peer in peers} for size in sizes]
         # All messages are under way at once.
         tickets = [
-            meshes[rank].post({peer: _message(rank, peer, n, size) for peer in peers}, received[n])
+            meshes[rank].post({peer: make_message(rank, peer, n, size) for peer in peers}, received[n])
             for n, size in enumerate(sizes)
         ]
         for n, ticket in enumerate(tickets):
             meshes[rank].wait(ticket, TIMEOUT_S)
-            wrong += [(p, n) for p in peers if not torch.equal(received[n][p], _message(p, rank, n, sizes[n]))]
+            wrong += [(p, n) for p in peers if not torch.equal(received[n][p], make_message(p, rank, n, sizes[n]))]
         return wrong
 
-    results = _in_threads([lambda r=rank: exchange_all(r) for rank in range(world_size)])
-    _close(meshes)
+    results = in_threads([lambda r=rank: exchange_all(r) for rank in range(world_size)])
+    close_all(meshes)
     assert results == [[]] * world_size, f"(sender, number) of wrong messages by rank: {results}"
 
 
 @pytest.mark.parametrize("sharers", [(), (0, 1)], ids=["tcp", "rings"])
 def test_a_message_that_no_buffer_holds_arrives_although_the_receiver_comes_late(sharers: Sequence[int]) -> None:
-    meshes = _meshes(2, 1, sharers)
-    sent = _message(0, 1, 0, 40_000_000)
+    meshes = connect_meshes(2, 1, sharers)
+    sent = make_message(0, 1, 0, 40_000_000)
     received = torch.zeros_like(sent)
 
     def receive() -> None:
         time.sleep(0.3)
         meshes[1].wait(meshes[1].post({}, {0: received}), TIMEOUT_S)
 
-    results = _in_threads([lambda: meshes[0].wait(meshes[0].post({1: sent}, {}), TIMEOUT_S), receive])
-    _close(meshes)
+    results = in_threads([lambda: meshes[0].wait(meshes[0].post({1: sent}, {}), TIMEOUT_S), receive])
+    close_all(meshes)
     assert results == [[0.0, 0.0], None]
     assert torch.equal(received, sent)
 
 
 @pytest.mark.parametrize("sharers", [(), (0, 1)], ids=["tcp", "rings"])
 def test_messages_move_while_nobody_waits_for_them(sharers: Sequence[int]) -> None:
-    meshes = _meshes(2, 1, sharers)
-    sent, received = _message(0, 1, 0, 5_000_000), torch.zeros(5_000_000, dtype=torch.uint8)
+    meshes = connect_meshes(2, 1, sharers)
+    sent, received = make_message(0, 1, 0, 5_000_000), torch.zeros(5_000_000, dtype=torch.uint8)
     tickets = meshes[0].post({1: sent}, {}), meshes[1].post({}, {0: received})
     deadline = time.monotonic() + TIMEOUT_S
     while not torch.equal(received, sent) and time.monotonic() < deadline:
@@ -144,12 +95,12 @@ def test_messages_move_while_nobody_waits_for_them(sharers: Sequence[int]) -> No
     assert torch.equal(received, sent)
     for mesh, ticket in zip(meshes, tickets, strict=True):
         mesh.wait(ticket, TIMEOUT_S)
-    _close(meshes)
+    close_all(meshes)
 
 
 @OVER
 def test_a_time_out_names_the_ranks_that_did_not_answer_and_no_other(sharers: Sequence[int]) -> None:
-    meshes = _meshes(4, 1, sharers)
+    meshes = connect_meshes(4, 1, sharers)
     buffers = {peer: torch.zeros(10, dtype=torch.uint8) for peer in (1, 2, 3)}
     sent = torch.zeros(10, dtype=torch.uint8)
     meshes[2].post({0: sent}, {})
@@ -157,12 +108,12 @@ def test_a_time_out_names_the_ranks_that_did_not_answer_and_no_other(sharers: Se
         meshes[0].wait(meshes[0].post({}, buffers), 0.3)
     with pytest.raises(RuntimeError, match="closed"):
         meshes[0].post({}, buffers)
-    _close(meshes)
+    close_all(meshes)
 
 
 @OVER
 def test_a_rank_that_hangs_up_is_named_at_once(sharers: Sequence[int]) -> None:
-    meshes = _meshes(4, 1, sharers)
+    meshes = connect_meshes(4, 1, sharers)
     buffer = torch.zeros(10, dtype=torch.uint8)
     ticket = meshes[0].post({}, {2: buffer})
     meshes[2].close()
@@ -170,77 +121,77 @@ def test_a_rank_that_hangs_up_is_named_at_once(sharers: Sequence[int]) -> None:
     with pytest.raises(RuntimeError, match="rank 2 hung up"):
         meshes[0].wait(ticket, TIMEOUT_S)
     assert time.monotonic() - start < TIMEOUT_S, "it waited for the time-out"
-    _close(meshes)
+    close_all(meshes)
 
 
 @pytest.mark.parametrize("sharers", [(), (0, 1)], ids=["tcp", "rings"])
 def test_threads_may_hang_up_at_the_same_time(sharers: Sequence[int]) -> None:
     for _ in range(20):
-        meshes = _meshes(2, 1, sharers)
+        meshes = connect_meshes(2, 1, sharers)
         together = threading.Barrier(4)
 
         def close(mesh: Mesh, together: threading.Barrier = together) -> None:
             together.wait()
             mesh.close()
 
-        assert _in_threads([lambda m=mesh: close(m) for mesh in meshes for _ in range(2)]) == [None] * 4
+        assert in_threads([lambda m=mesh: close(m) for mesh in meshes for _ in range(2)]) == [None] * 4
 
 
 def test_what_a_rank_sent_before_it_hung_up_still_arrives() -> None:
-    meshes = _meshes(2, 1, (0, 1))
-    sent, received = _message(0, 1, 0, 1000), torch.zeros(1000, dtype=torch.uint8)
+    meshes = connect_meshes(2, 1, (0, 1))
+    sent, received = make_message(0, 1, 0, 1000), torch.zeros(1000, dtype=torch.uint8)
     meshes[0].wait(meshes[0].post({1: sent}, {}), TIMEOUT_S)
     meshes[0].close()
     meshes[1].wait(meshes[1].post({}, {0: received}), TIMEOUT_S)
     assert torch.equal(received, sent)
     with pytest.raises(RuntimeError, match="rank 0 hung up"):
         meshes[1].wait(meshes[1].post({}, {0: received}), TIMEOUT_S)
-    _close(meshes)
+    close_all(meshes)
 
 
 @pytest.mark.parametrize("sharers", [(), (0, 1)], ids=["tcp", "rings"])
 @pytest.mark.parametrize("num_bytes", [0, 9, 11])
 def test_a_message_of_another_size_is_refused(num_bytes: int, sharers: Sequence[int]) -> None:
-    meshes = _meshes(2, 1, sharers)
+    meshes = connect_meshes(2, 1, sharers)
     meshes[1].post({0: torch.zeros(num_bytes, dtype=torch.uint8)}, {})
     with pytest.raises(RuntimeError, match="rank 1 sent another message than the one of 10 bytes"):
         meshes[0].wait(meshes[0].post({}, {1: torch.zeros(10, dtype=torch.uint8)}), TIMEOUT_S)
-    _close(meshes)
+    close_all(meshes)
 
 
-HELLO = b"cgx2" + struct.pack("<3I", 1, 0, 1)  # rank, connection, number of connections; then the token
+HELLO = b"cgx3" + struct.pack("<3I", 1, 0, 1)  # rank, connection, number of connections; then the token
 
 
-@pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"cgx2" + bytes(28), HELLO + bytes(16)])
+@pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"cgx3" + bytes(28), HELLO + bytes(16)])
 def test_strangers_are_hung_up_on_and_do_not_stand_in_the_way(says: bytes) -> None:
     meshes = [Mesh(rank, 2, 1, "127.0.0.1", TOKEN) for rank in range(2)]
     addresses = [(mesh.address, mesh.port) for mesh in meshes]
     with socket.create_connection(addresses[0]) as stranger:
         stranger.sendall(says)
-        assert _in_threads([lambda m=mesh: m.connect(addresses, TIMEOUT_S) for mesh in meshes]) == [None, None]
+        assert in_threads([lambda m=mesh: m.connect(addresses, TIMEOUT_S) for mesh in meshes]) == [None, None]
         stranger.settimeout(TIMEOUT_S)
         try:
             answer = stranger.recv(100)
         except ConnectionResetError:
             answer = b""
         assert answer == b"", "a stranger got an answer"
-    _close(meshes)
+    close_all(meshes)
 
 
 @pytest.mark.parametrize(("far_s", "expected"), [(0.0, 3), (60.0, 1)])
 def test_several_connections_go_only_to_ranks_that_are_far(far_s: float, expected: int) -> None:
     meshes = [Mesh(rank, 2, 3, "127.0.0.1", TOKEN, far_s) for rank in range(2)]
     addresses = [(mesh.address, mesh.port) for mesh in meshes]
-    assert _in_threads([lambda m=mesh: m.connect(addresses, TIMEOUT_S) for mesh in meshes]) == [None, None]
+    assert in_threads([lambda m=mesh: m.connect(addresses, TIMEOUT_S) for mesh in meshes]) == [None, None]
     ports = [connection.laddr.port for connection in psutil.Process().net_connections("tcp4")]
-    _close(meshes)
+    close_all(meshes)
     assert ports.count(meshes[0].port) == expected, f"connections that rank 0 accepted: {ports.count(meshes[0].port)}"
 
 
 def test_ranks_of_another_run_are_not_let_in() -> None:
     ours, theirs = Mesh(0, 2, 1, "127.0.0.1", TOKEN), Mesh(1, 2, 1, "127.0.0.1", TOKEN[::-1])
     addresses = [("127.0.0.1", ours.port), ("127.0.0.1", theirs.port)]
-    said = _in_threads([lambda: ours.connect(addresses, 1.0), lambda: theirs.connect(addresses, 5.0)])
+    said = in_threads([lambda: ours.connect(addresses, 1.0), lambda: theirs.connect(addresses, 5.0)])
     assert said == ["ranks that did not connect: 1", "rank 0 at 127.0.0.1 did not answer"]
 
 
@@ -271,14 +222,14 @@ def test_all_ranks_say_which_cannot_reach_each_other() -> None:
 
 def test_meeting_by_a_store_leaves_no_secret_there_and_what_gloo_keeps_in_it() -> None:
     store = dist.HashStore()
-    groups = _in_threads([lambda r=rank: dist.ProcessGroupGloo(store, r, 2) for rank in range(2)])
+    groups = in_threads([lambda r=rank: dist.ProcessGroupGloo(store, r, 2) for rank in range(2)])
     of_gloo = {key: store.get(key) for key in store.list_keys()}
     assert {"0/0", "0/1"} <= set(of_gloo), f"Gloo's keys are others now: {sorted(of_gloo)}"
-    meshes = _in_threads([lambda r=rank: connect_mesh_by_store(store, r, 2, TIMEOUT_S) for rank in range(2)])
+    meshes = in_threads([lambda r=rank: connect_mesh_by_store(store, r, 2, TIMEOUT_S) for rank in range(2)])
     sent, received = torch.arange(10), torch.zeros(10, dtype=torch.long)
     tickets = meshes[0].post({1: sent}, {}), meshes[1].post({}, {0: received})
-    _in_threads([lambda m=mesh, t=ticket: m.wait(t, TIMEOUT_S) for mesh, ticket in zip(meshes, tickets, strict=True)])
-    _close(meshes)
+    in_threads([lambda m=mesh, t=ticket: m.wait(t, TIMEOUT_S) for mesh, ticket in zip(meshes, tickets, strict=True)])
+    close_all(meshes)
     assert torch.equal(received, sent)
     assert {key: store.get(key) for key in of_gloo} == of_gloo
     ours = {key: store.get(key) for key in store.list_keys() if key not in of_gloo}

@@ -196,13 +196,14 @@ def _held_back(rank: int, scheme: str, piece_bytes: int) -> tuple[float, int]:
 
 @pytest.mark.parametrize("piece_bytes", [WHOLE, CUT])
 @pytest.mark.parametrize(("scheme", "num_hops"), [("sra", 2), ("allgather", 1), ("ring", 4)])
-def test_a_simulated_link_holds_back_one_hop_a_round_and_every_byte(
+def test_a_simulated_link_holds_back_every_byte_and_up_to_a_hop_per_message_and_round(
     scheme: str, num_hops: int, piece_bytes: int
 ) -> None:
+    # A chunk of 4,000 bytes makes 14 pieces.
+    most_hops = num_hops * (1 if piece_bytes == WHOLE else 14)
     for held_s, sent_bytes in run_ranks(WORLD, _held_back, scheme, piece_bytes):
-        # The link takes a byte per second. Latencies of one piece overlap with the bytes of others.
-        fewest_hops = num_hops if piece_bytes == WHOLE else 1
-        assert 1000 * fewest_hops + sent_bytes - 1e-6 <= held_s <= 1000 * num_hops + sent_bytes + 1e-6
+        # The link takes a byte per second. Latencies overlap with bytes that are sent meanwhile.
+        assert 1000 + sent_bytes - 1e-6 <= held_s <= 1000 * most_hops + sent_bytes + 1e-6
 
 
 def _sent_bytes(rank: int, piece_bytes: int, kind: str) -> int:

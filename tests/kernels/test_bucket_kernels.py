@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +17,13 @@ from support.bucket_codecs import QSGD, SIGN, BucketKernels, QsgdKernels, SignKe
 from support.same_bits import assert_same
 from torch import Tensor
 
-from cgx_ray.runtime_ext import ops, reference
+from cgx_ray.runtime_ext import reference
+from cgx_ray.runtime_ext.checks import native
 
+# Those that this processor runs; the widest is in use by default.
+INSTRUCTION_SETS: list[str] = native.instruction_sets()
 SIZES = (0, 1, 7, 127, 128, 129, 1000)
 BUCKET_SIZES = (8, 40, 128, 1024)
-CSRC = Path(__file__).parents[2] / "runtime_ext" / "csrc"
 FEEDBACKS = ("none", "next", "residual", "residual and next", "next is residual")
 
 SPECIAL = {
@@ -98,30 +99,44 @@ def _check_decode(codec: BucketKernels, payload: Tensor, numel: int) -> None:
         _assert_guards(out)
 
 
+@contextmanager
+def _loops_for(instruction_set: str) -> Iterator[None]:
+    native.use_instruction_set(instruction_set)
+    try:
+        yield
+    finally:
+        native.use_instruction_set(INSTRUCTION_SETS[-1])
+
+
 def _check(codec: BucketKernels, grad_N: Tensor, feedback: str = "none") -> None:
     _check_decode(codec, _check_encode(codec, grad_N, feedback), grad_N.numel())
 
 
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("bucket_size", BUCKET_SIZES)
 @pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
-def test_native_equals_the_reference_bit_for_bit(codec: BucketKernels, bucket_size: int) -> None:
-    for each in roundings(replace(codec, bucket_size=bucket_size)):
-        for numel in SIZES:
-            for feedback in FEEDBACKS:
-                _check(each, torch.randn(numel) * 1e-3, feedback)
+def test_native_equals_the_reference_bit_for_bit(codec: BucketKernels, bucket_size: int, instruction_set: str) -> None:
+    with _loops_for(instruction_set):
+        for each in roundings(replace(codec, bucket_size=bucket_size)):
+            for numel in SIZES:
+                for feedback in FEEDBACKS:
+                    _check(each, torch.randn(numel) * 1e-3, feedback)
 
 
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
-def test_native_equals_the_reference_on_special_numbers(codec: BucketKernels, kind: str) -> None:
-    for each in roundings(codec):
-        for bucket_size in (8, 128, 256):
-            for feedback in ("none", "next is residual"):
-                _check(replace(each, bucket_size=bucket_size), SPECIAL[kind](torch.randn(1000)), feedback)
+def test_native_equals_the_reference_on_special_numbers(codec: BucketKernels, kind: str, instruction_set: str) -> None:
+    with _loops_for(instruction_set):
+        for each in roundings(codec):
+            for bucket_size in (8, 128, 256):
+                for feedback in ("none", "next is residual"):
+                    _check(replace(each, bucket_size=bucket_size), SPECIAL[kind](torch.randn(1000)), feedback)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
+    instruction_set=st.sampled_from(INSTRUCTION_SETS),
     codec=st.sampled_from(QSGD + SIGN),
     numel=st.integers(0, 700),
     bucket_size=st.integers(1, 40).map(lambda n: 8 * n),
@@ -133,6 +148,7 @@ def test_native_equals_the_reference_on_special_numbers(codec: BucketKernels, ki
 )
 def test_native_equals_the_reference_at_any_shape_and_magnitude(
     *,
+    instruction_set: str,
     codec: BucketKernels,
     numel: int,
     bucket_size: int,
@@ -144,7 +160,8 @@ def test_native_equals_the_reference_at_any_shape_and_magnitude(
 ) -> None:
     codec = roundings(replace(codec, bucket_size=bucket_size))[0 if stochastic else -1]
     grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent + offset
-    _check(codec, grad_N, feedback)
+    with _loops_for(instruction_set):
+        _check(codec, grad_N, feedback)
 
 
 @pytest.mark.parametrize("codec", [QsgdKernels("max_min", 4), QsgdKernels("l2", 3, 64), *SIGN], ids=name)
@@ -176,49 +193,29 @@ def test_strided_outputs_get_what_contiguous_ones_get(codec: BucketKernels) -> N
     assert_same(out_N.contiguous(), decode(codec, payload, 1001))
 
 
-@pytest.fixture(scope="module")
-def portable_kernels(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """Compile the loops for machines without AVX2. On a machine with AVX2 nothing else runs them."""
-    folder = tmp_path_factory.mktemp("portable")
-    calls = {
-        "qsgd_encode": ("const float* g, const float* r, float* n, int64_t numel, uint8_t* out, int bits, int64_t s, "
-                        "int grid, uint32_t key, bool random, int threads",
-                        "{g, r, n, numel}, out, bits, s, grid, key, random, threads", "pppqpiqiI?i"),
-        "qsgd_decode": ("const uint8_t* in, float* out, int64_t numel, int bits, int64_t s, int grid, bool add, "
-                        "int threads",
-                        "in, out, numel, bits, s, grid, add, threads", "ppqiqi?i"),
-        "sign_encode": ("const float* g, const float* r, float* n, int64_t numel, uint8_t* out, int64_t s, int kind, "
-                        "int threads", "{g, r, n, numel}, out, s, kind, threads", "pppqpqii"),
-        "sign_decode": ("const uint8_t* in, float* out, int64_t numel, int64_t s, int kind, bool add, int threads",
-                        "in, out, numel, s, kind, add, threads", "ppqqi?i"),
-    }  # fmt: skip
-    exports = [
-        f"void {function}({given}) {{ cgx::{function}({passed}); }}" for function, (given, passed, _) in calls.items()
-    ]
-    source = folder / "exports.cpp"
-    source.write_text('#include "kernels.h"\nextern "C" {\n' + "\n".join(exports) + "\n}\n")
-    files = [source, *(CSRC / "cpu" / f"{name}.cpp" for name in ("qsgd", "sign", "threads"))]
-    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-DCGX_NO_AVX2"]
-    folders = [f"-I{CSRC / name}" for name in ("cpu", "include")]
-    subprocess.run(["g++", *flags, *folders, *files, "-o", folder / "portable.so"], check=True)
-    library = ctypes.CDLL(str(folder / "portable.so"))
-    types = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "I": ctypes.c_uint32, "?": ctypes.c_bool}
-    for function, (_, _, letters) in calls.items():
-        getattr(library, function).argtypes = [types[letter] for letter in letters]
-    return SimpleNamespace(**{function: getattr(library, function) for function in calls})
+@pytest.mark.parametrize("bucket_size", [128, 72])
+@pytest.mark.parametrize("codec", [QsgdKernels("max_min", 4), QsgdKernels("linf", 3), *SIGN], ids=name)
+def test_what_is_not_sent_of_a_large_gradient_equals_the_reference(codec: BucketKernels, bucket_size: int) -> None:
+    # Aligned and from 2**22 elements on, `next_N` is written past the caches.
+    codec = replace(codec, bucket_size=bucket_size)
+    numel = (1 << 22) + 37
+    grad_N, residual_N = torch.randn(numel), torch.randn(numel)
+    fed_N = grad_N + residual_N
+    expected, decoded_N = torch.empty(codec.num_bytes(numel), dtype=torch.uint8), torch.empty(numel)
+    codec.reference_encode(fed_N, expected)
+    codec.reference_decode(expected, decoded_N)
+    for instruction_set in INSTRUCTION_SETS:
+        with _loops_for(instruction_set):
+            payload, next_N = torch.zeros_like(expected), torch.zeros(numel)
+            codec.encode(grad_N, payload, residual_N=residual_N, next_N=next_N)
+            assert_same(payload, expected, instruction_set)
+            assert_same(next_N, fed_N - decoded_N, instruction_set)
 
 
-@pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
-def test_the_portable_loops_equal_the_reference_bit_for_bit(
-    codec: BucketKernels, portable_kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ops, "native", portable_kernels)
-    for each in roundings(codec):
-        for bucket_size in (40, 128):
-            for feedback in ("none", "next is residual"):
-                _check(replace(each, bucket_size=bucket_size), torch.randn(1003), feedback)
-    for make in SPECIAL.values():
-        _check(codec, make(torch.randn(1000)), "next")
+def test_loops_exist_for_every_processor_and_others_are_refused() -> None:
+    assert ["portable", "avx2", "avx512"][: len(INSTRUCTION_SETS)] == INSTRUCTION_SETS
+    with pytest.raises(ValueError, match=f"'sve' does not run here; give {', '.join(INSTRUCTION_SETS)}"):
+        native.use_instruction_set("sve")
 
 
 def test_the_child_of_a_process_with_workers_starts_its_own() -> None:

@@ -30,6 +30,10 @@ def _fed() -> dict[str, Any]:
     return {"grad_N": _grad(), "residual_N": _grad(), "next_N": _grad()}
 
 
+def _momentum() -> dict[str, Any]:
+    return {"momentum_N": _grad(), "next_momentum_N": _grad()}
+
+
 def _count() -> Tensor:
     return torch.tensor([K], dtype=torch.int32)
 
@@ -66,6 +70,20 @@ def _calls() -> dict[str, tuple[Callable[..., object], dict[str, Any]]]:
             {"packed": _packed(), "count_1": _count(), "numel": N, "index_K": _kept()["index_K"]},
         ),
         "scatter_add": (sparse.scatter_add, {**_kept(), "count_1": _count(), "out_N": _grad()}),
+        "scatter_zero": (
+            sparse.scatter_zero,
+            {"index_K": _kept()["index_K"], "count_1": _count(), "out_N": _grad()},
+        ),
+        "pack_message": (
+            sparse.pack_message,
+            {**_kept(), "count_1": _count(), "numel": N, "payload": _bytes(4 + index_bytes + 4 * K)},
+        ),
+        "unpack_message": (
+            sparse.unpack_message,
+            {"payload": _bytes(4 + index_bytes + 4 * K), "index_K": _kept()["index_K"], "out_N": _grad(), "add": True},
+        ),
+        "add_poison": (ops.add_poison, {"grad_N": _grad(), "value_K": _kept()["value_K"]}),
+        "add_momentum": (ops.add_momentum, {**_fed(), **_momentum(), "factor": 0.9}),
     }
 
 

@@ -107,7 +107,7 @@ def test_a_plan_has_the_bits_of_each_layer_and_ends_groups_where_they_change() -
         layers, version=0, world_size=2, codec="qsgd", bits={"a": 2, "c": 3, "d": 3, "norm": 2}, group_bytes=30_000
     )
     assert [(group.layers, group.option.codec.bits) for group in plan.groups] == [
-        (("d", "c"), 3), (("b",), 4), (("a",), 2), (("norm",), None)
+        (("d", "c"), 3), (("b",), 4), (("norm",), None), (("a",), 2)
     ]  # fmt: skip
 
 

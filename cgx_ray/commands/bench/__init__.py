@@ -12,7 +12,7 @@ _BENCHES = {
     "lab": ("cgx_ray.commands.bench.lab:lab", "Compare the lab with the alpha-beta model."),
     "network": ("cgx_ray.commands.bench.network:network", "Compare the monitors' estimates with the lab's links."),
     "planner": ("cgx_ray.commands.bench.planner:planner", "Check that plans are optimal, and time the planner."),
-    "step": ("cgx_ray.commands.bench.step:step", "Compare a dense step of the engine with plain DDP."),
+    "step": ("cgx_ray.commands.bench.step:step", "Time a step with DDP, torch's hooks and the engine."),
 }
 
 

@@ -1,4 +1,4 @@
-// Helpers for the loops for AVX2. Include it before our other headers: everything that is defined after it,
+// Vectors of AVX2 and FMA. Include it before our other headers: everything that is defined after it,
 // templates too, is compiled for x86-64-v3. A function that is not inlined must have internal linkage,
 // otherwise the linker might keep this copy of it for all machines.
 #pragma once
@@ -15,89 +15,56 @@
 
 #pragma GCC target("arch=x86-64-v3")
 
-#include "chunks.h"
+#include "portable.h"
 
 namespace cgx {
 
-template <typename T>
-CGX_INLINE __m256i load_32(const T* data) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
-}
+// See vectors.h for the names.
+struct Avx2Vectors {
+    static constexpr int kWidth = 8;
+    typedef float Floats __attribute__((vector_size(32)));
+    typedef int32_t Ints __attribute__((vector_size(32)));
+    typedef uint32_t Uints __attribute__((vector_size(32)));
 
-CGX_INLINE void store_32(uint8_t* data, __m256i x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), x);
-}
+    static CGX_INLINE Ints iota() { return Ints{0, 1, 2, 3, 4, 5, 6, 7}; }
 
-// Stores the low kBytes bytes.
-template <int kBytes>
-CGX_INLINE void store_low(uint8_t* data, __m128i x) {
-    if constexpr (kBytes == 16) return _mm_storeu_si128(reinterpret_cast<__m128i*>(data), x);
-    if constexpr (kBytes >= 8) {
-        store<uint64_t>(data, static_cast<uint64_t>(_mm_cvtsi128_si64(x)));
-        store_bytes<kBytes - 8>(data + 8, static_cast<uint64_t>(_mm_extract_epi64(x, 1)));
-    } else {
-        store_bytes<kBytes>(data, static_cast<uint64_t>(_mm_cvtsi128_si64(x)));
+    static CGX_INLINE Floats fill(float x) { return _mm256_set1_ps(x); }
+    static CGX_INLINE Ints fill(int32_t x) { return (Ints)_mm256_set1_epi32(x); }
+    static CGX_INLINE Uints fill(uint32_t x) { return (Uints)fill(static_cast<int32_t>(x)); }
+
+    static CGX_INLINE Floats load(const float* x) { return _mm256_loadu_ps(x); }
+    static CGX_INLINE void store(float* x, Floats y) { _mm256_storeu_ps(x, y); }
+    static CGX_INLINE void stream(float* x, Floats y) { _mm256_stream_ps(x, y); }
+    static CGX_INLINE Floats load_first(const float* x, int count) {
+        return _mm256_maskload_ps(x, (__m256i)(iota() < count));
     }
-}
-
-CGX_INLINE __m256 load_fed_8(Fed fed, int64_t i) {
-    const __m256 x = _mm256_loadu_ps(fed.grad + i);
-    return fed.residual == nullptr ? x : _mm256_add_ps(x, _mm256_loadu_ps(fed.residual + i));
-}
-
-// Undoes the order in which four vectors of 32-bit numbers are packed to bytes.
-CGX_INLINE __m256i in_order(__m256i bytes) {
-    return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-}
-
-template <typename F>
-CGX_INLINE int32_t reduce(__m256i x, F f) {
-    __m128i y = f(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    y = f(y, _mm_shuffle_epi32(y, 0b01'00'11'10));
-    return _mm_cvtsi128_si32(f(y, _mm_shuffle_epi32(y, 0b10'11'00'01)));
-}
-
-// Calls f(bits) for every 8 elements. Elements left over come one by one, each repeated in all lanes.
-template <typename F>
-CGX_INLINE void for_each_8(Fed fed, int64_t count, F f) {
-    int64_t i = 0;
-    for (; i + 32 <= count; i += 32) {
-        for (int v = 0; v < 4; ++v) f(_mm256_castps_si256(load_fed_8(fed, i + 8 * v)));
-    }
-    for (; i + 8 <= count; i += 8) f(_mm256_castps_si256(load_fed_8(fed, i)));
-    for (; i < count; ++i) f(_mm256_set1_epi32(static_cast<int>(float_bits(fed[i]))));
-}
-
-// LaneSum of chunks.h, with vectors.
-struct LaneSum8 {
-    __m256 lane[4];
-
-    CGX_INLINE LaneSum8() {
-        for (__m256& sum : lane) sum = _mm256_set1_ps(-0.0f);
+    static CGX_INLINE void store_first(float* x, Floats y, int count) {
+        _mm256_maskstore_ps(x, (__m256i)(iota() < count), y);
     }
 
-    CGX_INLINE float total() const {
-        const __m256 a = _mm256_add_ps(_mm256_add_ps(lane[0], lane[2]), _mm256_add_ps(lane[1], lane[3]));
-        const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-        const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
-        return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+    static CGX_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+    static CGX_INLINE Ints max(Ints a, Ints b) { return (Ints)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+    static CGX_INLINE Ints min(Ints a, Ints b) { return (Ints)_mm256_min_epi32((__m256i)a, (__m256i)b); }
+    static CGX_INLINE Uints max(Uints a, Uints b) { return (Uints)_mm256_max_epu32((__m256i)a, (__m256i)b); }
+    static CGX_INLINE Uints min(Uints a, Uints b) { return (Uints)_mm256_min_epu32((__m256i)a, (__m256i)b); }
+
+    // Returns `negative` where `sign` has the sign bit, `positive` elsewhere.
+    static CGX_INLINE Floats choose(Floats sign, Floats negative, Floats positive) {
+        return _mm256_blendv_ps(positive, negative, sign);
+    }
+
+    // Returns the low or the high two of every four numbers, each split into its 16-bit halves.
+    static CGX_INLINE Ints low_halves(Uints x) {
+        return (Ints)_mm256_unpacklo_epi16((__m256i)x, _mm256_setzero_si256());
+    }
+    static CGX_INLINE Ints high_halves(Uints x) {
+        return (Ints)_mm256_unpackhi_epi16((__m256i)x, _mm256_setzero_si256());
+    }
+
+    // Undoes the order in which four vectors of 32-bit numbers are packed to bytes.
+    static CGX_INLINE __m256i in_order(__m256i bytes) {
+        return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     }
 };
-
-// Calls f(x), x (4,) vectors, for every kLanes elements. The last ones are filled up with +0.
-template <typename F>
-CGX_INLINE void for_each_row(Fed fed, int64_t count, F f) {
-    __m256 x[4];
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-        for (int v = 0; v < 4; ++v) x[v] = load_fed_8(fed, i + 8 * v);
-        f(x);
-    }
-    if (i == count) return;
-    float rest[kChunk];
-    load_rest(fed.from(i), count - i, 0.0f, rest);
-    for (int v = 0; v < 4; ++v) x[v] = _mm256_loadu_ps(rest + 8 * v);
-    f(x);
-}
 
 }  // namespace cgx

@@ -6,6 +6,7 @@
 
 #include "chunks.h"
 #include "kernels.h"
+#include "streaming.h"
 
 namespace cgx {
 
@@ -17,6 +18,10 @@ struct BucketEncoding {
 
     CGX_INLINE int64_t numel() const { return input.numel; }
     CGX_INLINE Fed fed() const { return {input.grad, input.residual}; }
+    CGX_INLINE Next next() const { return {input.next, streams_next()}; }
+
+    // Chunks must begin at multiples of the widest vector, 64 bytes.
+    CGX_INLINE bool streams_next() const { return bucket_size % 16 == 0 && can_stream(input, 64); }
 };
 
 // Part of every codec's decoding.
@@ -38,14 +43,9 @@ CGX_INLINE int64_t heads_bytes(int head_bytes, int64_t numel, int64_t bucket_siz
 // Calls chunks.encode(i, packed) per kChunk elements of [begin, end), i being the first, and
 // chunks.encode_rest(i, count, packed) for those left over.
 template <int kBits, typename Chunks>
-CGX_INLINE void encode_chunks(Chunks& chunks, const Input& input, int64_t begin, int64_t end,
-                              uint8_t* packed) {
+CGX_INLINE void encode_chunks(Chunks& chunks, int64_t begin, int64_t end, uint8_t* packed) {
     int64_t i = begin;
-    for (; i + kChunk <= end; i += kChunk) {
-        prefetch_chunk(input.grad + i);
-        if (input.residual != nullptr) prefetch_chunk(input.residual + i);
-        chunks.encode(i, packed + i / 8 * kBits);
-    }
+    for (; i + kChunk <= end; i += kChunk) chunks.encode(i, packed + i / 8 * kBits);
     if (i < end) chunks.encode_rest(i, end - i, packed + i / 8 * kBits);
 }
 

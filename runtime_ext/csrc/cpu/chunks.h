@@ -29,16 +29,6 @@ CGX_INLINE int64_t batch_numel(int64_t bucket_size) {
     return std::clamp<int64_t>(kBatchNumel / bucket_size, 1, kBatch) * bucket_size;
 }
 
-// Fetches the elements that come a batch later: the prefetcher of the hardware stops at every page and during
-// long computations.
-CGX_INLINE void prefetch_chunk(const float* x) {
-    // An integer, because the address may lie beyond the array.
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(x) + kBatchNumel * sizeof(float);
-    for (size_t line = 0; line < kChunk * sizeof(float); line += 64) {
-        __builtin_prefetch(reinterpret_cast<const void*>(begin + line));
-    }
-}
-
 // The error-fed gradient, which is gradient plus residual, from some element on. `residual` may be null.
 struct Fed {
     const float* grad;
@@ -48,6 +38,28 @@ struct Fed {
     CGX_INLINE float operator[](int64_t i) const {
         return residual == nullptr ? grad[i] : grad[i] + residual[i];
     }
+};
+
+// Fetches the elements that come a batch or two later: the prefetcher of the hardware stops at every page and
+// during long computations. Without a residual twice as far fits the L1 cache.
+CGX_INLINE void prefetch_chunk(Fed fed) {
+    const size_t distance = (fed.residual == nullptr ? 2 : 1) * kBatchNumel * sizeof(float);
+    for (const float* x : {fed.grad, fed.residual}) {
+        if (x == nullptr) continue;
+        // An integer, because the address may lie beyond the array.
+        const uintptr_t begin = reinterpret_cast<uintptr_t>(x) + distance;
+        for (size_t line = 0; line < kChunk * sizeof(float); line += 64) {
+            __builtin_prefetch(reinterpret_cast<const void*>(begin + line));
+        }
+    }
+}
+
+// Where the part of the error-fed gradient that is not sent goes, from some element on. `data` may be null.
+struct Next {
+    float* data;
+    bool streams;  // past the caches
+
+    CGX_INLINE Next from(int64_t i) const { return {data == nullptr ? nullptr : data + i, streams}; }
 };
 
 // Sets x (kChunk,) to `count` elements of `fed`, then to `fill`.

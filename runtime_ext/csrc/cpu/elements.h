@@ -5,12 +5,12 @@
 #include <memory>
 #include <vector>
 
+#include "filter.h"
 #include "kernels.h"
 #include "sparse.h"
+#include "threads.h"
 
 namespace cgx {
-
-constexpr int kBlock = 64;  // elements looked at together, one bit of a word each
 
 // A range of elements in the order of their indices.
 struct ElementRange {
@@ -26,6 +26,9 @@ struct Elements {
     std::vector<std::unique_ptr<float[]>> values;
     std::vector<std::unique_ptr<int32_t[]>> indices;
 };
+
+// The elements of a range, with their residuals and places in `next`.
+Input slice(Input input, Range range);
 
 // The functions below add the residual first, and write `next` if there is one.
 

@@ -5,11 +5,15 @@
 
 #include "kernels.h"
 #include "sparse.h"
+#include "threads.h"
 
 namespace cgx {
 namespace {
 
-constexpr int64_t kAhead = 32;  // elements fetched before their turn
+// Elements fetched before their turn. 250,000 additions to a gradient of 100 MB took 1.0 ms with 32, 0.6 ms
+// with 128 and with 512 (Zen 5).
+constexpr int64_t kAhead = 128;
+constexpr int kCountBytes = 4;  // a message begins with its number of elements
 
 // Reads word i of a buffer that may be unaligned.
 uint32_t load_word(const uint8_t* words, int64_t i) {
@@ -143,6 +147,42 @@ void scatter_add(const int32_t* index, const float* value, const int32_t* count_
         if (i + kAhead < count) __builtin_prefetch(out + index[i + kAhead], 1);
         if (is_below(index[i], numel)) out[index[i]] += value[i];
     }
+}
+
+void scatter_zero(const int32_t* index, const int32_t* count_1, int64_t num_kept, float* out, int64_t numel) {
+    const int64_t count = clamp_count(*count_1, num_kept);
+    for (int64_t i = 0; i < count; ++i) {
+        if (i + kAhead < count) __builtin_prefetch(out + index[i + kAhead], 1);
+        if (is_below(index[i], numel)) out[index[i]] = 0.0f;
+    }
+}
+
+void pack_message(const int32_t* index, const float* value, const int32_t* count_1, int64_t num_kept,
+                  int64_t numel, uint8_t* payload) {
+    memcpy(payload, count_1, kCountBytes);
+    payload += kCountBytes;
+    pack_indices(index, count_1, num_kept, numel, payload);
+    memcpy(payload + 4 * index_layout(numel, num_kept).num_words, value, 4 * num_kept);
+}
+
+bool unpack_message(const uint8_t* payload, int32_t* index, int64_t num_kept, float* out, int64_t numel,
+                    bool add, int num_threads) {
+    int32_t count;
+    memcpy(&count, payload, kCountBytes);
+    payload += kCountBytes;
+    if (!unpack_indices(payload, &count, num_kept, numel, index)) return false;
+    if (!add) {
+        parallel_for(num_threads, numel, 1,
+                     [&](int64_t begin, int64_t end) { std::fill(out + begin, out + end, 0.0f); });
+    }
+    const uint8_t* values = payload + 4 * index_layout(numel, num_kept).num_words;
+    for (int64_t i = 0; i < count; ++i) {
+        if (i + kAhead < count) __builtin_prefetch(out + index[i + kAhead], 1);
+        float value;  // may be unaligned
+        memcpy(&value, values + 4 * i, 4);
+        out[index[i]] += value;
+    }
+    return true;
 }
 
 }  // namespace cgx

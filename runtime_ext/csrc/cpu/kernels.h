@@ -41,12 +41,29 @@ void sign_encode(Input input, uint8_t* out, int64_t bucket_size, int kind, int n
 void sign_decode(const uint8_t* payload, float* out, int64_t numel, int64_t bucket_size, int kind, bool add,
                  int num_threads);
 
+// grad (numel,). NaN if any element is NaN or Inf, else 0, which is -0 if all signs are minus.
+float poison(const float* grad, int64_t numel, int num_threads);
+
+// DGC's momentum correction: next_momentum = factor * momentum + scale * grad, next = residual +
+// next_momentum. All (numel,); residual may be null.
+void add_momentum(const float* grad, const float* momentum, const float* residual, float* next_momentum,
+                  float* next, int64_t numel, float factor, float scale, int num_threads);
+
+// Where layers end in the gradient, and their elements among the kept ones: elements and kept
+// (num_layers,), ascending, up to numel and num_kept. num_layers 0 is one layer.
+struct LayerEnds {
+    const int64_t* elements;
+    const int64_t* kept;
+    int64_t num_layers;
+};
+
 // index and value (num_kept,)
-void topk_select(Input input, int32_t* index, float* value, int64_t num_kept, int num_threads);
+void topk_select(Input input, LayerEnds ends, int32_t* index, float* value, int64_t num_kept,
+                 int num_threads);
 
 // payload (4 + index bytes + 4 * num_kept,), index and value (num_kept,), which are overwritten too
-void topk_encode(Input input, uint8_t* payload, int32_t* index, float* value, int64_t num_kept,
-                 int num_threads);
+void topk_encode(Input input, LayerEnds ends, uint8_t* payload, int32_t* index, float* value,
+                 int64_t num_kept, int num_threads);
 
 // counts (4096,)
 void magnitude_histogram(const float* grad, int64_t numel, int64_t* counts, int num_threads);
@@ -55,8 +72,12 @@ void magnitude_histogram(const float* grad, int64_t numel, int64_t* counts, int 
 void bisect_thresholds(const float* grad, int64_t numel, int64_t num_kept, int num_rounds,
                        int64_t* thresholds, int num_threads);
 
-// counts (4096,)
-int64_t sidco_threshold(const int64_t* counts, const std::vector<double>& ratios, int64_t num_kept);
+// thresholds (2,): kNever, and the magnitude of the rank-th largest element, but 1 at least
+void rank_thresholds(const float* grad, int64_t numel, int64_t rank, int64_t* thresholds, int num_threads);
+
+// thresholds (2,): kNever, and the fitted magnitude
+void sidco_thresholds(const float* grad, int64_t numel, const std::vector<double>& ratios, int64_t num_kept,
+                      int64_t* thresholds, int num_threads);
 
 // thresholds (2,), index and value (num_kept,), count (1,)
 void collect(const float* grad, int64_t numel, const int64_t* thresholds, uint32_t key, int32_t* index,
@@ -78,5 +99,18 @@ bool unpack_indices(const uint8_t* packed, const int32_t* count, int64_t num_kep
 // index are allowed: the count is clamped, and an index outside [0, numel) is skipped.
 void scatter_add(const int32_t* index, const float* value, const int32_t* count, int64_t num_kept, float* out,
                  int64_t numel);
+
+// Sets `out` to zero where scatter_add would add.
+void scatter_zero(const int32_t* index, const int32_t* count, int64_t num_kept, float* out, int64_t numel);
+
+// index and value (num_kept,), count (1,), payload (4 + index bytes + 4 * num_kept,): count, packed indices,
+// values. Indices as in pack_indices.
+void pack_message(const int32_t* index, const float* value, const int32_t* count, int64_t num_kept,
+                  int64_t numel, uint8_t* payload);
+
+// Undoes pack_message: writes the elements and zeros to out (numel,), or adds the elements. index (num_kept,)
+// is overwritten. False, and `out` as before, if the message is broken.
+bool unpack_message(const uint8_t* payload, int32_t* index, int64_t num_kept, float* out, int64_t numel,
+                    bool add, int num_threads);
 
 }  // namespace cgx

@@ -43,9 +43,9 @@ class Portable {
     }
 
     // Encodes the chunk `fed`, which begins with element i of the gradient, into out (kChunk * kBits / 8,).
-    // Writes what `out` does not hold to next (kChunk,), which may be null.
+    // Writes what `out` does not hold to next.data (kChunk,), which may be null.
     template <int kBits, bool kAroundZero>
-    CGX_INLINE void encode_chunk(Fed fed, float* next, uint8_t* out, Scale scale, int64_t i) const {
+    CGX_INLINE void encode_chunk(Fed fed, Next next, uint8_t* out, Scale scale, int64_t i) const {
         constexpr int32_t kTop = top_level(kBits, kAroundZero);
         uint8_t level[kChunk];
         if (stochastic_) {
@@ -65,8 +65,8 @@ class Portable {
                     quantize<kAroundZero>(fed[j], scale.grid.lo, scale.inverse, 0.5f, kTop));
             }
         }
-        if (next != nullptr) {
-            for (int j = 0; j < kChunk; ++j) next[j] = fed[j] - dequantize(level[j], scale.grid);
+        if (next.data != nullptr) {
+            for (int j = 0; j < kChunk; ++j) next.data[j] = fed[j] - dequantize(level[j], scale.grid);
         }
         for (int j = 0; j < kChunk / 8; ++j) {
             store_bytes<kBits>(out + kBits * j, pack_eight<kBits>(load<uint64_t>(level + 8 * j)));

@@ -19,9 +19,11 @@ struct QsgdDecoding : BucketDecoding {
     int grid;
 };
 
-// The buckets of [first, last). Defined only where CGX_HAS_AVX2 is.
+// The buckets of [first, last). Defined only where CGX_HAS_X86_LOOPS is.
 void walk_avx2(const QsgdEncoding& encoding, int64_t first, int64_t last);
 void walk_avx2(const QsgdDecoding& decoding, int64_t first, int64_t last);
+void walk_avx512(const QsgdEncoding& encoding, int64_t first, int64_t last);
+void walk_avx512(const QsgdDecoding& decoding, int64_t first, int64_t last);
 
 // A bucket's grid and the inverse of its scale, which is 0 if all its levels are the same.
 struct Scale {
@@ -74,7 +76,7 @@ CGX_NOINLINE void encode_rest(const Isa& isa, const QsgdEncoding& encoding, int6
     float x[kChunk];
     uint8_t bytes[kChunk];
     load_rest(fed, scale.inverse == 0.0f ? 0 : count, used.grid.lo, x);
-    isa.template encode_chunk<kBits, kAroundZero>({x, nullptr}, nullptr, bytes, used, i);
+    isa.template encode_chunk<kBits, kAroundZero>({x, nullptr}, {}, bytes, used, i);
     const int64_t num_bytes = count * kBits / 8;
     if (count % 8 != 0) bytes[num_bytes] &= static_cast<uint8_t>((1 << count * kBits % 8) - 1);
     memcpy(packed, bytes, static_cast<size_t>((count * kBits + 7) / 8));
@@ -92,9 +94,9 @@ struct QsgdChunks {
     Scale scale;
 
     CGX_INLINE void encode(int64_t i, uint8_t* packed) const {
-        float* next = encoding.input.next;
-        isa.template encode_chunk<kBits, kAroundZero>(encoding.fed().from(i),
-                                                      next == nullptr ? nullptr : next + i, packed, scale, i);
+        const Fed fed = encoding.fed().from(i);
+        prefetch_chunk(fed);
+        isa.template encode_chunk<kBits, kAroundZero>(fed, encoding.next().from(i), packed, scale, i);
     }
 
     CGX_INLINE void encode_rest(int64_t i, int64_t count, uint8_t* packed) const {
@@ -124,7 +126,7 @@ struct QsgdEncoder {
             store<uint32_t>(head, pack_grid(scale.grid));
         }
         const QsgdChunks<Isa, kBits, kAroundZero> chunks{isa, encoding, scale};
-        if (scale.inverse != 0.0f) return encode_chunks<kBits>(chunks, encoding.input, begin, end, packed);
+        if (scale.inverse != 0.0f) return encode_chunks<kBits>(chunks, begin, end, packed);
         for (int64_t i = begin; i < end; i += kChunk)
             chunks.encode_rest(i, std::min<int64_t>(end - i, kChunk), packed + i / 8 * kBits);
     }

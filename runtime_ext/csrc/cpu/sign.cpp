@@ -9,6 +9,8 @@ namespace {
 
 // Plain loops, which the compiler vectorizes.
 struct Portable {
+    static constexpr bool kPrefetches = true;
+
     template <int kKind>
     struct Sums {
         LaneSum low, high;
@@ -48,11 +50,11 @@ struct Portable {
         CGX_INLINE float total_high() { return high.total(); }
     };
 
-    // Sets next (count,) to the error-fed gradient minus what is sent.
-    static CGX_INLINE void write_next(Fed fed, int64_t count, Means means, float* next) {
+    // Sets next.data (count,) to the error-fed gradient minus what is sent.
+    static CGX_INLINE void write_next(Fed fed, int64_t count, Means means, Next next) {
         for (int64_t i = 0; i < count; ++i) {
             const float x = fed[i];
-            next[i] = x - choose_mean(is_positive(x), means);
+            next.data[i] = x - choose_mean(is_positive(x), means);
         }
     }
 

@@ -15,9 +15,11 @@ struct SignDecoding : BucketDecoding {
     int kind;
 };
 
-// The buckets of [first, last). Defined only where CGX_HAS_AVX2 is.
+// The buckets of [first, last). Defined only where CGX_HAS_X86_LOOPS is.
 void walk_avx2(const SignEncoding& encoding, int64_t first, int64_t last);
 void walk_avx2(const SignDecoding& decoding, int64_t first, int64_t last);
+void walk_avx512(const SignEncoding& encoding, int64_t first, int64_t last);
+void walk_avx512(const SignDecoding& decoding, int64_t first, int64_t last);
 
 // The sums that a bucket's means come from.
 struct SignSums {
@@ -36,6 +38,7 @@ struct SignChunks {
     CGX_INLINE explicit SignChunks(Fed given) : fed(given) {}
 
     CGX_INLINE void encode(int64_t i, uint8_t* packed) {
+        if constexpr (Isa::kPrefetches) prefetch_chunk(fed.from(i));
         const uint64_t bits = sums.add_chunk(fed.from(i), kChunk / kLanes);
         store<uint64_t>(packed, bits);
         num_high += std::popcount(bits);
@@ -68,7 +71,7 @@ struct SignEncoder {
 
     CGX_INLINE SignSums encode_signs(int64_t begin, int64_t end, uint8_t* packed) const {
         SignChunks<Isa, kKind> chunks(encoding.fed());
-        encode_chunks<1>(chunks, encoding.input, begin, end, packed);
+        encode_chunks<1>(chunks, begin, end, packed);
         // Whole rows that a short bucket lacks count as +0, which turns -0 into +0.
         const int64_t num_rows = (end - begin + kLanes - 1) / kLanes;
         if (num_rows < (encoding.bucket_size + kLanes - 1) / kLanes) chunks.sums.add_zeros();
@@ -87,8 +90,8 @@ struct SignEncoder {
             means = means_around_zero(make_mean(sums[j].high, count));
             memcpy(head, &means.high, sizeof means.high);
         }
-        float* next = encoding.input.next;
-        if (next != nullptr) Isa::write_next(encoding.fed().from(begin), count, means, next + begin);
+        const Next next = encoding.next().from(begin);
+        if (next.data != nullptr) Isa::write_next(encoding.fed().from(begin), count, means, next);
     }
 };
 

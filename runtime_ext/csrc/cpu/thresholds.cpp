@@ -25,9 +25,28 @@ void bisect_thresholds(const float* grad, int64_t numel, int64_t num_kept, int n
     thresholds[1] = maybe;
 }
 
-int64_t sidco_threshold(const int64_t* counts, const std::vector<double>& ratios, int64_t num_kept) {
+void rank_thresholds(const float* grad, int64_t numel, int64_t rank, int64_t* thresholds, int num_threads) {
+    const Elements elements = largest_elements({grad, nullptr, nullptr, numel}, rank, num_threads);
+    Bin bin{0, 0, numel};
+    for (int level = 0; level < kNumLevels; ++level) bin = find_bin(elements, bin, level, rank);
+    thresholds[0] = kNever;
+    thresholds[1] = std::max<int64_t>(bin.prefix, 1);  // zeros never pass
+}
+
+void sidco_thresholds(const float* grad, int64_t numel, const std::vector<double>& ratios, int64_t num_kept,
+                      int64_t* thresholds, int num_threads) {
+    int64_t counts[kNumBins];
+    magnitude_histogram(grad, numel, counts, num_threads);
+    uint16_t filled[kNumBins];  // gradients fill few of the bins
+    int num_filled = 0;
+    for (int bin = 0; bin < kNumBins; ++bin) {
+        filled[num_filled] = static_cast<uint16_t>(bin);
+        num_filled += counts[bin] != 0;
+    }
     const Bin bin = descend({0, 0, 0}, counts, level_shift(0) - kHistogramShift, num_kept);
-    return fit_threshold(counts, ratios.data(), static_cast<int64_t>(ratios.size()), num_kept, bin.prefix);
+    thresholds[0] = kNever;
+    thresholds[1] = fit_threshold(counts, ratios.data(), static_cast<int64_t>(ratios.size()), num_kept,
+                                  bin.prefix, filled, num_filled);
 }
 
 void collect(const float* grad, int64_t numel, const int64_t* thresholds, uint32_t key, int32_t* index,

@@ -1,11 +1,10 @@
 // Exact top-k: find the bin of the K-th largest magnitude by radix histograms, then collect.
-#include <cstring>
-
 #include "selection.h"
 
 namespace cgx {
+namespace {
 
-void topk_select(Input input, int32_t* index, float* value, int64_t num_kept, int num_threads) {
+void select_layer(Input input, int32_t* index, float* value, int64_t num_kept, int num_threads) {
     const Elements elements = largest_elements(input, num_kept, num_threads);
     Bin bin{0, 0, input.numel};
     int level = 0;
@@ -18,14 +17,26 @@ void topk_select(Input input, int32_t* index, float* value, int64_t num_kept, in
     write_chosen(elements, thresholds, std::nullopt, index, value, num_kept, input.next);
 }
 
-void topk_encode(Input input, uint8_t* payload, int32_t* index, float* value, int64_t num_kept,
+}  // namespace
+
+void topk_select(Input input, LayerEnds ends, int32_t* index, float* value, int64_t num_kept,
                  int num_threads) {
-    topk_select(input, index, value, num_kept, num_threads);
+    if (ends.num_layers == 0) return select_layer(input, index, value, num_kept, num_threads);
+    int64_t begin = 0, first = 0;
+    for (int64_t layer = 0; layer < ends.num_layers; ++layer) {
+        const int64_t end = ends.elements[layer], last = ends.kept[layer];
+        select_layer(slice(input, {begin, end}), index + first, value + first, last - first, num_threads);
+        for (int64_t i = first; i < last; ++i) index[i] += static_cast<int32_t>(begin);
+        begin = end;
+        first = last;
+    }
+}
+
+void topk_encode(Input input, LayerEnds ends, uint8_t* payload, int32_t* index, float* value,
+                 int64_t num_kept, int num_threads) {
+    topk_select(input, ends, index, value, num_kept, num_threads);
     const auto count = static_cast<int32_t>(num_kept);
-    memcpy(payload, &count, sizeof count);
-    payload += sizeof count;
-    pack_indices(index, &count, num_kept, input.numel, payload);
-    memcpy(payload + 4 * index_layout(input.numel, num_kept).num_words, value, 4 * num_kept);
+    pack_message(index, value, &count, num_kept, input.numel, payload);
 }
 
 }  // namespace cgx

@@ -15,7 +15,7 @@ namespace cgx {
 namespace {
 
 constexpr size_t kHalfToken = kTokenBytes / 2;
-constexpr char kMagic[4] = {'c', 'g', 'x', '2'};
+constexpr char kMagic[4] = {'c', 'g', 'x', '3'};
 
 // The first bytes on a connection, from the rank that dialled.
 struct Hello {

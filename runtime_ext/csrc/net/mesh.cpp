@@ -15,8 +15,8 @@ namespace {
 // bytes. Longer messages open the windows in any case, and every part has its cost.
 constexpr int64_t kSpreadBytes = 1 << 18;
 constexpr int64_t kMinPartBytes = 1 << 15, kMinLongPartBytes = 1 << 19;
-// Shorter parts do not count: a header is to go where its message will go, so that both are read together.
-constexpr int64_t kMinCountedBytes = 1 << 10;
+// Longer than any run. The clocks take no infinity.
+constexpr double kForeverS = 1e9;
 
 Identity checked(const Identity& self) {
     if (self.token.size() != kTokenBytes) fail("a token has " + std::to_string(kTokenBytes) + " bytes");
@@ -34,7 +34,7 @@ Mesh::Mesh(int rank, int world_size, int num_streams, const std::string& address
       port_(port_of(listener_.get())),
       tickets_(world_size),
       meter_(world_size),
-      streams_(world_size),
+      peers_(world_size),
       socket_loop_(meter_) {}
 
 Mesh::~Mesh() { close(); }
@@ -67,34 +67,41 @@ void Mesh::add_streams(Connections connections, const std::vector<int>& sharers)
             auto stream = std::make_unique<Stream>(std::move(socket), peer, rings[peer], tickets_, meter_);
             socket_loop_.watch(*stream);
             if (stream->has_rings()) with_rings.push_back(stream.get());
-            streams_[peer].push_back(std::move(stream));
+            peers_[peer].streams.push_back(std::move(stream));
         }
+        peers_[peer].choice = StreamChoice(connections[peer].size());
     }
-    if (segment_) ring_loop_ = std::make_unique<RingLoop>(*segment_, own_place_, with_rings, tickets_);
+    if (segment_) ring_loop_ = std::make_unique<RingLoop>(*segment_, own_place_, with_rings);
 }
 
-int64_t Mesh::post(const std::vector<Message>& sends, const std::vector<Message>& receives) {
-    if (is_copy_) fail("the connections are those of the process that this one was forked from");
+int64_t Mesh::post(const std::vector<Message>& sends, const std::vector<Message>& receives,
+                   uint32_t channel) {
+    refuse_copy();
     const auto [number, ticket] = tickets_.open();
     // Receives first: a peer may answer at once what is sent below.
-    for (const Message& message : receives) enqueue(message, Direction::kReceive, ticket);
-    for (const Message& message : sends) enqueue(message, Direction::kSend, ticket);
+    for (const Message& message : receives) enqueue(message, Direction::kReceive, channel, ticket);
+    for (const Message& message : sends) enqueue(message, Direction::kSend, channel, ticket);
     socket_loop_.wake();
     return number;
 }
 
-void Mesh::enqueue(const Message& message, Direction direction, const std::shared_ptr<Ticket>& ticket) {
+void Mesh::enqueue(const Message& message, Direction direction, uint32_t channel,
+                   const std::shared_ptr<Ticket>& ticket) {
     const int peer = message.peer;
     const int64_t part_bytes = message.num_bytes <= kSpreadBytes ? kMinPartBytes : kMinLongPartBytes;
     const int64_t most = std::max<int64_t>(1, (message.num_bytes + part_bytes - 1) / part_bytes);
-    const int64_t num_parts = std::min(std::ssize(streams_[peer]), most);
+    const int64_t num_parts = std::min(std::ssize(peers_[peer].streams), most);
     tickets_.expect(*ticket, peer, static_cast<int>(num_parts));
     for (int64_t i = 0; i < num_parts; ++i) {
         const int64_t begin = message.num_bytes * i / num_parts,
                       end = message.num_bytes * (i + 1) / num_parts;
-        Stream& stream = next_stream(peer, end - begin, direction);
+        Stream& stream = next_stream(peer, end - begin, direction, channel);
         uint8_t* const data = static_cast<uint8_t*>(message.data) + begin;
-        if (!stream.post(direction, data, static_cast<size_t>(end - begin), ticket)) continue;
+        const auto num_bytes = static_cast<size_t>(end - begin);
+        const bool is_more = direction == Direction::kSend
+                                 ? stream.post_send(channel, data, num_bytes, ticket)
+                                 : stream.post_receive({channel, data, num_bytes, ticket});
+        if (!is_more) continue;
         if (stream.has_rings()) {
             ring_loop_->wake();
         } else {
@@ -103,28 +110,41 @@ void Mesh::enqueue(const Message& message, Direction direction, const std::share
     }
 }
 
-// The stream to which the fewest bytes were posted. Both ends count alike, so they choose the same one.
-Stream& Mesh::next_stream(int peer, int64_t num_bytes, Direction direction) {
-    auto& streams = streams_[peer];
-    const auto least = std::min_element(streams.begin(), streams.end(), [&](const auto& a, const auto& b) {
-        return a->posted_bytes(direction) < b->posted_bytes(direction);
-    });
-    if (num_bytes >= kMinCountedBytes) (*least)->posted_bytes(direction) += num_bytes;
-    return **least;
+Stream& Mesh::next_stream(int peer, int64_t num_bytes, Direction direction, uint32_t channel) {
+    std::lock_guard choosing(choice_mutex_);
+    return *peers_[peer].streams[peers_[peer].choice.next(channel, direction, num_bytes)];
 }
 
-std::vector<double> Mesh::wait(int64_t number, double timeout_s) {
-    const std::shared_ptr<Ticket> ticket = tickets_.take_up(number);
-    if (ring_loop_ && !tickets_.is_over(*ticket)) {
-        ring_loop_->move_until_over(*ticket, timeout_s);
-    } else {
-        tickets_.wait(*ticket, timeout_s);
-    }
+std::vector<double> Mesh::wait(int64_t number, double timeout_s, double waited_s) {
+    const Watch watch{tickets_.take_up({number}), false};
+    wait_for(watch, std::max(timeout_s - waited_s, 0.0));
+    const std::shared_ptr<Ticket>& ticket = watch.tickets.front();
     const std::string why = tickets_.settle(number, *ticket, timeout_s);
     if (why.empty()) return ticket->arrived_s;
     // Nobody may touch the posted memory after this returns.
     close();
     fail(why);
+}
+
+std::optional<int64_t> Mesh::wait_any(const std::vector<int64_t>& numbers, double timeout_s) {
+    refuse_copy();
+    const Watch watch{tickets_.take_up(numbers), true};
+    wait_for(watch, timeout_s);
+    const std::optional<size_t> first = tickets_.first_over(watch);
+    return first ? std::optional(numbers[*first]) : std::nullopt;
+}
+
+void Mesh::wait_for(const Watch& watch, double timeout_s) {
+    timeout_s = std::min(timeout_s, kForeverS);
+    if (ring_loop_ && !tickets_.has_come(watch)) {
+        ring_loop_->move_until([&] { return tickets_.has_come(watch); }, timeout_s);
+    } else {
+        tickets_.wait(watch, timeout_s);
+    }
+}
+
+void Mesh::wake() {
+    if (!is_copy_) tickets_.wake();
 }
 
 void Mesh::close() {
@@ -136,9 +156,10 @@ void Mesh::close() {
     if (socket_thread_.joinable()) socket_thread_.join();
     if (ring_thread_.joinable()) ring_thread_.join();
     if (segment_) segment_->rank(own_place_).has_left.store(1);
-    for (auto& streams : streams_) {
-        for (auto& stream : streams) stream->close("the connections are closed");
+    for (Peer& peer : peers_) {
+        for (auto& stream : peer.streams) stream->close("the connections are closed");
     }
+    tickets_.wake();
 }
 
 void Mesh::close_copies() {
@@ -148,10 +169,14 @@ void Mesh::close_copies() {
     new (&ring_thread_) std::thread;
     tickets_.forget_waiters();
     socket_loop_.close_copies();
-    for (auto& streams : streams_) {
-        for (auto& stream : streams) stream->close_copy();
+    for (Peer& peer : peers_) {
+        for (auto& stream : peer.streams) stream->close_copy();
     }
     listener_.close();
+}
+
+void Mesh::refuse_copy() const {
+    if (is_copy_) fail("the connections are those of the process that this one was forked from");
 }
 
 }  // namespace cgx

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -15,13 +16,18 @@
 #include "ring_loop.h"
 #include "shm_segment.h"
 #include "socket_loop.h"
+#include "stream_choice.h"
 #include "streams.h"
 #include "tickets.h"
 
 namespace cgx {
 
-// Messages between a pair of ranks arrive in the order in which they were posted, so the n-th receive from a
-// peer takes its n-th send. The memory of a posted message must stay as it is until `wait` returns or throws.
+// On each channel, messages between a pair of ranks arrive in the order in which they were posted, so the
+// n-th receive from a peer takes its n-th send. Messages on different channels are independent. The memory of
+// a posted message must stay as it is until `wait` returns or throws.
+//
+// Threads may call every method at the same time, with three limits: one thread posts on a channel, one waits
+// for a ticket, and `connect` and `close_copies` are called alone.
 class Mesh {
   public:
     struct Message {
@@ -53,12 +59,24 @@ class Mesh {
                  std::shared_ptr<Segment> segment, const std::vector<int>& sharers);
 
     // Starts to send and receive, and returns at once with a ticket for `wait`.
-    int64_t post(const std::vector<Message>& sends, const std::vector<Message>& receives);
+    int64_t post(const std::vector<Message>& sends, const std::vector<Message>& receives, uint32_t channel);
 
     // Returns when everything posted under `ticket` is done: by peer the seconds from `post` to the arrival
     // of its last message, 0 without one. Throws std::runtime_error that names the ranks that did not answer
     // within `timeout_s`, hung up, or sent a message of another size; the mesh is closed then.
-    std::vector<double> wait(int64_t ticket, double timeout_s);
+    //
+    // waited_s  the part of `timeout_s` that has passed
+    std::vector<double> wait(int64_t ticket, double timeout_s, double waited_s);
+
+    // Returns when one of the tickets is done or has failed: the first such, for `wait`. Returns none if
+    // `wake` or `close` was called since the last return of none, or after `timeout_s`.
+    std::optional<int64_t> wait_any(const std::vector<int64_t>& tickets, double timeout_s);
+
+    // The ticket is done or has failed.
+    bool is_over(int64_t ticket) { return tickets_.is_over(ticket); }
+
+    // Ends the `wait_any` of another thread, or the next one.
+    void wake();
 
     // Bursts since the last call, the newest LinkMeter::kMaxBursts.
     std::vector<Burst> take_bursts() { return meter_.take(); }
@@ -72,9 +90,17 @@ class Mesh {
     void close_copies();
 
   private:
+    struct Peer {
+        std::vector<std::unique_ptr<Stream>> streams;  // none if it is this rank
+        StreamChoice choice{0};
+    };
+
     void add_streams(Connections connections, const std::vector<int>& sharers);
-    void enqueue(const Message& message, Direction direction, const std::shared_ptr<Ticket>& ticket);
-    Stream& next_stream(int peer, int64_t num_bytes, Direction direction);
+    void enqueue(const Message& message, Direction direction, uint32_t channel,
+                 const std::shared_ptr<Ticket>& ticket);
+    Stream& next_stream(int peer, int64_t num_bytes, Direction direction, uint32_t channel);
+    void wait_for(const Watch& watch, double timeout_s);
+    void refuse_copy() const;
 
     const Identity self_;
     FileDescriptor listener_;
@@ -83,10 +109,11 @@ class Mesh {
     int own_place_ = -1;  // of this rank in the segment
     Tickets tickets_;
     LinkMeter meter_;
-    std::vector<std::vector<std::unique_ptr<Stream>>> streams_;  // by peer; none to this rank
+    std::vector<Peer> peers_;  // by rank
     SocketLoop socket_loop_;
     std::unique_ptr<RingLoop> ring_loop_;  // if there is a segment
     bool is_copy_ = false;                 // in a forked child
+    std::mutex choice_mutex_;              // guards the choices of all peers
     std::mutex close_mutex_;               // two threads may not join the same one
     std::thread socket_thread_, ring_thread_;
 };

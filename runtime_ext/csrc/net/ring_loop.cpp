@@ -24,16 +24,17 @@ void RingLoop::stop() {
     segment_.rank(own_place_).bell.add_one();
 }
 
-void RingLoop::move_until_over(const Ticket& ticket, double timeout_s) {
+void RingLoop::move_until(const std::function<bool()>& has_come, double timeout_s) {
     const double deadline = now_s() + timeout_s;
     RankState& own = segment_.rank(own_place_);
     ++own.num_waiters;
     uint32_t seen;
-    bool is_more = true;
-    for (double left_s = timeout_s; left_s > 0; left_s = deadline - now_s()) {
+    bool is_more;
+    while (true) {
         seen = own.waiter_bell.value.load();
         is_more = move();
-        if (tickets_.is_over(ticket)) break;
+        const double left_s = deadline - now_s();
+        if (has_come() || left_s <= 0) break;
         if (!is_more) own.waiter_bell.sleep(seen, left_s);
     }
     --own.num_waiters;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <stdexcept>
 
 namespace cgx {
 namespace {
@@ -14,21 +15,42 @@ constexpr size_t kVisitBytes = 1 << 18;
 
 }  // namespace
 
-bool Stream::post(Direction direction, uint8_t* data, size_t num_bytes,
-                  const std::shared_ptr<Ticket>& ticket) {
+bool Stream::post_send(uint32_t channel, uint8_t* data, size_t num_bytes,
+                       const std::shared_ptr<Ticket>& ticket) {
     std::lock_guard lock(mutex_);
     if (!broken_.empty()) {
         tickets_.fail(*ticket, broken_);
         return false;
     }
-    const bool is_socket_read = direction == Direction::kReceive && !rings_;
-    Queue& queue = this->queue(direction);
-    if (is_socket_read && queue.parts.empty()) num_stale_ = waiting_bytes(fd());
-    queue.parts.push_back({data, num_bytes, ticket, {queue.num_posted++, num_bytes}});
-    if (is_socket_read) return true;
-    // The socket's buffer or the ring takes the beginning now, and a ring gives it now, without waiting for
-    // the thread that moves parts.
-    return queue.parts.size() == 1 && (direction == Direction::kSend ? send_some() : receive_some());
+    const bool was_reading = is_reading(), is_first = sends_.empty();
+    sends_.push_back({data, num_bytes, ticket, {channel, num_sends_[channel]++, num_bytes}});
+    // The socket's buffer or the ring takes the beginning now, without waiting for the thread that moves
+    // parts.
+    const bool is_more = is_first && send_some();
+    return (!was_reading && begin_reading()) || is_more;
+}
+
+bool Stream::post_receive(const Receive& receive) {
+    std::unique_lock lock(mutex_);
+    const bool was_reading = is_reading();
+    std::optional<EarlyPart> early;
+    try {
+        early = inbox_.take_early(receive);
+        if (!early && broken_.empty()) inbox_.expect(receive);
+    } catch (const std::runtime_error& error) {
+        break_off(error.what());
+    }
+    if (early) {
+        lock.unlock();  // the thread that moves parts need not wait for the copy
+        std::copy_n(early->data.get(), early->num_bytes, receive.data);
+        tickets_.finish(*receive.ticket, peer_, early->at);
+        return false;
+    }
+    if (!broken_.empty()) {
+        tickets_.fail(*receive.ticket, broken_);
+        return false;
+    }
+    return !was_reading && begin_reading();
 }
 
 bool Stream::move() {
@@ -44,11 +66,20 @@ void Stream::close(const std::string& why) {
     break_off(why);
 }
 
+// Call it when something was posted and `is_reading` was false before. True if more can be received now.
+bool Stream::begin_reading() {
+    if (!is_reading()) return false;
+    // A ring gives what it has now, without waiting for the thread that moves parts.
+    if (rings_) return receive_some();
+    num_stale_ = waiting_bytes(fd());
+    return true;
+}
+
 // True if more can be sent now.
 bool Stream::send_some() {
     size_t budget = kVisitBytes;
-    while (!sends_.parts.empty()) {
-        MessagePart& part = sends_.parts.front();
+    while (!sends_.empty()) {
+        Send& part = sends_.front();
         iovec pieces[2];
         int num_pieces = 0;
         const size_t in_frame = std::min(part.num_moved, sizeof(Frame));
@@ -68,9 +99,9 @@ bool Stream::send_some() {
         part.num_moved += static_cast<size_t>(sent);
         if (part.num_moved == sizeof(Frame) + part.num_bytes) {
             tickets_.finish(*part.ticket, peer_, 0);
-            sends_.parts.pop_front();
+            sends_.pop_front();
         }
-        if (static_cast<size_t>(sent) >= budget) return !sends_.parts.empty();
+        if (static_cast<size_t>(sent) >= budget) return !sends_.empty();
         budget -= static_cast<size_t>(sent);
     }
     return false;
@@ -79,25 +110,25 @@ bool Stream::send_some() {
 // True if more can be received now.
 bool Stream::receive_some() {
     size_t budget = kVisitBytes;
-    while (!receives_.parts.empty()) {
-        MessagePart& part = receives_.parts.front();
+    while (is_reading()) {
+        const auto [data, num_bytes] = inbox_.room();
         double at;
-        const std::optional<ssize_t> got = receive_part(part, budget, at);
-        if (!got) {
-            break_off("rank " + std::to_string(peer_) + " sent another message than the one of " +
-                      std::to_string(part.num_bytes) + " bytes that was due");
-            return false;
-        }
-        if (*got < 0 && errno == EINTR) continue;
-        if (*got < 0 && errno == EAGAIN) return false;
-        if (*got <= 0) {
-            const std::string why = *got < 0 ? std::string(": ") + std::strerror(errno) : "";
+        const ssize_t got = receive(data, std::min(num_bytes, budget), at);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && errno == EAGAIN) return false;
+        if (got <= 0) {
+            const std::string why = got < 0 ? std::string(": ") + std::strerror(errno) : "";
             break_off("rank " + std::to_string(peer_) + " hung up" + why);
             return false;
         }
-        count_received(part, *got, at);
-        if (static_cast<size_t>(*got) >= budget) return !receives_.parts.empty();
-        budget -= static_cast<size_t>(*got);
+        try {
+            count_received(static_cast<size_t>(got), at);
+        } catch (const std::runtime_error& error) {
+            break_off(error.what());
+            return false;
+        }
+        if (static_cast<size_t>(got) >= budget) return is_reading();
+        budget -= static_cast<size_t>(got);
     }
     return false;
 }
@@ -112,41 +143,22 @@ ssize_t Stream::receive(void* data, size_t num_bytes, double& at) {
     return rings_ ? rings_->receive(data, num_bytes) : receive_stamped(fd(), data, num_bytes, at);
 }
 
-// Receives into the part. Returns no number if the peer sends another part than this one.
-std::optional<ssize_t> Stream::receive_part(MessagePart& part, size_t budget, double& at) {
-    if (part.num_moved >= sizeof(Frame)) {
-        const size_t in_data = part.num_moved - sizeof(Frame);
-        return receive(part.data + in_data, std::min(part.num_bytes - in_data, budget), at);
-    }
-    // Compare the frame as it comes in, so that a peer that is out of step is found early.
-    char frame[sizeof(Frame)];
-    const char* const expected = reinterpret_cast<const char*>(&part.frame) + part.num_moved;
-    const ssize_t got = receive(frame, sizeof(Frame) - part.num_moved, at);
-    if (got > 0 && std::memcmp(expected, frame, static_cast<size_t>(got)) != 0) return std::nullopt;
-    return got;
-}
-
-void Stream::count_received(MessagePart& part, ssize_t num_bytes, double at) {
-    const bool is_first = part.num_moved == 0;
-    part.num_moved += static_cast<size_t>(num_bytes);
-    const bool is_last = part.num_moved == sizeof(Frame) + part.num_bytes;
+void Stream::count_received(size_t num_bytes, double at) {
+    const Inbox::Progress progress = inbox_.advance(num_bytes, at);
     if (!rings_) {
-        const int64_t num_stale = std::min<int64_t>(num_stale_, num_bytes);
+        const int64_t num_stale = std::min(num_stale_, static_cast<int64_t>(num_bytes));
         num_stale_ -= num_stale;
-        meter_.add(peer_, at, num_bytes - num_stale, is_first, is_last);
+        meter_.add(peer_, at, static_cast<int64_t>(num_bytes) - num_stale, progress.begins, progress.ends);
     }
-    if (!is_last) return;
-    tickets_.finish(*part.ticket, peer_, at);
-    receives_.parts.pop_front();
+    if (progress.ticket) tickets_.finish(*progress.ticket, peer_, at);
 }
 
 void Stream::break_off(const std::string& why) {
     if (!broken_.empty()) return;
     broken_ = why;
-    for (Queue* queue : {&sends_, &receives_}) {
-        for (MessagePart& part : queue->parts) tickets_.fail(*part.ticket, why);
-        queue->parts.clear();
-    }
+    for (Send& part : sends_) tickets_.fail(*part.ticket, why);
+    sends_.clear();
+    for (const std::shared_ptr<Ticket>& ticket : inbox_.give_up()) tickets_.fail(*ticket, why);
 }
 
 }  // namespace cgx

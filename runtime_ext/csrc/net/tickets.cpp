@@ -28,7 +28,11 @@ void Tickets::expect(Ticket& ticket, int peer, int num_parts) {
 
 void Tickets::finish(Ticket& ticket, int peer, double at) {
     std::lock_guard lock(mutex_);
-    if (at > 0) ticket.arrived_s[peer] = at - ticket.posted_at;
+    if (at > 0) {
+        // An early part may be finished after one that came later; 0 stands for none.
+        double& arrived_s = ticket.arrived_s[peer];
+        arrived_s = arrived_s == 0 ? at - ticket.posted_at : std::max(arrived_s, at - ticket.posted_at);
+    }
     --ticket.num_open[peer];
     if (--ticket.num_left == 0) tell(ticket);
 }
@@ -39,23 +43,44 @@ void Tickets::fail(Ticket& ticket, const std::string& why) {
     tell(ticket);
 }
 
-std::shared_ptr<Ticket> Tickets::take_up(int64_t number) {
+std::vector<std::shared_ptr<Ticket>> Tickets::take_up(const std::vector<int64_t>& numbers) {
     std::lock_guard lock(mutex_);
-    const auto entry =
-        std::find_if(tickets_.begin(), tickets_.end(), [&](auto& e) { return e.first == number; });
-    if (entry == tickets_.end()) cgx::fail("ticket " + std::to_string(number) + " is not known");
-    entry->second->waiter = std::this_thread::get_id();
-    return entry->second;
+    std::vector<std::shared_ptr<Ticket>> taken;
+    for (const int64_t number : numbers) {
+        taken.push_back(find(number));
+        taken.back()->waiter = std::this_thread::get_id();
+    }
+    return taken;
 }
 
-bool Tickets::is_over(const Ticket& ticket) {
+bool Tickets::is_over(int64_t number) {
     std::lock_guard lock(mutex_);
-    return ticket.is_over();
+    return find(number)->is_over();
 }
 
-void Tickets::wait(const Ticket& ticket, double timeout_s) {
+bool Tickets::has_come(const Watch& watch) {
+    std::lock_guard lock(mutex_);
+    return is_enough(watch);
+}
+
+void Tickets::wait(const Watch& watch, double timeout_s) {
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return ticket.is_over(); });
+    changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return is_enough(watch); });
+}
+
+std::optional<size_t> Tickets::first_over(const Watch& watch) {
+    std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < watch.tickets.size(); ++i) {
+        if (watch.tickets[i]->is_over()) return i;
+    }
+    is_woken_ = false;
+    return std::nullopt;
+}
+
+void Tickets::wake() {
+    std::lock_guard lock(mutex_);
+    is_woken_ = true;
+    tell_all();
 }
 
 std::string Tickets::settle(int64_t number, const Ticket& ticket, double timeout_s) {
@@ -79,9 +104,25 @@ void Tickets::forget_waiters() {
     new (&changed_) std::condition_variable;
 }
 
+const std::shared_ptr<Ticket>& Tickets::find(int64_t number) const {
+    const auto entry = std::lower_bound(tickets_.begin(), tickets_.end(), number,
+                                        [](auto& e, int64_t n) { return e.first < n; });
+    if (entry == tickets_.end() || entry->first != number)
+        cgx::fail("ticket " + std::to_string(number) + " is not known");
+    return entry->second;
+}
+
+bool Tickets::is_enough(const Watch& watch) const {
+    if (watch.heeds_wake && is_woken_) return true;
+    return std::any_of(watch.tickets.begin(), watch.tickets.end(), [](auto& t) { return t->is_over(); });
+}
+
 // Wakes the thread that waits for the ticket, if that is another one.
 void Tickets::tell(const Ticket& ticket) {
-    if (ticket.waiter == std::thread::id{} || ticket.waiter == std::this_thread::get_id()) return;
+    if (ticket.waiter != std::thread::id{} && ticket.waiter != std::this_thread::get_id()) tell_all();
+}
+
+void Tickets::tell_all() {
     changed_.notify_all();
     if (bell_ != nullptr) bell_->add_one();
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -26,6 +27,12 @@ struct Ticket {
     bool is_over() const { return num_left == 0 || !error.empty(); }
 };
 
+// What a thread waits for: that one of the tickets is over, or that `wake` is called.
+struct Watch {
+    std::vector<std::shared_ptr<Ticket>> tickets;
+    bool heeds_wake;
+};
+
 class Tickets {
   public:
     explicit Tickets(int world_size) : world_size_(world_size) {}
@@ -45,13 +52,24 @@ class Tickets {
     // Ends the ticket with an error, unless it has one already.
     void fail(Ticket& ticket, const std::string& why);
 
-    // The ticket of that number, for this thread to wait for. Throws std::runtime_error if it is not known.
-    std::shared_ptr<Ticket> take_up(int64_t number);
+    // The tickets of these numbers, for this thread to wait for. Throws std::runtime_error if one is not
+    // known.
+    std::vector<std::shared_ptr<Ticket>> take_up(const std::vector<int64_t>& numbers);
 
-    bool is_over(const Ticket& ticket);
+    // Throws std::runtime_error if the ticket is not known.
+    bool is_over(int64_t number);
 
-    // Returns when the ticket is over, or after `timeout_s`.
-    void wait(const Ticket& ticket, double timeout_s);
+    // True if a thread that waits for this need not wait any longer.
+    bool has_come(const Watch& watch);
+
+    // Returns when `watch` has come, or after `timeout_s`.
+    void wait(const Watch& watch, double timeout_s);
+
+    // Index of the first ticket that is over. Without one, forgets that `wake` was called.
+    std::optional<size_t> first_over(const Watch& watch);
+
+    // Ends the wait of a thread that heeds it, or the next such wait.
+    void wake();
 
     // Forgets the number. Returns why the ticket failed, or an empty text if it is done; without an error of
     // its own that is the peers that did not answer within `timeout_s`.
@@ -63,15 +81,18 @@ class Tickets {
     void forget_waiters();
 
   private:
+    const std::shared_ptr<Ticket>& find(int64_t number) const;
+    bool is_enough(const Watch& watch) const;
     void tell(const Ticket& ticket);
+    void tell_all();
 
     const int world_size_;
     Counter* bell_ = nullptr;
     std::mutex mutex_;  // guards what is below
     std::condition_variable changed_;
-    std::vector<std::pair<int64_t, std::shared_ptr<Ticket>>> tickets_;
+    std::vector<std::pair<int64_t, std::shared_ptr<Ticket>>> tickets_;  // by number, ascending
     int64_t last_number_ = 0;
-    bool is_closed_ = false;
+    bool is_closed_ = false, is_woken_ = false;
 };
 
 }  // namespace cgx
