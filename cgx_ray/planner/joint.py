@@ -19,6 +19,8 @@ TIE = 1e-9
 # Share by which a simulated step may be longer than the model's before the search is repeated: less is not worth the
 # time.
 MAX_ERROR = 0.01
+# Largest groups, in bytes of gradient, of the plans that are simulated besides the answer of the search.
+FINER_BYTES = (16 << 20, 4 << 20, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +29,8 @@ class BestPlan:
 
     best   prediction of the best plan
     dense  nothing compressed, summed by the vendor over all workers as in DDP, in the best groups for that
-    gap    largest share of the score that a better plan could save. It is proven for the model of `Pipeline`, which
-           knows one busiest resource per group, and leaves out the time until the first piece of an exchange arrives
+    gap    largest share of the score that a better plan could save: the simulated score of `best` against a lower bound
+           that is proven for the model of `Pipeline`
     """
 
     best: Prediction
@@ -65,16 +67,17 @@ def best_plan(
        time), divided by e, is no better than a plan found before.
     4. Options that another one beats or equals in all costs (`GroupCost.terms`) are left out. So `_var` and `_auto`
        need gains of their own.
-    5. The answer is simulated as the engine's thread runs it (`predict`). The model knows one busiest resource per
-       group. Where groups need different ones in turns, the simulated step may be longer than the model's, by more than
-       MAX_ERROR. Then the search is repeated as if a group's work hid behind its own messages only, and the plan that
-       is better when simulated is taken.
+    5. The answer is simulated as the engine's thread runs it (`predict`), also with its groups cut into smaller ones.
+       The best of these counts. The model knows one busiest resource per group. Where groups need different ones in
+       turns, the simulated step may be longer than the model's. If it is by more than MAX_ERROR, or longer than
+       dense's, the search is repeated as if a group's work hid behind its own messages only, and the answer that is
+       better when simulated is taken.
     6. If dense is better than that, it is dense.
 
     Groups are made as in `make_plan`: small layers (`Layer.is_small`) are not compressed and go into groups of their
-    own at the end; so do layers of another dtype than most of the model. With nothing compressed, small layers stay in
-    their place. Their backward counts with that of the next large layer. If scores are equal within 1e-9, the plan that
-    keeps more wins. 314 tensors and 115 options take 40 to 110 ms on a busy processor.
+    own before the last one; so do layers of another dtype than most of the model. With nothing compressed, small layers
+    stay in their place. Their backward counts with that of the next large layer. If scores are equal within 1e-9, the
+    plan that keeps more wins. 314 tensors and 115 options take 40 to 110 ms on a busy processor.
     """
     if not (math.isfinite(min_gain) and 0 <= min_gain <= 1):
         raise ConfigError(f"min_gain {min_gain!r} is not allowed; give a number from 0 to 1")
@@ -86,14 +89,14 @@ def best_plan(
         if share is not None and share >= min_gain and large.fits(option) and not is_twin:
             kept[option] = share
     found = _best_found(measured, kept, max_gap)
-    score, best, dense = found.score, predict(measured, found.best.groups), predict(measured, found.dense.groups)
-    if best.score > score * (1 + MAX_ERROR):
-        other = predict(measured, _best_found(measured, kept, max_gap, shares_time=False).best.groups)
-        if other.score < best.score:
-            best, score = other, other.score
+    dense = large.best_simulated(found.dense.groups)
+    best = large.best_simulated(found.best.groups)
+    if best.score > min(found.score * (1 + MAX_ERROR), dense.score):
+        serial = _best_found(measured, kept, max_gap, shares_time=False)
+        best = min(best, large.best_simulated(serial.best.groups), key=lambda plan: plan.score)
     if best.score > dense.score:
-        best, score = dense, found.dense.finish_s
-    return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - found.bound / score) if score > 0 else 0.0)
+        best = dense
+    return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - found.bound / best.score) if best.score > 0 else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +142,13 @@ def _best_found(
 
 
 class _Chain:
-    """Layers to cut into groups, in the order of backward, and the layers that are sent dense after them."""
+    """Layers to cut into groups, in the order of backward, and the layers that are sent dense before the last group."""
 
     def __init__(self, measured: Measured, *, keeps_small: bool, shares_time: bool = True) -> None:
         """`keeps_small`: with the small layers. `shares_time` as in `group_cost`."""
         self._measured = measured
         self._shares_time = shares_time
+        self._by_name = {layer.name: layer for layer in measured.layers}
         num_bytes: dict[str, int] = {}
         for layer in measured.layers:
             num_bytes[layer.dtype] = num_bytes.get(layer.dtype, 0) + layer.dense_bytes
@@ -197,7 +201,33 @@ class _Chain:
             start = group.end
         finish_s = joint.finish_s if cut == joint.groups else pipeline.finish_s(cut)
         after_s = self._measured.after_s
-        return _Found(groups=(*groups, *rest), finish_s=finish_s + after_s, bound_s=joint.bound_s + after_s)
+        # The rest is ready when the last group is, at the end of backward. Short messages must not queue behind its
+        # long ones. In the model, which has one network, the order of the two makes no difference.
+        return _Found(
+            groups=(*groups[:-1], *rest, groups[-1]), finish_s=finish_s + after_s, bound_s=joint.bound_s + after_s
+        )
+
+    def best_simulated(self, groups: Sequence[PlannedGroup]) -> Prediction:
+        """Return the best prediction of `groups`, and of `groups` cut into parts of at most each of FINER_BYTES.
+
+        Smaller groups must gain more than MAX_ERROR, since each keeps processors busy with more than THREAD_S says.
+        """
+        best = predict(self._measured, groups)
+        for limit in FINER_BYTES:
+            finer = predict(self._measured, [part for group in groups for part in self._parts(group, limit)])
+            if finer.score < best.score * (1 - MAX_ERROR):
+                best = finer
+        return best
+
+    def _parts(self, group: PlannedGroup, limit: int) -> Iterator[PlannedGroup]:
+        """Yield `group` cut into parts of at most `limit` bytes, as far as layers allow."""
+        members: list[Layer] = []
+        for layer in map(self._by_name.__getitem__, group.layers):
+            if members and sum(each.dense_bytes for each in (*members, layer)) > limit:
+                yield PlannedGroup.of(members, group.option)
+                members = []
+            members.append(layer)
+        yield PlannedGroup.of(members, group.option)
 
     def _cut(self, groups: Sequence[GroupEnd], options: Sequence[Option]) -> Iterator[GroupEnd]:
         """Yield `groups`, cut before each layer that would make a group too long for a message."""

@@ -121,7 +121,7 @@ class _Moment(NamedTuple):
 def _before(end: _Moment, time_s: float) -> _Moment:
     """Return the moment at `time_s` on the way to `end`."""
     at = end
-    while at.after is not None and at.after.time_s > time_s:
+    while at.after is not None and at.after.time_s >= time_s:
         at = at.after
     if at.after is None or at.time_s <= time_s:
         return at

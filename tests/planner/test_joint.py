@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,12 +13,12 @@ import pytest
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network, hierarchical_terms, terms
-from cgx_ray.planner.joint import BestPlan, best_plan
+from cgx_ray.planner.joint import MAX_ERROR, best_plan
 from cgx_ray.planner.legs import THREAD_S, exchange_stages
 from cgx_ray.planner.models import MODEL_NAMES, load_model
 from cgx_ray.planner.options import CodecCost, candidate_options
-from cgx_ray.planner.pipeline import GroupEnd, Pipeline, cheapest, group_cost
-from cgx_ray.planner.prediction import Measured, groups_of, predict
+from cgx_ray.planner.pipeline import Pipeline, cheapest, group_cost
+from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
 from cgx_ray.planner.strategies import named_strategies
 from cgx_ray.planner.timeline import Resource
 
@@ -50,17 +51,9 @@ def of_model(model: str, net: Network, compute_s: float = 0.3) -> Measured:
     return measured(description.layers, description.backward_s(compute_s), net)
 
 
-def finish_s(run: Measured, numels: list[int], backward_s: list[float], groups: list[tuple[int, Option]]) -> float:
-    """Return the finish of groups (end, option) of float32 layers by `Pipeline`."""
-    used = list(dict.fromkeys(option for _, option in groups))
-    costs = [group_cost(option, network=run.network, codec_cost=run.cost_of(option.codec)) for option in used]
-    pipeline = Pipeline(backward_s=tuple(backward_s), numel=tuple(numels), costs=tuple(costs))
-    return pipeline.finish_s([GroupEnd(end, used.index(option)) for end, option in groups])
-
-
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
 def test_joint_plan_equals_brute_force_over_all_groupings_options_and_gains(ranks_per_node: int) -> None:
-    """Return the best score by brute force: the finish of each plan over the least efficiency of its options."""
+    """The search knows a model of the simulated step, so the best plan may be longer than the optimum by MAX_ERROR."""
     rng = random.Random(ranks_per_node)
     for case in range(12):
         num_layers = rng.randint(1, 4)
@@ -73,20 +66,20 @@ def test_joint_plan_equals_brute_force_over_all_groupings_options_and_gains(rank
         run = measured(layers, backward_s, net, gain=gain)
         known = [option for option in OPTIONS[1:] if ranks_per_node > 1 or option.intra is Intra.FLAT]
         options = [DENSE, *rng.sample(known, 5)]
-        numels = [layer.numel for layer in reversed(layers)]
-        scores = {}
-        for cuts in itertools.product((False, True), repeat=num_layers - 1):
-            ends = [end for end, is_end in enumerate((*cuts, True), start=1) if is_end]
-            for chosen in itertools.product(options, repeat=len(ends)):
-                groups = list(zip(ends, chosen, strict=True))
-                kept = min(run.efficiency(option) or 0 for option in chosen)
-                scores[tuple(groups)] = finish_s(run, numels, list(backward_s), groups) / kept
+        least = min(predict(run, groups).score for groups in all_plans(layers, options))
         found = best_plan(run, options, max_gap=0)
-        least, ours = min(scores.values()), _pipeline_score(run, found)
-        if found.best.groups != found.dense.groups:
-            assert ours == pytest.approx(least, rel=ROUNDING), (case, ours, least, found.best.describe())
-            assert found.gap <= ROUNDING, (case, found.gap)
-        assert ours * (1 - found.gap) <= least * (1 + ROUNDING), (case, ours, found.gap, least)
+        assert found.best.score <= least * (1 + MAX_ERROR), (case, found.best.score, least, found.best.describe())
+        assert found.best.score * (1 - found.gap) <= least * (1 + MAX_ERROR), (case, found.gap, least)
+
+
+def all_plans(layers: Sequence[Layer], options: Sequence[Option]) -> Iterator[list[PlannedGroup]]:
+    """Yield all groupings of `layers` with all options of each group."""
+    in_backward_order = layers[::-1]
+    for cuts in itertools.product((False, True), repeat=len(layers) - 1):
+        ends = [end for end, is_end in enumerate((*cuts, True), start=1) if is_end]
+        members = [in_backward_order[start:end] for start, end in itertools.pairwise((0, *ends))]
+        for chosen in itertools.product(options, repeat=len(ends)):
+            yield [PlannedGroup.of(part, option) for part, option in zip(members, chosen, strict=True)]
 
 
 @pytest.mark.parametrize("model", MODEL_NAMES)
@@ -101,7 +94,8 @@ def test_joint_plan_is_behind_neither_dense_nor_a_named_strategy_on_a_model(mode
     for net in (network(1), network(25, ranks_per_node=8)):
         run = measured(layers, tuple(s for _, s in large), net)
         found = best_plan(run, (QSGD, TOPK))
-        assert found.gap <= 0.01, found.gap
+        # The bound lets a group's work hide behind that of others without end.
+        assert found.gap <= 0.02, found.gap
         assert found.best.score <= found.dense.score
         options = (DENSE, QSGD, TOPK)
         pipeline = Pipeline(
@@ -109,20 +103,17 @@ def test_joint_plan_is_behind_neither_dense_nor_a_named_strategy_on_a_model(mode
             numel=tuple(layer.numel for layer in reversed(layers)),
             costs=tuple(group_cost(o, network=net, codec_cost=run.cost_of(o.codec)) for o in options),
         )
-        for name, groups in named_strategies(pipeline, dense=0, compressing=(1, 2), offloaded={}).items():
-            kept = min(run.efficiency(options[group.option]) or 0 for group in groups)
-            assert _pipeline_score(run, found) <= pipeline.finish_s(groups) / kept * (1 + 0.001), name
+        for name, ends in named_strategies(pipeline, dense=0, compressing=(1, 2), offloaded={}).items():
+            borders = itertools.pairwise((0, *(group.end for group in ends)))
+            groups = [
+                PlannedGroup.of(layers[::-1][start:end], options[group.option])
+                for (start, end), group in zip(borders, ends, strict=True)
+            ]
+            # The model that is searched and the simulated step differ by at most MAX_ERROR.
+            assert found.best.score <= predict(run, groups).score * (1 + MAX_ERROR), name
 
 
-def _pipeline_score(run: Measured, found: BestPlan) -> float:
-    ends = itertools.accumulate(len(group.layers) for group in found.best.groups)
-    groups = [(end, group.option) for end, group in zip(ends, found.best.groups, strict=True)]
-    numels = [layer.numel for layer in reversed(run.layers)]
-    assert found.best.efficiency is not None
-    return finish_s(run, numels, list(run.backward_s), groups) / found.best.efficiency
-
-
-def test_small_layers_and_those_of_another_dtype_are_sent_after_the_others_uncompressed() -> None:
+def test_small_layers_and_those_of_another_dtype_are_sent_before_the_last_group_uncompressed() -> None:
     layers = (
         Layer(name="embed", numel=4_000_000, ndim=2),
         Layer(name="half", numel=500_000, ndim=2, dtype="bfloat16"),
@@ -133,9 +124,10 @@ def test_small_layers_and_those_of_another_dtype_are_sent_after_the_others_uncom
     found = best_plan(run, OPTIONS)
     plan = found.best.plan(version=3, world_size=8)
     plan.check(layers, 8)
-    assert [group.layers for group in plan.groups][-2:] == [("bias",), ("half",)]
-    assert {group.option.codec.name for group in plan.groups[-2:]} == {"none"}
-    assert all(group.option.codec.name != "none" for group in plan.groups[:-2]), found.best.describe()
+    *first, bias, half, last = plan.groups
+    assert (bias.layers, half.layers) == (("bias",), ("half",))
+    assert {group.option.codec.name for group in (bias, half)} == {"none"}
+    assert all(group.option.codec.name != "none" for group in (*first, last)), found.best.describe()
     assert groups_of(plan, layers) == found.best.groups
     fast = best_plan(measured(layers, (1, 1, 1, 1), network(100)), OPTIONS).best.plan(version=0, world_size=8)
     assert sum(len(group.layers) for group in fast.groups) == 4
