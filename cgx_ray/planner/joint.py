@@ -19,6 +19,11 @@ TIE = 1e-9
 # Share by which a simulated step may be longer than the model's before the search is repeated: less is not worth the
 # time.
 MAX_ERROR = 0.01
+# Links and codecs may take so many times as long as measured before a step that compute bounds takes longer, where
+# groups allow: real steps share processors and links with more than the model knows.
+SLACK = 1.5
+# Share by which such a plan may be longer, as measured.
+SLACK_COST = 0.002
 # Largest groups, in bytes of gradient, of the plans that are simulated besides the answer of the search.
 FINER_BYTES = (16 << 20, 4 << 20, 1 << 20)
 
@@ -67,12 +72,14 @@ def best_plan(
        time), divided by e, is no better than a plan found before.
     4. Options that another one beats or equals in all costs (`GroupCost.terms`) are left out. So `_var` and `_auto`
        need gains of their own.
-    5. The answer is simulated as the engine's thread runs it (`predict`), also with its groups cut into smaller ones.
-       The best of these counts. The model knows one busiest resource per group. Where groups need different ones in
-       turns, the simulated step may be longer than the model's. If it is by more than MAX_ERROR, or longer than
-       dense's, the search is repeated as if a group's work hid behind its own messages only, and the answer that is
-       better when simulated is taken.
-    6. If dense is better than that, it is dense.
+    5. Dense and what was found for each efficiency are simulated as the engine's thread runs them (`predict`), also
+       with their groups cut into smaller ones. The best of these counts. The model knows one busiest resource per
+       group. Where groups need different ones in turns, the simulated step may be longer than the model's. If it is by
+       more than MAX_ERROR, the search is repeated as if a group's work hid behind its own messages only, and what it
+       finds is simulated too.
+    6. Where compute hides the exchange, many plans are equally good. The same search, over the options of the answer
+       and with links and codecs SLACK times as slow, finds one that begins sooner. It is taken if its step, as
+       measured, is longer by at most SLACK_COST.
 
     Groups are made as in `make_plan`: small layers (`Layer.is_small`) are not compressed and go into groups of their
     own before the last one; so do layers of another dtype than most of the model. With nothing compressed, small layers
@@ -88,15 +95,27 @@ def best_plan(
         is_twin = option.intra is not Intra.FLAT and measured.network.is_flat(option.intra)
         if share is not None and share >= min_gain and large.fits(option) and not is_twin:
             kept[option] = share
-    found = _best_found(measured, kept, max_gap)
-    dense = large.best_simulated(found.dense.groups)
-    best = large.best_simulated(found.best.groups)
-    if best.score > min(found.score * (1 + MAX_ERROR), dense.score):
-        serial = _best_found(measured, kept, max_gap, shares_time=False)
-        best = min(best, large.best_simulated(serial.best.groups), key=lambda plan: plan.score)
-    if best.score > dense.score:
-        best = dense
-    return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - found.bound / best.score) if best.score > 0 else 0.0)
+    best, dense, bound = _simulated(measured, kept, max_gap)
+    used = {option: kept[option] for option in (DENSE, *best.options)}
+    sooner = predict(measured, _simulated(measured.slowed(SLACK), used, max_gap)[0].groups)
+    if sooner.score <= best.score * (1 + SLACK_COST):
+        best = sooner
+    return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - bound / best.score) if best.score > 0 else 0.0)
+
+
+def _simulated(
+    measured: Measured, kept: Mapping[Option, float], max_gap: float
+) -> tuple[Prediction, Prediction, float]:
+    """Return the best plan when simulated, dense, and a lower bound of the score. `kept`: efficiencies."""
+    large = _Chain(measured, keeps_small=False)
+    found = _search_levels(measured, kept, max_gap)
+    dense, *others = (large.best_simulated(plan.groups) for plan in found.plans)
+    best = min((dense, *others), key=lambda plan: plan.score)
+    if best.score > found.score * (1 + MAX_ERROR):
+        serial = _search_levels(measured, kept, max_gap, shares_time=False)
+        others = [large.best_simulated(plan.groups) for plan in serial.plans]
+        best = min(best, *others, key=lambda plan: plan.score)
+    return best, dense, found.bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,23 +127,22 @@ class _Found:
     bound_s: float
 
 
-class _BestFound(NamedTuple):
-    """Groups with the least score by the model of `Pipeline`, that score, a lower bound of it, and the dense groups."""
+class _Levels(NamedTuple):
+    """Plans found by the model of `Pipeline`, dense first; the least score of them; a lower bound of all scores."""
 
-    best: _Found
+    plans: list[_Found]
     score: float
     bound: float
-    dense: _Found
 
 
-def _best_found(
+def _search_levels(
     measured: Measured, kept: Mapping[Option, float], max_gap: float, *, shares_time: bool = True
-) -> _BestFound:
+) -> _Levels:
     """Search plans for each efficiency of an option. `kept`: efficiencies; `shares_time` as in `group_cost`."""
     chain, large = (_Chain(measured, keeps_small=small, shares_time=shares_time) for small in (True, False))
     lossless = [option for option in kept if option.codec.name == "none"]
     dense = chain.solve([DENSE], max_gap)
-    best, score, bounds = dense, dense.finish_s, [dense.bound_s]
+    plans, score, bounds = [dense], dense.finish_s, [dense.bound_s]
     levels = [(1.0, chain, lossless)]
     if large.layers:
         shares = sorted({share for option, share in kept.items() if option.codec.name != "none"}, reverse=True)
@@ -135,10 +153,12 @@ def _best_found(
             found = layers.solve(allowed, max_gap)
             bound = found.bound_s / least
             found_score = found.finish_s / min(kept[group.option] for group in found.groups)
+            if found.groups not in [plan.groups for plan in plans]:
+                plans.append(found)
             if found_score < score * (1 - TIE):
-                best, score = found, found_score
+                score = found_score
         bounds.append(bound)
-    return _BestFound(best, score, min(bounds), dense)
+    return _Levels(plans, score, min(bounds))
 
 
 class _Chain:
@@ -210,7 +230,7 @@ class _Chain:
     def best_simulated(self, groups: Sequence[PlannedGroup]) -> Prediction:
         """Return the best prediction of `groups`, and of `groups` cut into parts of at most each of FINER_BYTES.
 
-        Smaller groups must gain more than MAX_ERROR, since each keeps processors busy with more than THREAD_S says.
+        Smaller groups must gain more than MAX_ERROR, since each keeps processors busy with more than the model knows.
         """
         best = predict(self._measured, groups)
         for limit in FINER_BYTES:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Option
 from cgx_ray.planner.cost import Network, check_seconds
-from cgx_ray.planner.legs import THREAD_S, EncodesOn, Leg, legs
+from cgx_ray.planner.legs import EncodesOn, Leg, legs, thread_s
 from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.scheme_costs import Overlap
 from cgx_ray.planner.timeline import Resource
@@ -212,7 +212,7 @@ def group_cost(
     numel        elements for which the cost is exact. Wire bytes count as proportional to the elements. That ignores
                  rounding up, and powersgd, whose bytes grow with the square root.
 
-    The time of one piece, which nothing hides, is left out. THREAD_S and the calls of the codec count as network time
+    The time of one piece, which nothing hides, is left out. `thread_s` and the calls of the codec count as network time
     even if a link is the busiest resource.
     """
     if network.num_workers == 1:
@@ -232,7 +232,7 @@ def group_cost(
     return GroupCost(
         compute_a_s=0.0 if is_beside else calls_s,
         compute_b_s_per_element=0.0 if is_beside else coded_s / numel,
-        network_a_s=THREAD_S + (calls_s if is_beside else 0.0),
+        network_a_s=thread_s(parts) + (calls_s if is_beside else 0.0),
         network_b_s_per_element=busiest.seconds / numel,
         lead_a_s=lead.hops_s,
         lead_b_s_per_element=max(lead.work_s, 0.0) / numel,

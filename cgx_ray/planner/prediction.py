@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
 from cgx_ray.errors import ConfigError
@@ -66,6 +66,11 @@ class Measured:
             return 1.0
         gain = self.gain.get(str(option), self.gain.get(str(option.codec)))
         return efficiency(gain) if gain is not None else None
+
+    def slowed(self, factor: float) -> Measured:
+        """Return the measurements with `factor` times the times of links and codecs."""
+        costs = {name: cost.slowed(factor) for name, cost in self.codec_costs.items()}
+        return replace(self, network=self.network.slowed(factor), codec_costs=costs)
 
     def cost_of(self, codec: CodecSpec) -> CodecCost:
         return codec_cost_of(self.codec_costs, codec)

@@ -12,7 +12,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Option, Scheme
 from cgx_ray.planner.cost import Link, Network, exchange_s
 from cgx_ray.planner.fusion import fuse
-from cgx_ray.planner.legs import THREAD_S
+from cgx_ray.planner.legs import MESSAGE_S, THREAD_S
 from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, group_cost
@@ -151,11 +151,11 @@ def test_encoding_holds_up_backward_or_the_network_but_not_both() -> None:
     assert held.compute_s(10**6) + held.alone_s(10**6) == pytest.approx(free.alone_s(10**6))
     # TOPK hides nothing of a single group. Of many, the longest of codec and link counts: here the codec, which waits
     # for the link after it has encoded.
-    hops_s = held.tail_s(10**6)
-    link_s = held.alone_s(10**6) - THREAD_S - hops_s
+    hops_s, thread_s = held.tail_s(10**6), THREAD_S + MESSAGE_S
+    link_s = held.alone_s(10**6) - thread_s - hops_s
     assert 0 < link_s < codec_s
-    assert held.network_s(10**6) == pytest.approx(THREAD_S + link_s)
-    assert free.network_s(10**6) == pytest.approx(THREAD_S + codec_s)
+    assert held.network_s(10**6) == pytest.approx(thread_s + link_s)
+    assert free.network_s(10**6) == pytest.approx(thread_s + codec_s)
     assert (free.lead_s(10**6), free.tail_s(10**6)) == pytest.approx((link_s + hops_s, link_s + hops_s))
 
 
@@ -165,7 +165,7 @@ def test_of_a_slow_link_encoding_is_the_lead_and_decoding_the_tail() -> None:
     cost = group_cost(TOPK, network=Network.flat(4, slow), codec_cost=CODEC)
     assert (cost.lead_a_s, cost.lead_b_s_per_element) == (0, pytest.approx(2e-9))
     assert cost.tail_b_s_per_element == pytest.approx(1e-9)
-    assert cost.network_a_s == pytest.approx(THREAD_S + 1e-4 + 3e-5)
+    assert cost.network_a_s == pytest.approx(THREAD_S + MESSAGE_S + 1e-4 + 3e-5)
     assert cost.gap_b_s_per_element == pytest.approx(0, abs=1e-18)
 
 
@@ -176,7 +176,7 @@ def test_of_an_overlapped_codec_and_network_the_slower_one_counts() -> None:
     fast = Link.from_rates(bandwidth_gbps=100, latency_ms=0.5)
     fast_link = group_cost(QSGD, network=Network.flat(4, fast), codec_cost=CODEC)
     assert fast_link.network_b_s_per_element == pytest.approx(3.75e-9)
-    assert fast_link.network_a_s == pytest.approx(THREAD_S + 4 * 1e-4 + 7 * 3e-5)
+    assert fast_link.network_a_s == pytest.approx(THREAD_S + 4 * 1e-4 + 7 * (MESSAGE_S + 3e-5))
     assert (fast_link.lead_a_s, fast_link.lead_b_s_per_element) == pytest.approx((0, 0), abs=1e-15)
     assert (fast_link.tail_a_s, fast_link.tail_b_s_per_element) == pytest.approx((2 * 5e-4, 0), abs=1e-15)
 

@@ -14,7 +14,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network, hierarchical_terms, terms
 from cgx_ray.planner.joint import MAX_ERROR, best_plan
-from cgx_ray.planner.legs import THREAD_S, exchange_stages
+from cgx_ray.planner.legs import MESSAGE_S, THREAD_S, exchange_stages
 from cgx_ray.planner.models import MODEL_NAMES, load_model
 from cgx_ray.planner.options import CodecCost, candidate_options
 from cgx_ray.planner.pipeline import Pipeline, cheapest, group_cost
@@ -265,9 +265,9 @@ def test_a_hierarchical_group_is_summed_inside_exchanged_between_and_shared_insi
     coded_s = {intra: sum(s.busy_s.get(Resource.CODEC, 0) for s in parts) for intra, parts in stages.items()}
     # Between nodes 2 + 3 calls on a quarter of the group; inside 4 + 7 calls on all of it.
     between_s = 2 * 3e-5 + 3 * 1e-5 + numel / 4 * (5e-10 + 1.5 * 2e-10)
-    assert coded_s[Intra.DENSE] == pytest.approx(THREAD_S + between_s)
+    assert coded_s[Intra.DENSE] == pytest.approx(THREAD_S + 3 * MESSAGE_S + between_s)
     inside_s = coded_s[Intra.COMPRESSED] - coded_s[Intra.DENSE]
-    assert inside_s == pytest.approx(4 * 3e-5 + 7 * 1e-5 + numel * (5e-10 + 1.75 * 2e-10))
+    assert inside_s == pytest.approx(4 * 3e-5 + 7 * (MESSAGE_S + 1e-5) + numel * (5e-10 + 1.75 * 2e-10))
 
 
 def test_the_cheapest_option_for_a_group_is_the_one_of_least_latency_then_the_one_of_fewest_bytes() -> None:

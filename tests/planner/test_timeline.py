@@ -15,7 +15,7 @@ from cgx_ray.bench.planner_cases import random_pipeline
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, PIECE_BYTES, CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.legs import THREAD_S, Leg, exchange_stages, legs
+from cgx_ray.planner.legs import MESSAGE_S, THREAD_S, Leg, exchange_stages, legs, thread_s
 from cgx_ray.planner.options import FREE, CodecCost, candidate_options
 from cgx_ray.planner.pipeline import GroupEnd
 from cgx_ray.planner.scheme_costs import Overlap
@@ -313,8 +313,10 @@ PIECE_NUMEL = PIECE_BYTES // 2  # of bf16
 COST = CodecCost(encode_a_s=1e-6, encode_b_s_per_element=1e-9, decode_a_s=5e-7, decode_b_s_per_element=5e-10)
 
 
-def stages_of(option: Option, numel: int, world_size: int = 4) -> tuple[Stage, ...]:
-    network = Network.flat(world_size, Link.from_rates(bandwidth_gbps=2, latency_ms=1))
+FLAT = Network.flat(4, Link.from_rates(bandwidth_gbps=2, latency_ms=1))
+
+
+def stages_of(option: Option, numel: int, network: Network = FLAT) -> tuple[Stage, ...]:
     return exchange_stages(option, network, COST if option != DENSE else FREE, numel)
 
 
@@ -329,7 +331,7 @@ def test_sra_lasts_as_long_as_codec_or_network_and_a_piece_more() -> None:
     assert [(own.name, own.overlaps) for own in stages] == [("encode", False), ("exchange", True), ("decode", True)]
     assert busy_s(stages, Resource.INTER) == pytest.approx(numel * 3 * 4e-9)
     codec_s = 4e-6 + numel * 1e-9 + 7 * 5e-7 + 1.75 * numel * 5e-10
-    assert busy_s(stages, Resource.CODEC) == pytest.approx(THREAD_S + codec_s)
+    assert busy_s(stages, Resource.CODEC) == pytest.approx(THREAD_S + 7 * MESSAGE_S + codec_s)
     piece_s = 1e-6 + PIECE_NUMEL * 1e-9 + 5e-7 + PIECE_NUMEL * 5e-10
     assert alone_s(stages) == pytest.approx(numel * 3 * 4e-9 + 2e-3 + piece_s)
 
@@ -338,7 +340,7 @@ def test_allgather_decodes_all_but_the_last_message_while_they_come() -> None:
     numel = 1 << 20
     stages = stages_of(Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER), numel)
     assert [(own.name, own.overlaps) for own in stages] == [("encode", False), ("exchange", False), ("decode", True)]
-    encode_s, decode_s = THREAD_S + 1e-6 + numel * 1e-9, 4 * (5e-7 + numel * 5e-10)
+    encode_s, decode_s = THREAD_S + 4 * MESSAGE_S + 1e-6 + numel * 1e-9, 4 * (5e-7 + numel * 5e-10)
     assert (stages[0].duration_s, stages[2].busy_s[Resource.CODEC]) == pytest.approx((encode_s, decode_s))
     assert busy_s(stages, Resource.INTER) < decode_s
     assert alone_s(stages) == pytest.approx(encode_s + decode_s + 1e-3 + decode_s / 4)
@@ -356,7 +358,8 @@ def test_schemes_of_hops_hide_all_but_a_piece_of_the_shorter_of_codec_and_networ
     for num_pieces in (8, 1):
         numel = num_chunks * num_pieces * PIECE_NUMEL
         stages = stages_of(option, numel)
-        network_s, codec_s = busy_s(stages, Resource.INTER), busy_s(stages, Resource.CODEC) - THREAD_S
+        own_s = thread_s(legs(option, FLAT, numel))
+        network_s, codec_s = busy_s(stages, Resource.INTER), busy_s(stages, Resource.CODEC) - own_s
         assert network_s == pytest.approx(numel * crossed_bytes * 4e-9)
         assert 0 < codec_s < network_s
         assert alone_s(stages) == pytest.approx(network_s + codec_s / num_pieces + hops * 1e-3)
@@ -365,7 +368,7 @@ def test_schemes_of_hops_hide_all_but_a_piece_of_the_shorter_of_codec_and_networ
 def test_one_worker_and_dense_groups_overlap_nothing() -> None:
     stages = stages_of(DENSE, 1000)
     assert [(own.name, own.overlaps) for own in stages] == [("encode", False), ("exchange", False), ("decode", False)]
-    alone = stages_of(Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA), 1000, world_size=1)
+    alone = stages_of(Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA), 1000, Network.flat(1, FLAT.between))
     assert [stage.duration_s for stage in alone] == [0, 0, 0]
 
 
@@ -398,8 +401,12 @@ def leg_s(leg: Leg) -> float:
 def test_a_single_group_takes_as_long_as_its_legs_and_at_most_the_threads_work_more(option: Option) -> None:
     for numel in (1_000, 1_000_000, 50_000_000):
         played_s = alone_s(exchange_stages(option, NODES, COST, numel))
-        expected_s = sum(leg_s(leg) for leg in legs(option, NODES, numel))
-        assert expected_s * (1 - 1e-9) <= played_s <= (expected_s + THREAD_S) * (1 + 1e-9), (played_s, expected_s)
+        parts = legs(option, NODES, numel)
+        expected_s = sum(map(leg_s, parts))
+        assert expected_s * (1 - 1e-9) <= played_s <= (expected_s + thread_s(parts)) * (1 + 1e-9), (
+            played_s,
+            expected_s,
+        )
 
 
 @pytest.mark.parametrize("option", candidate_options([0.01]), ids=str)
@@ -413,12 +420,9 @@ def test_many_equal_groups_take_the_busiest_resource_and_what_nothing_hides_of_o
 
 def test_encoding_where_backward_runs_takes_compute_too() -> None:
     option = Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA)
-    network = Network.flat(4, Link.from_rates(bandwidth_gbps=2, latency_ms=1))
-    beside, held = (
-        exchange_stages(option, network, COST, 1 << 20, encodes_on=where) for where in ("thread", "backward")
-    )
+    beside, held = (exchange_stages(option, FLAT, COST, 1 << 20, encodes_on=where) for where in ("thread", "backward"))
     assert busy_s(beside, Resource.COMPUTE) == 0
-    assert busy_s(held, Resource.COMPUTE) == pytest.approx(busy_s(held, Resource.CODEC) - THREAD_S)
+    assert busy_s(held, Resource.COMPUTE) == pytest.approx(busy_s(held, Resource.CODEC) - THREAD_S - 7 * MESSAGE_S)
     assert busy_s(held, Resource.CODEC) == busy_s(beside, Resource.CODEC)
-    dense = exchange_stages(DENSE, network, FREE, 1 << 20, encodes_on="backward")
+    dense = exchange_stages(DENSE, FLAT, FREE, 1 << 20, encodes_on="backward")
     assert all(Resource.COMPUTE not in own.busy_s for own in dense)
