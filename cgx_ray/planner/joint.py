@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DENSE, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Intra, Layer, Option, Scheme
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, DENSE, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Intra, Layer, Option, Scheme
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 from cgx_ray.planner.search import search
@@ -24,8 +25,9 @@ MAX_ERROR = 0.01
 SLACK = 1.5
 # Share by which such a plan may be longer, as measured.
 SLACK_COST = 0.002
-# Largest groups, in bytes of gradient, of the plans that are simulated besides the answer of the search.
-FINER_BYTES = (16 << 20, 4 << 20, 1 << 20)
+# Largest groups, in bytes of gradient, of plans that are simulated besides the answer of the search. The first is
+# preferred: the engine overlaps several groups better than the pieces of one, which the model takes for perfect.
+FINER_BYTES = (DEFAULT_GROUP_BYTES, 4 << 20, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,16 +230,17 @@ class _Chain:
         )
 
     def best_simulated(self, groups: Sequence[PlannedGroup]) -> Prediction:
-        """Return the best prediction of `groups`, and of `groups` cut into parts of at most each of FINER_BYTES.
+        """Return the best prediction of `groups`, cut into parts of at most each of FINER_BYTES or as they are.
 
-        Smaller groups must gain more than MAX_ERROR, since each keeps processors busy with more than the model knows.
+        Others than the first must gain more than MAX_ERROR: smaller groups keep processors busy with more than the
+        model knows.
         """
-        best = predict(self._measured, groups)
-        for limit in FINER_BYTES:
-            finer = predict(self._measured, [part for group in groups for part in self._parts(group, limit)])
-            if finer.score < best.score * (1 - MAX_ERROR):
-                best = finer
-        return best
+        preferred, *others = (
+            predict(self._measured, [part for group in groups for part in self._parts(group, limit)])
+            for limit in (*FINER_BYTES, sys.maxsize)
+        )
+        best = min(others, key=lambda plan: plan.score)
+        return best if best.score < preferred.score * (1 - MAX_ERROR) else preferred
 
     def _parts(self, group: PlannedGroup, limit: int) -> Iterator[PlannedGroup]:
         """Yield `group` cut into parts of at most `limit` bytes, as far as layers allow."""
