@@ -35,8 +35,8 @@ Stretch = tuple[float, int]
 class AdaptRun:
     """One run of a case, judged by the truth.
 
-    regret       seconds over those of the best plan of each moment, for the same progress, less 1
-    over_static  seconds over those of the best single plan
+    regret       progress of the best plan of each moment, in the same time, over that of the run, less 1
+    over_static  progress of the best single plan over that of the run
     slow_share   share of the time under plans more than 3 % slower than dense
     answers      seconds and steps from each change until the plan in force was within 5 % of the best
     slow_stretch longest time on end under plans more than 3 % slower than dense
@@ -102,10 +102,10 @@ def _judge(case: AdaptCase, run: SimulatedRun, seed: int, dense: Groups) -> Adap
         state: [groups for groups in candidates if _keeps_enough(case, cluster, groups, state)] for state in states
     }
     best = {state: min(cluster.score(groups, state) for groups in allowed[state]) for state in states}
-    progress = {state: math.fsum(step.efficiency for step in steps if step.state == state) for state in states}
-    total_s = math.fsum(step.step_s for step in steps)
-    static_s = min(
-        math.fsum(progress[state] * cluster.score(groups, state) for state in states)
+    time_s = {state: math.fsum(step.step_s for step in steps if step.state == state) for state in states}
+    progress = math.fsum(step.efficiency for step in steps)
+    static = max(
+        math.fsum(time_s[state] / cluster.score(groups, state) for state in states)
         for groups in candidates
         if all(groups in allowed[state] for state in states)
     )
@@ -122,12 +122,13 @@ def _judge(case: AdaptCase, run: SimulatedRun, seed: int, dense: Groups) -> Adap
         is_near = score(step.plan.version, step.state) <= ANSWERED * best[step.state]
         return is_near and _keeps_enough(case, cluster, groups, step.state)
 
+    slow_s = math.fsum(step.step_s for step in steps if is_slow(step.plan.version, step.state))
     return AdaptRun(
         seed=seed,
         num_switches_per_min=60 * sum(not isinstance(one, Keep) for _, one in run.decisions) / run.now_s,
-        regret=total_s / math.fsum(progress[state] * best[state] for state in states) - 1,
-        over_static=total_s / static_s,
-        slow_share=math.fsum(step.step_s for step in steps if is_slow(step.plan.version, step.state)) / total_s,
+        regret=math.fsum(time_s[state] / best[state] for state in states) / progress - 1,
+        over_static=static / progress,
+        slow_share=slow_s / math.fsum(time_s.values()),
         answers=_answers(run.steps, is_answered),
         slow_stretch=max(_stretches(steps, lambda step: is_slow(step.plan.version, step.state)), default=(0.0, 0)),
         num_false=sum(

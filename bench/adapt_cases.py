@@ -151,7 +151,7 @@ CASES = (
     AdaptCase(name="drop", schedule=_then(_FAST, _SLOW), answer=(5, 10)),
     AdaptCase(
         name="recovery",
-        schedule=_then(replace(BASE, gbps=0.02), replace(BASE, gbps=5.0)),
+        schedule=_then(replace(BASE, gbps=0.1), _FAST),
         options=tuple(option for option in _TOP_K if option.codec.name in ("none", "topk")),
         gain={"topk:density=0.01": 0.9},
         answer=(3, 20),
@@ -159,8 +159,10 @@ CASES = (
     AdaptCase(name="sine", schedule=_sine(0.1, 5.0, 120.0), seconds=360.0, goals={"regret": "<= 0.1"}),
     AdaptCase(
         name="flapping",
-        schedule=_flapping(replace(BASE, gbps=10.0), replace(BASE, gbps=0.1), 10.0),
+        schedule=_flapping(_FAST, replace(BASE, gbps=0.3), 10.0),
         seconds=300.0,
+        # Until then it has seen too few changes to know that they go back and forth.
+        judged_from_step=150,
         goals={"switches": "<= 3", "over_best_static": "<= 1"},
     ),
     AdaptCase(name="latency", schedule=_then(_FAST, replace(_FAST, latency_ms=30.0)), answer=(5, 10)),

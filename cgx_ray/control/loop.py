@@ -19,14 +19,18 @@ for twice as long. A codec whose gain fell by more than GAIN_CHANGE while it was
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+from cgx_ray.control.choice import Outlook
+from cgx_ray.control.evidence import Evidence, Verdict, verdict
+from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
-from cgx_ray.control.network_change import network_cause
-from cgx_ray.control.outcome import PendingOutcome
+from cgx_ray.control.measured import is_dense
 from cgx_ray.control.policy import (
     MAX_SLOWDOWN,
     Decision,
@@ -41,11 +45,15 @@ from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan, make_plan, options_of
 from cgx_ray.planner.options import CodecCost
-from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
+from cgx_ray.planner.prediction import Measured, groups_of, predict
 
-# Steps after a decision before the policy is asked again without any other cause. Rare enough to cost nothing, frequent
-# enough to follow slow trends.
-REVIEW_STEPS = 100
+
+class _Moment(NamedTuple):
+    """Step after which the loop decides, its time by this process's clock, and by that of the node that reported it."""
+
+    step: int
+    now_s: float
+    time_s: float
 
 
 class ControlLoop:
@@ -81,7 +89,8 @@ class ControlLoop:
             version = self.plans[-1].version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))
         self.layers = tuple(layers)
-        self._state = WorkerGroupState(layers, self.plans[-1], codec_costs)
+        dense = make_plan(layers, version=0, world_size=first_plan.world_size, group_bytes=self._group_bytes)
+        self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs)
         return self.plans[-1]
 
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:
@@ -96,7 +105,9 @@ class ControlLoop:
         for step in state.add_report(sample, now_s):
             if not state.add_step(step, now_s):
                 continue
-            decision = self._judge(state, step, sample.time_s) or self._decide(state, step, sample.time_s)
+            at = _Moment(step.step, now_s, sample.time_s)
+            self._write_outcome(state, step, at)
+            decision = self._guard(state, at) or self._decide(state, at) or self._compare(state, at)
             if decision is not None:
                 decisions.append(decision)
         return decisions
@@ -117,94 +128,165 @@ class ControlLoop:
         assert self._state is not None
         return self._state.facts()
 
-    def _decide(self, state: WorkerGroupState, step: JoinedStep, time_s: float) -> Decision | None:
-        """Ask the policy if there is a cause."""
+    def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: _Moment) -> None:
+        """Compare the last decision's prediction with measured steps, once there are enough, and learn from them."""
+        outcome = state.pending
+        if outcome is None or not outcome.add(step):
+            return
+        self._journal.write(outcome_entry(outcome, version=step.plan_version, step=at.step, time_s=at.time_s))
+        state.end_outcome(outcome, at.now_s)
+
+    def _guard(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+        """Keep the promise: leave a plan that is slower than dense. End an excursion that was long enough."""
+        if state.excursion is not None:
+            return self._end_excursion(state, state.excursion, at)
+        slowdown = state.slowdown()
+        if slowdown is None or state.decided is None:
+            return None
+        if verdict(slowdown, MAX_SLOWDOWN) is not Verdict.SLOW:
+            return None
+        return self._disable(state, state.plan, slowdown, at)
+
+    def _compare(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+        """Measure some dense steps if those so far do not tell whether the plan is slower than dense."""
+        slowdown = state.slowdown() if state.excursion is None and state.decided is not None else None
+        if slowdown is None or not state.grants_comparison(slowdown):
+            return None
+        state.learn(at.now_s)
+        measured = state.known()
+        state.excursion = Excursion(home=state.plan, record=state.record)
+        decision = Replace(
+            plan=replace(state.dense_plan, version=state.plan.version + 1),
+            reason=f"compare with dense: measured {_beside_dense(slowdown)} for the same progress",
+            predicted=predict(measured, state.dense_groups),
+            dense_s=state.dense_s(measured),
+        )
+        return self._apply(state, decision, measured, at)
+
+    def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _Moment) -> Decision | None:
+        """Return to the plan before the excursion, or leave it for good, once there are enough steps."""
         measured = state.measured()
-        cause = _cause(state, step.step, measured) if measured is not None else None
+        if len(state.record.window) < EXCURSION_STEPS or measured is None:
+            return None
+        state.excursion = None
+        decision: Decision | None = None
+        if excursion.codec is None:
+            reason = "dense is measured"
+            slowdown = state.slowdown_of(excursion.record)
+            if verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW:
+                return self._disable(state, excursion.home, slowdown, at)
+        else:
+            reason = f"{excursion.codec} is timed"
+            state.learn_trial(excursion.codec)
+            decision = self._ask(state, reason, excursion.home, measured, at)
+        if not isinstance(decision, Replace):
+            predicted = predict(measured, groups_of(excursion.home, self.layers))
+            decision = Replace(
+                plan=replace(excursion.home, version=state.plan.version + 1),
+                reason=f"{reason}: back to {describe_options(predicted)}",
+                predicted=predicted,
+                dense_s=state.dense_s(measured),
+            )
+            return self._apply(state, decision, measured, at, ended=excursion)
+        return self._apply(state, decision, measured, at, is_planned=True)
+
+    def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _Moment) -> Decision:
+        """Go back to dense and ban the options of `failed`."""
+        state.learn(at.now_s)
+        state.errors.remember_longer()
+        # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
+        measured = state.known()
+        groups = groups_of(failed, self.layers)
+        ban_s = state.setbacks.add_slow_plan(groups, at.step, at.now_s)
+        predicted = predict(measured, groups)
+        name = describe_options(predicted)
+        state.failed = name
+        plan = state.plan if is_dense(state.plan) else replace(state.dense_plan, version=state.plan.version + 1)
+        decision = Disable(
+            plan=plan,
+            reason=f"{name} was {_beside_dense(slowdown)} for the same progress; dense takes "
+            f"{state.dense_s(measured):.3f} s per step on this network; these options are banned for {ban_s:.0f} s",
+            predicted=predict(measured, state.dense_groups),
+            dense_s=state.dense_s(measured),
+        )
+        return self._apply(state, decision, measured, at)
+
+    def _decide(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+        """Ask the policy if there is a cause, and time a codec if it changes nothing."""
+        measured = state.measured()
+        cause = state.cause(at.step, at.now_s, measured) if measured is not None else None
         if measured is None or cause is None:
             return None
-        banned = state.setbacks.banned(step.step)
-        decision = self._policy.decide(Situation(cause=cause, plan=state.plan, measured=measured, banned=banned))
+        state.learn(at.now_s)
+        measured = state.measured()
+        assert measured is not None
+        decision = self._ask(state, cause, state.plan, measured, at)
+        if decision is None or (isinstance(decision, Replace) and state.needs_dense_steps(decision)):
+            return None
+        if isinstance(decision, Keep):
+            decision = self._codec_trial(state, decision, measured, at) or decision
+        return self._apply(state, decision, measured, at, is_planned=True)
+
+    def _ask(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _Moment) -> Decision | None:
+        """Return the policy's decision on `plan`: that in force, or the one before an excursion."""
+        decision = self._policy.decide(self._situation(state, cause, plan, measured, at))
         if isinstance(decision, Replace):
             # A codec's true gain is only known while it is in use. Unused, its estimate would bring it straight back.
             fallen = state.fallen_codecs(measured)
-            state.setbacks.add_gain_fall((option for codec in fallen for option in options_of(codec)), step.step)
-        if decision is not None:
-            self._apply(state, decision, step.step, measured, time_s)
+            options = (option for codec in fallen for option in options_of(codec))
+            state.setbacks.add_gain_fall(options, at.step, at.now_s)
         return decision
 
-    def _judge(self, state: WorkerGroupState, step: JoinedStep, time_s: float) -> Decision | None:
-        """Compare the last decision's prediction with its outcome, once enough steps are measured."""
-        outcome = state.pending
-        if outcome is None or not outcome.add(step):
-            return None
-        state.pending = None
-        self._journal.write(outcome_entry(outcome, version=step.plan_version, step=step.step, time_s=time_s))
-        if not outcome.options:
-            return None
-        state.correct_codec_times(measured_s=outcome.codec_s, predicted_s=outcome.decision.predicted.codec_s)
-        return self._disable_if_slow(state, outcome, step.step, time_s)
-
-    def _disable_if_slow(
-        self, state: WorkerGroupState, outcome: PendingOutcome, step: int, time_s: float
-    ) -> Decision | None:
-        """Go back to dense if the measured steps are more than 3 % slower."""
-        # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
-        measured = state.measured() or state.decided
-        assert measured is not None
-        plan, dense = self._dense_plan(state, measured)
-        dense_s = state.measured_dense_s(measured, dense)
-        verb = "takes"
-        if dense_s is None:
-            dense_s, verb = dense.step_s, "is predicted to take"
-        if outcome.step_s <= MAX_SLOWDOWN * dense_s:
-            return None
-        pause_steps = state.setbacks.add_slow_plan(outcome.options, step)
-        decision = Disable(
+    def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _Moment) -> Situation:
+        banned = state.setbacks.banned(at.step, at.now_s)
+        plan = replace(plan, version=state.plan.version)
+        return Situation(
+            cause=cause,
             plan=plan,
-            reason=f"{describe_options(outcome.decision.predicted)} took {outcome.step_s:.3f} s per step, dense {verb} "
-            f"{dense_s:.3f} s on this network; only dense for {pause_steps} steps, these options banned for "
-            f"{2 * pause_steps}",
-            predicted=dense,
-            dense_s=dense.step_s,
+            outlook=Outlook(now=measured, states=state.states(measured), errors=state.errors),
+            dwell_s=state.links.dwell_s,
+            switch_s=state.switch_s,
+            banned=banned,
         )
-        self._apply(state, decision, step, measured, time_s)
+
+    def _codec_trial(self, state: WorkerGroupState, kept: Keep, measured: Measured, at: _Moment) -> Replace | None:
+        """Return a plan that times a codec in use, if its told times may be what keeps it out of the best plan."""
+        codec = self._policy.codec_to_time(self._situation(state, kept.reason, state.plan, measured, at), kept)
+        trial = trial_of(codec, measured, kept.predicted) if codec is not None else None
+        if trial is None:
+            return None
+        state.excursion = Excursion(home=state.plan, record=state.record, codec=codec)
+        return Replace(
+            plan=trial.plan(version=state.plan.version + 1, world_size=state.plan.world_size),
+            reason=f"{kept.reason}; time {codec} in one layer",
+            predicted=trial,
+            dense_s=kept.dense_s,
+        )
+
+    def _apply(
+        self,
+        state: WorkerGroupState,
+        decision: Decision,
+        measured: Measured,
+        at: _Moment,
+        *,
+        is_planned: bool = False,
+        ended: Excursion | None = None,
+    ) -> Decision:
+        """Put `decision` in force and write it down. The last two arguments are those of `WorkerGroupState.apply`."""
+        old = state.plan
+        state.apply(decision, measured, at.step, at.now_s, is_planned=is_planned, ended=ended)
+        if state.plan is not old:
+            self.plans.append(state.plan)
+        self._journal.write(
+            decision_entry(decision, old=old, new=state.plan, measured=measured, step=at.step, time_s=at.time_s)
+        )
         return decision
 
-    def _apply(self, state: WorkerGroupState, decision: Decision, step: int, measured: Measured, time_s: float) -> None:
-        old = state.plan
-        state.apply(decision, measured, step)
-        if not isinstance(decision, Keep):
-            self.plans.append(decision.plan)
-        self._journal.write(
-            decision_entry(decision, old=old, new=state.plan, measured=measured, step=step, time_s=time_s)
-        )
 
-    def _dense_plan(self, state: WorkerGroupState, measured: Measured) -> tuple[Plan, Prediction]:
-        """Return the next plan if it is dense, and its prediction.
-
-        Its groups are those of the last dense plan, since their steps were measured.
-        """
-        version = state.plan.version + 1
-        plan = state.last_dense_plan
-        if plan is None:
-            world_size = state.plan.world_size
-            plan = make_plan(self.layers, version=version, world_size=world_size, group_bytes=self._group_bytes)
-        return replace(plan, version=version), predict(measured, groups_of(plan, self.layers))
-
-
-def _cause(state: WorkerGroupState, step: int, measured: Measured) -> str | None:
-    """Return in words why to decide after `step`, or None."""
-    if state.pending is not None:
-        return None
-    if state.decided is None:
-        return "first measurements"
-    cause = network_cause(state.decided.network.between, measured.network.between)
-    if cause is not None:
-        return cause
-    if step < state.setbacks.pause_end:
-        return None
-    cause = state.gains.cause(state.decided.gain)
-    if cause is None and step >= state.decision_step + REVIEW_STEPS:
-        return "regular review"
-    return cause
+def _beside_dense(slowdown: Evidence) -> str:
+    """Return such as "12 % slower than dense"."""
+    ratio = math.exp(slowdown.mean)
+    if ratio >= 2:
+        return f"{ratio:.1f} times as slow as dense"
+    return f"{abs(ratio - 1):.0%} {'slower' if ratio >= 1 else 'faster'} than dense"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.prediction import Measured, PlannedGroup
 
 # Assumed link between two ranks that share memory, since trainings do not measure it: 100 MB among 4 ranks took 90 ms
 # on 2 cores (LOG.md).
@@ -56,6 +58,13 @@ def layer_times(layers: Sequence[Layer], plan: Plan, ready_s: Sequence[float]) -
     return forward_s + seconds[0], *seconds[1:]
 
 
+def at_compute(measured: Measured, compute_s: float) -> Measured:
+    """Return `measured` with all compute times scaled, so that a step's compute takes `compute_s`."""
+    factor = compute_s / measured.compute_s
+    backward_s = tuple(factor * seconds for seconds in measured.backward_s)
+    return replace(measured, backward_s=backward_s, after_s=factor * measured.after_s)
+
+
 def network_of(world_size: int, num_local: int, between: Link) -> Network:
     """Return the network of nodes with `num_local` ranks each.
 
@@ -69,3 +78,12 @@ def network_of(world_size: int, num_local: int, between: Link) -> Network:
 def slowed(cost: CodecCost, factor: float) -> CodecCost:
     """Return `cost` with all times multiplied by `factor`."""
     return CodecCost(**{name: getattr(cost, name) * factor for name in CodecCost.__slots__})
+
+
+def dense_shares(groups: Sequence[PlannedGroup]) -> dict[Option, float]:
+    """Return each option's share of the dense bytes."""
+    whole = sum(group.dense_bytes for group in groups)
+    shares: dict[Option, float] = {}
+    for group in groups:
+        shares[group.option] = shares.get(group.option, 0.0) + group.dense_bytes / whole
+    return shares
