@@ -19,7 +19,6 @@ for twice as long. A codec whose gain fell by more than GAIN_CHANGE while it was
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -28,13 +27,12 @@ from cgx_ray.control.choice import Outlook
 from cgx_ray.control.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
+from cgx_ray.control.guard import beside_dense, disable, replace_by_dense, return_home
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
-from cgx_ray.control.measured import is_dense
 from cgx_ray.control.policy import (
     MAX_SLOWDOWN,
     Decision,
-    Disable,
     Keep,
     Policy,
     Replace,
@@ -141,75 +139,49 @@ class ControlLoop:
         if state.excursion is not None:
             return self._end_excursion(state, state.excursion, at)
         slowdown = state.slowdown()
-        if slowdown is None or state.decided is None:
+        if slowdown is None or verdict(slowdown, MAX_SLOWDOWN) is not Verdict.SLOW:
             return None
-        if verdict(slowdown, MAX_SLOWDOWN) is not Verdict.SLOW:
-            return None
+        state.learn(at.now_s)
         return self._disable(state, state.plan, slowdown, at)
 
     def _compare(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
         """Measure some dense steps if those so far do not tell whether the plan is slower than dense."""
-        slowdown = state.slowdown() if state.excursion is None and state.decided is not None else None
-        if slowdown is None or not state.grants_comparison(slowdown):
+        slowdown = state.slowdown()
+        if slowdown is None or not state.experience.grants_comparison(slowdown, state.known()):
             return None
         state.learn(at.now_s)
-        measured = state.known()
-        state.excursion = Excursion(home=state.plan, record=state.record)
-        decision = Replace(
-            plan=replace(state.dense_plan, version=state.plan.version + 1),
-            reason=f"compare with dense: measured {_beside_dense(slowdown)} for the same progress",
-            predicted=predict(measured, state.dense_groups),
-            dense_s=state.dense_s(measured),
-        )
-        return self._apply(state, decision, measured, at)
+        decision = replace_by_dense(state, f"compare with dense: measured {beside_dense(slowdown)}")
+        state.excursion = Excursion(home=state.plan, record=state.experience.record)
+        return self._apply(state, decision, state.known(), at)
 
     def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _Moment) -> Decision | None:
         """Return to the plan before the excursion, or leave it for good, once there are enough steps."""
         measured = state.measured()
-        if len(state.record.window) < EXCURSION_STEPS or measured is None:
+        if len(state.experience.record.window) < EXCURSION_STEPS or measured is None:
             return None
         state.excursion = None
-        decision: Decision | None = None
         if excursion.codec is None:
-            reason = "dense is measured"
-            slowdown = state.slowdown_of(excursion.record)
+            slowdown = state.experience.slowdown(excursion.record, measured)
             if verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW:
                 return self._disable(state, excursion.home, slowdown, at)
         else:
-            reason = f"{excursion.codec} is timed"
-            state.learn_trial(excursion.codec)
-            decision = self._ask(state, reason, excursion.home, measured, at)
-        if not isinstance(decision, Replace):
-            predicted = predict(measured, groups_of(excursion.home, self.layers))
-            decision = Replace(
-                plan=replace(excursion.home, version=state.plan.version + 1),
-                reason=f"{reason}: back to {describe_options(predicted)}",
-                predicted=predicted,
-                dense_s=state.dense_s(measured),
-            )
-            return self._apply(state, decision, measured, at, ended=excursion)
-        return self._apply(state, decision, measured, at, is_planned=True)
+            state.experience.learn_trial(excursion.codec, measured)
+            measured = state.known()
+            decision = self._ask(state, f"{excursion.codec} is timed", excursion.home, measured, at)
+            if isinstance(decision, Replace):
+                return self._apply(state, decision, measured, at, is_planned=True)
+        return self._apply(state, return_home(state, excursion), measured, at, ended=excursion)
 
     def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _Moment) -> Decision:
         """Go back to dense and ban the options of `failed`."""
-        state.learn(at.now_s)
-        state.errors.remember_longer()
-        # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
-        measured = state.known()
+        state.experience.errors.remember_longer()
         groups = groups_of(failed, self.layers)
         ban_s = state.setbacks.add_slow_plan(groups, at.step, at.now_s)
-        predicted = predict(measured, groups)
-        name = describe_options(predicted)
-        state.failed = name
-        plan = state.plan if is_dense(state.plan) else replace(state.dense_plan, version=state.plan.version + 1)
-        decision = Disable(
-            plan=plan,
-            reason=f"{name} was {_beside_dense(slowdown)} for the same progress; dense takes "
-            f"{state.dense_s(measured):.3f} s per step on this network; these options are banned for {ban_s:.0f} s",
-            predicted=predict(measured, state.dense_groups),
-            dense_s=state.dense_s(measured),
-        )
-        return self._apply(state, decision, measured, at)
+        # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
+        measured = state.known()
+        state.failed = describe_options(predict(measured, groups))
+        reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
+        return self._apply(state, disable(state, reason), measured, at)
 
     def _decide(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
@@ -243,7 +215,7 @@ class ControlLoop:
         return Situation(
             cause=cause,
             plan=plan,
-            outlook=Outlook(now=measured, states=state.states(measured), errors=state.errors),
+            outlook=Outlook(now=measured, states=state.states(measured), errors=state.experience.errors),
             dwell_s=state.links.dwell_s,
             switch_s=state.switch_s,
             banned=banned,
@@ -255,7 +227,7 @@ class ControlLoop:
         trial = trial_of(codec, measured, kept.predicted) if codec is not None else None
         if trial is None:
             return None
-        state.excursion = Excursion(home=state.plan, record=state.record, codec=codec)
+        state.excursion = Excursion(home=state.plan, record=state.experience.record, codec=codec)
         return Replace(
             plan=trial.plan(version=state.plan.version + 1, world_size=state.plan.world_size),
             reason=f"{kept.reason}; time {codec} in one layer",
@@ -282,11 +254,3 @@ class ControlLoop:
             decision_entry(decision, old=old, new=state.plan, measured=measured, step=at.step, time_s=at.time_s)
         )
         return decision
-
-
-def _beside_dense(slowdown: Evidence) -> str:
-    """Return such as "12 % slower than dense"."""
-    ratio = math.exp(slowdown.mean)
-    if ratio >= 2:
-        return f"{ratio:.1f} times as slow as dense"
-    return f"{abs(ratio - 1):.0%} {'slower' if ratio >= 1 else 'faster'} than dense"

@@ -23,7 +23,7 @@ def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_more_and_more_ra
     assert isinstance(second, Disable)
     assert run.loop.plans[-1].describe() == "dense"
     assert "times as slow as dense for the same progress" in second.reason
-    assert "these options are banned for 300 s" in second.reason
+    assert "its options are banned for 300 s" in second.reason
     ends = [run.step]
     while run.step < 6000:
         ends += [run.step for decision in run.run(1) if isinstance(decision, Disable)]
