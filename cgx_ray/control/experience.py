@@ -83,10 +83,16 @@ class Experience:
         self.record.window.append(PairedStep(step.step_s, step.codec_s, log_ratio, over_dense))
         return step.step_s / predicted.step_s
 
+    def network_changed(self, now_s: float) -> None:
+        """Forget what steps said in the last seconds, while predictions were made for the network before."""
+        self.record.window.clear()
+        self.errors.network_changed(now_s)
+
     def learn(self, measured: Measured, now_s: float) -> list[CodecSpec]:
         """Learn the errors of the plan in force; return the codecs that were never timed in steps before."""
         window = self.record.window
-        if len(window) < MIN_STEPS:
+        # Of dense, which all plans are compared with, each step counts.
+        if len(window) < (1 if is_dense(self.plan) else MIN_STEPS):
             return []
         self.errors.forget_old(now_s)
         before = predict(measured, self._groups)

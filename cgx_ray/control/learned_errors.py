@@ -7,15 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 
 from cgx_ray.control.measured import dense_shares, slowed
-from cgx_ray.plan import CodecSpec, Option
+from cgx_ray.plan import DENSE, CodecSpec, Option
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import PlannedGroup
 
 # Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed. They
 # double with each plan that was slower than dense, since a trial costs slow steps.
 MEMORY_S = 600.0
+# Seconds before the notice of another network in which errors may have been learned from it: a change is noticed after
+# 2 to 5 s, a slow drift later.
+LATE_NOTICE_S = 15.0
 # Steps that an earlier error counts as when new steps are added to it.
-EARLIER_STEPS = 2.0
+EARLIER_STEPS = 1.0
 # Largest factor by which one outcome corrects a codec's times. They may be told 300 times too long.
 MAX_CODEC_CORRECTION = 1000.0
 
@@ -32,6 +35,8 @@ class LearnedErrors:
         self._memory_s = MEMORY_S
         # By option, the logarithm of its error and the time at which it was measured last.
         self._steps: dict[Option, tuple[float, float]] = {}
+        # Errors before each time that something was learned, oldest first, for as long as that may be undone.
+        self._before: list[tuple[float, dict[Option, tuple[float, float]]]] = []
         # By codec, the logarithm of its measured over its told time.
         self._codecs: dict[str, float] = {}
 
@@ -44,12 +49,21 @@ class LearnedErrors:
 
     def learn_step(self, groups: Sequence[PlannedGroup], log_ratio: float, num_steps: int, now_s: float) -> None:
         """Add `num_steps` steps, whose measured over predicted seconds have the mean logarithm `log_ratio`."""
+        recent = [one for one in self._before if one[0] >= now_s - LATE_NOTICE_S]
+        self._before = [*recent, (now_s, dict(self._steps))]
         shares = dense_shares(groups)
         before = {option: self._log(option) for option in shares}
         miss = log_ratio - math.fsum(share * before[option] for option, share in shares.items())
         weight = num_steps / (num_steps + EARLIER_STEPS) / math.fsum(share**2 for share in shares.values())
         for option, share in shares.items():
             self._steps[option] = before[option] + weight * share * miss, now_s
+
+    def network_changed(self, now_s: float) -> None:
+        """Undo what was learned in the last seconds, while predictions were made for the network before."""
+        recent = [steps for learned_s, steps in self._before if learned_s >= now_s - LATE_NOTICE_S]
+        if recent:
+            self._steps = recent[0]
+        self._before = []
 
     def learn_codecs(self, codecs: Iterable[CodecSpec], ratio: float) -> None:
         """Correct the times of `codecs`, which took `ratio` times as long as predicted with the present correction."""
@@ -75,6 +89,8 @@ class LearnedErrors:
     def _log(self, option: Option) -> float:
         if option in self._steps:
             return self._steps[option][0]
+        if option == DENSE:
+            return 0.0
         same_codec = [log for other, (log, _) in self._steps.items() if other.codec == option.codec]
         if same_codec:
             return fmean(same_codec)

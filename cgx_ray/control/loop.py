@@ -139,7 +139,7 @@ class ControlLoop:
         if state.excursion is not None:
             return self._end_excursion(state, state.excursion, at)
         slowdown = state.slowdown()
-        if slowdown is None or verdict(slowdown, MAX_SLOWDOWN) is not Verdict.SLOW:
+        if slowdown is None or not state.is_slow_for_long(slowdown):
             return None
         state.learn(at.now_s)
         return self._disable(state, state.plan, slowdown, at)

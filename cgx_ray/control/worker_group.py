@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from cgx_ray.control.changes import SlowRanks
-from cgx_ray.control.evidence import MIN_STEPS, Evidence
+from cgx_ray.control.evidence import MIN_STEPS, Evidence, Verdict, verdict
 from cgx_ray.control.excursion import MAX_SPEEDUP, Excursion
 from cgx_ray.control.experience import SURPRISE, Experience
 from cgx_ray.control.facts import LoopFacts
@@ -19,7 +19,7 @@ from cgx_ray.control.known_network import KnownNetwork
 from cgx_ray.control.measured import codecs_in_use, is_dense, layer_times, network_of
 from cgx_ray.control.network_change import network_cause
 from cgx_ray.control.outcome import PendingOutcome
-from cgx_ray.control.policy import Decision, Disable, Keep, Replace
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Replace
 from cgx_ray.control.recent_links import RecentLinks
 from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.monitors.sample import NodeSample
@@ -35,6 +35,9 @@ BASELINE_STEPS = 8
 # Time and steps after a decision, both, before the policy is asked again without any other cause. Rare enough to cost
 # nothing, frequent enough to follow slow trends.
 REVIEW_S, REVIEW_STEPS = 60.0, 20
+
+# Seconds for which a plan must seem too slow. Until then a slower network would be noticed, which is no plan's fault.
+SLOW_S = 2.5
 
 
 class WorkerGroupState:
@@ -71,6 +74,7 @@ class WorkerGroupState:
         self._decision_step, self._decision_s, self._follows_link = 0, 0.0, True
         self._predicted_s: float | None = None
         self._news: str | None = None
+        self._slow_s = 0.0
 
     @property
     def plan(self) -> Plan:
@@ -129,6 +133,12 @@ class WorkerGroupState:
             return None
         return self.experience.slowdown(record, self.known())
 
+    def is_slow_for_long(self, slowdown: Evidence) -> bool:
+        """Return whether the plan is surely too slow, and has been for SLOW_S: else the network may be the cause."""
+        is_slow = verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW
+        self._slow_s = self._slow_s + self._recent[-1].step_s if is_slow else 0.0
+        return self._slow_s >= SLOW_S
+
     def needs_dense_steps(self, decision: Decision) -> bool:
         """Return whether dense is known from too few steps to judge `decision` by, and little is lost by more."""
         if not is_dense(self.plan) or self.experience.baseline.num_steps >= BASELINE_STEPS:
@@ -141,7 +151,7 @@ class WorkerGroupState:
             return None
         if self.decided is None:
             return "first measurements"
-        cause = self._link_cause(self.decided.network.between, measured.network.between)
+        cause = self._link_cause(self.decided.network.between, measured.network.between, now_s)
         if cause is not None:
             return cause
         if self.pending is not None:
@@ -153,7 +163,7 @@ class WorkerGroupState:
         is_due = now_s >= self._decision_s + REVIEW_S and step >= self._decision_step + REVIEW_STEPS
         return cause if cause is not None or not is_due else "regular review"
 
-    def _link_cause(self, decided: Link, now: Link) -> str | None:
+    def _link_cause(self, decided: Link, now: Link, now_s: float) -> str | None:
         """Return in words how the link differs from the one that was planned for, or None.
 
         Changes that come faster than plans can follow are one cause, when they begin, and another when they end.
@@ -165,7 +175,7 @@ class WorkerGroupState:
         cause = network_cause(decided, now)
         if cause is not None:
             self.setbacks.network_changed()
-            self.experience.record.window.clear()
+            self.experience.network_changed(now_s)
         return cause
 
     def states(self, measured: Measured) -> list[Measured]:
@@ -201,6 +211,7 @@ class WorkerGroupState:
             before = ended.record if ended is not None else None
             self.experience.start_plan(plan, before, is_excursion=self.excursion is not None)
             self._innovations.restart_ratio()
+            self._slow_s = 0.0
             self.gains.start_plan(map(str, codecs_in_use(plan)))
         if not isinstance(decision, Disable):
             self.failed = None

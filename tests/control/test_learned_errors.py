@@ -69,3 +69,15 @@ def test_codec_times_follow_steps_both_ways_and_those_of_other_codecs_by_half(ra
     assert corrected[str(BF16)].encode_a_s == pytest.approx(math.sqrt(ratio) * COST.encode_a_s)
     assert errors.is_timed(QSGD)
     assert not errors.is_timed(BF16)
+
+
+def test_what_was_learned_just_before_another_network_was_noticed_is_undone() -> None:
+    errors = LearnedErrors()
+    errors.learn_step(groups(SRA), math.log(1.1), 10_000, 0.0)
+    errors.learn_step(groups(SRA), math.log(3), 10_000, 100.0)
+    errors.learn_step(groups(DENSE), math.log(3), 10_000, 101.0)
+    errors.network_changed(104.0)
+    assert errors.factor(groups(SRA)) == pytest.approx(1.1, rel=1e-3)
+    assert errors.factor(groups(DENSE)) == 1.0, "as if it had never been measured"
+    errors.network_changed(104.0)
+    assert errors.factor(groups(SRA)) == pytest.approx(1.1, rel=1e-3)

@@ -31,16 +31,16 @@ def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_more_and_more_ra
     assert 2 < len(ends) <= 6, ends
 
 
-def test_an_option_that_failed_is_banned_and_the_others_are_not(tmp_path: Path) -> None:
+def test_a_codec_that_failed_is_not_tried_again_soon_and_the_others_are(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps, run.slowdown_of = 0.5, {"qsgd": 3.5}
     first, second = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
-    assert isinstance(first, Replace)
-    assert isinstance(second, Disable)
+    assert "qsgd" in first.reason
+    assert second.reason.startswith("a step took 1.275 s, predicted 0.364 s: 1x bf16 over sra")
     later = run.run(200)
-    used = {option.codec.name for plan in run.loop.plans[3:] for option in non_dense_options(plan)}
-    assert used
+    used = {option.codec.name for plan in run.loop.plans[2:] for option in non_dense_options(plan)}
     assert "qsgd" not in used, [decision.reason for decision in later]
+    assert run.loop.plans[-1].describe() == "bf16 over sra"
 
 
 def test_a_network_that_changes_ends_the_ban_of_a_slow_plan(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_hierarchical_sums_that_are_slower_than_dense_are_taken_back(tmp_path: P
     first, second = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
     assert isinstance(first, Replace)
     assert first.plan.describe() == "dense, dense inside nodes"
-    assert isinstance(second, Disable)
+    assert "nothing beats dense" in second.reason
     assert is_dense(run.loop.plans[-1])
 
 
@@ -140,4 +140,4 @@ def test_compression_that_a_recovered_network_made_useless_is_taken_back(tmp_pat
     run.run(20)
     assert run.loop.plans[-1].describe() == "dense"
     reasons = [entry["reason"] for entry in journal(tmp_path) if entry["event"] == "decision"]
-    assert reasons[-1].startswith("a step took 0.486 s, predicted 0.305 s: nothing beats dense"), reasons
+    assert "nothing beats dense" in reasons[-1], reasons
