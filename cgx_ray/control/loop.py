@@ -21,16 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+from cgx_ray.control.choice import Outlook
+from cgx_ray.control.evidence import Evidence, Verdict, verdict
+from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
+from cgx_ray.control.guard import beside_dense, disable, replace_by_dense, return_home
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
-from cgx_ray.control.network_change import network_cause
-from cgx_ray.control.outcome import PendingOutcome
 from cgx_ray.control.policy import (
     MAX_SLOWDOWN,
     Decision,
-    Disable,
     Keep,
     Policy,
     Replace,
@@ -42,11 +44,15 @@ from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan, make_plan, options_of
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
-from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
+from cgx_ray.planner.prediction import Measured, groups_of, predict
 
-# Steps after a decision before the policy is asked again without any other cause. Rare enough to cost nothing, frequent
-# enough to follow slow trends.
-REVIEW_STEPS = 100
+
+class _Moment(NamedTuple):
+    """Step after which the loop decides, its time by this process's clock, and by that of the node that reported it."""
+
+    step: int
+    now_s: float
+    time_s: float
 
 
 class ControlLoop:
@@ -88,7 +94,8 @@ class ControlLoop:
             version = self.plans[-1].version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))
         self.layers = tuple(layers)
-        self._state = WorkerGroupState(layers, self.plans[-1], codec_costs, encodes_on)
+        dense = make_plan(layers, version=0, world_size=first_plan.world_size, group_bytes=self._group_bytes)
+        self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on)
         return self.plans[-1]
 
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:
@@ -103,7 +110,9 @@ class ControlLoop:
         for step in state.add_report(sample, now_s):
             if not state.add_step(step, now_s):
                 continue
-            decision = self._judge(state, step, sample.time_s) or self._decide(state, step, sample.time_s)
+            at = _Moment(step.step, now_s, sample.time_s)
+            self._write_outcome(state, step, at)
+            decision = self._guard(state, at) or self._decide(state, at) or self._compare(state, at)
             if decision is not None:
                 decisions.append(decision)
         return decisions
@@ -124,94 +133,133 @@ class ControlLoop:
         assert self._state is not None
         return self._state.facts()
 
-    def _decide(self, state: WorkerGroupState, step: JoinedStep, time_s: float) -> Decision | None:
-        """Ask the policy if there is a cause."""
+    def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: _Moment) -> None:
+        """Compare the last decision's prediction with measured steps, once there are enough, and learn from them."""
+        outcome = state.pending
+        if outcome is None or not outcome.add(step):
+            return
+        self._journal.write(outcome_entry(outcome, version=step.plan_version, step=at.step, time_s=at.time_s))
+        state.end_outcome(outcome, at.now_s)
+
+    def _guard(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+        """Keep the promise: leave a plan that is slower than dense. End an excursion that was long enough."""
+        if state.excursion is not None:
+            return self._end_excursion(state, state.excursion, at)
+        slowdown = state.slowdown()
+        if slowdown is None or not state.is_slow_for_long(slowdown):
+            return None
+        state.learn(at.now_s)
+        return self._disable(state, state.plan, slowdown, at)
+
+    def _compare(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+        """Measure some dense steps if those so far do not tell whether the plan is slower than dense."""
+        slowdown = state.slowdown()
+        if slowdown is None or not state.experience.grants_comparison(slowdown, state.known()):
+            return None
+        state.learn(at.now_s)
+        decision = replace_by_dense(state, f"compare with dense: measured {beside_dense(slowdown)}")
+        state.excursion = Excursion(home=state.plan, record=state.experience.record)
+        return self._apply(state, decision, state.known(), at)
+
+    def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _Moment) -> Decision | None:
+        """Return to the plan before the excursion, or leave it for good, once there are enough steps."""
         measured = state.measured()
-        cause = _cause(state, step.step, measured) if measured is not None else None
+        if len(state.experience.record.window) < EXCURSION_STEPS or measured is None:
+            return None
+        state.excursion = None
+        if excursion.codec is None:
+            slowdown = state.experience.slowdown(excursion.record, measured)
+            if verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW:
+                return self._disable(state, excursion.home, slowdown, at)
+        else:
+            state.experience.learn_trial(excursion.codec, measured)
+            measured = state.known()
+            decision = self._ask(state, f"{excursion.codec} is timed", excursion.home, measured, at)
+            if isinstance(decision, Replace):
+                return self._apply(state, decision, measured, at, is_planned=True)
+        return self._apply(state, return_home(state, excursion), measured, at, ended=excursion)
+
+    def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _Moment) -> Decision:
+        """Go back to dense and ban the options of `failed`."""
+        state.experience.errors.remember_longer()
+        groups = groups_of(failed, self.layers)
+        ban_s = state.setbacks.add_slow_plan(groups, at.step, at.now_s)
+        # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
+        measured = state.known()
+        state.failed = describe_options(predict(measured, groups))
+        # Hierarchical dense sums are not banned; their learned error keeps them away.
+        banned = f"; its options are banned for {ban_s:.0f} s" if ban_s else ""
+        reason = f"{state.failed} was {beside_dense(slowdown)}{banned}"
+        return self._apply(state, disable(state, reason), measured, at)
+
+    def _decide(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+        """Ask the policy if there is a cause, and time a codec if it changes nothing."""
+        measured = state.measured()
+        cause = state.cause(at.step, at.now_s, measured) if measured is not None else None
         if measured is None or cause is None:
             return None
-        banned = state.setbacks.banned(step.step)
-        decision = self._policy.decide(Situation(cause=cause, plan=state.plan, measured=measured, banned=banned))
+        state.learn(at.now_s)
+        measured = state.measured()
+        assert measured is not None
+        decision = self._ask(state, cause, state.plan, measured, at)
+        if decision is None or (isinstance(decision, Replace) and state.needs_dense_steps(decision)):
+            return None
+        if isinstance(decision, Keep):
+            decision = self._codec_trial(state, decision, measured, at) or decision
+        return self._apply(state, decision, measured, at, is_planned=True)
+
+    def _ask(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _Moment) -> Decision | None:
+        """Return the policy's decision on `plan`: that in force, or the one before an excursion."""
+        decision = self._policy.decide(self._situation(state, cause, plan, measured, at))
         if isinstance(decision, Replace):
             # A codec's true gain is only known while it is in use. Unused, its estimate would bring it straight back.
             fallen = state.fallen_codecs(measured)
-            state.setbacks.add_gain_fall((option for codec in fallen for option in options_of(codec)), step.step)
-        if decision is not None:
-            self._apply(state, decision, step.step, measured, time_s)
+            options = (option for codec in fallen for option in options_of(codec))
+            state.setbacks.add_gain_fall(options, at.step, at.now_s)
         return decision
 
-    def _judge(self, state: WorkerGroupState, step: JoinedStep, time_s: float) -> Decision | None:
-        """Compare the last decision's prediction with its outcome, once enough steps are measured."""
-        outcome = state.pending
-        if outcome is None or not outcome.add(step):
-            return None
-        state.pending = None
-        self._journal.write(outcome_entry(outcome, version=step.plan_version, step=step.step, time_s=time_s))
-        if not outcome.options:
-            return None
-        state.correct_codec_times(measured_s=outcome.codec_s, predicted_s=outcome.decision.predicted.codec_s)
-        return self._disable_if_slow(state, outcome, step.step, time_s)
-
-    def _disable_if_slow(
-        self, state: WorkerGroupState, outcome: PendingOutcome, step: int, time_s: float
-    ) -> Decision | None:
-        """Go back to dense if the measured steps are more than 3 % slower."""
-        # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
-        measured = state.measured() or state.decided
-        assert measured is not None
-        plan, dense = self._dense_plan(state, measured)
-        dense_s = state.measured_dense_s(measured, dense)
-        verb = "takes"
-        if dense_s is None:
-            dense_s, verb = dense.step_s, "is predicted to take"
-        if outcome.step_s <= MAX_SLOWDOWN * dense_s:
-            return None
-        pause_steps = state.setbacks.add_slow_plan(outcome.options, step)
-        decision = Disable(
+    def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _Moment) -> Situation:
+        banned = state.setbacks.banned(at.step, at.now_s)
+        plan = replace(plan, version=state.plan.version)
+        return Situation(
+            cause=cause,
             plan=plan,
-            reason=f"{describe_options(outcome.decision.predicted)} took {outcome.step_s:.3f} s per step, dense {verb} "
-            f"{dense_s:.3f} s on this network; only dense for {pause_steps} steps, these options banned for "
-            f"{2 * pause_steps}",
-            predicted=dense,
-            dense_s=dense.step_s,
+            outlook=Outlook(now=measured, states=state.states(measured), errors=state.experience.errors),
+            dwell_s=state.links.dwell_s,
+            switch_s=state.switch_s,
+            banned=banned,
         )
-        self._apply(state, decision, step, measured, time_s)
-        return decision
 
-    def _apply(self, state: WorkerGroupState, decision: Decision, step: int, measured: Measured, time_s: float) -> None:
+    def _codec_trial(self, state: WorkerGroupState, kept: Keep, measured: Measured, at: _Moment) -> Replace | None:
+        """Return a plan that times a codec in use, if its told times may be what keeps it out of the best plan."""
+        codec = self._policy.codec_to_time(self._situation(state, kept.reason, state.plan, measured, at), kept)
+        trial = trial_of(codec, measured, kept.predicted) if codec is not None else None
+        if trial is None:
+            return None
+        state.excursion = Excursion(home=state.plan, record=state.experience.record, codec=codec)
+        return Replace(
+            plan=trial.plan(version=state.plan.version + 1, world_size=state.plan.world_size),
+            reason=f"{kept.reason}; time {codec} in one layer",
+            predicted=trial,
+            dense_s=kept.dense_s,
+        )
+
+    def _apply(
+        self,
+        state: WorkerGroupState,
+        decision: Decision,
+        measured: Measured,
+        at: _Moment,
+        *,
+        is_planned: bool = False,
+        ended: Excursion | None = None,
+    ) -> Decision:
+        """Put `decision` in force and write it down. The last two arguments are those of `WorkerGroupState.apply`."""
         old = state.plan
-        state.apply(decision, measured, step)
-        if not isinstance(decision, Keep):
-            self.plans.append(decision.plan)
+        state.apply(decision, measured, at.step, at.now_s, is_planned=is_planned, ended=ended)
+        if state.plan is not old:
+            self.plans.append(state.plan)
         self._journal.write(
-            decision_entry(decision, old=old, new=state.plan, measured=measured, step=step, time_s=time_s)
+            decision_entry(decision, old=old, new=state.plan, measured=measured, step=at.step, time_s=at.time_s)
         )
-
-    def _dense_plan(self, state: WorkerGroupState, measured: Measured) -> tuple[Plan, Prediction]:
-        """Return the next plan if it is dense, and its prediction.
-
-        Its groups are those of the last dense plan, since their steps were measured.
-        """
-        version = state.plan.version + 1
-        plan = state.last_dense_plan
-        if plan is None:
-            world_size = state.plan.world_size
-            plan = make_plan(self.layers, version=version, world_size=world_size, group_bytes=self._group_bytes)
-        return replace(plan, version=version), predict(measured, groups_of(plan, self.layers))
-
-
-def _cause(state: WorkerGroupState, step: int, measured: Measured) -> str | None:
-    """Return in words why to decide after `step`, or None."""
-    if state.pending is not None:
-        return None
-    if state.decided is None:
-        return "first measurements"
-    cause = network_cause(state.decided.network.between, measured.network.between)
-    if cause is not None:
-        return cause
-    if step < state.setbacks.pause_end:
-        return None
-    cause = state.gains.cause(state.decided.gain)
-    if cause is None and step >= state.decision_step + REVIEW_STEPS:
-        return "regular review"
-    return cause
+        return decision

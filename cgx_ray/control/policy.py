@@ -1,8 +1,8 @@
 """Policies: given the situation of a training they return a decision. They change nothing themselves.
 
 `AdaptivePolicy` asks the planner for the plan with the smallest score under the current measurements, where the score
-is predicted seconds per step over the fraction of a dense step's progress that the plan keeps. The plan in force is
-scored with the same measurements, then:
+is predicted seconds per step, times the errors learned so far, over the fraction of a dense step's progress that the
+plan keeps. The plan in force is scored with the same measurements, then:
 
 1. If the plan in force keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more than 3 %
    slower than dense, the best plan replaces it at once.
@@ -14,19 +14,23 @@ ranks share memory, hierarchical options equal flat ones, so the planner leaves 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cgx_ray.plan import DENSE, Option, Plan
+from cgx_ray.control.choice import Outlook
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Option, Plan
 from cgx_ray.planner.joint import BestPlan, best_plan
-from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
+from cgx_ray.planner.prediction import Prediction, groups_of, predict
 
 # Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
 MIN_IMPROVEMENT = 0.05
 # Largest allowed ratio of a plan's seconds per step to dense: the promise is "never more than 3 % slower than dense".
 MAX_SLOWDOWN = 1.03
+# Told times of a codec may be this many times too long.
+MAX_OVERSTATED = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,25 +76,39 @@ class Situation:
 
     cause   the reason for asking now, in words
     plan    in force
+    dwell_s, switch_s
+            seconds for which the network is expected to stay as it is, and that a change of plan takes
     banned  flat options whose plan was slower than dense or whose gain fell; the hierarchical ones with the same codec
             and scheme are banned too
     """
 
     cause: str
     plan: Plan
-    measured: Measured
+    outlook: Outlook
+    dwell_s: float = math.inf
+    switch_s: float = 0.0
     banned: frozenset[Option] = field(default_factory=frozenset)
+
+    def allowed(self, options: Sequence[Option]) -> list[Option]:
+        """Return `options` without those that are banned."""
+        return [option for option in options if option.flat() not in self.banned]
 
 
 class Policy(Protocol):
     def decide(self, situation: Situation) -> Decision | None:
         """Return a decision, or None if this policy never decides."""
 
+    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
+        """Return a codec whose told times may be what keeps it out of the best plan, or None."""
+
 
 class StaticPolicy:
     """Keeps the plan that the user has chosen."""
 
     def decide(self, situation: Situation) -> Decision | None:
+        return None
+
+    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
         return None
 
 
@@ -106,18 +124,13 @@ class AdaptivePolicy:
         self._min_gain = min_gain
 
     def decide(self, situation: Situation) -> Decision:
-        measured, cause = situation.measured, situation.cause
-        allowed = [option for option in self._options if option.flat() not in situation.banned]
-        found = best_plan(measured, allowed, min_gain=self._min_gain)
-        best, dense_s = found.best, found.dense.step_s
-        current = predict(measured, groups_of(situation.plan, measured.layers))
+        cause, outlook = situation.cause, situation.outlook
+        found = outlook.best(situation.allowed(self._options), self._min_gain)
+        best, current = found.best, predict(outlook.now, groups_of(situation.plan, outlook.now.layers))
+        dense_s = outlook.errors.factor(found.dense.groups) * found.dense.step_s
         if best.groups == current.groups:
-            return Keep(reason=f"{cause}: {_describe_best(found)}", predicted=current, dense_s=dense_s)
-        is_allowed = current.efficiency is not None and current.efficiency >= self._min_gain
-        used = {option.flat() for option in current.options if option != DENSE}
-        is_allowed = is_allowed and situation.banned.isdisjoint(used)
-        breaks_promise = not current.is_dense and current.step_s > MAX_SLOWDOWN * dense_s
-        if is_allowed and not breaks_promise and best.score > current.score * (1 - MIN_IMPROVEMENT):
+            return Keep(reason=f"{cause}: {_describe_best(found, outlook)}", predicted=current, dense_s=dense_s)
+        if self._may_stay(situation, current) and not self._is_worth(situation, current, found):
             kept, other = describe_options(current), describe_options(best)
             return Keep(
                 reason=f"{cause}: kept {kept}; {other if other != kept else 'another grouping'} would be less than "
@@ -127,10 +140,42 @@ class AdaptivePolicy:
             )
         return Replace(
             plan=best.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
-            reason=f"{cause}: {_describe_best(found)}",
+            reason=f"{cause}: {_describe_best(found, outlook)}",
             predicted=best,
             dense_s=dense_s,
         )
+
+    def _may_stay(self, situation: Situation, current: Prediction) -> bool:
+        used = {option.flat() for option in current.options if option != DENSE}
+        keeps_enough = current.efficiency is not None and current.efficiency >= self._min_gain
+        return keeps_enough and situation.banned.isdisjoint(used)
+
+    def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
+        """Return whether the best plan saves enough, and pays back the time that the change takes."""
+        outlook = situation.outlook
+        current_s, best_s = outlook.score(current.groups), outlook.score(found.best.groups)
+        if not current.is_dense and current_s > MAX_SLOWDOWN * outlook.score(found.dense.groups):
+            return True
+        saved = 1 - best_s / current_s
+        return saved > MIN_IMPROVEMENT and saved * situation.dwell_s > situation.switch_s
+
+    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
+        """Return a codec that was never in use and that a plan better than `kept` by MIN_IMPROVEMENT would have.
+
+        Such a plan exists if the codec's told times are MAX_OVERSTATED times too long.
+        """
+        measured, errors = situation.outlook.now, situation.outlook.errors
+        allowed = situation.allowed(self._options)
+        codecs = {option.codec for option in allowed} - {NONE}
+        untimed = {codec for codec in codecs if not errors.is_timed(codec)}
+        costs = dict(measured.codec_costs)
+        for codec in untimed:
+            costs[str(codec)] = measured.cost_of(codec).slowed(1 / MAX_OVERSTATED)
+        best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._min_gain).best
+        kept_s = errors.factor(kept.predicted.groups) * kept.predicted.score
+        if errors.factor(best.groups) * best.score >= kept_s * (1 - MIN_IMPROVEMENT):
+            return None
+        return next((option.codec for option in best.options if option.codec in untimed), None)
 
 
 def describe_options(prediction: Prediction) -> str:
@@ -141,13 +186,14 @@ def describe_options(prediction: Prediction) -> str:
     return ", ".join(f"{counts[option]}x {option}" for option in prediction.options)
 
 
-def _describe_best(found: BestPlan) -> str:
-    best, dense_s = found.best, found.dense.step_s
+def _describe_best(found: BestPlan, outlook: Outlook) -> str:
+    best, errors = found.best, outlook.errors
+    best_s, dense_s = (errors.factor(one.groups) * one.step_s for one in (best, found.dense))
     if best.is_dense:
         return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
     assert best.efficiency is not None
     text = (
-        f"{describe_options(best)}; predicted {best.step_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
+        f"{describe_options(best)}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
         f"{best.efficiency:.1%} of the gradient"
     )
     gap = f"{found.gap:.1%}"

@@ -52,7 +52,7 @@ def test_a_slower_network_is_noticed_within_three_steps_even_if_a_rank_is_late(
 def test_an_unchanged_network_causes_no_decision_until_the_review(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.run(10)
-    assert run.run(80) == []
+    assert run.run(50) == []
     assert len(run.run(20)) == 1
 
 
@@ -60,7 +60,7 @@ def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(t
     run = start(tmp_path)
     run.gbps = 0.1
     run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
-    decision, outcome = journal(tmp_path)
+    decision, outcome, *_ = journal(tmp_path)
     assert decision["event"] == "decision"
     assert decision["old"] == {"version": 0, "plan": "dense", "options": {"dense": {"groups": 2, "layers": 3}}}
     qsgd = "qsgd:bits=4,bucket_size=128 over sra"
@@ -77,7 +77,7 @@ def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(t
 def test_a_codec_whose_gain_rises_is_taken_before_the_review(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 0.02
-    run.run(110)
+    run.run(130)
     assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
     run.gain["topk:density=0.01"] = 0.9
     (decision,) = run.run(35)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.measured import is_dense
 from cgx_ray.control.policy import AdaptivePolicy, Decision
 from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample, Transfer
-from cgx_ray.plan import Layer, Option, make_plan
+from cgx_ray.plan import Layer, Option, Plan, make_plan
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.planner.options import CodecCost, candidate_options
 
@@ -50,12 +51,16 @@ QUIET = HostLoad(sent_bytes_per_s=0.0, received_bytes_per_s=0.0)
 
 @dataclass
 class FakeTraining:
-    """A training whose steps take as long as flat schemes do by the cost model, times `slowdown` except when dense."""
+    """A training whose steps take as long as flat schemes do by the cost model, times `slowdown` except when dense.
+
+    slowdown_of  by codec name, another factor for plans that use it
+    """
 
     loop: ControlLoop
     gbps: float = 1.0
     compute_s: float = 0.3
     slowdown: float = 1.0
+    slowdown_of: dict[str, float] = field(default_factory=dict)
     gain: dict[str, float] = field(default_factory=lambda: dict(GAIN))
     late_rank_s: float = 0.0
     step: int = 0
@@ -79,6 +84,12 @@ class FakeTraining:
             )
             decisions += self.loop.observe(sample, float(self.step))
         return decisions
+
+    def _factor(self, plan: Plan) -> float:
+        if is_dense(plan):
+            return 1.0
+        names = {group.option.codec.name for group in plan.groups}
+        return math.prod([self.slowdown, *(self.slowdown_of.get(name, 1.0) for name in names)])
 
     def sample(self, rank: int) -> StepSample:
         plan = self.loop.plans[-1]
@@ -109,7 +120,7 @@ class FakeTraining:
             rank=rank,
             step=self.step,
             plan_version=plan.version,
-            step_s=(self.compute_s + exchange) * (1.0 if is_dense(plan) else self.slowdown),
+            step_s=(self.compute_s + exchange) * self._factor(plan),
             compute_s=self.compute_s * (1 + self.noise),
             encode_s=0.002,
             exchange_s=exchange + late_s,
