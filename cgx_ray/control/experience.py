@@ -120,9 +120,9 @@ class Experience:
         if self.record.window:
             self._switch_s = [*self._switch_s[-4:], self.record.switch_s]
 
-    def switch_s(self, step_s: float) -> float:
-        """Return the seconds that a change of plan takes, by those so far; `step_s` before the first."""
-        return median(self._switch_s or [step_s])
+    def switch_s(self, usual_s: float) -> float:
+        """Return the seconds that a change of plan takes, by those so far; `usual_s` before the first."""
+        return median(self._switch_s or [usual_s])
 
     def dense_s(self, measured: Measured) -> float:
         """Return the seconds of a dense step under `measured`."""

@@ -27,18 +27,10 @@ from cgx_ray.control.choice import Outlook
 from cgx_ray.control.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
-from cgx_ray.control.guard import beside_dense, disable, replace_by_dense, return_home
+from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
-from cgx_ray.control.policy import (
-    MAX_SLOWDOWN,
-    Decision,
-    Keep,
-    Policy,
-    Replace,
-    Situation,
-    describe_options,
-)
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan, make_plan, options_of
@@ -193,7 +185,7 @@ class ControlLoop:
         measured = state.measured()
         assert measured is not None
         decision = self._ask(state, cause, state.plan, measured, at)
-        if decision is None or (isinstance(decision, Replace) and state.needs_dense_steps(decision)):
+        if decision is None or (isinstance(decision, Replace) and needs_dense_steps(state, decision)):
             return None
         if isinstance(decision, Keep):
             decision = self._codec_trial(state, decision, measured, at) or decision
@@ -217,7 +209,7 @@ class ControlLoop:
             plan=plan,
             outlook=Outlook(now=measured, states=state.states(measured), errors=state.experience.errors),
             dwell_s=state.links.dwell_s,
-            switch_s=state.switch_s,
+            switch_s=state.experience.switch_s(measured.compute_s),
             banned=banned,
         )
 
@@ -232,6 +224,7 @@ class ControlLoop:
             plan=trial.plan(version=state.plan.version + 1, world_size=state.plan.world_size),
             reason=f"{kept.reason}; time {codec} in one layer",
             predicted=trial,
+            step_s=state.experience.errors.step_s(trial),
             dense_s=kept.dense_s,
         )
 

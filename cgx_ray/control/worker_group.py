@@ -9,7 +9,7 @@ from statistics import median
 
 from cgx_ray.control.changes import SlowRanks
 from cgx_ray.control.evidence import MIN_STEPS, Evidence, Verdict, verdict
-from cgx_ray.control.excursion import MAX_SPEEDUP, Excursion
+from cgx_ray.control.excursion import Excursion
 from cgx_ray.control.experience import SURPRISE, Experience
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.gains import GAIN_CHANGE, GainWatch
@@ -30,8 +30,6 @@ from cgx_ray.planner.prediction import Measured
 
 # Steps whose median is measured, and the least number of steps before the first decision: a median needs three.
 LINK_STEPS = 3
-# Dense steps that are measured before a plan is tried that is less than MAX_SPEEDUP faster.
-BASELINE_STEPS = 8
 # Time and steps after a decision, both, before the policy is asked again without any other cause. Rare enough to cost
 # nothing, frequent enough to follow slow trends.
 REVIEW_S, REVIEW_STEPS = 60.0, 20
@@ -139,12 +137,6 @@ class WorkerGroupState:
         self._slow_s = self._slow_s + self._recent[-1].step_s if is_slow else 0.0
         return self._slow_s >= SLOW_S
 
-    def needs_dense_steps(self, decision: Decision) -> bool:
-        """Return whether dense is known from too few steps to judge `decision` by, and little is lost by more."""
-        if not is_dense(self.plan) or self.experience.baseline.num_steps >= BASELINE_STEPS:
-            return False
-        return self.experience.dense_s(self.known()) < MAX_SPEEDUP * decision.predicted.score
-
     def cause(self, step: int, now_s: float, measured: Measured) -> str | None:
         """Return in words why to decide after `step`, or None."""
         if self.excursion is not None:
@@ -184,11 +176,6 @@ class WorkerGroupState:
             return [measured]
         return [replace(measured, network=replace(measured.network, between=one)) for one in self.links.different()]
 
-    @property
-    def switch_s(self) -> float:
-        """Seconds that a change of plan takes."""
-        return self.experience.switch_s(median(step.step_s for step in self._recent))
-
     def apply(
         self,
         decision: Decision,
@@ -219,7 +206,7 @@ class WorkerGroupState:
         if is_planned:
             self.decided, self._decision_step, self._decision_s = measured, step, now_s
             self._follows_link = not self.links.is_unsteady
-        self._predicted_s = self.experience.errors.factor(decision.predicted.groups) * decision.predicted.step_s
+        self._predicted_s = decision.step_s
         self.pending = PendingOutcome(decision=decision)
 
     def known(self) -> Measured:
