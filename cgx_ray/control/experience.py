@@ -70,7 +70,8 @@ class Experience:
         None for a step that warms the plan up, or without measurements.
         """
         self.trained_s += step.step_s
-        if not self.record.is_warm(step.step_s) or measured is None or min(step.compute_s, measured.compute_s) <= 0:
+        is_warm = self.record.is_warm(step.step_s)
+        if not is_warm or measured is None or min(step.step_s, step.compute_s, measured.compute_s) <= 0:
             return None
         own = at_compute(measured, step.compute_s)
         predicted = predict(own, self._groups)

@@ -1,20 +1,18 @@
 """The control loop: samples in, decisions out. It uses no Ray and no clock of its own, so tests can step it.
 
-After each step of all ranks the loop does one of two things:
+Each step of all ranks is compared with the predictions for its own compute, of its plan and of dense (`experience`). Then
+the loop does the first of these that has a cause:
 
-1. If the last decision has no outcome yet, it waits for WARM_UP_STEPS + JUDGED_STEPS steps. Then it writes the outcome
-   to the journal and corrects the codecs' times. If the plan is more than 3 % slower than dense, it goes back to dense
-   (`Disable`).
-2. Else it asks the policy if there is a cause: the first measurements, another bandwidth or latency (`network_change`),
-   another gain (`gains`), or a regular review after REVIEW_STEPS.
+1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`Disable`),
+   and its options are banned for a time (`setbacks`).
+2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency (`network_change`),
+   another compute or other errors (`innovation`), another gain (`gains`), an outcome unlike its prediction, a failure,
+   or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer (`excursion`).
+3. Where the steps do not tell whether a plan is slower than dense, a few dense steps are measured (`excursion`).
 
-The time of a dense step is the fastest of the last steps under a dense plan, without the very first step of the worker
-group, plus the change of compute since then. On another network (bandwidth or latency) it is the planner's prediction.
-
-After a plan slower than dense the loop stays dense for a pause of BAN_STEPS, which doubles with each further failure.
-Only another network ends the pause early. The codecs and schemes of the failed plan, flat or hierarchical, are banned
-for twice as long. A codec whose gain fell by more than GAIN_CHANGE while it was in use is banned for BAN_STEPS
-(`setbacks`).
+WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's options
+and codecs are learned (`learned_errors`). Plans are chosen with these errors (`choice`). If the link goes back and forth
+too fast to follow (`recent_links`), one plan is chosen for all its recent states, and judged no more beside dense.
 """
 
 from __future__ import annotations

@@ -6,7 +6,10 @@ plan keeps. The plan in force is scored with the same measurements, then:
 
 1. If the plan in force keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more than 3 %
    slower than dense, the best plan replaces it at once.
-2. Else the best plan replaces it only if its score is more than 5 % smaller.
+2. Else the best plan replaces it only if its score is more than 5 % smaller, and the seconds saved until the network is
+   expected to change are more than the change of plan takes.
+
+On a network that changes too fast to follow, a score is the mean over the recent states of the network.
 
 Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. If a node has one rank, or all
 ranks share memory, hierarchical options equal flat ones, so the planner leaves them out.
@@ -81,6 +84,7 @@ class Situation:
 
     cause   the reason for asking now, in words
     plan    in force
+    outlook measurements, and the errors learned so far
     dwell_s, switch_s
             seconds for which the network is expected to stay as it is, and that a change of plan takes
     banned  flat options whose plan was slower than dense or whose gain fell; the hierarchical ones with the same codec
