@@ -1,7 +1,7 @@
 """The control loop: samples in, decisions out. It uses no Ray and no clock of its own, so tests can step it.
 
-Each step of all ranks is compared with the predictions for its own compute, of its plan and of dense (`experience`). Then
-the loop does the first of these that has a cause:
+Each step of all ranks is compared with the predictions for its own compute, of its plan and of dense (`experience`).
+Then the loop does the first of these that has a cause:
 
 1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`Disable`),
    and its options are banned for a time (`setbacks`).
@@ -10,9 +10,9 @@ the loop does the first of these that has a cause:
    or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer (`excursion`).
 3. Where the steps do not tell whether a plan is slower than dense, a few dense steps are measured (`excursion`).
 
-WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's options
-and codecs are learned (`learned_errors`). Plans are chosen with these errors (`choice`). If the link goes back and forth
-too fast to follow (`recent_links`), one plan is chosen for all its recent states, and judged no more beside dense.
+WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
+options and codecs are learned (`learned_errors`). Plans are chosen with these errors (`choice`). If the link goes back
+and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
 """
 
 from __future__ import annotations
