@@ -34,15 +34,15 @@ class Outlook:
 
     def score(self, groups: Sequence[PlannedGroup]) -> float:
         """Return seconds for the progress of a dense step, on average over the time."""
-        factor = self.errors.factor(groups)
-        return factor * harmonic_mean([predict(measured, groups).score for measured in self.states])
+        scores = [predict(measured, groups).score for measured in self.states]
+        return self.errors.factor(groups) * harmonic_mean(scores) if max(scores) < math.inf else math.inf
 
     def best(self, options: Sequence[Option], min_gain: float) -> BestPlan:
         """Return the best plan and dense, both predicted for `now`."""
         found = [plan for measured in self.states for plan in self._candidates(measured, options, min_gain)]
         if len(self.states) > 1:
             # A plan that is the best one in no state may be good in all.
-            for codec in {option.codec for option in options}:
+            for codec in dict.fromkeys(option.codec for option in options):
                 same = [option for option in options if option.codec == codec]
                 found.append(best_plan(self._between(), same, min_gain=min_gain))
         best = min(found, key=lambda plan: self.score(plan.best.groups))

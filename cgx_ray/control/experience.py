@@ -70,7 +70,8 @@ class Experience:
         None for a step that warms the plan up, or without measurements.
         """
         self.trained_s += step.step_s
-        if not self.record.is_warm(step.step_s) or measured is None or min(step.compute_s, measured.compute_s) <= 0:
+        is_warm = self.record.is_warm(step.step_s)
+        if not is_warm or measured is None or min(step.step_s, step.compute_s, measured.compute_s) <= 0:
             return None
         own = at_compute(measured, step.compute_s)
         predicted = predict(own, self._groups)
@@ -120,9 +121,9 @@ class Experience:
         if self.record.window:
             self._switch_s = [*self._switch_s[-4:], self.record.switch_s]
 
-    def switch_s(self, step_s: float) -> float:
-        """Return the seconds that a change of plan takes, by those so far; `step_s` before the first."""
-        return median(self._switch_s or [step_s])
+    def switch_s(self, usual_s: float) -> float:
+        """Return the seconds that a change of plan takes, by those so far; `usual_s` before the first."""
+        return median(self._switch_s or [usual_s])
 
     def dense_s(self, measured: Measured) -> float:
         """Return the seconds of a dense step under `measured`."""

@@ -6,21 +6,34 @@ import math
 from dataclasses import replace
 
 from cgx_ray.control.evidence import Evidence
-from cgx_ray.control.excursion import Excursion
+from cgx_ray.control.excursion import MAX_SPEEDUP, Excursion
 from cgx_ray.control.measured import is_dense
 from cgx_ray.control.policy import Disable, Replace, describe_options
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.planner.prediction import groups_of, predict
 
+# Dense steps that are measured before a plan is tried that is less than MAX_SPEEDUP faster.
+BASELINE_STEPS = 8
+
+
+def needs_dense_steps(state: WorkerGroupState, decision: Replace) -> bool:
+    """Return whether dense is known from too few steps to judge `decision` by, and little is lost by more."""
+    experience = state.experience
+    if not is_dense(state.plan) or experience.baseline.num_steps >= BASELINE_STEPS:
+        return False
+    return experience.dense_s(state.known()) < MAX_SPEEDUP * decision.step_s
+
 
 def replace_by_dense(state: WorkerGroupState, reason: str) -> Replace:
     """Return the decision to measure dense steps."""
     measured, dense = state.known(), state.experience.dense_plan
+    dense_s = state.experience.dense_s(measured)
     return Replace(
-        plan=replace(dense, version=state.plan.version + 1),
+        plan=replace(dense, version=state.plan.last_version + 1, lease=None),
         reason=reason,
         predicted=predict(measured, groups_of(dense, state.layers)),
-        dense_s=state.experience.dense_s(measured),
+        step_s=dense_s,
+        dense_s=dense_s,
     )
 
 
@@ -32,6 +45,7 @@ def disable(state: WorkerGroupState, reason: str) -> Disable:
         plan=plan,
         reason=f"{reason}; dense takes {found.dense_s:.3f} s per step on this network",
         predicted=found.predicted,
+        step_s=found.step_s,
         dense_s=found.dense_s,
     )
 
@@ -42,9 +56,10 @@ def return_home(state: WorkerGroupState, excursion: Excursion) -> Replace:
     predicted = predict(measured, groups_of(excursion.home, state.layers))
     what = "dense is measured" if excursion.codec is None else f"{excursion.codec} is timed"
     return Replace(
-        plan=replace(excursion.home, version=state.plan.version + 1),
+        plan=replace(excursion.home, version=state.plan.last_version + 1, lease=None),
         reason=f"{what}: back to {describe_options(predicted)}",
         predicted=predicted,
+        step_s=state.experience.errors.step_s(predicted),
         dense_s=state.experience.dense_s(measured),
     )
 

@@ -9,7 +9,7 @@ from statistics import fmean, median_low
 from cgx_ray.control.measured import dense_shares
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Option
 from cgx_ray.planner.options import CodecCost
-from cgx_ray.planner.prediction import PlannedGroup
+from cgx_ray.planner.prediction import PlannedGroup, Prediction
 
 # Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed. They
 # double with each plan that was slower than dense, since a trial costs slow steps.
@@ -43,6 +43,10 @@ class LearnedErrors:
     def factor(self, groups: Sequence[PlannedGroup]) -> float:
         """Return the seconds that a step with `groups` will take over those that are predicted."""
         return math.exp(math.fsum(share * self._log(option) for option, share in dense_shares(groups).items()))
+
+    def step_s(self, predicted: Prediction) -> float:
+        """Return the seconds that the predicted step will take."""
+        return self.factor(predicted.groups) * predicted.step_s
 
     def option_factor(self, option: Option) -> float:
         return math.exp(self._log(option))

@@ -1,24 +1,23 @@
 """The control loop: samples in, decisions out. It uses no Ray and no clock of its own, so tests can step it.
 
-After each step of all ranks the loop does one of two things:
+Each step of all ranks is compared with the predictions for its own compute, of its plan and of dense (`experience`).
+Then the loop does the first of these that has a cause:
 
-1. If the last decision has no outcome yet, it waits for WARM_UP_STEPS + JUDGED_STEPS steps. Then it writes the outcome
-   to the journal and corrects the codecs' times. If the plan is more than 3 % slower than dense, it goes back to dense
-   (`Disable`).
-2. Else it asks the policy if there is a cause: the first measurements, another bandwidth or latency (`network_change`),
-   another gain (`gains`), or a regular review after REVIEW_STEPS.
+1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`Disable`),
+   and its options are banned for a time (`setbacks`).
+2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency (`network_change`),
+   another compute or other errors (`innovation`), another gain (`gains`), an outcome unlike its prediction, a failure,
+   or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer (`excursion`).
+3. Where the steps do not tell whether a plan is slower than dense, a few dense steps are measured (`excursion`).
 
-The time of a dense step is the fastest of the last steps under a dense plan, without the very first step of the worker
-group, plus the change of compute since then. On another network (bandwidth or latency) it is the planner's prediction.
-
-After a plan slower than dense the loop stays dense for a pause of BAN_STEPS, which doubles with each further failure.
-Only another network ends the pause early. The codecs and schemes of the failed plan, flat or hierarchical, are banned
-for twice as long. A codec whose gain fell by more than GAIN_CHANGE while it was in use is banned for BAN_STEPS
-(`setbacks`).
+WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
+options and codecs are learned (`learned_errors`). Plans are chosen with these errors (`choice`). If the link goes back
+and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,24 +26,20 @@ from cgx_ray.control.choice import Outlook
 from cgx_ray.control.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
-from cgx_ray.control.guard import beside_dense, disable, replace_by_dense, return_home
+from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
-from cgx_ray.control.policy import (
-    MAX_SLOWDOWN,
-    Decision,
-    Keep,
-    Policy,
-    Replace,
-    Situation,
-    describe_options,
-)
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Layer, Plan, make_plan, options_of
+from cgx_ray.plan import Layer, Lease, Plan, make_plan, options_of
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
+
+# Steps, and predicted seconds of steps, both, for which a new plan is on trial. Its outcome is known after 5 steps and
+# the seconds until they are reported.
+LEASE_STEPS, LEASE_S = 40, 60.0
 
 
 class _Moment(NamedTuple):
@@ -91,8 +86,10 @@ class ControlLoop:
         """
         fits = bool(self.plans) and self.layers == tuple(layers) and self.plans[-1].world_size == first_plan.world_size
         if not fits:
-            version = self.plans[-1].version + 1 if self.plans else first_plan.version
+            version = self.plans[-1].last_version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))
+        elif (lease := self.plans[-1].lease) is not None:
+            self.plans.append(lease.fallback)
         self.layers = tuple(layers)
         dense = make_plan(layers, version=0, world_size=first_plan.world_size, group_bytes=self._group_bytes)
         self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on)
@@ -115,6 +112,8 @@ class ControlLoop:
             decision = self._guard(state, at) or self._decide(state, at) or self._compare(state, at)
             if decision is not None:
                 decisions.append(decision)
+            if state.may_accept:
+                self.plans.append(state.accept())
         return decisions
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
@@ -202,7 +201,7 @@ class ControlLoop:
         measured = state.measured()
         assert measured is not None
         decision = self._ask(state, cause, state.plan, measured, at)
-        if decision is None or (isinstance(decision, Replace) and state.needs_dense_steps(decision)):
+        if decision is None or (isinstance(decision, Replace) and needs_dense_steps(state, decision)):
             return None
         if isinstance(decision, Keep):
             decision = self._codec_trial(state, decision, measured, at) or decision
@@ -220,13 +219,13 @@ class ControlLoop:
 
     def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _Moment) -> Situation:
         banned = state.setbacks.banned(at.step, at.now_s)
-        plan = replace(plan, version=state.plan.version)
+        plan = replace(plan, version=state.plan.last_version, lease=None)
         return Situation(
             cause=cause,
             plan=plan,
             outlook=Outlook(now=measured, states=state.states(measured), errors=state.experience.errors),
             dwell_s=state.links.dwell_s,
-            switch_s=state.switch_s,
+            switch_s=state.experience.switch_s(measured.compute_s),
             banned=banned,
         )
 
@@ -238,9 +237,10 @@ class ControlLoop:
             return None
         state.excursion = Excursion(home=state.plan, record=state.experience.record, codec=codec)
         return Replace(
-            plan=trial.plan(version=state.plan.version + 1, world_size=state.plan.world_size),
+            plan=trial.plan(version=state.plan.last_version + 1, world_size=state.plan.world_size),
             reason=f"{kept.reason}; time {codec} in one layer",
             predicted=trial,
+            step_s=state.experience.errors.step_s(trial),
             dense_s=kept.dense_s,
         )
 
@@ -256,6 +256,8 @@ class ControlLoop:
     ) -> Decision:
         """Put `decision` in force and write it down. The last two arguments are those of `WorkerGroupState.apply`."""
         old = state.plan
+        if isinstance(decision, Replace):
+            decision = replace(decision, plan=self._leased(state, decision, at))
         state.apply(decision, measured, at.step, at.now_s, is_planned=is_planned, ended=ended)
         if state.plan is not old:
             self.plans.append(state.plan)
@@ -263,3 +265,10 @@ class ControlLoop:
             decision_entry(decision, old=old, new=state.plan, measured=measured, step=at.step, time_s=at.time_s)
         )
         return decision
+
+    def _leased(self, state: WorkerGroupState, decision: Replace, at: _Moment) -> Plan:
+        """Return the plan of `decision` with a lease, after which the ranks return to the plan before it."""
+        plan, before = decision.plan, state.plan.lease.fallback if state.plan.lease is not None else state.plan
+        steps = max(LEASE_STEPS, math.ceil(LEASE_S / decision.step_s))
+        fallback = replace(before, version=plan.version + 1)
+        return replace(plan, lease=Lease(last_step=at.step + steps, fallback=fallback))

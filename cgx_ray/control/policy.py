@@ -6,7 +6,10 @@ plan keeps. The plan in force is scored with the same measurements, then:
 
 1. If the plan in force keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more than 3 %
    slower than dense, the best plan replaces it at once.
-2. Else the best plan replaces it only if its score is more than 5 % smaller.
+2. Else the best plan replaces it only if its score is more than 5 % smaller, and the seconds saved until the network is
+   expected to change are more than the change of plan takes.
+
+On a network that changes too fast to follow, a score is the mean over the recent states of the network.
 
 Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. If a node has one rank, or all
 ranks share memory, hierarchical options equal flat ones, so the planner leaves them out.
@@ -39,11 +42,13 @@ class Keep:
 
     reason     one sentence for journal and dashboard: cause, change and prediction
     predicted  of the plan that is in force after the decision
-    dense_s    predicted seconds of a dense step, in dense's own best groups
+    step_s     expected seconds of its steps: as predicted, with the errors learned so far
+    dense_s    the same of a dense step, in dense's own best groups
     """
 
     reason: str
     predicted: Prediction
+    step_s: float
     dense_s: float
 
 
@@ -54,6 +59,7 @@ class Replace:
     plan: Plan
     reason: str
     predicted: Prediction
+    step_s: float
     dense_s: float
 
 
@@ -64,6 +70,7 @@ class Disable:
     plan: Plan
     reason: str
     predicted: Prediction
+    step_s: float
     dense_s: float
 
 
@@ -76,6 +83,7 @@ class Situation:
 
     cause   the reason for asking now, in words
     plan    in force
+    outlook measurements, and the errors learned so far
     dwell_s, switch_s
             seconds for which the network is expected to stay as it is, and that a change of plan takes
     banned  flat options whose plan was slower than dense or whose gain fell; the hierarchical ones with the same codec
@@ -127,21 +135,24 @@ class AdaptivePolicy:
         cause, outlook = situation.cause, situation.outlook
         found = outlook.best(situation.allowed(self._options), self._min_gain)
         best, current = found.best, predict(outlook.now, groups_of(situation.plan, outlook.now.layers))
-        dense_s = outlook.errors.factor(found.dense.groups) * found.dense.step_s
+        current_s, best_s, dense_s = map(outlook.errors.step_s, (current, best, found.dense))
         if best.groups == current.groups:
-            return Keep(reason=f"{cause}: {_describe_best(found, outlook)}", predicted=current, dense_s=dense_s)
+            reason = f"{cause}: {_describe_best(found, outlook)}"
+            return Keep(reason=reason, predicted=current, step_s=current_s, dense_s=dense_s)
         if self._may_stay(situation, current) and not self._is_worth(situation, current, found):
             kept, other = describe_options(current), describe_options(best)
             return Keep(
                 reason=f"{cause}: kept {kept}; {other if other != kept else 'another grouping'} would be less than "
                 f"{MIN_IMPROVEMENT:.0%} better",
                 predicted=current,
+                step_s=current_s,
                 dense_s=dense_s,
             )
         return Replace(
             plan=best.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
             reason=f"{cause}: {_describe_best(found, outlook)}",
             predicted=best,
+            step_s=best_s,
             dense_s=dense_s,
         )
 
@@ -187,8 +198,8 @@ def describe_options(prediction: Prediction) -> str:
 
 
 def _describe_best(found: BestPlan, outlook: Outlook) -> str:
-    best, errors = found.best, outlook.errors
-    best_s, dense_s = (errors.factor(one.groups) * one.step_s for one in (best, found.dense))
+    best = found.best
+    best_s, dense_s = map(outlook.errors.step_s, (best, found.dense))
     if best.is_dense:
         return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
     assert best.efficiency is not None

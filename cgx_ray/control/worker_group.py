@@ -9,7 +9,7 @@ from statistics import median
 
 from cgx_ray.control.changes import SlowRanks
 from cgx_ray.control.evidence import MIN_STEPS, Evidence, Verdict, verdict
-from cgx_ray.control.excursion import MAX_SPEEDUP, Excursion
+from cgx_ray.control.excursion import Excursion
 from cgx_ray.control.experience import SURPRISE, Experience
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.gains import GAIN_CHANGE, GainWatch
@@ -18,7 +18,7 @@ from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.known_network import KnownNetwork
 from cgx_ray.control.measured import codecs_in_use, is_dense, layer_times, network_of
 from cgx_ray.control.network_change import network_cause
-from cgx_ray.control.outcome import PendingOutcome
+from cgx_ray.control.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Replace
 from cgx_ray.control.recent_links import RecentLinks
 from cgx_ray.control.setbacks import Setbacks
@@ -31,8 +31,6 @@ from cgx_ray.planner.prediction import Measured
 
 # Steps whose median is measured, and the least number of steps before the first decision: a median needs three.
 LINK_STEPS = 3
-# Dense steps that are measured before a plan is tried that is less than MAX_SPEEDUP faster.
-BASELINE_STEPS = 8
 # Time and steps after a decision, both, before the policy is asked again without any other cause. Rare enough to cost
 # nothing, frequent enough to follow slow trends.
 REVIEW_S, REVIEW_STEPS = 60.0, 20
@@ -77,6 +75,8 @@ class WorkerGroupState:
         self._slow_ranks = SlowRanks(plan.world_size)
         self._innovations = Innovations()
         self._recent: list[JoinedStep] = []
+        # Of the plan in force: its versions, on trial and permanent, and whether an outcome is known.
+        self._versions, self._is_judged = {plan.version}, False
         # Step after which the policy decided last, its time, and whether for a link that is followed.
         self._decision_step, self._decision_s, self._follows_link = 0, 0.0, True
         self._predicted_s: float | None = None
@@ -97,9 +97,12 @@ class WorkerGroupState:
         """Add a step of all ranks; return whether it ran under the plan in force, so that it may cause a decision."""
         self.network.add_step(step.traffic, now_s)
         self._slow_ranks.add(step.slowness, step.step_s)
-        if step.plan_version != self.plan.version:
+        lease = self.plan.lease
+        if lease is not None and step.plan_version == lease.fallback.version:
+            self._return_to(lease.fallback)
+        if step.plan_version not in self._versions:
             return False
-        same_plan = [one for one in self._recent if one.plan_version == step.plan_version]
+        same_plan = [one for one in self._recent if one.plan_version in self._versions]
         self._recent = [*same_plan[1 - LINK_STEPS :], step]
         self.gains.add(step.gain)
         measured = self.measured() or self.decided
@@ -108,6 +111,33 @@ class WorkerGroupState:
             self._innovations.add(step.compute_s, ratio, step.step_s)
             self.links.add(measured.network.between, step.step_s)
         return True
+
+    @property
+    def may_accept(self) -> bool:
+        """True if the plan in force is on trial and its outcome is known."""
+        return self.plan.lease is not None and self._is_judged and self.excursion is None
+
+    def accept(self) -> Plan:
+        """Make the plan in force permanent: return the same under the next version, without a lease."""
+        accepted = replace(self.plan, version=self.plan.last_version + 1, lease=None)
+        self._versions.add(accepted.version)
+        self.experience.plan = accepted
+        return accepted
+
+    def _return_to(self, fallback: Plan) -> None:
+        """Note that the ranks have returned to the fallback of a lease, as its end came before the outcome."""
+        news = f"the lease of plan {self.plan.version} has ended"
+        self.pending = self.excursion = None
+        self._start_plan(fallback, None)
+        self._news = news
+
+    def _start_plan(self, plan: Plan, before: PlanRecord | None) -> None:
+        """Begin with `plan`. `before`: its steps before an excursion that ends now."""
+        self._versions, self._is_judged = {plan.version}, False
+        self.experience.start_plan(plan, before, is_excursion=self.excursion is not None)
+        self._innovations.restart_ratio()
+        self._slow_s = 0.0
+        self.gains.start_plan(map(str, codecs_in_use(plan)))
 
     def learn(self, now_s: float) -> None:
         """Learn the errors of the plan in force from its steps so far."""
@@ -119,7 +149,7 @@ class WorkerGroupState:
 
     def end_outcome(self, outcome: PendingOutcome, now_s: float) -> None:
         """Learn from an outcome, and note what is another than predicted."""
-        self.pending = None
+        self.pending, self._is_judged = None, True
         if self.excursion is not None or self._predicted_s is None:
             return
         if isinstance(outcome.decision, Replace):
@@ -145,12 +175,6 @@ class WorkerGroupState:
         is_slow = verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW
         self._slow_s = self._slow_s + self._recent[-1].step_s if is_slow else 0.0
         return self._slow_s >= SLOW_S
-
-    def needs_dense_steps(self, decision: Decision) -> bool:
-        """Return whether dense is known from too few steps to judge `decision` by, and little is lost by more."""
-        if not is_dense(self.plan) or self.experience.baseline.num_steps >= BASELINE_STEPS:
-            return False
-        return self.experience.dense_s(self.known()) < MAX_SPEEDUP * decision.predicted.score
 
     def cause(self, step: int, now_s: float, measured: Measured) -> str | None:
         """Return in words why to decide after `step`, or None."""
@@ -191,11 +215,6 @@ class WorkerGroupState:
             return [measured]
         return [replace(measured, network=replace(measured.network, between=one)) for one in self.links.different()]
 
-    @property
-    def switch_s(self) -> float:
-        """Seconds that a change of plan takes."""
-        return self.experience.switch_s(median(step.step_s for step in self._recent))
-
     def apply(
         self,
         decision: Decision,
@@ -215,18 +234,14 @@ class WorkerGroupState:
         self._innovations.acknowledge()
         plan = self.plan if isinstance(decision, Keep) else decision.plan
         if plan != self.plan:
-            before = ended.record if ended is not None else None
-            self.experience.start_plan(plan, before, is_excursion=self.excursion is not None)
-            self._innovations.restart_ratio()
-            self._slow_s = 0.0
-            self.gains.start_plan(map(str, codecs_in_use(plan)))
+            self._start_plan(plan, ended.record if ended is not None else None)
         if not isinstance(decision, Disable):
             self.failed = None
         self._news = None
         if is_planned:
             self.decided, self._decision_step, self._decision_s = measured, step, now_s
             self._follows_link = not self.links.is_unsteady
-        self._predicted_s = self.experience.errors.factor(decision.predicted.groups) * decision.predicted.step_s
+        self._predicted_s = decision.step_s
         self.pending = PendingOutcome(decision=decision)
 
     def known(self) -> Measured:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.control_runs import COSTS, LAYERS, WORLD, FakeTraining, journal, start
 
 from cgx_ray.control.journal import Journal
-from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.loop import LEASE_S, LEASE_STEPS, ControlLoop
 from cgx_ray.control.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.policy import Keep, Replace, StaticPolicy
 from cgx_ray.control.worker_group import LINK_STEPS
@@ -130,11 +132,40 @@ def test_a_restart_goes_on_with_the_plan_and_another_world_size_starts_dense(tmp
     run = start(tmp_path)
     run.gbps = 0.1
     run.run(5)
+    on_trial = run.loop.plans[-1]
+    assert on_trial.lease is not None
+    assert run.loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS) == on_trial.lease.fallback
+    run.run(40)
     in_force = run.loop.plans[-1]
+    assert (in_force.describe(), in_force.lease) == (on_trial.describe(), None)
     assert run.loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS) == in_force
     smaller = run.loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=2), COSTS)
     assert smaller.describe() == "dense"
     assert smaller.version == in_force.version + 1
+
+
+def test_a_plan_is_on_trial_until_its_outcome_is_known(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    (decision,) = run.run(LINK_STEPS)
+    dense, on_trial = run.loop.plans
+    assert on_trial.lease is not None
+    assert on_trial.lease.fallback == replace(dense, version=2)
+    # 60 s are more than 40 steps of 0.6 s.
+    assert on_trial.lease.last_step == LINK_STEPS + math.ceil(LEASE_S / decision.step_s) > LINK_STEPS + LEASE_STEPS
+    run.run(WARM_UP_STEPS + JUDGED_STEPS)
+    assert run.loop.plans[2:] == [replace(on_trial, version=3, lease=None)]
+
+
+def test_ranks_that_have_returned_from_a_trial_get_another_plan(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(LINK_STEPS)
+    run.returns = True
+    (decision,) = run.run(LINK_STEPS)
+    assert isinstance(decision, Replace)
+    assert decision.reason.startswith("the lease of plan 1 has ended: 1x qsgd"), decision.reason
+    assert decision.plan.version == 3
 
 
 def test_a_full_disk_costs_lines_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.control_runs import journal, start
 
+from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.learned_errors import MEMORY_S
 from cgx_ray.control.measured import is_dense, non_dense_options
 from cgx_ray.control.outcome import JUDGED_STEPS, WARM_UP_STEPS
@@ -85,7 +86,7 @@ def test_hierarchical_sums_that_are_slower_than_dense_are_taken_back(tmp_path: P
     """The link inside nodes is assumed, so their plans are judged like others. They leave the bandwidth unmeasured."""
     run = start(tmp_path, options=[Option(codec=NONE, scheme=Scheme.DENSE, intra=Intra.DENSE)])
     run.num_local, run.latency_s, run.slowdown = 2, 0.02, 3.0
-    first, second = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS + 1)
+    first, second = run.run(BASELINE_STEPS + 1 + WARM_UP_STEPS + JUDGED_STEPS + 2)
     assert isinstance(first, Replace)
     assert first.plan.describe() == "dense, dense inside nodes"
     assert isinstance(second, Disable)
@@ -109,7 +110,7 @@ def test_a_codec_whose_gain_falls_in_use_is_left_and_not_tried_again(tmp_path: P
     # When the codec is not in use, its gain is estimated from each rank's own top-k again.
     run.gain["topk:density=0.01"] = 0.7
     run.run(200)
-    used = {option.codec for plan in run.loop.plans[2:] for option in non_dense_options(plan)}
+    used = {option.codec for plan in run.loop.plans[3:] for option in non_dense_options(plan)}
     assert used
     assert CodecSpec(name="topk", density=0.01) not in used
 

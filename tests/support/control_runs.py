@@ -54,6 +54,7 @@ class FakeTraining:
     """A training whose steps take as long as flat schemes do by the cost model, times `slowdown` except when dense.
 
     slowdown_of  by codec name, another factor for plans that use it
+    returns      the ranks run the fallback of a plan on trial
     """
 
     loop: ControlLoop
@@ -68,6 +69,7 @@ class FakeTraining:
     latency_s: float = 1e-4
     num_local: int = 1
     jitter: float = 0.0
+    returns: bool = False
 
     def run(self, num_steps: int) -> list[Decision]:
         decisions = []
@@ -93,6 +95,8 @@ class FakeTraining:
 
     def sample(self, rank: int) -> StepSample:
         plan = self.loop.plans[-1]
+        if self.returns and plan.lease is not None:
+            plan = plan.lease.fallback
         link = Link.from_rates(bandwidth_gbps=self.gbps, latency_ms=self.latency_s * 1e3)
         numel = {layer.name: layer.numel for layer in LAYERS}
         transfers = []
