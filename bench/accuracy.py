@@ -21,6 +21,7 @@ class TrainingRun:
     option      "dense", or codec over scheme
     points      (steps done, seconds of training, validation loss), ten of them; fewer if it has diverged
     wire_bytes  that one rank sends per step
+    relative_error  largest of rank 0's messages at the points, without error feedback: squared error over |g|^2
     """
 
     workload: str
@@ -29,6 +30,7 @@ class TrainingRun:
     points: tuple[tuple[int, float, float], ...]
     has_diverged: bool
     wire_bytes: float
+    relative_error: float
 
 
 def measure_accuracy(options: AccuracyOptions, on_run: Callable[[TrainingRun, float], None]) -> list[TrainingRun]:

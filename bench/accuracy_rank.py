@@ -23,8 +23,10 @@ from cgx_ray.bench.accuracy import TrainingRun
 from cgx_ray.bench.accuracy_cases import read_option
 from cgx_ray.bench.accuracy_workloads import Batch, TrainingTask, load_task
 from cgx_ray.bench.rank_process import run_rank
+from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.gain import squared_error
 from cgx_ray.demo.train import learning_rate_factor
-from cgx_ray.plan import Option
+from cgx_ray.plan import SMALL_LAYER_NUMEL, Option
 
 _MAX_NORM = 1.0
 _NUM_POINTS = 10
@@ -49,7 +51,7 @@ def _train(task: TrainingTask, workload: str, option: Option, seed: int, num_ste
     attachment = cgx_ray.attach(model, codec=option.codec, scheme=option.scheme)
     optimizer = task.make_optimizer(model.parameters(), option.codec.name != "dgc")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, num_steps))
-    points, seconds, wire_bytes = [], 0.0, 0
+    points, errors, seconds, wire_bytes = [], [], 0.0, 0
     for step in range(num_steps):
         began_s = time.perf_counter()
         model(*task.batch(seed, step, dist.get_rank())).backward()
@@ -65,6 +67,7 @@ def _train(task: TrainingTask, workload: str, option: Option, seed: int, num_ste
             if not math.isfinite(loss):
                 break
             points.append((step + 1, seconds, loss))
+            errors.append(_relative_error(model.module, task.batch(seed, step, dist.get_rank()), option))
     attachment.close()
     return TrainingRun(
         workload=workload,
@@ -73,6 +76,7 @@ def _train(task: TrainingTask, workload: str, option: Option, seed: int, num_ste
         points=tuple(points),
         has_diverged=len(points) < _NUM_POINTS,
         wire_bytes=wire_bytes / (step + 1),
+        relative_error=max(errors, default=math.nan),
     )
 
 
@@ -83,6 +87,17 @@ def _validate(model: nn.Module, batches: tuple[Batch, ...]) -> float:
     total = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item() / len(batches)
+
+
+def _relative_error(model: nn.Module, batch: Batch, option: Option) -> float:
+    """Return |g - decode(encode(g))|^2 / |g|^2 of this rank's gradient g of the layers that are encoded."""
+    # Not by `backward`, which would call DDP's hooks.
+    gradients = torch.autograd.grad(model(*batch), list(model.parameters()))
+    large = [
+        gradient.flatten() for gradient in gradients if gradient.ndim > 1 and gradient.numel() >= SMALL_LAYER_NUMEL
+    ]
+    grad_N = torch.cat(large)
+    return squared_error(make_codec(option.codec), grad_N, key=0) / float(grad_N.double().square().sum())
 
 
 def _own(batches: tuple[Batch, ...]) -> Iterator[Batch]:

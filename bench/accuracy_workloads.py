@@ -15,14 +15,18 @@ from cgx_ray.demo.gpt import GPTConfig, StdlibBytes, build_gpt
 from cgx_ray.errors import ConfigError
 
 Batch = tuple[Tensor, Tensor]
-# 0.64 million parameters: small enough for hundreds of trainings on two cores.
-_GPT = GPTConfig(context=64, width=128, num_layers=3, num_heads=4)
+# 0.39 million parameters: small enough for hundreds of trainings on two cores.
+_GPT = GPTConfig(context=64, width=96, num_layers=3, num_heads=4)
 _GPT_BATCH_SIZE = 4
 _GPT_VALIDATION_SEQUENCES = 256
 _DIGITS_BATCH_SIZE = 16
 # Noise on the digits, in units of their range. Without it the validation loss falls so low that a few images decide.
 _DIGITS_NOISE = 0.3
 _DIGITS_VALIDATION_SHARE = 0.4
+# Each validation image counts with this many draws of noise.
+_DIGITS_NUM_DRAWS = 4
+# At 0.1 rounding errors alone move the last loss by 0.8 %, at 0.03 by 0.1 %.
+_DIGITS_RATE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +114,14 @@ def _digits() -> TrainingTask:
         noise_BHW = torch.from_numpy(random.standard_normal((_DIGITS_BATCH_SIZE, 8, 8), np.float32))
         return train_IHW[chosen_B] + _DIGITS_NOISE * noise_BHW, train_I[chosen_B]
 
-    noise_IHW = torch.randn((num_validation, 8, 8), generator=torch.Generator().manual_seed(0))
-    noisy_IHW = image_IHW[:num_validation] + _DIGITS_NOISE * noise_IHW
+    clean_IHW = image_IHW[:num_validation].repeat(_DIGITS_NUM_DRAWS, 1, 1)
+    noisy_IHW = clean_IHW + _DIGITS_NOISE * torch.randn(clean_IHW.shape, generator=torch.Generator().manual_seed(0))
+    checked_I = digit_I[:num_validation].repeat(_DIGITS_NUM_DRAWS)
     return TrainingTask(
         build=build,
         batch=batch,
-        validation=tuple(zip(noisy_IHW.split(64), digit_I[:num_validation].split(64), strict=True)),
-        make_optimizer=_sgd(0.1),
+        validation=tuple(zip(noisy_IHW.split(64), checked_I.split(64), strict=True)),
+        make_optimizer=_sgd(_DIGITS_RATE),
     )
 
 
