@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, preferred_scheme
 
-WorkloadName = Literal["gpt_adamw", "gpt_sgd", "digits"]
-WORKLOADS: tuple[WorkloadName, ...] = get_args(WorkloadName)
+WORKLOADS = ("gpt_adamw", "gpt_sgd", "digits")
 # Every codec family whose accuracy the documents state, and what the adaptive policy may choose.
 CODECS = (
     "bf16",

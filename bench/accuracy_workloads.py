@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cgx_ray.bench.accuracy_cases import WorkloadName
 from cgx_ray.demo.gpt import GPTConfig, StdlibBytes, build_gpt
 from cgx_ray.errors import ConfigError
 
@@ -45,14 +44,14 @@ class TrainingTask:
     make_optimizer: Callable[[Iterable[nn.Parameter], bool], torch.optim.Optimizer]
 
 
-def load_task(name: WorkloadName) -> TrainingTask:
+def load_task(name: str) -> TrainingTask:
     """Return a workload. Raises ConfigError if its data is not installed."""
     if name == "digits":
         return _digits()
     return _gpt(_adamw if name == "gpt_adamw" else _sgd(0.1))
 
 
-def check_workload(name: WorkloadName) -> None:
+def check_workload(name: str) -> None:
     """Raise ConfigError if the data of a workload is not installed."""
     if name == "digits":
         _load_digits()
