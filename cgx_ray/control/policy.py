@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cgx_ray.plan import DENSE, Option, Plan
+from cgx_ray.planner.fidelity import describe_costs
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
@@ -148,7 +149,9 @@ def _describe_best(found: BestPlan) -> str:
     assert best.efficiency is not None
     text = (
         f"{describe_options(best)}; predicted {best.step_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
-        f"{best.efficiency:.1%} of the gradient"
+        f"{best.efficiency:.1%} of its progress"
     )
+    costs = describe_costs(option.codec for option in best.options)
+    text = f"{text}; {costs}" if costs else text
     gap = f"{found.gap:.1%}"
     return text if gap == "0.0%" else f"{text}, at most {gap} from the optimum"

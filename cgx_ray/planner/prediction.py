@@ -60,7 +60,7 @@ class Measured:
         if option.codec.name == "none":
             return 1.0
         gain = self.gain.get(str(option), self.gain.get(str(option.codec)))
-        return efficiency(gain) if gain is not None else None
+        return efficiency(gain, option.codec) if gain is not None else None
 
     def cost_of(self, codec: CodecSpec) -> CodecCost:
         return codec_cost_of(self.codec_costs, codec)
