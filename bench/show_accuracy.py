@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from rich.table import Table
 
 from cgx_ray.bench.accuracy import CodecAccuracy
-from cgx_ray.bench.accuracy_cases import AccuracyOptions
+from cgx_ray.bench.accuracy_cases import AccuracyOptions, read_option
 from cgx_ray.plan import DENSE
 from cgx_ray.report.show import new_table
 from cgx_ray.report.style import (
@@ -43,7 +43,7 @@ _COLORS = {
     "ef_signsgd": YELLOW,
     "powersgd": GREEN,
 }
-_DASHES = ("-", "--", ":", "-.")
+_DASHES = ("-", "--", ":", "-.", (0, (1, 3)))
 # Losses over dense that the levels of fidelity allow.
 _LEVELS = (1.01, 1.05)
 
@@ -55,16 +55,18 @@ def accuracy_table(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]
     for option in dict.fromkeys(one.option for one in accuracies):
         found = {one.workload: one for one in accuracies if one.option == option}
         wire_share = max(one.wire_share for one in found.values())
-        table.add_row(option, f"{wire_share:.3f}", *(_cell(found[workload]) for workload in options.workloads))
+        is_timed = options.rate_bit_per_s is not None
+        cells = (_cell(found[workload], is_timed=is_timed) for workload in options.workloads)
+        table.add_row(option, f"{wire_share:.3f}", *cells)
     return table
 
 
-def _cell(one: CodecAccuracy) -> str:
+def _cell(one: CodecAccuracy, *, is_timed: bool) -> str:
     if one.num_diverged:
         return f"diverged ({one.num_diverged} of {len(one.runs)})"
     if one.option == str(DENSE):
         return f"loss {sum(run.loss for run in one.runs) / len(one.runs):.4f}"
-    speedup = "" if one.speedup is None or one.speedup == 1 else f", {one.speedup:.1f}x faster"
+    speedup = f", {one.speedup:.1f}x as fast" if is_timed and one.speedup is not None else ""
     return f"{one.ratio:.4f} ({min(one.ratios):.3f}..{max(one.ratios):.3f}){speedup}"
 
 
@@ -82,6 +84,8 @@ def plot_accuracy(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy],
         if is_timed:
             _draw_curves(panels[1][column], found, styles, 1, "seconds of training")
         _draw_ratios(panels[-1][column], found, styles, has_names=column == 0)
+    lines, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", frameon=False, fontsize=8, ncols=2 + num_columns)
     network = "loopback" if options.rate_bit_per_s is None else format_rate(options.rate_bit_per_s)
     ranks = format_count(options.num_ranks, "rank")
     seeds = format_count(options.num_seeds, "seed")
@@ -101,15 +105,23 @@ def _styles(accuracies: Sequence[CodecAccuracy]) -> dict[str, dict[str, Any]]:
     return styles
 
 
+def _short(option: str) -> str:
+    """Return an option without the scheme that its codec usually has."""
+    codec = option.partition(" over ")[0]
+    return codec if option != codec and option == str(read_option(codec)) else option
+
+
 def _draw_curves(
-    axes: Axes, found: Sequence[CodecAccuracy], styles: dict[str, dict[str, Any]], x: int, label: str
+    axes: Axes, found: Sequence[CodecAccuracy], styles: dict[str, dict[str, Any]], x: int, x_label: str
 ) -> None:
-    for one in reversed(found):
-        curve = one.curve
-        axes.plot([point[x] for point in curve], [point[2] for point in curve], linewidth=1.4, **styles[one.option])
+    for one in found:
+        curve, label = one.curve, _short(one.option)
+        xs, losses = [point[x] for point in curve], [point[2] for point in curve]
+        # Dense is drawn above the others.
+        axes.plot(xs, losses, linewidth=1.4, label=label, zorder=3 if label == "dense" else 2, **styles[one.option])
     axes.set_yscale("log")
     plain_numbers(axes.yaxis, minor="12345678")
-    axes.set(xlabel=label, ylabel="validation loss, nats")
+    axes.set(xlabel=x_label, ylabel="validation loss, nats")
     clean(axes)
 
 
@@ -126,12 +138,10 @@ def _draw_ratios(
             color = styles[one.option]["color"]
             axes.plot([min(finite), max(finite)], [place, place], color=color, linewidth=2)
             axes.plot([sum(finite) / len(finite)], [place], "o", color=color, markersize=5)
-    names = [one.option.removesuffix(" over sra").removesuffix(" over allgather") for one in compared]
-    names = [
-        f"{name} (diverged: {one.num_diverged})" if one.num_diverged else name
-        for name, one in zip(names, compared, strict=True)
-    ]
-    axes.set_yticks(range(len(compared)), names if has_names or any("diverged" in n for n in names) else [], fontsize=8)
+        else:
+            axes.annotate("diverged", (1.0, place), va="center", fontsize=8)
+    names = [_short(one.option) for one in compared] if has_names else [""] * len(compared)
+    axes.set_yticks(range(len(compared)), names, fontsize=8)
     axes.set_ylim(len(compared) - 0.5, -0.5)
     axes.set(xlabel="last loss / dense's (dotted: 1.01, 1.05)")
     clean(axes)
