@@ -21,6 +21,7 @@ from cgx_ray.planner.options import candidate_options
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.ray_train import config as ray_config
 from cgx_ray.ray_train.config import make_policy
+from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
 
 
@@ -70,6 +71,11 @@ def test_fast_adds_top_k_at_the_densities() -> None:
     assert sparse <= _codecs(Settings(fidelity="fast"))
     assert _codecs(Settings(fidelity="fast", densities=(0.2,))) == {str(c) for c in codecs_of("fast", (0.2,))}
     assert _codecs(Settings(fidelity="fast", densities=())) == _codecs(Settings(fidelity="balanced"))
+
+
+def test_the_times_of_all_candidates_are_measured_before_a_run() -> None:
+    settings = Settings(candidates=("qsgd:bits=2", "terngrad"))
+    assert list(measure_codecs(settings)) == ["none", "qsgd:bits=2,bucket_size=128", "terngrad:bucket_size=128"]
 
 
 def test_candidates_take_the_place_of_a_fidelity() -> None:
