@@ -40,6 +40,7 @@ from cgx_ray.control.policy import (
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan, make_plan, options_of
+from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
@@ -71,7 +72,13 @@ class ControlLoop:
         self.plans = list(plans)
         self._state: WorkerGroupState | None = None
 
-    def register(self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]) -> Plan:
+    def register(
+        self,
+        layers: Sequence[Layer],
+        first_plan: Plan,
+        codec_costs: Mapping[str, CodecCost],
+        encodes_on: EncodesOn = "thread",
+    ) -> Plan:
         """Start a worker group, the first one or one after a restart; return its plan.
 
         That is the newest plan if it still fits layers and world size, else `first_plan` under the next version.
@@ -81,7 +88,7 @@ class ControlLoop:
             version = self.plans[-1].version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))
         self.layers = tuple(layers)
-        self._state = WorkerGroupState(layers, self.plans[-1], codec_costs)
+        self._state = WorkerGroupState(layers, self.plans[-1], codec_costs, encodes_on)
         return self.plans[-1]
 
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:

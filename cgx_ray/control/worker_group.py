@@ -12,7 +12,7 @@ from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.gains import GAIN_CHANGE, GainWatch
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.known_network import KnownNetwork
-from cgx_ray.control.measured import codecs_in_use, is_dense, layer_times, network_of, non_dense_options, slowed
+from cgx_ray.control.measured import codecs_in_use, is_dense, layer_times, network_of, non_dense_options
 from cgx_ray.control.network_change import network_cause
 from cgx_ray.control.outcome import PendingOutcome
 from cgx_ray.control.policy import Decision, Keep
@@ -20,6 +20,7 @@ from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.planner.cost import Link
+from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, Prediction, predict
 
@@ -41,7 +42,9 @@ class WorkerGroupState:
     setbacks         bans and pauses after failures
     """
 
-    def __init__(self, layers: Sequence[Layer], plan: Plan, codec_costs: Mapping[str, CodecCost]) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], plan: Plan, codec_costs: Mapping[str, CodecCost], encodes_on: EncodesOn
+    ) -> None:
         self.layers = tuple(layers)
         self.plan = plan
         self.last_dense_plan = plan if is_dense(plan) else None
@@ -53,6 +56,7 @@ class WorkerGroupState:
         self.gains = GainWatch(map(str, codecs_in_use(plan)))
         self._codec_costs = dict(codec_costs)
         self._codec_slowdown = 1.0
+        self._encodes_on: EncodesOn = encodes_on
         self._joiner = StepJoiner(plan.world_size)
         self._slow_ranks = SlowRanks(plan.world_size)
         self._recent: list[JoinedStep] = []
@@ -116,8 +120,9 @@ class WorkerGroupState:
             backward_s=backward_s,
             after_s=max(0.0, median(one.compute_s for one in recent) - sum(backward_s)),
             network=network_of(self.plan.world_size, recent[-1].num_local, between),
-            codec_costs={name: slowed(cost, self._codec_slowdown) for name, cost in self._codec_costs.items()},
+            codec_costs={name: cost.slowed(self._codec_slowdown) for name, cost in self._codec_costs.items()},
             gain=self.gains.gain,
+            encodes_on=self._encodes_on,
         )
 
     def measured_dense_s(self, measured: Measured, predicted: Prediction) -> float | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import GetTimeoutError
 from ray.train.torch import TorchConfig
 from support.control_runs import DENSITIES, start
@@ -75,7 +76,11 @@ def test_fast_adds_top_k_at_the_densities() -> None:
 
 def test_the_times_of_all_candidates_are_measured_before_a_run() -> None:
     settings = Settings(candidates=("qsgd:bits=2", "terngrad"))
-    assert list(measure_codecs(settings)) == ["none", "qsgd:bits=2,bucket_size=128", "terngrad:bucket_size=128"]
+    assert list(measure_codecs(settings, torch.device("cpu"))) == [
+        "none",
+        "qsgd:bits=2,bucket_size=128",
+        "terngrad:bucket_size=128",
+    ]
 
 
 def test_candidates_take_the_place_of_a_fidelity() -> None:
