@@ -46,6 +46,8 @@ _COLORS = {
 _DASHES = ("-", "--", ":", "-.", (0, (1, 3)))
 # Losses over dense that the levels of fidelity allow.
 _LEVELS = (1.01, 1.05)
+# Larger losses over dense are written instead of drawn: the differences of 1 % could not be seen beside them.
+_MAX_DRAWN = 1.42
 
 
 def accuracy_table(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]) -> Table:
@@ -133,15 +135,16 @@ def _draw_ratios(
     for level in (1.0, *_LEVELS):
         axes.axvline(level, color=INK, linewidth=0.8, linestyle="-" if level == 1 else ":")
     for place, one in enumerate(compared):
-        finite = [ratio for ratio in one.ratios if math.isfinite(ratio)]
-        if finite:
-            color = styles[one.option]["color"]
-            axes.plot([min(finite), max(finite)], [place, place], color=color, linewidth=2)
-            axes.plot([sum(finite) / len(finite)], [place], "o", color=color, markersize=5)
+        color = styles[one.option]["color"]
+        if one.ratio <= _MAX_DRAWN:
+            axes.plot([min(one.ratios), max(one.ratios)], [place, place], color=color, linewidth=2)
+            axes.plot([one.ratio], [place], "o", color=color, markersize=5)
         else:
-            axes.annotate("diverged", (1.0, place), va="center", fontsize=8)
+            text = f"{one.ratio:.2f}" if math.isfinite(one.ratio) else "diverged"
+            axes.annotate(f"{text} >", (_MAX_DRAWN, place), ha="right", va="center", fontsize=8, color=color)
     names = [_short(one.option) for one in compared] if has_names else [""] * len(compared)
     axes.set_yticks(range(len(compared)), names, fontsize=8)
     axes.set_ylim(len(compared) - 0.5, -0.5)
+    axes.set_xlim(right=min(axes.get_xlim()[1], _MAX_DRAWN))
     axes.set(xlabel="last loss / dense's (dotted: 1.01, 1.05)")
     clean(axes)

@@ -60,8 +60,9 @@ LOSS_COSTS: Mapping[str, LossCost] = {
     "topk:density=0.1": LossCost(gpt_adamw=1.0291, gpt_sgd=1.0, digits=1.0),
     "topk:density=0.01": LossCost(gpt_adamw=1.12, gpt_sgd=1.0, digits=1.0),
 }
-# Families whose gain and time are known before they are used. PowerSGD's gain depends on the shapes of all layers.
-_FAMILIES = ("bf16", "qsgd", "terngrad", "topk")
+# Families whose gain is known before they are used. PowerSGD's depends on the shapes of the layers and on what it sent
+# before, so it is chosen by hand only.
+_FAMILIES = ("bf16", "qsgd", "topk")
 
 
 def codecs_of(fidelity: Fidelity | str, densities: Iterable[float] = ()) -> tuple[CodecSpec, ...]:
