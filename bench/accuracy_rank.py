@@ -37,7 +37,7 @@ def _measure(job: dict[str, Any]) -> None:
     for seed in range(job["num_seeds"]):
         for workload, task in tasks.items():
             for text in job["codecs"]:
-                run = _train(task, workload, read_option(text), seed, job["num_steps"])
+                run = _train(task, workload, read_option(text), seed, job["num_steps"], job["is_loopback"])
                 # Reducer and model hold each other: without this the memory of the cases adds up.
                 gc.collect()
                 if job["rank"] == 0:
@@ -45,10 +45,15 @@ def _measure(job: dict[str, Any]) -> None:
     dist.barrier()
 
 
-def _train(task: TrainingTask, workload: str, option: Option, seed: int, num_steps: int) -> TrainingRun:
-    """Train one case. It ends early at the first validation loss that is not finite."""
+def _train(
+    task: TrainingTask, workload: str, option: Option, seed: int, num_steps: int, shared_memory: bool
+) -> TrainingRun:
+    """Train one case. It ends early at the first validation loss that is not finite.
+
+    shared_memory  between ranks; in a lab it would go around the links
+    """
     model = DistributedDataParallel(task.build(seed))
-    attachment = cgx_ray.attach(model, codec=option.codec, scheme=option.scheme)
+    attachment = cgx_ray.attach(model, codec=option.codec, scheme=option.scheme, shared_memory=shared_memory)
     optimizer = task.make_optimizer(model.parameters(), option.codec.name != "dgc")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, num_steps))
     points, errors, seconds, wire_bytes = [], [], 0.0, 0

@@ -53,13 +53,13 @@ _MAX_DRAWN = 1.42
 def accuracy_table(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]) -> Table:
     """Return a table with a row per codec: wire bytes, and the loss of each workload, over dense."""
     title = f"validation loss / dense loss after {options.num_steps} steps, mean and range of {options.num_seeds} seeds"
-    table = new_table(title, "", "bytes / dense", *options.workloads, gap=0)
+    table = new_table(title, "", "bytes / dense", *options.workloads, gap=0, wrap=True)
     for option in dict.fromkeys(one.option for one in accuracies):
         found = {one.workload: one for one in accuracies if one.option == option}
         wire_share = max(one.wire_share for one in found.values())
         is_timed = options.rate_bit_per_s is not None
         cells = (_cell(found[workload], is_timed=is_timed) for workload in options.workloads)
-        table.add_row(option, f"{wire_share:.3f}", *cells)
+        table.add_row(_short(option), f"{wire_share:.3f}", *cells)
     return table
 
 

@@ -15,9 +15,10 @@ from matplotlib.image import imread
 from cgx_ray.bench.accuracy import CodecAccuracy, TrainingRun, accuracies_of, rows_of
 from cgx_ray.bench.accuracy_cases import CODECS, WORKLOADS, AccuracyOptions, quick_options, read_option
 from cgx_ray.bench.accuracy_workloads import load_task
-from cgx_ray.bench.show_accuracy import accuracy_table
+from cgx_ray.bench.show_accuracy import accuracy_table, plot_accuracy
 from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
+from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import DENSE, Scheme
 
 
@@ -59,7 +60,7 @@ def test_a_small_run_trains_with_every_codec_and_writes_rows_table_and_picture(t
     assert wire["qsgd:bits=2,bucket_size=128 over sra"] < 0.2 < wire["bf16 over sra"] < 0.6
     error = {name: rows[f"digits {name}: relative error"]["value"] for name in names}
     assert error["dense"] == 0 < error["bf16 over sra"] < 1e-4 < error["qsgd:bits=2,bucket_size=128 over sra"] < 1
-    assert "qsgd:bits=2,bucket_size=128 over sra" in done.output
+    assert "qsgd:bits=2,bucket_size=128" in done.output
     assert imread(plot).shape[2] == 4
 
 
@@ -95,6 +96,24 @@ def test_the_time_to_a_loss_is_read_off_between_two_points() -> None:
     assert run.seconds_to(0.5) is None
     fast = CodecAccuracy(runs=(_run("bf16", 1.0),), dense=(run,))
     assert fast.speedup == pytest.approx((3 - 0.01) / 1)
+
+
+def test_where_links_have_a_rate_times_are_shown_and_drawn(tmp_path: Path) -> None:
+    options = AccuracyOptions(workloads=("digits",), codecs=(), num_seeds=1, rate_bit_per_s=1e8)
+    accuracies = accuracies_of([_run("dense", 3.0, 2.0, 1.0), _run("bf16 over sra", 1.0)])
+    rows = {row.name: row for row in rows_of(options, accuracies)}
+    assert rows["digits bf16 over sra: time to dense's loss, faster by"].value == accuracies[1].speedup
+    assert "3.0x as fast" in list(accuracy_table(options, accuracies).columns[2].cells)[1]
+    plot_accuracy(options, accuracies, tmp_path / "timed.png")
+    plot_accuracy(AccuracyOptions(workloads=("digits",), codecs=(), num_seeds=1), accuracies, tmp_path / "plain.png")
+    assert imread(tmp_path / "timed.png").shape[0] > imread(tmp_path / "plain.png").shape[0]
+
+
+def test_a_rate_needs_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lab, "available", lambda: "no namespaces here")
+    done = _bench("--rate", "100mbit", "--quick")
+    assert done.exit_code != 0
+    assert "--rate needs a lab; no namespaces here; leave it out" in done.output
 
 
 def test_batches_depend_on_seed_step_and_rank_alone() -> None:
