@@ -42,7 +42,7 @@ from cgx_ray.planner.prediction import Measured, groups_of, predict
 LEASE_STEPS, LEASE_S = 40, 60.0
 
 
-class _Moment(NamedTuple):
+class _When(NamedTuple):
     """Step after which the loop decides, its time by this process's clock, and by that of the node that reported it."""
 
     step: int
@@ -107,7 +107,7 @@ class ControlLoop:
         for step in state.add_report(sample, now_s):
             if not state.add_step(step, now_s):
                 continue
-            at = _Moment(step.step, now_s, sample.time_s)
+            at = _When(step.step, now_s, sample.time_s)
             self._write_outcome(state, step, at)
             decision = self._guard(state, at) or self._decide(state, at) or self._compare(state, at)
             if decision is not None:
@@ -132,7 +132,7 @@ class ControlLoop:
         assert self._state is not None
         return self._state.facts()
 
-    def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: _Moment) -> None:
+    def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: _When) -> None:
         """Compare the last decision's prediction with measured steps, once there are enough, and learn from them."""
         outcome = state.pending
         if outcome is None or not outcome.add(step):
@@ -140,7 +140,7 @@ class ControlLoop:
         self._journal.write(outcome_entry(outcome, version=step.plan_version, step=at.step, time_s=at.time_s))
         state.end_outcome(outcome, at.now_s)
 
-    def _guard(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+    def _guard(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Keep the promise: leave a plan that is slower than dense. End an excursion that was long enough."""
         if state.excursion is not None:
             return self._end_excursion(state, state.excursion, at)
@@ -150,7 +150,7 @@ class ControlLoop:
         state.learn(at.now_s)
         return self._disable(state, state.plan, slowdown, at)
 
-    def _compare(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+    def _compare(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Measure some dense steps if those so far do not tell whether the plan is slower than dense."""
         slowdown = state.slowdown()
         if slowdown is None or not state.experience.grants_comparison(slowdown, state.known()):
@@ -160,7 +160,7 @@ class ControlLoop:
         state.excursion = Excursion(home=state.plan, record=state.experience.record)
         return self._apply(state, decision, state.known(), at)
 
-    def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _Moment) -> Decision | None:
+    def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _When) -> Decision | None:
         """Return to the plan before the excursion, or leave it for good, once there are enough steps."""
         measured = state.measured()
         if len(state.experience.record.window) < EXCURSION_STEPS or measured is None:
@@ -178,7 +178,7 @@ class ControlLoop:
                 return self._apply(state, decision, measured, at, is_planned=True)
         return self._apply(state, return_home(state, excursion), measured, at, ended=excursion)
 
-    def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _Moment) -> Decision:
+    def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _When) -> Decision:
         """Go back to dense and ban the options of `failed`."""
         state.experience.errors.remember_longer()
         groups = groups_of(failed, self.layers)
@@ -191,7 +191,7 @@ class ControlLoop:
         reason = f"{state.failed} was {beside_dense(slowdown)}{banned}"
         return self._apply(state, disable(state, reason), measured, at)
 
-    def _decide(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+    def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
         measured = state.measured()
         cause = state.cause(at.step, at.now_s, measured) if measured is not None else None
@@ -207,7 +207,7 @@ class ControlLoop:
             decision = self._codec_trial(state, decision, measured, at) or decision
         return self._apply(state, decision, measured, at, is_planned=True)
 
-    def _ask(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _Moment) -> Decision | None:
+    def _ask(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Decision | None:
         """Return the policy's decision on `plan`: that in force, or the one before an excursion."""
         decision = self._policy.decide(self._situation(state, cause, plan, measured, at))
         if isinstance(decision, Replace):
@@ -217,7 +217,7 @@ class ControlLoop:
             state.setbacks.add_gain_fall(options, at.step, at.now_s)
         return decision
 
-    def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _Moment) -> Situation:
+    def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Situation:
         banned = state.setbacks.banned(at.step, at.now_s)
         plan = replace(plan, version=state.plan.last_version, lease=None)
         return Situation(
@@ -229,7 +229,7 @@ class ControlLoop:
             banned=banned,
         )
 
-    def _codec_trial(self, state: WorkerGroupState, kept: Keep, measured: Measured, at: _Moment) -> Replace | None:
+    def _codec_trial(self, state: WorkerGroupState, kept: Keep, measured: Measured, at: _When) -> Replace | None:
         """Return a plan that times a codec in use, if its told times may be what keeps it out of the best plan."""
         codec = self._policy.codec_to_time(self._situation(state, kept.reason, state.plan, measured, at), kept)
         trial = trial_of(codec, measured, kept.predicted) if codec is not None else None
@@ -249,7 +249,7 @@ class ControlLoop:
         state: WorkerGroupState,
         decision: Decision,
         measured: Measured,
-        at: _Moment,
+        at: _When,
         *,
         is_planned: bool = False,
         ended: Excursion | None = None,
@@ -266,7 +266,7 @@ class ControlLoop:
         )
         return decision
 
-    def _leased(self, state: WorkerGroupState, decision: Replace, at: _Moment) -> Plan:
+    def _leased(self, state: WorkerGroupState, decision: Replace, at: _When) -> Plan:
         """Return the plan of `decision` with a lease, after which the ranks return to the plan before it."""
         plan, before = decision.plan, state.plan.lease.fallback if state.plan.lease is not None else state.plan
         steps = max(LEASE_STEPS, math.ceil(LEASE_S / decision.step_s))

@@ -25,6 +25,7 @@ from typing import Protocol
 
 from cgx_ray.control.choice import Outlook
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Option, Plan
+from cgx_ray.planner.fidelity import describe_costs
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.prediction import Prediction, groups_of, predict
 
@@ -205,7 +206,9 @@ def _describe_best(found: BestPlan, outlook: Outlook) -> str:
     assert best.efficiency is not None
     text = (
         f"{describe_options(best)}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
-        f"{best.efficiency:.1%} of the gradient"
+        f"{best.efficiency:.1%} of its progress"
     )
+    costs = describe_costs(option.codec for option in best.options)
+    text = f"{text}; {costs}" if costs else text
     gap = f"{found.gap:.1%}"
     return text if gap == "0.0%" else f"{text}, at most {gap} from the optimum"

@@ -65,7 +65,7 @@ class Measured:
         if option.codec.name == "none":
             return 1.0
         gain = self.gain.get(str(option), self.gain.get(str(option.codec)))
-        return efficiency(gain) if gain is not None else None
+        return efficiency(gain, option.codec) if gain is not None else None
 
     def slowed(self, factor: float) -> Measured:
         """Return the measurements with `factor` times the times of links and codecs."""

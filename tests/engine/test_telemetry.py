@@ -39,7 +39,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class _Adaptive:
     """A stand-in for the session of a Ray worker: policy "adaptive", dense at first."""
 
-    settings = Settings()
+    settings = Settings(fidelity="fast")
 
     def first_plan(self, layers: Any, world_size: int) -> Plan:
         return make_plan(layers, version=0, world_size=world_size, codec="none", scheme="dense")
