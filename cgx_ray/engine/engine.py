@@ -64,7 +64,7 @@ class Engine:
         self._transport = transport
         self._seed = seed
         self.device = device
-        self._gains = GainSchedule(candidates)
+        self._gains = GainSchedule(candidates, layers)
         self._agreement = Agreement(transport)
         self._memories = Memories()
         self._lock = threading.Lock()
@@ -293,10 +293,10 @@ class Engine:
         self._clock.restart()
         ended_s = self._clock.began_s
         with self.telemetry.optional("times, bytes and gains", self.step):
-            if step.meter is not None:
-                self._gains.charge(self.step, ended_s - began_s, step.meter.seconds)
             self.last_spans = spans_of_step(step, began_s)
             self.telemetry.add(sample_of_step(step, self._transport, self.telemetry, began_s, ended_s))
+            if step.meter is not None:
+                self._gains.charge(self.step, ended_s - began_s, step.meter.seconds)
         self.step += 1
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket]) -> None:
