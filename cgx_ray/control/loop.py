@@ -13,8 +13,8 @@ group, plus the change of compute since then. On another network (bandwidth or l
 
 After a plan slower than dense the loop stays dense for a pause of BAN_STEPS, which doubles with each further failure.
 Only another network ends the pause early. The codecs and schemes of the failed plan, flat or hierarchical, are banned
-for twice as long. A codec whose gain fell by more than GAIN_CHANGE while it was in use is banned for BAN_STEPS
-(`setbacks`).
+for twice as long. An option whose gain fell by more than GAIN_CHANGE while it was in use is banned for BAN_STEPS, twice
+as long each time (`setbacks`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cgx_ray.control.policy import (
 )
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Layer, Plan, make_plan, options_of
+from cgx_ray.plan import Layer, Plan, make_plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
@@ -52,7 +52,10 @@ REVIEW_STEPS = 100
 class ControlLoop:
     """Decides for one training.
 
-    layers, plans  of the model; all plans so far, the newest last. Both outlive a worker group
+    layers, plans  of the model; all plans so far, the newest last
+    gain_ratios    learned so far, see `GainWatch`
+
+    All of them outlive a worker group.
     """
 
     def __init__(
@@ -63,14 +66,20 @@ class ControlLoop:
         group_bytes: int,
         layers: Sequence[Layer] = (),
         plans: Sequence[Plan] = (),
+        gain_ratios: Mapping[str, float] | None = None,
     ) -> None:
-        """`layers` and `plans` are those of the controller before a restart of the workers."""
+        """`layers` to `gain_ratios` are those of the controller before a restart of the workers."""
         self._policy = policy
         self._journal = journal
         self._group_bytes = group_bytes
         self.layers = tuple(layers)
         self.plans = list(plans)
+        self._earlier_ratios = dict(gain_ratios or {})
         self._state: WorkerGroupState | None = None
+
+    @property
+    def gain_ratios(self) -> dict[str, float]:
+        return self._state.gains.ratios if self._state is not None else self._earlier_ratios
 
     def register(
         self,
@@ -88,7 +97,7 @@ class ControlLoop:
             version = self.plans[-1].version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))
         self.layers = tuple(layers)
-        self._state = WorkerGroupState(layers, self.plans[-1], codec_costs, encodes_on)
+        self._state = WorkerGroupState(layers, self.plans[-1], codec_costs, encodes_on, self.gain_ratios)
         return self.plans[-1]
 
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:
@@ -133,9 +142,8 @@ class ControlLoop:
         banned = state.setbacks.banned(step.step)
         decision = self._policy.decide(Situation(cause=cause, plan=state.plan, measured=measured, banned=banned))
         if isinstance(decision, Replace):
-            # A codec's true gain is only known while it is in use. Unused, its estimate would bring it straight back.
-            fallen = state.fallen_codecs(measured)
-            state.setbacks.add_gain_fall((option for codec in fallen for option in options_of(codec)), step.step)
+            # What an option really keeps is only known while it is in use.
+            state.setbacks.add_gain_fall(state.fallen_options(measured), step.step)
         if decision is not None:
             self._apply(state, decision, step.step, measured, time_s)
         return decision
@@ -211,7 +219,7 @@ def _cause(state: WorkerGroupState, step: int, measured: Measured) -> str | None
         return cause
     if step < state.setbacks.pause_end:
         return None
-    cause = state.gains.cause(state.decided.gain)
+    cause = state.gain_cause()
     if cause is None and step >= state.decision_step + REVIEW_STEPS:
         return "regular review"
     return cause

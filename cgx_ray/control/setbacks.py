@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from cgx_ray.plan import Option
 
-# Steps for which a codec is banned after its gain fell. After a plan slower than dense the controller stays dense for
-# as many steps, doubled with each further failure: a trial costs a few slow steps, so failures must become rare.
+# Steps for which an option is banned after its gain fell. After a plan slower than dense the controller stays dense for
+# as many steps. Both double with each further failure: a trial costs some steps, so failures must become rare.
 BAN_STEPS = 500
 
 
@@ -22,6 +22,7 @@ class Setbacks:
         # By flat option, which stands for its hierarchical variants too.
         self._banned_until: dict[Option, int] = {}
         self._num_failures = 0
+        self._num_falls: dict[Option, int] = {}
 
     def banned(self, step: int) -> frozenset[Option]:
         """Return the flat options that are banned at `step`; forget older bans."""
@@ -29,8 +30,10 @@ class Setbacks:
         return frozenset(self._banned_until)
 
     def add_gain_fall(self, options: Iterable[Option], step: int) -> None:
-        """Ban `options` for BAN_STEPS, because their codec kept much less of the gradient than expected."""
-        self._ban(options, step + BAN_STEPS)
+        """Ban `options` for BAN_STEPS, twice as long each time, because they kept much less than expected."""
+        for flat in {option.flat() for option in options}:
+            self._ban([flat], step + (BAN_STEPS << self._num_falls.get(flat, 0)))
+            self._num_falls[flat] = self._num_falls.get(flat, 0) + 1
 
     def add_slow_plan(self, options: Iterable[Option], step: int) -> int:
         """Begin a pause after a plan slower than dense, and ban its `options`; return the steps of the pause."""

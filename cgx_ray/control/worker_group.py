@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -12,13 +11,14 @@ from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.gains import GAIN_CHANGE, GainWatch
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.known_network import KnownNetwork
-from cgx_ray.control.measured import codecs_in_use, is_dense, layer_times, network_of, non_dense_options
+from cgx_ray.control.learning_phase import LEARNING_GAIN, LearningPhase
+from cgx_ray.control.measured import is_dense, layer_times, network_of, non_dense_options
 from cgx_ray.control.network_change import network_cause
 from cgx_ray.control.outcome import PendingOutcome
 from cgx_ray.control.policy import Decision, Keep
 from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.plan import Layer, Option, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
@@ -43,8 +43,14 @@ class WorkerGroupState:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], plan: Plan, codec_costs: Mapping[str, CodecCost], encodes_on: EncodesOn
+        self,
+        layers: Sequence[Layer],
+        plan: Plan,
+        codec_costs: Mapping[str, CodecCost],
+        encodes_on: EncodesOn,
+        gain_ratios: Mapping[str, float] | None = None,
     ) -> None:
+        """`gain_ratios`: learned in earlier worker groups, see `GainWatch`."""
         self.layers = tuple(layers)
         self.plan = plan
         self.last_dense_plan = plan if is_dense(plan) else None
@@ -53,7 +59,11 @@ class WorkerGroupState:
         self.decision_step = 0
         self.setbacks = Setbacks()
         self.network = KnownNetwork()
-        self.gains = GainWatch(map(str, codecs_in_use(plan)))
+        self.gains = GainWatch(map(str, non_dense_options(plan)), gain_ratios)
+        self._learning = LearningPhase()
+        self._plan_step: int | None = None
+        # Names of the gains that a decision has known.
+        self._offered: frozenset[str] = frozenset()
         self._codec_costs = dict(codec_costs)
         self._codec_slowdown = 1.0
         self._encodes_on: EncodesOn = encodes_on
@@ -80,8 +90,17 @@ class WorkerGroupState:
         self._first_step = step.step if self._first_step is None else self._first_step
         self._recent = [one for one in self._recent if one.plan_version == step.plan_version][1 - LINK_STEPS :]
         self._recent.append(step)
-        self.gains.add(step.gain)
+        self._plan_step = step.step if self._plan_step is None else self._plan_step
+        self._learning.add(step.norm)
+        self.gains.add(step.gain, step.kept, self._settled(step.step - self._plan_step))
         return True
+
+    def _settled(self, num_steps: int) -> set[str]:
+        """Return the options in use whose residuals no longer grow after `num_steps` under the plan in force."""
+        # Each element has been sent once, on average.
+        return {
+            str(option) for option in non_dense_options(self.plan) if num_steps * (option.codec.density or 1.0) >= 1
+        }
 
     def apply(self, decision: Decision, measured: Measured, step: int) -> None:
         """Record `decision`, which was made after `step` on `measured`, and put its plan in force."""
@@ -91,9 +110,11 @@ class WorkerGroupState:
         if is_dense(self.plan) and warm_s:
             self._dense_s = min(warm_s), measured
         self.gains.acknowledge()
+        self._offered |= measured.gain.keys()
         if not isinstance(decision, Keep):
             self.plan = decision.plan
-            self.gains.start_plan(map(str, codecs_in_use(self.plan)))
+            self.gains.start_plan(map(str, non_dense_options(self.plan)))
+            self._plan_step = None
         if is_dense(self.plan):
             self.last_dense_plan = self.plan
         else:
@@ -121,9 +142,24 @@ class WorkerGroupState:
             after_s=max(0.0, median(one.compute_s for one in recent) - sum(backward_s)),
             network=network_of(self.plan.world_size, recent[-1].num_local, between),
             codec_costs={name: cost.slowed(self._codec_slowdown) for name, cost in self._codec_costs.items()},
-            gain=self.gains.gain,
+            gain=self._usable_gains(),
             encodes_on=self._encodes_on,
         )
+
+    def gain_cause(self) -> str | None:
+        """Return in words which gain calls for a new decision, or None. Call after the first decision."""
+        assert self.decided is not None
+        cause = self.gains.cause(self.decided.gain)
+        usable = self._usable_gains().keys() - self._offered
+        new = sorted(name for name in usable if not self.gains.is_in_use(name))
+        return f"gain of {new[0]} is known now" if cause is None and new else cause
+
+    def _usable_gains(self) -> dict[str, float]:
+        """Return the gains that plans may be made with; in a learning phase those in use, and large ones."""
+        usable = self.gains.usable
+        if not self._learning.is_on:
+            return usable
+        return {name: gain for name, gain in usable.items() if gain >= LEARNING_GAIN or self.gains.is_in_use(name)}
 
     def measured_dense_s(self, measured: Measured, predicted: Prediction) -> float | None:
         """Return seconds of a dense step under `measured`, from dense steps in the past; None if there is none to use.
@@ -140,14 +176,16 @@ class WorkerGroupState:
         before = predict(replace(measured, backward_s=then.backward_s, after_s=then.after_s), predicted.groups)
         return max(seconds + predicted.step_s - before.step_s, measured.compute_s)
 
-    def fallen_codecs(self, measured: Measured) -> set[CodecSpec]:
-        """Return the codecs in use whose gain is more than GAIN_CHANGE under the one that the plan was chosen on."""
-        before = self.decided.gain if self.decided is not None else {}
-        return {
-            codec
-            for codec in codecs_in_use(self.plan)
-            if measured.gain.get(str(codec), math.inf) < before.get(str(codec), 0.0) - GAIN_CHANGE
-        }
+    def fallen_options(self, measured: Measured) -> set[Option]:
+        """Return the options in use whose gain is more than GAIN_CHANGE under the one that the plan was chosen on."""
+        if self.decided is None:
+            return set()
+        fallen = set()
+        for option in non_dense_options(self.plan):
+            before, now = self.decided.gain_of(option), measured.gain_of(option)
+            if before is not None and now is not None and now < before - GAIN_CHANGE:
+                fallen.add(option)
+        return fallen
 
     def facts(self) -> LoopFacts:
         return LoopFacts(

@@ -13,7 +13,7 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.shadow import settled_artopk_gains, settled_gain, settles
 from cgx_ray.plan import CodecSpec
 
-NUMEL = 1 << 14
+NUMEL = 1 << 15
 SAMPLE = slice(None, None, 4)
 NUM_GRADIENTS = 8
 
@@ -39,7 +39,7 @@ def run_feedback(spec: CodecSpec, steady: float, num_ranks: int, choice: str) ->
     """Return the mean gain of a run with error feedback that has settled. `choice`: "own" elements, "star" or "var"."""
     sources = [gradients(steady, seed=rank + 1) for rank in range(num_ranks)]
     residual_RN = torch.zeros(num_ranks, NUMEL)
-    num_kept, num_steps = spec.num_kept(NUMEL), math.ceil(2.5 / (spec.density or 1))
+    num_kept, num_steps = spec.num_kept(NUMEL), math.ceil(4 / (spec.density or 1))
     gains = []
     for step in range(num_steps):
         residual_RN += torch.stack([next(source) for source in sources])
