@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan
+from cgx_ray.plan import DENSE, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
 
 # Assumed link between two ranks that share memory, since trainings do not measure it: 100 MB among 4 ranks took 90 ms
@@ -17,11 +17,6 @@ FORWARD_SHARE = 1 / 3
 def non_dense_options(plan: Plan) -> frozenset[Option]:
     """Return the options of `plan` except plain dense, the sums of DDP. Hierarchical dense sums are included."""
     return frozenset(group.option for group in plan.groups if group.option != DENSE)
-
-
-def codecs_in_use(plan: Plan) -> frozenset[CodecSpec]:
-    """Return the codecs of `non_dense_options(plan)`."""
-    return frozenset(option.codec for option in non_dense_options(plan))
 
 
 def is_dense(plan: Plan) -> bool:

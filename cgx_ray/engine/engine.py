@@ -289,14 +289,16 @@ class Engine:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _end(self, step: StepRun) -> None:
+        if step.meter is not None:
+            step.meter.finish()
         began_s = self._clock.began_s
         self._clock.restart()
         ended_s = self._clock.began_s
         with self.telemetry.optional("times, bytes and gains", self.step):
-            self.last_spans = spans_of_step(step, began_s)
-            self.telemetry.add(sample_of_step(step, self._transport, self.telemetry, began_s, ended_s))
             if step.meter is not None:
                 self._gains.charge(self.step, ended_s - began_s, step.meter.seconds)
+            self.last_spans = spans_of_step(step, began_s)
+            self.telemetry.add(sample_of_step(step, self._transport, self.telemetry, began_s, ended_s))
         self.step += 1
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket]) -> None:

@@ -130,12 +130,16 @@ class GainMeter:
 
 
 class StepMeter:
-    """The GainMeter of one step. After an error the step has no gains: those of its other groups would mislead."""
+    """The GainMeter of one step. After an error the step has no gains: those of its other groups would mislead.
+
+    gains  `GainMeter.gains`; empty before `finish` and after an error
+    """
 
     def __init__(self, meter: GainMeter, telemetry: Telemetry, step: int) -> None:
         self._meter: GainMeter | None = meter
         self._telemetry = telemetry
         self._step = step
+        self.gains: dict[str, float] = {}
 
     def measure(self, group: int, gradients: Callable[[], GroupGradients]) -> float:
         """Call `GainMeter.measure` with the result of `gradients`. Return 0 after an error."""
@@ -145,9 +149,9 @@ class StepMeter:
         """Call `GainMeter.correct` with the result of `kept`. Do nothing after an error."""
         self._ask(lambda meter: meter.correct(group, option, kept()), None)
 
-    def gains(self) -> dict[str, float]:
-        """Return `GainMeter.gains`; empty after an error."""
-        return self._ask(lambda meter: meter.gains(), {})
+    def finish(self) -> None:
+        """Compute `gains`, when all groups are measured. It takes some milliseconds per codec, as a part of this step."""
+        self.gains = self._ask(lambda meter: meter.gains(), {})
 
     def kept(self) -> dict[str, float]:
         """Return `GainMeter.kept`; empty after an error."""

@@ -62,7 +62,7 @@ def sample_of_step(
         dense_bytes=sum(group.dense_bytes for group in step.groups),
         ready_s=tuple(ready - began_s for ready in step.ready_at),
         transfers=_transfers(step, seconds),
-        gain=step.meter.gains() if step.meter is not None else {},
+        gain=step.meter.gains if step.meter is not None else {},
         kept=step.meter.kept() if step.meter is not None else {},
         gain_curve=step.meter.curve() if step.meter is not None else (),
         norm=step.meter.norm if step.meter is not None else None,
