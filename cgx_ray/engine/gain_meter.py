@@ -150,7 +150,7 @@ class StepMeter:
         self._ask(lambda meter: meter.correct(group, option, kept()), None)
 
     def finish(self) -> None:
-        """Compute `gains`, when all groups are measured. It takes some milliseconds per codec, as a part of this step."""
+        """Compute `gains`, when all groups are measured. It takes some milliseconds per codec."""
         self.gains = self._ask(lambda meter: meter.gains(), {})
 
     def kept(self) -> dict[str, float]:
