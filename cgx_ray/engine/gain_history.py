@@ -37,11 +37,19 @@ class GradientHistory:
         # By gradient and pool.
         self._gradients: deque[list[Tensor]] = deque(maxlen=NUM_GRADIENTS)
 
-    def sample(self, name: str, grad_N: Tensor) -> Tensor:
-        """Return the sample of a layer's gradient as float32 on the host."""
+    def sample(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the samples of layers' gradients, as float32 on the host."""
+        if not layers:
+            return {}
+        parts = [self._blocks(grad_N) for grad_N in layers.values()]
+        # One copy from the device for all layers.
+        joined_N = torch.cat(parts).to(HOST, torch.float32)
+        return dict(zip(layers, joined_N.split([len(part_N) for part_N in parts]), strict=True))
+
+    def _blocks(self, grad_N: Tensor) -> Tensor:
         num_blocks = grad_N.numel() // HISTORY_BLOCK
         blocks_BE = grad_N[: num_blocks * HISTORY_BLOCK].view(num_blocks, HISTORY_BLOCK)
-        return blocks_BE[:: self._stride].flatten().to(HOST, torch.float32, copy=True)
+        return blocks_BE[:: self._stride].flatten()
 
     def add(self, samples: Mapping[str, Tensor]) -> None:
         """Add the gradient of a step, given by layer. Ignored if a layer is missing, or if it is 0 or not finite."""

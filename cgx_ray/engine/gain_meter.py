@@ -72,8 +72,7 @@ class GainMeter:
             name: 1.0 if codec.spec == NONE or not energy else kept_energy(codec, sample_N, self._key) / energy
             for name, codec in tried.items()
         }
-        for name, layer_N in gradients.layers.items():
-            self._samples[name] = self._history.sample(name, layer_N)
+        self._samples |= self._history.sample(gradients.layers)
         fresh, fed = (float(whole_N.float().norm()) ** 2 for whole_N in (gradients.fresh, gradients.fed))
         curve = GainCurve(sample_blocks(gradients.fed, CURVE_SAMPLE_NUMEL)).gain(CURVE_DENSITIES)
         self._groups[group] = _GroupGains(fresh=fresh, fed=fed, kept=kept, curve=curve)
