@@ -13,6 +13,7 @@ Then the loop does the first of these that has a cause:
 WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
 options and codecs are learned (`learned_errors`). Plans are chosen with these errors (`choice`). If the link goes back
 and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
+An option whose gain fell by more than GAIN_CHANGE while it was in use is banned too, twice as long each time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Layer, Lease, Plan, make_plan, options_of
+from cgx_ray.plan import Layer, Lease, Plan, make_plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
@@ -53,7 +54,10 @@ class _When(NamedTuple):
 class ControlLoop:
     """Decides for one training.
 
-    layers, plans  of the model; all plans so far, the newest last. Both outlive a worker group
+    layers, plans  of the model; all plans so far, the newest last
+    gain_ratios    learned so far, see `GainWatch`
+
+    All of them outlive a worker group.
     """
 
     def __init__(
@@ -64,14 +68,20 @@ class ControlLoop:
         group_bytes: int,
         layers: Sequence[Layer] = (),
         plans: Sequence[Plan] = (),
+        gain_ratios: Mapping[str, float] | None = None,
     ) -> None:
-        """`layers` and `plans` are those of the controller before a restart of the workers."""
+        """`layers` to `gain_ratios` are those of the controller before a restart of the workers."""
         self._policy = policy
         self._journal = journal
         self._group_bytes = group_bytes
         self.layers = tuple(layers)
         self.plans = list(plans)
+        self._earlier_ratios = dict(gain_ratios or {})
         self._state: WorkerGroupState | None = None
+
+    @property
+    def gain_ratios(self) -> dict[str, float]:
+        return self._state.gains.ratios if self._state is not None else self._earlier_ratios
 
     def register(
         self,
@@ -92,7 +102,7 @@ class ControlLoop:
             self.plans.append(lease.fallback)
         self.layers = tuple(layers)
         dense = make_plan(layers, version=0, world_size=first_plan.world_size, group_bytes=self._group_bytes)
-        self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on)
+        self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on, self.gain_ratios)
         return self.plans[-1]
 
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:
@@ -211,10 +221,8 @@ class ControlLoop:
         """Return the policy's decision on `plan`: that in force, or the one before an excursion."""
         decision = self._policy.decide(self._situation(state, cause, plan, measured, at))
         if isinstance(decision, Replace):
-            # A codec's true gain is only known while it is in use. Unused, its estimate would bring it straight back.
-            fallen = state.fallen_codecs(measured)
-            options = (option for codec in fallen for option in options_of(codec))
-            state.setbacks.add_gain_fall(options, at.step, at.now_s)
+            # What an option really keeps is only known while it is in use.
+            state.setbacks.add_gain_fall(state.fallen_options(measured), at.step, at.now_s)
         return decision
 
     def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Situation:

@@ -4,12 +4,15 @@
 is predicted seconds per step, times the errors learned so far, over the fraction of a dense step's progress that the
 plan keeps. The plan in force is scored with the same measurements, then:
 
-1. If the plan in force keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more than 3 %
-   slower than dense, the best plan replaces it at once.
+1. If the plan in force clearly keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more
+   than 3 % slower than dense, the best plan replaces it at once.
 2. Else the best plan replaces it only if its score is more than 5 % smaller, and the seconds saved until the network is
    expected to change are more than the change of plan takes.
 
 On a network that changes too fast to follow, a score is the mean over the recent states of the network.
+
+Gains are noisy, so options in force may keep a little less than `min_gain`, and others must keep a little more
+(GAIN_MARGIN).
 
 Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. If a node has one rank, or all
 ranks share memory, hierarchical options equal flat ones, so the planner leaves them out.
@@ -35,6 +38,10 @@ MIN_IMPROVEMENT = 0.05
 MAX_SLOWDOWN = 1.03
 # Told times of a codec may be this many times too long.
 MAX_OVERSTATED = 300.0
+
+# Share of the error that `min_gain` allows: options in force may have so much more, others must have so much less. Mean
+# gains scatter by about 0.02 around 0.8, which is a tenth of the error.
+GAIN_MARGIN = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,16 +132,17 @@ class AdaptivePolicy:
     """Chooses the plan with the smallest score, as the module's docstring describes.
 
     options   all that may be chosen, besides dense
-    min_gain  least gain that an option must have
+    min_gain  least gain that an option must have, up to GAIN_MARGIN
     """
 
     def __init__(self, options: Sequence[Option], *, min_gain: float) -> None:
         self._options = tuple(options)
-        self._min_gain = min_gain
+        self._least_gain = max(0.0, 1 - (1 + GAIN_MARGIN) * (1 - min_gain))
+        self._enter_gain = 1 - (1 - GAIN_MARGIN) * (1 - min_gain)
 
     def decide(self, situation: Situation) -> Decision:
         cause, outlook = situation.cause, situation.outlook
-        found = outlook.best(situation.allowed(self._options), self._min_gain)
+        found = outlook.best(self._allowed(situation), self._least_gain)
         best, current = found.best, predict(outlook.now, groups_of(situation.plan, outlook.now.layers))
         current_s, best_s, dense_s = map(outlook.errors.step_s, (current, best, found.dense))
         if best.groups == current.groups:
@@ -157,9 +165,18 @@ class AdaptivePolicy:
             dense_s=dense_s,
         )
 
+    def _allowed(self, situation: Situation) -> list[Option]:
+        """Return the options that are not banned and keep enough: those in force may keep a little less."""
+        in_force, measured = {group.option for group in situation.plan.groups}, situation.outlook.now
+        return [
+            option
+            for option in situation.allowed(self._options)
+            if option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain
+        ]
+
     def _may_stay(self, situation: Situation, current: Prediction) -> bool:
         used = {option.flat() for option in current.options if option != DENSE}
-        keeps_enough = current.efficiency is not None and current.efficiency >= self._min_gain
+        keeps_enough = current.efficiency is not None and current.efficiency >= self._least_gain
         return keeps_enough and situation.banned.isdisjoint(used)
 
     def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
@@ -177,13 +194,13 @@ class AdaptivePolicy:
         Such a plan exists if the codec's told times are MAX_OVERSTATED times too long.
         """
         measured, errors = situation.outlook.now, situation.outlook.errors
-        allowed = situation.allowed(self._options)
+        allowed = self._allowed(situation)
         codecs = {option.codec for option in allowed} - {NONE}
         untimed = {codec for codec in codecs if not errors.is_timed(codec)}
         costs = dict(measured.codec_costs)
         for codec in untimed:
             costs[str(codec)] = measured.cost_of(codec).slowed(1 / MAX_OVERSTATED)
-        best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._min_gain).best
+        best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._least_gain).best
         kept_s = errors.factor(kept.predicted.groups) * kept.predicted.score
         if errors.factor(best.groups) * best.score >= kept_s * (1 - MIN_IMPROVEMENT):
             return None

@@ -29,6 +29,7 @@ class Setbacks:
     def __init__(self) -> None:
         self._bans: dict[Option, _Ban] = {}
         self._num_failures: dict[Option, int] = {}
+        self._num_falls: dict[Option, int] = {}
 
     def banned(self, step: int, now_s: float) -> frozenset[Option]:
         """Return the flat options that are banned; forget bans that have ended."""
@@ -36,9 +37,12 @@ class Setbacks:
         return frozenset(self._bans)
 
     def add_gain_fall(self, options: Iterable[Option], step: int, now_s: float) -> None:
-        """Ban `options`, because their codec kept much less of the gradient than expected."""
+        """Ban `options`, twice as long each time, because they kept much less of the gradient than expected."""
         for option in {option.flat() for option in options}:
-            self._bans[option] = _Ban(now_s + BAN_S, step + MIN_BAN_STEPS, ends_with_network=False)
+            num_falls = self._num_falls.get(option, 0)
+            self._num_falls[option] = num_falls + 1
+            until = now_s + BAN_S * 2**num_falls, step + MIN_BAN_STEPS * 2**num_falls
+            self._bans[option] = _Ban(*until, ends_with_network=False)
 
     def add_slow_plan(self, groups: Sequence[PlannedGroup], step: int, now_s: float) -> float:
         """Ban the options of a plan that was slower than dense; return the seconds of the longest ban.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -12,18 +11,19 @@ from cgx_ray.control.evidence import MIN_STEPS, Evidence, Verdict, verdict
 from cgx_ray.control.excursion import Excursion
 from cgx_ray.control.experience import SURPRISE, Experience
 from cgx_ray.control.facts import LoopFacts
-from cgx_ray.control.gains import GAIN_CHANGE, GainWatch
+from cgx_ray.control.gains import GAIN_CHANGE
 from cgx_ray.control.innovation import Innovations
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
+from cgx_ray.control.known_gains import KnownGains
 from cgx_ray.control.known_network import KnownNetwork
-from cgx_ray.control.measured import codecs_in_use, is_dense, layer_times, network_of
+from cgx_ray.control.measured import is_dense, layer_times, network_of, non_dense_options
 from cgx_ray.control.network_change import network_cause
 from cgx_ray.control.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Replace
 from cgx_ray.control.recent_links import RecentLinks
 from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.plan import Layer, Option, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
@@ -58,8 +58,12 @@ class WorkerGroupState:
         dense_plan: Plan,
         codec_costs: Mapping[str, CodecCost],
         encodes_on: EncodesOn,
+        gain_ratios: Mapping[str, float],
     ) -> None:
-        """`dense_plan`: compared with until another dense plan is in force."""
+        """
+        dense_plan   compared with until another dense plan is in force
+        gain_ratios  learned in earlier worker groups, see `GainWatch`
+        """
         self.layers = tuple(layers)
         self.experience = Experience(layers, plan, plan if is_dense(plan) else dense_plan, codec_costs)
         self.excursion: Excursion | None = None
@@ -69,7 +73,7 @@ class WorkerGroupState:
         self.setbacks = Setbacks()
         self.network = KnownNetwork()
         self.links = RecentLinks()
-        self.gains = GainWatch(map(str, codecs_in_use(plan)))
+        self.gains = KnownGains(plan, gain_ratios)
         self._encodes_on: EncodesOn = encodes_on
         self._joiner = StepJoiner(plan.world_size)
         self._slow_ranks = SlowRanks(plan.world_size)
@@ -104,7 +108,7 @@ class WorkerGroupState:
             return False
         same_plan = [one for one in self._recent if one.plan_version in self._versions]
         self._recent = [*same_plan[1 - LINK_STEPS :], step]
-        self.gains.add(step.gain)
+        self.gains.add(step)
         measured = self.measured() or self.decided
         ratio = self.experience.add(step, measured)
         if measured is not None and ratio is not None:
@@ -137,7 +141,7 @@ class WorkerGroupState:
         self.experience.start_plan(plan, before, is_excursion=self.excursion is not None)
         self._innovations.restart_ratio()
         self._slow_s = 0.0
-        self.gains.start_plan(map(str, codecs_in_use(plan)))
+        self.gains.start_plan(plan)
 
     def learn(self, now_s: float) -> None:
         """Learn the errors of the plan in force from its steps so far."""
@@ -230,7 +234,7 @@ class WorkerGroupState:
         is_planned  the policy has decided; else what has changed since its last decision remains a reason to ask it
         ended       the excursion that it returns from; the steps before it count again
         """
-        self.gains.acknowledge()
+        self.gains.acknowledge(measured.gain)
         self._innovations.acknowledge()
         plan = self.plan if isinstance(decision, Keep) else decision.plan
         if plan != self.plan:
@@ -264,18 +268,20 @@ class WorkerGroupState:
             after_s=max(0.0, median(one.compute_s for one in recent) - sum(backward_s)),
             network=network_of(self.plan.world_size, recent[-1].num_local, between),
             codec_costs=self.experience.codec_costs,
-            gain=self.gains.gain,
+            gain=self.gains.usable,
             encodes_on=self._encodes_on,
         )
 
-    def fallen_codecs(self, measured: Measured) -> set[CodecSpec]:
-        """Return the codecs in use whose gain is more than GAIN_CHANGE under the one that the plan was chosen on."""
-        before = self.decided.gain if self.decided is not None else {}
-        return {
-            codec
-            for codec in codecs_in_use(self.plan)
-            if measured.gain.get(str(codec), math.inf) < before.get(str(codec), 0.0) - GAIN_CHANGE
-        }
+    def fallen_options(self, measured: Measured) -> set[Option]:
+        """Return the options in use whose gain is more than GAIN_CHANGE under the one that the plan was chosen on."""
+        if self.decided is None:
+            return set()
+        fallen = set()
+        for option in non_dense_options(self.plan):
+            before, now = self.decided.gain_of(option), measured.gain_of(option)
+            if before is not None and now is not None and now < before - GAIN_CHANGE:
+                fallen.add(option)
+        return fallen
 
     def facts(self) -> LoopFacts:
         return LoopFacts(

@@ -64,7 +64,7 @@ class Engine:
         self._transport = transport
         self._seed = seed
         self.device = device
-        self._gains = GainSchedule(candidates)
+        self._gains = GainSchedule(candidates, layers)
         self._agreement = Agreement(transport)
         self._memories = Memories()
         self._lock = threading.Lock()
@@ -296,6 +296,8 @@ class Engine:
         return groups
 
     def _end(self, step: StepRun) -> None:
+        if step.meter is not None:
+            step.meter.finish()
         began_s = self._clock.began_s
         self._clock.restart()
         ended_s = self._clock.began_s

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.control_runs import journal, start
+from support.control_runs import COSTS, LAYERS, WORLD, journal, start
 
 from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.learned_errors import MEMORY_S
 from cgx_ray.control.measured import is_dense, non_dense_options
 from cgx_ray.control.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.policy import Disable, Replace
+from cgx_ray.control.setbacks import BAN_S, MIN_BAN_STEPS, Setbacks
 from cgx_ray.control.worker_group import LINK_STEPS
-from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme
+from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme, make_plan
 
 
 def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_more_and_more_rarely(tmp_path: Path) -> None:
@@ -96,34 +97,90 @@ def test_hierarchical_sums_that_are_slower_than_dense_are_taken_back(tmp_path: P
     assert is_dense(run.loop.plans[-1])
 
 
-def test_a_codec_whose_gain_falls_in_use_is_left_and_not_tried_again(tmp_path: Path) -> None:
+def test_an_option_that_keeps_less_in_use_is_left_and_not_tried_again_but_its_codec_is(tmp_path: Path) -> None:
     run = start(tmp_path, min_gain=0.5)
     run.gbps = 0.02
     run.gain["topk:density=0.01"] = 0.7
     run.run(10)
     left = run.loop.plans[-1].describe()
     assert left == "topk:density=0.01 over artopk_tree"
-    run.gain["topk:density=0.01"] = 0.2
+    run.kept = {left: 0.2}
     assert run.run(20) == [], "one measurement is not enough"
     decision, *_ = run.run(20)
-    assert decision.reason.startswith("gain of topk:density=0.01 fell from 0.70 to 0.20: ")
-    # When the codec is not in use, its gain is estimated from each rank's own top-k again.
+    assert decision.reason.startswith(f"gain of {left} fell from 0.70 to 0.20: ")
+    run.kept = {}
+    # Once the ban is over, the learned ratio says what the option would keep.
+    run.run(2 * int(BAN_S))
+    used = {str(option) for plan in run.loop.plans[3:] for option in non_dense_options(plan)}
+    assert left not in used
+    assert any(option.startswith("topk:density=0.01 over ") for option in used), used
+    assert run.loop.gain_ratios[left] == pytest.approx(0.2 / 0.7)
+
+
+def test_learned_ratios_outlive_the_worker_group_and_its_controller(tmp_path: Path) -> None:
+    run = start(tmp_path, min_gain=0.5)
+    run.gbps = 0.02
     run.gain["topk:density=0.01"] = 0.7
-    run.run(200)
-    used = {option.codec for plan in run.loop.plans[3:] for option in non_dense_options(plan)}
-    assert used
-    assert CodecSpec(name="topk", density=0.01) not in used
+    run.run(10)
+    left = run.loop.plans[-1].describe()
+    run.kept = {left: 0.2}
+    run.run(40)
+    for restarted in (run, start(tmp_path, min_gain=0.5, gain_ratios=run.loop.gain_ratios)):
+        plan = make_plan(LAYERS, version=restarted.loop.plans[-1].version + 1, world_size=WORLD)
+        restarted.loop.plans.append(plan)
+        restarted.loop.register(LAYERS, plan, COSTS)
+        restarted.gbps, restarted.gain, restarted.kept, restarted.step = 0.02, run.gain, {}, 1
+        restarted.run(60)
+        used = {str(option) for one in restarted.loop.plans for option in non_dense_options(one)}
+        assert restarted.loop.gain_ratios[left] == pytest.approx(0.2 / 0.7)
+    assert left not in used
 
 
-def test_a_plan_under_min_gain_is_left_even_for_a_slower_one(tmp_path: Path) -> None:
+def test_gain_bans_double_and_are_of_single_options() -> None:
+    setbacks = Setbacks()
+    topk = [
+        Option(codec=CodecSpec(name="topk", density=0.1), scheme=scheme)
+        for scheme in (Scheme.ARTOPK_RING, Scheme.ALLGATHER)
+    ]
+    for now_s, factor in ((0.0, 1), (1000.0, 2), (3000.0, 4)):
+        setbacks.add_gain_fall(topk[:1], int(now_s), now_s)
+        assert setbacks.banned(int(now_s) + factor * MIN_BAN_STEPS, now_s + factor * BAN_S - 1) == {topk[0]}
+        assert setbacks.banned(int(now_s) + factor * MIN_BAN_STEPS - 1, now_s + factor * BAN_S) == {topk[0]}
+        assert not setbacks.banned(int(now_s) + factor * MIN_BAN_STEPS, now_s + factor * BAN_S)
+
+
+def test_a_plan_clearly_under_min_gain_is_left_even_for_a_slower_one(tmp_path: Path) -> None:
     run = start(tmp_path, min_gain=0.8)
     run.gbps = 0.005
     run.gain["topk:density=0.01"] = 0.9
     run.run(10)
-    assert run.loop.plans[-1].describe() == "topk:density=0.01 over artopk_tree"
-    run.gain["topk:density=0.01"] = 0.78
-    run.run(40)
+    chosen = run.loop.plans[-1].describe()
+    assert chosen == "topk:density=0.01 over artopk_tree"
+    run.gain["topk:density=0.01"] = 0.79
+    run.run(200)
+    assert run.loop.plans[-1].describe() == chosen, "a little under min_gain, as noise is"
+    run.gain["topk:density=0.01"] = 0.75
+    run.run(200)
     assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
+    run.gain["topk:density=0.01"] = 0.81
+    run.run(int(BAN_S) + 200)
+    assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra", "a little over it"
+    run.gain["topk:density=0.01"] = 0.85
+    run.run(200)
+    assert run.loop.plans[-1].describe() == chosen
+
+
+def test_while_gradients_change_fast_only_options_with_a_large_gain_are_taken_up(tmp_path: Path) -> None:
+    run = start(tmp_path, min_gain=0.8)
+    run.gbps, run.norm = 0.005, 8.0
+    run.gain["topk:density=0.01"] = 0.9
+    for num_steps in (1, 19, 20, 20):
+        run.run(num_steps)
+        run.norm /= 2
+    assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
+    run.run(120)
+    assert run.loop.plans[-1].describe() == "topk:density=0.01 over artopk_tree"
+    assert any("gain of topk:density=0.01 is known now" in one.get("reason", "") for one in journal(tmp_path))
 
 
 def test_where_all_codecs_are_slow_two_are_tried_in_ten_minutes_even_if_gains_rise(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,8 @@ class FakeTraining:
     slowdown: float = 1.0
     slowdown_of: dict[str, float] = field(default_factory=dict)
     gain: dict[str, float] = field(default_factory=lambda: dict(GAIN))
+    kept: dict[str, float] = field(default_factory=dict)
+    norm: float | None = None
     late_rank_s: float = 0.0
     step: int = 0
     noise: float = 0.0
@@ -120,6 +122,8 @@ class FakeTraining:
             )
         exchange = sum(transfer.seconds for transfer in transfers)
         late_s = self.late_rank_s if rank else 0.0
+        # Sparse codecs need two measurements that agree. Step 2 has the second one, before the first decision.
+        is_measured = self.step % 20 == 1 or self.step == 2
         return StepSample(
             rank=rank,
             step=self.step,
@@ -134,15 +138,21 @@ class FakeTraining:
             ready_s=(self.compute_s * (1 + self.noise),) * len(plan.groups),
             num_local=self.num_local,
             transfers=tuple(replace(transfer, seconds=transfer.seconds + late_s) for transfer in transfers),
-            gain=self.gain if self.step % 20 == 1 else {},
+            gain=self.gain if is_measured else {},
+            kept=self.kept if is_measured else {},
+            norm=self.norm if is_measured else None,
         )
 
 
 def start(
-    tmp_path: Path, *, min_gain: float = 0.8, options: Sequence[Option] = candidate_options(DENSITIES)
+    tmp_path: Path,
+    *,
+    min_gain: float = 0.8,
+    options: Sequence[Option] = candidate_options(DENSITIES),
+    gain_ratios: Mapping[str, float] | None = None,
 ) -> FakeTraining:
     policy = AdaptivePolicy(options, min_gain=min_gain)
-    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), group_bytes=4 << 20)
+    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), group_bytes=4 << 20, gain_ratios=gain_ratios)
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
     run = FakeTraining(loop)
     run.step = 1
