@@ -10,7 +10,6 @@ from functools import cache
 
 from cgx_ray.bench.simulate import Schedule
 from cgx_ray.bench.simulated_cluster import WORLD, ClusterErrors, ClusterState
-from cgx_ray.control.measured import slowed
 from cgx_ray.plan import CodecSpec, Option
 from cgx_ray.planner.cost import Network
 from cgx_ray.planner.joint import best_plan
@@ -76,7 +75,7 @@ class AdaptCase:
         """Return the codec times that the loop is told."""
         if self.told_factor is None:
             return self.costs
-        return {name: slowed(cost, self.told_factor(seed, name)) for name, cost in self.costs.items()}
+        return {name: cost.slowed(self.told_factor(seed, name)) for name, cost in self.costs.items()}
 
 
 def _cost(codec: CodecSpec) -> CodecCost:

@@ -48,7 +48,7 @@ class _PipeSession:
 
     def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
         plan = make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
-        _send((layers, plan, measure_codecs(self.settings)))
+        _send((layers, plan, measure_codecs(self.settings, torch.device("cpu"))))
         return plan
 
     def start(self, attachment: cgx_ray.Attachment) -> None:

@@ -87,7 +87,10 @@ def resnet101(network: Network, compute_s: float = 0.2) -> Measured:
 
 
 def random_pipeline(rng: random.Random, num_layers: int, num_options: int) -> Pipeline:
-    """Return a pipeline with sizes over four decades, and times of like magnitude, some of them 0."""
+    """Return a pipeline with sizes over four decades, and times of like magnitude, some of them 0.
+
+    Some groups need the network late, or are done long after it is done with them, and so are some steps.
+    """
     numel = [int(10 ** rng.uniform(2, 6)) for _ in range(num_layers)]
     backward_s = [rng.choice((0.0, 1.0, 1.0)) * rng.expovariate(1) for _ in numel]
     dense_s = 10 ** rng.uniform(-1, 1) * num_layers / sum(numel)
@@ -97,24 +100,37 @@ def random_pipeline(rng: random.Random, num_layers: int, num_options: int) -> Pi
             compute_b_s_per_element=rng.choice((0.0, dense_s * 10 ** rng.uniform(-2, 0))),
             network_a_s=rng.choice((0.0, rng.uniform(0, 0.5))),
             network_b_s_per_element=dense_s * 10 ** rng.uniform(-2, 0),
+            **_random_edges(rng, dense_s),
         )
         for _ in range(num_options)
     ]
-    return Pipeline(backward_s=tuple(backward_s), numel=tuple(numel), costs=tuple(costs))
+    after_s = rng.choice((0.0, rng.uniform(0, 2)))
+    return Pipeline(backward_s=tuple(backward_s), numel=tuple(numel), costs=tuple(costs), after_s=after_s)
+
+
+def _random_edges(rng: random.Random, dense_s: float) -> dict[str, float]:
+    """Return lead, tail and the gap in both, most of them 0."""
+    edges: dict[str, float] = {}
+    for term, longest_s in (("a_s", 2.0), ("b_s_per_element", dense_s)):
+        gap_s, lead_s, tail_s = (rng.choice((0.0, 0.0, longest_s * 10 ** rng.uniform(-2, 0))) for _ in range(3))
+        edges |= {f"lead_{term}": lead_s + gap_s, f"tail_{term}": tail_s + gap_s, f"gap_{term}": gap_s}
+    return edges
 
 
 def earliest_finish_s(pipeline: Pipeline) -> float:
     """Return the earliest finish over all groupings and all options of each group, by brute force."""
-    # By number of layers k: compute and network finishes of all plans of the first k layers.
-    finishes: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(1), np.zeros(1))]
+    # By number of layers k, for all plans of the first k layers: the finishes of compute, network and all groups.
+    finishes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [(np.zeros(1), np.zeros(1), np.zeros(1))]
     for end in range(1, pipeline.num_layers + 1):
-        compute, network = [], []
+        compute, network, done = [], [], []
         for start in range(end):
             numel, backward_s = sum(pipeline.numel[start:end]), sum(pipeline.backward_s[start:end])
             for cost in pipeline.costs:
-                done_s = finishes[start][0] + backward_s + cost.compute_s(numel)
-                compute.append(done_s)
-                network.append(np.maximum(finishes[start][1], done_s) + cost.network_s(numel))
-        finishes.append((np.concatenate(compute), np.concatenate(network)))
+                before, own_s = finishes[start], cost.network_s(numel)
+                compute.append(before[0] + backward_s + cost.compute_s(numel))
+                network.append(np.maximum(before[1], compute[-1] + cost.lead_s(numel)) + own_s)
+                by_network, by_itself = before[1] + own_s + cost.tail_s(numel), compute[-1] + cost.alone_s(numel)
+                done.append(np.maximum(before[2], np.maximum(by_network, by_itself)))
+        finishes.append((np.concatenate(compute), np.concatenate(network), np.concatenate(done)))
     assert len(finishes[-1][0]) == len(pipeline.costs) * (1 + len(pipeline.costs)) ** (pipeline.num_layers - 1)
-    return float(finishes[-1][1].min())
+    return float(np.maximum(finishes[-1][1] + pipeline.after_s, finishes[-1][2]).min())

@@ -112,7 +112,10 @@ def _draw_step(axes: Axes, name: str, step: Prediction, lanes: Sequence[Resource
 
 
 def _draw_span(axes: Axes, span: StageSpan, lanes: Sequence[Resource], color: str) -> None:
-    """Draw a bar as long as the stage, as high as the fraction of it in which the lane works; latency is hatched."""
+    """Draw a bar as long as the stage, as high as the fraction of it in which the lane works; latency is hatched.
+
+    Latency is at the end of the stage, and drawn where the stage works, except on compute.
+    """
     latency_s = span.stage.latency_s
     works_s = span.stage.duration_s - latency_s
     # Every other group is lighter, so that its ends are visible.
@@ -125,9 +128,9 @@ def _draw_span(axes: Axes, span: StageSpan, lanes: Sequence[Resource], color: st
             height = 0.8 * max(0.12, busy_s / works_s)
             box = [(1e3 * span.start_s, 1e3 * works_s)], (lane + 0.4 - height, height)
             axes.broken_barh(*box, color=color, alpha=alpha, linewidth=0)
-        if latency_s > 0 and resource in (Resource.INTRA, Resource.INTER):
+        if latency_s > 0 and resource is not Resource.COMPUTE:
             axes.broken_barh(
-                [(1e3 * (span.start_s + works_s), 1e3 * latency_s)],
+                [(1e3 * (span.end_s - latency_s), 1e3 * latency_s)],
                 (lane - 0.4, 0.8),
                 facecolor="white",
                 edgecolor=color,

@@ -14,6 +14,7 @@ from cgx_ray.control.policy import Policy
 from cgx_ray.monitors.export import ControllerMetrics
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan
+from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,11 @@ class Controller:
         self._metrics = ControllerMetrics(run_name)
         self._changed = asyncio.Event()
 
-    async def register(self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]) -> Plan:
+    async def register(
+        self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost], encodes_on: EncodesOn
+    ) -> Plan:
         """Start the worker group; return its first plan. See `ControlLoop.register`."""
-        return self._loop.register(layers, first_plan, codec_costs)
+        return self._loop.register(layers, first_plan, codec_costs, encodes_on)
 
     async def history(self) -> History:
         """Return layers and plans so far, for the controller of the next worker group."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean, median_low
 
-from cgx_ray.control.measured import dense_shares, slowed
+from cgx_ray.control.measured import dense_shares
 from cgx_ray.plan import DENSE, CodecSpec, Option
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import PlannedGroup, Prediction
@@ -27,8 +27,8 @@ class LearnedErrors:
     """What predictions are multiplied with.
 
     A plan's error is the mean of its options' (of logarithms, by dense bytes). An option that was never tried has the
-    mean error of those with its codec, else the median of all: one codec that failed says little of the others, but two
-    say that the machine is slower than the model.
+    mean error of those with its codec, else the lower median of the codecs: one that failed says little of the others,
+    but two say that the machine is slower than the model.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class LearnedErrors:
 
     def corrected(self, told: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
         """Return codec times as they are in steps. Codecs that were not timed there have nearly the mean correction."""
-        return {codec: slowed(cost, math.exp(self._codec_log(codec))) for codec, cost in told.items()}
+        return {codec: cost.slowed(math.exp(self._codec_log(codec))) for codec, cost in told.items()}
 
     def forget_old(self, now_s: float) -> None:
         self._steps = {option: found for option, found in self._steps.items() if now_s - found[1] < self._memory_s}
@@ -97,10 +97,11 @@ class LearnedErrors:
             return self._steps[option][0]
         if option == DENSE:
             return 0.0
-        same_codec = [log for other, (log, _) in self._steps.items() if other.codec == option.codec]
-        if same_codec:
-            return fmean(same_codec)
-        return median(log for log, _ in self._steps.values()) if self._steps else 0.0
+        by_codec: dict[CodecSpec, list[float]] = {}
+        for other, (log, _) in self._steps.items():
+            by_codec.setdefault(other.codec, []).append(log)
+        means = {codec: fmean(logs) for codec, logs in by_codec.items()}
+        return means.get(option.codec, median_low(means.values()) if means else 0.0)
 
     def _codec_log(self, codec: str) -> float:
         if codec in self._codecs:

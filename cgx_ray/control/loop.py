@@ -32,6 +32,7 @@ from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan, make_plan, options_of
+from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 
@@ -67,7 +68,13 @@ class ControlLoop:
         self.plans = list(plans)
         self._state: WorkerGroupState | None = None
 
-    def register(self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost]) -> Plan:
+    def register(
+        self,
+        layers: Sequence[Layer],
+        first_plan: Plan,
+        codec_costs: Mapping[str, CodecCost],
+        encodes_on: EncodesOn = "thread",
+    ) -> Plan:
         """Start a worker group, the first one or one after a restart; return its plan.
 
         That is the newest plan if it still fits layers and world size, else `first_plan` under the next version.
@@ -78,7 +85,7 @@ class ControlLoop:
             self.plans.append(replace(first_plan, version=version))
         self.layers = tuple(layers)
         dense = make_plan(layers, version=0, world_size=first_plan.world_size, group_bytes=self._group_bytes)
-        self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs)
+        self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on)
         return self.plans[-1]
 
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
 # Assumed link between two ranks that share memory, since trainings do not measure it: 100 MB among 4 ranks took 90 ms
@@ -73,11 +72,6 @@ def network_of(world_size: int, num_local: int, between: Link) -> Network:
     if num_local in (1, world_size):
         return Network.flat(world_size, between)
     return Network(num_nodes=world_size // num_local, ranks_per_node=num_local, between=between, inside=INSIDE)
-
-
-def slowed(cost: CodecCost, factor: float) -> CodecCost:
-    """Return `cost` with all times multiplied by `factor`."""
-    return CodecCost(**{name: getattr(cost, name) * factor for name in CodecCost.__slots__})
 
 
 def dense_shares(groups: Sequence[PlannedGroup]) -> dict[Option, float]:

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cgx_ray.control.choice import Outlook
-from cgx_ray.control.measured import slowed
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Option, Plan
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.prediction import Prediction, groups_of, predict
@@ -182,7 +181,7 @@ class AdaptivePolicy:
         untimed = {codec for codec in codecs if not errors.is_timed(codec)}
         costs = dict(measured.codec_costs)
         for codec in untimed:
-            costs[str(codec)] = slowed(measured.cost_of(codec), 1 / MAX_OVERSTATED)
+            costs[str(codec)] = measured.cost_of(codec).slowed(1 / MAX_OVERSTATED)
         best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._min_gain).best
         kept_s = errors.factor(kept.predicted.groups) * kept.predicted.score
         if errors.factor(best.groups) * best.score >= kept_s * (1 - MIN_IMPROVEMENT):

@@ -25,6 +25,7 @@ from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.planner.cost import Link
+from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured
 
@@ -51,7 +52,12 @@ class WorkerGroupState:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], plan: Plan, dense_plan: Plan, codec_costs: Mapping[str, CodecCost]
+        self,
+        layers: Sequence[Layer],
+        plan: Plan,
+        dense_plan: Plan,
+        codec_costs: Mapping[str, CodecCost],
+        encodes_on: EncodesOn,
     ) -> None:
         """`dense_plan`: compared with until another dense plan is in force."""
         self.layers = tuple(layers)
@@ -72,6 +78,7 @@ class WorkerGroupState:
         self._decision_step, self._decision_s, self._follows_link = 0, 0.0, True
         self._predicted_s: float | None = None
         self._news: str | None = None
+        self._encodes_on: EncodesOn = encodes_on
         self._slow_s = 0.0
 
     @property
@@ -230,6 +237,7 @@ class WorkerGroupState:
             network=network_of(self.plan.world_size, recent[-1].num_local, between),
             codec_costs=self.experience.codec_costs,
             gain=self.gains.gain,
+            encodes_on=self._encodes_on,
         )
 
     def fallen_codecs(self, measured: Measured) -> set[CodecSpec]:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 def search(
     backward_s: Sequence[float],
     numel: Sequence[float],
-    costs: Sequence[tuple[float, float, float, float]],
+    costs: Sequence[tuple[float, ...]],
+    after_s: float,
     max_gap: float,
     max_labels: int,
 ) -> tuple[float, float, list[tuple[int, int]], int]: ...

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Intra, Scheme
@@ -40,6 +40,10 @@ class Link:
         if not (_is_finite(latency_ms) and latency_ms >= 0):
             raise ConfigError(f"latency_ms {latency_ms!r} is not allowed; give 0 or more")
         return cls(alpha_s=latency_ms / 1e3, beta_s_per_byte=8 / (bandwidth_gbps * 1e9))
+
+    def slowed(self, factor: float) -> Link:
+        """Return a link on which messages and bytes take `factor` times as long."""
+        return Link(alpha_s=self.alpha_s * factor, beta_s_per_byte=self.beta_s_per_byte * factor)
 
     @property
     def bandwidth_gbps(self) -> float:
@@ -75,6 +79,11 @@ class Network:
     def flat(cls, num_workers: int, link: Link) -> Network:
         """Make a network with one rank per node."""
         return cls(num_nodes=num_workers, between=link)
+
+    def slowed(self, factor: float) -> Network:
+        """Return the network with `Link.slowed` links."""
+        inside = self.inside.slowed(factor) if self.inside is not None else None
+        return replace(self, between=self.between.slowed(factor), inside=inside)
 
     @property
     def num_workers(self) -> int:

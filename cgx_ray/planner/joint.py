@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DENSE, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Intra, Layer, Option, Scheme
-from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, cheapest, group_cost, undominated
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, DENSE, Intra, Layer, Option
+from cgx_ray.planner.chain import FoundGroups, LayerChain
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
-from cgx_ray.planner.search import search
 
 MAX_GAP = 0.001
 # Relative difference of scores that counts as none.
 TIE = 1e-9
+# Share by which a simulated step may be longer than the model's before the search is repeated: less is not worth the
+# time.
+MAX_ERROR = 0.01
+# Links and codecs may take so many times as long as measured before a step that compute bounds takes longer, where
+# groups allow: real steps share processors and links with more than the model knows.
+SLACK = 1.5
+# Share by which such a plan may be longer, as measured.
+SLACK_COST = 0.002
+# Largest groups, in bytes of gradient, of plans that are simulated besides the answer of the search. The first is
+# preferred: the engine overlaps several groups better than the pieces of one, which the model takes for perfect.
+FINER_BYTES = (DEFAULT_GROUP_BYTES, 4 << 20, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +35,8 @@ class BestPlan:
 
     best   prediction of the best plan
     dense  nothing compressed, summed by the vendor over all workers as in DDP, in the best groups for that
-    gap    largest share of the score that a better plan could save. It is proven for the model of `Pipeline`, which
-           leaves out the time until the first piece of an exchange arrives
+    gap    largest share of the score that a better plan could save: the simulated score of `best` against a lower bound
+           that is proven for the model of `Pipeline`
     """
 
     best: Prediction
@@ -59,27 +71,98 @@ def best_plan(
        than the one found there.
     3. An e is skipped if a lower bound of its finish (compute and the cheapest last exchange, or the cheapest network
        time), divided by e, is no better than a plan found before.
-    4. Options that another one beats or equals in all four costs are left out. So `_var` and `_auto` need gains of
-       their own.
-    5. The answer is simulated with one group at a time (`predict`). If dense is better there, it is dense.
+    4. Options that another one beats or equals in all costs (`GroupCost.terms`) are left out. So `_var` and `_auto`
+       need gains of their own.
+    5. Dense and what was found for each efficiency are simulated as the engine's thread runs them (`predict`), also
+       with their groups cut into smaller ones. The best of these counts. The model knows one busiest resource per
+       group. Where groups need different ones in turns, the simulated step may be longer than the model's. If it is by
+       more than MAX_ERROR, the search is repeated as if a group's work hid behind its own messages only, and what it
+       finds is simulated too.
+    6. Where compute hides the exchange, many plans are equally good. The same search, over the options of the answer
+       and with links and codecs SLACK times as slow, finds one that begins sooner. It is taken if its step, as
+       measured, is longer by at most SLACK_COST.
 
     Groups are made as in `make_plan`: small layers (`Layer.is_small`) are not compressed and go into groups of their
-    own at the end; so do layers of another dtype than most of the model. With nothing compressed, small layers stay in
-    their place. Their backward counts with that of the next large layer. If scores are equal within 1e-9, the plan that
-    keeps more wins. 314 tensors and 115 options take 40 to 90 ms on a busy processor.
+    own before the last one; so do layers of another dtype than most of the model. With nothing compressed, small layers
+    stay in their place. Their backward counts with that of the next large layer. If scores are equal within 1e-9, the
+    plan that keeps more wins. 314 tensors and 115 options take 40 to 110 ms on a busy processor.
     """
     if not (math.isfinite(min_gain) and 0 <= min_gain <= 1):
         raise ConfigError(f"min_gain {min_gain!r} is not allowed; give a number from 0 to 1")
-    chain, large = _Chain(measured, keeps_small=True), _Chain(measured, keeps_small=False)
+    large = LayerChain(measured, keeps_small=False)
     kept = {DENSE: 1.0}
     for option in options:
         share = measured.efficiency(option)
         is_twin = option.intra is not Intra.FLAT and measured.network.is_flat(option.intra)
         if share is not None and share >= min_gain and large.fits(option) and not is_twin:
             kept[option] = share
+    best, dense, bound = _simulated(measured, kept, max_gap)
+    used = {option: kept[option] for option in (DENSE, *best.options)}
+    sooner = predict(measured, _simulated(measured.slowed(SLACK), used, max_gap)[0].groups)
+    if sooner.score <= best.score * (1 + SLACK_COST):
+        best = sooner
+    return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - bound / best.score) if best.score > 0 else 0.0)
+
+
+def _simulated(
+    measured: Measured, kept: Mapping[Option, float], max_gap: float
+) -> tuple[Prediction, Prediction, float]:
+    """Return the best plan when simulated, dense, and a lower bound of the score. `kept`: efficiencies."""
+    found = _search_levels(measured, kept, max_gap)
+    dense, *others = (_best_cut(measured, plan.groups) for plan in found.plans)
+    best = min((dense, *others), key=lambda plan: plan.score)
+    if best.score > found.score * (1 + MAX_ERROR):
+        serial = _search_levels(measured, kept, max_gap, shares_time=False)
+        others = [_best_cut(measured, plan.groups) for plan in serial.plans]
+        best = min(best, *others, key=lambda plan: plan.score)
+    return best, dense, found.bound
+
+
+def _best_cut(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
+    """Return the best prediction of `groups`, cut into parts of at most each of FINER_BYTES or as they are.
+
+    Others than the first must gain more than MAX_ERROR: smaller groups keep processors busy with more than the model
+    knows.
+    """
+    layers = {layer.name: layer for layer in measured.layers}
+    preferred, *others = (
+        predict(measured, [part for group in groups for part in _parts(group, layers, limit)])
+        for limit in (*FINER_BYTES, sys.maxsize)
+    )
+    best = min(others, key=lambda plan: plan.score)
+    return best if best.score < preferred.score * (1 - MAX_ERROR) else preferred
+
+
+def _parts(group: PlannedGroup, layers: Mapping[str, Layer], limit: int) -> Iterator[PlannedGroup]:
+    """Yield `group` cut into parts of at most `limit` bytes, as far as layers allow."""
+    members: list[Layer] = []
+    filled = 0
+    for name in group.layers:
+        layer = layers[name]
+        if members and filled + layer.dense_bytes > limit:
+            yield PlannedGroup.of(members, group.option)
+            members, filled = [], 0
+        members.append(layer)
+        filled += layer.dense_bytes
+    yield PlannedGroup.of(members, group.option)
+
+
+class _Levels(NamedTuple):
+    """Plans found by the model of `Pipeline`, dense first; the least score of them; a lower bound of all scores."""
+
+    plans: list[FoundGroups]
+    score: float
+    bound: float
+
+
+def _search_levels(
+    measured: Measured, kept: Mapping[Option, float], max_gap: float, *, shares_time: bool = True
+) -> _Levels:
+    """Search plans for each efficiency of an option. `kept`: efficiencies; `shares_time` as in `group_cost`."""
+    chain, large = (LayerChain(measured, keeps_small=small, shares_time=shares_time) for small in (True, False))
     lossless = [option for option in kept if option.codec.name == "none"]
     dense = chain.solve([DENSE], max_gap)
-    best, score, bounds = dense, dense.finish_s, [dense.bound_s]
+    plans, score, bounds = [dense], dense.finish_s, [dense.bound_s]
     levels = [(1.0, chain, lossless)]
     if large.layers:
         shares = sorted({share for option, share in kept.items() if option.codec.name != "none"}, reverse=True)
@@ -90,120 +173,9 @@ def best_plan(
             found = layers.solve(allowed, max_gap)
             bound = found.bound_s / least
             found_score = found.finish_s / min(kept[group.option] for group in found.groups)
+            if found.groups not in [plan.groups for plan in plans]:
+                plans.append(found)
             if found_score < score * (1 - TIE):
-                best, score = found, found_score
+                score = found_score
         bounds.append(bound)
-    predicted, predicted_dense = predict(measured, best.groups), predict(measured, dense.groups)
-    if predicted.score > predicted_dense.score:
-        predicted, score = predicted_dense, dense.finish_s
-    gap = max(0.0, 1 - min(bounds) / score) if score > 0 else 0.0
-    return BestPlan(best=predicted, dense=predicted_dense, gap=gap)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    groups: tuple[PlannedGroup, ...]
-    finish_s: float
-    bound_s: float
-
-
-class _Chain:
-    """Layers to cut into groups, in the order of backward, and the layers that are sent dense after them."""
-
-    def __init__(self, measured: Measured, *, keeps_small: bool) -> None:
-        self._measured = measured
-        num_bytes: dict[str, int] = {}
-        for layer in measured.layers:
-            num_bytes[layer.dtype] = num_bytes.get(layer.dtype, 0) + layer.dense_bytes
-        self._dtype = max(num_bytes, key=lambda dtype: num_bytes[dtype])
-        self.layers: list[Layer] = []
-        self._backward_s: list[float] = []
-        self._rest: dict[str, list[Layer]] = {}
-        waiting_s = 0.0
-        for layer, backward_s in zip(reversed(measured.layers), measured.backward_s, strict=True):
-            waiting_s += backward_s
-            if layer.dtype == self._dtype and (keeps_small or not layer.is_small):
-                self.layers.append(layer)
-                self._backward_s.append(waiting_s)
-                waiting_s = 0.0
-            else:
-                self._rest.setdefault(layer.dtype, []).append(layer)
-        if self.layers:
-            self._backward_s[-1] += waiting_s
-        self._costs: dict[tuple[Option, int], GroupCost] = {}
-
-    def fits(self, option: Option) -> bool:
-        return max((layer.numel for layer in self.layers), default=0) <= _max_numel(option)
-
-    def bound_s(self, options: Sequence[Option]) -> float:
-        """Return a lower bound of the finish: compute and the last exchange, or the first layer and the network."""
-        costs = [self._cost(option) for option in options]
-        numel = sum(layer.numel for layer in self.layers)
-        after_s = min(cost.network_s(self.layers[-1].numel) for cost in costs)
-        network_s = self._backward_s[0] + min(cost.network_s(numel) for cost in costs)
-        return max(math.fsum(self._backward_s) + after_s, network_s) + self._rest_of(options)[1]
-
-    def solve(self, options: Sequence[Option], max_gap: float) -> _Found:
-        """Return the groups with the earliest finish under `options`."""
-        rest, rest_s = self._rest_of(options)
-        costs = [self._cost(option) for option in options]
-        kept = undominated(costs)
-        pipeline = Pipeline(
-            backward_s=tuple(self._backward_s),
-            numel=tuple(layer.numel for layer in self.layers),
-            costs=tuple(costs[index] for index in kept),
-        )
-        joint = search(pipeline, max_gap=max_gap)
-        chosen = [options[index] for index in kept]
-        cut = tuple(self._cut(joint.groups, chosen))
-        groups, start = [], 0
-        for group in cut:
-            groups.append(PlannedGroup.of(self.layers[start : group.end], chosen[group.option]))
-            start = group.end
-        finish_s = joint.finish_s if cut == joint.groups else pipeline.finish_s(cut)
-        return _Found(groups=(*groups, *rest), finish_s=finish_s + rest_s, bound_s=joint.bound_s + rest_s)
-
-    def _cut(self, groups: Sequence[GroupEnd], options: Sequence[Option]) -> Iterator[GroupEnd]:
-        """Yield `groups`, cut before each layer that would make a group too long for a message."""
-        start = 0
-        for group in groups:
-            limit, filled = _max_numel(options[group.option]), 0
-            for index in range(start, group.end):
-                if filled + self.layers[index].numel > limit:
-                    yield GroupEnd(index, group.option)
-                    filled = 0
-                filled += self.layers[index].numel
-            yield group
-            start = group.end
-
-    def _rest_of(self, options: Sequence[Option]) -> tuple[list[PlannedGroup], float]:
-        """Return one lossless group per dtype of the remaining layers, and the seconds that they and `after_s` take."""
-        lossless = [option for option in options if option.codec.name == "none"]
-        groups, seconds = [], self._measured.after_s
-        for layers in self._rest.values():
-            numel = sum(layer.numel for layer in layers)
-            costs = [self._cost(option, layers[0].dense_bytes // layers[0].numel) for option in lossless]
-            index = cheapest(costs, numel)
-            groups.append(PlannedGroup.of(layers, lossless[index]))
-            seconds += costs[index].network_s(numel)
-        return groups, seconds
-
-    def _cost(self, option: Option, item_bytes: int | None = None) -> GroupCost:
-        item_bytes = item_bytes or self.layers[0].dense_bytes // self.layers[0].numel
-        if (option, item_bytes) not in self._costs:
-            self._costs[option, item_bytes] = group_cost(
-                option,
-                network=self._measured.network,
-                codec_cost=self._measured.cost_of(option.codec),
-                item_bytes=item_bytes,
-            )
-        return self._costs[option, item_bytes]
-
-
-def _max_numel(option: Option) -> int:
-    """Return the elements of the largest group that fits a message. The vendor's sums do not use our messages."""
-    if option.scheme is Scheme.DENSE:
-        return 1 << 62
-    sample = 1 << 20
-    longest = MAX_PAYLOAD_BYTES * sample // option.codec.payload_bytes(sample, 8)
-    return min(longest, MAX_INDEXED_NUMEL) if option.codec.density is not None else longest
+    return _Levels(plans, score, min(bounds))

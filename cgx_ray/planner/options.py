@@ -45,6 +45,10 @@ class CodecCost:
     def decode_s(self, calls: float, numel: float) -> float:
         return calls * self.decode_a_s + numel * self.decode_b_s_per_element
 
+    def slowed(self, factor: float) -> CodecCost:
+        """Return the cost with all times multiplied by `factor`."""
+        return CodecCost(**{name: getattr(self, name) * factor for name in self.__slots__})
+
 
 FREE = CodecCost(encode_a_s=0, encode_b_s_per_element=0, decode_a_s=0, decode_b_s_per_element=0)
 

@@ -6,15 +6,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, get_args
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.cost import Network
-from cgx_ray.planner.legs import exchange_stages
+from cgx_ray.planner.legs import EncodesOn, exchange_stages, legs
 from cgx_ray.planner.options import CodecCost, codec_cost_of, efficiency
-from cgx_ray.planner.timeline import Resource, StepPart, Timeline, simulate
+from cgx_ray.planner.timeline import StepPart, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,8 @@ class Measured:
     codec_costs  by `str(CodecSpec)`, else by codec name; "none" is free by default
     gain         compression gain by `str(Option)`, else by `str(CodecSpec)`; options without one are not chosen
     after_s      seconds of a step after the last exchange: the optimizer
+    encodes_on   "backward" if encoding and decoding take the processor from backward, as they do where few cores do
+                 both; "thread" if they work beside it
     """
 
     layers: tuple[Layer, ...]
@@ -34,6 +36,7 @@ class Measured:
     codec_costs: Mapping[str, CodecCost]
     gain: Mapping[str, float]
     after_s: float = 0.0
+    encodes_on: EncodesOn = "thread"
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.layers) != len(self.backward_s):
@@ -49,6 +52,8 @@ class Measured:
         for name, gain in self.gain.items():
             if not (math.isfinite(gain) and gain > 0):
                 raise ConfigError(f"gain of {name} is {gain!r}; a measured gain is finite and more than 0")
+        if self.encodes_on not in get_args(EncodesOn):
+            raise ConfigError(f"encodes_on is {self.encodes_on!r}; give one of {', '.join(get_args(EncodesOn))}")
 
     @property
     def compute_s(self) -> float:
@@ -61,6 +66,11 @@ class Measured:
             return 1.0
         gain = self.gain.get(str(option), self.gain.get(str(option.codec)))
         return efficiency(gain) if gain is not None else None
+
+    def slowed(self, factor: float) -> Measured:
+        """Return the measurements with `factor` times the times of links and codecs."""
+        costs = {name: cost.slowed(factor) for name, cost in self.codec_costs.items()}
+        return replace(self, network=self.network.slowed(factor), codec_costs=costs)
 
     def cost_of(self, codec: CodecSpec) -> CodecCost:
         return codec_cost_of(self.codec_costs, codec)
@@ -92,7 +102,7 @@ class PlannedGroup(NamedTuple):
 class Prediction:
     """Predicted step with given groups.
 
-    timeline    the step up to its last exchange, with one group at a time: the engine overlaps groups and is faster
+    timeline    the step as the engine runs it, groups side by side, up to its last exchange
     compute_s   seconds of the step without any exchange
     after_s     the part of `compute_s` after the last exchange
     codec_s     seconds of encoding and decoding on one rank, hidden or not
@@ -149,7 +159,14 @@ class Prediction:
 
 
 def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
-    """Predict a step with `groups`, which hold every layer once. A group is ready when all its layers are."""
+    """Predict a step with `groups`, which hold every layer once.
+
+    A group is ready when all its layers are, and begins then. From there on groups are under way side by side: of the
+    groups that can go on, the engine's thread takes the oldest. While one group is on the network, others are encoded
+    or decoded, and a group that waits for a hop holds up no other group. `exchange_stages` has the work of each group.
+
+    So a step of many groups tends to the longest of compute, codec and network, plus what nothing hides of one group.
+    """
     ready_s = dict(
         zip((layer.name for layer in reversed(measured.layers)), itertools.accumulate(measured.backward_s), strict=True)
     )
@@ -158,24 +175,20 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         ready = max(passed_s, *(ready_s[name] for name in group.layers))
         waits_s.append(ready - passed_s)
         passed_s = ready
-    stages = [
-        exchange_stages(
-            group.option,
-            measured.network,
-            measured.cost_of(group.option.codec),
-            group.numel,
-            group.dense_bytes // group.numel,
-        )
-        for group in groups
-    ]
+    stages, codec_s = [], 0.0
+    for group in groups:
+        cost, item_bytes = measured.cost_of(group.option.codec), group.dense_bytes // group.numel
+        work = (group.option, measured.network)
+        stages.append(exchange_stages(*work, cost, group.numel, item_bytes, measured.encodes_on))
+        codec_s += sum(leg.encode_s(cost) + leg.decode_s(cost) for leg in legs(*work, group.numel, item_bytes))
     kept = [measured.efficiency(group.option) for group in groups]
     known = [share for share in kept if share is not None]
     return Prediction(
         groups=tuple(groups),
-        timeline=simulate(waits_s, stages, one_group_at_a_time=True),
+        timeline=simulate(waits_s, stages),
         compute_s=measured.compute_s,
         after_s=measured.after_s,
-        codec_s=math.fsum(stage.busy_s.get(Resource.CODEC, 0.0) for own in stages for stage in own),
+        codec_s=codec_s,
         efficiency=min(known) if len(known) == len(kept) else None,
     )
 

@@ -41,25 +41,29 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
                 pass runs out, the next one has a finer bound; after the last pass the best plan is returned with its
                 gap
 
-    A label is a plan of the first k layers: compute finish C, network finish D. Two labels at k are both needed only if
-    one has the smaller C and the other the smaller D, since a larger C or D never makes the rest end earlier. A*
-    extends the label with the least bound by every next group and option, until no bound is below the best finish.
+    A label is a plan of the first k layers: compute finish C, network finish D, and E, when its last group is done. Of
+    two labels at k, the one with neither the larger C nor the larger D ends the rest no later. It makes the other one
+    needless, unless its E may be what ends the step. A* extends the label with the least bound by every next group and
+    option, until no bound is below the best finish.
 
-    The bound: the rest depends on D - C alone. From C on it takes V_k(D - C) seconds, where
+    The bound: a label's step ends at E or with the rest, which depends on D - C alone. From C on the rest takes
+    V_k(D - C) seconds, where
 
-        V_N(s) = s,  V_k(s) = min over end, option of  c + V_end(max(s - c, 0) + n)
+        V_N(s) = s + after_s
+        V_k(s) = min over end, option of  c + max(s - c + n + tail, alone, V_end(m)),  m = max(s - c, lead) + n
 
-    with c = compute_s and n = network_s of the group. V_k never falls and never rises faster than s: both hold for V_N,
-    and the recursion keeps them. So from values at the multiples of q,
+    with c, n, lead, tail and alone of the group (`GroupCost`; n is network_s). V_k never falls and never rises faster
+    than s: both hold for V_N, and the recursion keeps them. So from values at the multiples of q,
 
         V_k(s) >= max(V_k(i q), V_k((i+1) q) - ((i+1) q - s))
 
     and the recursion over these is a lower bound everywhere. It is exact where V_k is flat or has slope 1, and loses
-    only at kinks. If s is longer than the remaining compute, the network never waits, and V_k(s) = s + the least
-    network time left. The passes have 64, 256, 1,024 and 4,096 multiples. Each drops labels that cannot be part of a
-    plan better than the one found before it: by the bound, and because, for w in [0, 1], w C + (1 - w) D of the first k
-    layers is at least that of one group under the cheapest option for w. (Costs are affine in the elements, so
-    splitting a group never makes w compute_s + (1 - w) network_s less.)
+    only at kinks. If s is longer than the remaining compute and leads, the network never waits, and V_k(s) = s + W_k,
+    where W_k is the least over end and option of n + max(tail, W_end), and W_N = after_s. The passes have 64, 256,
+    1,024 and 4,096 multiples. Each drops labels that cannot be part of a plan better than the one found before it: by
+    the bound, and because, for w in [0, 1], w C + (1 - w) D of the first k layers is at least that of one group under
+    the cheapest option for w. (Costs are affine in the elements, so splitting a group never makes w compute_s +
+    (1 - w) network_s less.)
 
     Finishes that differ by less than 1e-12 of their value count as equal.
     """
@@ -67,11 +71,14 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
         raise ConfigError(f"max_gap {max_gap!r} is not allowed; give a share from 0, exact, to below 1")
     if max_labels < 1:
         raise ConfigError(f"max_labels {max_labels!r} is not allowed; give 1 or more")
-    costs = [
-        (cost.compute_a_s, cost.compute_b_s_per_element, cost.network_a_s, cost.network_b_s_per_element)
-        for cost in pipeline.costs
-    ]
-    _, bound_s, found, num_labels = _search.search(pipeline.backward_s, pipeline.numel, costs, max_gap, max_labels)
+    _, bound_s, found, num_labels = _search.search(
+        pipeline.backward_s,
+        pipeline.numel,
+        [cost.terms for cost in pipeline.costs],
+        pipeline.after_s,
+        max_gap,
+        max_labels,
+    )
     groups = tuple(GroupEnd(end, option) for end, option in found)
     finish_s = pipeline.finish_s(groups)
     is_best = math.isclose(bound_s, finish_s, rel_tol=1e-12)

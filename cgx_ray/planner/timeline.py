@@ -6,16 +6,17 @@ The result says when the step ends, which stages are on the critical path, and w
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cgx_ray.errors import ConfigError
 
 
 class Resource(StrEnum):
-    """Resource of stages. `compute` runs backward; `codec` encodes beside it: a stream or a CPU."""
+    """Resource of stages. `compute` runs backward; `codec` encodes beside it: the engine's thread, or its stream."""
 
     COMPUTE = "compute"
     CODEC = "codec"
@@ -31,17 +32,21 @@ StepPart = Literal["compute", "codec", "bandwidth", "latency"]
 class Stage:
     """One step of a group's exchange: encode, send, ...
 
-    busy_s     seconds of work on each resource. The stage works on all at once, for example when messages are decoded
-               while others arrive. It lasts as long as the longest, and holds all of them for that time
-    latency_s  seconds of waiting on top: hops, or until the first piece is encoded
+    busy_s     seconds of work on each resource. The stage starts on all at once, and holds each only while it works
+    latency_s  seconds of waiting after that, with nothing held: hops, or one more piece. The group's next stage waits
+               too; other groups do not
+    overlaps   True: the stage works on pieces of what the group's stage before it makes. It starts at the earliest with
+               that one, and is done at the earliest with that one: if it takes less time, it starts later
     """
 
     name: str
     busy_s: Mapping[Resource, float]
     latency_s: float = 0.0
+    overlaps: bool = False
 
     @property
     def duration_s(self) -> float:
+        """Seconds of the stage, if it does not have to wait for the one before it."""
         return max(self.busy_s.values(), default=0.0) + self.latency_s
 
 
@@ -59,11 +64,12 @@ class StageSpan:
 class Timeline:
     """Simulated step.
 
-    finish_s  end of the last group
+    finish_s  end of the last stage
     spans     all stages, backward first in each group, in the order in which they started
-    critical  stages that follow each other without a gap up to `finish_s`. A shorter one makes the step shorter, unless
-              another path is as long
-    parts_s   seconds of `critical` by kind of work; their sum is `finish_s`
+    critical  stages on the longest path: each starts, or ends if it overlaps, when the one before it ends, gives a
+              resource back, or has made enough pieces. A shorter one makes the step shorter, unless another path is as
+              long
+    parts_s   seconds of that path by kind of work; their sum is `finish_s`
     """
 
     finish_s: float
@@ -77,86 +83,138 @@ class Timeline:
         return max(self.parts_s, key=lambda part: self.parts_s[part])
 
 
-def simulate(
-    backward_s: Sequence[float], stages: Sequence[Sequence[Stage]], *, one_group_at_a_time: bool = False
-) -> Timeline:
-    """Simulate a step: groups in the order of backward, each through its stages one after the other.
+def simulate(backward_s: Sequence[float], stages: Sequence[Sequence[Stage]]) -> Timeline:
+    """Simulate a step: groups in the order of backward, each through its stages, side by side.
 
-    backward_s           backward of each group's layers, on `compute`, one group after the other
-    stages               stages of each group, after its backward
-    one_group_at_a_time  True: the stages of a group start after those of the group before it. The engine has groups
-                         under way side by side, so this is an upper bound. False: they start as soon as their resources
-                         are free
+    backward_s  backward of each group's layers, on `compute`, one group after the other
+    stages      stages of each group, after its backward
 
-    Every resource serves stages in the order in which they arrive. If two arrive together, the earlier group goes
-    first; so encoding on `compute` delays the backward of the next group.
+    A resource does one stage at a time. When it is free it takes, of the stages that can start, that of the oldest
+    group, as the engine's thread does. So encoding on `compute` delays the backward of the next group.
     """
     if not stages or len(stages) != len(backward_s) or not all(stages):
         raise ConfigError(
             f"{len(backward_s)} backward times and {len(stages)} groups; give one each, and every group a stage"
         )
-    stages_of = [(_backward(seconds), *rest) for seconds, rest in zip(backward_s, stages, strict=True)]
-    spans: list[StageSpan] = []
-    causes: list[int | None] = []  # by span, the span whose end it waited for
-    holder: dict[Resource, int] = {}
-    computed: dict[int, int] = {}  # by group, its backward's span
-    finished: dict[int, int] = {}  # by group, its last span
-    arrived: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # time, group, stage
-    cause_of: dict[tuple[int, int], int] = {}
-
-    def arrive(group: int, index: int, after: Sequence[int]) -> None:
-        cause = max(after, key=lambda span: spans[span].end_s)
-        cause_of[group, index] = cause
-        heapq.heappush(arrived, (spans[cause].end_s, group, index))
-
-    while arrived:
-        _, group, index = heapq.heappop(arrived)
-        stage, here = stages_of[group][index], len(spans)
-        after = [holder[resource] for resource in stage.busy_s if resource in holder]
-        after += [cause_of[group, index]] if (group, index) in cause_of else []
-        cause = max(after, key=lambda span: spans[span].end_s, default=None)
-        start_s = spans[cause].end_s if cause is not None else 0.0
-        spans.append(StageSpan(group=group, stage=stage, start_s=start_s, end_s=start_s + stage.duration_s))
-        causes.append(cause)
-        holder.update(dict.fromkeys(stage.busy_s, here))
-        if index > 0 and index + 1 < len(stages_of[group]):
-            arrive(group, index + 1, [here])
-        elif index > 0:
-            finished[group] = here
-            if one_group_at_a_time and group + 1 in computed:
-                arrive(group + 1, 1, [here, computed[group + 1]])
-        else:
-            computed[group] = here
-            if group + 1 < len(stages_of):
-                arrive(group + 1, 0, [here])
-            if not one_group_at_a_time or group == 0:
-                arrive(group, 1, [here])
-            elif group - 1 in finished:
-                arrive(group, 1, [here, finished[group - 1]])
-    return _timeline(spans, causes)
+    chains = [
+        (Stage(name=BACKWARD, busy_s={Resource.COMPUTE: seconds}), *rest)
+        for seconds, rest in zip(backward_s, stages, strict=True)
+    ]
+    return _Simulation(chains).run()
 
 
-def _backward(seconds: float) -> Stage:
-    return Stage(name=BACKWARD, busy_s={Resource.COMPUTE: seconds})
+class _Moment(NamedTuple):
+    """A stage starts, gives a resource back, or ends.
+
+    after   the moment that it waited for, `spent_s` earlier; None at the start of the step
+    part    kind of work in between
+    span    the stage, by its place in the order of starts; -1 at the start of the step
+    """
+
+    time_s: float
+    after: _Moment | None = None
+    part: StepPart = "compute"
+    spent_s: float = 0.0
+    span: int = -1
 
 
-def _timeline(spans: Sequence[StageSpan], causes: Sequence[int | None]) -> Timeline:
-    last = max(range(len(spans)), key=lambda index: spans[index].end_s)
-    critical: list[StageSpan] = []
-    parts_s: dict[StepPart, float] = {"compute": 0.0, "codec": 0.0, "bandwidth": 0.0, "latency": 0.0}
-    at: int | None = last
-    while at is not None:
-        stage = spans[at].stage
-        critical.append(spans[at])
-        parts_s["latency"] += stage.latency_s
-        parts_s[_part(stage)] += stage.duration_s - stage.latency_s
-        at = causes[at]
-    return Timeline(finish_s=spans[last].end_s, spans=tuple(spans), critical=tuple(reversed(critical)), parts_s=parts_s)
+def _before(end: _Moment, time_s: float) -> _Moment:
+    """Return the moment at `time_s` on the way to `end`."""
+    at = end
+    while at.after is not None and at.after.time_s >= time_s:
+        at = at.after
+    if at.after is None or at.time_s <= time_s:
+        return at
+    return at._replace(time_s=time_s, spent_s=time_s - at.after.time_s)
 
 
-def _part(stage: Stage) -> StepPart:
-    """Return the kind of work of a stage, without its latency: the longest one."""
+def _latest(moments: Sequence[_Moment]) -> _Moment:
+    return max(moments, key=lambda moment: moment.time_s)
+
+
+@dataclass(slots=True)
+class _Simulation:
+    """The state of `simulate`.
+
+    chains    stages by group, backward first
+    spans     stages that have started
+    free      by resource, when it has done its work so far
+    arriving  (time, group, stage) of stages that the stage before has yet to let start
+    waiting   by the resources that they need: (group, stage) of the stages that may start
+    allowed   of these stages, the moment from which they may start
+    ends      by group, the end of its last stage so far
+    now_s     time of the last event
+    """
+
+    chains: Sequence[Sequence[Stage]]
+    spans: list[StageSpan] = field(default_factory=list)
+    free: dict[Resource, _Moment] = field(default_factory=dict)
+    arriving: list[tuple[float, int, int]] = field(default_factory=list)
+    waiting: dict[tuple[Resource, ...], list[tuple[int, int]]] = field(default_factory=dict)
+    allowed: dict[tuple[int, int], _Moment] = field(default_factory=dict)
+    ends: dict[int, _Moment] = field(default_factory=dict)
+    now_s: float = 0.0
+
+    def run(self) -> Timeline:
+        self._allow(0, 0, _Moment(0.0))
+        while self.arriving or any(self.waiting.values()):
+            starts_s = {needed: self._start_s(needed) for needed, queue in self.waiting.items() if queue}
+            next_s = min(starts_s.values(), default=math.inf)
+            if self.arriving and self.arriving[0][0] <= next_s:
+                self.now_s, group, index = heapq.heappop(self.arriving)
+                needed = tuple(self.chains[group][index].busy_s)
+                heapq.heappush(self.waiting.setdefault(needed, []), (group, index))
+                continue
+            self.now_s = next_s
+            queues = [self.waiting[needed] for needed, start_s in starts_s.items() if start_s == next_s]
+            self._start(*heapq.heappop(min(queues)))
+        return self._timeline()
+
+    def _start_s(self, needed: Sequence[Resource]) -> float:
+        """Return when a waiting stage that needs these resources can start."""
+        return max([self.now_s, *(self.free[resource].time_s for resource in needed if resource in self.free)])
+
+    def _allow(self, group: int, index: int, moment: _Moment) -> None:
+        self.allowed[group, index] = moment
+        heapq.heappush(self.arriving, (moment.time_s, group, index))
+
+    def _start(self, group: int, index: int) -> None:
+        stage, here = self.chains[group][index], len(self.spans)
+        held = [self.free[resource] for resource in stage.busy_s if resource in self.free]
+        start = _latest([self.allowed.pop((group, index)), *held])
+        done = start
+        for resource, seconds in stage.busy_s.items():
+            self.free[resource] = _Moment(start.time_s + seconds, start, _part(stage, resource), seconds, here)
+            done = _latest([done, self.free[resource]])
+        if stage.overlaps:
+            done = _latest([self.ends[group], done])
+        end = _Moment(done.time_s + stage.latency_s, done, "latency", stage.latency_s, here)
+        self.spans.append(StageSpan(group=group, stage=stage, start_s=start.time_s, end_s=end.time_s))
+        self.ends[group] = end
+        if index == 0 and group + 1 < len(self.chains):
+            self._allow(group + 1, 0, end)
+        if index + 1 < len(self.chains[group]):
+            later = self.chains[group][index + 1]
+            # Pieces that are not there yet hold up no other group.
+            from_s = max(start.time_s, end.time_s - max(later.busy_s.values(), default=0.0))
+            self._allow(group, index + 1, _before(end, from_s) if later.overlaps else end)
+
+    def _timeline(self) -> Timeline:
+        last = _latest(list(self.ends.values()))
+        parts_s: dict[StepPart, float] = {"compute": 0.0, "codec": 0.0, "bandwidth": 0.0, "latency": 0.0}
+        path: dict[int, StageSpan] = {}
+        moment: _Moment | None = last
+        while moment is not None and moment.span >= 0:
+            parts_s[moment.part] += moment.spent_s
+            path[moment.span] = self.spans[moment.span]
+            moment = moment.after
+        return Timeline(
+            finish_s=last.time_s, spans=tuple(self.spans), critical=tuple(reversed(path.values())), parts_s=parts_s
+        )
+
+
+def _part(stage: Stage, resource: Resource) -> StepPart:
+    """Return the kind of work of a stage on a resource."""
     if stage.name == BACKWARD:
         return "compute"
-    longest = max(stage.busy_s, key=lambda resource: stage.busy_s[resource], default=Resource.CODEC)
-    return "bandwidth" if longest in (Resource.INTRA, Resource.INTER) else "codec"
+    return "bandwidth" if resource in (Resource.INTRA, Resource.INTER) else "codec"

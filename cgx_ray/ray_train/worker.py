@@ -11,11 +11,13 @@ from typing import Any
 
 import ray
 import ray.train
+import ray.train.torch
 import torch
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from cgx_ray.errors import PlanError
 from cgx_ray.plan import Layer, Plan, make_plan
+from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.session.attachment import Attachment, process
 from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
@@ -45,13 +47,16 @@ class RaySession:
 
     def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
+        device = ray.train.torch.get_device()
         if self.settings.policy == "adaptive":
             fresh = make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
-            costs = measure_codecs(self.settings)
+            costs = measure_codecs(self.settings, device)
         else:
             fresh, costs = self.settings.static_plan(layers, world_size), {}
+        # On a GPU codecs have a stream of their own. On a CPU they take the cores that backward runs on.
+        encodes_on: EncodesOn = "backward" if device.type == "cpu" else "thread"
         try:
-            plan: Plan = ray.get(self._controller.register.remote(layers, fresh, costs))
+            plan: Plan = ray.get(self._controller.register.remote(layers, fresh, costs, encodes_on))
         except RayActorError as error:
             logger.warning("no controller (%s): training starts with %s and keeps it", error, fresh.describe())
             return fresh

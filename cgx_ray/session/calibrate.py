@@ -66,9 +66,9 @@ CALIBRATION_NUMELS = (1 << 10, 1 << 14, 1 << 18)
 NUM_ROUNDS = 5
 
 
-def measure_codecs(settings: Settings) -> dict[str, CodecCost]:
-    """Return the time of every candidate codec on this worker, by `str(CodecSpec)`."""
-    return {str(codec): measure_codec(codec) for codec in candidate_codecs(settings.densities)}
+def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecCost]:
+    """Return the time of every candidate codec on `device`, which holds the gradients, by `str(CodecSpec)`."""
+    return {str(codec): measure_codec(codec, device=device) for codec in candidate_codecs(settings.densities)}
 
 
 def measure_codec(

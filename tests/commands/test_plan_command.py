@@ -16,6 +16,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Plan
 from cgx_ray.planner.compute import compute_time
 from cgx_ray.planner.cost import Link
+from cgx_ray.planner.legs import THREAD_S
 from cgx_ray.planner.models import load_model
 from cgx_ray.planner.options import CodecCost, codec_cost_of
 from cgx_ray.planner.profile import Profile, load_profile, save_profile
@@ -70,7 +71,7 @@ def test_dense_step_of_one_layer_is_compute_and_the_ring(tmp_path: Path) -> None
     model = write(tmp_path / "one.csv", "name,shape,forward_macs\nw,1000x1000,1\n")
     found = answer(model=model, workers="4", latency="2ms", bandwidth="100mbit", **{"step-time": "30ms"})
     ring_ms = 2 * 3 * 2 + 2 * 3 / 4 * 4e6 / 12.5e6 * 1e3
-    assert found["dense_ms"] == pytest.approx(30 + ring_ms)
+    assert found["dense_ms"] == pytest.approx(30 + 1e3 * THREAD_S + ring_ms)
 
 
 def test_a_fast_network_is_answered_by_compute_bound() -> None:

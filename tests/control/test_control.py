@@ -23,7 +23,7 @@ def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_netwo
     assert [type(decision) for decision in decisions] == [Replace]
     assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
     assert decisions[0].reason == (
-        "first measurements: 1x qsgd:bits=4,bucket_size=128 over sra, 1x none over sra; predicted 0.620 s per step "
+        "first measurements: 1x qsgd:bits=4,bucket_size=128 over sra, 1x dense; predicted 0.620 s per step "
         "(dense 2.703 s), keeps 98.0% of the gradient"
     )
 
@@ -64,7 +64,7 @@ def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(t
     assert decision["event"] == "decision"
     assert decision["old"] == {"version": 0, "plan": "dense", "options": {"dense": {"groups": 2, "layers": 3}}}
     qsgd = "qsgd:bits=4,bucket_size=128 over sra"
-    options = {qsgd: {"groups": 1, "layers": 2}, "none over sra": {"groups": 1, "layers": 1}}
+    options = {qsgd: {"groups": 1, "layers": 2}, "dense": {"groups": 1, "layers": 1}}
     assert decision["new"] == {"version": 1, "plan": qsgd, "options": options}
     assert decision["inputs"]["bandwidth_gbps"] == pytest.approx(0.1)
     assert decision["predicted_dense_s"] == pytest.approx(0.3 + 2 * 3 / 4 * 20.004e6 * 8 / 1e8, rel=0.01)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network, hierarchical_terms, terms
-from cgx_ray.planner.joint import BestPlan, best_plan
-from cgx_ray.planner.legs import exchange_stages
+from cgx_ray.planner.joint import MAX_ERROR, best_plan
+from cgx_ray.planner.legs import MESSAGE_S, THREAD_S, exchange_stages
 from cgx_ray.planner.models import MODEL_NAMES, load_model
 from cgx_ray.planner.options import CodecCost, candidate_options
-from cgx_ray.planner.pipeline import GroupEnd, Pipeline, cheapest, group_cost
-from cgx_ray.planner.prediction import Measured, groups_of, predict
+from cgx_ray.planner.pipeline import Pipeline, cheapest, group_cost
+from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
 from cgx_ray.planner.strategies import named_strategies
 from cgx_ray.planner.timeline import Resource
 
@@ -49,17 +51,9 @@ def of_model(model: str, net: Network, compute_s: float = 0.3) -> Measured:
     return measured(description.layers, description.backward_s(compute_s), net)
 
 
-def finish_s(run: Measured, numels: list[int], backward_s: list[float], groups: list[tuple[int, Option]]) -> float:
-    """Return the finish of groups (end, option) of float32 layers by `Pipeline`."""
-    used = list(dict.fromkeys(option for _, option in groups))
-    costs = [group_cost(option, network=run.network, codec_cost=run.cost_of(option.codec)) for option in used]
-    pipeline = Pipeline(backward_s=tuple(backward_s), numel=tuple(numels), costs=tuple(costs))
-    return pipeline.finish_s([GroupEnd(end, used.index(option)) for end, option in groups])
-
-
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
 def test_joint_plan_equals_brute_force_over_all_groupings_options_and_gains(ranks_per_node: int) -> None:
-    """Return the best score by brute force: the finish of each plan over the least efficiency of its options."""
+    """The search knows a model of the simulated step, so the best plan may be longer than the optimum by MAX_ERROR."""
     rng = random.Random(ranks_per_node)
     for case in range(12):
         num_layers = rng.randint(1, 4)
@@ -72,20 +66,20 @@ def test_joint_plan_equals_brute_force_over_all_groupings_options_and_gains(rank
         run = measured(layers, backward_s, net, gain=gain)
         known = [option for option in OPTIONS[1:] if ranks_per_node > 1 or option.intra is Intra.FLAT]
         options = [DENSE, *rng.sample(known, 5)]
-        numels = [layer.numel for layer in reversed(layers)]
-        scores = {}
-        for cuts in itertools.product((False, True), repeat=num_layers - 1):
-            ends = [end for end, is_end in enumerate((*cuts, True), start=1) if is_end]
-            for chosen in itertools.product(options, repeat=len(ends)):
-                groups = list(zip(ends, chosen, strict=True))
-                kept = min(run.efficiency(option) or 0 for option in chosen)
-                scores[tuple(groups)] = finish_s(run, numels, list(backward_s), groups) / kept
+        least = min(predict(run, groups).score for groups in all_plans(layers, options))
         found = best_plan(run, options, max_gap=0)
-        least, ours = min(scores.values()), _pipeline_score(run, found)
-        if found.best.groups != found.dense.groups:
-            assert ours == pytest.approx(least, rel=ROUNDING), (case, ours, least, found.best.describe())
-            assert found.gap <= ROUNDING, (case, found.gap)
-        assert ours * (1 - found.gap) <= least * (1 + ROUNDING), (case, ours, found.gap, least)
+        assert found.best.score <= least * (1 + MAX_ERROR), (case, found.best.score, least, found.best.describe())
+        assert found.best.score * (1 - found.gap) <= least * (1 + MAX_ERROR), (case, found.gap, least)
+
+
+def all_plans(layers: Sequence[Layer], options: Sequence[Option]) -> Iterator[list[PlannedGroup]]:
+    """Yield all groupings of `layers` with all options of each group."""
+    in_backward_order = layers[::-1]
+    for cuts in itertools.product((False, True), repeat=len(layers) - 1):
+        ends = [end for end, is_end in enumerate((*cuts, True), start=1) if is_end]
+        members = [in_backward_order[start:end] for start, end in itertools.pairwise((0, *ends))]
+        for chosen in itertools.product(options, repeat=len(ends)):
+            yield [PlannedGroup.of(part, option) for part, option in zip(members, chosen, strict=True)]
 
 
 @pytest.mark.parametrize("model", MODEL_NAMES)
@@ -100,7 +94,8 @@ def test_joint_plan_is_behind_neither_dense_nor_a_named_strategy_on_a_model(mode
     for net in (network(1), network(25, ranks_per_node=8)):
         run = measured(layers, tuple(s for _, s in large), net)
         found = best_plan(run, (QSGD, TOPK))
-        assert found.gap <= 0.01, found.gap
+        # The bound lets a group's work hide behind that of others without end.
+        assert found.gap <= 0.02, found.gap
         assert found.best.score <= found.dense.score
         options = (DENSE, QSGD, TOPK)
         pipeline = Pipeline(
@@ -108,20 +103,17 @@ def test_joint_plan_is_behind_neither_dense_nor_a_named_strategy_on_a_model(mode
             numel=tuple(layer.numel for layer in reversed(layers)),
             costs=tuple(group_cost(o, network=net, codec_cost=run.cost_of(o.codec)) for o in options),
         )
-        for name, groups in named_strategies(pipeline, dense=0, compressing=(1, 2), offloaded={}).items():
-            kept = min(run.efficiency(options[group.option]) or 0 for group in groups)
-            assert _pipeline_score(run, found) <= pipeline.finish_s(groups) / kept * (1 + 0.001), name
+        for name, ends in named_strategies(pipeline, dense=0, compressing=(1, 2), offloaded={}).items():
+            borders = itertools.pairwise((0, *(group.end for group in ends)))
+            groups = [
+                PlannedGroup.of(layers[::-1][start:end], options[group.option])
+                for (start, end), group in zip(borders, ends, strict=True)
+            ]
+            # The model that is searched and the simulated step differ by at most MAX_ERROR.
+            assert found.best.score <= predict(run, groups).score * (1 + MAX_ERROR), name
 
 
-def _pipeline_score(run: Measured, found: BestPlan) -> float:
-    ends = itertools.accumulate(len(group.layers) for group in found.best.groups)
-    groups = [(end, group.option) for end, group in zip(ends, found.best.groups, strict=True)]
-    numels = [layer.numel for layer in reversed(run.layers)]
-    assert found.best.efficiency is not None
-    return finish_s(run, numels, list(run.backward_s), groups) / found.best.efficiency
-
-
-def test_small_layers_and_those_of_another_dtype_are_sent_after_the_others_uncompressed() -> None:
+def test_small_layers_and_those_of_another_dtype_are_sent_before_the_last_group_uncompressed() -> None:
     layers = (
         Layer(name="embed", numel=4_000_000, ndim=2),
         Layer(name="half", numel=500_000, ndim=2, dtype="bfloat16"),
@@ -132,9 +124,10 @@ def test_small_layers_and_those_of_another_dtype_are_sent_after_the_others_uncom
     found = best_plan(run, OPTIONS)
     plan = found.best.plan(version=3, world_size=8)
     plan.check(layers, 8)
-    assert [group.layers for group in plan.groups][-2:] == [("bias",), ("half",)]
-    assert {group.option.codec.name for group in plan.groups[-2:]} == {"none"}
-    assert all(group.option.codec.name != "none" for group in plan.groups[:-2]), found.best.describe()
+    *first, bias, half, last = plan.groups
+    assert (bias.layers, half.layers) == (("bias",), ("half",))
+    assert {group.option.codec.name for group in (bias, half)} == {"none"}
+    assert all(group.option.codec.name != "none" for group in (*first, last)), found.best.describe()
     assert groups_of(plan, layers) == found.best.groups
     fast = best_plan(measured(layers, (1, 1, 1, 1), network(100)), OPTIONS).best.plan(version=0, world_size=8)
     assert sum(len(group.layers) for group in fast.groups) == 4
@@ -154,6 +147,22 @@ def test_a_group_is_ready_with_its_last_layer_and_the_step_lasts_at_least_its_co
     assert found.step_s > 6
 
 
+def test_where_encoding_takes_the_processor_from_backward_fewer_bytes_are_encoded() -> None:
+    """Encoding all of it beside backward is free here. Where backward waits for it, less is encoded."""
+    beside = of_model("resnet50", network(2))
+    held = replace(beside, encodes_on="backward")
+    plans = [best_plan(run, (DENSE, QSGD)).best for run in (beside, held)]
+    encoded = [sum(group.numel for group in plan.groups if group.option == QSGD) for plan in plans]
+    assert 0 < encoded[1] < encoded[0]
+    assert plans[0].step_s < plans[1].step_s
+    assert predict(held, plans[0].groups).step_s > plans[1].step_s
+    # All work of codec and backward takes turns on one processor.
+    for plan in plans:
+        found = predict(held, plan.groups)
+        assert found.codec_s == pytest.approx(predict(beside, plan.groups).codec_s)
+        assert found.step_s > found.compute_s + 0.9 * found.codec_s
+
+
 def test_on_a_fast_network_nothing_is_compressed_and_the_answer_says_that_compute_is_the_bound() -> None:
     found = best_plan(of_model("resnet50", network(400, latency_ms=0.001)), OPTIONS)
     assert found.is_compute_bound
@@ -164,6 +173,21 @@ def test_on_a_fast_network_nothing_is_compressed_and_the_answer_says_that_comput
     assert slow.speedup > 5, slow.speedup
 
 
+def test_a_plan_that_is_much_longer_when_simulated_is_searched_anew() -> None:
+    """Here codec and link are about as busy, and by the model alone the best groups need one or the other in turns."""
+    compress = [Option(codec=CodecSpec(name="bf16"), scheme=scheme) for scheme in (Scheme.SRA, Scheme.ALLREDUCE)]
+    cost = CodecCost(encode_a_s=5e-6, encode_b_s_per_element=1.5e-10, decode_a_s=5e-6, decode_b_s_per_element=2.8e-10)
+    scores = []
+    for gbps in (30, 42, 56, 75):
+        run = replace(of_model("gpt2", network(gbps)), codec_costs={"bf16": cost})
+        found = best_plan(run, compress)
+        by_scheme = [best_plan(run, [option]).best.score for option in compress]
+        assert found.best.score <= min(by_scheme) * 1.01, (gbps, found.best.score, by_scheme)
+        scores.append(found.best.score)
+    for slow, fast in itertools.pairwise(scores):
+        assert fast <= slow * 1.01, scores
+
+
 def test_options_of_unknown_or_too_little_gain_are_left_out_and_one_worker_stays_dense() -> None:
     run = of_model("alexnet", network(0.1))
     kept = best_plan(run, OPTIONS, min_gain=0.9).best
@@ -171,7 +195,7 @@ def test_options_of_unknown_or_too_little_gain_are_left_out_and_one_worker_stays
     unknown = measured(run.layers, run.backward_s, run.network, gain={})
     assert best_plan(unknown, OPTIONS).best.efficiency == 1
     alone = best_plan(of_model("alexnet", network(0.1, num_nodes=1)), OPTIONS)
-    assert (alone.best.describe(), alone.best.step_s) == ("dense", pytest.approx(0.3))
+    assert (alone.best.is_dense, alone.best.step_s) == (True, pytest.approx(0.3))
 
 
 def test_dense_is_what_ddp_does_and_hierarchical_sums_are_an_option_like_others() -> None:
@@ -241,8 +265,9 @@ def test_a_hierarchical_group_is_summed_inside_exchanged_between_and_shared_insi
     coded_s = {intra: sum(s.busy_s.get(Resource.CODEC, 0) for s in parts) for intra, parts in stages.items()}
     # Between nodes 2 + 3 calls on a quarter of the group; inside 4 + 7 calls on all of it.
     between_s = 2 * 3e-5 + 3 * 1e-5 + numel / 4 * (5e-10 + 1.5 * 2e-10)
-    assert coded_s[Intra.DENSE] == pytest.approx(between_s)
-    assert coded_s[Intra.COMPRESSED] == pytest.approx(between_s + 4 * 3e-5 + 7 * 1e-5 + numel * (5e-10 + 1.75 * 2e-10))
+    assert coded_s[Intra.DENSE] == pytest.approx(THREAD_S + 3 * MESSAGE_S + between_s)
+    inside_s = coded_s[Intra.COMPRESSED] - coded_s[Intra.DENSE]
+    assert inside_s == pytest.approx(4 * 3e-5 + 7 * (MESSAGE_S + 1e-5) + numel * (5e-10 + 1.75 * 2e-10))
 
 
 def test_the_cheapest_option_for_a_group_is_the_one_of_least_latency_then_the_one_of_fewest_bytes() -> None:
@@ -260,6 +285,7 @@ def test_the_cheapest_option_for_a_group_is_the_one_of_least_latency_then_the_on
         ({"backward_s": (1.0, 2.0)}, "1 layers and 2 backward times"),
         ({"backward_s": (math.nan,)}, "backward_s 0 is nan"),
         ({"gain": {"bf16": 0.0}}, "gain of bf16"),
+        ({"encodes_on": "gpu"}, "encodes_on is 'gpu'; give one of backward, thread"),
     ],
 )
 def test_impossible_measurements_are_refused(changes: dict[str, object], message: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -28,20 +31,41 @@ def test_joint_search_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_op
 
 def earliest_finish_by_fronts_s(pipeline: Pipeline) -> float:
     """Return the earliest finish of all plans, dropping partial plans that another equals or beats."""
-    fronts: list[list[tuple[float, float]]] = [[(0.0, 0.0)]]
+    # Finish of compute and of the network, and when all groups so far are done.
+    fronts: list[list[tuple[float, float, float]]] = [[(0.0, 0.0, 0.0)]]
     for end in range(1, pipeline.num_layers + 1):
         found = []
         for start in range(end):
             numel, backward_s = sum(pipeline.numel[start:end]), sum(pipeline.backward_s[start:end])
             for cost in pipeline.costs:
                 compute_s, network_s = backward_s + cost.compute_s(numel), cost.network_s(numel)
-                found += [(c + compute_s, max(d, c + compute_s) + network_s) for c, d in fronts[start]]
-        front: list[tuple[float, float]] = []
-        for label in sorted(found):
-            if not front or label[1] < front[-1][1]:
-                front.append(label)
-        fronts.append(front)
-    return min(d for _, d in fronts[-1])
+                lead_s, tail_s, alone_s = cost.lead_s(numel), cost.tail_s(numel), cost.alone_s(numel)
+                for c, d, done in fronts[start]:
+                    ready = c + compute_s
+                    sent = max(d, ready + lead_s) + network_s
+                    # The step does not end before the network is done with this group and what follows.
+                    ends = max(done, d + network_s + tail_s, ready + alone_s, sent + pipeline.after_s)
+                    found.append((ready, sent, ends))
+        fronts.append(undominated_labels(found))
+    return min(done for _, _, done in fronts[-1])
+
+
+def undominated_labels(labels: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
+    """Return the labels of which no other one is as small in all three numbers."""
+    kept: list[tuple[float, float, float]] = []
+    # Of the labels so far, whose first number is smaller: ascending in the second number, descending in the third.
+    stairs: list[tuple[float, float]] = []
+    for label in sorted(labels):
+        step = label[1:]
+        at = bisect.bisect(stairs, (label[1], math.inf))
+        if at and stairs[at - 1][1] <= label[2]:
+            continue
+        kept.append(label)
+        last = at
+        while last < len(stairs) and stairs[last][1] >= label[2]:
+            last += 1
+        stairs[at:last] = [step]
+    return kept
 
 
 def test_joint_search_equals_label_setting_without_bounds_on_25_layers() -> None:
@@ -75,7 +99,7 @@ def test_every_dropped_option_is_a_loss_or_nothing() -> None:
         all_s = search(pipeline)
         for left_out in range(6):
             costs = tuple(cost for index, cost in enumerate(pipeline.costs) if index != left_out)
-            fewer = search(Pipeline(backward_s=pipeline.backward_s, numel=pipeline.numel, costs=costs))
+            fewer = search(replace(pipeline, costs=costs))
             assert fewer.finish_s >= all_s.bound_s * (1 - ROUNDING), (case, left_out, fewer.finish_s, all_s)
 
 
@@ -90,7 +114,7 @@ def test_joint_plan_is_never_behind_a_named_strategy_on_random_models() -> None:
     for case in range(20):
         pipeline = random_pipeline(rng, rng.randint(1, 30), 4)
         free = GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0.01, network_b_s_per_element=1e-5)
-        pipeline = Pipeline(backward_s=pipeline.backward_s, numel=pipeline.numel, costs=(free, *pipeline.costs))
+        pipeline = replace(pipeline, costs=(free, *pipeline.costs))
         plan = search(pipeline)
         for name, groups in named_strategies(pipeline, dense=0, compressing=(1, 2), offloaded={1: 3}).items():
             assert plan.finish_s <= pipeline.finish_s(groups) * (1 + ROUNDING), (case, name, plan.gap)

@@ -7,6 +7,7 @@ Depth first, a partial grouping is extended by every next group, except where on
 2. Layers that are encoded while the network is still busy may as well be one group.
 
 The search starts from the better of one group and two. `fusion.fuse` solves the same problem in polynomial time.
+The paper knows no lead and no tail (`GroupCost`); with these, insight 2 may miss the optimum.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def cupcake(pipeline: Pipeline, option: int, max_nodes: int = MAX_NODES) -> Grou
     """Return the groups with the earliest finish when all use `option`.
 
     Departure: the search takes exponential time at worst, so it gives up after `max_nodes` partial groupings and
-    returns the best so far. If it ends before that, the answer is the optimum.
+    returns the best so far. If it ends before that, the answer is the optimum unless
+    the option has a lead or a tail.
     """
     cost, N = pipeline.costs[option], pipeline.num_layers
     numel = [0, *itertools.accumulate(pipeline.numel)]
@@ -48,15 +50,17 @@ def cupcake(pipeline: Pipeline, option: int, max_nodes: int = MAX_NODES) -> Grou
         found = []
         for end in range(first, N + 1):
             done_s = computed_s + compute_s(start, end)
-            next_sent_s = max(sent_s, done_s) + cost.network_s(numel[end] - numel[start])
+            group_numel = numel[end] - numel[start]
+            next_sent_s = max(sent_s, done_s + cost.lead_s(group_numel)) + cost.network_s(group_numel)
             grouping = (*groups, GroupEnd(end, option))
             if end == N:
-                if next_sent_s < best_s:
-                    best, best_s = grouping, next_sent_s
+                finish_s = pipeline.finish_s(grouping)
+                if finish_s < best_s:
+                    best, best_s = grouping, finish_s
                 continue
             # Insight 1.
             least_s = max(done_s + compute_s(end, N), next_sent_s + cost.network_s(numel[N] - numel[end]))
-            if least_s < best_s:
+            if least_s + pipeline.after_s < best_s:
                 found.append((grouping, done_s, next_sent_s))
         open_groupings += reversed(found)
     return best

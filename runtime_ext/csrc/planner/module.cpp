@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -11,13 +12,13 @@ NB_MODULE(_search, m) {
     m.def(
         "search",
         [](const std::vector<double>& backward_s, const std::vector<double>& numel,
-           const std::vector<std::tuple<double, double, double, double>>& costs, double max_gap,
+           const std::vector<std::array<double, 10>>& costs, double after_s, double max_gap,
            int64_t max_labels) {
             std::vector<cgx::planner::Option> options;
-            for (auto [compute_a, compute_b, network_a, network_b] : costs)
-                options.push_back({compute_a, compute_b, network_a, network_b});
+            for (const auto& c : costs)
+                options.push_back({c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9]});
             cgx::planner::Answer answer =
-                cgx::planner::search(backward_s, numel, options, max_gap, max_labels);
+                cgx::planner::search(backward_s, numel, options, after_s, max_gap, max_labels);
             std::vector<std::pair<int, int>> groups;
             for (const cgx::planner::PlannedGroup& group : answer.groups)
                 groups.emplace_back(group.end, group.option);

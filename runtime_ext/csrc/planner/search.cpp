@@ -19,12 +19,25 @@ struct Problem {
     int num_layers;
     std::vector<double> backward, numel;  // of the first k layers
     const std::vector<Option>& options;
+    double after_s;
+    // Of the layers from k on, if the network never waits: the least seconds that it takes to the end of the
+    // step, and the compute time of a plan that attains them.
+    std::vector<double> least_rest, least_rest_compute;
 
     double compute_s(int k, int end, const Option& option) const {
         return backward[end] - backward[k] + option.compute_a + option.compute_b * (numel[end] - numel[k]);
     }
     double network_s(int k, int end, const Option& option) const {
         return option.network_a + option.network_b * (numel[end] - numel[k]);
+    }
+    double lead_s(int k, int end, const Option& option) const {
+        return option.lead_a + option.lead_b * (numel[end] - numel[k]);
+    }
+    double tail_s(int k, int end, const Option& option) const {
+        return option.tail_a + option.tail_b * (numel[end] - numel[k]);
+    }
+    double alone_s(int k, int end, const Option& option) const {
+        return option.alone_a + option.alone_b * (numel[end] - numel[k]);
     }
     // The least w * compute + (1 - w) * network that layers k to end can take. A single group attains it,
     // since every further group costs another compute_a and network_a.
@@ -33,6 +46,21 @@ struct Problem {
         for (const Option& option : options)
             least = std::min(least, w * compute_s(k, end, option) + (1 - w) * network_s(k, end, option));
         return k == end ? 0 : least;
+    }
+    void find_least_rest() {
+        least_rest.assign(num_layers + 1, kInfinity);
+        least_rest_compute.assign(num_layers + 1, 0);
+        least_rest[num_layers] = after_s;
+        for (int k = num_layers - 1; k >= 0; --k)
+            for (int end = k + 1; end <= num_layers; ++end)
+                for (const Option& option : options) {
+                    double rest =
+                        network_s(k, end, option) + std::max(tail_s(k, end, option), least_rest[end]);
+                    if (rest >= least_rest[k]) continue;
+                    least_rest[k] = rest;
+                    least_rest_compute[k] =
+                        compute_s(k, end, option) + std::max(lead_s(k, end, option), least_rest_compute[end]);
+                }
     }
 };
 
@@ -52,23 +80,16 @@ class Bound {
     // coarser: a bound of the same problem with fewer cells, or null
     Bound(const Problem& problem, int num_cells, double finish_s, const Bound* coarser)
         : problem_(problem), num_cells_(num_cells), table_(problem.num_layers + 1) {
-        int n = problem.num_layers;
-        // With more work left than this, the compute time of one group with the least network time, the
-        // network is never idle.
-        double longest_s = 0;
-        for (int k = 0; k <= n; ++k) {
-            least_network_.push_back(problem.least_s(k, n, 0));
-            for (const Option& option : problem.options)
-                if (k < n && problem.network_s(k, n, option) == least_network_[k])
-                    longest_s = std::max(longest_s, problem.compute_s(k, n, option));
-        }
+        // With more work left than this, the network is never idle in the plan of `least_rest`.
+        double longest_s =
+            *std::max_element(problem.least_rest_compute.begin(), problem.least_rest_compute.end());
         cell_s_ = longest_s / num_cells + std::numeric_limits<double>::min();
-        for (int k = n; k >= 0; --k) fill(k, finish_s, coarser);
+        for (int k = problem.num_layers; k >= 0; --k) fill(k, finish_s, coarser);
     }
 
     double at(int k, double s) const {
         double x = s / cell_s_;
-        if (x >= num_cells_) return s + least_network_[k];
+        if (x >= num_cells_) return s + problem_.least_rest[k];
         int i = static_cast<int>(x);
         return std::max(table_[k][i], table_[k][i + 1] - ((i + 1) * cell_s_ - s));
     }
@@ -79,8 +100,8 @@ class Bound {
         std::vector<double>& row = table_[k];
         row.resize(num_cells_ + 1);
         // V_k is known at the last multiple, and is no larger before.
-        double last_s = num_cells_ * cell_s_ + least_network_[k];
-        for (int i = 0; i <= num_cells_; ++i) row[i] = k == n ? i * cell_s_ : last_s;
+        double last_s = num_cells_ * cell_s_ + problem_.least_rest[k];
+        for (int i = 0; i <= num_cells_; ++i) row[i] = k == n ? i * cell_s_ + problem_.after_s : last_s;
         if (k == n) return;
         // Let compute be done with k layers at time C, and the network at time D. Then w * C + (1 - w) * D is
         // at least least_s, since no group is sent before the backward of the first layer.
@@ -102,33 +123,39 @@ class Bound {
     // Lowers row[first..last] to the time that `option` for layers k to end leads to.
     void relax(std::vector<double>& row, int k, int end, const Option& option, int first, int last) {
         double compute = problem_.compute_s(k, end, option), network = problem_.network_s(k, end, option);
-        double idle = compute + at(end, network);  // the network is idle when the group comes
+        double lead = problem_.lead_s(k, end, option), tail = problem_.tail_s(k, end, option);
+        // The network is idle when the group comes, or when its lead is over.
+        double idle = compute + std::max(problem_.alone_s(k, end, option), at(end, lead + network));
         if (idle >= row[last]) return;
         const double* next = table_[end].data();
         double* out = row.data();
         int i = std::lower_bound(row.begin() + first, row.begin() + last, idle) - row.begin();
-        int idle_end = static_cast<int>(std::min<double>(last, compute / cell_s_));
-        for (; i <= idle_end; ++i) out[i] = std::min(out[i], idle);
+        int idle_end = static_cast<int>(std::min<double>(last, (compute + lead) / cell_s_));
+        for (; i <= idle_end; ++i) out[i] = std::min(out[i], std::max(idle, i * cell_s_ + network + tail));
         double shift = (network - compute) / cell_s_;
         int whole = static_cast<int>(std::floor(std::min(shift, 1e9)));
         double back = (1 - (shift - whole)) * cell_s_;
-        for (int inside = std::min(last, num_cells_ - 1 - whole); i <= inside; ++i)
-            out[i] = std::min(out[i], compute + std::max(next[i + whole], next[i + whole + 1] - back));
-        for (; i <= last; ++i) out[i] = std::min(out[i], i * cell_s_ + network + least_network_[end]);
+        for (int inside = std::min(last, num_cells_ - 1 - whole); i <= inside; ++i) {
+            double rest = compute + std::max(next[i + whole], next[i + whole + 1] - back);
+            out[i] = std::min(out[i], std::max(rest, i * cell_s_ + network + tail));
+        }
+        double least = network + std::max(tail, problem_.least_rest[end]);
+        for (; i <= last; ++i) out[i] = std::min(out[i], i * cell_s_ + least);
     }
 
     const Problem& problem_;
     int num_cells_;
     double cell_s_;
-    std::vector<double> least_network_;
     std::vector<std::vector<double>> table_;
 };
 
-// A partial plan: the first `end` layers in groups, and when compute and network are done with them.
+// A partial plan: the first `end` layers in groups, when compute and network are done with them, and when the
+// last group is done. may_end: that may be what ends the step.
 struct Label {
-    double compute_s, network_s;
+    double compute_s, network_s, done_s;
     int end, option;
     int64_t parent;
+    bool may_end;
 };
 
 struct Open {
@@ -149,8 +176,8 @@ class Search {
     // kept.
     void run(const Bound& bound, double max_gap, int64_t max_labels) {
         int n = problem_.num_layers;
-        labels_.assign(1, {0, 0, 0, -1, -1});
-        std::vector<std::map<double, double>> fronts(n + 1);  // network_s by compute_s
+        labels_.assign(1, {0, 0, 0, 0, -1, -1, false});
+        std::vector<Front> fronts(n + 1);
         std::priority_queue<Open> open;
         open.push({bound.at(0, 0), 0, 0});
         for (int64_t taken = 0; !open.empty(); ++taken) {
@@ -160,20 +187,20 @@ class Search {
             if (best_.bound_s >= best_.finish_s * (1 - max_gap) || std::ssize(labels_) > max_labels) return;
             open.pop();
             Label from = labels_[top.label];
-            auto same = fronts[from.end].find(from.compute_s);
-            if (from.end && (same == fronts[from.end].end() || same->second < from.network_s)) continue;
+            if (from.end && is_needless(fronts[from.end], from)) continue;
             for (int o = 0; o < std::ssize(problem_.options); ++o)
                 for (int end = from.end + 1; end <= n; ++end) {
                     Label to = extend(from, end, o);
                     if (to.compute_s >= best_.finish_s) break;
-                    double f =
-                        std::max(top.bound_s, to.compute_s + bound.at(end, to.network_s - to.compute_s));
+                    double rest = to.compute_s + bound.at(end, to.network_s - to.compute_s);
+                    double f = std::max({top.bound_s, rest, to.done_s});
+                    to.may_end = to.done_s > rest;
                     if (f >= best_.finish_s * (1 - kRounding) || !add(fronts[end], to)) continue;
                     to.parent = top.label;
                     labels_.push_back(to);
                     ++best_.num_labels;
                     if (end == n) {
-                        best_.finish_s = to.network_s;
+                        best_.finish_s = finish_s(to);
                         best_.groups = trace(std::ssize(labels_) - 1);
                     } else {
                         open.push({f, end, std::ssize(labels_) - 1});
@@ -184,16 +211,40 @@ class Search {
     }
 
   private:
+    // Labels of the same layers, of which none has both a smaller compute_s and a smaller network_s than
+    // another, and none may end the step by itself: network_s by compute_s.
+    using Front = std::map<double, double>;
+
     Label extend(const Label& from, int end, int o) const {
         const Option& option = problem_.options[o];
         double compute = from.compute_s + problem_.compute_s(from.end, end, option);
-        double network = std::max(from.network_s, compute) + problem_.network_s(from.end, end, option);
-        return {compute, network, end, o, -1};
+        double lead = problem_.lead_s(from.end, end, option), tail = problem_.tail_s(from.end, end, option);
+        double own = problem_.network_s(from.end, end, option);
+        double network = std::max(from.network_s, compute + lead) + own;
+        double alone = problem_.alone_s(from.end, end, option);
+        double done = std::max({from.done_s, from.network_s + own + tail, compute + alone});
+        return {compute, network, done, end, o, -1, false};
     }
 
-    static bool add(std::map<double, double>& front, const Label& label) {
+    // Returns the finish of a plan of all layers.
+    double finish_s(const Label& label) const {
+        return std::max(label.done_s, label.network_s + problem_.after_s);
+    }
+
+    // Whether another label does no worse; a label on the front is not needless because of itself.
+    static bool is_needless(const Front& front, const Label& label) {
+        auto after = front.upper_bound(label.compute_s);
+        if (after == front.begin()) return false;
+        auto [compute, network] = *std::prev(after);
+        bool is_itself = !label.may_end && compute == label.compute_s && network == label.network_s;
+        return network <= label.network_s && !is_itself;
+    }
+
+    static bool add(Front& front, const Label& label) {
         auto after = front.upper_bound(label.compute_s);
         if (after != front.begin() && std::prev(after)->second <= label.network_s) return false;
+        // Its own end may be later than that of a label that is worse otherwise.
+        if (label.may_end) return true;
         auto worse = front.lower_bound(label.compute_s);
         while (worse != front.end() && worse->second >= label.network_s) worse = front.erase(worse);
         front[label.compute_s] = label.network_s;
@@ -211,14 +262,15 @@ class Search {
             for (int end = now.end + 1; end <= problem_.num_layers; ++end)
                 for (int o = 0; o < std::ssize(problem_.options); ++o) {
                     Label to = extend(now, end, o);
-                    double f = to.compute_s + bound.at(end, to.network_s - to.compute_s);
+                    double rest = to.compute_s + bound.at(end, to.network_s - to.compute_s);
+                    double f = std::max(rest, to.done_s);
                     if (f < least * (1 + kRounding)) least = std::min(f, least), next = to;
                 }
             now = next;
             tail.push_back({now.end, now.option});
         }
-        if (now.network_s >= best_.finish_s) return;
-        best_.finish_s = now.network_s;
+        if (finish_s(now) >= best_.finish_s) return;
+        best_.finish_s = finish_s(now);
         best_.groups = trace(start);
         best_.groups.insert(best_.groups.end(), tail.begin(), tail.end());
     }
@@ -238,12 +290,15 @@ class Search {
 }  // namespace
 
 Answer search(const std::vector<double>& backward_s, const std::vector<double>& numel,
-              const std::vector<Option>& options, double max_gap, int64_t max_labels) {
+              const std::vector<Option>& options, double after_s, double max_gap, int64_t max_labels) {
     int n = static_cast<int>(backward_s.size());
-    Problem problem{n, prefix_sums(backward_s), prefix_sums(numel), options};
+    Problem problem{n, prefix_sums(backward_s), prefix_sums(numel), options, after_s, {}, {}};
+    problem.find_least_rest();
     Answer best{kInfinity, 0, {}, 0};
     for (int o = 0; o < std::ssize(options); ++o) {
-        double finish = problem.compute_s(0, n, options[o]) + problem.network_s(0, n, options[o]);
+        double network = problem.lead_s(0, n, options[o]) + problem.network_s(0, n, options[o]);
+        double finish = problem.compute_s(0, n, options[o]) +
+                        std::max(network + after_s, problem.alone_s(0, n, options[o]));
         if (finish < best.finish_s) best.finish_s = finish, best.groups = {{n, o}};
     }
     Search search(problem, best);

@@ -6,9 +6,9 @@
 
 namespace cgx::planner {
 
-// Seconds of a group of x elements: compute_a + compute_b * x in backward, then network_a + network_b * x.
+// Seconds of a group of x elements, each a + b * x; cgx_ray/planner/pipeline.py says what they are.
 struct Option {
-    double compute_a, compute_b, network_a, network_b;
+    double compute_a, compute_b, network_a, network_b, lead_a, lead_b, tail_a, tail_b, alone_a, alone_b;
 };
 
 // The layers after those of the group before, up to `end`, which is not included.
@@ -23,8 +23,11 @@ struct Answer {
 };
 
 // Ends once bound_s >= (1 - max_gap) * finish_s, or after four passes, of which the last keeps max_labels
-// partial plans and the others a quarter of that. backward_s, numel: per layer, in backward order
+// partial plans and the others a quarter of that.
+//
+// backward_s, numel: per layer, in backward order
+// after_s: the step takes so long at least after the network is done with the last layer
 Answer search(const std::vector<double>& backward_s, const std::vector<double>& numel,
-              const std::vector<Option>& options, double max_gap, int64_t max_labels);
+              const std::vector<Option>& options, double after_s, double max_gap, int64_t max_labels);
 
 }  // namespace cgx::planner
