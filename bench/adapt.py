@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import fmean
 
 from cgx_ray.bench.adapt_cases import CASES, AdaptCase
-from cgx_ray.bench.simulate import ClusterState, SimulatedCluster, SimulatedRun, SimulatedStep
+from cgx_ray.bench.simulate import SimulatedRun, SimulatedStep
+from cgx_ray.bench.simulated_cluster import ClusterState, SimulatedCluster
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy, Disable, Keep

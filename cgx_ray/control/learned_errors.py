@@ -12,7 +12,7 @@ from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import PlannedGroup, Prediction
 
 # Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed. They
-# double with each plan that was slower than dense, since a trial costs slow steps.
+# double with each plan that was slower than dense on the same network, since a trial costs slow steps.
 MEMORY_S = 600.0
 # Seconds before the notice of another network in which errors may have been learned from it: a change is noticed after
 # 2 to 5 s, a slow drift later.
@@ -68,12 +68,14 @@ class LearnedErrors:
         if recent:
             self._steps = recent[0]
         self._before = []
+        self._memory_s = MEMORY_S
 
     def learn_codecs(self, codecs: Iterable[CodecSpec], ratio: float) -> None:
         """Correct the times of `codecs`, which took `ratio` times as long as predicted with the present correction."""
         limit = math.log(MAX_CODEC_CORRECTION)
-        for codec in map(str, codecs):
-            self._codecs[codec] = self._codec_log(codec) + min(max(math.log(ratio), -limit), limit)
+        before = {str(codec): self._codec_log(str(codec)) for codec in codecs}
+        for codec, log in before.items():
+            self._codecs[codec] = log + min(max(math.log(ratio), -limit), limit)
 
     def is_timed(self, codec: CodecSpec) -> bool:
         """Return whether `codec` was timed in steps of this training."""

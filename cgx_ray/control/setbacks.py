@@ -51,7 +51,7 @@ class Setbacks:
         """
         longest_s = 0.0
         shares = dense_shares(groups)
-        for option in {option.flat() for option, share in shares.items() if share >= MIN_SHARE} - {DENSE}:
+        for option in {one.flat() for one, share in shares.items() if share >= MIN_SHARE and one != DENSE}:
             num_failures = self._num_failures.get(option, 0)
             self._num_failures[option] = num_failures + 1
             ban_s = BAN_S * 2**num_failures

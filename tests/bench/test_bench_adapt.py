@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from cgx_ray.bench.adapt import measure_adapt
 from cgx_ray.bench.adapt_cases import CASES
-from cgx_ray.bench.simulate import WORLD, ClusterErrors, ClusterState, SimulatedCluster
+from cgx_ray.bench.simulated_cluster import WORLD, ClusterErrors, ClusterState, SimulatedCluster
 from cgx_ray.cli import main
 from cgx_ray.plan import DENSE, make_plan
 from cgx_ray.planner.prediction import groups_of, predict
