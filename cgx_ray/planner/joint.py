@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, DENSE, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Intra, Layer, Option, Scheme
-from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, cheapest, group_cost, undominated
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, DENSE, Intra, Layer, Option
+from cgx_ray.planner.chain import FoundGroups, LayerChain
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
-from cgx_ray.planner.search import search
 
 MAX_GAP = 0.001
 # Relative difference of scores that counts as none.
@@ -90,7 +89,7 @@ def best_plan(
     """
     if not (math.isfinite(min_gain) and 0 <= min_gain <= 1):
         raise ConfigError(f"min_gain {min_gain!r} is not allowed; give a number from 0 to 1")
-    large = _Chain(measured, keeps_small=False)
+    large = LayerChain(measured, keeps_small=False)
     kept = {DENSE: 1.0}
     for option in options:
         share = measured.efficiency(option)
@@ -109,30 +108,49 @@ def _simulated(
     measured: Measured, kept: Mapping[Option, float], max_gap: float
 ) -> tuple[Prediction, Prediction, float]:
     """Return the best plan when simulated, dense, and a lower bound of the score. `kept`: efficiencies."""
-    large = _Chain(measured, keeps_small=False)
     found = _search_levels(measured, kept, max_gap)
-    dense, *others = (large.best_simulated(plan.groups) for plan in found.plans)
+    dense, *others = (_best_cut(measured, plan.groups) for plan in found.plans)
     best = min((dense, *others), key=lambda plan: plan.score)
     if best.score > found.score * (1 + MAX_ERROR):
         serial = _search_levels(measured, kept, max_gap, shares_time=False)
-        others = [large.best_simulated(plan.groups) for plan in serial.plans]
+        others = [_best_cut(measured, plan.groups) for plan in serial.plans]
         best = min(best, *others, key=lambda plan: plan.score)
     return best, dense, found.bound
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """Groups, when the step with them ends, and a lower bound of that."""
+def _best_cut(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
+    """Return the best prediction of `groups`, cut into parts of at most each of FINER_BYTES or as they are.
 
-    groups: tuple[PlannedGroup, ...]
-    finish_s: float
-    bound_s: float
+    Others than the first must gain more than MAX_ERROR: smaller groups keep processors busy with more than the model
+    knows.
+    """
+    layers = {layer.name: layer for layer in measured.layers}
+    preferred, *others = (
+        predict(measured, [part for group in groups for part in _parts(group, layers, limit)])
+        for limit in (*FINER_BYTES, sys.maxsize)
+    )
+    best = min(others, key=lambda plan: plan.score)
+    return best if best.score < preferred.score * (1 - MAX_ERROR) else preferred
+
+
+def _parts(group: PlannedGroup, layers: Mapping[str, Layer], limit: int) -> Iterator[PlannedGroup]:
+    """Yield `group` cut into parts of at most `limit` bytes, as far as layers allow."""
+    members: list[Layer] = []
+    filled = 0
+    for name in group.layers:
+        layer = layers[name]
+        if members and filled + layer.dense_bytes > limit:
+            yield PlannedGroup.of(members, group.option)
+            members, filled = [], 0
+        members.append(layer)
+        filled += layer.dense_bytes
+    yield PlannedGroup.of(members, group.option)
 
 
 class _Levels(NamedTuple):
     """Plans found by the model of `Pipeline`, dense first; the least score of them; a lower bound of all scores."""
 
-    plans: list[_Found]
+    plans: list[FoundGroups]
     score: float
     bound: float
 
@@ -141,7 +159,7 @@ def _search_levels(
     measured: Measured, kept: Mapping[Option, float], max_gap: float, *, shares_time: bool = True
 ) -> _Levels:
     """Search plans for each efficiency of an option. `kept`: efficiencies; `shares_time` as in `group_cost`."""
-    chain, large = (_Chain(measured, keeps_small=small, shares_time=shares_time) for small in (True, False))
+    chain, large = (LayerChain(measured, keeps_small=small, shares_time=shares_time) for small in (True, False))
     lossless = [option for option in kept if option.codec.name == "none"]
     dense = chain.solve([DENSE], max_gap)
     plans, score, bounds = [dense], dense.finish_s, [dense.bound_s]
@@ -161,144 +179,3 @@ def _search_levels(
                 score = found_score
         bounds.append(bound)
     return _Levels(plans, score, min(bounds))
-
-
-class _Chain:
-    """Layers to cut into groups, in the order of backward, and the layers that are sent dense before the last group."""
-
-    def __init__(self, measured: Measured, *, keeps_small: bool, shares_time: bool = True) -> None:
-        """`keeps_small`: with the small layers. `shares_time` as in `group_cost`."""
-        self._measured = measured
-        self._shares_time = shares_time
-        self._by_name = {layer.name: layer for layer in measured.layers}
-        num_bytes: dict[str, int] = {}
-        for layer in measured.layers:
-            num_bytes[layer.dtype] = num_bytes.get(layer.dtype, 0) + layer.dense_bytes
-        self._dtype = max(num_bytes, key=lambda dtype: num_bytes[dtype])
-        self.layers: list[Layer] = []
-        self._backward_s: list[float] = []
-        self._rest: dict[str, list[Layer]] = {}
-        waiting_s = 0.0
-        for layer, backward_s in zip(reversed(measured.layers), measured.backward_s, strict=True):
-            waiting_s += backward_s
-            if layer.dtype == self._dtype and (keeps_small or not layer.is_small):
-                self.layers.append(layer)
-                self._backward_s.append(waiting_s)
-                waiting_s = 0.0
-            else:
-                self._rest.setdefault(layer.dtype, []).append(layer)
-        if self.layers:
-            self._backward_s[-1] += waiting_s
-        self._costs: dict[tuple[Option, int], GroupCost] = {}
-
-    def fits(self, option: Option) -> bool:
-        return max((layer.numel for layer in self.layers), default=0) <= _max_numel(option)
-
-    def bound_s(self, options: Sequence[Option]) -> float:
-        """Return a lower bound of the finish: compute and the last exchange, or the first layer and the network."""
-        costs = [self._cost(option) for option in options]
-        rest_s = self._rest_of(options)[1]
-        numel, last = sum(layer.numel for layer in self.layers), self.layers[-1].numel
-        last_s = min(max(cost.alone_s(last), cost.lead_s(last) + cost.network_s(last) + rest_s) for cost in costs)
-        network_s = self._backward_s[0] + min(cost.network_s(numel) for cost in costs) + rest_s
-        return max(math.fsum(self._backward_s) + last_s, network_s) + self._measured.after_s
-
-    def solve(self, options: Sequence[Option], max_gap: float) -> _Found:
-        """Return the groups with the earliest finish under `options`."""
-        rest, rest_s = self._rest_of(options)
-        costs = [self._cost(option) for option in options]
-        kept = undominated(costs)
-        pipeline = Pipeline(
-            backward_s=tuple(self._backward_s),
-            numel=tuple(layer.numel for layer in self.layers),
-            costs=tuple(costs[index] for index in kept),
-            after_s=rest_s,
-        )
-        joint = search(pipeline, max_gap=max_gap)
-        chosen = [options[index] for index in kept]
-        cut = tuple(self._cut(joint.groups, chosen))
-        groups, start = [], 0
-        for group in cut:
-            groups.append(PlannedGroup.of(self.layers[start : group.end], chosen[group.option]))
-            start = group.end
-        finish_s = joint.finish_s if cut == joint.groups else pipeline.finish_s(cut)
-        after_s = self._measured.after_s
-        # The rest is ready when the last group is, at the end of backward. Short messages must not queue behind its
-        # long ones. In the model, which has one network, the order of the two makes no difference.
-        return _Found(
-            groups=(*groups[:-1], *rest, groups[-1]), finish_s=finish_s + after_s, bound_s=joint.bound_s + after_s
-        )
-
-    def best_simulated(self, groups: Sequence[PlannedGroup]) -> Prediction:
-        """Return the best prediction of `groups`, cut into parts of at most each of FINER_BYTES or as they are.
-
-        Others than the first must gain more than MAX_ERROR: smaller groups keep processors busy with more than the
-        model knows.
-        """
-        preferred, *others = (
-            predict(self._measured, [part for group in groups for part in self._parts(group, limit)])
-            for limit in (*FINER_BYTES, sys.maxsize)
-        )
-        best = min(others, key=lambda plan: plan.score)
-        return best if best.score < preferred.score * (1 - MAX_ERROR) else preferred
-
-    def _parts(self, group: PlannedGroup, limit: int) -> Iterator[PlannedGroup]:
-        """Yield `group` cut into parts of at most `limit` bytes, as far as layers allow."""
-        members: list[Layer] = []
-        for layer in map(self._by_name.__getitem__, group.layers):
-            if members and sum(each.dense_bytes for each in (*members, layer)) > limit:
-                yield PlannedGroup.of(members, group.option)
-                members = []
-            members.append(layer)
-        yield PlannedGroup.of(members, group.option)
-
-    def _cut(self, groups: Sequence[GroupEnd], options: Sequence[Option]) -> Iterator[GroupEnd]:
-        """Yield `groups`, cut before each layer that would make a group too long for a message."""
-        start = 0
-        for group in groups:
-            limit, filled = _max_numel(options[group.option]), 0
-            for index in range(start, group.end):
-                if filled + self.layers[index].numel > limit:
-                    yield GroupEnd(index, group.option)
-                    filled = 0
-                filled += self.layers[index].numel
-            yield group
-            start = group.end
-
-    def _rest_of(self, options: Sequence[Option]) -> tuple[list[PlannedGroup], float]:
-        """Return one lossless group per dtype of the remaining layers, and the seconds that they take in a row."""
-        lossless = [option for option in options if option.codec.name == "none"]
-        groups: list[PlannedGroup] = []
-        chosen: list[GroupCost] = []
-        for layers in self._rest.values():
-            numel = sum(layer.numel for layer in layers)
-            costs = [self._cost(option, layers[0].dense_bytes // layers[0].numel) for option in lossless]
-            index = cheapest(costs, numel)
-            groups.append(PlannedGroup.of(layers, lossless[index]))
-            chosen.append(costs[index])
-        if not groups:
-            return [], 0.0
-        rest = Pipeline(backward_s=(0.0,) * len(groups), numel=tuple(g.numel for g in groups), costs=tuple(chosen))
-        return groups, rest.finish_s([GroupEnd(index + 1, index) for index in range(len(groups))])
-
-    def _cost(self, option: Option, item_bytes: int | None = None) -> GroupCost:
-        item_bytes = item_bytes or self.layers[0].dense_bytes // self.layers[0].numel
-        if (option, item_bytes) not in self._costs:
-            self._costs[option, item_bytes] = group_cost(
-                option,
-                network=self._measured.network,
-                codec_cost=self._measured.cost_of(option.codec),
-                item_bytes=item_bytes,
-                encodes_on=self._measured.encodes_on,
-                shares_time=self._shares_time,
-            )
-        return self._costs[option, item_bytes]
-
-
-def _max_numel(option: Option) -> int:
-    """Return the elements of the largest group that fits a message. The vendor's sums do not use our messages."""
-    if option.scheme is Scheme.DENSE:
-        return 1 << 62
-    sample = 1 << 20
-    longest = MAX_PAYLOAD_BYTES * sample // option.codec.payload_bytes(sample, 8)
-    return min(longest, MAX_INDEXED_NUMEL) if option.codec.density is not None else longest

@@ -146,14 +146,14 @@ class Pipeline:
         return max(done_s, network_s + self.after_s)
 
 
-class _Moment(NamedTuple):
+class _Elapsed(NamedTuple):
     """Time since a group began: hops, and seconds that grow with its elements."""
 
     hops_s: float
     work_s: float
 
-    def minus(self, other: _Moment) -> _Moment:
-        return _Moment(self.hops_s - other.hops_s, self.work_s - other.work_s)
+    def minus(self, other: _Elapsed) -> _Elapsed:
+        return _Elapsed(self.hops_s - other.hops_s, self.work_s - other.work_s)
 
 
 @dataclass(slots=True)
@@ -161,15 +161,15 @@ class _Use:
     """Use of one resource by a group alone: its seconds, and when it begins and ends."""
 
     seconds: float
-    first: _Moment
-    last: _Moment
+    first: _Elapsed
+    last: _Elapsed
 
 
-def _uses(parts: Sequence[Leg], codec_cost: CodecCost) -> tuple[dict[Resource, _Use], _Moment]:
+def _uses(parts: Sequence[Leg], codec_cost: CodecCost) -> tuple[dict[Resource, _Use], _Elapsed]:
     """Return the use of each resource by a group alone, and when the group is done."""
     uses: dict[Resource, _Use] = {}
 
-    def use(resource: Resource, seconds: float, first: _Moment, last: _Moment) -> None:
+    def use(resource: Resource, seconds: float, first: _Elapsed, last: _Elapsed) -> None:
         if seconds > 0:
             found = uses.setdefault(resource, _Use(0.0, first, last))
             found.seconds, found.last = found.seconds + seconds, last
@@ -178,19 +178,19 @@ def _uses(parts: Sequence[Leg], codec_cost: CodecCost) -> tuple[dict[Resource, _
     for leg in parts:
         encode_s, decode_s = codec_cost.encode_s(0, leg.encode[1]), codec_cost.decode_s(0, leg.decode[1])
         link_s = leg.num_bytes * leg.link.beta_s_per_byte
-        start = _Moment(hops_s, work_s)
+        start = _Elapsed(hops_s, work_s)
         sends_s = work_s if leg.overlap is Overlap.CODING else work_s + encode_s
         hops_s, work_s = hops_s + leg.hops * leg.link.alpha_s, work_s + leg.overlap.seconds(encode_s, link_s, decode_s)
-        end = _Moment(hops_s, work_s)
+        end = _Elapsed(hops_s, work_s)
         if leg.overlap is Overlap.CODING:
-            end = _Moment(start.hops_s, start.work_s + encode_s + decode_s)
-        use(Resource.CODEC, encode_s, start, _Moment(start.hops_s, start.work_s + encode_s))
-        use(leg.resource, link_s, _Moment(start.hops_s, sends_s), _Moment(start.hops_s, sends_s + link_s))
-        use(Resource.CODEC, decode_s, _Moment(end.hops_s, end.work_s - decode_s), end)
+            end = _Elapsed(start.hops_s, start.work_s + encode_s + decode_s)
+        use(Resource.CODEC, encode_s, start, _Elapsed(start.hops_s, start.work_s + encode_s))
+        use(leg.resource, link_s, _Elapsed(start.hops_s, sends_s), _Elapsed(start.hops_s, sends_s + link_s))
+        use(Resource.CODEC, decode_s, _Elapsed(end.hops_s, end.work_s - decode_s), end)
         if leg.overlap is Overlap.DECODING:
             # Nothing hides the decoding of the last message.
             work_s += decode_s / leg.decode[0]
-    return uses, _Moment(hops_s, work_s)
+    return uses, _Elapsed(hops_s, work_s)
 
 
 def group_cost(
@@ -222,12 +222,12 @@ def group_cost(
     coded_s = sum(codec_cost.encode_s(0, leg.encode[1]) + codec_cost.decode_s(0, leg.decode[1]) for leg in parts)
     is_beside = encodes_on == "thread"
     uses, done = _uses(parts, codec_cost if is_beside else FREE)
-    start = _Moment(0.0, 0.0)
+    start = _Elapsed(0.0, 0.0)
     busiest = max(uses.values(), key=lambda use: use.seconds, default=_Use(0.0, start, start))
     if not shares_time:
-        busiest = _Use(done.work_s, start, _Moment(0.0, done.work_s))
-    lead = busiest.last.minus(_Moment(0.0, busiest.seconds))
-    tail = done.minus(busiest.first).minus(_Moment(0.0, busiest.seconds))
+        busiest = _Use(done.work_s, start, _Elapsed(0.0, done.work_s))
+    lead = busiest.last.minus(_Elapsed(0.0, busiest.seconds))
+    tail = done.minus(busiest.first).minus(_Elapsed(0.0, busiest.seconds))
     gap = lead.minus(busiest.first)
     return GroupCost(
         compute_a_s=0.0 if is_beside else calls_s,

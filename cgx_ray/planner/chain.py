@@ -1,0 +1,138 @@
+"""Layers of a model as the planner's search sees them: a chain to cut into groups, and what is sent beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Layer, Option, Scheme
+from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, cheapest, group_cost, undominated
+from cgx_ray.planner.prediction import Measured, PlannedGroup
+from cgx_ray.planner.search import search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundGroups:
+    """Groups, when the step with them ends, and a lower bound of that."""
+
+    groups: tuple[PlannedGroup, ...]
+    finish_s: float
+    bound_s: float
+
+
+class LayerChain:
+    """Layers to cut into groups, in the order of backward, and the layers that are sent dense before the last group."""
+
+    def __init__(self, measured: Measured, *, keeps_small: bool, shares_time: bool = True) -> None:
+        """`keeps_small`: with the small layers. `shares_time` as in `group_cost`."""
+        self._measured = measured
+        self._shares_time = shares_time
+        num_bytes: dict[str, int] = {}
+        for layer in measured.layers:
+            num_bytes[layer.dtype] = num_bytes.get(layer.dtype, 0) + layer.dense_bytes
+        self._dtype = max(num_bytes, key=lambda dtype: num_bytes[dtype])
+        self.layers: list[Layer] = []
+        self._backward_s: list[float] = []
+        self._rest: dict[str, list[Layer]] = {}
+        waiting_s = 0.0
+        for layer, backward_s in zip(reversed(measured.layers), measured.backward_s, strict=True):
+            waiting_s += backward_s
+            if layer.dtype == self._dtype and (keeps_small or not layer.is_small):
+                self.layers.append(layer)
+                self._backward_s.append(waiting_s)
+                waiting_s = 0.0
+            else:
+                self._rest.setdefault(layer.dtype, []).append(layer)
+        if self.layers:
+            self._backward_s[-1] += waiting_s
+        self._costs: dict[tuple[Option, int], GroupCost] = {}
+
+    def fits(self, option: Option) -> bool:
+        return max((layer.numel for layer in self.layers), default=0) <= _max_numel(option)
+
+    def bound_s(self, options: Sequence[Option]) -> float:
+        """Return a lower bound of the finish: compute and the last exchange, or the first layer and the network."""
+        costs = [self._cost(option) for option in options]
+        rest_s = self._rest_of(options)[1]
+        numel, last = sum(layer.numel for layer in self.layers), self.layers[-1].numel
+        last_s = min(max(cost.alone_s(last), cost.lead_s(last) + cost.network_s(last) + rest_s) for cost in costs)
+        network_s = self._backward_s[0] + min(cost.network_s(numel) for cost in costs) + rest_s
+        return max(math.fsum(self._backward_s) + last_s, network_s) + self._measured.after_s
+
+    def solve(self, options: Sequence[Option], max_gap: float) -> FoundGroups:
+        """Return the groups with the earliest finish under `options`."""
+        rest, rest_s = self._rest_of(options)
+        costs = [self._cost(option) for option in options]
+        kept = undominated(costs)
+        pipeline = Pipeline(
+            backward_s=tuple(self._backward_s),
+            numel=tuple(layer.numel for layer in self.layers),
+            costs=tuple(costs[index] for index in kept),
+            after_s=rest_s,
+        )
+        joint = search(pipeline, max_gap=max_gap)
+        chosen = [options[index] for index in kept]
+        cut = tuple(self._cut(joint.groups, chosen))
+        groups, start = [], 0
+        for group in cut:
+            groups.append(PlannedGroup.of(self.layers[start : group.end], chosen[group.option]))
+            start = group.end
+        finish_s = joint.finish_s if cut == joint.groups else pipeline.finish_s(cut)
+        after_s = self._measured.after_s
+        # The rest is ready when the last group is, at the end of backward. Short messages must not queue behind its
+        # long ones. In the model, which has one network, the order of the two makes no difference.
+        return FoundGroups(
+            groups=(*groups[:-1], *rest, groups[-1]), finish_s=finish_s + after_s, bound_s=joint.bound_s + after_s
+        )
+
+    def _cut(self, groups: Sequence[GroupEnd], options: Sequence[Option]) -> Iterator[GroupEnd]:
+        """Yield `groups`, cut before each layer that would make a group too long for a message."""
+        start = 0
+        for group in groups:
+            limit, filled = _max_numel(options[group.option]), 0
+            for index in range(start, group.end):
+                if filled + self.layers[index].numel > limit:
+                    yield GroupEnd(index, group.option)
+                    filled = 0
+                filled += self.layers[index].numel
+            yield group
+            start = group.end
+
+    def _rest_of(self, options: Sequence[Option]) -> tuple[list[PlannedGroup], float]:
+        """Return one lossless group per dtype of the remaining layers, and the seconds that they take in a row."""
+        lossless = [option for option in options if option.codec.name == "none"]
+        groups: list[PlannedGroup] = []
+        chosen: list[GroupCost] = []
+        for layers in self._rest.values():
+            numel = sum(layer.numel for layer in layers)
+            costs = [self._cost(option, layers[0].dense_bytes // layers[0].numel) for option in lossless]
+            index = cheapest(costs, numel)
+            groups.append(PlannedGroup.of(layers, lossless[index]))
+            chosen.append(costs[index])
+        if not groups:
+            return [], 0.0
+        rest = Pipeline(backward_s=(0.0,) * len(groups), numel=tuple(g.numel for g in groups), costs=tuple(chosen))
+        return groups, rest.finish_s([GroupEnd(index + 1, index) for index in range(len(groups))])
+
+    def _cost(self, option: Option, item_bytes: int | None = None) -> GroupCost:
+        item_bytes = item_bytes or self.layers[0].dense_bytes // self.layers[0].numel
+        if (option, item_bytes) not in self._costs:
+            self._costs[option, item_bytes] = group_cost(
+                option,
+                network=self._measured.network,
+                codec_cost=self._measured.cost_of(option.codec),
+                item_bytes=item_bytes,
+                encodes_on=self._measured.encodes_on,
+                shares_time=self._shares_time,
+            )
+        return self._costs[option, item_bytes]
+
+
+def _max_numel(option: Option) -> int:
+    """Return the elements of the largest group that fits a message. The vendor's sums do not use our messages."""
+    if option.scheme is Scheme.DENSE:
+        return 1 << 62
+    sample = 1 << 20
+    longest = MAX_PAYLOAD_BYTES * sample // option.codec.payload_bytes(sample, 8)
+    return min(longest, MAX_INDEXED_NUMEL) if option.codec.density is not None else longest
