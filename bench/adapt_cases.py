@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from cgx_ray.bench.simulate import WORLD, ClusterErrors, ClusterState, Schedule
+from cgx_ray.bench.simulate import Schedule
+from cgx_ray.bench.simulated_cluster import WORLD, ClusterErrors, ClusterState
 from cgx_ray.plan import CodecSpec, Option
 from cgx_ray.planner.cost import Network
 from cgx_ray.planner.joint import best_plan

@@ -196,9 +196,7 @@ class ControlLoop:
         # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
         measured = state.known()
         state.failed = describe_options(predict(measured, groups))
-        # Hierarchical dense sums are not banned; their learned error keeps them away.
-        banned = f"; its options are banned for {ban_s:.0f} s" if ban_s else ""
-        reason = f"{state.failed} was {beside_dense(slowdown)}{banned}"
+        reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
         return self._apply(state, disable(state, reason), measured, at)
 
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:

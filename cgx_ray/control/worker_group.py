@@ -85,7 +85,6 @@ class WorkerGroupState:
         self._decision_step, self._decision_s, self._follows_link = 0, 0.0, True
         self._predicted_s: float | None = None
         self._news: str | None = None
-        self._encodes_on: EncodesOn = encodes_on
         self._slow_s = 0.0
 
     @property

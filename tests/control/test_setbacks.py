@@ -92,7 +92,7 @@ def test_hierarchical_sums_that_are_slower_than_dense_are_taken_back(tmp_path: P
     assert first.plan.describe() == "dense, dense inside nodes"
     assert isinstance(second, Disable)
     assert second.reason.startswith(
-        "dense, dense inside nodes was 3.0 times as slow as dense for the same progress; dense"
+        "dense, dense inside nodes was 3.0 times as slow as dense for the same progress; its options are banned for 300 s"
     )
     assert is_dense(run.loop.plans[-1])
 
