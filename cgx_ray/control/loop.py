@@ -37,7 +37,7 @@ from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 
 
-class _Moment(NamedTuple):
+class _StepEnd(NamedTuple):
     """Step after which the loop decides, its time by this process's clock, and by that of the node that reported it."""
 
     step: int
@@ -100,7 +100,7 @@ class ControlLoop:
         for step in state.add_report(sample, now_s):
             if not state.add_step(step, now_s):
                 continue
-            at = _Moment(step.step, now_s, sample.time_s)
+            at = _StepEnd(step.step, now_s, sample.time_s)
             self._write_outcome(state, step, at)
             decision = self._guard(state, at) or self._decide(state, at) or self._compare(state, at)
             if decision is not None:
@@ -123,7 +123,7 @@ class ControlLoop:
         assert self._state is not None
         return self._state.facts()
 
-    def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: _Moment) -> None:
+    def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: _StepEnd) -> None:
         """Compare the last decision's prediction with measured steps, once there are enough, and learn from them."""
         outcome = state.pending
         if outcome is None or not outcome.add(step):
@@ -131,7 +131,7 @@ class ControlLoop:
         self._journal.write(outcome_entry(outcome, version=step.plan_version, step=at.step, time_s=at.time_s))
         state.end_outcome(outcome, at.now_s)
 
-    def _guard(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+    def _guard(self, state: WorkerGroupState, at: _StepEnd) -> Decision | None:
         """Keep the promise: leave a plan that is slower than dense. End an excursion that was long enough."""
         if state.excursion is not None:
             return self._end_excursion(state, state.excursion, at)
@@ -141,7 +141,7 @@ class ControlLoop:
         state.learn(at.now_s)
         return self._disable(state, state.plan, slowdown, at)
 
-    def _compare(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+    def _compare(self, state: WorkerGroupState, at: _StepEnd) -> Decision | None:
         """Measure some dense steps if those so far do not tell whether the plan is slower than dense."""
         slowdown = state.slowdown()
         if slowdown is None or not state.experience.grants_comparison(slowdown, state.known()):
@@ -151,7 +151,7 @@ class ControlLoop:
         state.excursion = Excursion(home=state.plan, record=state.experience.record)
         return self._apply(state, decision, state.known(), at)
 
-    def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _Moment) -> Decision | None:
+    def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _StepEnd) -> Decision | None:
         """Return to the plan before the excursion, or leave it for good, once there are enough steps."""
         measured = state.measured()
         if len(state.experience.record.window) < EXCURSION_STEPS or measured is None:
@@ -169,7 +169,7 @@ class ControlLoop:
                 return self._apply(state, decision, measured, at, is_planned=True)
         return self._apply(state, return_home(state, excursion), measured, at, ended=excursion)
 
-    def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _Moment) -> Decision:
+    def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _StepEnd) -> Decision:
         """Go back to dense and ban the options of `failed`."""
         state.experience.errors.remember_longer()
         groups = groups_of(failed, self.layers)
@@ -180,7 +180,7 @@ class ControlLoop:
         reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
         return self._apply(state, disable(state, reason), measured, at)
 
-    def _decide(self, state: WorkerGroupState, at: _Moment) -> Decision | None:
+    def _decide(self, state: WorkerGroupState, at: _StepEnd) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
         measured = state.measured()
         cause = state.cause(at.step, at.now_s, measured) if measured is not None else None
@@ -196,7 +196,9 @@ class ControlLoop:
             decision = self._codec_trial(state, decision, measured, at) or decision
         return self._apply(state, decision, measured, at, is_planned=True)
 
-    def _ask(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _Moment) -> Decision | None:
+    def _ask(
+        self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _StepEnd
+    ) -> Decision | None:
         """Return the policy's decision on `plan`: that in force, or the one before an excursion."""
         decision = self._policy.decide(self._situation(state, cause, plan, measured, at))
         if isinstance(decision, Replace):
@@ -206,7 +208,9 @@ class ControlLoop:
             state.setbacks.add_gain_fall(options, at.step, at.now_s)
         return decision
 
-    def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _Moment) -> Situation:
+    def _situation(
+        self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _StepEnd
+    ) -> Situation:
         banned = state.setbacks.banned(at.step, at.now_s)
         plan = replace(plan, version=state.plan.version)
         return Situation(
@@ -218,7 +222,7 @@ class ControlLoop:
             banned=banned,
         )
 
-    def _codec_trial(self, state: WorkerGroupState, kept: Keep, measured: Measured, at: _Moment) -> Replace | None:
+    def _codec_trial(self, state: WorkerGroupState, kept: Keep, measured: Measured, at: _StepEnd) -> Replace | None:
         """Return a plan that times a codec in use, if its told times may be what keeps it out of the best plan."""
         codec = self._policy.codec_to_time(self._situation(state, kept.reason, state.plan, measured, at), kept)
         trial = trial_of(codec, measured, kept.predicted) if codec is not None else None
@@ -238,7 +242,7 @@ class ControlLoop:
         state: WorkerGroupState,
         decision: Decision,
         measured: Measured,
-        at: _Moment,
+        at: _StepEnd,
         *,
         is_planned: bool = False,
         ended: Excursion | None = None,
