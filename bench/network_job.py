@@ -20,7 +20,7 @@ from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.planner.options import candidate_options
+from cgx_ray.planner.options import codec_options
 from cgx_ray.session.settings import Settings
 
 _START_TIMEOUT_S = 120.0
@@ -72,7 +72,7 @@ class Job:
     def start_over(self) -> None:
         """Make the loop forget the network but not the plans."""
         settings = Settings(policy="adaptive")
-        policy = AdaptivePolicy(candidate_options(settings.densities), min_gain=settings.min_gain)
+        policy = AdaptivePolicy(codec_options(settings.candidate_codecs()), min_gain=settings.min_gain)
         with self._lock:
             plans = self._loop.plans if self._loop is not None else ()
             self._loop = ControlLoop(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from cgx_ray.codec_spec import CODEC_DEFAULTS, CodecSpec
 from cgx_ray.errors import CGXError, ConfigError, PlanError
@@ -24,8 +25,8 @@ from cgx_ray.option import (
 
 __all__ = [
     "CODECS_OF_SCHEME", "CODEC_DEFAULTS", "DEFAULT_GROUP_BYTES", "DENSE", "MAX_INDEXED_NUMEL", "MAX_PAYLOAD_BYTES",
-    "NONE", "PIECE_BYTES", "CodecSpec", "GroupPlan", "Intra", "Layer", "Option", "Plan", "Scheme", "make_plan",
-    "options_of", "preferred_scheme",
+    "NONE", "PIECE_BYTES", "CodecSpec", "GroupPlan", "Intra", "Layer", "Lease", "Option", "Plan", "Scheme",
+    "make_plan", "options_of", "preferred_scheme",
 ]  # fmt: skip
 
 DEVICES = ("auto", "cpu")
@@ -92,14 +93,37 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """End of a plan on trial: after step `last_step` all ranks return to `fallback` by themselves.
+
+    So a trial ends even if the controller that began it has died.
+    """
+
+    last_step: int
+    fallback: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All groups of one model and their options. A later plan has a higher version."""
+    """All groups of one model and their options. A later plan has a higher version.
+
+    lease  of a plan on trial. The next plan needs a higher version than the fallback
+    """
 
     version: int
     world_size: int
     groups: tuple[GroupPlan, ...]
+    lease: Lease | None = None
 
     def __post_init__(self) -> None:
+        if self.lease is not None:
+            fallback = self.lease.fallback
+            if fallback.version <= self.version or fallback.lease is not None or fallback.world_size != self.world_size:
+                raise PlanError(
+                    f"plan {self.version} for world size {self.world_size} has a lease with fallback "
+                    f"{fallback.version} for world size {fallback.world_size}; give a later version, the same world "
+                    "size, and no lease"
+                )
         if self.version < 0 or self.world_size < 1:
             raise PlanError(f"version {self.version} and world_size {self.world_size}: need >= 0 and >= 1")
         if len(self.groups) > MAX_GROUPS:
@@ -112,8 +136,18 @@ class Plan:
         if twice:
             raise PlanError(f"plan {self.version} has {twice[0]!r} in two groups; every layer belongs to one")
 
+    @property
+    def last_version(self) -> int:
+        """Version of the fallback if there is a lease, else of this plan."""
+        return self.lease.fallback.version if self.lease is not None else self.version
+
     def check(self, layers: Sequence[Layer], world_size: int) -> None:
-        """Raise PlanError unless this plan is for `world_size`, covers exactly `layers` and no group mixes dtypes."""
+        """Raise PlanError unless this plan is for `world_size`, covers exactly `layers` and no group mixes dtypes.
+
+        The fallback of a lease is checked too.
+        """
+        if self.lease is not None:
+            self.lease.fallback.check(layers, world_size)
         if self.world_size != world_size:
             raise PlanError(
                 f"plan {self.version} is for world size {self.world_size}, this run has {world_size}; make a new plan"
@@ -152,31 +186,46 @@ class Plan:
         return f"{text} and {others} other{'s' if others > 1 else ''}" if others > 0 else text
 
     def to_json(self) -> str:
+        return json.dumps(self._fields())
+
+    def _fields(self) -> dict[str, Any]:
         groups = [{"layers": group.layers, **asdict(group.option), "device": group.device} for group in self.groups]
-        return json.dumps({"version": self.version, "world_size": self.world_size, "groups": groups})
+        fields: dict[str, Any] = {"version": self.version, "world_size": self.world_size, "groups": groups}
+        if self.lease is not None:
+            fields["lease"] = {"last_step": self.lease.last_step, "fallback": self.lease.fallback._fields()}
+        return fields
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read the output of `to_json`. Raises PlanError or ConfigError on anything else."""
         try:
-            raw = json.loads(text)
-            groups = tuple(
-                GroupPlan(
-                    layers=tuple(group["layers"]),
-                    option=Option(
-                        codec=CodecSpec(**group["codec"]),
-                        scheme=Scheme(group["scheme"]),
-                        intra=Intra(group.get("intra", Intra.FLAT)),
-                    ),
-                    device=group["device"],
-                )
-                for group in raw["groups"]
-            )
-            return cls(version=raw["version"], world_size=raw["world_size"], groups=groups)
+            return cls._from_fields(json.loads(text))
         except CGXError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"not a plan: {error}; write plans with Plan.to_json") from error
+
+    @classmethod
+    def _from_fields(cls, raw: Mapping[str, Any]) -> Plan:
+        groups = tuple(
+            GroupPlan(
+                layers=tuple(group["layers"]),
+                option=Option(
+                    codec=CodecSpec(**group["codec"]),
+                    scheme=Scheme(group["scheme"]),
+                    intra=Intra(group.get("intra", Intra.FLAT)),
+                ),
+                device=group["device"],
+            )
+            for group in raw["groups"]
+        )
+        lease = raw.get("lease")
+        return cls(
+            version=raw["version"],
+            world_size=raw["world_size"],
+            groups=groups,
+            lease=Lease(last_step=lease["last_step"], fallback=cls._from_fields(lease["fallback"])) if lease else None,
+        )
 
 
 # A codec, a scheme and, if it is not make_plan's, intra.

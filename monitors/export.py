@@ -55,12 +55,12 @@ METRICS: dict[str, Metric] = {
     "cgx_ray_plan_version": Metric(metrics.Gauge, "Version of the plan used in a rank's last step.", (RUN, RANK)),
     "cgx_ray_gain": Metric(
         metrics.Gauge,
-        "Compression gain of a codec when last measured: energy of the compressed gradient divided by energy of the "
-        "error-fed gradient. No unit.",
+        "Compression gain when last measured: energy of the compressed gradient divided by energy of the error-fed "
+        "gradient. By codec as predicted, by option in use as it was kept. No unit.",
         (RUN, RANK, "codec"),
     ),
     "cgx_ray_gradient_norm": Metric(
-        metrics.Gauge, "Norm of a rank's error-fed gradient when last measured, without small layers.", (RUN, RANK)
+        metrics.Gauge, "Norm of a rank's gradient when last measured, without residuals and small layers.", (RUN, RANK)
     ),
     "cgx_ray_gain_at_density": Metric(
         metrics.Gauge,
@@ -204,7 +204,9 @@ def _gauges(steps: list[StepSample]) -> dict[tuple[str, str, str], float]:
     for step in steps:
         if step.norm is not None:
             gauges["cgx_ray_gradient_norm", "", ""] = step.norm
-        gauges.update({("cgx_ray_gain", "codec", codec): gain for codec, gain in step.gain.items()})
+        # Options that are not in use are left out: they would be a dozen time series per codec and rank.
+        codecs = {name: gain for name, gain in step.gain.items() if " over " not in name}
+        gauges.update({("cgx_ray_gain", "codec", name): gain for name, gain in {**codecs, **step.kept}.items()})
     return gauges
 
 

@@ -52,9 +52,11 @@ class StepSample:
                sums over groups; groups overlap, so the sums may exceed the time that passed
     card_bytes bytes that this rank sent to ranks that share no memory with it
     ready_s    for each group, time from the start of the step until backward had finished its last layer
-    gain       compression gain by codec (`str(CodecSpec)`), on steps that measured it
-    gain_curve gain of top-k at CURVE_DENSITIES, on the same steps
-    norm       |g| of the groups worth compressing, on the same steps
+    gain       compression gain by codec (`str(CodecSpec)`), on steps that measured it; also by option (`str(Option)`)
+               where schemes differ. With error feedback it is predicted for the time when the residual has settled
+    kept       gain that options in use really had, by `str(Option)`, on the same steps; only those with a residual
+    gain_curve gain of top-k at CURVE_DENSITIES on the error-fed gradient, on the same steps
+    norm       |g| of the groups worth compressing, without residuals, on the same steps
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
     rate_from  by sending rank, bytes per second at which its long messages arrived; 0 without any
     lag_s      by rank, time from sending this rank's agreement message until the other's arrived, by this rank's clock.
@@ -76,6 +78,7 @@ class StepSample:
     ready_s: tuple[float, ...]
     transfers: tuple[Transfer, ...]
     gain: Mapping[str, float] = field(default_factory=dict)
+    kept: Mapping[str, float] = field(default_factory=dict)
     gain_curve: tuple[float, ...] = ()
     norm: float | None = None
     card_bytes: int = 0

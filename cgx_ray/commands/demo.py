@@ -11,6 +11,7 @@ from cgx_ray.bench.engine_overhead import measure_overhead
 from cgx_ray.commands.options import console_for, json_option
 from cgx_ray.demo.run import DemoOptions, run_demo
 from cgx_ray.demo.summary import make_rows, print_summary
+from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.report.picture import plot_runs
 from cgx_ray.report.result import write_result
 from cgx_ray.report.show import print_line
@@ -23,6 +24,13 @@ from cgx_ray.units import format_rate, parse_rate
 @click.option("--rate", default="1gbit", show_default=True, help="Rate of every link in the first half.")
 @click.option("--slow-rate", default="100mbit", show_default=True, help="Rate of every link in the second half.")
 @click.option("--seed", default=0, show_default=True, help="Seed of weights, batches and rounding.")
+@click.option(
+    "--fidelity",
+    type=click.Choice([str(level) for level in Fidelity]),
+    default="strict",
+    show_default=True,
+    help="Codecs that the adaptive run may choose; fast allows top-k, which costs accuracy.",
+)
 @click.option("--dense-only", is_flag=True, help="Do the dense run only.")
 @click.option("--simulated-link", is_flag=True, help="Delay messages in software even if namespaces work here.")
 @json_option()
@@ -36,6 +44,7 @@ def demo(
     rate: str,
     slow_rate: str,
     seed: int,
+    fidelity: str,
     dense_only: bool,
     simulated_link: bool,
     json_path: str | None,
@@ -50,6 +59,7 @@ def demo(
         rate=parse_rate("rate", rate, needs_unit=False),
         slow_rate=parse_rate("slow rate", slow_rate, needs_unit=False),
         seed=seed,
+        fidelity=fidelity,
         dense_only=dense_only,
         force_simulated=simulated_link,
     )

@@ -14,7 +14,8 @@ from cgx_ray.commands.options import FILE, console_for
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.options import CodecCost, candidate_codecs
+from cgx_ray.planner.fidelity import Fidelity, codecs_of
+from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.profile import Profile, load_link, save_profile
 from cgx_ray.report.result import cpu_model
@@ -47,7 +48,7 @@ def profile(device: str, threads: int, network: Path | None, out: Path) -> None:
 def profiled_codecs() -> dict[str, CodecSpec]:
     """Return every codec at its defaults, by name, and the candidates of an adaptive run, by `str(CodecSpec)`."""
     codecs = {name: CodecSpec(name=name) for name in CODEC_DEFAULTS}
-    candidates = candidate_codecs(CANDIDATE_DENSITIES)
+    candidates = codecs_of(Fidelity.FAST, CANDIDATE_DENSITIES)
     return codecs | {str(codec): codec for codec in candidates if codec != codecs[codec.name]}
 
 

@@ -19,7 +19,8 @@ from cgx_ray.planner.options import CodecCost
 
 logger = logging.getLogger(__name__)
 
-History = tuple[Sequence[Layer], Sequence[Plan]]
+# Layers, plans and gain ratios so far.
+History = tuple[Sequence[Layer], Sequence[Plan], Mapping[str, float]]
 
 
 class Controller:
@@ -34,8 +35,10 @@ class Controller:
         """`history` is that of the previous worker group's controller, None for the first."""
         logging.basicConfig(level=logging.INFO)
         self._journal = Journal(Path(journal_path))
-        layers, plans = history or ((), ())
-        self._loop = ControlLoop(policy, self._journal, group_bytes=group_bytes, layers=layers, plans=plans)
+        layers, plans, gain_ratios = history or ((), (), {})
+        self._loop = ControlLoop(
+            policy, self._journal, group_bytes=group_bytes, layers=layers, plans=plans, gain_ratios=gain_ratios
+        )
         self._metrics = ControllerMetrics(run_name)
         self._changed = asyncio.Event()
 
@@ -46,8 +49,8 @@ class Controller:
         return self._loop.register(layers, first_plan, codec_costs, encodes_on)
 
     async def history(self) -> History:
-        """Return layers and plans so far, for the controller of the next worker group."""
-        return self._loop.layers, self._loop.plans
+        """Return layers, plans and gain ratios so far, for the controller of the next worker group."""
+        return self._loop.layers, self._loop.plans, self._loop.gain_ratios
 
     async def observe(self, sample: NodeSample) -> str | None:
         """Add a node's report and decide if there is a cause. Return the node that it shall probe now, or None."""

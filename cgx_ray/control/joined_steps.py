@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from cgx_ray.control.traffic import ObservedExchange, StepTraffic
@@ -25,7 +26,9 @@ class JoinedStep:
     slowness   by rank, its compute time over the median of all ranks
     traffic    network observations. The shortest exchange of each group counts: longer ones contain the wait for late
                ranks
-    gain       mean over ranks, on steps that measured it
+    gain       predicted gain by codec or option, mean over ranks, on steps that measured it
+    kept       measured gain by option in use, mean over ranks, on the same steps
+    norm       of the fresh gradients, root mean square over ranks, on the same steps
     num_local  number of ranks that share memory if it is the same on all nodes, else 1
     """
 
@@ -39,6 +42,8 @@ class JoinedStep:
     traffic: StepTraffic
     gain: Mapping[str, float]
     num_local: int
+    kept: Mapping[str, float] = field(default_factory=dict)
+    norm: float | None = None
 
 
 class StepJoiner:
@@ -63,8 +68,7 @@ class StepJoiner:
 def join(samples: list[StepSample]) -> JoinedStep:
     """Return one step from the samples of all ranks."""
     samples = sorted(samples, key=lambda sample: sample.rank)
-    measured = [sample.gain for sample in samples if sample.gain]
-    codecs = {codec for gain in measured for codec in gain}
+    norms = [sample.norm for sample in samples if sample.norm is not None]
     step_s = median(sample.step_s for sample in samples)
     usual_s = median(sample.compute_s for sample in samples)
     num_local = samples[0].num_local if len({sample.num_local for sample in samples}) == 1 else 1
@@ -77,9 +81,17 @@ def join(samples: list[StepSample]) -> JoinedStep:
         ready_s=tuple(max(times) for times in zip(*(sample.ready_s for sample in samples), strict=True)),
         slowness=tuple(sample.compute_s / usual_s if usual_s > 0 else 1.0 for sample in samples),
         traffic=_traffic(samples, step_s, num_local if num_local < len(samples) else 1),
-        gain={codec: fmean(gain[codec] for gain in measured if codec in gain) for codec in codecs},
+        gain=_means([sample.gain for sample in samples]),
         num_local=num_local,
+        kept=_means([sample.kept for sample in samples]),
+        norm=math.hypot(*norms) / math.sqrt(len(norms)) if norms else None,
     )
+
+
+def _means(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name over the ranks that measured it."""
+    names = {name for gain in measured for name in gain}
+    return {name: fmean(gain[name] for gain in measured if name in gain) for name in names}
 
 
 def _traffic(samples: list[StepSample], step_s: float, num_sharing: int) -> StepTraffic:

@@ -47,7 +47,7 @@ def decision_entry(
         "new": _plan_fields(new),
         "reason": decision.reason,
         "inputs": _measured_fields(measured),
-        "predicted_step_s": decision.predicted.step_s,
+        "predicted_step_s": decision.step_s,
         "predicted_dense_s": decision.dense_s,
         "bound_by": decision.predicted.bound_by,
     }
@@ -61,7 +61,7 @@ def outcome_entry(outcome: PendingOutcome, *, version: int, step: int, time_s: f
         "step": step,
         "version": version,
         "applied_step": outcome.applied_step,
-        "predicted_step_s": outcome.decision.predicted.step_s,
+        "predicted_step_s": outcome.decision.step_s,
         "measured_step_s": outcome.step_s,
     }
 

@@ -1,58 +1,63 @@
 """The control loop: samples in, decisions out. It uses no Ray and no clock of its own, so tests can step it.
 
-After each step of all ranks the loop does one of two things:
+Each step of all ranks is compared with the predictions for its own compute, of its plan and of dense (`experience`).
+Then the loop does the first of these that has a cause:
 
-1. If the last decision has no outcome yet, it waits for WARM_UP_STEPS + JUDGED_STEPS steps. Then it writes the outcome
-   to the journal and corrects the codecs' times. If the plan is more than 3 % slower than dense, it goes back to dense
-   (`Disable`).
-2. Else it asks the policy if there is a cause: the first measurements, another bandwidth or latency (`network_change`),
-   another gain (`gains`), or a regular review after REVIEW_STEPS.
+1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`Disable`),
+   and its options are banned for a time (`setbacks`).
+2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency (`network_change`),
+   another compute or other errors (`innovation`), another gain (`gains`), an outcome unlike its prediction, a failure,
+   or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer (`excursion`).
+3. Where the steps do not tell whether a plan is slower than dense, a few dense steps are measured (`excursion`).
 
-The time of a dense step is the fastest of the last steps under a dense plan, without the very first step of the worker
-group, plus the change of compute since then. On another network (bandwidth or latency) it is the planner's prediction.
-
-After a plan slower than dense the loop stays dense for a pause of BAN_STEPS, which doubles with each further failure.
-Only another network ends the pause early. The codecs and schemes of the failed plan, flat or hierarchical, are banned
-for twice as long. A codec whose gain fell by more than GAIN_CHANGE while it was in use is banned for BAN_STEPS
-(`setbacks`).
+WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
+options and codecs are learned (`learned_errors`). Plans are chosen with these errors (`choice`). If the link goes back
+and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
+An option whose gain fell by more than GAIN_CHANGE while it was in use is banned too, twice as long each time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+from cgx_ray.control.choice import Outlook
+from cgx_ray.control.evidence import Evidence, Verdict, verdict
+from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
+from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
-from cgx_ray.control.network_change import network_cause
-from cgx_ray.control.outcome import PendingOutcome
-from cgx_ray.control.policy import (
-    MAX_SLOWDOWN,
-    Decision,
-    Disable,
-    Keep,
-    Policy,
-    Replace,
-    Situation,
-    describe_options,
-)
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Layer, Plan, make_plan, options_of
+from cgx_ray.plan import Layer, Lease, Plan, make_plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
-from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
+from cgx_ray.planner.prediction import Measured, groups_of, predict
 
-# Steps after a decision before the policy is asked again without any other cause. Rare enough to cost nothing, frequent
-# enough to follow slow trends.
-REVIEW_STEPS = 100
+# Steps, and predicted seconds of steps, both, for which a new plan is on trial. Its outcome is known after 5 steps and
+# the seconds until they are reported.
+LEASE_STEPS, LEASE_S = 40, 60.0
+
+
+class _When(NamedTuple):
+    """Step after which the loop decides, its time by this process's clock, and by that of the node that reported it."""
+
+    step: int
+    now_s: float
+    time_s: float
 
 
 class ControlLoop:
     """Decides for one training.
 
-    layers, plans  of the model; all plans so far, the newest last. Both outlive a worker group
+    layers, plans  of the model; all plans so far, the newest last
+    gain_ratios    learned so far, see `GainWatch`
+
+    All of them outlive a worker group.
     """
 
     def __init__(
@@ -63,14 +68,20 @@ class ControlLoop:
         group_bytes: int,
         layers: Sequence[Layer] = (),
         plans: Sequence[Plan] = (),
+        gain_ratios: Mapping[str, float] | None = None,
     ) -> None:
-        """`layers` and `plans` are those of the controller before a restart of the workers."""
+        """`layers` to `gain_ratios` are those of the controller before a restart of the workers."""
         self._policy = policy
         self._journal = journal
         self._group_bytes = group_bytes
         self.layers = tuple(layers)
         self.plans = list(plans)
+        self._earlier_ratios = dict(gain_ratios or {})
         self._state: WorkerGroupState | None = None
+
+    @property
+    def gain_ratios(self) -> dict[str, float]:
+        return self._state.gains.ratios if self._state is not None else self._earlier_ratios
 
     def register(
         self,
@@ -85,10 +96,13 @@ class ControlLoop:
         """
         fits = bool(self.plans) and self.layers == tuple(layers) and self.plans[-1].world_size == first_plan.world_size
         if not fits:
-            version = self.plans[-1].version + 1 if self.plans else first_plan.version
+            version = self.plans[-1].last_version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))
+        elif (lease := self.plans[-1].lease) is not None:
+            self.plans.append(lease.fallback)
         self.layers = tuple(layers)
-        self._state = WorkerGroupState(layers, self.plans[-1], codec_costs, encodes_on)
+        dense = make_plan(layers, version=0, world_size=first_plan.world_size, group_bytes=self._group_bytes)
+        self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on, self.gain_ratios)
         return self.plans[-1]
 
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:
@@ -103,9 +117,13 @@ class ControlLoop:
         for step in state.add_report(sample, now_s):
             if not state.add_step(step, now_s):
                 continue
-            decision = self._judge(state, step, sample.time_s) or self._decide(state, step, sample.time_s)
+            at = _When(step.step, now_s, sample.time_s)
+            self._write_outcome(state, step, at)
+            decision = self._guard(state, at) or self._decide(state, at) or self._compare(state, at)
             if decision is not None:
                 decisions.append(decision)
+            if state.may_accept:
+                self.plans.append(state.accept())
         return decisions
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
@@ -124,94 +142,139 @@ class ControlLoop:
         assert self._state is not None
         return self._state.facts()
 
-    def _decide(self, state: WorkerGroupState, step: JoinedStep, time_s: float) -> Decision | None:
-        """Ask the policy if there is a cause."""
-        measured = state.measured()
-        cause = _cause(state, step.step, measured) if measured is not None else None
-        if measured is None or cause is None:
-            return None
-        banned = state.setbacks.banned(step.step)
-        decision = self._policy.decide(Situation(cause=cause, plan=state.plan, measured=measured, banned=banned))
-        if isinstance(decision, Replace):
-            # A codec's true gain is only known while it is in use. Unused, its estimate would bring it straight back.
-            fallen = state.fallen_codecs(measured)
-            state.setbacks.add_gain_fall((option for codec in fallen for option in options_of(codec)), step.step)
-        if decision is not None:
-            self._apply(state, decision, step.step, measured, time_s)
-        return decision
-
-    def _judge(self, state: WorkerGroupState, step: JoinedStep, time_s: float) -> Decision | None:
-        """Compare the last decision's prediction with its outcome, once enough steps are measured."""
+    def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: _When) -> None:
+        """Compare the last decision's prediction with measured steps, once there are enough, and learn from them."""
         outcome = state.pending
         if outcome is None or not outcome.add(step):
-            return None
-        state.pending = None
-        self._journal.write(outcome_entry(outcome, version=step.plan_version, step=step.step, time_s=time_s))
-        if not outcome.options:
-            return None
-        state.correct_codec_times(measured_s=outcome.codec_s, predicted_s=outcome.decision.predicted.codec_s)
-        return self._disable_if_slow(state, outcome, step.step, time_s)
+            return
+        self._journal.write(outcome_entry(outcome, version=step.plan_version, step=at.step, time_s=at.time_s))
+        state.end_outcome(outcome, at.now_s)
 
-    def _disable_if_slow(
-        self, state: WorkerGroupState, outcome: PendingOutcome, step: int, time_s: float
-    ) -> Decision | None:
-        """Go back to dense if the measured steps are more than 3 % slower."""
-        # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
-        measured = state.measured() or state.decided
-        assert measured is not None
-        plan, dense = self._dense_plan(state, measured)
-        dense_s = state.measured_dense_s(measured, dense)
-        verb = "takes"
-        if dense_s is None:
-            dense_s, verb = dense.step_s, "is predicted to take"
-        if outcome.step_s <= MAX_SLOWDOWN * dense_s:
+    def _guard(self, state: WorkerGroupState, at: _When) -> Decision | None:
+        """Keep the promise: leave a plan that is slower than dense. End an excursion that was long enough."""
+        if state.excursion is not None:
+            return self._end_excursion(state, state.excursion, at)
+        slowdown = state.slowdown()
+        if slowdown is None or not state.is_slow_for_long(slowdown):
             return None
-        pause_steps = state.setbacks.add_slow_plan(outcome.options, step)
-        decision = Disable(
-            plan=plan,
-            reason=f"{describe_options(outcome.decision.predicted)} took {outcome.step_s:.3f} s per step, dense {verb} "
-            f"{dense_s:.3f} s on this network; only dense for {pause_steps} steps, these options banned for "
-            f"{2 * pause_steps}",
-            predicted=dense,
-            dense_s=dense.step_s,
-        )
-        self._apply(state, decision, step, measured, time_s)
+        state.learn(at.now_s)
+        return self._disable(state, state.plan, slowdown, at)
+
+    def _compare(self, state: WorkerGroupState, at: _When) -> Decision | None:
+        """Measure some dense steps if those so far do not tell whether the plan is slower than dense."""
+        slowdown = state.slowdown()
+        if slowdown is None or not state.experience.grants_comparison(slowdown, state.known()):
+            return None
+        state.learn(at.now_s)
+        decision = replace_by_dense(state, f"compare with dense: measured {beside_dense(slowdown)}")
+        state.excursion = Excursion(home=state.plan, record=state.experience.record)
+        return self._apply(state, decision, state.known(), at)
+
+    def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _When) -> Decision | None:
+        """Return to the plan before the excursion, or leave it for good, once there are enough steps."""
+        measured = state.measured()
+        if len(state.experience.record.window) < EXCURSION_STEPS or measured is None:
+            return None
+        state.excursion = None
+        if excursion.codec is None:
+            slowdown = state.experience.slowdown(excursion.record, measured)
+            if verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW:
+                return self._disable(state, excursion.home, slowdown, at)
+        else:
+            state.experience.learn_trial(excursion.codec, measured)
+            measured = state.known()
+            decision = self._ask(state, f"{excursion.codec} is timed", excursion.home, measured, at)
+            if isinstance(decision, Replace):
+                return self._apply(state, decision, measured, at, is_planned=True)
+        return self._apply(state, return_home(state, excursion), measured, at, ended=excursion)
+
+    def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _When) -> Decision:
+        """Go back to dense and ban the options of `failed`."""
+        state.experience.errors.remember_longer()
+        groups = groups_of(failed, self.layers)
+        ban_s = state.setbacks.add_slow_plan(groups, at.step, at.now_s)
+        # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
+        measured = state.known()
+        state.failed = describe_options(predict(measured, groups))
+        reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
+        return self._apply(state, disable(state, reason), measured, at)
+
+    def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
+        """Ask the policy if there is a cause, and time a codec if it changes nothing."""
+        measured = state.measured()
+        cause = state.cause(at.step, at.now_s, measured) if measured is not None else None
+        if measured is None or cause is None:
+            return None
+        state.learn(at.now_s)
+        measured = state.measured()
+        assert measured is not None
+        decision = self._ask(state, cause, state.plan, measured, at)
+        if decision is None or (isinstance(decision, Replace) and needs_dense_steps(state, decision)):
+            return None
+        if isinstance(decision, Keep):
+            decision = self._codec_trial(state, decision, measured, at) or decision
+        return self._apply(state, decision, measured, at, is_planned=True)
+
+    def _ask(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Decision | None:
+        """Return the policy's decision on `plan`: that in force, or the one before an excursion."""
+        decision = self._policy.decide(self._situation(state, cause, plan, measured, at))
+        if isinstance(decision, Replace):
+            # What an option really keeps is only known while it is in use.
+            state.setbacks.add_gain_fall(state.fallen_options(measured), at.step, at.now_s)
         return decision
 
-    def _apply(self, state: WorkerGroupState, decision: Decision, step: int, measured: Measured, time_s: float) -> None:
-        old = state.plan
-        state.apply(decision, measured, step)
-        if not isinstance(decision, Keep):
-            self.plans.append(decision.plan)
-        self._journal.write(
-            decision_entry(decision, old=old, new=state.plan, measured=measured, step=step, time_s=time_s)
+    def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Situation:
+        banned = state.setbacks.banned(at.step, at.now_s)
+        plan = replace(plan, version=state.plan.last_version, lease=None)
+        return Situation(
+            cause=cause,
+            plan=plan,
+            outlook=Outlook(now=measured, states=state.states(measured), errors=state.experience.errors),
+            dwell_s=state.links.dwell_s,
+            switch_s=state.experience.switch_s(measured.compute_s),
+            banned=banned,
         )
 
-    def _dense_plan(self, state: WorkerGroupState, measured: Measured) -> tuple[Plan, Prediction]:
-        """Return the next plan if it is dense, and its prediction.
+    def _codec_trial(self, state: WorkerGroupState, kept: Keep, measured: Measured, at: _When) -> Replace | None:
+        """Return a plan that times a codec in use, if its told times may be what keeps it out of the best plan."""
+        codec = self._policy.codec_to_time(self._situation(state, kept.reason, state.plan, measured, at), kept)
+        trial = trial_of(codec, measured, kept.predicted) if codec is not None else None
+        if trial is None:
+            return None
+        state.excursion = Excursion(home=state.plan, record=state.experience.record, codec=codec)
+        return Replace(
+            plan=trial.plan(version=state.plan.last_version + 1, world_size=state.plan.world_size),
+            reason=f"{kept.reason}; time {codec} in one layer",
+            predicted=trial,
+            step_s=state.experience.errors.step_s(trial),
+            dense_s=kept.dense_s,
+        )
 
-        Its groups are those of the last dense plan, since their steps were measured.
-        """
-        version = state.plan.version + 1
-        plan = state.last_dense_plan
-        if plan is None:
-            world_size = state.plan.world_size
-            plan = make_plan(self.layers, version=version, world_size=world_size, group_bytes=self._group_bytes)
-        return replace(plan, version=version), predict(measured, groups_of(plan, self.layers))
+    def _apply(
+        self,
+        state: WorkerGroupState,
+        decision: Decision,
+        measured: Measured,
+        at: _When,
+        *,
+        is_planned: bool = False,
+        ended: Excursion | None = None,
+    ) -> Decision:
+        """Put `decision` in force and write it down. The last two arguments are those of `WorkerGroupState.apply`."""
+        old = state.plan
+        if isinstance(decision, Replace):
+            decision = replace(decision, plan=self._leased(state, decision, at))
+        state.apply(decision, measured, at.step, at.now_s, is_planned=is_planned, ended=ended)
+        if state.plan is not old:
+            self.plans.append(state.plan)
+        self._journal.write(
+            decision_entry(decision, old=old, new=state.plan, measured=measured, step=at.step, time_s=at.time_s)
+        )
+        return decision
 
-
-def _cause(state: WorkerGroupState, step: int, measured: Measured) -> str | None:
-    """Return in words why to decide after `step`, or None."""
-    if state.pending is not None:
-        return None
-    if state.decided is None:
-        return "first measurements"
-    cause = network_cause(state.decided.network.between, measured.network.between)
-    if cause is not None:
-        return cause
-    if step < state.setbacks.pause_end:
-        return None
-    cause = state.gains.cause(state.decided.gain)
-    if cause is None and step >= state.decision_step + REVIEW_STEPS:
-        return "regular review"
-    return cause
+    def _leased(self, state: WorkerGroupState, decision: Replace, at: _When) -> Plan:
+        """Return the plan of `decision` with a lease, after which the ranks return to the plan before it."""
+        plan, before = decision.plan, state.plan.lease.fallback if state.plan.lease is not None else state.plan
+        steps = max(LEASE_STEPS, math.ceil(LEASE_S / decision.step_s))
+        fallback = replace(before, version=plan.version + 1)
+        return replace(plan, lease=Lease(last_step=at.step + steps, fallback=fallback))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.prediction import Measured, PlannedGroup
 
 # Assumed link between two ranks that share memory, since trainings do not measure it: 100 MB among 4 ranks took 90 ms
 # on 2 cores (LOG.md).
@@ -55,6 +57,13 @@ def layer_times(layers: Sequence[Layer], plan: Plan, ready_s: Sequence[float]) -
     return forward_s + seconds[0], *seconds[1:]
 
 
+def at_compute(measured: Measured, compute_s: float) -> Measured:
+    """Return `measured` with all compute times scaled, so that a step's compute takes `compute_s`."""
+    factor = compute_s / measured.compute_s
+    backward_s = tuple(factor * seconds for seconds in measured.backward_s)
+    return replace(measured, backward_s=backward_s, after_s=factor * measured.after_s)
+
+
 def network_of(world_size: int, num_local: int, between: Link) -> Network:
     """Return the network of nodes with `num_local` ranks each.
 
@@ -63,3 +72,12 @@ def network_of(world_size: int, num_local: int, between: Link) -> Network:
     if num_local in (1, world_size):
         return Network.flat(world_size, between)
     return Network(num_nodes=world_size // num_local, ranks_per_node=num_local, between=between, inside=INSIDE)
+
+
+def dense_shares(groups: Sequence[PlannedGroup]) -> dict[Option, float]:
+    """Return each option's share of the dense bytes."""
+    whole = sum(group.dense_bytes for group in groups)
+    shares: dict[Option, float] = {}
+    for group in groups:
+        shares[group.option] = shares.get(group.option, 0.0) + group.dense_bytes / whole
+    return shares

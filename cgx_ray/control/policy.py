@@ -1,12 +1,18 @@
 """Policies: given the situation of a training they return a decision. They change nothing themselves.
 
 `AdaptivePolicy` asks the planner for the plan with the smallest score under the current measurements, where the score
-is predicted seconds per step over the fraction of a dense step's progress that the plan keeps. The plan in force is
-scored with the same measurements, then:
+is predicted seconds per step, times the errors learned so far, over the fraction of a dense step's progress that the
+plan keeps. The plan in force is scored with the same measurements, then:
 
-1. If the plan in force keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more than 3 %
-   slower than dense, the best plan replaces it at once.
-2. Else the best plan replaces it only if its score is more than 5 % smaller.
+1. If the plan in force clearly keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more
+   than 3 % slower than dense, the best plan replaces it at once.
+2. Else the best plan replaces it only if its score is more than 5 % smaller, and the seconds saved until the network is
+   expected to change are more than the change of plan takes.
+
+On a network that changes too fast to follow, a score is the mean over the recent states of the network.
+
+Gains are noisy, so options in force may keep a little less than `min_gain`, and others must keep a little more
+(GAIN_MARGIN).
 
 Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. If a node has one rank, or all
 ranks share memory, hierarchical options equal flat ones, so the planner leaves them out.
@@ -14,19 +20,28 @@ ranks share memory, hierarchical options equal flat ones, so the planner leaves 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cgx_ray.plan import DENSE, Option, Plan
+from cgx_ray.control.choice import Outlook
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Option, Plan
+from cgx_ray.planner.fidelity import describe_costs
 from cgx_ray.planner.joint import BestPlan, best_plan
-from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
+from cgx_ray.planner.prediction import Prediction, groups_of, predict
 
 # Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
 MIN_IMPROVEMENT = 0.05
 # Largest allowed ratio of a plan's seconds per step to dense: the promise is "never more than 3 % slower than dense".
 MAX_SLOWDOWN = 1.03
+# Told times of a codec may be this many times too long.
+MAX_OVERSTATED = 300.0
+
+# Share of the error that `min_gain` allows: options in force may have so much more, others must have so much less. Mean
+# gains scatter by about 0.02 around 0.8, which is a tenth of the error.
+GAIN_MARGIN = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +50,13 @@ class Keep:
 
     reason     one sentence for journal and dashboard: cause, change and prediction
     predicted  of the plan that is in force after the decision
-    dense_s    predicted seconds of a dense step, in dense's own best groups
+    step_s     expected seconds of its steps: as predicted, with the errors learned so far
+    dense_s    the same of a dense step, in dense's own best groups
     """
 
     reason: str
     predicted: Prediction
+    step_s: float
     dense_s: float
 
 
@@ -50,6 +67,7 @@ class Replace:
     plan: Plan
     reason: str
     predicted: Prediction
+    step_s: float
     dense_s: float
 
 
@@ -60,6 +78,7 @@ class Disable:
     plan: Plan
     reason: str
     predicted: Prediction
+    step_s: float
     dense_s: float
 
 
@@ -72,19 +91,31 @@ class Situation:
 
     cause   the reason for asking now, in words
     plan    in force
+    outlook measurements, and the errors learned so far
+    dwell_s, switch_s
+            seconds for which the network is expected to stay as it is, and that a change of plan takes
     banned  flat options whose plan was slower than dense or whose gain fell; the hierarchical ones with the same codec
             and scheme are banned too
     """
 
     cause: str
     plan: Plan
-    measured: Measured
+    outlook: Outlook
+    dwell_s: float = math.inf
+    switch_s: float = 0.0
     banned: frozenset[Option] = field(default_factory=frozenset)
+
+    def allowed(self, options: Sequence[Option]) -> list[Option]:
+        """Return `options` without those that are banned."""
+        return [option for option in options if option.flat() not in self.banned]
 
 
 class Policy(Protocol):
     def decide(self, situation: Situation) -> Decision | None:
         """Return a decision, or None if this policy never decides."""
+
+    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
+        """Return a codec whose told times may be what keeps it out of the best plan, or None."""
 
 
 class StaticPolicy:
@@ -93,44 +124,87 @@ class StaticPolicy:
     def decide(self, situation: Situation) -> Decision | None:
         return None
 
+    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
+        return None
+
 
 class AdaptivePolicy:
     """Chooses the plan with the smallest score, as the module's docstring describes.
 
     options   all that may be chosen, besides dense
-    min_gain  least gain that an option must have
+    min_gain  least gain that an option must have, up to GAIN_MARGIN
     """
 
     def __init__(self, options: Sequence[Option], *, min_gain: float) -> None:
         self._options = tuple(options)
-        self._min_gain = min_gain
+        self._least_gain = max(0.0, 1 - (1 + GAIN_MARGIN) * (1 - min_gain))
+        self._enter_gain = 1 - (1 - GAIN_MARGIN) * (1 - min_gain)
 
     def decide(self, situation: Situation) -> Decision:
-        measured, cause = situation.measured, situation.cause
-        allowed = [option for option in self._options if option.flat() not in situation.banned]
-        found = best_plan(measured, allowed, min_gain=self._min_gain)
-        best, dense_s = found.best, found.dense.step_s
-        current = predict(measured, groups_of(situation.plan, measured.layers))
+        cause, outlook = situation.cause, situation.outlook
+        found = outlook.best(self._allowed(situation), self._least_gain)
+        best, current = found.best, predict(outlook.now, groups_of(situation.plan, outlook.now.layers))
+        current_s, best_s, dense_s = map(outlook.errors.step_s, (current, best, found.dense))
         if best.groups == current.groups:
-            return Keep(reason=f"{cause}: {_describe_best(found)}", predicted=current, dense_s=dense_s)
-        is_allowed = current.efficiency is not None and current.efficiency >= self._min_gain
-        used = {option.flat() for option in current.options if option != DENSE}
-        is_allowed = is_allowed and situation.banned.isdisjoint(used)
-        breaks_promise = not current.is_dense and current.step_s > MAX_SLOWDOWN * dense_s
-        if is_allowed and not breaks_promise and best.score > current.score * (1 - MIN_IMPROVEMENT):
+            reason = f"{cause}: {_describe_best(found, outlook)}"
+            return Keep(reason=reason, predicted=current, step_s=current_s, dense_s=dense_s)
+        if self._may_stay(situation, current) and not self._is_worth(situation, current, found):
             kept, other = describe_options(current), describe_options(best)
             return Keep(
                 reason=f"{cause}: kept {kept}; {other if other != kept else 'another grouping'} would be less than "
                 f"{MIN_IMPROVEMENT:.0%} better",
                 predicted=current,
+                step_s=current_s,
                 dense_s=dense_s,
             )
         return Replace(
             plan=best.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
-            reason=f"{cause}: {_describe_best(found)}",
+            reason=f"{cause}: {_describe_best(found, outlook)}",
             predicted=best,
+            step_s=best_s,
             dense_s=dense_s,
         )
+
+    def _allowed(self, situation: Situation) -> list[Option]:
+        """Return the options that are not banned and keep enough: those in force may keep a little less."""
+        in_force, measured = {group.option for group in situation.plan.groups}, situation.outlook.now
+        return [
+            option
+            for option in situation.allowed(self._options)
+            if option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain
+        ]
+
+    def _may_stay(self, situation: Situation, current: Prediction) -> bool:
+        used = {option.flat() for option in current.options if option != DENSE}
+        keeps_enough = current.efficiency is not None and current.efficiency >= self._least_gain
+        return keeps_enough and situation.banned.isdisjoint(used)
+
+    def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
+        """Return whether the best plan saves enough, and pays back the time that the change takes."""
+        outlook = situation.outlook
+        current_s, best_s = outlook.score(current.groups), outlook.score(found.best.groups)
+        if not current.is_dense and current_s > MAX_SLOWDOWN * outlook.score(found.dense.groups):
+            return True
+        saved = 1 - best_s / current_s
+        return saved > MIN_IMPROVEMENT and saved * situation.dwell_s > situation.switch_s
+
+    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
+        """Return a codec that was never in use and that a plan better than `kept` by MIN_IMPROVEMENT would have.
+
+        Such a plan exists if the codec's told times are MAX_OVERSTATED times too long.
+        """
+        measured, errors = situation.outlook.now, situation.outlook.errors
+        allowed = self._allowed(situation)
+        codecs = {option.codec for option in allowed} - {NONE}
+        untimed = {codec for codec in codecs if not errors.is_timed(codec)}
+        costs = dict(measured.codec_costs)
+        for codec in untimed:
+            costs[str(codec)] = measured.cost_of(codec).slowed(1 / MAX_OVERSTATED)
+        best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._least_gain).best
+        kept_s = errors.factor(kept.predicted.groups) * kept.predicted.score
+        if errors.factor(best.groups) * best.score >= kept_s * (1 - MIN_IMPROVEMENT):
+            return None
+        return next((option.codec for option in best.options if option.codec in untimed), None)
 
 
 def describe_options(prediction: Prediction) -> str:
@@ -141,14 +215,17 @@ def describe_options(prediction: Prediction) -> str:
     return ", ".join(f"{counts[option]}x {option}" for option in prediction.options)
 
 
-def _describe_best(found: BestPlan) -> str:
-    best, dense_s = found.best, found.dense.step_s
+def _describe_best(found: BestPlan, outlook: Outlook) -> str:
+    best = found.best
+    best_s, dense_s = map(outlook.errors.step_s, (best, found.dense))
     if best.is_dense:
         return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
     assert best.efficiency is not None
     text = (
-        f"{describe_options(best)}; predicted {best.step_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
-        f"{best.efficiency:.1%} of the gradient"
+        f"{describe_options(best)}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
+        f"{best.efficiency:.1%} of its progress"
     )
+    costs = describe_costs(option.codec for option in best.options)
+    text = f"{text}; {costs}" if costs else text
     gap = f"{found.gap:.1%}"
     return text if gap == "0.0%" else f"{text}, at most {gap} from the optimum"

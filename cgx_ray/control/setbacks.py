@@ -1,46 +1,65 @@
-"""Memory of failures: the options that are banned until some step, and the end of a pause."""
+"""Memory of failures: the options that are banned for a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from cgx_ray.plan import Option
+from cgx_ray.control.measured import dense_shares
+from cgx_ray.plan import DENSE, Option
+from cgx_ray.planner.prediction import PlannedGroup
 
-# Steps for which a codec is banned after its gain fell. After a plan slower than dense the controller stays dense for
-# as many steps, doubled with each further failure: a trial costs a few slow steps, so failures must become rare.
-BAN_STEPS = 500
+# Seconds and steps, both, for which an option is banned after its gain fell or its plan was slower than dense. The time
+# doubles with each further failure of the same option: a trial costs a few slow steps, so failures must become rare.
+BAN_S = 300.0
+MIN_BAN_STEPS = 100
+# Share of the dense bytes from which an option may be the cause of a slow plan.
+MIN_SHARE = 0.05
+
+
+class _Ban(NamedTuple):
+    until_s: float
+    until_step: int
+    ends_with_network: bool
 
 
 class Setbacks:
-    """Bans and pauses of one worker group. All numbers are steps of the training.
-
-    pause_end  first step at which something other than dense may be tried again; 0 if there is no pause
-    """
+    """Bans of one worker group. An option stands for its hierarchical variants too."""
 
     def __init__(self) -> None:
-        self.pause_end = 0
-        # By flat option, which stands for its hierarchical variants too.
-        self._banned_until: dict[Option, int] = {}
-        self._num_failures = 0
+        self._bans: dict[Option, _Ban] = {}
+        self._num_failures: dict[Option, int] = {}
+        self._num_falls: dict[Option, int] = {}
 
-    def banned(self, step: int) -> frozenset[Option]:
-        """Return the flat options that are banned at `step`; forget older bans."""
-        self._banned_until = {option: until for option, until in self._banned_until.items() if until > step}
-        return frozenset(self._banned_until)
+    def banned(self, step: int, now_s: float) -> frozenset[Option]:
+        """Return the flat options that are banned; forget bans that have ended."""
+        self._bans = {one: ban for one, ban in self._bans.items() if step < ban.until_step or now_s < ban.until_s}
+        return frozenset(self._bans)
 
-    def add_gain_fall(self, options: Iterable[Option], step: int) -> None:
-        """Ban `options` for BAN_STEPS, because their codec kept much less of the gradient than expected."""
-        self._ban(options, step + BAN_STEPS)
+    def add_gain_fall(self, options: Iterable[Option], step: int, now_s: float) -> None:
+        """Ban `options`, twice as long each time, because they kept much less of the gradient than expected."""
+        for option in {option.flat() for option in options}:
+            num_falls = self._num_falls.get(option, 0)
+            self._num_falls[option] = num_falls + 1
+            until = now_s + BAN_S * 2**num_falls, step + MIN_BAN_STEPS * 2**num_falls
+            self._bans[option] = _Ban(*until, ends_with_network=False)
 
-    def add_slow_plan(self, options: Iterable[Option], step: int) -> int:
-        """Begin a pause after a plan slower than dense, and ban its `options`; return the steps of the pause."""
-        pause_steps = BAN_STEPS << self._num_failures
-        self._num_failures += 1
-        # The ban lasts twice as long as the pause, so the next trial is a different plan.
-        self._ban(options, step + 2 * pause_steps)
-        self.pause_end = step + pause_steps
-        return pause_steps
+    def add_slow_plan(self, groups: Sequence[PlannedGroup], step: int, now_s: float) -> float:
+        """Ban the options of a plan that was slower than dense; return the seconds of the longest ban.
 
-    def _ban(self, options: Iterable[Option], until: int) -> None:
-        for flat in {option.flat() for option in options}:
-            self._banned_until[flat] = max(until, self._banned_until.get(flat, 0))
+        Options with little of the gradient, such as that of biases, cannot be the cause and stay allowed.
+        """
+        longest_s = 0.0
+        shares = dense_shares(groups)
+        for option in {one.flat() for one, share in shares.items() if share >= MIN_SHARE and one != DENSE}:
+            num_failures = self._num_failures.get(option, 0)
+            self._num_failures[option] = num_failures + 1
+            ban_s = BAN_S * 2**num_failures
+            longest_s = max(longest_s, ban_s)
+            if option not in self._bans or self._bans[option].ends_with_network:
+                self._bans[option] = _Ban(now_s + ban_s, step + MIN_BAN_STEPS, ends_with_network=True)
+        return longest_s
+
+    def network_changed(self) -> None:
+        """End the bans of slow plans: what was slow on one network may be fast on another."""
+        self._bans = {option: ban for option, ban in self._bans.items() if not ban.ends_with_network}

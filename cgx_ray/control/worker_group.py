@@ -2,68 +2,94 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
 from cgx_ray.control.changes import SlowRanks
+from cgx_ray.control.evidence import MIN_STEPS, Evidence, Verdict, verdict
+from cgx_ray.control.excursion import Excursion
+from cgx_ray.control.experience import SURPRISE, Experience
 from cgx_ray.control.facts import LoopFacts
-from cgx_ray.control.gains import GAIN_CHANGE, GainWatch
+from cgx_ray.control.gains import GAIN_CHANGE
+from cgx_ray.control.innovation import Innovations
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
+from cgx_ray.control.known_gains import KnownGains
 from cgx_ray.control.known_network import KnownNetwork
-from cgx_ray.control.measured import codecs_in_use, is_dense, layer_times, network_of, non_dense_options
+from cgx_ray.control.measured import is_dense, layer_times, network_of, non_dense_options
 from cgx_ray.control.network_change import network_cause
-from cgx_ray.control.outcome import PendingOutcome
-from cgx_ray.control.policy import Decision, Keep
+from cgx_ray.control.outcome import PendingOutcome, PlanRecord
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Replace
+from cgx_ray.control.recent_links import RecentLinks
 from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.plan import Layer, Option, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
-from cgx_ray.planner.prediction import Measured, Prediction, predict
+from cgx_ray.planner.prediction import Measured
 
 # Steps whose median is measured, and the least number of steps before the first decision: a median needs three.
 LINK_STEPS = 3
-# Bounds on the factor by which one outcome corrects the codecs' times, so that a disturbed outcome cannot ruin them.
-MIN_CODEC_CORRECTION = 0.5
-MAX_CODEC_CORRECTION = 4.0
+# Time and steps after a decision, both, before the policy is asked again without any other cause. Rare enough to cost
+# nothing, frequent enough to follow slow trends.
+REVIEW_S, REVIEW_STEPS = 60.0, 20
+
+# Seconds for which a plan must seem too slow. Until then a slower network would be noticed, which is no plan's fault.
+SLOW_S = 2.5
 
 
 class WorkerGroupState:
     """All that is known about one worker group; a restart of the workers makes a new object.
 
-    plan             in force
-    last_dense_plan  the last dense plan that was in force, None if there was none
-    decided          measurements that the last decision was made on, None before the first
-    pending          the last decision until its outcome is measured, else None
-    decision_step    step after which the last decision was made
-    setbacks         bans and pauses after failures
+    plan        in force
+    experience  steps beside their predictions, and the errors learned from them
+    excursion   that is under way, else None
+    failed      the plan that was disabled last, in words, until the policy is asked what to do instead
+    decided     measurements that the policy decided on last, None before the first time
+    pending     the last decision until its outcome is measured, else None
+    setbacks    options that are banned
     """
 
     def __init__(
-        self, layers: Sequence[Layer], plan: Plan, codec_costs: Mapping[str, CodecCost], encodes_on: EncodesOn
+        self,
+        layers: Sequence[Layer],
+        plan: Plan,
+        dense_plan: Plan,
+        codec_costs: Mapping[str, CodecCost],
+        encodes_on: EncodesOn,
+        gain_ratios: Mapping[str, float],
     ) -> None:
+        """
+        dense_plan   compared with until another dense plan is in force
+        gain_ratios  learned in earlier worker groups, see `GainWatch`
+        """
         self.layers = tuple(layers)
-        self.plan = plan
-        self.last_dense_plan = plan if is_dense(plan) else None
+        self.experience = Experience(layers, plan, plan if is_dense(plan) else dense_plan, codec_costs)
+        self.excursion: Excursion | None = None
+        self.failed: str | None = None
         self.decided: Measured | None = None
         self.pending: PendingOutcome | None = None
-        self.decision_step = 0
         self.setbacks = Setbacks()
         self.network = KnownNetwork()
-        self.gains = GainWatch(map(str, codecs_in_use(plan)))
-        self._codec_costs = dict(codec_costs)
-        self._codec_slowdown = 1.0
+        self.links = RecentLinks()
+        self.gains = KnownGains(plan, gain_ratios)
         self._encodes_on: EncodesOn = encodes_on
         self._joiner = StepJoiner(plan.world_size)
         self._slow_ranks = SlowRanks(plan.world_size)
+        self._innovations = Innovations()
         self._recent: list[JoinedStep] = []
-        self._first_step: int | None = None
+        # Of the plan in force: its versions, on trial and permanent, and whether an outcome is known.
+        self._versions, self._is_judged = {plan.version}, False
+        # Step after which the policy decided last, its time, and whether for a link that is followed.
+        self._decision_step, self._decision_s, self._follows_link = 0, 0.0, True
         self._predicted_s: float | None = None
-        # Seconds of a dense step as measured, and the measurements at that time.
-        self._dense_s: tuple[float, Measured] | None = None
+        self._news: str | None = None
+        self._slow_s = 0.0
+
+    @property
+    def plan(self) -> Plan:
+        return self.experience.plan
 
     def add_report(self, sample: NodeSample, now_s: float) -> list[JoinedStep]:
         """Add a node's report; return the steps that it completes, oldest first. Give each of them to `add_step`."""
@@ -75,37 +101,158 @@ class WorkerGroupState:
         """Add a step of all ranks; return whether it ran under the plan in force, so that it may cause a decision."""
         self.network.add_step(step.traffic, now_s)
         self._slow_ranks.add(step.slowness, step.step_s)
-        if step.plan_version != self.plan.version:
+        lease = self.plan.lease
+        if lease is not None and step.plan_version == lease.fallback.version:
+            self._return_to(lease.fallback)
+        if step.plan_version not in self._versions:
             return False
-        self._first_step = step.step if self._first_step is None else self._first_step
-        self._recent = [one for one in self._recent if one.plan_version == step.plan_version][1 - LINK_STEPS :]
-        self._recent.append(step)
-        self.gains.add(step.gain)
+        same_plan = [one for one in self._recent if one.plan_version in self._versions]
+        self._recent = [*same_plan[1 - LINK_STEPS :], step]
+        self.gains.add(step)
+        measured = self.measured() or self.decided
+        ratio = self.experience.add(step, measured)
+        if measured is not None and ratio is not None:
+            self._innovations.add(step.compute_s, ratio, step.step_s)
+            self.links.add(measured.network.between, step.step_s)
         return True
 
-    def apply(self, decision: Decision, measured: Measured, step: int) -> None:
-        """Record `decision`, which was made after `step` on `measured`, and put its plan in force."""
-        # The first step still allocates buffers and fills caches, and the second may do so too. Take the fastest one:
-        # when unsure favour dense, since the promise is "never slower".
-        warm_s = [one.step_s for one in self._recent if one.step != self._first_step]
-        if is_dense(self.plan) and warm_s:
-            self._dense_s = min(warm_s), measured
-        self.gains.acknowledge()
-        if not isinstance(decision, Keep):
-            self.plan = decision.plan
-            self.gains.start_plan(map(str, codecs_in_use(self.plan)))
-        if is_dense(self.plan):
-            self.last_dense_plan = self.plan
-        else:
-            self.setbacks.pause_end = 0
-        self.decided, self.decision_step = measured, step
-        self._predicted_s = decision.predicted.step_s
-        self.pending = PendingOutcome(decision=decision, options=non_dense_options(self.plan))
+    @property
+    def may_accept(self) -> bool:
+        """True if the plan in force is on trial and its outcome is known."""
+        return self.plan.lease is not None and self._is_judged and self.excursion is None
 
-    def correct_codec_times(self, *, measured_s: float, predicted_s: float) -> None:
-        """Scale the codecs' times, which were measured while nothing else ran, to those of real steps."""
-        if predicted_s > 0:
-            self._codec_slowdown *= min(max(measured_s / predicted_s, MIN_CODEC_CORRECTION), MAX_CODEC_CORRECTION)
+    def accept(self) -> Plan:
+        """Make the plan in force permanent: return the same under the next version, without a lease."""
+        accepted = replace(self.plan, version=self.plan.last_version + 1, lease=None)
+        self._versions.add(accepted.version)
+        self.experience.plan = accepted
+        return accepted
+
+    def _return_to(self, fallback: Plan) -> None:
+        """Note that the ranks have returned to the fallback of a lease, as its end came before the outcome."""
+        news = f"the lease of plan {self.plan.version} has ended"
+        self.pending = self.excursion = None
+        self._start_plan(fallback, None)
+        self._news = news
+
+    def _start_plan(self, plan: Plan, before: PlanRecord | None) -> None:
+        """Begin with `plan`. `before`: its steps before an excursion that ends now."""
+        self._versions, self._is_judged = {plan.version}, False
+        self.experience.start_plan(plan, before, is_excursion=self.excursion is not None)
+        self._innovations.restart_ratio()
+        self._slow_s = 0.0
+        self.gains.start_plan(plan)
+
+    def learn(self, now_s: float) -> None:
+        """Learn the errors of the plan in force from its steps so far."""
+        untimed = self.experience.learn(self.known(), now_s)
+        if untimed:
+            self._news = f"{', '.join(sorted(map(str, untimed)))} timed in steps"
+        # Predictions are made in another way from now on.
+        self._innovations.restart_ratio()
+
+    def end_outcome(self, outcome: PendingOutcome, now_s: float) -> None:
+        """Learn from an outcome, and note what is another than predicted."""
+        self.pending, self._is_judged = None, True
+        if self.excursion is not None or self._predicted_s is None:
+            return
+        if isinstance(outcome.decision, Replace):
+            self.experience.learn_switch()
+        self.learn(now_s)
+        if not 1 / SURPRISE < outcome.step_s / self._predicted_s < SURPRISE:
+            self._news = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
+
+    def slowdown(self) -> Evidence | None:
+        """Return the logarithm of the plan's measured seconds per progress over dense; None before MIN_STEPS steps.
+
+        None too during an excursion, before the policy has ever decided, and for a plan that was made for a link that
+        changes fast: it is not the best one all the time.
+        """
+        is_judged = self.excursion is None and self.decided is not None and self._follows_link
+        record = self.experience.record
+        if not is_judged or len(record.window) < MIN_STEPS or is_dense(self.plan):
+            return None
+        return self.experience.slowdown(record, self.known())
+
+    def is_slow_for_long(self, slowdown: Evidence) -> bool:
+        """Return whether the plan is surely too slow, and has been for SLOW_S: else the network may be the cause."""
+        is_slow = verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW
+        self._slow_s = self._slow_s + self._recent[-1].step_s if is_slow else 0.0
+        return self._slow_s >= SLOW_S
+
+    def cause(self, step: int, now_s: float, measured: Measured) -> str | None:
+        """Return in words why to decide after `step`, or None."""
+        if self.excursion is not None:
+            return None
+        if self.decided is None:
+            return "first measurements"
+        cause = self._link_cause(self.decided.network.between, measured.network.between, now_s)
+        if cause is not None:
+            return cause
+        if self.pending is not None:
+            return None
+        if self.failed is not None:
+            return f"{self.failed} failed"
+        cause = self._news or self._innovations.cause(self.decided.compute_s, measured.compute_s)
+        cause = cause or self.gains.cause(self.decided.gain)
+        is_due = now_s >= self._decision_s + REVIEW_S and step >= self._decision_step + REVIEW_STEPS
+        return cause if cause is not None or not is_due else "regular review"
+
+    def _link_cause(self, decided: Link, now: Link, now_s: float) -> str | None:
+        """Return in words how the link differs from the one that was planned for, or None.
+
+        Changes that come faster than plans can follow are one cause, when they begin, and another when they end.
+        """
+        if self.links.is_unsteady:
+            return f"link changes every {self.links.dwell_s:.0f} s" if self._follows_link else None
+        if not self._follows_link:
+            return "link is steady again"
+        cause = network_cause(decided, now)
+        if cause is not None:
+            self.setbacks.network_changed()
+            self.experience.network_changed(now_s)
+        return cause
+
+    def states(self, measured: Measured) -> list[Measured]:
+        """Return what to plan for: `measured`, or with each link of the last minute if it changes fast."""
+        if not self.links.is_unsteady:
+            return [measured]
+        return [replace(measured, network=replace(measured.network, between=one)) for one in self.links.different()]
+
+    def apply(
+        self,
+        decision: Decision,
+        measured: Measured,
+        step: int,
+        now_s: float,
+        *,
+        is_planned: bool,
+        ended: Excursion | None = None,
+    ) -> None:
+        """Record `decision`, which was made after `step` on `measured`, and put its plan in force.
+
+        is_planned  the policy has decided; else what has changed since its last decision remains a reason to ask it
+        ended       the excursion that it returns from; the steps before it count again
+        """
+        self.gains.acknowledge(measured.gain)
+        self._innovations.acknowledge()
+        plan = self.plan if isinstance(decision, Keep) else decision.plan
+        if plan != self.plan:
+            self._start_plan(plan, ended.record if ended is not None else None)
+        if not isinstance(decision, Disable):
+            self.failed = None
+        self._news = None
+        if is_planned:
+            self.decided, self._decision_step, self._decision_s = measured, step, now_s
+            self._follows_link = not self.links.is_unsteady
+        self._predicted_s = decision.step_s
+        self.pending = PendingOutcome(decision=decision)
+
+    def known(self) -> Measured:
+        """Return the current measurements, or those of the last decision where some are missing."""
+        measured = self.measured() or self.decided
+        assert measured is not None
+        return measured
 
     def measured(self) -> Measured | None:
         """Return the current measurements in the planner's terms; None while some are missing."""
@@ -120,34 +267,21 @@ class WorkerGroupState:
             backward_s=backward_s,
             after_s=max(0.0, median(one.compute_s for one in recent) - sum(backward_s)),
             network=network_of(self.plan.world_size, recent[-1].num_local, between),
-            codec_costs={name: cost.slowed(self._codec_slowdown) for name, cost in self._codec_costs.items()},
-            gain=self.gains.gain,
+            codec_costs=self.experience.codec_costs,
+            gain=self.gains.usable,
             encodes_on=self._encodes_on,
         )
 
-    def measured_dense_s(self, measured: Measured, predicted: Prediction) -> float | None:
-        """Return seconds of a dense step under `measured`, from dense steps in the past; None if there is none to use.
-
-        predicted  of the dense plan, under `measured`
-
-        Dense steps count only if the network is still the same. The change of compute since then is added.
-        """
-        if self._dense_s is None:
-            return None
-        seconds, then = self._dense_s
-        if network_cause(then.network.between, measured.network.between) is not None:
-            return None
-        before = predict(replace(measured, backward_s=then.backward_s, after_s=then.after_s), predicted.groups)
-        return max(seconds + predicted.step_s - before.step_s, measured.compute_s)
-
-    def fallen_codecs(self, measured: Measured) -> set[CodecSpec]:
-        """Return the codecs in use whose gain is more than GAIN_CHANGE under the one that the plan was chosen on."""
-        before = self.decided.gain if self.decided is not None else {}
-        return {
-            codec
-            for codec in codecs_in_use(self.plan)
-            if measured.gain.get(str(codec), math.inf) < before.get(str(codec), 0.0) - GAIN_CHANGE
-        }
+    def fallen_options(self, measured: Measured) -> set[Option]:
+        """Return the options in use whose gain is more than GAIN_CHANGE under the one that the plan was chosen on."""
+        if self.decided is None:
+            return set()
+        fallen = set()
+        for option in non_dense_options(self.plan):
+            before, now = self.decided.gain_of(option), measured.gain_of(option)
+            if before is not None and now is not None and now < before - GAIN_CHANGE:
+                fallen.add(option)
+        return fallen
 
     def facts(self) -> LoopFacts:
         return LoopFacts(

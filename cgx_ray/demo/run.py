@@ -17,6 +17,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.lab.events import LinkEvent
 from cgx_ray.lab.link import LinkChange
 from cgx_ray.lab.namespaces import Lab
+from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.show import print_line
 from cgx_ray.units import format_rate
@@ -36,6 +37,7 @@ class DemoOptions:
 
     out             folder for both runs and the picture
     rate, slow_rate rate of every link in the first and in the second half of the steps, bit/s
+    fidelity        of the adaptive run, as in CGXConfig
     force_simulated use the simulated link even where a lab works
     """
 
@@ -45,6 +47,7 @@ class DemoOptions:
     rate: float = 1e9
     slow_rate: float = 1e8
     seed: int = 0
+    fidelity: str = "strict"
     dense_only: bool = False
     force_simulated: bool = False
 
@@ -53,6 +56,8 @@ class DemoOptions:
             raise ConfigError(f"workers {self.workers} is not allowed; give 1 to 16")
         if self.steps < 4:
             raise ConfigError(f"steps {self.steps} is not allowed; give at least 4, half of them on the slow network")
+        if self.fidelity not in set(Fidelity):
+            raise ConfigError(f"unknown fidelity {self.fidelity!r}; known: {', '.join(Fidelity)}")
         if min(self.rate, self.slow_rate) < 1e6:
             raise ConfigError(f"rates {self.rate:g} and {self.slow_rate:g} bit/s: give at least 1mbit")
 
@@ -115,6 +120,7 @@ def _runs(options: DemoOptions, out: Path, cluster: Cluster) -> list[RunRequest]
             seed=options.seed,
             batch_size=BATCH_SIZE,
             storage_path=str(out),
+            fidelity=options.fidelity,
             simulated_link=link,
         )
         for name, policy in policies.items()

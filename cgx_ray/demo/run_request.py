@@ -12,6 +12,7 @@ class RunRequest:
     """One training run, as a line of JSON.
 
     policy          "adaptive" or "static", as in CGXConfig; None: plain DDP
+    fidelity        of policy "adaptive", as in CGXConfig
     simulated_link  (latency_s, ((step, bit/s), ...)); None on a real network
     """
 
@@ -21,6 +22,7 @@ class RunRequest:
     seed: int
     batch_size: int
     storage_path: str
+    fidelity: str = "strict"
     simulated_link: tuple[float, tuple[tuple[int, float], ...]] | None = None
 
     @property

@@ -64,7 +64,7 @@ class Engine:
         self._transport = transport
         self._seed = seed
         self.device = device
-        self._gains = GainSchedule(candidates)
+        self._gains = GainSchedule(candidates, layers)
         self._agreement = Agreement(transport)
         self._memories = Memories()
         self._lock = threading.Lock()
@@ -74,7 +74,8 @@ class Engine:
         self.step = 0
         self.last_spans: list[Span] = []
         self._clock = StepClock(device)
-        self._enter(plan)
+        self.plan = plan
+        self._groups = self._make_groups()
         self._num_threads = torch.get_num_threads()
         self._thread = WorkThread("cgx-ray-engine", self._run, transport.close)
 
@@ -99,7 +100,7 @@ class Engine:
         """
         plan.check(self.layers, self._transport.world_size)
         with self._lock:
-            newest = max(self._held, default=self.plan.version)
+            newest = max(held.last_version for held in (self.plan, *self._held.values()))
             if plan.version <= newest:
                 raise PlanError(f"plan {plan.version} is not newer than plan {newest}; give it a higher version")
             self._held[plan.version] = plan
@@ -152,7 +153,7 @@ class Engine:
                     )
         self.step, self._gains.affordable_from = step, 0
         self._memories.load(memories, loss_scale)
-        self._enter(self.plan)
+        self._groups = self._make_groups()
 
     def close(self) -> None:
         """Stop the thread after it has finished all submitted buckets."""
@@ -238,8 +239,14 @@ class Engine:
             with self._lock:
                 plan = self._held[version]
                 self._held = {newer: held for newer, held in self._held.items() if newer > version}
-            self._enter(plan)
+            before, self.plan = self.plan, plan
+            if plan.groups != before.groups:
+                self._groups = self._make_groups()
         with self._lock:
+            lease = self.plan.lease
+            if lease is not None and self.step > lease.last_step:
+                # All ranks are at the same step and plan, so all hold the fallback from this step on.
+                self._held[lease.fallback.version] = lease.fallback
             held = max(self._held, default=self.plan.version)
         self._follow_scale(arrived)
         self._agreement.post(
@@ -278,17 +285,19 @@ class Engine:
             arrived.computed.synchronize()
         self._memories.rescale(one_scale(arrived.scales, known, f"rank {self._transport.rank}, step {self.step}: "))
 
-    def _enter(self, plan: Plan) -> None:
-        self.plan = plan
-        self._groups = [
+    def _make_groups(self) -> list[Group]:
+        groups = [
             Group(index, group, self._layers, self._transport, self._memories, self.device)
-            for index, group in enumerate(plan.groups)
+            for index, group in enumerate(self.plan.groups)
         ]
         if self.device.type == "cuda":
             # The groups' memory is filled on the stream of the calling thread, and used on the engine's stream.
             torch.cuda.current_stream(self.device).synchronize()
+        return groups
 
     def _end(self, step: StepRun) -> None:
+        if step.meter is not None:
+            step.meter.finish()
         began_s = self._clock.began_s
         self._clock.restart()
         ended_s = self._clock.began_s

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from cgx_ray.codecs import Codec
 from cgx_ray.codecs.gain import CURVE_SAMPLE_NUMEL, GainCurve, kept_energy, sample_blocks
+from cgx_ray.codecs.shadow import settles
+from cgx_ray.engine.gain_history import GradientHistory
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.monitors.sample import CURVE_DENSITIES
 from cgx_ray.plan import NONE
@@ -18,93 +21,140 @@ from cgx_ray.plan import NONE
 T = TypeVar("T")
 
 
-class GainMeter:
-    """Gains of candidate codecs, measured on samples of the groups of one step. `seconds`: CPU time spent so far."""
+class GroupGradients(NamedTuple):
+    """The gradients of a group.
 
-    def __init__(self, candidates: Mapping[str, Codec], key: int) -> None:
+    fresh    as backward made it
+    fed      with the residual of the codec in use; `fresh` if there is none
+    layers   views of `fresh` by layer; empty if it holds what an earlier plan's codec still owed
+    """
+
+    fresh: Tensor
+    fed: Tensor
+    layers: Mapping[str, Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class _GroupGains:
+    """Energies |g|^2, the kept share by codec, the gains at CURVE_DENSITIES, and what options in use really kept."""
+
+    fresh: float
+    fed: float
+    kept: dict[str, float]
+    curve: list[float]
+    in_use: dict[str, float] = field(default_factory=dict)
+
+
+class GainMeter:
+    """Gains of candidate codecs, measured on samples of the groups of one step. `seconds`: CPU time spent so far.
+
+    Codecs with a residual keep less of a gradient that they owe something, so their gains are predicted by `history`
+    for the time when error feedback has settled. Others are tried on the fresh gradients.
+    """
+
+    def __init__(self, candidates: Mapping[str, Codec], history: GradientHistory, key: int) -> None:
         """`candidates`: codecs by `str(CodecSpec)`. `key` seeds their random numbers."""
         self._candidates = candidates
+        self._history = history
         self._key = key
-        # By group: its energy |g|^2, the kept share of the energy by codec, and the gains at CURVE_DENSITIES.
-        self._groups: dict[int, tuple[float, dict[str, float], list[float]]] = {}
+        self._groups: dict[int, _GroupGains] = {}
+        self._samples: dict[str, Tensor] = {}
         self.seconds = 0.0
 
-    def measure(self, group: int, grad_N: Tensor) -> float:
-        """Try all candidates on a sample of the group with this index. Return the energy |g|^2 of the whole group."""
+    def measure(self, group: int, gradients: GroupGradients) -> float:
+        """Measure the group with this index. Return the energy of the whole group, fed."""
         # CPU time of this thread, since the time that other programs take is not the cost of measuring.
         start_s = time.thread_time()
-        sample_N = sample_blocks(grad_N).float()
-        sample_energy = float(sample_N.double().square().sum())
-        curve = GainCurve(sample_blocks(grad_N, CURVE_SAMPLE_NUMEL))
-
-        def gain(codec: Codec) -> float:
-            spec = codec.spec
-            if spec == NONE or not sample_energy:
-                return 1.0
-            if spec.name == "topk" and spec.value_bits == 32 and spec.density is not None:
-                return curve.gain([spec.density])[0]
-            return kept_energy(codec, sample_N, self._key) / sample_energy
-
-        kept = {name: gain(codec) for name, codec in self._candidates.items()}
-        energy = float(grad_N.float().norm()) ** 2
-        self._groups[group] = energy, kept, curve.gain(CURVE_DENSITIES)
+        sample_N = sample_blocks(gradients.fresh).float()
+        energy = float(sample_N.double().square().sum())
+        tried = {name: codec for name, codec in self._candidates.items() if not settles(codec)}
+        kept = {
+            name: 1.0 if codec.spec == NONE or not energy else kept_energy(codec, sample_N, self._key) / energy
+            for name, codec in tried.items()
+        }
+        self._samples |= self._history.sample(gradients.layers)
+        fresh, fed = (float(whole_N.float().norm()) ** 2 for whole_N in (gradients.fresh, gradients.fed))
+        curve = GainCurve(sample_blocks(gradients.fed, CURVE_SAMPLE_NUMEL)).gain(CURVE_DENSITIES)
+        self._groups[group] = _GroupGains(fresh=fresh, fed=fed, kept=kept, curve=curve)
         self.seconds += time.thread_time() - start_s
-        return energy
+        return fed
 
-    def correct(self, group: int, name: str, kept: float) -> None:
-        """Set the gain of the codec in use, for a measured group, to the share that its exchange really kept.
-
-        AR-Topk keeps less than the top-k of each rank, since it sends the indices that another rank has chosen.
-        """
-        self._groups[group][1][name] = kept
+    def correct(self, group: int, option: str, kept: float) -> None:
+        """Note the share that the exchange of a measured group really kept, by the option in use."""
+        self._groups[group].in_use[option] = kept
 
     def gains(self) -> dict[str, float]:
-        """Return the gains by `str(CodecSpec)`, groups weighted by energy. Empty if the energy is 0 or not finite."""
-        total = self._energy
+        """Return the gains of all candidates by `str(CodecSpec)`, and by `str(Option)` where schemes differ.
+
+        Groups are weighted by energy. Empty if the energy is 0 or not finite. Adds the step to the history, so call it
+        once.
+        """
+        total = self._fresh_energy
         if not 0 < total < math.inf:
             return {}
-        return {
-            name: sum(energy * kept.get(name, 0.0) for energy, kept, _ in self._groups.values()) / total
-            for name in self._candidates
-        }
+        start_s = time.thread_time()
+        groups = self._groups.values()
+        names = [name for name, codec in self._candidates.items() if not settles(codec)]
+        tried = {name: sum(group.fresh * group.kept[name] for group in groups) / total for name in names}
+        self._history.add(self._samples)
+        settled = self._history.gains(self._candidates.values(), self._key)
+        self.seconds += time.thread_time() - start_s
+        return tried | settled
+
+    def kept(self) -> dict[str, float]:
+        """Return what was really kept, by `str(Option)` of the options in use; groups are weighted by energy."""
+        names = {name for group in self._groups.values() for name in group.in_use}
+        found = {}
+        for name in names:
+            used = [group for group in self._groups.values() if name in group.in_use]
+            found[name] = sum(group.fed * group.in_use[name] for group in used) / sum(group.fed for group in used)
+        return found
 
     def curve(self) -> tuple[float, ...]:
-        """Return the gains of top-k at CURVE_DENSITIES, weighted in the same way. Empty if `gains` is."""
-        total = self._energy
+        """Return the gains of top-k at CURVE_DENSITIES on the fed gradients, weighted in the same way."""
+        total = sum(group.fed for group in self._groups.values())
         if not 0 < total < math.inf:
             return ()
-        weighted = [[energy * gain for gain in gains] for energy, _, gains in self._groups.values()]
+        weighted = [[group.fed * gain for gain in group.curve] for group in self._groups.values()]
         return tuple(sum(column) / total for column in zip(*weighted, strict=True))
 
     @property
     def norm(self) -> float:
-        """|g| of the groups that were measured."""
-        return math.sqrt(self._energy)
+        """|g| of the groups that were measured, fresh."""
+        return math.sqrt(self._fresh_energy)
 
     @property
-    def _energy(self) -> float:
-        return sum(energy for energy, _, _ in self._groups.values())
+    def _fresh_energy(self) -> float:
+        return sum(group.fresh for group in self._groups.values())
 
 
 class StepMeter:
-    """The GainMeter of one step. After an error the step has no gains: those of its other groups would mislead."""
+    """The GainMeter of one step. After an error the step has no gains: those of its other groups would mislead.
+
+    gains  `GainMeter.gains`; empty before `finish` and after an error
+    """
 
     def __init__(self, meter: GainMeter, telemetry: Telemetry, step: int) -> None:
         self._meter: GainMeter | None = meter
         self._telemetry = telemetry
         self._step = step
+        self.gains: dict[str, float] = {}
 
-    def measure(self, group: int, fed: Callable[[], Tensor]) -> float:
-        """Call `GainMeter.measure` with the result of `fed`. Return 0 after an error."""
-        return self._ask(lambda meter: meter.measure(group, fed()), 0.0)
+    def measure(self, group: int, gradients: Callable[[], GroupGradients]) -> float:
+        """Call `GainMeter.measure` with the result of `gradients`. Return 0 after an error."""
+        return self._ask(lambda meter: meter.measure(group, gradients()), 0.0)
 
-    def correct(self, group: int, name: str, kept: Callable[[], float]) -> None:
+    def correct(self, group: int, option: str, kept: Callable[[], float]) -> None:
         """Call `GainMeter.correct` with the result of `kept`. Do nothing after an error."""
-        self._ask(lambda meter: meter.correct(group, name, kept()), None)
+        self._ask(lambda meter: meter.correct(group, option, kept()), None)
 
-    def gains(self) -> dict[str, float]:
-        """Return `GainMeter.gains`; empty after an error."""
-        return self._ask(lambda meter: meter.gains(), {})
+    def finish(self) -> None:
+        """Compute `gains`, when all groups are measured. It takes some milliseconds per codec."""
+        self.gains = self._ask(lambda meter: meter.gains(), {})
+
+    def kept(self) -> dict[str, float]:
+        """Return `GainMeter.kept`; empty after an error."""
+        return self._ask(lambda meter: meter.kept(), {})
 
     def curve(self) -> tuple[float, ...]:
         """Return `GainMeter.curve`; empty after an error."""

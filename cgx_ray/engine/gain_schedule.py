@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from cgx_ray.codecs import Codec, make_codec
+from cgx_ray.engine.gain_history import GradientHistory
 from cgx_ray.engine.gain_meter import GainMeter
-from cgx_ray.plan import CodecSpec
+from cgx_ray.plan import CodecSpec, Layer
 
 # Step 0 has the buckets that DDP has not rebuilt yet, and cold caches. Step 1 is the first one worth measuring.
 FIRST_STEP = 1
@@ -25,8 +26,9 @@ class GainSchedule:
                      steps, so the largest value over ranks counts
     """
 
-    def __init__(self, candidates: Sequence[CodecSpec]) -> None:
+    def __init__(self, candidates: Sequence[CodecSpec], layers: Sequence[Layer]) -> None:
         self.affordable_from = 0
+        self._history = GradientHistory(layers)
         self._candidates = _by_name(candidates)
         self._interval_steps = INTERVAL_STEPS
         self._max_time_share: float | None = MAX_TIME_SHARE
@@ -48,7 +50,7 @@ class GainSchedule:
 
     def meter(self, key: int) -> GainMeter:
         """Return a meter of all candidates for one step. `key` seeds their random numbers."""
-        return GainMeter(self._candidates, key)
+        return GainMeter(self._candidates, self._history, key)
 
     def charge(self, step: int, step_s: float, meter_s: float) -> None:
         """Postpone the next measurement until `meter_s`, spent in `step`, is no more than the allowed share."""

@@ -12,7 +12,7 @@ from cgx_ray.codecs.codec import HOST, is_finite
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Handle, Phases, Transport, make_exchange
-from cgx_ray.engine.gain_meter import StepMeter
+from cgx_ray.engine.gain_meter import GroupGradients, StepMeter
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Scheme
 
@@ -99,10 +99,11 @@ class Group:
         views = [self._arrived[name] for name in self._slices]
         in_place_N = self._joint_memory(views)
         grad_N = in_place_N if in_place_N is not None else self._gather(views)
+        layers = dict(zip(self._slices, views, strict=True)) if in_place_N is not None else self._slices
         if self._memory is None:
-            self._pay_residuals(dict(zip(self._slices, views, strict=True)) if in_place_N is not None else self._slices)
+            self._pay_residuals(layers)
         metered = gain if self._is_compressible else None
-        energy = metered.measure(self.index, lambda: self._fed(grad_N)) if metered is not None else 0.0
+        energy = metered.measure(self.index, lambda: self._gradients(grad_N, layers)) if metered is not None else 0.0
         phases.lap("encode")
         yield from self.exchange.turns(grad_N, self._memory, stamp, seed, phases)
         if in_place_N is None:
@@ -111,7 +112,7 @@ class Group:
         self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
             left_N = self._own_memory.next_N
-            metered.correct(self.index, str(self.plan.option.codec), lambda: 1 - float(left_N.norm()) ** 2 / energy)
+            metered.correct(self.index, str(self.plan.option), lambda: 1 - float(left_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
 
@@ -129,8 +130,11 @@ class Group:
             if name not in unused:
                 self._memories.forget(name)
 
-    def _fed(self, grad_N: Tensor) -> Tensor:
-        return grad_N if self._own_memory is None else self._codec.feed(grad_N, self._own_memory)
+    def _gradients(self, grad_N: Tensor, layers: Mapping[str, Tensor]) -> GroupGradients:
+        """Return what `GainMeter` measures, before it is encoded. `layers`: the parts of `grad_N`."""
+        fed_N = grad_N if self._own_memory is None else self._codec.feed(grad_N, self._own_memory)
+        large = {layer.name: layers[layer.name].view(-1) for layer in self._layers if not layer.is_small}
+        return GroupGradients(fresh=grad_N, fed=fed_N, layers={} if self._paid else large)
 
     def _gather(self, views: Sequence[Tensor]) -> Tensor:
         for view, part in zip(views, self._slices.values(), strict=True):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Option, options_of
 from cgx_ray.planner.cost import check_seconds
+from cgx_ray.planner.fidelity import measured_progress
 
 
 def candidate_codecs(densities: Iterable[float]) -> tuple[CodecSpec, ...]:
-    """Return none, bf16, qsgd 4/128, and topk of each density."""
+    """Return none, bf16, qsgd 4/128, and topk of each density: what benches of the planner choose from."""
     sparse = {density: CodecSpec(name="topk", density=density) for density in densities}
     return (NONE, CodecSpec(name="bf16"), CodecSpec(name="qsgd", bits=4, bucket_size=128), *sparse.values())
 
@@ -67,11 +68,12 @@ def codec_cost_of(costs: Mapping[str, CodecCost], codec: CodecSpec) -> CodecCost
     return cost
 
 
-def efficiency(gain: float) -> float:
+def efficiency(gain: float, codec: CodecSpec) -> float:
     """Return the progress of a step with this gain as a share of a dense step's, in (0, 1].
 
-    Below 1 it is the gain itself (GraVAC: throughput times gain). Stochastic codecs have gains above 1 because they add
-    noise: the second moment grows to `gain` times that of the gradient, so progress shrinks to 1 / gain. Departure from
-    GraVAC, which has no such codec and would reward the noise.
+    Codecs without feedback whose loss was measured: dense's loss over theirs (`fidelity.measured_progress`). Others:
+    the gain itself (GraVAC: throughput times gain), or 1 / gain if it is above 1, which is a second moment that noise
+    has raised. Departure from GraVAC, which has no such codecs and would reward the noise.
     """
-    return min(gain, 1 / gain)
+    measured = measured_progress(codec, gain)
+    return measured if measured is not None else min(gain, 1 / gain)

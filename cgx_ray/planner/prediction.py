@@ -24,7 +24,8 @@ class Measured:
     layers       in registration order
     backward_s   of each layer, in the order of backward, the reverse of `layers`; the first includes forward
     codec_costs  by `str(CodecSpec)`, else by codec name; "none" is free by default
-    gain         compression gain by `str(Option)`, else by `str(CodecSpec)`; options without one are not chosen
+    gain         compression gain by `str(Option)`, else of the flat option, else by `str(CodecSpec)`; options without
+                 one are not chosen
     after_s      seconds of a step after the last exchange: the optimizer
     encodes_on   "backward" if encoding and decoding take the processor from backward, as they do where few cores do
                  both; "thread" if they work beside it
@@ -64,8 +65,13 @@ class Measured:
         """Return the progress under `option` as a share of a dense step's; None if its gain was not measured."""
         if option.codec.name == "none":
             return 1.0
-        gain = self.gain.get(str(option), self.gain.get(str(option.codec)))
-        return efficiency(gain) if gain is not None else None
+        gain = self.gain_of(option)
+        return efficiency(gain, option.codec) if gain is not None else None
+
+    def gain_of(self, option: Option) -> float | None:
+        """Return the gain of `option`; None if it is unknown."""
+        names = (str(option), str(option.flat()), str(option.codec))
+        return next((self.gain[name] for name in names if name in self.gain), None)
 
     def slowed(self, factor: float) -> Measured:
         """Return the measurements with `factor` times the times of links and codecs."""

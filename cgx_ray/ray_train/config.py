@@ -20,7 +20,7 @@ from cgx_ray.control.controller import Controller, History
 from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError
 from cgx_ray.monitors.agent import NodeAgent
-from cgx_ray.planner.options import candidate_options
+from cgx_ray.planner.options import codec_options
 from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
 from cgx_ray.ray_train.worker import close_ray_session, open_ray_session, state_file
 from cgx_ray.session.attachment import process
@@ -130,7 +130,7 @@ def make_policy(settings: Settings) -> Policy:
     """Return the policy that `settings.policy` names."""
     if settings.policy == "static":
         return StaticPolicy()
-    return AdaptivePolicy(candidate_options(settings.densities), min_gain=settings.min_gain)
+    return AdaptivePolicy(codec_options(settings.candidate_codecs()), min_gain=settings.min_gain)
 
 
 def _start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -62,7 +63,13 @@ def _meets(value: float, goal: str) -> bool:
 
 def write_result(bench: str, rows: Sequence[Row], path: str) -> None:
     """Write `rows` as JSON to the file `path`, or to standard output for "-"."""
-    result = {"bench": bench, "commit": commit(), "machine": machine(), "rows": [asdict(row) for row in rows]}
+    result = {
+        "bench": bench,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "machine": machine(),
+        "rows": [asdict(row) for row in rows],
+    }
     write_json(path, result)
 
 

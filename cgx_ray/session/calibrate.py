@@ -11,7 +11,7 @@ import torch
 
 from cgx_ray.codecs import make_codec
 from cgx_ray.plan import CodecSpec
-from cgx_ray.planner.options import CodecCost, candidate_codecs
+from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.profile import fit_cost
 from cgx_ray.session.settings import Settings
 
@@ -68,7 +68,7 @@ NUM_ROUNDS = 5
 
 def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecCost]:
     """Return the time of every candidate codec on `device`, which holds the gradients, by `str(CodecSpec)`."""
-    return {str(codec): measure_codec(codec, device=device) for codec in candidate_codecs(settings.densities)}
+    return {str(codec): measure_codec(codec, device=device) for codec in settings.candidate_codecs()}
 
 
 def measure_codec(

@@ -17,7 +17,6 @@ from cgx_ray.engine.layers import averaged_parameters, layers_of, sparse_modules
 from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.errors import CGXError, ConfigError, listed
 from cgx_ray.plan import CodecSpec, Layer, Plan
-from cgx_ray.planner.options import candidate_codecs
 from cgx_ray.session.agree import agree, as_own, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
@@ -76,7 +75,7 @@ def _candidates(settings: Settings) -> list[CodecSpec]:
     """Return the codecs whose gain the policy needs."""
     if settings.policy != "adaptive":
         return []
-    return [codec for codec in candidate_codecs(settings.densities) if codec.name != "none"]
+    return [codec for codec in settings.candidate_codecs() if codec.name != "none"]
 
 
 def _make_cuda_group(device: torch.device, group: dist.ProcessGroup, settings: Settings) -> dist.ProcessGroup | None:

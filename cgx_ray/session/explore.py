@@ -93,7 +93,7 @@ def explore(
         with _restored(engine, stateful):
             _enter(engine, plan, step)
         with _restored(engine, stateful), engine.metered([option.codec], GAIN_INTERVAL_STEPS):
-            own = _measure(engine, step, iterations, str(option.codec))
+            own = _measure(engine, step, iterations, option)
         trials.append(_trial(option, own, group, iterations))
     best = knee(trials)
     with _restored(engine, stateful):
@@ -131,7 +131,7 @@ def _trial(option: Option, own: _Measured, group: dist.ProcessGroup, iterations:
     )
 
 
-def _measure(engine: Engine, step: Callable[[int], object], iterations: int, codec: str) -> _Measured:
+def _measure(engine: Engine, step: Callable[[int], object], iterations: int, option: Option) -> _Measured:
     """Return this rank's seconds to code and to exchange, and its gain: means over the steps that measured each.
 
     Missing: steps whose sample was lost, and gains of gradients that were 0 or not finite. If all are missing, that is
@@ -144,8 +144,8 @@ def _measure(engine: Engine, step: Callable[[int], object], iterations: int, cod
             continue
         if sample.step % GAIN_INTERVAL_STEPS != FIRST_STEP:
             times.append((sample.encode_s + sample.decode_s, sample.exchange_s))
-        elif codec in sample.gain:
-            gains.append(sample.gain[codec])
+        elif (kept := sample.kept.get(str(option), sample.gain.get(str(option.codec)))) is not None:
+            gains.append(kept)
     return _means(times), math.fsum(gains) / len(gains) if gains else None
 
 

@@ -10,7 +10,8 @@ from cgx_ray.collectives.simulated_link import SimulatedLink
 from cgx_ray.collectives.tcp import NUM_STREAMS
 from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Intra, Layer, Option, Plan, Scheme, make_plan
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, NONE, CodecSpec, Intra, Layer, Option, Plan, Scheme, make_plan
+from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 
 POLICIES = ("adaptive", "static")
@@ -33,8 +34,13 @@ class Settings:
                     `codec` over `scheme` for the whole run
     codec, scheme   for policy "static". The codec is a CodecSpec, or text for `CodecSpec.parse`
     intra           for policy "static": "dense" or "compressed" sums inside nodes first, see `collectives.hierarchical`
-    densities       densities of top-k that policy "adaptive" may choose; () leaves top-k out
-    min_gain        policy "adaptive" leaves out codecs whose gain is smaller
+    fidelity        codecs that policy "adaptive" may choose, by the loss that they were measured to cost: "strict" at
+                    most 1 % over dense, "balanced" 5 %, "fast" also top-k. See `planner.fidelity`
+    densities       densities of top-k for fidelity "fast"; None: 0.1, 0.033, 0.011, 0.004 and 0.001
+    candidates      codecs that policy "adaptive" may choose, as text for `CodecSpec.parse`, in place of those of a
+                    fidelity
+    min_gain        policy "adaptive" leaves out codecs whose gain is smaller. For codecs without error feedback whose
+                    loss was measured, dense's loss over theirs takes the place of the gain
     group_bytes     dense bytes that are encoded and sent together. Policy "adaptive" uses it until its first decision
     seed            of the codecs' random numbers
     transport       between two ranks: "tcp" is cgx_ray's own connections, "gloo" is torch.distributed's
@@ -50,7 +56,9 @@ class Settings:
     codec: str = "qsgd"
     scheme: str = "sra"
     intra: str = "flat"
-    densities: tuple[float, ...] = CANDIDATE_DENSITIES
+    fidelity: str = Fidelity.STRICT.value
+    densities: tuple[float, ...] | None = None
+    candidates: tuple[str, ...] | None = None
     min_gain: float = 0.8
     group_bytes: int = DEFAULT_GROUP_BYTES
     seed: int = 0
@@ -61,7 +69,13 @@ class Settings:
     simulated_link: SimulatedLink | None = None
 
     def __post_init__(self) -> None:
-        names = {"policy": POLICIES, "scheme": tuple(Scheme), "intra": tuple(Intra), "transport": TRANSPORTS}
+        names = {
+            "policy": POLICIES,
+            "scheme": tuple(Scheme),
+            "intra": tuple(Intra),
+            "fidelity": tuple(Fidelity),
+            "transport": TRANSPORTS,
+        }
         for name, known in names.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
@@ -77,10 +91,42 @@ class Settings:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give 1 or more")
         self._check_choice()
         self._check_transport()
-        if not isinstance(self.densities, tuple | list):
-            raise ConfigError(f"densities {self.densities!r} is not allowed; give a tuple such as (0.1, 0.01)")
-        for density in self.densities:
-            CodecSpec(name="topk", density=density)
+        self._check_candidates()
+
+    def _check_candidates(self) -> None:
+        if self.densities is not None:
+            if not isinstance(self.densities, tuple | list):
+                raise ConfigError(f"densities {self.densities!r} is not allowed; give a tuple such as (0.1, 0.01)")
+            for density in self.densities:
+                CodecSpec(name="topk", density=density)
+            if self.densities and self.fidelity != Fidelity.FAST:
+                raise ConfigError(
+                    f"densities {self.densities!r} are not allowed with fidelity {str(self.fidelity)!r}, which chooses "
+                    "codecs by their measured loss; give fidelity='fast' to allow top-k at these densities, or leave "
+                    "densities out"
+                )
+        if self.candidates is None:
+            return
+        if not isinstance(self.candidates, tuple | list) or not self.candidates:
+            raise ConfigError(
+                f"candidates {self.candidates!r} is not allowed; give one codec or more, such as "
+                "('qsgd:bits=4', 'topk:density=0.1'), or None to choose by fidelity"
+            )
+        if self.densities:
+            raise ConfigError(
+                f"densities {self.densities!r} and candidates are both given; name the densities among the candidates, "
+                f"such as 'topk:density={self.densities[0]:g}'"
+            )
+        # As text, so that settings that mean the same are the same.
+        self.candidates = tuple(
+            str(codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)) for codec in self.candidates
+        )
+
+    def candidate_codecs(self) -> tuple[CodecSpec, ...]:
+        """Return none, and the codecs that policy "adaptive" may choose."""
+        if self.candidates is not None:
+            return tuple(dict.fromkeys([NONE, *map(CodecSpec.parse, self.candidates)]))
+        return codecs_of(self.fidelity, CANDIDATE_DENSITIES if self.densities is None else self.densities)
 
     def _check_choice(self) -> None:
         if isinstance(self.codec, CodecSpec):
@@ -113,6 +159,7 @@ class Settings:
             "codec": str(CodecSpec.parse(self.codec)),
             "scheme": str(self.scheme),
             "intra": str(self.intra),
+            "fidelity": str(self.fidelity),
             "timeout_s": float(self.timeout_s),
         }
         return {field.name: repr(plain.get(field.name, getattr(self, field.name))) for field in fields(Settings)}

@@ -59,7 +59,7 @@ def rows(run) -> dict[str, dict[str, Any]]:
 def test_it_writes_the_common_shape_and_each_row_once(run, rows):
     written = run[0]
     assert written["bench"] == "kernels"
-    assert written.keys() == {"bench", "commit", "machine", "rows"}
+    assert written.keys() == {"bench", "date", "commit", "machine", "rows"}
     assert len(rows) == len(written["rows"])
     assert (rows["numel"]["value"], rows["threads"]["value"]) == (NUMEL, 1)
 

@@ -21,7 +21,7 @@ from cgx_ray.control.joined_steps import join
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.sample import Transfer
+from cgx_ray.monitors.sample import CURVE_DENSITIES, Transfer
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, GroupPlan, Intra, Layer, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, hierarchical_terms, terms
 from cgx_ray.session.settings import Settings
@@ -108,7 +108,7 @@ def test_ranks_hold_identical_weights_after_every_step(codec: str, scheme: str, 
 
 
 def _gain(rank: int, nodes: Nodes) -> tuple[float, float]:
-    """Return top-k's gain as the engine reports it while ranks owe something, and that of this rank's gradient."""
+    """Return top-k's gain in the engine's curve while ranks owe something, and that of this rank's gradient."""
     spec = CodecSpec(name="topk", density=0.1)
     layer = nn.Linear(3000, 1, bias=False)
     model = DistributedDataParallel(layer)
@@ -124,7 +124,7 @@ def _gain(rank: int, nodes: Nodes) -> tuple[float, float]:
     engine.close()
     assert engine.last_step is not None
     kept = x_1N.abs().topk(300).values.square().sum() / x_1N.square().sum()
-    return engine.last_step.gain[str(spec)], float(kept)
+    return engine.last_step.gain_curve[CURVE_DENSITIES.index(spec.density)], float(kept)
 
 
 def test_gains_are_those_of_a_ranks_gradient_without_what_it_owes_of_its_nodes() -> None:

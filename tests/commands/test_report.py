@@ -151,7 +151,7 @@ def test_a_goal_is_judged_on_the_ratio_if_there_is_one():
 def test_results_go_to_standard_output_in_the_common_shape(capsys):
     write_result("demo", [Row(name="x", value=2.0, unit="x", goal=">= 3")], "-")
     result = json.loads(capsys.readouterr().out)
-    assert set(result) == {"bench", "commit", "machine", "rows"}
+    assert set(result) == {"bench", "date", "commit", "machine", "rows"}
     assert set(result["rows"][0]) == {"name", "value", "unit", "baseline", "limit", "ratio", "goal", "met"}
     assert result["rows"][0]["met"] is False
     assert result["machine"]["cores"] >= 1

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 import pytest
 
 from cgx_ray.control.gains import NUM_MEASUREMENTS, GainWatch
+from cgx_ray.control.learning_phase import LearningPhase
 
 TOPK, QSGD = "topk:density=0.01", "qsgd:bits=4,bucket_size=128"
+STAR = f"{TOPK} over artopk_ring"
 # Gains of top-1.1 % at every 20th step while the demo's GPT (width 128, 3 layers, batches of 8) trained with top-10 %.
 # Before the 31st measurement the bytes of its text were permuted.
 RECORDED = """
@@ -76,18 +78,81 @@ def test_a_codec_that_drops_more_than_there_is_keeps_next_to_nothing() -> None:
     assert watched.gain[TOPK] > 0
 
 
-def test_under_a_new_plan_its_codecs_are_held_against_what_was_expected_and_others_start_anew() -> None:
+def test_under_a_new_plan_its_options_are_held_against_what_was_expected_and_predictions_go_on() -> None:
     watched = GainWatch()
     for _ in range(10):
-        watched.add({TOPK: 0.9, QSGD: 0.9})
+        watched.add({STAR: 0.9, QSGD: 0.9})
     decided = watched.gain
-    watched.start_plan([TOPK])
+    watched.start_plan([STAR])
     assert watched.gain == decided, "until something is measured"
-    watched.add({TOPK: 0.6, QSGD: 0.6})
-    assert watched.gain == {TOPK: 0.6, QSGD: 0.6}
-    watched.add({TOPK: 0.6, QSGD: 0.6})
-    assert watched.cause(decided) == f"gain of {TOPK} fell from 0.90 to 0.60"
+    watched.add({STAR: 0.9, QSGD: 0.9}, {STAR: 0.6}, settled=[STAR])
+    assert watched.gain == {STAR: 0.6, QSGD: pytest.approx(0.9)}
+    watched.add({STAR: 0.9, QSGD: 0.9}, {STAR: 0.6}, settled=[STAR])
+    assert watched.cause(decided) == f"gain of {STAR} fell from 0.90 to 0.60"
     assert watched.cause({QSGD: 0.9}) is None
+
+
+def test_an_option_that_has_no_prediction_of_its_own_is_held_against_that_of_its_codec() -> None:
+    option = f"{TOPK} over allgather"
+    watched = GainWatch()
+    for _ in range(3):
+        watched.add({TOPK: 0.9})
+    decided = watched.gain
+    watched.start_plan([option])
+    for _ in range(2):
+        watched.add({TOPK: 0.9}, {option: 0.6}, settled=[option])
+    assert watched.cause(decided) == f"gain of {option} fell from 0.90 to 0.60"
+    assert watched.gain == {TOPK: pytest.approx(0.9), option: 0.6}
+    watched.start_plan([])
+    watched.add({TOPK: 0.9})
+    assert watched.gain[option] == pytest.approx(0.6), "by the learned ratio"
+
+
+def test_until_an_option_has_settled_its_gain_counts_only_if_it_is_less_than_predicted() -> None:
+    watched = GainWatch([STAR])
+    watched.add({STAR: 0.5}, {STAR: 0.9})
+    assert (watched.gain, watched.ratios) == ({STAR: 0.5}, {})
+    watched.add({STAR: 0.5}, {STAR: 0.4})
+    assert watched.gain[STAR] == pytest.approx(0.45)
+    assert watched.ratios[STAR] == pytest.approx(0.8)
+
+
+def test_a_learned_ratio_corrects_later_predictions_and_follows_slowly() -> None:
+    watched = GainWatch(ratios={STAR: 0.5})
+    watched.add({TOPK: 0.8, STAR: 0.8})
+    assert watched.gain == {TOPK: 0.8, STAR: pytest.approx(0.4)}
+    watched.start_plan([STAR])
+    for _ in range(NUM_MEASUREMENTS):
+        watched.add({TOPK: 0.8, STAR: 0.8}, {STAR: 0.8}, settled=[STAR])
+    assert watched.gain[STAR] == pytest.approx(0.8)
+    assert watched.ratios[STAR] == pytest.approx(1 - 0.5 * 0.9**NUM_MEASUREMENTS)
+
+
+def test_a_sparse_codec_can_be_used_once_two_measurements_agree() -> None:
+    watched = GainWatch()
+    for gain, usable in ((0.9, False), (0.5, False), (0.55, True), (0.9, True)):
+        watched.add({TOPK: gain, QSGD: 0.98})
+        assert (TOPK in watched.usable, QSGD in watched.usable) == (usable, True), gain
+
+
+@pytest.mark.parametrize(
+    ("norms", "is_on"),
+    [
+        ([5.0], False),
+        ([5.0, 2.4], True),
+        ([5.0, 2.4, 0.8, 0.95, 1.06, 1.2], True),
+        ([0.9, 1.2, 1.0, 2.5, 1.3, 1.1], False),
+        ([5.0, 5.0, 1.0, 1.1, 0.9, 1.2, 1.0, 0.9], False),
+        ([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], True),
+        ([1.0, 0.0, float("nan"), float("inf"), 1.0], False),
+    ],
+)
+def test_a_learning_phase_is_one_in_which_the_norm_moves_by_half(norms: list[float], is_on: bool) -> None:
+    phase = LearningPhase()
+    for norm in norms:
+        phase.add(norm)
+        phase.add(None)
+    assert phase.is_on == is_on
 
 
 def test_of_gains_that_changed_together_that_of_the_codec_in_use_is_said() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.plan import CodecSpec
+from cgx_ray.plan import CodecSpec, Option, Scheme
 from cgx_ray.session.attachment import process
 from cgx_ray.session.explore import Exploration, _measure
 from cgx_ray.session.settings import Settings
@@ -139,9 +139,13 @@ def test_ranks_without_gradients_do_not_count_and_bad_candidates_are_refused_bef
     assert "0 or not finite in all 2 steps with topk:density=0.3" in first["nobody"]
 
 
-def _sample(step: int, exchange_s: float, gain: float | None = None) -> Any:
-    gains = {"topk": gain} if gain is not None else {}
-    return SimpleNamespace(step=step, encode_s=1.0, decode_s=2.0, exchange_s=exchange_s, gain=gains)
+TOPK = Option(codec=CodecSpec(name="topk", density=0.1), scheme=Scheme.ALLGATHER)
+
+
+def _sample(step: int, exchange_s: float, kept: float | None = None) -> Any:
+    """Return a sample that has measured what TOPK kept, and predicted another gain for it, if `kept` is given."""
+    own = ({str(TOPK): kept}, {str(TOPK.codec): 0.9}) if kept is not None else ({}, {})
+    return SimpleNamespace(step=step, encode_s=1.0, decode_s=2.0, exchange_s=exchange_s, kept=own[0], gain=own[1])
 
 
 @pytest.mark.parametrize(
@@ -163,7 +167,7 @@ def test_a_step_counts_by_its_own_sample_or_not_at_all(samples: list[Any], measu
         engine.step += 1
         engine.last_step = samples[iteration] or engine.last_step
 
-    assert _measure(engine, step, 4, "topk") == measured
+    assert _measure(engine, step, 4, TOPK) == measured
 
 
 def _explore_without_samples(rank: int) -> tuple[Any, str]:

@@ -38,7 +38,7 @@ def _gain_in_use(rank: int, scheme: Scheme) -> tuple[float, float]:
     left_N = engine.state()["residuals"]["weight"]
     engine.close()
     assert engine.last_step is not None
-    return engine.last_step.gain[str(spec)], 1 - float(left_N.norm() / fed_N.norm()) ** 2
+    return engine.last_step.kept[str(group.option)], 1 - float(left_N.norm() / fed_N.norm()) ** 2
 
 
 @pytest.mark.parametrize("scheme", [Scheme.ALLGATHER, Scheme.ARTOPK_RING])
@@ -56,11 +56,11 @@ class _PricedMeter(GainMeter):
 
     price_s = 0.0
 
-    def measure(self, group: int, grad_N: torch.Tensor) -> float:
-        energy = super().measure(group, grad_N)
+    def gains(self) -> dict[str, float]:
+        gains = super().gains()
         time.sleep(self.price_s)
         self.seconds = self.price_s
-        return energy
+        return gains
 
 
 def _metered_steps(rank: int, prices_s: list[float]) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.codecs.codec import KINDS
-from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.plan import CodecSpec, Lease, Scheme
 
 
 def _paid_back(rank: int, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -87,6 +89,66 @@ def test_ranks_hold_identical_weights_through_200_steps_with_two_plan_changes() 
     # The last rank receives plan 1 before step 59. The ranks send that in step 59 and read it in step 60.
     assert versions.index(1) == 60
     assert versions.index(2) == 121
+
+
+def _lease(rank: int, accept_at: int | None) -> tuple[list[str], list[int], str]:
+    """Begin a trial of top-k after step 5, until step 12; hold it for good at `accept_at`. Return hashes, versions and
+    the error of a plan that has the fallback's version."""
+    model = DistributedDataParallel(Branches())
+    layers = cgx_ray.layers_of(model)
+    attachment = cgx_ray.attach(model, codec="none", scheme="dense")
+    fallback = cgx_ray.make_plan(layers, version=2, world_size=3)
+    trial = cgx_ray.make_plan(layers, version=1, world_size=3, codec="topk:density=0.05")
+    hashes, versions = [], []
+    for step in range(24):
+        if step == 3 + rank:
+            attachment.hold(replace(trial, lease=Lease(last_step=12, fallback=fallback)))
+            with pytest.raises(cgx_ray.PlanError) as caught:
+                attachment.hold(fallback)
+        if accept_at is not None and step == accept_at + rank:
+            attachment.hold(replace(trial, version=3))
+        hashes += train(model, rank, range(step, step + 1))
+        assert attachment.last_step is not None
+        versions.append(attachment.last_step.plan_version)
+    attachment.close()
+    return hashes, versions, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("accept_at", "expected"),
+    [
+        (None, [0] * 6 + [1] * 8 + [2] * 10),
+        # Accepted in time: the fallback never comes into force.
+        (7, [0] * 6 + [1] * 4 + [3] * 14),
+        # Rank 2 hears of it after the end of the trial.
+        (12, [0] * 6 + [1] * 8 + [2] * 1 + [3] * 9),
+    ],
+)
+def test_a_plan_on_lease_returns_to_its_fallback_on_all_ranks_unless_it_is_accepted(
+    accept_at: int | None, expected: list[int]
+) -> None:
+    results = run_ranks(3, _lease, accept_at)
+    hashes, versions, refused = results[0]
+    assert versions == expected
+    assert all((other[0], other[1]) == (hashes, versions) for other in results)
+    assert refused == "plan 2 is not newer than plan 2; give it a higher version"
+
+
+def test_a_lease_travels_with_its_plan_and_its_fallback_must_fit() -> None:
+    layers = cgx_ray.layers_of(Branches())
+    plan = cgx_ray.make_plan(layers, version=4, world_size=2, codec="qsgd")
+    fallback = cgx_ray.make_plan(layers, version=5, world_size=2)
+    on_trial = replace(plan, lease=Lease(last_step=9, fallback=fallback))
+    assert cgx_ray.Plan.from_json(on_trial.to_json()) == on_trial
+    nested = replace(fallback, lease=Lease(last_step=9, fallback=replace(fallback, version=6)))
+    for wrong in (plan, cgx_ray.make_plan(layers, version=5, world_size=3), nested):
+        with pytest.raises(cgx_ray.PlanError, match="plan 4 for world size 2 has a lease with fallback"):
+            replace(plan, lease=Lease(last_step=9, fallback=wrong))
+    of_others = replace(plan, lease=Lease(last_step=9, fallback=cgx_ray.make_plan(layers[1:], version=5, world_size=2)))
+    with pytest.raises(cgx_ray.PlanError, match="the model has"):
+        of_others.check(layers, 2)
+    with pytest.raises(cgx_ray.PlanError, match="not a plan"):
+        cgx_ray.Plan.from_json(on_trial.to_json().replace('"last_step": 9, ', ""))
 
 
 def _bad_plans(rank: int) -> list[str]:

@@ -177,8 +177,9 @@ def test_an_option_without_a_measured_gain_cannot_be_scored() -> None:
 
 
 def test_noise_above_the_gradient_is_no_gain() -> None:
-    assert efficiency(0.8) == 0.8
-    assert efficiency(1.25) == 0.8
+    codec = CodecSpec(name="topk", density=0.1)
+    assert efficiency(0.8, codec) == 0.8
+    assert efficiency(1.25, codec) == 0.8
 
 
 def test_impossible_options_and_costs_are_refused() -> None:

@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import GetTimeoutError
 from ray.train.torch import TorchConfig
 from support.control_runs import DENSITIES, start
 
 import cgx_ray
 from cgx_ray.control.worker_group import LINK_STEPS
-from cgx_ray.planner.options import candidate_codecs, candidate_options
+from cgx_ray.plan import CodecSpec
+from cgx_ray.planner.fidelity import codecs_of, describe_costs
+from cgx_ray.planner.options import candidate_options
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.ray_train import config as ray_config
 from cgx_ray.ray_train.config import make_policy
+from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
 
 
@@ -49,12 +54,62 @@ def test_a_time_out_that_nobody_can_wait_for_is_refused(timeout_s: Any) -> None:
     assert Settings(timeout_s=0.5).timeout_s == 0.5
 
 
-def test_a_config_without_densities_gives_the_policy_no_sparse_codec() -> None:
-    settings = cgx_ray.CGXConfig(densities=()).settings()
-    assert [codec.name for codec in candidate_codecs(settings.densities)] == ["none", "bf16", "qsgd"]
+def _codecs(settings: Settings) -> set[str]:
+    """Return the codecs that the policy of `settings` may choose."""
     options = make_policy(settings)._options  # type: ignore[attr-defined]
-    assert {option.codec.name for option in options} == {"none", "bf16", "qsgd"}
-    assert all(option.codec.density is None and not option.scheme.is_artopk for option in options)
+    return {str(option.codec) for option in options}
+
+
+def test_the_default_chooses_among_codecs_that_keep_the_loss() -> None:
+    settings = cgx_ray.CGXConfig().settings()
+    assert settings.fidelity == "strict"
+    assert _codecs(settings) == {str(codec) for codec in codecs_of("strict")}
+    assert _codecs(cgx_ray.CGXConfig(densities=()).settings()) == _codecs(settings)
+
+
+def test_fast_adds_top_k_at_the_densities() -> None:
+    sparse = {f"topk:density={density:g}" for density in CANDIDATE_DENSITIES}
+    assert sparse <= _codecs(Settings(fidelity="fast"))
+    assert _codecs(Settings(fidelity="fast", densities=(0.2,))) == {str(c) for c in codecs_of("fast", (0.2,))}
+    assert _codecs(Settings(fidelity="fast", densities=())) == _codecs(Settings(fidelity="balanced"))
+
+
+def test_the_times_of_all_candidates_are_measured_before_a_run() -> None:
+    settings = Settings(candidates=("qsgd:bits=2", "terngrad"))
+    assert list(measure_codecs(settings, torch.device("cpu"))) == [
+        "none",
+        "qsgd:bits=2,bucket_size=128",
+        "terngrad:bucket_size=128",
+    ]
+
+
+def test_candidates_take_the_place_of_a_fidelity() -> None:
+    settings = cgx_ray.CGXConfig(candidates=["qsgd:bits=4", CodecSpec.parse("topk:density=0.1")]).settings()
+    assert settings.candidates == ("qsgd:bits=4,bucket_size=128", "topk:density=0.1")
+    assert _codecs(settings) == {"none", *settings.candidates}
+    assert settings == cgx_ray.CGXConfig(candidates=("qsgd", "topk:density=0.1")).settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"fidelity": "exact"}, "unknown fidelity 'exact'; known: strict, balanced, fast"),
+        ({"densities": (0.1,)}, r"densities \(0.1,\) are not allowed with fidelity 'strict'.*give fidelity='fast'"),
+        ({"densities": (0.1,), "fidelity": "balanced"}, "not allowed with fidelity 'balanced'"),
+        ({"candidates": ()}, r"candidates \(\) is not allowed; give one codec or more"),
+        ({"candidates": "qsgd"}, "candidates 'qsgd' is not allowed; give one codec or more"),
+        ({"candidates": ("zip",)}, "unknown codec 'zip'"),
+        ({"candidates": (4,)}, "codec 4 is not allowed; give text"),
+        (
+            {"candidates": ("qsgd",), "densities": (0.1,), "fidelity": "fast"},
+            "both given; name the densities among the candidates, such as 'topk:density=0.1'",
+        ),
+    ],
+)
+def test_a_choice_of_codecs_that_is_not_allowed_is_one_clear_error(given: dict[str, Any], says: str) -> None:
+    for config in (Settings, cgx_ray.CGXConfig):
+        with pytest.raises(cgx_ray.ConfigError, match=says):
+            config(**given)
 
 
 @pytest.mark.parametrize(("densities", "chosen"), [(DENSITIES, {"none", "topk"}), ((), {"none", "qsgd"})])
@@ -65,6 +120,15 @@ def test_top_k_is_chosen_on_a_very_slow_network_unless_there_are_no_densities(
     run.gbps = 0.001
     run.run(LINK_STEPS)
     assert {group.option.codec.name for group in run.loop.plans[-1].groups} == chosen
+
+
+def test_the_reason_names_the_loss_of_codecs_that_strict_does_not_allow(tmp_path: Path) -> None:
+    run = start(tmp_path, min_gain=0.2, options=candidate_options(DENSITIES))
+    run.gbps = 0.001
+    (decision,) = run.run(LINK_STEPS)
+    (sparse,) = {group.option.codec for group in run.loop.plans[-1].groups if group.option.codec.name == "topk"}
+    assert decision.reason.endswith(describe_costs([sparse]))
+    assert "above dense's loss" in decision.reason
 
 
 class _Ending:

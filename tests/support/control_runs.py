@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.measured import is_dense
 from cgx_ray.control.policy import AdaptivePolicy, Decision
 from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample, Transfer
-from cgx_ray.plan import Layer, Option, make_plan
+from cgx_ray.plan import Layer, Option, Plan, make_plan
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.planner.options import CodecCost, candidate_options
 
@@ -50,19 +51,27 @@ QUIET = HostLoad(sent_bytes_per_s=0.0, received_bytes_per_s=0.0)
 
 @dataclass
 class FakeTraining:
-    """A training whose steps take as long as flat schemes do by the cost model, times `slowdown` except when dense."""
+    """A training whose steps take as long as flat schemes do by the cost model, times `slowdown` except when dense.
+
+    slowdown_of  by codec name, another factor for plans that use it
+    returns      the ranks run the fallback of a plan on trial
+    """
 
     loop: ControlLoop
     gbps: float = 1.0
     compute_s: float = 0.3
     slowdown: float = 1.0
+    slowdown_of: dict[str, float] = field(default_factory=dict)
     gain: dict[str, float] = field(default_factory=lambda: dict(GAIN))
+    kept: dict[str, float] = field(default_factory=dict)
+    norm: float | None = None
     late_rank_s: float = 0.0
     step: int = 0
     noise: float = 0.0
     latency_s: float = 1e-4
     num_local: int = 1
     jitter: float = 0.0
+    returns: bool = False
 
     def run(self, num_steps: int) -> list[Decision]:
         decisions = []
@@ -80,8 +89,16 @@ class FakeTraining:
             decisions += self.loop.observe(sample, float(self.step))
         return decisions
 
+    def _factor(self, plan: Plan) -> float:
+        if is_dense(plan):
+            return 1.0
+        names = {group.option.codec.name for group in plan.groups}
+        return math.prod([self.slowdown, *(self.slowdown_of.get(name, 1.0) for name in names)])
+
     def sample(self, rank: int) -> StepSample:
         plan = self.loop.plans[-1]
+        if self.returns and plan.lease is not None:
+            plan = plan.lease.fallback
         link = Link.from_rates(bandwidth_gbps=self.gbps, latency_ms=self.latency_s * 1e3)
         numel = {layer.name: layer.numel for layer in LAYERS}
         transfers = []
@@ -105,11 +122,13 @@ class FakeTraining:
             )
         exchange = sum(transfer.seconds for transfer in transfers)
         late_s = self.late_rank_s if rank else 0.0
+        # Sparse codecs need two measurements that agree. Step 2 has the second one, before the first decision.
+        is_measured = self.step % 20 == 1 or self.step == 2
         return StepSample(
             rank=rank,
             step=self.step,
             plan_version=plan.version,
-            step_s=(self.compute_s + exchange) * (1.0 if is_dense(plan) else self.slowdown),
+            step_s=(self.compute_s + exchange) * self._factor(plan),
             compute_s=self.compute_s * (1 + self.noise),
             encode_s=0.002,
             exchange_s=exchange + late_s,
@@ -119,15 +138,21 @@ class FakeTraining:
             ready_s=(self.compute_s * (1 + self.noise),) * len(plan.groups),
             num_local=self.num_local,
             transfers=tuple(replace(transfer, seconds=transfer.seconds + late_s) for transfer in transfers),
-            gain=self.gain if self.step % 20 == 1 else {},
+            gain=self.gain if is_measured else {},
+            kept=self.kept if is_measured else {},
+            norm=self.norm if is_measured else None,
         )
 
 
 def start(
-    tmp_path: Path, *, min_gain: float = 0.8, options: Sequence[Option] = candidate_options(DENSITIES)
+    tmp_path: Path,
+    *,
+    min_gain: float = 0.8,
+    options: Sequence[Option] = candidate_options(DENSITIES),
+    gain_ratios: Mapping[str, float] | None = None,
 ) -> FakeTraining:
     policy = AdaptivePolicy(options, min_gain=min_gain)
-    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), group_bytes=4 << 20)
+    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), group_bytes=4 << 20, gain_ratios=gain_ratios)
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
     run = FakeTraining(loop)
     run.step = 1

@@ -1,0 +1,188 @@
+"""`cgx-ray bench accuracy`: validation loss after training with each codec, over dense, at equal steps.
+
+Real trainings: four rank processes with one thread each, DistributedDataParallel and the engine, over loopback or in a
+lab. Every codec gets the same weights, batches, learning rates and clipping as dense, so that losses are compared seed
+by seed. Models are small, so that the full run (15 codecs, 3 workloads, 3 seeds, 300 steps) takes about 45 minutes on
+two cores that others use too.
+
+gpt_adamw  byte-level GPT with AdamW, weight decay and clipping
+gpt_sgd    the same with SGD and momentum
+digits     a CNN on scikit-learn's images of digits, with SGD and momentum
+
+dgc has a momentum of its own, so its optimizers have none (SGD: momentum, AdamW: beta1).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from cgx_ray.bench.accuracy_cases import AccuracyOptions
+from cgx_ray.bench.ranks import run_ranks
+from cgx_ray.plan import DENSE
+from cgx_ray.report.result import Row
+
+# A time to dense's last loss is the time to this multiple of it: a codec may end a little above it and be good enough.
+NEAR_LOSS = 1.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """One training.
+
+    option          "dense", or codec over scheme
+    points          (steps done, seconds of training, validation loss), ten of them; fewer if it has diverged
+    wire_bytes      that one rank sends per step
+    relative_error  largest of rank 0's messages at the points: squared error over |g|^2, without error feedback
+    """
+
+    workload: str
+    option: str
+    seed: int
+    points: tuple[tuple[int, float, float], ...]
+    has_diverged: bool
+    wire_bytes: float
+    relative_error: float
+
+    @property
+    def loss(self) -> float:
+        """The last validation loss, infinite if the training has diverged."""
+        return math.inf if self.has_diverged else self.points[-1][2]
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Return the seconds of training until the validation loss was `loss`, None if it never was.
+
+        Between two points the loss counts as a straight line.
+        """
+        before_s, before = 0.0, math.inf
+        for _, seconds, now in self.points:
+            if now <= loss:
+                share = (before - loss) / (before - now) if before < math.inf else 1.0
+                return before_s + share * (seconds - before_s)
+            before_s, before = seconds, now
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecAccuracy:
+    """All seeds of a codec in a workload, and those of dense, in the same order."""
+
+    runs: tuple[TrainingRun, ...]
+    dense: tuple[TrainingRun, ...]
+
+    @property
+    def workload(self) -> str:
+        return self.runs[0].workload
+
+    @property
+    def option(self) -> str:
+        return self.runs[0].option
+
+    @property
+    def num_diverged(self) -> int:
+        return sum(run.has_diverged for run in self.runs)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Loss over dense's by seed, infinite for a training that has diverged."""
+        return [run.loss / dense.loss for run, dense in zip(self.runs, self.dense, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """Mean of `ratios`."""
+        return fmean(self.ratios)
+
+    @property
+    def wire_share(self) -> float:
+        """Wire bytes over dense's."""
+        return self.runs[0].wire_bytes / self.dense[0].wire_bytes
+
+    @property
+    def relative_error(self) -> float:
+        return max(run.relative_error for run in self.runs)
+
+    @property
+    def curve(self) -> list[tuple[float, float, float]]:
+        """Means over seeds of the points that all have reached."""
+        by_point = zip(*(run.points for run in self.runs), strict=False)
+        return [(fmean(p[0] for p in one), fmean(p[1] for p in one), fmean(p[2] for p in one)) for one in by_point]
+
+    @property
+    def speedup(self) -> float | None:
+        """Dense's seconds to nearly its last loss over the codec's, mean over seeds; None if one never came there."""
+        shares = []
+        for run, dense in zip(self.runs, self.dense, strict=True):
+            own_s, dense_s = (one.seconds_to(NEAR_LOSS * dense.loss) for one in (run, dense))
+            if own_s is None or dense_s is None:
+                return None
+            shares.append(dense_s / own_s)
+        return fmean(shares)
+
+    def rows(self, *, is_timed: bool) -> Iterator[Row]:
+        name = f"{self.workload} {self.option}"
+        loss, dense = fmean(run.loss for run in self.runs), fmean(run.loss for run in self.dense)
+        if self.num_diverged:
+            yield Row(name=f"{name}: loss", value=None, unit="nats", baseline=dense)
+            yield Row(name=f"{name}: diverged", value=self.num_diverged, unit="seeds")
+        else:
+            yield Row(name=f"{name}: loss", value=loss, unit="nats", baseline=dense, ratio=self.ratio)
+            yield Row(name=f"{name}: least loss over dense", value=min(self.ratios), unit="x")
+            yield Row(name=f"{name}: largest loss over dense", value=max(self.ratios), unit="x")
+        wire_bytes, dense_bytes = self.runs[0].wire_bytes, self.dense[0].wire_bytes
+        yield Row(name=f"{name}: wire", value=wire_bytes, unit="bytes", baseline=dense_bytes, ratio=self.wire_share)
+        error = self.relative_error if math.isfinite(self.relative_error) else None
+        yield Row(name=f"{name}: relative error", value=error, unit="share")
+        if is_timed:
+            yield Row(name=f"{name}: time to dense's loss, faster by", value=self.speedup, unit="x")
+
+
+def measure_accuracy(options: AccuracyOptions, on_run: Callable[[TrainingRun, float], None]) -> list[TrainingRun]:
+    """Train all cases.
+
+    on_run  called after each training with it and the fraction of trainings done
+
+    Raises BenchError if a rank ends early, LabError if the lab cannot be made.
+    """
+    job = {
+        "workloads": options.workloads,
+        "codecs": [str(option) for option in options.options],
+        "num_seeds": options.num_seeds,
+        "num_steps": options.num_steps,
+    }
+    lines = run_ranks(
+        "cgx_ray.bench.accuracy_rank",
+        job,
+        name="bench accuracy",
+        num_ranks=options.num_ranks,
+        rate_bit_per_s=options.rate_bit_per_s,
+    )
+    num_runs = options.num_seeds * len(options.workloads) * len(options.options)
+    runs = []
+    for line in lines:
+        runs.append(TrainingRun(**json.loads(line)))
+        on_run(runs[-1], len(runs) / num_runs)
+    return runs
+
+
+def accuracies_of(runs: Sequence[TrainingRun]) -> list[CodecAccuracy]:
+    """Return the seeds of each codec in each workload together, in the order of `runs`."""
+    cases: dict[tuple[str, str], list[TrainingRun]] = {}
+    for run in runs:
+        cases.setdefault((run.workload, run.option), []).append(run)
+    return [
+        CodecAccuracy(runs=tuple(found), dense=tuple(cases[workload, str(DENSE)]))
+        for (workload, _), found in cases.items()
+    ]
+
+
+def rows_of(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]) -> list[Row]:
+    """Return the numbers as rows, after those that say what was run."""
+    return [
+        Row(name="ranks", value=options.num_ranks, unit="processes"),
+        Row(name="steps", value=options.num_steps, unit="steps"),
+        Row(name="seeds", value=options.num_seeds, unit="seeds"),
+        *(row for one in accuracies for row in one.rows(is_timed=options.rate_bit_per_s is not None)),
+    ]

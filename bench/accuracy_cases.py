@@ -1,0 +1,85 @@
+"""Workloads and codecs that `cgx-ray bench accuracy` trains, and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, preferred_scheme
+
+WORKLOADS = ("gpt_adamw", "gpt_sgd", "digits")
+# Every codec family whose accuracy the documents state, and what the adaptive policy may choose.
+CODECS = (
+    "bf16",
+    "qsgd:bits=4",
+    "qsgd:bits=3",
+    "qsgd:bits=2,bucket_size=128",
+    "qsgd:bits=2,bucket_size=64",
+    "terngrad",
+    "powersgd:rank=4",
+    "topk:density=0.1",
+    "topk:density=0.033",
+    "topk:density=0.01",
+    "topk:density=0.001",
+    "topk:density=0.01 over artopk_ring",
+    "dgc:density=0.01",
+    "ef_signsgd",
+)
+_QUICK_CODECS = ("qsgd:bits=2,bucket_size=128", "topk:density=0.01")
+_QUICK_STEPS = 60
+# The learning rate warms up for 10 steps, and the loss is validated after each tenth of the steps.
+_LEAST_STEPS = 20
+
+
+def read_option(text: str) -> Option:
+    """Read a codec, with its scheme after "over" if it is not the usual one: "topk:density=0.01 over artopk_ring"."""
+    codec, has_scheme, scheme = text.strip().partition(" over ")
+    if codec == "dense":
+        return DENSE
+    spec = CodecSpec.parse(codec)
+    if has_scheme and scheme.strip() not in set(Scheme):
+        raise ConfigError(f"{text!r}: unknown scheme {scheme.strip()!r}; known: {', '.join(Scheme)}")
+    return Option(codec=spec, scheme=Scheme(scheme.strip()) if has_scheme else preferred_scheme(spec))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracyOptions:
+    """Options of the bench.
+
+    codecs          as `read_option` reads them; dense always runs too
+    num_seeds       of weights and batches: 0, 1, ...
+    rate_bit_per_s  of the lab's links; None: loopback, where times mean nothing
+    """
+
+    workloads: tuple[str, ...] = WORKLOADS
+    codecs: tuple[str, ...] = CODECS
+    num_seeds: int = 3
+    num_steps: int = 300
+    num_ranks: int = 4
+    rate_bit_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.workloads:
+            if name not in WORKLOADS:
+                raise ConfigError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
+        if not self.workloads:
+            raise ConfigError(f"no workload is given; give some of {', '.join(WORKLOADS)}")
+        if self.num_seeds < 1:
+            raise ConfigError(f"seeds {self.num_seeds} is not allowed; give 1 or more")
+        if self.num_steps < _LEAST_STEPS:
+            raise ConfigError(f"steps {self.num_steps} is not allowed; give {_LEAST_STEPS} or more")
+        if not 2 <= self.num_ranks <= 16:
+            raise ConfigError(f"ranks {self.num_ranks} is not allowed; give 2 to 16")
+        self.options  # noqa: B018 - raises on codecs that are not allowed
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """Dense, then the codecs over their schemes, each once."""
+        return tuple(dict.fromkeys([DENSE, *map(read_option, self.codecs)]))
+
+
+def quick_options(options: AccuracyOptions) -> AccuracyOptions:
+    """Return a check of minutes: one seed, few steps, and two codecs unless others were given."""
+    codecs: Sequence[str] = _QUICK_CODECS if options.codecs == CODECS else options.codecs
+    return replace(options, codecs=tuple(codecs), num_seeds=1, num_steps=min(options.num_steps, _QUICK_STEPS))

@@ -1,0 +1,58 @@
+"""Table and picture of `cgx-ray bench adapt`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from rich.table import Table
+
+from cgx_ray.bench.adapt import AdaptNumbers
+from cgx_ray.report.result import Row
+from cgx_ray.report.show import new_table
+from cgx_ray.report.style import BLUE, GREY, add_title, clean, new_figure, plain_numbers, save_figure
+
+_COLUMNS = {
+    "regret": ("regret", "{:.1%}"),
+    "over_best_static": ("/ static", "{:.2f}"),
+    "slower_than_dense": ("slow", "{:.1%}"),
+    "slow_stretch": ("on end, s", "{:.1f}"),
+    "switches": ("/ min", "{:.1f}"),
+    "false_disables": ("false", "{:.0f}"),
+    "answer": ("answer, s", "{:.1f}"),
+    "answer_steps": ("steps", "{:.0f}"),
+}
+
+
+def adapt_table(numbers: AdaptNumbers) -> Table:
+    """Return one row per case; a number that misses its goal has an exclamation mark."""
+    table = new_table("the loop over the best plan of each moment", "", *(name for name, _ in _COLUMNS.values()), gap=0)
+    rows = {row.name: row for row in numbers.rows}
+    for case in numbers.runs:
+        table.add_row(case, *(_cell(rows.get(f"{case}_{name}"), text) for name, (_, text) in _COLUMNS.items()))
+    return table
+
+
+def _cell(row: Row | None, text: str) -> str:
+    if row is None or row.value is None:
+        return ""
+    return text.format(row.value) + ("!" if row.met is False else "")
+
+
+def plot_adapt(numbers: AdaptNumbers, path: Path) -> None:
+    """Write a picture with a panel per case: seconds per progress over time, of the loop and of the best plan."""
+    num_columns = min(4, len(numbers.runs))
+    num_lines = math.ceil(len(numbers.runs) / num_columns)
+    figure = new_figure(3.6 * num_columns, 2.4 * num_lines)
+    panels = figure.subplots(num_lines, num_columns, squeeze=False).flat
+    for axes, (case, runs) in zip(panels, numbers.runs.items(), strict=False):
+        time_s, plan_s, best_s = zip(*runs[0].scores, strict=True)
+        axes.plot(time_s, best_s, color=GREY, linewidth=3, label="best plan")
+        axes.plot(time_s, plan_s, color=BLUE, linewidth=1, label="loop")
+        axes.set(title=case, yscale="log")
+        plain_numbers(axes.yaxis, minor="25")
+        clean(axes)
+    for axes in panels:
+        axes.set_visible(False)
+    add_title(figure, "cgx-ray bench adapt: seconds per progress of a dense step; grey: the best plan")
+    save_figure(figure, path)

@@ -1,0 +1,146 @@
+"""What the steps so far say of the plan in force, of dense and of all options: measured beside predicted seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+from cgx_ray.control.baseline import DenseBaseline
+from cgx_ray.control.evidence import MIN_STEPS, Evidence, evidence
+from cgx_ray.control.excursion import ComparisonBudget, is_worth_comparing
+from cgx_ray.control.joined_steps import JoinedStep
+from cgx_ray.control.learned_errors import LearnedErrors
+from cgx_ray.control.measured import at_compute, codecs_in_use, is_dense
+from cgx_ray.control.outcome import PairedStep, PlanRecord
+from cgx_ray.plan import NONE, CodecSpec, Layer, Plan
+from cgx_ray.planner.options import FREE, CodecCost
+from cgx_ray.planner.prediction import Measured, groups_of, predict
+
+# Ratio of measured and predicted seconds, either way, that is a surprise.
+SURPRISE = 1.2
+# Least seconds that a codec is taken to need: a clock cannot tell less.
+MIN_CODEC_S = 1e-7
+
+
+class Experience:
+    """Steps beside their predictions.
+
+    plan        in force
+    dense_plan  that plans are compared with: the last dense one
+    record      steps under the plan in force
+    trained_s   seconds of all steps
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], plan: Plan, dense_plan: Plan, told_costs: Mapping[str, CodecCost]
+    ) -> None:
+        """`told_costs`: codec times as they were measured before training."""
+        self.layers = tuple(layers)
+        self.plan = plan
+        self.dense_plan = dense_plan
+        self.record = PlanRecord()
+        self.baseline = DenseBaseline()
+        self.errors = LearnedErrors()
+        self.trained_s = 0.0
+        self._groups = groups_of(plan, layers)
+        self._dense_groups = groups_of(dense_plan, layers)
+        self._told_costs = dict(told_costs)
+        self._comparisons = ComparisonBudget()
+        self._switch_s: list[float] = []
+
+    @property
+    def codec_costs(self) -> dict[str, CodecCost]:
+        """Codec times as they are in steps."""
+        return self.errors.corrected(self._told_costs)
+
+    def start_plan(self, plan: Plan, before: PlanRecord | None, *, is_excursion: bool) -> None:
+        """Begin with `plan`. `before`: its steps before an excursion that ends now."""
+        self.plan, self._groups = plan, groups_of(plan, self.layers)
+        if before is None and not is_excursion:
+            self._comparisons.start_plan()
+        self.record = PlanRecord(window=before.window) if before is not None else PlanRecord()
+        if is_dense(plan):
+            self.dense_plan, self._dense_groups = plan, self._groups
+
+    def add(self, step: JoinedStep, measured: Measured | None) -> float | None:
+        """Compare a step with the predictions under `measured`; return measured over predicted seconds.
+
+        None for a step that warms the plan up, or without measurements.
+        """
+        self.trained_s += step.step_s
+        is_warm = self.record.is_warm(step.step_s)
+        if not is_warm or measured is None or min(step.step_s, step.compute_s, measured.compute_s) <= 0:
+            return None
+        own = at_compute(measured, step.compute_s)
+        predicted = predict(own, self._groups)
+        log_ratio, over_dense = math.log(step.step_s / predicted.step_s), 0.0
+        if predicted.is_dense:
+            self.baseline.add(log_ratio, measured.network.between)
+        else:
+            score = step.step_s / (predicted.efficiency or 1.0)
+            over_dense = math.log(score / predict(own, self._dense_groups).step_s)
+        self.record.window.append(PairedStep(step.step_s, step.codec_s, log_ratio, over_dense))
+        return step.step_s / predicted.step_s
+
+    def network_changed(self, now_s: float) -> None:
+        """Forget what steps said in the last seconds, while predictions were made for the network before."""
+        self.record.window.clear()
+        self.errors.network_changed(now_s)
+
+    def learn(self, measured: Measured, now_s: float) -> list[CodecSpec]:
+        """Learn the errors of the plan in force; return the codecs that were never timed in steps before."""
+        window = self.record.window
+        # Of dense, which all plans are compared with, each step counts.
+        if len(window) < (1 if is_dense(self.plan) else MIN_STEPS):
+            return []
+        self.errors.forget_old(now_s)
+        before = predict(measured, self._groups)
+        codec_s = median(step.codec_s for step in window)
+        codecs = codecs_in_use(self.plan) - {NONE}
+        untimed = [codec for codec in codecs if not self.errors.is_timed(codec)]
+        if before.codec_s > 0 and codec_s > 0 and codecs:
+            self.errors.learn_codecs(codecs, codec_s / before.codec_s)
+            corrected = predict(replace(measured, codec_costs=self.codec_costs), self._groups)
+            self.record.shift(math.log(corrected.step_s / before.step_s))
+        self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, len(window), now_s)
+        return untimed
+
+    def learn_trial(self, codec: CodecSpec, measured: Measured) -> None:
+        """Learn the times of `codec` from the steps of an excursion with one layer under it."""
+        costs = {**measured.codec_costs, str(codec): FREE}
+        others_s = predict(replace(measured, codec_costs=costs), self._groups).codec_s
+        told_s = predict(measured, self._groups).codec_s - others_s
+        codec_s = median(step.codec_s for step in self.record.window) - others_s
+        if told_s > 0:
+            self.errors.learn_codecs([codec], max(codec_s, MIN_CODEC_S) / told_s)
+
+    def learn_switch(self) -> None:
+        """Learn what the change to the plan in force has cost."""
+        if self.record.window:
+            self._switch_s = [*self._switch_s[-4:], self.record.switch_s]
+
+    def switch_s(self, usual_s: float) -> float:
+        """Return the seconds that a change of plan takes, by those so far; `usual_s` before the first."""
+        return median(self._switch_s or [usual_s])
+
+    def dense_s(self, measured: Measured) -> float:
+        """Return the seconds of a dense step under `measured`."""
+        dense = self.baseline.on(measured.network.between)
+        return math.exp(dense.mean) * predict(measured, self._dense_groups).step_s
+
+    def slowdown(self, record: PlanRecord, measured: Measured) -> Evidence:
+        """Return the logarithm of the seconds per progress in `record` over those of dense."""
+        return evidence([step.over_dense for step in record.window]).less(self.baseline.on(measured.network.between))
+
+    def grants_comparison(self, slowdown: Evidence, measured: Measured) -> bool:
+        """Return whether to compare the plan with dense now, and count the time that this takes."""
+        window = self.record.window
+        # A step unlike the others: something is changing, and the policy will soon be asked.
+        if abs(window[-1].over_plan - median(step.over_plan for step in window)) > math.log(SURPRISE):
+            return False
+        if not is_worth_comparing(slowdown, self.baseline.on(measured.network.between), len(window)):
+            return False
+        step_s = median(step.step_s for step in window)
+        return self._comparisons.grant(slowdown, self.record, step_s, self.trained_s)

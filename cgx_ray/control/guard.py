@@ -1,0 +1,72 @@
+"""The guard's decisions: to dense for a few steps, to dense for good, and back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from cgx_ray.control.evidence import Evidence
+from cgx_ray.control.excursion import MAX_SPEEDUP, Excursion
+from cgx_ray.control.measured import is_dense
+from cgx_ray.control.policy import Disable, Replace, describe_options
+from cgx_ray.control.worker_group import WorkerGroupState
+from cgx_ray.planner.prediction import groups_of, predict
+
+# Dense steps that are measured before a plan is tried that is less than MAX_SPEEDUP faster.
+BASELINE_STEPS = 8
+
+
+def needs_dense_steps(state: WorkerGroupState, decision: Replace) -> bool:
+    """Return whether dense is known from too few steps to judge `decision` by, and little is lost by more."""
+    experience = state.experience
+    if not is_dense(state.plan) or experience.baseline.num_steps >= BASELINE_STEPS:
+        return False
+    return experience.dense_s(state.known()) < MAX_SPEEDUP * decision.step_s
+
+
+def replace_by_dense(state: WorkerGroupState, reason: str) -> Replace:
+    """Return the decision to measure dense steps."""
+    measured, dense = state.known(), state.experience.dense_plan
+    dense_s = state.experience.dense_s(measured)
+    return Replace(
+        plan=replace(dense, version=state.plan.last_version + 1, lease=None),
+        reason=reason,
+        predicted=predict(measured, groups_of(dense, state.layers)),
+        step_s=dense_s,
+        dense_s=dense_s,
+    )
+
+
+def disable(state: WorkerGroupState, reason: str) -> Disable:
+    """Return the decision to go back to dense, or to stay with it."""
+    found = replace_by_dense(state, reason)
+    plan = state.plan if is_dense(state.plan) else found.plan
+    return Disable(
+        plan=plan,
+        reason=f"{reason}; dense takes {found.dense_s:.3f} s per step on this network",
+        predicted=found.predicted,
+        step_s=found.step_s,
+        dense_s=found.dense_s,
+    )
+
+
+def return_home(state: WorkerGroupState, excursion: Excursion) -> Replace:
+    """Return the decision to end `excursion`."""
+    measured = state.known()
+    predicted = predict(measured, groups_of(excursion.home, state.layers))
+    what = "dense is measured" if excursion.codec is None else f"{excursion.codec} is timed"
+    return Replace(
+        plan=replace(excursion.home, version=state.plan.last_version + 1, lease=None),
+        reason=f"{what}: back to {describe_options(predicted)}",
+        predicted=predicted,
+        step_s=state.experience.errors.step_s(predicted),
+        dense_s=state.experience.dense_s(measured),
+    )
+
+
+def beside_dense(slowdown: Evidence) -> str:
+    """Return such as "12% slower than dense for the same progress"."""
+    ratio = math.exp(slowdown.mean)
+    if ratio >= 2:
+        return f"{ratio:.1f} times as slow as dense for the same progress"
+    return f"{abs(ratio - 1):.0%} {'slower' if ratio >= 1 else 'faster'} than dense for the same progress"

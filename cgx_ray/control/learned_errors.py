@@ -1,0 +1,111 @@
+"""Errors of the planner's model, learned from every step: measured over predicted seconds, by option and by codec."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median_low
+
+from cgx_ray.control.measured import dense_shares
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Option
+from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.prediction import PlannedGroup, Prediction
+
+# Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed. They
+# double with each plan that was slower than dense on the same network, since a trial costs slow steps.
+MEMORY_S = 600.0
+# Seconds before the notice of another network in which errors may have been learned from it: a change is noticed after
+# 2 to 5 s, a slow drift later.
+LATE_NOTICE_S = 15.0
+# Steps that an earlier error counts as when new steps are added to it.
+EARLIER_STEPS = 1.0
+# Largest factor by which one outcome corrects a codec's times. They may be told 300 times too long.
+MAX_CODEC_CORRECTION = 1000.0
+
+
+class LearnedErrors:
+    """What predictions are multiplied with.
+
+    A plan's error is the mean of its options' (of logarithms, by dense bytes). An option that was never tried has the
+    mean error of those with its codec, else the median of dense, which has none, and of the codecs: one codec that
+    failed says little of the others, but two say that the machine is slower than the model.
+    """
+
+    def __init__(self) -> None:
+        self._memory_s = MEMORY_S
+        # By option, the logarithm of its error and the time at which it was measured last.
+        self._steps: dict[Option, tuple[float, float]] = {}
+        # Errors before each time that something was learned, oldest first, for as long as that may be undone.
+        self._before: list[tuple[float, dict[Option, tuple[float, float]]]] = []
+        # By codec, the logarithm of its measured over its told time.
+        self._codecs: dict[str, float] = {}
+
+    def factor(self, groups: Sequence[PlannedGroup]) -> float:
+        """Return the seconds that a step with `groups` will take over those that are predicted."""
+        return math.exp(math.fsum(share * self._log(option) for option, share in dense_shares(groups).items()))
+
+    def step_s(self, predicted: Prediction) -> float:
+        """Return the seconds that the predicted step will take."""
+        return self.factor(predicted.groups) * predicted.step_s
+
+    def option_factor(self, option: Option) -> float:
+        return math.exp(self._log(option))
+
+    def learn_step(self, groups: Sequence[PlannedGroup], log_ratio: float, num_steps: int, now_s: float) -> None:
+        """Add `num_steps` steps, whose measured over predicted seconds have the mean logarithm `log_ratio`."""
+        recent = [one for one in self._before if one[0] >= now_s - LATE_NOTICE_S]
+        self._before = [*recent, (now_s, dict(self._steps))]
+        shares = dense_shares(groups)
+        before = {option: self._log(option) for option in shares}
+        miss = log_ratio - math.fsum(share * before[option] for option, share in shares.items())
+        weight = num_steps / (num_steps + EARLIER_STEPS) / math.fsum(share**2 for share in shares.values())
+        for option, share in shares.items():
+            self._steps[option] = before[option] + weight * share * miss, now_s
+
+    def network_changed(self, now_s: float) -> None:
+        """Undo what was learned in the last seconds, while predictions were made for the network before."""
+        recent = [steps for learned_s, steps in self._before if learned_s >= now_s - LATE_NOTICE_S]
+        if recent:
+            self._steps = recent[0]
+        self._before = []
+        self._memory_s = MEMORY_S
+
+    def learn_codecs(self, codecs: Iterable[CodecSpec], ratio: float) -> None:
+        """Correct the times of `codecs`, which took `ratio` times as long as predicted with the present correction."""
+        limit = math.log(MAX_CODEC_CORRECTION)
+        before = {str(codec): self._codec_log(str(codec)) for codec in codecs}
+        for codec, log in before.items():
+            self._codecs[codec] = log + min(max(math.log(ratio), -limit), limit)
+
+    def is_timed(self, codec: CodecSpec) -> bool:
+        """Return whether `codec` was timed in steps of this training."""
+        return str(codec) in self._codecs
+
+    def corrected(self, told: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
+        """Return codec times as they are in steps. Codecs that were not timed there have nearly the mean correction."""
+        return {codec: cost.slowed(math.exp(self._codec_log(codec))) for codec, cost in told.items()}
+
+    def forget_old(self, now_s: float) -> None:
+        self._steps = {option: found for option, found in self._steps.items() if now_s - found[1] < self._memory_s}
+
+    def remember_longer(self) -> None:
+        """Take into account that a plan was slower than dense."""
+        self._memory_s *= 2
+
+    def _log(self, option: Option) -> float:
+        if option in self._steps:
+            return self._steps[option][0]
+        if option == DENSE:
+            return 0.0
+        if any(other.codec == option.codec for other in self._steps):
+            return self._mean_log(option.codec)
+        codecs = {other.codec for other in self._steps} - {NONE}
+        return median_low([0.0, *(self._mean_log(codec) for codec in codecs)])
+
+    def _mean_log(self, codec: CodecSpec) -> float:
+        return fmean(log for option, (log, _) in self._steps.items() if option.codec == codec)
+
+    def _codec_log(self, codec: str) -> float:
+        if codec in self._codecs:
+            return self._codecs[codec]
+        return math.fsum(self._codecs.values()) / (len(self._codecs) + 1)

@@ -1,0 +1,77 @@
+"""`cgx-ray bench adapt`: the simulated cluster is what it says, the numbers are complete, and the loop answers changes.
+
+The simulation has no clock and fixed seeds, so its numbers are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from matplotlib.image import imread
+
+from cgx_ray.bench.adapt import measure_adapt
+from cgx_ray.bench.adapt_cases import CASES
+from cgx_ray.bench.simulated_cluster import WORLD, ClusterErrors, ClusterState, SimulatedCluster
+from cgx_ray.cli import main
+from cgx_ray.plan import DENSE, make_plan
+from cgx_ray.planner.prediction import groups_of, predict
+
+NO_ERRORS = ClusterErrors(step_noise=0.0, switch_s=0.0)
+
+
+def test_without_errors_a_step_takes_what_the_planner_predicts() -> None:
+    case, state = CASES[0], ClusterState(gbps=0.5)
+    cluster = SimulatedCluster(case.model, case.costs, case.gain, NO_ERRORS, seed=0)
+    plan = make_plan(case.model.layers, version=0, world_size=WORLD, codec="qsgd:bits=4,bucket_size=128")
+    samples, took_s = cluster.step(1, plan, state, is_new=True)
+    predicted = predict(cluster.truth(state), groups_of(plan, case.model.layers))
+    assert took_s == pytest.approx(predicted.step_s)
+    assert [sample.rank for sample in samples] == list(range(WORLD))
+    assert samples[0].encode_s + samples[0].decode_s == pytest.approx(predicted.codec_s)
+    assert len(samples[0].ready_s) == len(plan.groups)
+
+
+def test_a_bias_of_dense_lengthens_dense_steps_by_as_much() -> None:
+    case, state = CASES[0], ClusterState(gbps=0.5)
+    errors = ClusterErrors(step_noise=0.0, bias={DENSE: 1.5})
+    plan = make_plan(case.model.layers, version=0, world_size=WORLD)
+    usual, biased = (
+        SimulatedCluster(case.model, case.costs, case.gain, one, seed=0).step(1, plan, state, is_new=False)[1]
+        for one in (NO_ERRORS, errors)
+    )
+    assert biased == pytest.approx(1.5 * usual)
+
+
+def test_a_run_writes_rows_table_and_picture(tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "adapt.png"
+    argv = ["bench", "adapt", "drop", "bad_plan", "--quick", "--json", str(out), "--plot", str(plot)]
+    result = CliRunner().invoke(main, argv, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["bench"] == "adapt"
+    rows = {row["name"]: row for row in written["rows"]}
+    assert len(rows) == len(written["rows"])
+    assert rows["drop_answer"]["goal"] == "<= 1"
+    assert rows["drop_answer"]["ratio"] == min(
+        rows["drop_answer"]["value"] / 5, rows["drop_answer_steps"]["value"] / 10
+    )
+    assert rows["bad_plan_regret"]["value"] > 0
+    assert all(case in result.output for case in ("drop", "bad_plan"))
+    assert imread(plot).shape[2] == 4
+
+
+def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
+    result = CliRunner().invoke(main, ["bench", "adapt", "rain"])
+    assert result.exit_code == 2
+    assert "'flapping'" in result.output
+
+
+@pytest.mark.parametrize("name", ["recovery", "less_compute", "bad_plan"])
+def test_the_loop_answers_what_changes_in_the_simulated_cluster(name: str) -> None:
+    rows = measure_adapt(True, [name], lambda part, share: None).rows
+    missed = [(row.name, row.value, row.goal) for row in rows if row.met is False]
+    assert any(row.met for row in rows)
+    assert missed == []

@@ -1,0 +1,79 @@
+"""Verdicts from noisy steps, and what is known of dense on this network and on others."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+
+import pytest
+
+from cgx_ray.control.baseline import MOVED_ERROR, UNKNOWN_ERROR, DenseBaseline
+from cgx_ray.control.evidence import MAX_STEPS, Evidence, Verdict, evidence, verdict
+from cgx_ray.control.excursion import ComparisonBudget, is_worth_comparing
+from cgx_ray.control.outcome import PairedStep, PlanRecord
+from cgx_ray.planner.cost import Link
+
+LIMIT = 1.03
+SURE_OF_DENSE = Evidence(0.0, 0.0)
+LINK = Link.from_rates(bandwidth_gbps=1.0, latency_ms=0.1)
+SLOWER_LINK = Link.from_rates(bandwidth_gbps=0.1, latency_ms=0.1)
+
+
+def noisy(ratio: float, scatter: float, num_steps: int, seed: int = 0) -> list[float]:
+    rng = random.Random(seed)
+    return [math.log(ratio) + rng.gauss(0, scatter) for _ in range(num_steps)]
+
+
+def test_four_steps_prove_a_plan_slow_that_takes_twice_as_long_but_not_one_that_takes_a_tenth_longer() -> None:
+    assert verdict(evidence([math.log(2)] * 4), LIMIT) is Verdict.SLOW
+    assert verdict(evidence([math.log(1.1)] * 4), LIMIT) is Verdict.UNSURE
+    assert verdict(evidence([math.log(1.1)] * 12), LIMIT) is Verdict.SLOW
+
+
+def test_noise_of_a_fifth_disables_no_plan_that_is_a_tenth_faster_in_10_000_looks() -> None:
+    logs = noisy(1 / 1.1, 0.2, 10_000)
+    found = [verdict(evidence(logs[max(0, end - MAX_STEPS) : end]), LIMIT) for end in range(4, len(logs))]
+    assert Verdict.SLOW not in found
+
+
+def test_one_pause_among_steps_moves_the_mean_by_no_more_than_its_clip() -> None:
+    steps = [0.0] * 9
+    assert evidence([*steps, math.log(100)]).mean == pytest.approx(evidence([*steps, math.log(1.65)]).mean)
+
+
+def test_dense_is_less_known_on_another_network_and_least_before_any_dense_step() -> None:
+    baseline = DenseBaseline()
+    assert baseline.on(LINK).error == UNKNOWN_ERROR
+    for log_ratio in noisy(1.2, 0.02, 20):
+        baseline.add(log_ratio, LINK)
+    here, there = baseline.on(LINK), baseline.on(SLOWER_LINK)
+    assert here.mean == there.mean == pytest.approx(math.log(1.2), abs=0.02)
+    assert there.error == pytest.approx(math.hypot(here.error, MOVED_ERROR))
+    baseline.add(0.0, SLOWER_LINK)
+    assert (baseline.num_steps, baseline.on(SLOWER_LINK).mean) == (1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "num_steps", "dense_error", "is_worth"),
+    [(1.08, 8, 0.1, True), (1.08, 7, 0.1, False), (1.08, 8, 0.001, False), (0.95, 8, 0.1, False), (0.95, 40, 0.1, True),
+     (0.6, 40, 0.1, False)],
+    ids=["suspect", "too few steps", "dense is known", "not suspect", "long unsure", "much faster"],
+)  # fmt: skip
+def test_dense_is_measured_only_if_that_can_tell_whether_the_plan_is_slow(
+    ratio: float, num_steps: int, dense_error: float, is_worth: bool
+) -> None:
+    dense = Evidence(0.0, dense_error)
+    slowdown = evidence([math.log(ratio)] * num_steps).less(dense)
+    assert is_worth_comparing(slowdown, dense, num_steps) is is_worth
+
+
+def test_comparisons_take_half_a_percent_of_the_time_and_become_rarer() -> None:
+    budget, record = ComparisonBudget(), PlanRecord(num_steps=10_000, window=deque([PairedStep(10.0, 0.0, 0.0, 0.0)]))
+    slowdown = Evidence(math.log(1 / 1.25), 0.1)
+    # Each costs a quarter of 4 steps of 10 s and of 2 s.
+    granted = [seconds for seconds in range(0, 100_000, 10) if budget.grant(slowdown, record, 10.0, seconds)]
+    assert len(granted) * 0.25 * 42 <= 0.005 * (100_000 + 600)
+    assert granted
+    fresh, recent = ComparisonBudget(), PlanRecord(num_steps=10, window=record.window)
+    assert [fresh.grant(slowdown, recent, 0.1, 1e6) for _ in range(2)] == [True, False]

@@ -1,0 +1,95 @@
+"""Levels of fidelity: they follow from the committed run of `cgx-ray bench accuracy`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cgx_ray.bench.accuracy_cases import CODECS, WORKLOADS, read_option
+from cgx_ray.plan import NONE, CodecSpec, preferred_scheme
+from cgx_ray.planner.fidelity import LOSS_COSTS, Fidelity, codecs_of, describe_costs
+from cgx_ray.planner.options import efficiency
+
+ROWS = {
+    row["name"]: row
+    for row in json.loads((Path(__file__).parents[2] / "bench" / "data" / "accuracy.json").read_text())["rows"]
+}
+TOPK = CodecSpec.parse("topk:density=0.1")
+
+
+def _option_text(codec: str) -> str:
+    spec = CodecSpec.parse(codec)
+    return f"{spec} over {preferred_scheme(spec)}"
+
+
+@pytest.mark.parametrize("codec", LOSS_COSTS)
+def test_the_table_is_the_committed_run(codec: str) -> None:
+    option, cost = _option_text(codec), LOSS_COSTS[codec]
+    for workload in WORKLOADS:
+        measured = ROWS[f"{workload} {option}: loss"]["ratio"]
+        assert getattr(cost, workload) == pytest.approx(measured, abs=5e-5), (workload, measured)
+    if cost.relative_error is not None:
+        error = max(ROWS[f"{workload} {option}: relative error"]["value"] for workload in WORKLOADS)
+        assert cost.relative_error == pytest.approx(error, rel=0.01)
+
+
+def test_the_table_has_every_codec_of_the_committed_run_over_its_usual_scheme() -> None:
+    usual = {
+        str(option.codec) for option in map(read_option, CODECS) if option.scheme is preferred_scheme(option.codec)
+    }
+    assert set(LOSS_COSTS) == usual
+    assert ROWS["seeds"]["value"] >= 3
+    assert ROWS["steps"]["value"] >= 300
+
+
+def test_levels_allow_what_was_measured_within_their_limit() -> None:
+    strict, balanced = (set(codecs_of(level)) for level in (Fidelity.STRICT, Fidelity.BALANCED))
+    assert strict < balanced
+    assert {NONE, CodecSpec(name="bf16"), CodecSpec(name="qsgd", bits=4)} <= strict
+    for codec in strict - {NONE}:
+        assert LOSS_COSTS[str(codec)].worst <= 1.01
+    for codec in balanced - {NONE}:
+        assert LOSS_COSTS[str(codec)].worst <= 1.05
+    assert all(codec.density is None for codec in strict)
+
+
+def test_fast_adds_top_k_at_the_densities_and_others_do_not() -> None:
+    densities = (0.1, 0.004)
+    sparse = {CodecSpec(name="topk", density=density) for density in densities}
+    assert sparse <= set(codecs_of("fast", densities))
+    assert set(codecs_of("fast", ())) == set(codecs_of("balanced"))
+    assert codecs_of("strict", densities) == codecs_of("strict")
+    found = codecs_of("fast", densities)
+    assert len(set(found)) == len(found)
+
+
+def test_the_progress_of_a_codec_without_feedback_is_its_measured_loss() -> None:
+    codec = CodecSpec.parse("qsgd:bits=2,bucket_size=128")
+    cost = LOSS_COSTS[str(codec)]
+    assert cost.relative_error is not None
+    assert efficiency(1 - cost.relative_error, codec) == 1 / cost.worst
+    # Errors far above those of the runs: the measured loss tells nothing, so the gain counts.
+    assert efficiency(0.01, codec) == 0.01
+
+
+def test_the_progress_of_a_codec_with_feedback_is_its_gain() -> None:
+    assert efficiency(0.8, TOPK) == 0.8
+    assert efficiency(1.25, TOPK) == 0.8
+    assert efficiency(0.7, CodecSpec.parse("qsgd:bits=5")) == 0.7
+
+
+def test_costs_are_named_for_codecs_that_strict_does_not_allow() -> None:
+    assert describe_costs(codecs_of("strict")) == ""
+    worst = LOSS_COSTS["topk:density=0.1"].worst - 1
+    assert (
+        describe_costs([NONE, TOPK, TOPK])
+        == f"topk:density=0.1 was measured to end up to {worst:.1%} above dense's loss"
+    )
+    between = describe_costs([CodecSpec.parse("topk:density=0.05")])
+    worst = LOSS_COSTS["topk:density=0.033"].worst - 1
+    assert between == (f"topk:density=0.05 was not measured, density 0.033 ended up to {worst:.1%} above dense's loss")
+    assert describe_costs([CodecSpec.parse("qsgd:bits=5")]) == (
+        "what qsgd:bits=5,bucket_size=128 costs in loss was not measured"
+    )
