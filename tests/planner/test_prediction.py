@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -174,6 +175,16 @@ def test_half_precision_groups_send_two_bytes_an_element_when_dense() -> None:
 def test_an_option_without_a_measured_gain_cannot_be_scored() -> None:
     unknown = predict_with(run_with(1000, gain={}), OPTIONS[3])
     assert (unknown.efficiency, unknown.score) == (None, math.inf)
+
+
+def test_a_gain_is_that_of_the_option_else_of_the_flat_option_else_of_the_codec() -> None:
+    topk = CodecSpec(name="topk", density=0.1)
+    ring, tree = (Option(codec=topk, scheme=scheme) for scheme in (Scheme.ARTOPK_RING, Scheme.ARTOPK_TREE))
+    inside = replace(ring, intra=Intra.DENSE)
+    measured = run_with(1000, gain={str(topk): 0.9, str(ring): 0.6})
+    assert [measured.gain_of(option) for option in (tree, ring, inside)] == [0.9, 0.6, 0.6]
+    assert replace(measured, gain={**measured.gain, str(inside): 0.5}).gain_of(inside) == 0.5
+    assert replace(measured, gain={}).gain_of(tree) is None
 
 
 def test_noise_above_the_gradient_is_no_gain() -> None:
