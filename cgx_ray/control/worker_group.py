@@ -273,12 +273,15 @@ class WorkerGroupState:
         )
 
     def fallen_options(self, measured: Measured) -> set[Option]:
-        """Return the options in use whose gain is more than GAIN_CHANGE under the one that the plan was chosen on."""
+        """Return the options in use whose efficiency is more than GAIN_CHANGE under that at the last decision.
+
+        A codec whose measured loss counts, not its gain, does not fall with the gain.
+        """
         if self.decided is None:
             return set()
         fallen = set()
         for option in non_dense_options(self.plan):
-            before, now = self.decided.gain_of(option), measured.gain_of(option)
+            before, now = self.decided.efficiency(option), measured.efficiency(option)
             if before is not None and now is not None and now < before - GAIN_CHANGE:
                 fallen.add(option)
         return fallen

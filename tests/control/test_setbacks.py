@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from cgx_ray.control.policy import Disable, Replace
 from cgx_ray.control.setbacks import BAN_S, MIN_BAN_STEPS, Setbacks
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme, make_plan
+from cgx_ray.planner.options import codec_options
 
 
 def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_more_and_more_rarely(tmp_path: Path) -> None:
@@ -114,6 +116,21 @@ def test_an_option_that_keeps_less_in_use_is_left_and_not_tried_again_but_its_co
     assert left not in used
     assert any(option.startswith("topk:density=0.01 over ") for option in used), used
     assert run.loop.gain_ratios[left] == pytest.approx(0.2 / 0.7)
+
+
+def test_a_quantizer_whose_measured_loss_counts_does_not_fall_with_its_gain(tmp_path: Path) -> None:
+    """qsgd with 3 bits makes errors of up to 15 % in the runs that measured its loss."""
+    options = codec_options([CodecSpec(name="qsgd", bits=3, bucket_size=128)])
+    run = start(tmp_path, options=options)
+    run.gbps, run.gain = 0.1, {"qsgd:bits=3,bucket_size=128": 0.99}
+    run.run(20)
+    assert run.loop.plans[-1].describe() == "qsgd:bits=3,bucket_size=128 over sra"
+    state = run.loop._state
+    assert state is not None
+    known = state.known()
+    for gain, fallen in ((0.87, False), (0.8, True)):
+        now = replace(known, gain={"qsgd:bits=3,bucket_size=128": gain})
+        assert bool(state.fallen_options(now)) == fallen, gain
 
 
 def test_learned_ratios_outlive_the_worker_group_and_its_controller(tmp_path: Path) -> None:

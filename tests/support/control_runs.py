@@ -35,7 +35,7 @@ LAYERS = (
 COST = CodecCost(encode_a_s=1e-5, encode_b_s_per_element=5e-10, decode_a_s=1e-5, decode_b_s_per_element=2e-10)
 
 
-COSTS = {str(option.codec): COST for option in candidate_options(DENSITIES)}
+COSTS = {str(option.codec): COST for option in candidate_options(DENSITIES)} | {"qsgd:bits=3,bucket_size=128": COST}
 
 
 GAIN = {
