@@ -207,7 +207,13 @@ def _mark_plans(panels: Sequence[Axes], record: RunRecord) -> None:
     marks = [(axis.at(line), line["new"]["plan"]) for line in record.decisions if line["kind"] != "keep"]
     if record.steps:
         pairs = zip(record.steps, record.steps[1:], strict=False)
-        marks = [(line.step, line.plan) for before, line in pairs if line.plan_version != before.plan_version]
+        decided = {line["new"]["version"] for line in record.decisions}
+        # A plan on trial becomes permanent under another version, which no decision has and which is nothing new.
+        marks = [
+            (line.step, line.plan)
+            for before, line in pairs
+            if line.plan_version != before.plan_version and (line.plan_version in decided or line.plan != before.plan)
+        ]
     for index, (at, plan) in enumerate(marks):
         for axes in panels:
             axes.axvline(at, color=color, linestyle="--", linewidth=1, alpha=0.8, label="new plan")

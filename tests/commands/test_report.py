@@ -25,7 +25,8 @@ T0 = 1_000_000.0
 def write_run(folder: Path, name: str, *, slow_s: float, new_plan_at: int | None) -> RunRecord:
     """Write a run of `NUM_STEPS` steps, which take 0.5 s each, or `slow_s` each on the slow network.
 
-    At `new_plan_at` a plan with which a slow step takes 0.6 s comes into force, decided one step earlier.
+    At `new_plan_at` a plan with which a slow step takes 0.6 s comes into force, decided one step earlier. It is on trial
+    for 6 steps, then permanent under another version.
     """
     run_dir = folder / name
     run_dir.mkdir(parents=True)
@@ -35,7 +36,8 @@ def write_run(folder: Path, name: str, *, slow_s: float, new_plan_at: int | None
         step_s = 0.5 if step <= HALF - 1 else (0.6 if is_new else slow_s)
         now += step_s
         parts = {f"{part}_s": 0.1 for part in ("compute", "encode", "exchange", "decode")}
-        plan = {"plan_version": int(is_new), "plan": "qsgd:bits=4,bucket_size=128 over sra" if is_new else "dense"}
+        version = (3 if step >= new_plan_at + 6 else 1) if new_plan_at is not None and is_new else 0
+        plan = {"plan_version": version, "plan": "qsgd:bits=4,bucket_size=128 over sra" if is_new else "dense"}
         loss = {"time": now, "step": step, "loss": 5.5 - 0.05 * step, "step_s": step_s}
         lines.append({"event": "step", **loss, **parts, **plan})
         if step == HALF - 1:
