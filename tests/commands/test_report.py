@@ -25,8 +25,8 @@ T0 = 1_000_000.0
 def write_run(folder: Path, name: str, *, slow_s: float, new_plan_at: int | None) -> RunRecord:
     """Write a run of `NUM_STEPS` steps, which take 0.5 s each, or `slow_s` each on the slow network.
 
-    At `new_plan_at` a plan with which a slow step takes 0.6 s comes into force, decided one step earlier. It is on trial
-    for 6 steps, then permanent under another version.
+    At `new_plan_at` a plan with which a slow step takes 0.6 s comes into force, decided one step earlier. It is on
+    trial for 6 steps, then permanent under another version.
     """
     run_dir = folder / name
     run_dir.mkdir(parents=True)
