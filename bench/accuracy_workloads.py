@@ -30,7 +30,7 @@ _DIGITS_RATE = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTask:
-    """What to train, and how.
+    """Model, batches and optimizer of a training.
 
     build           model of a seed; `model(input, target)` returns the mean loss
     batch           of a (seed, step, rank)

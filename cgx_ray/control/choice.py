@@ -21,7 +21,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What to plan for.
+    """Measurements to plan for.
 
     now     the measurements
     states  `now`; or several if the network changes too fast to follow, each as likely as the others

@@ -1,4 +1,4 @@
-"""What the steps so far say of the plan in force, of dense and of all options: measured beside predicted seconds."""
+"""Measured beside predicted seconds: evidence of the steps so far for the plan in force, dense and all options."""
 
 from __future__ import annotations
 

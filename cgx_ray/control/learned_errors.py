@@ -24,7 +24,7 @@ MAX_CODEC_CORRECTION = 1000.0
 
 
 class LearnedErrors:
-    """What predictions are multiplied with.
+    """Factors that predictions are multiplied with.
 
     A plan's error is the mean of its options' (of logarithms, by dense bytes). An option that was never tried has the
     mean error of those with its codec, else the median of dense, which has none, and of the codecs: one codec that

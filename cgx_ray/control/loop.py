@@ -236,7 +236,7 @@ class ControlLoop:
         )
 
     def _codec_trial(self, state: WorkerGroupState, kept: Keep, measured: Measured, at: _When) -> Replace | None:
-        """Return a plan that times a codec in use, if its told times may be what keeps it out of the best plan."""
+        """Return a plan that times a codec that was never in use, if its told times may be what rules it out."""
         codec = self._policy.codec_to_time(self._situation(state, kept.reason, state.plan, measured, at), kept)
         trial = trial_of(codec, measured, kept.predicted) if codec is not None else None
         if trial is None:

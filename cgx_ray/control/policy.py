@@ -38,7 +38,6 @@ MIN_IMPROVEMENT = 0.05
 MAX_SLOWDOWN = 1.03
 # Told times of a codec may be this many times too long.
 MAX_OVERSTATED = 300.0
-
 # Share of the error that `min_gain` allows: options in force may have so much more, others must have so much less. Mean
 # gains scatter by about 0.02 around 0.8, which is a tenth of the error.
 GAIN_MARGIN = 0.1

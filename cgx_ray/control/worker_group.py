@@ -34,7 +34,6 @@ LINK_STEPS = 3
 # Time and steps after a decision, both, before the policy is asked again without any other cause. Rare enough to cost
 # nothing, frequent enough to follow slow trends.
 REVIEW_S, REVIEW_STEPS = 60.0, 20
-
 # Seconds for which a plan must seem too slow. Until then a slower network would be noticed, which is no plan's fault.
 SLOW_S = 2.5
 

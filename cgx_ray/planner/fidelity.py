@@ -1,4 +1,4 @@
-"""What each codec was measured to cost in loss, and the levels of fidelity that follow from it.
+"""Measured cost of each codec in loss, and the levels of fidelity that follow from it.
 
 A level says which codecs policy "adaptive" may choose, besides none:
 

@@ -125,11 +125,11 @@ def _best_cut(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
     knows.
     """
     layers = {layer.name: layer for layer in measured.layers}
-    preferred, *others = (
-        predict(measured, [part for group in groups for part in _parts(group, layers, limit)])
-        for limit in (*FINER_BYTES, sys.maxsize)
-    )
-    best = min(others, key=lambda plan: plan.score)
+    # Limits that cut nothing more give the same groups, which are predicted once.
+    limits = (*FINER_BYTES, sys.maxsize)
+    cuts = dict.fromkeys(tuple(part for group in groups for part in _parts(group, layers, limit)) for limit in limits)
+    preferred, *others = (predict(measured, cut) for cut in cuts)
+    best = min(others, key=lambda plan: plan.score, default=preferred)
     return best if best.score < preferred.score * (1 - MAX_ERROR) else preferred
 
 
