@@ -65,12 +65,13 @@ class GradientHistory:
 
         Left out: codecs whose memory is more than a residual, and those without one. Empty without gradients.
         """
-        if not self._gradients:
+        specs = [codec.spec for codec in codecs if settles(codec)]
+        if not self._gradients or not specs:
             return {}
         found: dict[str, float] = {}
         pools = [torch.stack([gradient[place] for gradient in self._gradients]) for place in range(len(self._pools))]
         weights = [float(gradients_JN.square().sum()) for gradients_JN in pools]
-        for spec in [codec.spec for codec in codecs if settles(codec)]:
+        for spec in specs:
             gains = [_gains(spec, pool_JN, key) for pool_JN, weight in zip(pools, weights, strict=True) if weight > 0]
             used = [weight for weight in weights if weight > 0]
             for name in gains[0]:

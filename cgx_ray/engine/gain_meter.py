@@ -73,7 +73,9 @@ class GainMeter:
             for name, codec in tried.items()
         }
         self._samples |= self._history.sample(gradients.layers)
-        fresh, fed = (float(whole_N.float().norm()) ** 2 for whole_N in (gradients.fresh, gradients.fed))
+        fresh = fed = float(gradients.fresh.float().norm()) ** 2
+        if gradients.fed is not gradients.fresh:
+            fed = float(gradients.fed.float().norm()) ** 2
         curve = GainCurve(sample_blocks(gradients.fed, CURVE_SAMPLE_NUMEL)).gain(CURVE_DENSITIES)
         self._groups[group] = _GroupGains(fresh=fresh, fed=fed, kept=kept, curve=curve)
         self.seconds += time.thread_time() - start_s
