@@ -88,10 +88,10 @@ class PassiveLink:
             "latency": ChangeDetector(better=-1, alarm=LATENCY_ALARM, relief_alarm=LATENCY_ALARM),
             "bursts": ChangeDetector(better=1),
             "slowest": ChangeDetector(better=1, alarm=SLOW_ALARM),
-            "exchanges": ChangeDetector(better=1),
         }
+        # By bytes of a step's largest exchange. Rates of exchanges are compared only if they carry about as much.
+        self._exchange_detectors: dict[float, ChangeDetector] = {}
         self._unwatched: list[StepTraffic] = []
-        self._sizes: tuple[float, ...] = ()
         self._last_latency_s = math.inf
         self._far: frozenset[tuple[int, int]] = frozenset()
         self._estimate_age_s = 0.0
@@ -106,24 +106,28 @@ class PassiveLink:
         self._estimate_age_s += traffic.seconds
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
         watched = self._watched_values(traffic, latency_s)
-        found = [self._detectors[name].add(value, seconds) for name, value, seconds in watched]
+        found = [detector.add(value, seconds) for detector, value, seconds in watched]
         changed_s = [since_s for since_s in found if since_s is not None]
         if changed_s:
             self.num_changes += 1
+            current = {detector for detector, _, _ in watched}
+            self._exchange_detectors = {
+                size: detector for size, detector in self._exchange_detectors.items() if detector in current
+            }
             self._trim(min(changed_s), 1)
             self._estimate_age_s = REFRESH_S
         if self._estimate_age_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
             self._estimate_age_s = 0.0
             self._refresh(probed_latency_s)
 
-    def _watched_values(self, traffic: StepTraffic, latency_s: float) -> list[tuple[str, float, float]]:
+    def _watched_values(self, traffic: StepTraffic, latency_s: float) -> list[tuple[ChangeDetector, float, float]]:
         """Return (detector, value, seconds covered) for each quantity that stays the same while the network does."""
         watched = []
         if traffic.round_trip_s:
             trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
             value = quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
             # Queues and busy processors rarely delay two agreements in a row.
-            watched.append(("latency", min(value, self._last_latency_s), traffic.seconds))
+            watched.append((self._detectors["latency"], min(value, self._last_latency_s), traffic.seconds))
             self._last_latency_s = value
         # Steps with few bursts are collected until there are enough.
         self._unwatched.append(traffic)
@@ -132,21 +136,24 @@ class PassiveLink:
             down, up = link_rates(bursts, pairs)
             usual, seconds = median(down.values()), sum(one.seconds for one in self._unwatched)
             slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
-            watched += [("bursts", usual, seconds), ("slowest", slowest / usual, seconds)]
+            watched.append((self._detectors["bursts"], usual, seconds))
+            watched.append((self._detectors["slowest"], slowest / usual, seconds))
             self._unwatched.clear()
         if bursts or not traffic.exchanges:
             return watched
         self._unwatched.clear()
         return watched + self._watched_exchanges(traffic, latency_s)
 
-    def _watched_exchanges(self, traffic: StepTraffic, latency_s: float) -> list[tuple[str, float, float]]:
-        sizes = tuple(one.num_bytes for one in traffic.exchanges)
-        if sizes != self._sizes:
-            # The plan has changed, so its exchanges cannot be compared with those before.
-            self._sizes, self._detectors["exchanges"] = sizes, ChangeDetector(better=1)
+    def _watched_exchanges(self, traffic: StepTraffic, latency_s: float) -> list[tuple[ChangeDetector, float, float]]:
+        largest = max(one.num_bytes for one in traffic.exchanges)
         # The fastest single exchange counts: processors are rarely busy during all of them.
-        rate = estimate_at_latency(latency_s, [[one] for one in traffic.exchanges if 2 * one.num_bytes >= max(sizes)])
-        return [("exchanges", rate.value, traffic.seconds)] if rate is not None else []
+        rate = estimate_at_latency(latency_s, [[one] for one in traffic.exchanges if 2 * one.num_bytes >= largest])
+        if rate is None:
+            return []
+        # A plan may change while evidence gathers, so the detectors of plans that are not in force are kept.
+        size = next((size for size in self._exchange_detectors if 1 / 2 < size / largest < 2), largest)
+        detector = self._exchange_detectors.setdefault(size, ChangeDetector(better=1))
+        return [(detector, rate.value, traffic.seconds)]
 
     def _trim(self, seconds: float, num_steps: int) -> None:
         """Forget the oldest steps, as long as at least `num_steps` are left and cover `seconds`."""

@@ -159,6 +159,19 @@ def test_a_bandwidth_that_changes_by_2x_is_noticed_within_3_s(factor: float, has
     assert link.bandwidth.value == pytest.approx(network.rate, rel=0.15)
 
 
+def test_a_bandwidth_that_falls_while_plans_change_every_second_is_noticed() -> None:
+    network, link = NoisyNetwork(rate=12.5e6, latency_s=1e-4, step_s=0.05), PassiveLink()
+    plans = itertools.cycle([(25_000, 25_000), (33_000, 33_000), (25_000, 25_000), (264_000,)])
+    for rate in (12.5e6, 1.25e6):
+        network.rate = rate
+        for sizes in itertools.islice(plans, 8):
+            for _ in range(16):
+                link.add(network.step(has_mesh=False, sizes=sizes), 1e-4)
+    assert link.num_changes == 1
+    assert link.bandwidth is not None
+    assert link.bandwidth.value == pytest.approx(1.25e6, rel=0.15)
+
+
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_latency_that_changes_by_2x_is_noticed_within_3_s(factor: float) -> None:
     network, link = NoisyNetwork(rate=125e6, latency_s=0.01), PassiveLink()
