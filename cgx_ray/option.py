@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 from cgx_ray.codec_spec import CODEC_DEFAULTS, CodecSpec
 from cgx_ray.errors import ConfigError
@@ -66,6 +67,7 @@ CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
 
 
 NONE = CodecSpec(name="none")
+_Word = TypeVar("_Word", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +87,29 @@ class Option:
         """Return the same codec over the same scheme, without work inside nodes."""
         return replace(self, intra=Intra.FLAT)
 
+    @classmethod
+    def parse(cls, text: str) -> Option:
+        """Read the text of an option, such as `"qsgd:bits=4 over sra, dense inside nodes"`."""
+        flat, inside, intra = text.removesuffix(" inside nodes"), text.endswith(" inside nodes"), Intra.FLAT
+        if inside:
+            flat, _, word = flat.rpartition(", ")
+            intra = _member(Intra, word, text)
+        if flat == Scheme.DENSE:
+            return cls(codec=NONE, scheme=Scheme.DENSE, intra=intra)
+        codec, _, scheme = flat.rpartition(" over ")
+        return cls(codec=CodecSpec.parse(codec), scheme=_member(Scheme, scheme, text), intra=intra)
+
     def __str__(self) -> str:
         """Return `"dense"` or `"qsgd:bits=4,bucket_size=128 over sra"`, with `", dense inside nodes"` if not flat."""
         text = "dense" if self.scheme is Scheme.DENSE else f"{self.codec} over {self.scheme}"
         return text if self.intra is Intra.FLAT else f"{text}, {self.intra} inside nodes"
+
+
+def _member(words: type[_Word], word: str, text: str) -> _Word:
+    """Return the member of an enumeration that `word` names. `text` is the option that it is part of."""
+    if word not in tuple(words):
+        raise ConfigError(f"option {text!r}: {words.__name__.lower()} {word!r} is unknown; known: {', '.join(words)}")
+    return words(word)
 
 
 def _problem(codec: CodecSpec, scheme: Scheme, intra: Intra) -> str | None:

@@ -7,8 +7,10 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cgx_ray.control.journal import Journal
+from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import Policy
 from cgx_ray.monitors.export import ControllerMetrics
@@ -30,15 +32,31 @@ class Controller:
     """
 
     def __init__(
-        self, policy: Policy, journal_path: str, group_bytes: int, run_name: str, history: History | None = None
+        self,
+        policy: Policy,
+        journal_path: str,
+        group_bytes: int,
+        run_name: str,
+        history: History | None = None,
+        nodes: Sequence[str] = (),
     ) -> None:
-        """`history` is that of the previous worker group's controller, None for the first."""
+        """
+        history  that of the previous worker group's controller, None for the first
+        nodes    address of each rank's node
+        """
         logging.basicConfig(level=logging.INFO)
         self._journal = Journal(Path(journal_path))
         layers, plans, gain_ratios = history or ((), (), {})
         self._loop = ControlLoop(
-            policy, self._journal, group_bytes=group_bytes, layers=layers, plans=plans, gain_ratios=gain_ratios
+            policy,
+            self._journal,
+            group_bytes=group_bytes,
+            layers=layers,
+            plans=plans,
+            gain_ratios=gain_ratios,
+            nodes=nodes,
         )
+        self._live = LiveState(run_name, nodes)
         self._metrics = ControllerMetrics(run_name)
         self._changed = asyncio.Event()
 
@@ -49,12 +67,14 @@ class Controller:
         return self._loop.register(layers, first_plan, codec_costs, encodes_on)
 
     async def history(self) -> History:
-        """Return layers, plans and gain ratios so far, for the controller of the next worker group."""
+        """Return layers, plans and gain ratios so far, for the controller of the next worker group. Called last."""
+        self._loop.end(time.time())
         return self._loop.layers, self._loop.plans, self._loop.gain_ratios
 
     async def observe(self, sample: NodeSample) -> str | None:
         """Add a node's report and decide if there is a cause. Return the node that it shall probe now, or None."""
         now_s = time.monotonic()
+        self._live.add(sample)
         for decision in self._loop.observe(sample, now_s):
             logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
             self._metrics.count_decision(type(decision).__name__.lower())
@@ -63,6 +83,12 @@ class Controller:
         self._changed.set()
         self._changed = asyncio.Event()
         return self._loop.next_probe(sample.node_id, now_s)
+
+    async def look(self) -> dict[str, Any] | None:
+        """Return what `cgx-ray top` shows, see `LiveState.fields`; None before the worker group has registered."""
+        if not self._loop.is_registered:
+            return None
+        return self._live.fields(self._loop, list(self._journal.recent))
 
     async def plans_after(self, version: int, timeout_s: float) -> list[Plan]:
         """Return the plans newer than `version`, oldest first; wait up to `timeout_s` for one, then return none."""

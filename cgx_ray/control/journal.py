@@ -1,55 +1,132 @@
-"""The journal of a training, `decisions.jsonl`: one JSON line per decision and one per outcome."""
+"""The journal of a training, `decisions.jsonl`: one JSON line per event. `report/journal.schema.json` describes them.
+
+| event | written |
+|---|---|
+| `start` | once per worker group, before its first other line: layers, policy, told codec times, nodes |
+| `decision` | with each decision: plans, reason, prediction, and the situation that the policy was given (`recorded`) |
+| `outcome` | when the prediction of a decision has been compared with measured steps |
+| `progress` | in growing intervals: mean seconds of a step's parts, bytes and link since the last one (`progress`) |
+| `end` | when the controller is told to end; a controller that was killed leaves none |
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cgx_ray.control.outcome import PendingOutcome
-from cgx_ray.control.policy import Decision
-from cgx_ray.plan import Plan
-from cgx_ray.planner.prediction import Measured
+from cgx_ray.control.policy import Decision, Policy, Situation
+from cgx_ray.control.recorded import cost_fields, situation_fields
+from cgx_ray.plan import Layer, Plan
+from cgx_ray.planner.legs import EncodesOn
+from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.prediction import Measured, groups_of
 
 logger = logging.getLogger(__name__)
 
+# Rises when a field changes so that an older reader would misread it. New fields and events leave it as it is.
+FORMAT = 1
+# Newest lines that are also kept in memory, for the live view: they are there even if the disk is full.
+KEPT_LINES = 20
+# Part of the control loop that made a decision: the policy; a codec timed in one layer; dense measured anew; the end of
+# such an excursion; the guard of the promise.
+MadeBy = Literal["policy", "codec_trial", "dense_trial", "return", "guard"]
+
 
 class Journal:
-    """Appends to `path`. When the disk is full, lines are lost but training goes on."""
+    """Appends to `path`. When the disk is full, lines are lost but training goes on.
+
+    recent      newest lines, whether or not they reached the disk
+    num_errors  lines that were lost
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_errors = 0
+        self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_LINES)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Append `entry`. A failure loses the line; all failures are counted and the first one is logged."""
+        """Append `entry` on a line of its own. A failure loses the line; all are counted and the first is logged."""
+        self.recent.append(entry)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+            with self.path.open("ab+") as file:
+                # A write that failed, or a killed process, leaves half a line. It must cost no other line.
+                file.write(b"\n" * _ends_in_mid_line(file.fileno()) + json.dumps(entry).encode() + b"\n")
         except OSError as error:
             if self.num_errors == 0:
                 logger.warning("decisions are no longer written to %s: %s; training goes on", self.path, error)
             self.num_errors += 1
 
 
-def decision_entry(
-    decision: Decision, *, old: Plan, new: Plan, measured: Measured, step: int, time_s: float
+def _ends_in_mid_line(file: int) -> bool:
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
+
+
+def start_entry(
+    policy: Policy,
+    layers: Sequence[Layer],
+    plan: Plan,
+    told_costs: Mapping[str, CodecCost],
+    encodes_on: EncodesOn,
+    *,
+    nodes: Sequence[str],
+    time_s: float,
 ) -> dict[str, Any]:
-    """Return the journal's line for a decision made after `step` on `measured`."""
+    """Return the journal's first line of a worker group, which begins with `plan`.
+
+    nodes  address of each rank's node; empty if unknown
+    """
+    return {
+        "event": "start",
+        "format": FORMAT,
+        "time": time_s,
+        "policy": policy.recorded(),
+        "world_size": plan.world_size,
+        "nodes": list(nodes),
+        "layers": [asdict(layer) for layer in layers],
+        "told_codec_s": cost_fields(told_costs),
+        "encodes_on": encodes_on,
+        "plan": _plan_fields(plan, layers),
+    }
+
+
+def decision_entry(
+    decision: Decision,
+    *,
+    old: Plan,
+    new: Plan,
+    measured: Measured,
+    situation: Situation,
+    made_by: MadeBy,
+    step: int,
+    time_s: float,
+) -> dict[str, Any]:
+    """Return the journal's line for a decision made after `step` on `measured`.
+
+    situation  given to the policy; for a decision that the policy did not make, what it would have been given
+    """
     return {
         "event": "decision",
         "time": time_s,
         "step": step,
         "kind": type(decision).__name__.lower(),
-        "old": _plan_fields(old),
-        "new": _plan_fields(new),
+        "made_by": made_by,
+        "old": _plan_fields(old, measured.layers),
+        "new": _plan_fields(new, measured.layers),
         "reason": decision.reason,
         "inputs": _measured_fields(measured),
         "predicted_step_s": decision.step_s,
         "predicted_dense_s": decision.dense_s,
         "bound_by": decision.predicted.bound_by,
+        "situation": situation_fields(situation),
     }
 
 
@@ -66,13 +143,24 @@ def outcome_entry(outcome: PendingOutcome, *, version: int, step: int, time_s: f
     }
 
 
-def _plan_fields(plan: Plan) -> dict[str, Any]:
-    """Return the plan in one phrase, and the number of groups and layers of each option."""
-    options: dict[str, dict[str, int]] = {}
-    for group in plan.groups:
-        counts = options.setdefault(str(group.option), {"groups": 0, "layers": 0})
-        counts["groups"] += 1
-        counts["layers"] += len(group.layers)
+def end_entry(*, step: int | None, time_s: float) -> dict[str, Any]:
+    """Return the journal's last line of a worker group. `step`: the last one that all ranks have reported."""
+    return {"event": "end", "time": time_s, "step": step}
+
+
+def _plan_fields(plan: Plan, layers: Sequence[Layer]) -> dict[str, Any]:
+    """Return the plan in one phrase; and the groups, layers, elements and bytes of a step for each option."""
+    options: dict[str, dict[str, Any]] = {}
+    for group in groups_of(plan, layers):
+        codec = group.option.codec
+        counts = options.setdefault(
+            str(group.option),
+            {"groups": 0, "layers": 0, "numel": 0, "dense_bytes": 0, "wire_bytes": 0}
+            | {"codec": codec.name, "scheme": str(group.option.scheme), "density": codec.density or 1.0},
+        )
+        added = (1, len(group.layers), group.numel, group.dense_bytes, group.wire_bytes)
+        for name, number in zip(("groups", "layers", "numel", "dense_bytes", "wire_bytes"), added, strict=True):
+            counts[name] += number
     return {"version": plan.version, "plan": plan.describe(), "options": options}
 
 

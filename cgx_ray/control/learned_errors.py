@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median_low
+from typing import Any
 
 from cgx_ray.control.measured import dense_shares
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Option
@@ -39,6 +40,18 @@ class LearnedErrors:
         self._before: list[tuple[float, dict[Option, tuple[float, float]]]] = []
         # By codec, the logarithm of its measured over its told time.
         self._codecs: dict[str, float] = {}
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> LearnedErrors:
+        """Return the errors that `recorded` wrote. They have no age."""
+        errors = cls()
+        errors._steps = {Option.parse(option): (log, 0.0) for option, log in fields["options"].items()}
+        errors._codecs = dict(fields["codecs"])
+        return errors
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the logarithms of the errors by option and by codec, for the journal."""
+        return {"options": {str(option): log for option, (log, _) in self._steps.items()}, "codecs": dict(self._codecs)}
 
     def factor(self, groups: Sequence[PlannedGroup]) -> float:
         """Return the seconds that a step with `groups` will take over those that are predicted."""

@@ -29,8 +29,9 @@ from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
+from cgx_ray.control.journal import Journal, MadeBy, decision_entry, end_entry, outcome_entry, start_entry
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
+from cgx_ray.control.progress import Progress
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Lease, Plan, make_plan
@@ -69,15 +70,24 @@ class ControlLoop:
         layers: Sequence[Layer] = (),
         plans: Sequence[Plan] = (),
         gain_ratios: Mapping[str, float] | None = None,
+        nodes: Sequence[str] = (),
     ) -> None:
-        """`layers` to `gain_ratios` are those of the controller before a restart of the workers."""
+        """
+        layers to gain_ratios  those of the controller before a restart of the workers
+        nodes                  address of each rank's node, for the journal
+        """
         self._policy = policy
         self._journal = journal
         self._group_bytes = group_bytes
         self.layers = tuple(layers)
         self.plans = list(plans)
         self._earlier_ratios = dict(gain_ratios or {})
+        self._nodes = tuple(nodes)
         self._state: WorkerGroupState | None = None
+        self._progress = Progress()
+        self._told: tuple[Mapping[str, CodecCost], EncodesOn] = {}, "thread"
+        self._last_step: int | None = None
+        self._is_started = False
 
     @property
     def gain_ratios(self) -> dict[str, float]:
@@ -103,6 +113,8 @@ class ControlLoop:
         self.layers = tuple(layers)
         dense = make_plan(layers, version=0, world_size=first_plan.world_size, group_bytes=self._group_bytes)
         self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on, self.gain_ratios)
+        self._progress, self._told = Progress(), (codec_costs, encodes_on)
+        self._last_step, self._is_started = None, False
         return self.plans[-1]
 
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:
@@ -113,8 +125,15 @@ class ControlLoop:
         state = self._state
         if state is None:
             return []
+        if not self._is_started and sample.steps:
+            self._is_started = True
+            start = start_entry(
+                self._policy, self.layers, state.plan, *self._told, nodes=self._nodes, time_s=sample.time_s
+            )
+            self._journal.write(start)
         decisions = []
         for step in state.add_report(sample, now_s):
+            self._last_step = step.step
             if not state.add_step(step, now_s):
                 continue
             at = _When(step.step, now_s, sample.time_s)
@@ -124,7 +143,14 @@ class ControlLoop:
                 decisions.append(decision)
             if state.may_accept:
                 self.plans.append(state.accept())
+        for line in self._progress.add(sample.steps, sample.time_s, state.facts()):
+            self._journal.write(line)
         return decisions
+
+    def end(self, time_s: float) -> None:
+        """Write down that the worker group ends. `time_s`: seconds since 1970."""
+        if self._is_started:
+            self._journal.write(end_entry(step=self._last_step, time_s=time_s))
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn.
@@ -168,7 +194,7 @@ class ControlLoop:
         state.learn(at.now_s)
         decision = replace_by_dense(state, f"compare with dense: measured {beside_dense(slowdown)}")
         state.excursion = Excursion(home=state.plan, record=state.experience.record)
-        return self._apply(state, decision, state.known(), at)
+        return self._apply(state, decision, state.known(), at, "dense_trial")
 
     def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _When) -> Decision | None:
         """Return to the plan before the excursion, or leave it for good, once there are enough steps."""
@@ -183,10 +209,11 @@ class ControlLoop:
         else:
             state.experience.learn_trial(excursion.codec, measured)
             measured = state.known()
-            decision = self._ask(state, f"{excursion.codec} is timed", excursion.home, measured, at)
+            asked = self._situation(state, f"{excursion.codec} is timed", excursion.home, measured, at)
+            decision = self._ask(state, asked, at)
             if isinstance(decision, Replace):
-                return self._apply(state, decision, measured, at, is_planned=True)
-        return self._apply(state, return_home(state, excursion), measured, at, ended=excursion)
+                return self._apply(state, decision, measured, at, "policy", asked=asked)
+        return self._apply(state, return_home(state, excursion), measured, at, "return", ended=excursion)
 
     def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _When) -> Decision:
         """Go back to dense and ban the options of `failed`."""
@@ -197,7 +224,7 @@ class ControlLoop:
         measured = state.known()
         state.failed = describe_options(predict(measured, groups))
         reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
-        return self._apply(state, disable(state, reason), measured, at)
+        return self._apply(state, disable(state, reason), measured, at, "guard")
 
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
@@ -208,22 +235,25 @@ class ControlLoop:
         state.learn(at.now_s)
         measured = state.measured()
         assert measured is not None
-        decision = self._ask(state, cause, state.plan, measured, at)
+        asked = self._situation(state, cause, state.plan, measured, at)
+        decision = self._ask(state, asked, at)
         if decision is None or (isinstance(decision, Replace) and needs_dense_steps(state, decision)):
             return None
-        if isinstance(decision, Keep):
-            decision = self._codec_trial(state, decision, measured, at) or decision
-        return self._apply(state, decision, measured, at, is_planned=True)
+        trial = self._codec_trial(state, decision, measured, at) if isinstance(decision, Keep) else None
+        if trial is not None:
+            return self._apply(state, trial, measured, at, "codec_trial", asked=asked)
+        return self._apply(state, decision, measured, at, "policy", asked=asked)
 
-    def _ask(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Decision | None:
-        """Return the policy's decision on `plan`: that in force, or the one before an excursion."""
-        decision = self._policy.decide(self._situation(state, cause, plan, measured, at))
+    def _ask(self, state: WorkerGroupState, situation: Situation, at: _When) -> Decision | None:
+        """Return the policy's decision."""
+        decision = self._policy.decide(situation)
         if isinstance(decision, Replace):
             # What an option really keeps is only known while it is in use.
-            state.setbacks.add_gain_fall(state.fallen_options(measured), at.step, at.now_s)
+            state.setbacks.add_gain_fall(state.fallen_options(situation.outlook.now), at.step, at.now_s)
         return decision
 
     def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Situation:
+        """Return the policy's input. `plan`: that in force, or the one before an excursion."""
         banned = state.setbacks.banned(at.step, at.now_s)
         plan = replace(plan, version=state.plan.last_version, lease=None)
         return Situation(
@@ -256,20 +286,34 @@ class ControlLoop:
         decision: Decision,
         measured: Measured,
         at: _When,
+        made_by: MadeBy,
         *,
-        is_planned: bool = False,
+        asked: Situation | None = None,
         ended: Excursion | None = None,
     ) -> Decision:
-        """Put `decision` in force and write it down. The last two arguments are those of `WorkerGroupState.apply`."""
-        old = state.plan
+        """Put `decision` in force and write it down.
+
+        asked  given to the policy, if the policy was asked
+        ended  as in `WorkerGroupState.apply`
+        """
+        old, is_planned = state.plan, made_by in ("policy", "codec_trial")
+        situation = asked or self._situation(state, decision.reason, old, measured, at)
         if isinstance(decision, Replace):
             decision = replace(decision, plan=self._leased(state, decision, at))
         state.apply(decision, measured, at.step, at.now_s, is_planned=is_planned, ended=ended)
         if state.plan is not old:
             self.plans.append(state.plan)
-        self._journal.write(
-            decision_entry(decision, old=old, new=state.plan, measured=measured, step=at.step, time_s=at.time_s)
+        entry = decision_entry(
+            decision,
+            old=old,
+            new=state.plan,
+            measured=measured,
+            situation=situation,
+            made_by=made_by,
+            step=at.step,
+            time_s=at.time_s,
         )
+        self._journal.write(entry)
         return decision
 
     def _leased(self, state: WorkerGroupState, decision: Replace, at: _When) -> Plan:

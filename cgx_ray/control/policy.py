@@ -24,7 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from cgx_ray.control.choice import Outlook
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Option, Plan
@@ -116,6 +116,9 @@ class Policy(Protocol):
     def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
         """Return a codec whose told times may be what keeps it out of the best plan, or None."""
 
+    def recorded(self) -> dict[str, Any]:
+        """Return the policy for the journal, as `recorded.read_policy` reads it."""
+
 
 class StaticPolicy:
     """Keeps the plan that the user has chosen."""
@@ -125,6 +128,9 @@ class StaticPolicy:
 
     def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
         return None
+
+    def recorded(self) -> dict[str, Any]:
+        return {"kind": "static"}
 
 
 class AdaptivePolicy:
@@ -136,6 +142,7 @@ class AdaptivePolicy:
 
     def __init__(self, options: Sequence[Option], *, min_gain: float) -> None:
         self._options = tuple(options)
+        self._min_gain = min_gain
         self._least_gain = max(0.0, 1 - (1 + GAIN_MARGIN) * (1 - min_gain))
         self._enter_gain = 1 - (1 - GAIN_MARGIN) * (1 - min_gain)
 
@@ -163,6 +170,9 @@ class AdaptivePolicy:
             step_s=best_s,
             dense_s=dense_s,
         )
+
+    def recorded(self) -> dict[str, Any]:
+        return {"kind": "adaptive", "options": list(map(str, self._options)), "min_gain": self._min_gain}
 
     def _allowed(self, situation: Situation) -> list[Option]:
         """Return the options that are not banned and keep enough: those in force may keep a little less."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -27,6 +28,9 @@ from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+# Namespace of the controllers' actors, which are named "<run name>/<8 hexadecimal digits>".
+NAMESPACE, NAME_SEPARATOR = "cgx_ray", "/"
 
 # Longest wait for workers to hear that the controller ends; a dead worker never answers.
 CLOSE_TIMEOUT_S = 5.0
@@ -119,11 +123,25 @@ def _start_controller(settings: Settings, facts: RunFacts, history: History | No
     # Not detached, so Ray's train controller owns it: if that dies, our controller ends too.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
+    # `cgx-ray top` finds the run by this name. It is new for each worker group: the last one's may still be held.
+    name = f"{facts.name}{NAME_SEPARATOR}{uuid.uuid4().hex[:8]}"
+    addresses = _node_addresses()
     return (
         ray.remote(Controller)
-        .options(**options)
-        .remote(make_policy(settings), str(facts.folder / "decisions.jsonl"), settings.group_bytes, facts.name, history)
+        .options(name=name, namespace=NAMESPACE, **options)
+        .remote(
+            make_policy(settings),
+            str(facts.folder / "decisions.jsonl"),
+            settings.group_bytes,
+            facts.name,
+            history,
+            [addresses[node_id] for node_id in facts.node_ids],
+        )
     )
+
+
+def _node_addresses() -> dict[str, str]:
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
 def make_policy(settings: Settings) -> Policy:
@@ -138,7 +156,7 @@ def _start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> dict[str
 
     probes  agents also measure bandwidth; useless with a simulated link, which they would not see
     """
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    addresses = _node_addresses()
     agents = {
         node_id: ray.remote(NodeAgent)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))

@@ -5,31 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import jsonschema
+
 from cgx_ray.errors import ConfigError, LabError
 from cgx_ray.lab.events import LinkEvent, append_events
-from cgx_ray.lab.json_fields import NUMBER, OBJECT, TEXT, WHOLE, FieldType, check_fields
 
 # A single step of a small batch is mostly noise.
 SMOOTHED_STEPS = 10
-_JOURNAL_TYPES: dict[str, dict[str, FieldType]] = {
-    "decision": {
-        "time": NUMBER,
-        "step": WHOLE,
-        "kind": TEXT,
-        "old": OBJECT,
-        "new.plan": TEXT,
-        "reason": TEXT,
-        "inputs.world_size": WHOLE,
-        "inputs.bandwidth_gbps": NUMBER,
-        "inputs.latency_ms": NUMBER,
-        "predicted_step_s": NUMBER,
-        "predicted_dense_s": NUMBER,
-    },
-    "outcome": {"time": NUMBER, "step": WHOLE, "measured_step_s": NUMBER},
-}
+# Format of decisions.jsonl that this version reads.
+JOURNAL_FORMAT = 1
+JOURNAL_SCHEMA = Path(__file__).with_name("journal.schema.json")
 _Value = TypeVar("_Value")
 
 
@@ -52,9 +41,14 @@ class StepLine:
 class RunRecord:
     """A run's files, as far as they were read. `poll` reads the lines added since its last call.
 
-    steps    empty for runs that do not write them; the demo's do
-    network  links at the start, and each change
-    end      validation_loss, weights_identical and weights_sha256, once training is over
+    steps     empty for runs that do not write them; the demo's do
+    decisions, outcomes, progress
+              lines of the journal
+    starts    first lines of the journal's worker groups; none in a journal of an old version
+    network   links at the start, and each change
+    end       validation_loss, weights_identical and weights_sha256, once training is over
+    is_ended  the journal's last worker group has ended
+    broken    lines that were skipped, in words: a full disk or a killed process leaves half a line
     """
 
     def __init__(self, run_dir: Path, network_path: Path | None = None) -> None:
@@ -64,12 +58,16 @@ class RunRecord:
         self.steps: list[StepLine] = []
         self.decisions: list[dict[str, Any]] = []
         self.outcomes: list[dict[str, Any]] = []
+        self.progress: list[dict[str, Any]] = []
+        self.starts: list[dict[str, Any]] = []
+        self.is_ended = False
+        self.broken: list[str] = []
         self.network: list[LinkEvent] = []
         self.end: dict[str, Any] | None = None
         self._network_path = network_path or run_dir / "network.jsonl"
-        self._steps_tail = _Tail(run_dir / "steps.jsonl", _parse_step)
-        self._journal_tail = _Tail(run_dir / "decisions.jsonl", _parse_journal)
-        self._network_tail = _Tail(self._network_path, lambda line: LinkEvent(**line))
+        self._steps_tail = _Tail(run_dir / "steps.jsonl", _parse_step, self.broken)
+        self._journal_tail = _Tail(run_dir / "decisions.jsonl", _parse_journal, self.broken)
+        self._network_tail = _Tail(self._network_path, lambda line: LinkEvent(**line), self.broken)
 
     @property
     def changes(self) -> list[LinkEvent]:
@@ -81,13 +79,13 @@ class RunRecord:
         """Time at which the first step began; without steps, the first time that is known."""
         if self.steps:
             return self.steps[0].time - self.steps[0].step_s
-        times: list[float] = [line["time"] for line in self.decisions]
+        times: list[float] = [line["time"] for line in (*self.decisions, *self.starts, *self.progress)]
         return min([*times, *(event.time for event in self.network)])
 
     def poll(self) -> bool:
         """Read new lines and return True if there were any; an unfinished last line is left for the next call.
 
-        Raises ConfigError for a line that is broken.
+        Raises ConfigError for a journal of a later format.
         """
         before = self._size()
         for line in self._steps_tail.lines():
@@ -96,9 +94,26 @@ class RunRecord:
             else:
                 self.end = line
         for entry in self._journal_tail.lines():
-            (self.decisions if entry["event"] == "decision" else self.outcomes).append(entry)
+            self._add(entry)
         self.network.extend(self._network_tail.lines())
         return self._size() != before
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        """Add a line of the journal; one of an unknown event is from a later version, and of no use here."""
+        lists = {
+            "start": self.starts,
+            "decision": self.decisions,
+            "outcome": self.outcomes,
+            "progress": self.progress,
+        }
+        self.is_ended = entry["event"] == "end"
+        if entry["event"] in lists:
+            lists[entry["event"]].append(entry)
+        if entry["event"] == "start" and entry["format"] > JOURNAL_FORMAT:
+            raise ConfigError(
+                f"{self.run_dir / 'decisions.jsonl'} has format {entry['format']}, this version of cgx_ray reads "
+                f"{JOURNAL_FORMAT}; update it"
+            )
 
     def note(self, event: LinkEvent) -> None:
         """Append `event` to the network's file; the next `poll` reads it."""
@@ -106,12 +121,12 @@ class RunRecord:
         append_events(self._network_path, [event])
 
     def _size(self) -> int:
-        counts = (self.steps, self.decisions, self.outcomes, self.network)
-        return sum(len(lines) for lines in counts) + (self.end is not None)
+        counts = (self.steps, self.decisions, self.outcomes, self.progress, self.starts, self.network, self.broken)
+        return sum(len(lines) for lines in counts) + (self.end is not None) + self.is_ended
 
 
 def load_run(run_dir: Path, network_path: Path | None = None) -> RunRecord:
-    """Read a run's folder as it is now. Raises ConfigError for a line that is broken."""
+    """Read a run's folder as it is now. Raises ConfigError for a journal of a later format."""
     record = RunRecord(run_dir, network_path)
     record.poll()
     return record
@@ -130,16 +145,28 @@ def _parse_step(line: dict[str, Any]) -> StepLine | dict[str, Any]:
     return StepLine(**{field.name: line[field.name] for field in fields(StepLine)})
 
 
+@cache
+def _journal_lines() -> Any:
+    """Return the validator of the journal's lines."""
+    return jsonschema.Draft202012Validator(json.loads(JOURNAL_SCHEMA.read_text()))
+
+
 def _parse_journal(line: dict[str, Any]) -> dict[str, Any]:
-    check_fields(line, _JOURNAL_TYPES[line["event"]])
+    """Return `line`. Raises ValueError if it is none of a journal."""
+    problem = jsonschema.exceptions.best_match(_journal_lines().iter_errors(line))
+    if problem is not None:
+        raise ValueError(f"{problem.json_path}: {problem.message}")
     return line
 
 
 class _Tail(Generic[_Value]):
-    """The end of a JSON-lines file: each call reads the lines added since the last one. The file may not exist yet."""
+    """The end of a JSON-lines file: each call reads the lines added since the last one. The file may not exist yet.
 
-    def __init__(self, path: Path, parse: Callable[[dict[str, Any]], _Value]) -> None:
-        self._path, self._parse = path, parse
+    A line that is broken is skipped, and named in `broken`.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[dict[str, Any]], _Value], broken: list[str]) -> None:
+        self._path, self._parse, self._broken = path, parse, broken
         self._offset = self._num_lines = 0
 
     def lines(self) -> Iterator[_Value]:
@@ -154,9 +181,8 @@ class _Tail(Generic[_Value]):
                 self._num_lines += 1
                 try:
                     value = self._parse(json.loads(raw))
-                except (LookupError, TypeError, ValueError, LabError) as error:
-                    reason = f"{type(error).__name__}: {error}"
-                    raise ConfigError(
-                        f"{self._path}, line {self._num_lines} is broken ({reason}); remove it"
-                    ) from error
+                except (LookupError, TypeError, ValueError, LabError, RecursionError) as error:
+                    reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                    self._broken.append(f"{self._path}, line {self._num_lines} is broken ({reason:.200})")
+                    continue
                 yield value

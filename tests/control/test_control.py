@@ -15,7 +15,7 @@ from cgx_ray.control.loop import LEASE_S, LEASE_STEPS, ControlLoop
 from cgx_ray.control.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.policy import Keep, Replace, StaticPolicy
 from cgx_ray.control.worker_group import LINK_STEPS
-from cgx_ray.plan import Intra, Plan, make_plan
+from cgx_ray.plan import CodecSpec, Intra, Plan, make_plan
 
 
 def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_network(tmp_path: Path) -> None:
@@ -64,10 +64,16 @@ def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(t
     run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
     decision, outcome, *_ = journal(tmp_path)
     assert decision["event"] == "decision"
-    assert decision["old"] == {"version": 0, "plan": "dense", "options": {"dense": {"groups": 2, "layers": 3}}}
+    whole = {"groups": 2, "layers": 3, "numel": 5_001_000, "dense_bytes": 20_004_000, "wire_bytes": 20_004_000}
+    dense = {"codec": "none", "scheme": "dense", "density": 1.0}
+    assert decision["old"] == {"version": 0, "plan": "dense", "options": {"dense": {**whole, **dense}}}
     qsgd = "qsgd:bits=4,bucket_size=128 over sra"
-    options = {qsgd: {"groups": 1, "layers": 2}, "dense": {"groups": 1, "layers": 1}}
-    assert decision["new"] == {"version": 1, "plan": qsgd, "options": options}
+    assert (decision["new"]["version"], decision["new"]["plan"]) == (1, qsgd)
+    options = {name: (one["groups"], one["layers"], one["numel"]) for name, one in decision["new"]["options"].items()}
+    assert options == {qsgd: (1, 2, 5_000_000), "dense": (1, 1, 1_000)}
+    quantized = decision["new"]["options"][qsgd]
+    assert quantized["dense_bytes"] == 20_000_000
+    assert quantized["wire_bytes"] == CodecSpec.parse("qsgd").payload_bytes(5_000_000)
     assert decision["inputs"]["bandwidth_gbps"] == pytest.approx(0.1)
     assert decision["predicted_dense_s"] == pytest.approx(0.3 + 2 * 3 / 4 * 20.004e6 * 8 / 1e8, rel=0.01)
     assert outcome["event"] == "outcome"
@@ -125,7 +131,7 @@ def test_a_static_policy_never_decides(tmp_path: Path) -> None:
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
     run = FakeTraining(loop, step=1)
     assert run.run(150) == []
-    assert not (tmp_path / "decisions.jsonl").exists()
+    assert journal(tmp_path) == []
 
 
 def test_a_restart_goes_on_with_the_plan_and_another_world_size_starts_dense(tmp_path: Path) -> None:

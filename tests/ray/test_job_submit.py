@@ -89,7 +89,7 @@ def test_the_example_runs_as_a_submitted_job(cluster, tmp_path):
     assert sum(name.startswith("cgx_ray-rank") for name in files) == 2, f"one state per rank: {files}"
     assert "state.pt" in files
     for line in (tmp_path / "runs" / "job" / "decisions.jsonl").read_text().splitlines():
-        assert json.loads(line)["event"] in ("decision", "outcome")
+        assert json.loads(line)["event"] in ("start", "decision", "outcome", "progress", "end")
 
 
 def test_the_example_under_torchrun_goes_on_from_its_checkpoint(tmp_path):

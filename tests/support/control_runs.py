@@ -159,5 +159,7 @@ def start(
     return run
 
 
-def journal(tmp_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
+def journal(tmp_path: Path, *events: str) -> list[dict[str, Any]]:
+    """Return the journal's lines of these events; without any, decisions and outcomes."""
+    lines = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] in (events or ("decision", "outcome"))]

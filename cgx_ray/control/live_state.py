@@ -1,0 +1,78 @@
+"""State of a training at this moment, as plain values that `cgx-ray top` asks the controller for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.monitors.sample import NodeSample, StepSample
+
+
+class LiveState:
+    """Newest report of each rank and each node of one worker group."""
+
+    def __init__(self, run_name: str, nodes: Sequence[str]) -> None:
+        """`nodes`: address of each rank's node."""
+        self._run_name = run_name
+        self._nodes = tuple(nodes)
+        self._ranks: dict[int, StepSample] = {}
+        self._latency_s: dict[str, Mapping[str, float]] = {}
+        self._loads: dict[str, tuple[float, float, float | None]] = {}
+        self._node_of: dict[int, str] = {}
+
+    def add(self, sample: NodeSample) -> None:
+        for step in sample.steps:
+            self._ranks[step.rank] = step
+            self._node_of[step.rank] = sample.node_id
+        host = sample.host
+        self._latency_s[sample.node_id] = sample.latency_s
+        self._loads[sample.node_id] = host.sent_bytes_per_s, host.received_bytes_per_s, host.neighbour_bytes_per_s
+
+    def fields(self, loop: ControlLoop, journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state as JSON values.
+
+        loop     that has a worker group
+        journal  its newest lines
+        """
+        facts, plan = loop.facts(), loop.plans[-1]
+        rate = facts.bandwidth
+        return {
+            "run": self._run_name,
+            "world_size": plan.world_size,
+            "plan": {"version": plan.version, "text": plan.describe(), "is_on_trial": plan.lease is not None},
+            "ranks": [self._rank_fields(rank) for rank in sorted(self._ranks)],
+            "nodes": [self._node_fields(node_id) for node_id in self._loads],
+            "bandwidth_gbps": [8e-9 * value for value in (rate.low, rate.value, rate.high)] if rate else None,
+            "latency_ms": facts.latency_s * 1e3 if facts.latency_s is not None else None,
+            "slow_ranks": sorted(facts.slow_ranks),
+            "slow_links_gbps": {str(rank): rate / 1e9 for rank, rate in facts.slow_link_bits_per_s.items()},
+            "num_silent_nodes": len(facts.silent_nodes),
+            "journal": [_short(line) for line in journal],
+        }
+
+    def _rank_fields(self, rank: int) -> dict[str, Any]:
+        step = self._ranks[rank]
+        parts = ("step", "step_s", "compute_s", "encode_s", "exchange_s", "decode_s", "wire_bytes", "dense_bytes")
+        return {"rank": rank, "node": self._address(rank), **{part: getattr(step, part) for part in parts}}
+
+    def _node_fields(self, node_id: str) -> dict[str, Any]:
+        sent, received, neighbours = self._loads[node_id]
+        ranks = sorted(rank for rank, node in self._node_of.items() if node == node_id)
+        latencies = self._latency_s[node_id].values()
+        return {
+            "node": self._address(ranks[0]) if ranks else node_id,
+            "ranks": ranks,
+            "sent_bytes_per_s": sent,
+            "received_bytes_per_s": received,
+            "neighbour_bytes_per_s": neighbours,
+            "latency_ms": 1e3 * max(latencies) if latencies else None,
+        }
+
+    def _address(self, rank: int) -> str:
+        return self._nodes[rank] if rank < len(self._nodes) else self._node_of[rank]
+
+
+def _short(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line without the parts that fill a screen: the layers, and the inputs of a replay."""
+    return {name: value for name, value in line.items() if name not in ("situation", "layers", "told_codec_s")}

@@ -1,0 +1,68 @@
+"""Where the time of the steps goes, written to the journal in growing intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cgx_ray.control.facts import LoopFacts
+from cgx_ray.monitors.sample import StepSample
+
+# Least seconds that a line stands for, and least share of the training so far: a week gives a thousand lines.
+LINE_S, LINE_SHARE = 2.0, 0.01
+_PARTS = ("step_s", "compute_s", "encode_s", "exchange_s", "decode_s", "wire_bytes", "dense_bytes")
+
+
+class Progress:
+    """Sums over the samples since the last line. They are all of one plan."""
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._version = -1
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._num_samples = 0
+        self._steps: set[int] = set()
+        self._sums = dict.fromkeys(_PARTS, 0.0)
+
+    def add(self, samples: Sequence[StepSample], time_s: float, facts: LoopFacts) -> Iterator[dict[str, Any]]:
+        """Add a node's samples; yield the lines that are due, one at the latest when another plan is in force.
+
+        time_s  of the node. Samples of a plan that is no longer in force are left out
+        """
+        if self._first_s is None and samples:
+            self._first_s = self._last_s = time_s
+        for sample in samples:
+            if sample.plan_version > self._version:
+                if self._num_samples:
+                    yield self._line(time_s, facts)
+                self._version = sample.plan_version
+            if sample.plan_version == self._version:
+                self._num_samples += 1
+                self._steps.add(sample.step)
+                for part in _PARTS:
+                    self._sums[part] += getattr(sample, part)
+        if self._first_s is not None and self._num_samples:
+            due_s = max(LINE_S, LINE_SHARE * (time_s - self._first_s))
+            if time_s - self._last_s >= due_s:
+                yield self._line(time_s, facts)
+
+    def _line(self, time_s: float, facts: LoopFacts) -> dict[str, Any]:
+        rate = facts.bandwidth
+        line = {
+            "event": "progress",
+            "time": time_s,
+            "step": max(self._steps),
+            "num_steps": len(self._steps),
+            "version": self._version,
+            **{part: total / self._num_samples for part, total in self._sums.items()},
+            "bandwidth_gbps": [8e-9 * value for value in (rate.low, rate.value, rate.high)] if rate else None,
+            "latency_ms": facts.latency_s * 1e3 if facts.latency_s is not None else None,
+            "slow_ranks": sorted(facts.slow_ranks),
+            "silent_nodes": sorted(facts.silent_nodes),
+        }
+        self._last_s = time_s
+        self._start_over()
+        return line

@@ -1,0 +1,124 @@
+"""What the policy was given, as JSON: written with every decision, and read back to decide again.
+
+The layers are in the journal's `start` line alone; groups name them by their index there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
+from typing import Any
+
+from cgx_ray.control.choice import Outlook
+from cgx_ray.control.learned_errors import LearnedErrors
+from cgx_ray.control.policy import AdaptivePolicy, Policy, Situation, StaticPolicy
+from cgx_ray.plan import GroupPlan, Layer, Option, Plan
+from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.prediction import Measured
+
+
+def situation_fields(situation: Situation) -> dict[str, Any]:
+    """Return `situation` as JSON."""
+    outlook = situation.outlook
+    now = outlook.now
+    place = {layer.name: index for index, layer in enumerate(now.layers)}
+    links = [_link_fields(measured.network.between) for measured in outlook.states]
+    return {
+        "cause": situation.cause,
+        "groups": [
+            {"layers": [place[name] for name in group.layers], "option": str(group.option), "device": group.device}
+            for group in situation.plan.groups
+        ],
+        "version": situation.plan.version,
+        "network": {
+            "num_nodes": now.network.num_nodes,
+            "ranks_per_node": now.network.ranks_per_node,
+            "between": _link_fields(now.network.between),
+            "inside": _link_fields(now.network.inside) if now.network.inside is not None else None,
+        },
+        # More than one only if the link changes too fast to follow.
+        "recent_links": links if len(links) > 1 else [],
+        "backward_s": list(now.backward_s),
+        "after_s": now.after_s,
+        "codec_s": cost_fields(now.codec_costs),
+        "gain": dict(now.gain),
+        "encodes_on": now.encodes_on,
+        "errors": outlook.errors.recorded(),
+        "dwell_s": situation.dwell_s if math.isfinite(situation.dwell_s) else None,
+        "switch_s": situation.switch_s,
+        "banned": sorted(map(str, situation.banned)),
+    }
+
+
+def read_layers(start: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """Return the layers of a journal's `start` line."""
+    return tuple(Layer(**fields) for fields in start["layers"])
+
+
+def read_policy(start: Mapping[str, Any]) -> Policy:
+    """Return the policy of a journal's `start` line."""
+    fields = start["policy"]
+    if fields["kind"] == "static":
+        return StaticPolicy()
+    return AdaptivePolicy([Option.parse(text) for text in fields["options"]], min_gain=fields["min_gain"])
+
+
+def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situation:
+    """Return the situation that `situation_fields` wrote. `layers`: those of the `start` line before it.
+
+    Raises ConfigError, PlanError or LookupError for values that no situation has.
+    """
+    network = fields["network"]
+    inside = network["inside"]
+    between = Network(
+        num_nodes=network["num_nodes"],
+        ranks_per_node=network["ranks_per_node"],
+        between=Link(**network["between"]),
+        inside=Link(**inside) if inside is not None else None,
+    )
+    now = Measured(
+        layers=tuple(layers),
+        backward_s=tuple(fields["backward_s"]),
+        after_s=fields["after_s"],
+        network=between,
+        codec_costs=_read_costs(fields["codec_s"]),
+        gain=fields["gain"],
+        encodes_on=fields["encodes_on"],
+    )
+    links = [Link(**link) for link in fields["recent_links"]]
+    groups = tuple(
+        GroupPlan(
+            layers=tuple(layers[index].name for index in group["layers"]),
+            option=Option.parse(group["option"]),
+            device=group["device"],
+        )
+        for group in fields["groups"]
+    )
+    return Situation(
+        cause=fields["cause"],
+        plan=Plan(version=fields["version"], world_size=between.num_workers, groups=groups),
+        outlook=Outlook(
+            now=now,
+            states=[replace(now, network=replace(between, between=link)) for link in links] or [now],
+            errors=LearnedErrors.read(fields["errors"]),
+        ),
+        dwell_s=fields["dwell_s"] if fields["dwell_s"] is not None else math.inf,
+        switch_s=fields["switch_s"],
+        banned=frozenset(map(Option.parse, fields["banned"])),
+    )
+
+
+def cost_fields(costs: Mapping[str, CodecCost]) -> dict[str, list[float]]:
+    """Return the four times of each codec, in the order of `CodecCost`."""
+    return {name: list(astuple(cost)) for name, cost in costs.items()}
+
+
+def _read_costs(fields: Mapping[str, Sequence[float]]) -> dict[str, CodecCost]:
+    names = CodecCost.__slots__
+    return {codec: CodecCost(**dict(zip(names, seconds, strict=True))) for codec, seconds in fields.items()}
+
+
+def _link_fields(link: Link) -> dict[str, float]:
+    return {"alpha_s": link.alpha_s, "beta_s_per_byte": link.beta_s_per_byte}
