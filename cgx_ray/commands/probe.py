@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.table import Table
 
+from cgx_ray.commands.cluster import address_option, connect
 from cgx_ray.commands.options import console_for, json_option, plot_option
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.probe import NodePath, Prober
@@ -21,20 +21,19 @@ from cgx_ray.monitors.probe_schedule import rounds
 from cgx_ray.report.show import new_table, print_line, progress_bar, write_json
 from cgx_ray.report.style import new_figure, save_figure
 
-CONNECT_TIMEOUT_S = 5.0
-
 Ways = Mapping[tuple[str, str], NodePath]
 
 
 @click.command()
-@click.option("--address", default="auto", show_default=True, help="Address of a running Ray cluster.")
+@address_option
 @click.option("--hops", is_flag=True, help="Count network hops as well, which takes up to a second per hop.")
 @json_option("the matrix")
 @plot_option("network.png")
 def probe(address: str, hops: bool, json_path: str | None, plot: Path) -> None:
     """Measure latency and bandwidth between all nodes of a Ray cluster."""
     console = console_for(json_path)
-    node_of_host = _connect(address)
+    connect(address)
+    node_of_host = _nodes()
     hosts = list(node_of_host)
     if len(hosts) < 2:
         raise ConfigError(f"the cluster has one node, {hosts[0]}: there is nothing to probe; add another node")
@@ -53,16 +52,8 @@ def probe(address: str, hops: bool, json_path: str | None, plot: Path) -> None:
         write_json(json_path, describe_ways(hosts, ways))
 
 
-def _connect(address: str) -> dict[str, str]:
-    """Connect to the Ray cluster at `address`; return Ray's node id per host. Raises ConfigError if there is none."""
-    try:
-        host, _, port = address.rpartition(":")
-        if host and port.isdigit():
-            # Ray itself would try for minutes.
-            socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-        ray.init(address=address, log_to_driver=False)
-    except OSError as error:
-        raise ConfigError(f"no Ray cluster at {address!r} ({error}); start one, or give its --address") from error
+def _nodes() -> dict[str, str]:
+    """Return Ray's node id per host."""
     return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 

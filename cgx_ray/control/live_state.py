@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.monitors.sample import NodeSample, StepSample
+
+# Namespace of the controllers' actors.
+NAMESPACE = "cgx_ray"
+
+
+def new_actor_name(run_name: str) -> str:
+    """Return the name of a controller's actor, new for each worker group: the last one's may still be held."""
+    return f"{run_name}/{uuid.uuid4().hex[:8]}"
+
+
+def run_of_actor(actor_name: str) -> str:
+    """Return the run of `new_actor_name`."""
+    return actor_name.rpartition("/")[0]
 
 
 class LiveState:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
 from cgx_ray.demo.cluster import Cluster, DemoError, lab_cluster, local_cluster
 from cgx_ray.demo.run_request import RunRequest
-from cgx_ray.demo.screen import Scene, Screen, make_screen
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.events import LinkEvent
 from cgx_ray.lab.link import LinkChange
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.planner.fidelity import Fidelity
+from cgx_ray.report.live_screen import Screen, make_screen
+from cgx_ray.report.live_view import LiveView, view_of_record
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.show import print_line
 from cgx_ray.units import format_rate
@@ -86,14 +87,32 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     link = "emulated link" if reason is None else "simulated link"
     if reason is not None:
         print_line(console, f"simulated link ({reason})")
-    scene = Scene(link=link, num_steps=options.steps, rate_bit_per_s=options.rate)
+    scene = _Scene(link=link, num_steps=options.steps, rate_bit_per_s=options.rate)
     with make_screen(console) as screen:
-        screen.update(scene)
+        scene.show(screen)
         with _cluster(options, out, is_simulated=reason is not None) as cluster:
             for run in _runs(options, out, cluster):
                 _train(run, cluster, options, scene, screen)
     records = {record.name: record for record in scene.records}
     return DemoResult(link=link, dense=records["dense"], adaptive=records.get("adaptive"))
+
+
+@dataclass(slots=True)
+class _Scene:
+    """The state that a screen shows. `records` are the runs so far; the last one is running."""
+
+    link: str
+    num_steps: int
+    rate_bit_per_s: float
+    status: str = "starting Ray"
+    records: list[RunRecord] = field(default_factory=list)
+
+    def show(self, screen: Screen) -> None:
+        link = f"{self.link} {format_rate(self.rate_bit_per_s)}"
+        views: list[LiveView] = [
+            view_of_record(record, num_steps=self.num_steps, links=[link]) for record in self.records
+        ]
+        screen.update(views, self.status)
 
 
 @contextmanager
@@ -128,7 +147,7 @@ def _runs(options: DemoOptions, out: Path, cluster: Cluster) -> list[RunRequest]
     ]
 
 
-def _train(run: RunRequest, cluster: Cluster, options: DemoOptions, scene: Scene, screen: Screen) -> None:
+def _train(run: RunRequest, cluster: Cluster, options: DemoOptions, scene: _Scene, screen: Screen) -> None:
     """Submit `run`, follow it to its end, and slow the network down after half of its steps."""
     record = RunRecord(run.run_dir)
     scene.records.append(record)
@@ -150,15 +169,15 @@ def _train(run: RunRequest, cluster: Cluster, options: DemoOptions, scene: Scene
             raise DemoError(f"no step for {stall_s:.0f} s:\n{cluster.log_tail()}")
         if record.steps and record.steps[-1].step >= options.half - 1 and not record.changes:
             _slow_down(record, cluster, options, scene)
-        screen.update(scene)
+        scene.show(screen)
         if record.end is None:
             cluster.check()
             time.sleep(_POLL_S)
     scene.status = "ending"
-    screen.update(scene)
+    scene.show(screen)
 
 
-def _slow_down(record: RunRecord, cluster: Cluster, options: DemoOptions, scene: Scene) -> None:
+def _slow_down(record: RunRecord, cluster: Cluster, options: DemoOptions, scene: _Scene) -> None:
     if cluster.set_rate is not None:
         cluster.set_rate(options.slow_rate)
     scene.rate_bit_per_s = options.slow_rate

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from cgx_ray.demo.screen import describe_decision
 from cgx_ray.lab.events import LinkEvent
+from cgx_ray.report.live_view import describe_decision
 from cgx_ray.report.record import RunRecord, StepLine, smooth_losses
 from cgx_ray.report.result import Row
 from cgx_ray.report.show import new_table, print_line

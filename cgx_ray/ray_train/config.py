@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -18,6 +17,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cgx_ray.control.controller import Controller, History
+from cgx_ray.control.live_state import NAMESPACE, new_actor_name
 from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError
 from cgx_ray.monitors.agent import NodeAgent
@@ -28,9 +28,6 @@ from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-# Namespace of the controllers' actors, which are named "<run name>/<8 hexadecimal digits>".
-NAMESPACE, NAME_SEPARATOR = "cgx_ray", "/"
 
 # Longest wait for workers to hear that the controller ends; a dead worker never answers.
 CLOSE_TIMEOUT_S = 5.0
@@ -123,12 +120,11 @@ def _start_controller(settings: Settings, facts: RunFacts, history: History | No
     # Not detached, so Ray's train controller owns it: if that dies, our controller ends too.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
-    # `cgx-ray top` finds the run by this name. It is new for each worker group: the last one's may still be held.
-    name = f"{facts.name}{NAME_SEPARATOR}{uuid.uuid4().hex[:8]}"
+    # `cgx-ray top` finds the run by the name.
     addresses = _node_addresses()
     return (
         ray.remote(Controller)
-        .options(name=name, namespace=NAMESPACE, **options)
+        .options(name=new_actor_name(facts.name), namespace=NAMESPACE, **options)
         .remote(
             make_policy(settings),
             str(facts.folder / "decisions.jsonl"),

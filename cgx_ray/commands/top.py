@@ -1,0 +1,118 @@
+"""`cgx-ray top`: the live view of a running training, from its controller or from its folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from rich.console import Console
+
+from cgx_ray.commands.cluster import address_option, connect
+from cgx_ray.commands.options import FILE
+from cgx_ray.control.live_state import NAMESPACE, run_of_actor
+from cgx_ray.errors import ConfigError
+from cgx_ray.report.live_screen import draw_view, make_screen
+from cgx_ray.report.live_view import LiveView, view_of_controller, view_of_record
+from cgx_ray.report.record import RunRecord
+from cgx_ray.report.show import print_line
+
+# Agents report every second.
+POLL_S = 1.0
+# Seconds for which a controller may be missing before the run counts as ended: Ray Train restarts failed workers.
+RESTART_S = 15.0
+# Longest wait for the controller's answer. It takes milliseconds unless the machine is overloaded.
+ANSWER_S = 10.0
+# Columns of the picture.
+_PICTURE_COLUMNS = 80
+
+
+@click.command()
+@click.argument("run", required=False)
+@address_option
+@click.option("--once", is_flag=True, help="Show the training once and end.")
+@click.option("--svg", type=FILE, metavar="FILE", help="Write the last view as a picture.")
+def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
+    """Watch a running training: ranks, links, plan and decisions, until it ends.
+
+    RUN is the name of a run on the cluster, which may be left out if there is only one, or the folder <storage
+    path>/<run name>, which needs no cluster.
+    """
+    console = Console()
+    views = _views_of_folder(Path(run)) if run is not None and Path(run).is_dir() else _views_of_run(run, address)
+    last: LiveView | None = None
+    with make_screen(console) as screen:
+        for view in views:
+            last = view if view is not None else last
+            screen.update([last] if last is not None else [], "waiting for the training's first step")
+            if once and last is not None:
+                break
+            time.sleep(POLL_S)
+    if last is not None and not once:
+        print_line(console, f"{last.name} has ended after step {last.step}")
+    if svg is not None and last is not None:
+        picture = Console(record=True, width=_PICTURE_COLUMNS, quiet=True)
+        picture.print(draw_view(last))
+        picture.save_svg(str(svg), title="cgx-ray top")
+
+
+def _views_of_folder(folder: Path) -> Iterator[LiveView | None]:
+    """Yield views of a run's files until the run ends; None before the first line."""
+    record = RunRecord(folder.resolve())
+    ended_s: float | None = None
+    while True:
+        record.poll()
+        view = view_of_record(record)
+        yield view if view.plan is not None else None
+        if record.end is not None:
+            return
+        # Workers that were restarted begin a new part of the journal.
+        ended_s = (ended_s or time.monotonic()) if record.is_ended else None
+        if ended_s is not None and time.monotonic() - ended_s > RESTART_S:
+            return
+
+
+def _views_of_run(name: str | None, address: str) -> Iterator[LiveView | None]:
+    """Yield what the run's controllers answer until the run ends; None before its workers have registered."""
+    connect(address)
+    actor_name: str | None
+    name, actor_name = _find(name)
+    missing_s: float | None = None
+    while True:
+        try:
+            # A controller that has just ended may still be listed.
+            actor = ray.get_actor(actor_name, namespace=NAMESPACE) if actor_name is not None else None
+            found = ray.get(actor.look.remote(), timeout=ANSWER_S) if actor is not None else None
+        except (ActorUnavailableError, GetTimeoutError):
+            found = None
+        except (RayActorError, ValueError):
+            actor_name, found = None, None
+        yield view_of_controller(found) if found is not None else None
+        if actor_name is None:
+            missing_s = missing_s or time.monotonic()
+            actor_name = _running().get(name)
+            if actor_name is None and time.monotonic() - missing_s > RESTART_S:
+                return
+        else:
+            missing_s = None
+
+
+def _running() -> dict[str, str]:
+    """Return the name of the controller's actor for each run on the cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {run_of_actor(one["name"]): one["name"] for one in actors if one["namespace"] == NAMESPACE}
+
+
+def _find(name: str | None) -> tuple[str, str]:
+    """Return the run and its controller's actor. Raises ConfigError if it does not run, or if several do."""
+    running = _running()
+    if name in running:
+        return name, running[name]
+    if name is None and len(running) == 1:
+        return next(iter(running.items()))
+    known = ", ".join(sorted(running)) or "none"
+    asked = f"no run {name!r}, and no such folder" if name is not None else "several runs, or none"
+    raise ConfigError(f"{asked}; runs with CGXConfig on this cluster: {known}; give one of them, or a run's folder")

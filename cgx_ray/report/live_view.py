@@ -1,0 +1,220 @@
+"""One look at a running training: the values that `cgx-ray top` and the demo show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cgx_ray.report.record import RunRecord, StepLine
+from cgx_ray.units import format_bytes, format_rate
+
+PARTS = ("compute", "encode", "exchange", "decode")
+# Decisions that are shown.
+SHOWN_DECISIONS = 3
+# Characters of a decision that are shown: three lines of 80 columns. The journal has the rest.
+SHOWN_CHARS = 190
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLine:
+    """The last step of a rank, or the mean of some steps over all ranks.
+
+    name   "rank 3" or "all ranks"
+    parts  seconds by name of PARTS; they overlap. Empty if unknown, as in plain DDP
+    """
+
+    name: str
+    node: str
+    step_s: float
+    parts: Mapping[str, float]
+    is_slow: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionLine:
+    """A decision: what was predicted, and what was measured later, None until then."""
+
+    step: int
+    text: str
+    is_change: bool
+    predicted_s: float
+    measured_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveView:
+    """A training at this moment.
+
+    num_steps  of the whole training; None if unknown
+    links      lines of text
+    notes      what deserves attention, such as slow ranks or lines of files that were skipped
+    """
+
+    name: str
+    is_running: bool
+    step: int | None
+    num_steps: int | None = None
+    loss: float | None = None
+    plan: str | None = None
+    ranks: tuple[RankLine, ...] = ()
+    links: tuple[str, ...] = ()
+    decisions: tuple[DecisionLine, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Sequence[str] = ()) -> LiveView:
+    """Return the view of a run's files. `links`: lines to show instead of the controller's last estimate."""
+    last_step = record.steps[-1] if record.steps else None
+    ranks: tuple[RankLine, ...]
+    lines = [*record.progress, *record.decisions]
+    newest = max(lines, key=lambda line: line["time"]) if lines else None
+    if last_step is not None:
+        plan: str | None = last_step.plan
+        ranks = (RankLine(name="rank 0", node="", step_s=last_step.step_s, parts=_step_parts(last_step)),)
+        step: int | None = last_step.step
+    else:
+        plan = plan_in_force(record)
+        ranks = tuple(_progress_line(line) for line in record.progress[-1:])
+        step = newest["step"] if newest is not None else None
+    return LiveView(
+        name=record.name,
+        is_running=record.end is None and not record.is_ended,
+        step=step,
+        num_steps=num_steps,
+        loss=last_step.loss if last_step is not None else None,
+        plan=plan,
+        ranks=ranks,
+        links=tuple(links) or tuple(_estimated_links(record.progress[-1] if record.progress else None)),
+        decisions=decision_lines(record.decisions, record.outcomes)[-SHOWN_DECISIONS:],
+        notes=broken_note(record.broken),
+    )
+
+
+def view_of_controller(found: Mapping[str, Any]) -> LiveView:
+    """Return the view of what the controller answers (`control.live_state`)."""
+    journal = found["journal"]
+    by_event = {event: [line for line in journal if line["event"] == event] for event in ("decision", "outcome")}
+    trial = " (on trial)" if found["plan"]["is_on_trial"] else ""
+    slow = set(found["slow_ranks"])
+    notes = [f"rank {rank} computes much longer than the others" for rank in sorted(slow)]
+    notes += [
+        f"the link of rank {rank} carries only {format_rate(gbps * 1e9)}"
+        for rank, gbps in found["slow_links_gbps"].items()
+    ]
+    if found["num_silent_nodes"]:
+        notes.append(f"{found['num_silent_nodes']} nodes no longer answer the others")
+    return LiveView(
+        name=found["run"],
+        is_running=True,
+        step=max((rank["step"] for rank in found["ranks"]), default=None),
+        plan=f"{found['plan']['text']}{trial}, version {found['plan']['version']}",
+        ranks=tuple(
+            RankLine(
+                name=f"rank {rank['rank']}",
+                node=rank["node"],
+                step_s=rank["step_s"],
+                parts={part: rank[f"{part}_s"] for part in PARTS},
+                is_slow=rank["rank"] in slow,
+            )
+            for rank in found["ranks"]
+        ),
+        links=(*_estimated_links(found), *map(_node_line, found["nodes"])),
+        decisions=decision_lines(by_event["decision"], by_event["outcome"])[-SHOWN_DECISIONS:],
+        notes=tuple(notes),
+    )
+
+
+def decision_lines(
+    decisions: Sequence[Mapping[str, Any]], outcomes: Sequence[Mapping[str, Any]]
+) -> tuple[DecisionLine, ...]:
+    """Return the decisions, each with its outcome."""
+    return tuple(
+        DecisionLine(
+            step=line["step"],
+            text=_cut(f"{change_of(line)}: {line['reason']}"),
+            is_change=line["kind"] != "keep",
+            predicted_s=line["predicted_step_s"],
+            measured_s=measured,
+        )
+        for line, measured in zip(decisions, outcomes_of(decisions, outcomes), strict=True)
+    )
+
+
+def outcomes_of(decisions: Sequence[Mapping[str, Any]], outcomes: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """Return the measured seconds of each decision's steps, None where they were never measured."""
+    measured: list[float | None] = [None] * len(decisions)
+    for outcome in outcomes:
+        predicted_s = outcome.get("predicted_step_s")
+        for index in range(len(decisions) - 1, -1, -1):
+            line = decisions[index]
+            # The next decision may follow in the same moment, with another prediction.
+            if line["time"] <= outcome["time"] and predicted_s in (None, line["predicted_step_s"]):
+                measured[index] = outcome["measured_step_s"]
+                break
+    return measured
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 4]} ..."
+
+
+def change_of(line: Mapping[str, Any]) -> str:
+    """Return the old and the new plan of a decision."""
+    if line["kind"] == "keep":
+        return f"keep {line['new']['plan']}"
+    return f"{line['old']['plan']} -> {line['new']['plan']}"
+
+
+def describe_decision(line: Mapping[str, Any]) -> str:
+    """Return a line with step, old and new plan, and the reason, which contains the prediction."""
+    return f"step {line['step']}: {change_of(line)}: {line['reason']}"
+
+
+def plan_in_force(record: RunRecord) -> str | None:
+    """Return the plan of the journal's last line that names one."""
+    lines = [*record.starts, *record.decisions]
+    if not lines:
+        return None
+    last = max(lines, key=lambda line: line["time"])
+    text: str = last["plan"]["plan"] if last["event"] == "start" else last["new"]["plan"]
+    return text
+
+
+def broken_note(broken: Sequence[str]) -> tuple[str, ...]:
+    """Return a line that counts the skipped lines of a run's files and names the first."""
+    if not broken:
+        return ()
+    more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
+    return (f"skipped: {broken[0]}{more}",)
+
+
+def _step_parts(step: StepLine) -> dict[str, float]:
+    parts = {part: getattr(step, f"{part}_s") for part in PARTS}
+    return {part: seconds for part, seconds in parts.items() if seconds is not None}
+
+
+def _progress_line(line: Mapping[str, Any]) -> RankLine:
+    parts = {part: line[f"{part}_s"] for part in PARTS}
+    return RankLine(name="all ranks", node="", step_s=line["step_s"], parts=parts)
+
+
+def _estimated_links(line: Mapping[str, Any] | None) -> list[str]:
+    """Return bandwidth and latency as the controller estimates them."""
+    if line is None:
+        return []
+    found = []
+    if line["bandwidth_gbps"] is not None:
+        low, value, high = (format_rate(float(f"{gbps * 1e9:.3g}")) for gbps in line["bandwidth_gbps"])
+        found.append(f"{value} per rank, surely between {low} and {high}")
+    if line["latency_ms"] is not None:
+        found.append(f"{line['latency_ms']:.2g} ms of latency, one way")
+    return [", ".join(found)] if found else []
+
+
+def _node_line(node: Mapping[str, Any]) -> str:
+    ranks = ", ".join(map(str, node["ranks"])) or "-"
+    sent, received = (format_bytes(round(node[f"{way}_bytes_per_s"])) for way in ("sent", "received"))
+    text = f"{node['node']} (ranks {ranks}): sends {sent}/s, receives {received}/s"
+    others = node["neighbour_bytes_per_s"]
+    return f"{text}, others {format_bytes(round(others))}/s" if others else text
