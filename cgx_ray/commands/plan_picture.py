@@ -68,6 +68,22 @@ def draw_answer(answer: BestPlan, *, title: str, sweep: Sweep | None = None, poi
     return figure
 
 
+def draw_change(before: Prediction, after: Prediction, *, width: float) -> Figure:
+    """Draw the predicted steps under two plans, one above the other. `width`: inches."""
+    colors, lanes = _colors([*before.options, *after.options]), _lanes((before, after))
+    figure = new_figure(width, 1.3 + 2 * (0.45 + 0.26 * len(lanes)) + 0.16 * len(colors))
+    rows = figure.subplots(2, 1)
+    for axes, name, step in ((rows[0], "before", before), (rows[1], "after", after)):
+        _draw_step(axes, name, step, lanes, colors)
+        axes.set_xlim(0, 1e3 * max(before.step_s, after.step_s) * 1.01)
+    rows[0].tick_params(labelbottom=False)
+    rows[1].set_xlabel("milliseconds of a step")
+    handles = [Patch(color=_COMPUTE_COLOR, label="forward and backward")]
+    handles += [Patch(color=color, label=name) for name, color in colors.items()]
+    figure.legend(handles=handles, loc="outside lower left", ncols=1, frameon=False, fontsize=8)
+    return figure
+
+
 def _colors(options: Iterable[Option]) -> dict[str, str]:
     """Return a colour per option: dense options in orange, the others in order of appearance."""
     colors: dict[str, str] = {}

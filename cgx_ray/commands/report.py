@@ -1,15 +1,20 @@
-"""`cgx-ray report`: the picture of a run, or of the demo's runs, from the files they have written."""
+"""`cgx-ray report`: a page and a picture of a run, or of several runs beside each other, from their files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from cgx_ray.commands.options import console_for, plot_option
+from cgx_ray.commands.decision_steps import decision_steps
+from cgx_ray.commands.options import FILE, console_for, plot_option
 from cgx_ray.errors import ConfigError
+from cgx_ray.report.live_view import broken_note
 from cgx_ray.report.picture import plot_runs
 from cgx_ray.report.record import RunRecord, load_run
+from cgx_ray.report.run_facts import spans, world_size
+from cgx_ray.report.run_page import Extras, report_page
 from cgx_ray.report.show import print_line
 
 
@@ -20,38 +25,63 @@ from cgx_ray.report.show import print_line
     type=click.Path(path_type=Path),
     help="File that `lab run --events` wrote.  [default: network.jsonl in RUN, if any]",
 )
+@click.option("--html", type=FILE, default="report.html", show_default=True, help="File of the page.")
+@click.option("--price", type=click.FloatRange(min=0), help="US dollars per hour and worker, for the cost of the run.")
 @plot_option("report.png")
-def report(run_dir: Path, events: Path | None, plot: Path) -> None:
-    """Draw a run: step times, network and decisions.
+def report(run_dir: Path, events: Path | None, html: Path, price: float | None, plot: Path) -> None:
+    """Explain a run: where its time went, its decisions and predictions, and what to try next.
 
-    RUN is the folder <storage path>/<run name> of a run with CGXConfig, or the folder of a demo, whose dense run is
-    then drawn beside the adaptive one. Training may still go on.
+    RUN is the folder <storage path>/<run name> of a run with CGXConfig, or a folder of several runs, such as a demo's,
+    which are compared. Training may still go on. Writes a page that works offline, and a picture.
     """
     folder = run_dir.resolve()
     records = _read_runs(folder, events)
-    decisions = records[-1].decisions
-    num_workers = decisions[-1]["inputs"]["world_size"]
-    num_plans = sum(line["kind"] != "keep" for line in decisions)
-    plot_runs(records, plot, title=f"{folder.name}: {num_workers} workers")
-    print_line(console_for(None), f"{len(decisions)} decisions, {num_plans} for another plan; picture: {plot}")
+    last = records[-1]
+    num_plans = sum(line["kind"] != "keep" for line in last.decisions)
+    plot_runs(records, plot, title=f"{folder.name}: {world_size(last)} workers")
+    write_page(html, folder.name, records, usd_per_hour=price)
+    console = console_for(None)
+    for record in records:
+        for note in broken_note(record.broken):
+            print_line(console, note)
+    print_line(
+        console, f"{len(last.decisions)} decisions, {num_plans} for another plan; picture: {plot}; report: {html}"
+    )
+
+
+def write_page(path: Path, title: str, records: Sequence[RunRecord], *, usd_per_hour: float | None = None) -> None:
+    """Write the report of `records` as one HTML file."""
+    extras = Extras(usd_per_hour=usd_per_hour, timelines=decision_steps)
+    path.write_text(report_page(title, records, extras), encoding="utf-8")
 
 
 def _read_runs(folder: Path, events: Path | None) -> list[RunRecord]:
-    """Return the run in `folder`, or the demo's runs below it, dense first. The last one has decisions."""
+    """Return the run in `folder`, or the runs below it, dense first. The last one has decisions."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; give that of a run, <storage path>/<run name>, or of a demo")
+        raise ConfigError(f"{folder} is no folder; give that of a run, <storage path>/<run name>, or of several runs")
     record = load_run(folder, events)
     records = [record]
-    if not record.decisions:
-        record = load_run(folder / "adaptive", events)
-        dense = load_run(folder / "dense")
-        records = [dense, record] if dense.steps and record.steps else [record]
-    if not record.decisions:
+    if not record.decisions and not record.starts:
+        records = _runs_below(folder, events)
+    if not records or not records[-1].decisions:
         raise ConfigError(
             f"{folder} holds no decision, neither in decisions.jsonl, which a run with CGXConfig(policy='adaptive') "
-            "writes, nor in adaptive/decisions.jsonl, which a demo writes. With a remote storage path, "
+            "writes, nor in a folder below it, such as a demo's adaptive/decisions.jsonl. With a remote storage path, "
             "decisions.jsonl is in ~/ray_results/<run name> on the node of Ray's train controller"
         )
-    if events is not None and not record.network:
+    if events is not None and not records[-1].network:
         raise ConfigError(f"{events} holds no links; give the file that `cgx-ray lab run --events` wrote")
     return records
+
+
+def _runs_below(folder: Path, events: Path | None) -> list[RunRecord]:
+    """Return the runs in the folders of `folder`: dense first, then those without decisions, then by name.
+
+    Runs that wrote no steps cannot be compared over steps; of those, only the last one with decisions is returned.
+    """
+    found = [
+        load_run(path, events if path.name != "dense" else None) for path in sorted(folder.iterdir()) if path.is_dir()
+    ]
+    found = [record for record in found if spans(record) or record.decisions]
+    found.sort(key=lambda record: (record.name != "dense", bool(record.decisions), record.name))
+    return found if all(spans(record) for record in found) else found[-1:]

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from cgx_ray.control.outcome import PendingOutcome
 from cgx_ray.control.policy import Decision, Policy, Situation
-from cgx_ray.control.recorded import cost_fields, situation_fields
+from cgx_ray.control.recorded import cost_fields, group_fields, situation_fields
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
@@ -121,6 +121,7 @@ def decision_entry(
         "made_by": made_by,
         "old": _plan_fields(old, measured.layers),
         "new": _plan_fields(new, measured.layers),
+        "new_groups": [] if new is old else group_fields(new, measured.layers),
         "reason": decision.reason,
         "inputs": _measured_fields(measured),
         "predicted_step_s": decision.step_s,

@@ -23,14 +23,10 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
     """Return `situation` as JSON."""
     outlook = situation.outlook
     now = outlook.now
-    place = {layer.name: index for index, layer in enumerate(now.layers)}
     links = [_link_fields(measured.network.between) for measured in outlook.states]
     return {
         "cause": situation.cause,
-        "groups": [
-            {"layers": [place[name] for name in group.layers], "option": str(group.option), "device": group.device}
-            for group in situation.plan.groups
-        ],
+        "groups": group_fields(situation.plan, now.layers),
         "version": situation.plan.version,
         "network": {
             "num_nodes": now.network.num_nodes,
@@ -88,14 +84,7 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         encodes_on=fields["encodes_on"],
     )
     links = [Link(**link) for link in fields["recent_links"]]
-    groups = tuple(
-        GroupPlan(
-            layers=tuple(layers[index].name for index in group["layers"]),
-            option=Option.parse(group["option"]),
-            device=group["device"],
-        )
-        for group in fields["groups"]
-    )
+    groups = read_groups(fields["groups"], layers)
     return Situation(
         cause=fields["cause"],
         plan=Plan(version=fields["version"], world_size=between.num_workers, groups=groups),
@@ -107,6 +96,27 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         dwell_s=fields["dwell_s"] if fields["dwell_s"] is not None else math.inf,
         switch_s=fields["switch_s"],
         banned=frozenset(map(Option.parse, fields["banned"])),
+    )
+
+
+def group_fields(plan: Plan, layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    """Return the groups of `plan`. `layers`: in registration order."""
+    place = {layer.name: index for index, layer in enumerate(layers)}
+    return [
+        {"layers": [place[name] for name in group.layers], "option": str(group.option), "device": group.device}
+        for group in plan.groups
+    ]
+
+
+def read_groups(fields: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> tuple[GroupPlan, ...]:
+    """Return the groups that `group_fields` wrote."""
+    return tuple(
+        GroupPlan(
+            layers=tuple(layers[index].name for index in group["layers"]),
+            option=Option.parse(group["option"]),
+            device=group["device"],
+        )
+        for group in fields
     )
 
 

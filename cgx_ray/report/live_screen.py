@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cgx_ray.report.live_view import PARTS, DecisionLine, LiveView, RankLine
-from cgx_ray.report.show import print_line
+from cgx_ray.report.show import print_line, printable
 
 _COLORS = dict(zip(PARTS, ("green", "magenta", "red", "blue"), strict=True))
 _PLAIN_INTERVAL_S = 5.0
@@ -97,11 +97,6 @@ class PlainScreen:
 
     def _print(self, text: str) -> None:
         print_line(self._console, printable(text))
-
-
-def printable(text: str) -> str:
-    """Return `text` without characters that would steer a terminal: names come from users."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def plain_line(view: LiveView) -> str:

@@ -22,6 +22,11 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
+def printable(text: str) -> str:
+    """Return `text` without characters that would steer a terminal or a page: names come from users."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 def new_table(title: str | None, *headings: str, num_left: int = 1, gap: int = 1, wrap: bool = False) -> Table:
     """Return an empty table.
 

@@ -1,0 +1,236 @@
+"""Numbers of a run that its report shows: time by part, plans in force, speed-up, cost, and what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cgx_ray.report.live_view import outcomes_of
+from cgx_ray.report.record import RunRecord
+
+# Mean prediction error, either way, from which predictions deserve attention.
+LARGE_ERROR = 0.2
+# Share of the step from which compute leaves little for compression to save.
+MOSTLY_COMPUTE = 0.85
+_PARTS = ("compute_s", "encode_s", "exchange_s", "decode_s")
+
+
+class Span(NamedTuple):
+    """Some steps of one plan: one, or those between two progress lines.
+
+    parts_s  compute, and what compute did not hide of encoding, exchange and decoding; None if unknown. They add up
+             to `step_s`
+    """
+
+    time: float
+    step: int
+    num_steps: int
+    step_s: float
+    parts_s: tuple[float, float, float, float] | None
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedUp:
+    """Ratio of a dense step's seconds to the run's, and how it is known, in words."""
+
+    ratio: float
+    known_by: str
+
+
+def spans(record: RunRecord) -> list[Span]:
+    """Return the run's steps, from steps.jsonl if there is one, else from the journal's progress lines."""
+    if record.steps:
+        return [
+            Span(
+                line.time,
+                line.step,
+                1,
+                line.step_s,
+                _parts(line.step_s, [getattr(line, part) for part in _PARTS]),
+                line.plan_version,
+            )
+            for line in record.steps
+        ]
+    return [
+        Span(
+            line["time"],
+            line["step"],
+            line["num_steps"],
+            line["step_s"],
+            _parts(line["step_s"], [line[part] for part in _PARTS]),
+            line["version"],
+        )
+        for line in record.progress
+    ]
+
+
+def _parts(step_s: float, parts: Sequence[float | None]) -> tuple[float, float, float, float] | None:
+    """Divide what compute did not hide as encoding, exchange and decoding divide their sum."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    compute_s, *others = known
+    busy_s = sum(others)
+    exposed_s = max(0.0, step_s - compute_s)
+    encode_s, exchange_s, decode_s = (exposed_s * part / busy_s if busy_s > 0 else 0.0 for part in others)
+    return min(compute_s, step_s), encode_s, exchange_s if busy_s > 0 else exposed_s, decode_s
+
+
+def mean_parts(found: Sequence[Span]) -> tuple[float, float, float, float] | None:
+    """Return the mean seconds of each part over all steps; None if they are unknown."""
+    known = [(span.num_steps, span.parts_s) for span in found if span.parts_s is not None]
+    total = sum(num_steps for num_steps, _ in known)
+    if not total:
+        return None
+    compute_s, encode_s, exchange_s, decode_s = (
+        sum(num_steps * parts[index] for num_steps, parts in known) / total for index in range(len(_PARTS))
+    )
+    return compute_s, encode_s, exchange_s, decode_s
+
+
+def mean_step_s(found: Sequence[Span]) -> float | None:
+    """Return the mean seconds of a step."""
+    total = sum(span.num_steps for span in found)
+    return sum(span.num_steps * span.step_s for span in found) / total if total else None
+
+
+def options_by_version(record: RunRecord) -> dict[int, Mapping[str, Mapping[str, Any]]]:
+    """Return the options of each plan of the journal, with their groups and bytes, by version."""
+    plans = [line["plan"] for line in record.starts]
+    plans += [plan for line in record.decisions for plan in (line["old"], line["new"])]
+    return {plan["version"]: plan["options"] for plan in plans if "version" in plan and "options" in plan}
+
+
+def options_of(version: int | None, known: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> Mapping[str, Any]:
+    """Return the options in force under `version`; empty if unknown.
+
+    A plan on trial becomes permanent under a later version that no decision has, so the last one before it counts.
+    """
+    versions = [one for one in known if version is not None and one <= version]
+    return known[max(versions)] if versions else {}
+
+
+def shares_by(name: str, record: RunRecord, found: Sequence[Span]) -> dict[str, float]:
+    """Return the share of all dense bytes of the run under each "codec", "scheme" or "density"."""
+    known, total, shares = options_by_version(record), 0.0, dict[str, float]()
+    for span in found:
+        for option in options_of(span.version, known).values():
+            if "dense_bytes" in option:
+                num_bytes = span.num_steps * option["dense_bytes"]
+                key = f"{option[name]:g}" if name == "density" else option[name]
+                shares[key] = shares.get(key, 0.0) + num_bytes
+                total += num_bytes
+    return {key: share / total for key, share in sorted(shares.items(), key=lambda one: -one[1])} if total else {}
+
+
+def density_and_bits(options: Mapping[str, Mapping[str, Any]]) -> tuple[float, float] | None:
+    """Return the kept share of elements, and the encoded bits per element, on average over all elements."""
+    counts = [option for option in options.values() if "numel" in option]
+    numel = sum(option["numel"] for option in counts)
+    if not numel:
+        return None
+    density = sum(option["numel"] * option["density"] for option in counts) / numel
+    return density, 8 * sum(option["wire_bytes"] for option in counts) / numel
+
+
+def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
+    """Return the speed-up against dense gradients: against the run `dense`, else against predicted dense steps."""
+    found = spans(record)
+    step_s = mean_step_s(found)
+    if step_s is None or step_s <= 0:
+        return None
+    if dense is not None and dense is not record:
+        others = spans(dense)
+        dense_s = mean_step_s(others)
+        if dense_s is not None:
+            same = sum(span.num_steps for span in found) == sum(span.num_steps for span in others)
+            note = "" if same else "; the two did not train the same number of steps"
+            return SpeedUp(
+                ratio=dense_s / step_s,
+                known_by=f"measured: the mean step of the run {dense.name!r} took {dense_s:.3g} s{note}",
+            )
+    paired = [(span, _decision_at(record, span)) for span in found]
+    known = [(span, line) for span, line in paired if line is not None]
+    total_s = sum(span.num_steps * span.step_s for span, _ in known)
+    if not total_s:
+        return None
+    dense_s = sum(span.num_steps * line["predicted_dense_s"] for span, line in known)
+    plans = options_by_version(record)
+    num_dense = sum(span.num_steps for span in found if list(options_of(span.version, plans)) == ["dense"])
+    return SpeedUp(
+        ratio=dense_s / total_s,
+        known_by=f"predicted: dense steps by the model of the measured link, corrected by {num_dense} steps that were "
+        "measured with dense gradients in this run",
+    )
+
+
+def _decision_at(record: RunRecord, span: Span) -> Mapping[str, Any] | None:
+    """Return the last decision before the end of a span."""
+    return next((line for line in reversed(record.decisions) if line["time"] <= span.time), None)
+
+
+def duration_s(record: RunRecord) -> float:
+    """Return the seconds from the first to the last line of the run's files."""
+    lines = [line["time"] for line in (*record.decisions, *record.outcomes, *record.progress)]
+    ends = [*lines, *(line.time for line in record.steps)]
+    return max(0.0, max(ends) - record.start_time) if ends else 0.0
+
+
+def world_size(record: RunRecord) -> int | None:
+    """Return the number of ranks, None if no line tells it."""
+    if record.starts:
+        return int(record.starts[-1]["world_size"])
+    return int(record.decisions[-1]["inputs"]["world_size"]) if record.decisions else None
+
+
+def prediction_errors(record: RunRecord) -> list[float]:
+    """Return measured over predicted seconds, minus 1, of each decision with an outcome."""
+    measured = outcomes_of(record.decisions, record.outcomes)
+    pairs = zip(measured, record.decisions, strict=True)
+    return [found / line["predicted_step_s"] - 1 for found, line in pairs if found is not None]
+
+
+def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
+    """Return in one sentence what to try next."""
+    found = spans(record)
+    parts = mean_parts(found[-max(1, len(found) // 3) :])
+    errors = [abs(error) for error in prediction_errors(record)]
+    reverts = [line for line in record.decisions if line["kind"] == "disable"]
+    if record.starts and record.starts[-1]["policy"]["kind"] == "static":
+        return "Train once with policy='adaptive', which measures the link and finds the plan for it."
+    if not record.decisions:
+        return "Train with CGXConfig(policy='adaptive') for a while: without decisions there is nothing to improve."
+    if parts is not None and parts[0] >= MOSTLY_COMPUTE * sum(parts):
+        share = parts[0] / sum(parts)
+        return (
+            f"Compute takes {share:.0%} of the last steps, so no network and no codec makes them much shorter: look at "
+            "the model, the batch and the processor first."
+        )
+    if len(reverts) >= 2:
+        return (
+            f"{len(reverts)} plans were slower than dense and taken back: run `cgx-ray profile` on these machines "
+            "while they are busy as in training, to see which codecs cost more than they save."
+        )
+    if errors and sum(errors) / len(errors) > LARGE_ERROR:
+        mean = sum(errors) / len(errors)
+        return (
+            f"Predictions were off by {mean:.0%} on average: run `cgx-ray probe` to see whether the link carries other "
+            "traffic, and let the run train longer, as errors are learned."
+        )
+    bound_by = record.decisions[-1].get("bound_by", "")
+    if parts is not None and parts[1] + parts[3] > parts[2]:
+        return (
+            "Encoding and decoding take more of the step than the exchange: give each rank more cores, or encode on "
+            "the GPU."
+        )
+    if gained is not None and gained.ratio < 1.1:
+        return (
+            "Dense gradients are nearly as fast on this link: compression will pay on a slower one or with more nodes."
+        )
+    exchange = f" ({parts[2] / sum(parts):.0%} of the last steps)" if parts is not None and sum(parts) > 0 else ""
+    return (
+        f"The exchange is what is left to shorten{exchange}{f', bound by {bound_by}' if bound_by else ''}: try "
+        "fidelity='fast', which allows sparser codecs, and compare the loss."
+    )
