@@ -9,6 +9,7 @@ import click
 
 from cgx_ray.bench.engine_overhead import measure_overhead
 from cgx_ray.commands.options import console_for, json_option
+from cgx_ray.commands.report import write_page
 from cgx_ray.demo.run import DemoOptions, run_demo
 from cgx_ray.demo.summary import make_rows, print_summary
 from cgx_ray.planner.fidelity import Fidelity
@@ -77,7 +78,8 @@ def _run(options: DemoOptions, json_path: str | None, *, num_bench_rounds: int) 
         f"{options.workers} workers, {result.link} from {format_rate(options.rate)} to {format_rate(options.slow_rate)}"
     )
     plot_runs(records, picture, title=title)
-    print_line(console, f"picture: {picture}")
+    write_page(options.out / "report.html", title, records)
+    print_line(console, f"picture: {picture}; report: {options.out / 'report.html'}")
     if json_path is None:
         return
     rows = make_rows(result.dense, result.adaptive) if result.adaptive is not None else []

@@ -37,7 +37,7 @@ figure svg { display: block; width: 100%; height: auto; color: var(--ink); }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); }
-th { color: var(--dim); font-weight: 600; }
+th { color: var(--dim); font-weight: 600; white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 @media (max-width: 600px) {
   thead { display: none; }

@@ -119,7 +119,7 @@ def shares_by(name: str, record: RunRecord, found: Sequence[Span]) -> dict[str, 
         for option in options_of(span.version, known).values():
             if "dense_bytes" in option:
                 num_bytes = span.num_steps * option["dense_bytes"]
-                key = f"{option[name]:g}" if name == "density" else option[name]
+                key = f"{100 * option[name]:.3g} %" if name == "density" else option[name]
                 shares[key] = shares.get(key, 0.0) + num_bytes
                 total += num_bytes
     return {key: share / total for key, share in sorted(shares.items(), key=lambda one: -one[1])} if total else {}
@@ -219,7 +219,6 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
             f"Predictions were off by {mean:.0%} on average: run `cgx-ray probe` to see whether the link carries other "
             "traffic, and let the run train longer, as errors are learned."
         )
-    bound_by = record.decisions[-1].get("bound_by", "")
     if parts is not None and parts[1] + parts[3] > parts[2]:
         return (
             "Encoding and decoding take more of the step than the exchange: give each rank more cores, or encode on "
@@ -231,6 +230,6 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
         )
     exchange = f" ({parts[2] / sum(parts):.0%} of the last steps)" if parts is not None and sum(parts) > 0 else ""
     return (
-        f"The exchange is what is left to shorten{exchange}{f', bound by {bound_by}' if bound_by else ''}: try "
+        f"The exchange is what is left to shorten{exchange}: try "
         "fidelity='fast', which allows sparser codecs, and compare the loss."
     )

@@ -58,15 +58,17 @@ def report_page(title: str, records: Sequence[RunRecord], extras: Extras) -> str
 
 def _comparison(records: Sequence[RunRecord], dense: RunRecord | None, extras: Extras) -> list[str]:
     """Return a table and pictures of all runs side by side."""
-    headings = ["run", "steps", "time", "mean step", "speed-up", "new plans", "last loss"]
+    headings = ["run", "steps", "time", "mean step", "speed-up", "new plans", "validation loss"]
     headings += ["cost (USD)"] if extras.usd_per_hour is not None else []
     rows = []
+    # Plain DDP writes no journal. The runs of a folder are compared since they have the same ranks.
+    ranks = next((ranks for record in records if (ranks := world_size(record)) is not None), None)
     for record in records:
         found = spans(record)
         gained = speed_up(record, dense) if record is not dense else None
         step_s = mean_step_s(found)
         loss = record.end["validation_loss"] if record.end is not None else None
-        cost = _cost(record, extras)
+        cost = _cost(record, extras, ranks)
         row = [
             record.name,
             str(sum(span.num_steps for span in found)),
@@ -141,7 +143,7 @@ def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[
         pairs.append(("mean prediction error", f"{sum(map(abs, errors)) / len(errors):.0%}"))
     if record.end is not None:
         pairs.append(("validation loss", f"{record.end['validation_loss']:.4g}"))
-    cost = _cost(record, extras)
+    cost = _cost(record, extras, world_size(record))
     if cost is not None:
         pairs.append(("cost so far", f"{cost:.4g} USD"))
         if gained is not None:
@@ -149,8 +151,7 @@ def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[
     return pairs
 
 
-def _cost(record: RunRecord, extras: Extras) -> float | None:
-    ranks = world_size(record)
+def _cost(record: RunRecord, extras: Extras, ranks: int | None) -> float | None:
     if extras.usd_per_hour is None or ranks is None:
         return None
     return extras.usd_per_hour * ranks * duration_s(record) / 3600

@@ -133,10 +133,10 @@ def draw_link(record: RunRecord) -> Picture | None:
     used = [(line["step"], line["inputs"]["bandwidth_gbps"]) for line in record.decisions]
     if used:
         axes.plot(*zip(*used, strict=True), "o", color=ORANGE, markersize=5, label="used by a decision")
-    _mark_changes(axes, record)
     rates = [value for _, value in used] or [line["bandwidth_gbps"][1] for line in lines]
     axes.set(xlabel="step", ylabel="Gbit/s per rank")
     fit_values(axes)
+    _mark_changes(axes, record)
     _finish(axes, num_columns=3)
     return Picture(
         figure,
