@@ -24,6 +24,7 @@ from cgx_ray.report.style import (
     add_title,
     clean,
     fit_values,
+    label,
     new_figure,
     save_figure,
 )
@@ -121,7 +122,7 @@ def _draw_loss(axes: Axes, records: Sequence[RunRecord]) -> None:
         color = _COLORS.get(record.name, _OTHER_COLOR)
         axes.plot(seconds, [line.loss for line in record.steps], color=color, alpha=0.25, linewidth=1)
         losses = smooth_losses(record.steps)
-        axes.plot(seconds, losses, color=color, linewidth=2.2, label=record.name)
+        axes.plot(seconds, losses, color=color, linewidth=2.2, label=label(record.name))
         axes.plot(seconds[-1], losses[-1], "o", color=color)
         axes.annotate(
             f"{seconds[-1]:.0f} s",
@@ -150,7 +151,7 @@ def _draw_step_time(axes: Axes, records: Sequence[RunRecord]) -> None:
         axis = _StepAxis(record)
         if record.steps:
             steps, seconds = [line.step for line in record.steps], [line.step_s for line in record.steps]
-            axes.plot(steps, seconds, color=color, linewidth=1.4, marker="o", markersize=2.5, label=record.name)
+            axes.plot(steps, seconds, color=color, linewidth=1.4, marker="o", markersize=2.5, label=label(record.name))
         elif record.outcomes:
             at = [axis.at(line) for line in record.outcomes]
             seconds = [line["measured_step_s"] for line in record.outcomes]
@@ -219,7 +220,7 @@ def _mark_plans(panels: Sequence[Axes], record: RunRecord) -> None:
             axes.axvline(at, color=color, linestyle="--", linewidth=1, alpha=0.8, label="new plan")
         is_left = at < (axis.begin + axis.end) / 2
         panels[0].annotate(
-            plan,
+            label(plan),
             (at, 0.965 - 0.055 * (index % 4)),
             xycoords=panels[0].get_xaxis_transform(),
             textcoords="offset points",

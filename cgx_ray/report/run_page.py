@@ -90,12 +90,13 @@ def _run(record: RunRecord, dense: RunRecord | None, extras: Extras, *, prefix: 
     if gained is not None:
         body.append(page.paragraph(f"The speed-up is {gained.known_by}."))
     body.append(page.paragraph(f"What to try next: {next_step(record, gained)}", kind="next"))
-    drawn = run_pictures(record)
+    spoken = f"Run {record.name}. " if has_title else ""
+    drawn = [one._replace(alt=spoken + one.alt) for one in run_pictures(record)]
     if drawn:
         body += [page.heading(3, "Over the run"), page.pictures(drawn, f"{prefix}p")]
     if record.decisions:
         body += [page.heading(3, "Decisions"), _decisions(record)]
-    timelines = extras.timelines(record)
+    timelines = [one._replace(alt=spoken + one.alt) for one in extras.timelines(record)]
     if timelines:
         body += [page.heading(3, "Steps before and after"), page.pictures(timelines, f"{prefix}t")]
     plan = record.decisions[-1]["new"] if record.decisions else record.starts[-1]["plan"] if record.starts else None

@@ -33,9 +33,10 @@ from cgx_ray.report.style import (
     YELLOW,
     clean,
     fit_values,
+    label,
     new_figure,
 )
-from cgx_ray.report.svg import WIDTH, label
+from cgx_ray.report.svg import WIDTH
 
 _PART_NAMES = ("compute", "encode", "exchange", "decode")
 _PART_COLORS = (GREY, PURPLE, DENSE_COLOR, BLUE)

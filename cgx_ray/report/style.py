@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
+
+from cgx_ray.report.show import printable
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -30,7 +34,24 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def add_title(figure: Figure, text: str) -> None:
-    figure.suptitle(text, fontsize=12, fontweight="bold", wrap=True)
+    figure.suptitle(label(text, longest=120), fontsize=12, fontweight="bold", wrap=True)
+
+
+def label(text: str, longest: int = 48) -> str:
+    """Return `text` as matplotlib shows it literally: names come from users.
+
+    Characters that the font lacks become "?", dollars start no formula, and a leading underscore hides no legend entry.
+    """
+    known = _characters()
+    shown = "".join(char if ord(char) in known else "?" for char in printable(text))
+    shown = shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
+    shown = shown.replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
+@cache
+def _characters() -> frozenset[int]:
+    return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())
 
 
 def add_legend(axes: Axes, num_columns: int = 1) -> None:

@@ -6,18 +6,14 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.font_manager import findfont, get_font
 
-from cgx_ray.report.show import printable
 from cgx_ray.report.style import INK
 
 # Inches. A picture of this width is readable on a phone of 390 px, and two lie side by side on a desk.
 WIDTH = 4.6
-_LONGEST_LABEL = 48
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "cgx_ray",
@@ -49,20 +45,3 @@ def inline_svg(figure: Figure, name: str) -> str:
     text = re.sub(r'^<svg([^>]*?) height="[^"]*"', r"<svg\1", text, count=1)
     text = text.replace(INK.lower(), "currentColor").replace("#ffffff", "var(--paper)")
     return text.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1)
-
-
-def label(text: str) -> str:
-    """Return `text` as matplotlib shows it literally: names come from users.
-
-    Characters that the font lacks become "?", dollars start no formula, and a leading underscore hides no legend entry.
-    """
-    known = _characters()
-    shown = "".join(char if ord(char) in known else "?" for char in printable(text))
-    shown = shown if len(shown) <= _LONGEST_LABEL else f"{shown[: _LONGEST_LABEL - 3]}..."
-    shown = shown.replace("$", r"\$")
-    return f" {shown}" if shown.startswith("_") else shown
-
-
-@cache
-def _characters() -> frozenset[int]:
-    return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())

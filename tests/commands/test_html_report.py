@@ -1,0 +1,245 @@
+"""The report as a page, opened in Chromium as a person would read it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.browser import Browser, open_browser
+from support.control_runs import start
+
+from cgx_ray.cli import main
+from cgx_ray.report.record import load_run
+from cgx_ray.report.run_facts import mean_parts, next_step, options_by_version, shares_by, spans, speed_up
+
+# Names of folders, and so of runs, that would be code in a page, a formula in a picture, or an order to a terminal.
+HOSTILE_NAMES = [
+    "<img src=x onerror=alert(1)>",
+    "\"'><svg onload=alert(1)>&amp;",
+    "$\\frac{1}{",
+    "_hidden $x$",
+    "\x1b[31mred\x07\u202e rocket \U0001f680 \u65e5\u672c",
+    os.fsdecode(b"bytes \xff\xfe"),
+    "x" * 200,
+]
+# A reader who zooms no further: smallest height of text in pictures, in px.
+SMALLEST_TEXT = 6.5
+
+
+def train(folder: Path) -> None:
+    """Write the journal of a run on a network that becomes slow twice; then a sparse codec loses less than before."""
+    run = start(folder)
+    for gbps, num_steps in ((100.0, 15), (0.1, 30), (0.02, 45)):
+        run.gbps = gbps
+        run.gain["topk:density=0.01"] = 0.95 if gbps < 0.1 else 0.3
+        run.run(num_steps)
+    run.loop.end(1e3)
+
+
+def write_steps(folder: Path, *, step_s: float, parts: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for step in range(60):
+        line: dict[str, Any] = {"event": "step", "time": 100.0 + step * step_s, "step": step, "loss": 5.0 - step / 20}
+        line["step_s"] = step_s
+        for part, share in (("compute_s", 0.5), ("encode_s", 0.1), ("exchange_s", 0.7), ("decode_s", 0.2)):
+            line[part] = share * step_s if parts else None
+        lines.append({**line, "plan_version": 0 if parts else None, "plan": "dense"})
+    end = {"event": "end", "time": 160.0, "validation_loss": 2.5, "weights_identical": True, "weights_sha256": ["a"]}
+    (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, end]))
+
+
+def report(run: Path, out: Path, *words: str) -> tuple[Path, str]:
+    """Return the page, and what the command printed."""
+    page = out / "report.html"
+    argv = ["report", str(run), "--html", str(page), "--plot", str(out / "report.png"), *words]
+    done = CliRunner().invoke(main, argv, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert f"report: {page}" in done.output.replace("\n", "")
+    return page, done.output
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "my run"
+    train(folder)
+    return folder
+
+
+def check_as_a_reader(browser: Browser, page: Path) -> None:
+    """Assert what holds for every report: it loads nothing, complains about nothing, and fits a phone."""
+    for width, dark in ((1280, False), (390, False), (390, True)):
+        browser.open(page, width=width, dark=dark)
+        assert browser.console == []
+        assert browser.requests == [page.resolve().as_uri()]
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        beyond = "[...document.querySelectorAll('main *')].filter(e => !e.closest('svg')).map(e => "
+        beyond += f"[e.tagName, e.getBoundingClientRect().right]).filter(e => e[1] > {width + 1})"
+        assert browser.run(beyond) == []
+        levels = browser.run("[...document.querySelectorAll('h1,h2,h3,h4')].map(e => +e.tagName[1])")
+        assert levels[0] == 1
+        assert levels.count(1) == 1
+        assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(levels)), levels
+        pictures = browser.run(
+            "[...document.querySelectorAll('figure')].map(f => { const s = f.querySelector('svg'), "
+            "b = s.getBoundingClientRect(), t = [...s.querySelectorAll('text')].map("
+            "x => parseFloat(getComputedStyle(x).fontSize) * s.getScreenCTM().a); "
+            "return [f.querySelector('[role=img]').ariaLabel, f.querySelector('figcaption').innerText, "
+            "b.width, b.height, Math.min(...t)] })"
+        )
+        assert pictures
+        for alt, caption, wide, high, text_px in pictures:
+            assert len(alt) > 40, alt
+            assert len(caption) > 15, caption
+            assert min(wide, high) > 100
+            assert text_px > SMALLEST_TEXT, f"{text_px} px in: {caption}"
+        assert len({alt for alt, *_ in pictures}) == len(pictures)
+        ids = browser.run("[...document.querySelectorAll('[id]')].map(e => e.id)")
+        assert len(ids) == len(set(ids))
+        ink, paper = (browser.run(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
+        assert (brightness(ink) > brightness(paper)) == dark
+
+
+def brightness(color: str) -> float:
+    return sum(float(part) for part in color.removeprefix("rgb(").removesuffix(")").split(","))
+
+
+def test_a_run_is_explained_from_top_to_bottom(browser: Browser, run: Path, tmp_path: Path) -> None:
+    page, _ = report(run, tmp_path, "--price", "3")
+    check_as_a_reader(browser, page)
+    text = browser.run("document.body.innerText")
+    assert browser.run("document.title") == "my run: cgx_ray report"
+    headings = browser.run("[...document.querySelectorAll('h1,h2,h3')].map(e => e.innerText)")
+    expected = ["my run", "Summary", "Over the run", "Decisions", "Steps before and after", "Plan at the end"]
+    assert headings == expected
+    assert "3 layers with 5 million parameters (float32), trained by 4 ranks" in text
+    assert "predicted: dense steps by the model of the measured link, corrected by" in text
+    assert "What to try next: " in text
+    assert "cost so far" in text
+    captions = browser.run("[...document.querySelectorAll('figcaption')].map(e => e.innerText)")
+    for words in ("Where the time of a step goes", "Bandwidth of", "Each decision's prediction", "Density and size"):
+        assert any(caption.startswith(words) for caption in captions), words
+    record = load_run(run)
+    changes = [line for line in record.decisions if line["kind"] != "keep"]
+    assert sum(caption.startswith("After step") for caption in captions) == len(changes) >= 2
+    rows = browser.run("[...document.querySelectorAll('table')].map(t => t.querySelectorAll('tbody tr').length)")
+    assert rows == [len(record.decisions), len(changes[-1]["new"]["options"])]
+
+
+def test_runs_of_a_folder_are_compared(browser: Browser, tmp_path: Path) -> None:
+    write_steps(tmp_path / "dense", step_s=2.0, parts=False)
+    for name in ("one", "two"):
+        train(tmp_path / name)
+        write_steps(tmp_path / name, step_s=0.5, parts=True)
+    page, _ = report(tmp_path, tmp_path, "--price", "3.6")
+    check_as_a_reader(browser, page)
+    text = browser.run("document.body.innerText")
+    assert "measured: the mean step of the run 'dense' took 2 s" in text
+    headings = browser.run("[...document.querySelectorAll('h1,h2')].map(e => e.innerText)")
+    assert headings == [tmp_path.name, "All runs", "Run one", "Run two"]
+    browser.open(page)
+    cells = "[...document.querySelectorAll('table')][0].querySelectorAll('tbody tr')"
+    rows = browser.run(f"[...{cells}].map(r => [...r.children].map(c => c.innerText))")
+    assert [row[0] for row in rows] == ["dense", "one", "two"]
+    # 60 steps of 2 s: 2 minutes of 4 workers at 3.6 dollars an hour.
+    assert rows[0][1:4] == ["60", "120 s", "2 s"]
+    assert float(rows[0][-1]) == pytest.approx(4 * 3.6 * 120 / 3600, rel=0.02)
+    assert rows[1][4] == "4.00x"
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_names_of_runs_are_text_and_nothing_else(browser: Browser, tmp_path: Path, name: str) -> None:
+    train(tmp_path / name / name)
+    write_steps(tmp_path / name / name, step_s=0.5, parts=True)
+    write_steps(tmp_path / name / "dense", step_s=1.0, parts=False)
+    page, output = report(tmp_path / name, tmp_path)
+    assert "\x1b" not in output
+    check_as_a_reader(browser, page)
+    shown = "".join(char if char.isprintable() else "?" for char in name)
+    assert browser.run("document.querySelector('h1').textContent") == shown
+    assert browser.run("document.querySelectorAll('img, script, [onload], [onerror]').length") == 0
+
+
+def test_broken_lines_are_counted_and_named(browser: Browser, run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    text = (run / "decisions.jsonl").read_text().splitlines()
+    text[5] = text[5][: len(text[5]) // 2]
+    (folder / "decisions.jsonl").write_text("\n".join([*text, "<script>alert(1)</script>"]) + "\n")
+    page, output = report(folder, tmp_path)
+    flat = output.replace("\n", "")
+    assert "decisions.jsonl, line 6 is broken (" in flat
+    assert "and 1 more" in flat
+    check_as_a_reader(browser, page)
+    text = browser.run("document.body.innerText")
+    assert "Skipped: 2 broken lines" in text
+    assert "line 6 is broken" in text
+
+
+def test_a_dense_run_alone_and_an_old_journal_are_shown_as_far_as_they_go(browser: Browser, tmp_path: Path) -> None:
+    from cgx_ray.commands.report import write_page
+
+    write_steps(tmp_path / "dense", step_s=2.0, parts=False)
+    write_page(tmp_path / "dense.html", "dense only", [load_run(tmp_path / "dense")])
+    check_as_a_reader(browser, tmp_path / "dense.html")
+    assert "Train with CGXConfig(policy='adaptive')" in browser.run("document.body.innerText")
+    old = tmp_path / "old"
+    train(old)
+    lines = [json.loads(line) for line in (old / "decisions.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["event"] in ("decision", "outcome")]
+    for line in kept:
+        for name in ("situation", "new_groups", "made_by"):
+            line.pop(name, None)
+        for plan in ("old", "new"):
+            for option in line.get(plan, {}).get("options", {}).values():
+                for field in set(option) - {"groups", "layers"}:
+                    del option[field]
+    (old / "decisions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    page, _ = report(old, tmp_path)
+    check_as_a_reader(browser, page)
+
+
+def test_parts_of_a_step_add_up_to_it_and_shares_to_one(run: Path) -> None:
+    record = load_run(run)
+    found = spans(record)
+    for span in found:
+        assert span.parts_s is not None
+        assert sum(span.parts_s) == pytest.approx(span.step_s)
+    parts = mean_parts(found)
+    assert parts is not None
+    for kind in ("codec", "scheme", "density"):
+        shares = shares_by(kind, record, found)
+        assert sum(shares.values()) == pytest.approx(1.0)
+    assert {"none", "qsgd"} <= shares_by("codec", record, found).keys()
+    assert len(options_by_version(record)) >= 3
+
+
+def test_the_speed_up_against_predicted_dense_steps_is_that_of_the_fake_network(run: Path) -> None:
+    record = load_run(run)
+    gained = speed_up(record, None)
+    assert gained is not None
+    # Dense takes 0.3 s at 100 Gbit/s, 0.3 + 2.4 s at 0.1 Gbit/s, and 0.3 + 12 s at 0.02 Gbit/s.
+    found = spans(record)
+    seconds = sum(span.num_steps * span.step_s for span in found)
+    assert gained.ratio == pytest.approx((15 * 0.3 + 30 * 2.7 + 45 * 12.3) / seconds, rel=0.15)
+
+
+def test_a_plan_that_fails_again_and_again_is_what_to_look_at_next(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps, run.slowdown = 0.3, 8.0
+    run.run(900)
+    record = load_run(tmp_path)
+    assert sum(line["kind"] == "disable" for line in record.decisions) >= 2
+    assert "were slower than dense and taken back: run `cgx-ray profile`" in next_step(record, None)
