@@ -55,5 +55,5 @@ check: .venv/.installed
 system:
 	@command -v $(PYTHON) >/dev/null && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is missing or older than 3.11; give another one: make PYTHON=python3.12"; exit 1; }
-	@missing=$$(PYTHON=$(PYTHON) ./missing-packages); [ -z "$$missing" ] || \
+	@missing=$$(PYTHON=$(PYTHON) ./missing-packages $(if $(filter test,$(MAKECMDGOALS)),,--without-tests)); [ -z "$$missing" ] || \
 		{ echo "system packages are missing; run: apt-get install $$missing"; exit 1; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,7 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
     if last is not None and not once:
         print_line(console, f"{last.name} has ended after step {last.step}")
     if svg is not None and last is not None:
-        picture = Console(record=True, width=_PICTURE_COLUMNS, quiet=True)
+        picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO())
         picture.print(draw_view(last))
         picture.save_svg(str(svg), title="cgx-ray top")
 

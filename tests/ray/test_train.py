@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -199,3 +202,28 @@ def test_a_wrong_config_fails_where_it_is_written(arguments: dict[str, Any], say
     with pytest.raises(cgx_ray.ConfigError) as caught:
         cgx_ray.CGXConfig(**arguments)
     assert says in str(caught.value)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(tmp_path: Path) -> None:
+    config = cgx_ray.CGXConfig(simulated_link=cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 1e8),)))
+    address = ray.get_runtime_context().gcs_address
+    argv = [sys.executable, "-m", "cgx_ray.cli", "top", "--address", address]
+    training = threading.Thread(
+        target=fit, args=(tmp_path,), kwargs={"steps": 400, "torch_config": config, "pace": True}
+    )
+    training.start()
+    while not (tmp_path / "run" / "decisions.jsonl").exists():
+        assert training.is_alive()
+        time.sleep(0.1)
+    once = subprocess.run([*argv, "--once"], capture_output=True, text=True, check=False, timeout=100)
+    assert once.returncode == 0, once.stdout + once.stderr
+    assert re.search(r"^run: step \d+ .* s/step \(compute ", once.stdout, re.MULTILINE), once.stdout
+    whole = subprocess.Popen([*argv, "run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output, errors = whole.communicate(timeout=200)
+    training.join()
+    assert whole.returncode == 0, output + errors
+    assert re.search(r"^run has ended after step \d+$", output, re.MULTILINE), output
+    assert "first measurements" in output
+    events = [entry["event"] for entry in journal_of(tmp_path)]
+    assert (events[0], events[-1]) == ("start", "end")

@@ -1,0 +1,145 @@
+"""The live view: what `cgx-ray top` and the demo show."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+from support.control_runs import WORLD, FakeTraining, start
+
+from cgx_ray.cli import main
+from cgx_ray.commands import top
+from cgx_ray.control.live_state import LiveState, new_actor_name, run_of_actor
+from cgx_ray.monitors.sample import HostLoad, NodeSample
+from cgx_ray.report.live_screen import PlainScreen, draw_view, plain_line
+from cgx_ray.report.live_view import LiveView, outcomes_of, view_of_controller, view_of_record
+from cgx_ray.report.record import load_run
+
+LOAD = HostLoad(sent_bytes_per_s=12e6, received_bytes_per_s=11e6, neighbour_bytes_per_s=3e6)
+
+
+def trained(tmp_path: Path) -> FakeTraining:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(30)
+    return run
+
+
+def asked(run: FakeTraining, tmp_path: Path, name: str = "my run") -> dict[str, Any]:
+    """Return what the controller of `run` would answer."""
+    live = LiveState(name, [f"10.0.0.{rank}" for rank in range(WORLD)])
+    for rank in range(WORLD):
+        steps = (replace(run.sample(rank), step_s=0.5 + rank / 10),)
+        latency_s = {"other": 2e-4}
+        live.add(NodeSample(node_id=f"node{rank}", time_s=1.0, steps=steps, latency_s=latency_s, host=LOAD))
+    journal = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
+    found: dict[str, Any] = json.loads(json.dumps(live.fields(run.loop, journal[-20:])))
+    return found
+
+
+def lines_of(view: LiveView, width: int = 80) -> list[str]:
+    file = io.StringIO()
+    Console(file=file, width=width).print(draw_view(view))
+    return file.getvalue().splitlines()
+
+
+def test_the_view_of_a_controller_shows_ranks_links_plan_and_decisions_in_80_columns(tmp_path: Path) -> None:
+    view = view_of_controller(asked(trained(tmp_path), tmp_path))
+    lines = lines_of(view)
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(line.strip("│ ").split()) for line in lines)
+    for rank in range(WORLD):
+        assert f"rank {rank} 10.0.0.{rank} 0.{5 + rank} s" in text
+    # The slowest rank has the longest bar, and the others bars in proportion.
+    bars = [line.count("█") for line in lines if " rank " in line or "ranks  " in line][:WORLD]
+    assert bars == [round(30 * (5 + rank) / 8) for rank in range(WORLD)]
+    assert "█ compute 0.3 s █ encode 0.002 s" in text
+    assert "100 Mbit/s per rank, surely between" in text
+    assert "10.0.0.2 (ranks 2): sends 11 MiB/s, receives 10 MiB/s, others 2 MiB/s" in text
+    assert "qsgd:bits=4,bucket_size=128 over sra, version" in text
+    assert "dense -> qsgd:bits=4,bucket_size=128 over sra: first measurements" in text
+    assert "predicted 0.62 s per step, measured 0.62 s" in text
+
+
+def test_a_name_from_a_user_steers_no_terminal_and_is_no_markup(tmp_path: Path) -> None:
+    name = "\x1b[2J[bold red]run[/] \x07\u202e\U0001f680"
+    view = view_of_controller(asked(trained(tmp_path), tmp_path, name))
+    for width in (40, 80):
+        text = "\n".join(lines_of(view, width))
+        assert "\x1b" not in text
+        assert "\x07" not in text
+        assert "?[2J[bold red]run[/]" in text
+    file = io.StringIO()
+    PlainScreen(Console(file=file, width=80)).update([view], "ok")
+    assert "\x1b" not in file.getvalue()
+    assert "[bold red]run[/]" in file.getvalue()
+
+
+def test_of_many_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
+    view = view_of_controller(asked(trained(tmp_path), tmp_path))
+    ranks = tuple(replace(view.ranks[0], name=f"rank {rank}", step_s=1.0 + rank) for rank in range(64))
+    text = "\n".join(lines_of(replace(view, ranks=ranks)))
+    assert "rank 63" in text
+    assert "rank 10 " not in text
+    assert "and 56 faster ranks" in text
+
+
+def test_a_run_without_its_controller_is_shown_from_its_files(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    view = view_of_record(load_run(tmp_path))
+    assert view.is_running
+    assert view.plan == "qsgd:bits=4,bucket_size=128 over sra"
+    assert [rank.name for rank in view.ranks] == ["all ranks"]
+    assert plain_line(view).startswith(f"{tmp_path.name}: step ")
+    run.loop.end(100.0)
+    assert not view_of_record(load_run(tmp_path)).is_running
+    # Restarted workers begin a new part.
+    run.loop.register(run.loop.layers, run.loop.plans[0], {})
+    run.run(3)
+    assert view_of_record(load_run(tmp_path)).is_running
+
+
+def test_each_outcome_belongs_to_the_decision_that_predicted_it() -> None:
+    decisions = [{"time": time, "predicted_step_s": seconds} for time, seconds in ((1.0, 0.5), (2.0, 0.7), (9.0, 0.8))]
+    outcomes = [
+        {"time": 9.0, "predicted_step_s": 0.7, "measured_step_s": 0.72},
+        {"time": 12.0, "predicted_step_s": 0.8, "measured_step_s": 0.81},
+    ]
+    assert outcomes_of(decisions, outcomes) == [None, 0.72, 0.81]
+
+
+def test_top_follows_a_folder_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "RESTART_S", 0.2)
+    monkeypatch.setattr(top, "POLL_S", 0.05)
+    run = trained(tmp_path)
+    ending = threading.Timer(0.5, run.loop.end, [100.0])
+    ending.start()
+    done = CliRunner().invoke(main, ["top", str(tmp_path), "--svg", str(tmp_path / "top.svg")])
+    ending.join()
+    assert done.exit_code == 0, done.output
+    output = done.output.replace("\n", " ")
+    assert "dense -> qsgd:bits=4,bucket_size=128 over sra: first measurements" in output
+    assert output.rstrip().endswith("has ended after step 29")
+    picture = (tmp_path / "top.svg").read_text()
+    assert "measured" in picture
+    assert "(ended)" in picture.replace("&#160;", " ")
+
+
+def test_a_run_that_cannot_be_found_is_one_clear_error() -> None:
+    done = CliRunner().invoke(main, ["top", "nothing", "--address", "127.0.0.1:1"])
+    assert done.exit_code == 1
+    assert "no Ray cluster at '127.0.0.1:1'" in done.output
+
+
+def test_the_name_of_an_actor_tells_its_run_and_is_new_each_time() -> None:
+    for name in ("run", "a/b", "\U0001f680"):
+        first, second = new_actor_name(name), new_actor_name(name)
+        assert first != second
+        assert run_of_actor(first) == run_of_actor(second) == name
