@@ -16,7 +16,7 @@ MOSTLY_COMPUTE = 0.85
 _PARTS = ("compute_s", "encode_s", "exchange_s", "decode_s")
 
 
-class Span(NamedTuple):
+class StepSpan(NamedTuple):
     """Some steps of one plan: one, or those between two progress lines.
 
     parts_s  compute, and what compute did not hide of encoding, exchange and decoding; None if unknown. They add up
@@ -39,11 +39,11 @@ class SpeedUp:
     known_by: str
 
 
-def spans(record: RunRecord) -> list[Span]:
+def spans(record: RunRecord) -> list[StepSpan]:
     """Return the run's steps, from steps.jsonl if there is one, else from the journal's progress lines."""
     if record.steps:
         return [
-            Span(
+            StepSpan(
                 line.time,
                 line.step,
                 1,
@@ -54,7 +54,7 @@ def spans(record: RunRecord) -> list[Span]:
             for line in record.steps
         ]
     return [
-        Span(
+        StepSpan(
             line["time"],
             line["step"],
             line["num_steps"],
@@ -78,7 +78,7 @@ def _parts(step_s: float, parts: Sequence[float | None]) -> tuple[float, float, 
     return min(compute_s, step_s), encode_s, exchange_s if busy_s > 0 else exposed_s, decode_s
 
 
-def mean_parts(found: Sequence[Span]) -> tuple[float, float, float, float] | None:
+def mean_parts(found: Sequence[StepSpan]) -> tuple[float, float, float, float] | None:
     """Return the mean seconds of each part over all steps; None if they are unknown."""
     known = [(span.num_steps, span.parts_s) for span in found if span.parts_s is not None]
     total = sum(num_steps for num_steps, _ in known)
@@ -90,7 +90,7 @@ def mean_parts(found: Sequence[Span]) -> tuple[float, float, float, float] | Non
     return compute_s, encode_s, exchange_s, decode_s
 
 
-def mean_step_s(found: Sequence[Span]) -> float | None:
+def mean_step_s(found: Sequence[StepSpan]) -> float | None:
     """Return the mean seconds of a step."""
     total = sum(span.num_steps for span in found)
     return sum(span.num_steps * span.step_s for span in found) / total if total else None
@@ -112,7 +112,7 @@ def options_of(version: int | None, known: Mapping[int, Mapping[str, Mapping[str
     return known[max(versions)] if versions else {}
 
 
-def shares_by(name: str, record: RunRecord, found: Sequence[Span]) -> dict[str, float]:
+def shares_by(name: str, record: RunRecord, found: Sequence[StepSpan]) -> dict[str, float]:
     """Return the share of all dense bytes of the run under each "codec", "scheme" or "density"."""
     known, total, shares = options_by_version(record), 0.0, dict[str, float]()
     for span in found:
@@ -166,7 +166,7 @@ def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
     )
 
 
-def _decision_at(record: RunRecord, span: Span) -> Mapping[str, Any] | None:
+def _decision_at(record: RunRecord, span: StepSpan) -> Mapping[str, Any] | None:
     """Return the last decision before the end of a span."""
     return next((line for line in reversed(record.decisions) if line["time"] <= span.time), None)
 

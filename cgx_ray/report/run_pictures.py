@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from cgx_ray.report.live_view import outcomes_of
 from cgx_ray.report.record import RunRecord, smooth_losses
 from cgx_ray.report.run_facts import (
-    Span,
+    StepSpan,
     density_and_bits,
     mean_parts,
     options_by_version,
@@ -285,7 +285,7 @@ def _axes() -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _edges(found: Sequence[Span]) -> list[float]:
+def _edges(found: Sequence[StepSpan]) -> list[float]:
     """Return the borders of the spans on an axis of steps. A restart repeats steps, so borders never go back."""
     edges = [found[0].step - found[0].num_steps + 0.5]
     for span in found:
