@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from cgx_ray.bench.chrome_trace import PhaseSpan
 from cgx_ray.bench.ranks import run_ranks
 from cgx_ray.bench.step_cases import (
     FASTEST_GOAL,
@@ -27,6 +26,7 @@ from cgx_ray.bench.step_cases import (
     StepWay,
 )
 from cgx_ray.bench.workload import Workload, predicted_s
+from cgx_ray.engine.chrome_trace import PhaseSpan
 from cgx_ray.plan import Plan
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.report.result import Row

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.bench.chrome_trace import PhaseSpan
 from cgx_ray.bench.rank_process import run_rank, start_together
 from cgx_ray.bench.ranks import BenchError
 from cgx_ray.bench.sleeping_model import BackwardClock, SleepingModel, fixed_gradients
 from cgx_ray.bench.step_cases import StepNetwork, StepWay
 from cgx_ray.bench.torch_hooks import register_hook
 from cgx_ray.bench.workload import GAINS, Workload, joint_plan
+from cgx_ray.engine.chrome_trace import PhaseSpan
 from cgx_ray.plan import CodecSpec, Plan
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.session.attachment import Attachment

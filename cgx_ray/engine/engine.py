@@ -22,6 +22,7 @@ from cgx_ray.engine.loss_scale import one_scale
 from cgx_ray.engine.step import EarlyGradient, PendingBucket, StepRun
 from cgx_ray.engine.step_clock import StepClock
 from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
+from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import Inbox, WorkThread, follow_num_threads
 from cgx_ray.errors import CGXError, PlanError, StateError, listed
@@ -40,6 +41,7 @@ class Engine:
     ends when all groups are averaged.
 
     last_spans   what each group of the last finished step did when
+    trace        gets the spans of every step, if there is one
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Engine:
         self._failure: CGXError | None = None
         self.step = 0
         self.last_spans: list[Span] = []
+        self.trace: StepTrace | None = None
         self._clock = StepClock(device)
         self.plan = plan
         self._groups = self._make_groups()
@@ -305,6 +308,8 @@ class Engine:
             if step.meter is not None:
                 self._gains.charge(self.step, ended_s - began_s, step.meter.seconds)
             self.last_spans = spans_of_step(step, began_s)
+            if self.trace is not None:
+                self.trace.add(self.step, self.last_spans, began_s, ended_s)
             self.telemetry.add(sample_of_step(step, self._transport, self.telemetry, began_s, ended_s))
         self.step += 1
 

@@ -75,7 +75,7 @@ class CGXBackend(TorchBackend):
         self._controller = _start_controller(settings, facts, self._history)
         self._agents = _start_agents(facts, self._controller, probes=settings.simulated_link is None)
         by_rank = [self._agents[node_id] for node_id in facts.node_ids]
-        worker_group.execute(open_ray_session, settings, self._controller, by_rank)
+        worker_group.execute(open_ray_session, settings, self._controller, by_rank, facts.folder)
 
     def on_shutdown(self, worker_group: Any, backend_config: CGXConfig) -> None:
         """End controller and agents: the next worker group may live on other nodes."""

@@ -38,8 +38,10 @@ def state_file(rank: int, world_size: int) -> str:
 class RaySession:
     """The `Session` of a Ray Train worker."""
 
-    def __init__(self, settings: Settings, controller: Any, agent: Any) -> None:
+    def __init__(self, settings: Settings, controller: Any, agent: Any, folder: Path) -> None:
+        """`folder`: of the run's files."""
         self.settings = settings
+        self._folder = folder
         self._controller = controller
         self._agent = agent
         # Set before controller and agents are ended on purpose: then their end is no reason for a warning.
@@ -65,6 +67,10 @@ class RaySession:
     def start(self, attachment: Attachment) -> None:
         """Restore the state in a checkpoint, if there is one, then start to carry plans and samples."""
         restore(attachment)
+        if self.settings.trace_steps is not None:
+            first, last = self.settings.trace_steps
+            rank = torch.distributed.get_rank()
+            attachment.trace(self._folder / f"trace-rank{rank:05d}.json", first_step=first, last_step=last)
         threading.Thread(target=self._carry, args=(attachment,), name="cgx-ray-carrier", daemon=True).start()
 
     def _carry(self, attachment: Attachment) -> None:
@@ -145,10 +151,10 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def open_ray_session(settings: Settings, controller: Any, agents: Sequence[Any]) -> None:
-    """Give `attach` a session. The backend calls it in every worker, with the agents by rank."""
+def open_ray_session(settings: Settings, controller: Any, agents: Sequence[Any], folder: Path) -> None:
+    """Give `attach` a session. The backend calls it in every worker, with the agents by rank and the run's folder."""
     rank = ray.train.get_context().get_world_rank()
-    process.session = RaySession(settings, controller, agents[rank])
+    process.session = RaySession(settings, controller, agents[rank], folder)
 
 
 def close_ray_session() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from cgx_ray.codecs.codec import KINDS
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.engine.step_sample import Span
+from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.errors import ConfigError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme
@@ -64,6 +66,17 @@ class Attachment:
     def last_spans(self) -> list[Span]:
         """Times of each group's phases in the last finished step of a DDP model; empty before the first step."""
         return list(self._engine.last_spans) if isinstance(self._engine, Engine) else []
+
+    def trace(self, path: str | Path, *, first_step: int, last_step: int) -> None:
+        """Write what this rank's groups do in these steps to `path`, for https://ui.perfetto.dev.
+
+        Raises ConfigError for an FSDP2 model. At world size 1 nothing is written.
+        """
+        if self._engine is None:
+            return
+        if not isinstance(self._engine, Engine):
+            raise ConfigError("steps of an FSDP2 model cannot be traced; leave trace_steps out")
+        self._engine.trace = StepTrace(Path(path), dist.get_rank(), first_step, last_step)
 
     def hold(self, plan: Plan) -> None:
         """Offer a newer plan, as `Engine.hold` does. It takes effect once every rank has been offered it."""

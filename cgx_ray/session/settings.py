@@ -49,6 +49,8 @@ class Settings:
     shared_memory   with "tcp": ranks of one host talk through shared memory where they can
     timeout_s       seconds until a peer that does not answer counts as gone; also the longest time between two
                     buckets of a step
+    trace_steps     first and last step of which every rank writes what its groups did when, in the format of Chrome's
+                    and Perfetto's traces, to `trace-rankNNNNN.json` in the run's folder
     simulated_link  holds messages back as a slow link would; for demos and tests
     """
 
@@ -67,6 +69,7 @@ class Settings:
     shared_memory: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
     simulated_link: SimulatedLink | None = None
+    trace_steps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         names = {
@@ -92,6 +95,7 @@ class Settings:
         self._check_choice()
         self._check_transport()
         self._check_candidates()
+        self._check_trace()
 
     def _check_candidates(self) -> None:
         if self.densities is not None:
@@ -152,6 +156,15 @@ class Settings:
                 f"intra {self.intra!r} needs ranks that share memory; give transport='tcp' and shared_memory=True, or "
                 "intra='flat'"
             )
+
+    def _check_trace(self) -> None:
+        steps = self.trace_steps
+        if steps is None:
+            return
+        is_pair = isinstance(steps, tuple | list) and len(steps) == 2 and all(isinstance(one, int) for one in steps)
+        if not is_pair or not 0 <= steps[0] <= steps[1]:
+            raise ConfigError(f"trace_steps {steps!r} is not allowed; give first and last step, such as (100, 110)")
+        self.trace_steps = (steps[0], steps[1])
 
     def texts(self) -> dict[str, str]:
         """Return each setting as text, the same for values that mean the same."""

@@ -13,7 +13,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from cgx_ray.bench.chrome_trace import PhaseSpan, chrome_trace
 from cgx_ray.bench.sleeping_model import SHORTEST_SLEEP_S, BackwardClock, SleepingModel, fixed_gradients
 from cgx_ray.bench.step import StepRecord, StepTiming, rows_of, timings_of
 from cgx_ray.bench.step_cases import (
@@ -28,6 +27,7 @@ from cgx_ray.bench.step_cases import (
 )
 from cgx_ray.bench.workload import Workload, joint_plan, predicted_s
 from cgx_ray.cli import main
+from cgx_ray.engine.chrome_trace import PhaseSpan, chrome_trace
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Layer, make_plan

@@ -83,7 +83,7 @@ def our_actors() -> list[Any]:
 @pytest.mark.usefixtures("cluster")
 def test_an_adaptive_run_decides_switches_and_leaves_no_actor(tmp_path: Path) -> None:
     link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 1e8), (60, 1e7)))
-    config = cgx_ray.CGXConfig(simulated_link=link)
+    config = cgx_ray.CGXConfig(simulated_link=link, trace_steps=(5, 8))
     fit(tmp_path, steps=300, torch_config=config, pace=True)
     first, second = log_of(tmp_path, 0)[1:], log_of(tmp_path, 1)[1:]
     assert [line["hash"] for line in first] == [line["hash"] for line in second]
@@ -101,6 +101,11 @@ def test_an_adaptive_run_decides_switches_and_leaves_no_actor(tmp_path: Path) ->
     rates = [(entry["step"], entry["inputs"]["bandwidth_gbps"]) for entry in decisions]
     assert any(step > 60 and gbps < 0.02 for step, gbps in rates), rates
     assert outcomes
+    for rank in range(2):
+        events = json.loads((tmp_path / "run" / f"trace-rank{rank:05d}.json").read_text())["traceEvents"]
+        steps = [event["name"] for event in events if event.get("cat") == "step"]
+        assert steps == ["step 5", "step 6", "step 7", "step 8"]
+        assert {"ready", "exchange"} < {event.get("cat") for event in events}
     assert outcomes[0]["version"] == decisions[0]["new"]["version"]
     assert outcomes[0]["measured_step_s"] > 0
     assert our_actors() == []

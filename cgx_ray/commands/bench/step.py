@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from cgx_ray.bench.chrome_trace import PhaseSpan, chrome_trace
 from cgx_ray.bench.show_step import step_table
 from cgx_ray.bench.step import StepTiming, measure_step, rows_of
 from cgx_ray.bench.step_cases import StepNetwork, StepOptions, networks_of, quick_options
 from cgx_ray.commands.options import FILE, console_for, json_option
+from cgx_ray.engine.chrome_trace import PhaseSpan, chrome_trace
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.report.result import write_result
 from cgx_ray.report.show import print_line, progress_bar, write_json

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+# Phase of a span that stands for a whole step.
+STEP = "step"
+
 
 class PhaseSpan(NamedTuple):
-    """One phase of one group on one rank. Seconds since the ranks started the step together."""
+    """One phase of one group on one rank. Seconds since the ranks started the step, or the first of several, together.
+
+    group  of phase STEP: number of the step
+    """
 
     rank: int
     group: int
@@ -57,7 +63,7 @@ def _name(what: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
 def _complete(span: PhaseSpan, pid: int, tid: int) -> dict[str, Any]:
     return {
         "ph": "X",
-        "name": f"group {span.group}",
+        "name": f"{STEP if span.phase == STEP else 'group'} {span.group}",
         "cat": span.phase,
         "ts": 1e6 * span.start_s,
         "dur": 1e6 * (span.end_s - span.start_s),
