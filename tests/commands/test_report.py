@@ -240,9 +240,10 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
     with (adaptive.run_dir / "decisions.jsonl").open("a") as file:
         file.write('{"event": "deci')
     picture = tmp_path / "pictures" / "report.png"
-    done = CliRunner().invoke(main, ["report", str(adaptive.run_dir), "--plot", str(picture)])
+    page = tmp_path / "report.html"
+    done = CliRunner().invoke(main, ["report", str(adaptive.run_dir), "--plot", str(picture), "--html", str(page)])
     assert done.exit_code == 0, done.output
-    assert done.output == f"2 decisions, 1 for another plan; picture: {picture}\n"
+    assert done.output == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}\n"
     assert picture.read_bytes()[1:4] == b"PNG"
 
 
@@ -262,7 +263,8 @@ def test_what_cannot_be_drawn_is_one_clear_error(tmp_path, file, line, message):
         with (run_dir / file).open("a") as lines:
             lines.write(line + "\n")
     words = ["--events", str(run_dir / file)] if file == "other.jsonl" else []
-    done = CliRunner().invoke(main, ["report", str(run_dir), "--plot", str(tmp_path / "x.png"), *words])
+    files = ["--plot", str(tmp_path / "x.png"), "--html", str(tmp_path / "x.html")]
+    done = CliRunner().invoke(main, ["report", str(run_dir), *files, *words])
     assert done.exit_code == 1, done.output
     assert message in done.output.replace("\n", " ")
     assert not (tmp_path / "x.png").exists()
@@ -330,9 +332,10 @@ def test_a_decision_that_cannot_be_drawn_is_named_by_its_line(runs, name, value,
 
 def test_the_report_of_a_demo_draws_its_adaptive_run_beside_the_dense_one(runs, tmp_path):
     picture = tmp_path / "demo.png"
-    done = CliRunner().invoke(main, ["report", str(tmp_path), "--plot", str(picture)])
+    page = tmp_path / "report.html"
+    done = CliRunner().invoke(main, ["report", str(tmp_path), "--plot", str(picture), "--html", str(page)])
     assert done.exit_code == 0, done.output
-    assert done.output == f"2 decisions, 1 for another plan; picture: {picture}\n"
+    assert done.output == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}\n"
     pixels = matplotlib.image.imread(picture)[..., :3]
     for name, color in (("dense", (0xD5, 0x5E, 0x00)), ("adaptive", (0x00, 0x72, 0xB2))):
         num_pixels = int((np.abs(pixels * 255 - color).max(axis=-1) < 2).sum())
@@ -341,13 +344,15 @@ def test_the_report_of_a_demo_draws_its_adaptive_run_beside_the_dense_one(runs, 
 
 def test_the_report_of_a_demo_without_its_dense_run_draws_the_adaptive_one(tmp_path):
     write_run(tmp_path, "adaptive", slow_s=3.0, new_plan_at=HALF + 3)
-    done = CliRunner().invoke(main, ["report", str(tmp_path), "--plot", str(tmp_path / "x.png")])
+    files = ["--plot", str(tmp_path / "x.png"), "--html", str(tmp_path / "x.html")]
+    done = CliRunner().invoke(main, ["report", str(tmp_path), *files])
     assert done.exit_code == 0, done.output
 
 
 def test_a_folder_with_neither_a_run_nor_a_demo_is_one_error_that_names_both_files(tmp_path):
-    done = CliRunner().invoke(main, ["report", str(tmp_path), "--plot", str(tmp_path / "x.png")])
+    files = ["--plot", str(tmp_path / "x.png"), "--html", str(tmp_path / "x.html")]
+    done = CliRunner().invoke(main, ["report", str(tmp_path), *files])
     assert done.exit_code == 1
     output = done.output.replace("\n", " ")
     assert f"{tmp_path} holds no decision, neither in decisions.jsonl" in output
-    assert "nor in adaptive/decisions.jsonl" in output
+    assert "such as a demo's adaptive/decisions.jsonl" in output

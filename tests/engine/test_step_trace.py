@@ -14,8 +14,8 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.session.settings import Settings
 
 
-def add_steps(trace: StepTrace, num_steps: int) -> None:
-    for step in range(num_steps):
+def add_steps(trace: StepTrace, first: int, last: int) -> None:
+    for step in range(first, last + 1):
         began_s = 100.0 + step
         spans = [
             Span(0, "ready", began_s - 0.1, began_s + 0.2),
@@ -28,18 +28,17 @@ def add_steps(trace: StepTrace, num_steps: int) -> None:
 def test_the_steps_asked_for_are_written_once_on_one_axis_of_time(tmp_path: Path) -> None:
     path = tmp_path / "new" / "trace.json"
     trace = StepTrace(path, 3, first=2, last=4)
-    add_steps(trace, 4)
+    add_steps(trace, 0, 3)
     assert not path.exists()
-    add_steps(trace, 5)
+    add_steps(trace, 4, 4)
     events = json.loads(path.read_text())["traceEvents"]
     steps = [(event["name"], event["ts"]) for event in events if event.get("cat") == "step"]
-    assert [name for name, _ in steps][-1] == "step 4"
-    assert steps[0] == ("step 2", 0)
+    assert steps == [("step 2", 0.0), ("step 3", 1e6), ("step 4", 2e6)]
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["training, rank 3"]
     ready = [event for event in events if event.get("cat") == "ready"]
     assert ready[0]["ts"] == 0, "what came before the step counts from its begin"
     written = path.read_text()
-    add_steps(trace, 9)
+    add_steps(trace, 5, 9)
     assert path.read_text() == written
 
 
@@ -47,7 +46,7 @@ def test_an_unwritable_trace_is_one_warning(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "file").write_text("")
     trace = StepTrace(tmp_path / "file" / "trace.json", 0, first=0, last=1)
     with caplog.at_level(logging.WARNING):
-        add_steps(trace, 5)
+        add_steps(trace, 0, 5)
     assert len(caplog.records) == 1
     assert "the trace of rank 0 could not be written" in caplog.text
 
