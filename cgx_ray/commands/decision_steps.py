@@ -7,6 +7,7 @@ from typing import Any
 
 from cgx_ray.commands.plan_picture import draw_change
 from cgx_ray.control.recorded import read_groups, read_layers, read_situation
+from cgx_ray.errors import CGXError
 from cgx_ray.plan import Plan
 from cgx_ray.planner.prediction import groups_of, predict
 from cgx_ray.report.record import RunRecord
@@ -18,9 +19,21 @@ MAX_DRAWN = 6
 
 
 def decision_steps(record: RunRecord) -> list[Picture]:
-    """Return a picture per change of plan that the journal holds all inputs of."""
+    """Return a picture per change of plan that the journal holds all inputs of.
+
+    One whose inputs make no sense is left out, and named in `record.broken`.
+    """
     changes = [line for line in record.decisions if line.get("new_groups") and "situation" in line]
-    return [_draw(line, record) for line in changes[-MAX_DRAWN:] if _start_of(line, record) is not None]
+    drawn = []
+    for line in changes[-MAX_DRAWN:]:
+        try:
+            if _start_of(line, record) is not None:
+                drawn.append(_draw(line, record))
+        except (CGXError, LookupError, TypeError, ValueError) as error:
+            record.broken.append(
+                f"{record.run_dir}: the decision after step {line['step']} cannot be drawn ({error!r})"
+            )
+    return drawn
 
 
 def _start_of(line: Mapping[str, Any], record: RunRecord) -> Mapping[str, Any] | None:

@@ -211,6 +211,23 @@ def test_a_dense_run_alone_and_an_old_journal_are_shown_as_far_as_they_go(browse
     check_as_a_reader(browser, page)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("banned", ["nothing"]), ("groups", [{"layers": [99], "option": "dense", "device": "auto"}]), ("backward_s", "x")],
+)
+def test_inputs_of_a_decision_that_make_no_sense_cost_a_picture_only(
+    run: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    lines = [json.loads(line) for line in (run / "decisions.jsonl").read_text().splitlines()]
+    change = next(line for line in lines if line.get("new_groups"))
+    change["situation"][name] = value
+    (tmp_path / "decisions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page, _ = report(tmp_path, tmp_path)
+    text = page.read_text()
+    assert f"the decision after step {change['step']} cannot be drawn" in text
+    assert text.count("After step") == sum(bool(line.get("new_groups")) for line in lines) - 1
+
+
 def test_parts_of_a_step_add_up_to_it_and_shares_to_one(run: Path) -> None:
     record = load_run(run)
     found = spans(record)
