@@ -20,8 +20,11 @@ _COMMANDS = {
     "probe": ("cgx_ray.commands.probe:probe", "Measure latency and bandwidth between all nodes of a Ray cluster."),
     "profile": ("cgx_ray.commands.profile:profile", "Measure the time of all codecs on this device, for `plan`."),
     "profile-model": ("cgx_ray.commands.profile_model:profile_model", "Measure a model that runs here, for `plan`."),
-    "top": ("cgx_ray.commands.top:top", "Watch a running training in the terminal."),
-    "report": ("cgx_ray.commands.report:report", "Draw a run: step times, network and decisions."),
+    "report": (
+        "cgx_ray.commands.report:report",
+        "Explain a run: where its time went, its decisions and predictions, and what to try next.",
+    ),
+    "top": ("cgx_ray.commands.top:top", "Watch a running training: ranks, links, plan and decisions, until it ends."),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,9 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
     if svg is not None and last is not None:
         picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO())
         picture.print(draw_view(last))
-        picture.save_svg(str(svg), title="cgx-ray top")
+        drawn = picture.export_svg(title="cgx-ray top")
+        # Rich names fonts on the web; the picture loads nothing.
+        svg.write_text(re.sub(r"@font-face \{[^}]*\}\s*", "", drawn))
 
 
 def _views_of_folder(folder: Path) -> Iterator[LiveView | None]:

@@ -161,7 +161,7 @@ def _ranks(ranks: Sequence[RankLine]) -> RenderableType:
     legend = Text()
     for part in PARTS:
         mean_s = sum(rank.parts.get(part, 0.0) for rank in shown) / len(shown)
-        legend.append("█ ", style=_COLORS[part]).append(f"{part} {mean_s:.3g} s  ")
+        legend.append("█ ", style=_COLORS[part]).append(f"{part} {mean_s:.2g} s  ")
     rows: list[RenderableType] = [grid, legend]
     if len(shown) < len(ranks):
         rows.append(Text(f"and {len(ranks) - len(shown)} faster ranks", style="dim"))
@@ -187,7 +187,7 @@ def _decisions(lines: Sequence[DecisionLine]) -> RenderableType:
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(ratio=1)
     for line in lines:
-        later = f"measured {line.measured_s:.3g} s" if line.measured_s is not None else "not measured yet"
+        later = f"measured {line.measured_s:.3g} s" if line.measured_s is not None else "not measured"
         text = Text(printable(line.text), style="bold" if line.is_change else "")
         grid.add_row(str(line.step), text)
         grid.add_row("", Text(f"predicted {line.predicted_s:.3g} s per step, {later}", style="yellow"))

@@ -34,7 +34,7 @@ p { max-width: 70ch; margin: .5em 0; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap: 18px; }
 figure { margin: 0; min-width: 0; }
 figure svg { display: block; width: 100%; height: auto; color: var(--ink); }
-.table { overflow-x: auto; }
+.table { overflow-x: auto; margin-bottom: 16px; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); }
 th { color: var(--dim); font-weight: 600; white-space: nowrap; }

@@ -129,6 +129,7 @@ def test_top_follows_a_folder_until_the_run_ends(tmp_path: Path, monkeypatch: py
     assert output.rstrip().endswith("has ended after step 29")
     picture = (tmp_path / "top.svg").read_text()
     assert "measured" in picture
+    assert "url(http" not in picture.replace('"', "")
     assert "(ended)" in picture.replace("&#160;", " ")
 
 
