@@ -29,16 +29,12 @@ class Controller:
     It lives as long as one worker group. Ranks that lose it go on with the plan that they have.
     """
 
-    def __init__(
-        self, policy: Policy, journal_path: str, group_bytes: int, run_name: str, history: History | None = None
-    ) -> None:
+    def __init__(self, policy: Policy, journal_path: str, run_name: str, history: History | None = None) -> None:
         """`history` is that of the previous worker group's controller, None for the first."""
         logging.basicConfig(level=logging.INFO)
         self._journal = Journal(Path(journal_path))
         layers, plans, gain_ratios = history or ((), (), {})
-        self._loop = ControlLoop(
-            policy, self._journal, group_bytes=group_bytes, layers=layers, plans=plans, gain_ratios=gain_ratios
-        )
+        self._loop = ControlLoop(policy, self._journal, layers=layers, plans=plans, gain_ratios=gain_ratios)
         self._metrics = ControllerMetrics(run_name)
         self._changed = asyncio.Event()
 

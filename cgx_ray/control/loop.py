@@ -33,7 +33,7 @@ from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Layer, Lease, Plan, make_plan
+from cgx_ray.plan import DENSE, Layer, Lease, Plan, make_plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
@@ -65,7 +65,6 @@ class ControlLoop:
         policy: Policy,
         journal: Journal,
         *,
-        group_bytes: int,
         layers: Sequence[Layer] = (),
         plans: Sequence[Plan] = (),
         gain_ratios: Mapping[str, float] | None = None,
@@ -73,7 +72,6 @@ class ControlLoop:
         """`layers` to `gain_ratios` are those of the controller before a restart of the workers."""
         self._policy = policy
         self._journal = journal
-        self._group_bytes = group_bytes
         self.layers = tuple(layers)
         self.plans = list(plans)
         self._earlier_ratios = dict(gain_ratios or {})
@@ -101,7 +99,8 @@ class ControlLoop:
         elif (lease := self.plans[-1].lease) is not None:
             self.plans.append(lease.fallback)
         self.layers = tuple(layers)
-        dense = make_plan(layers, version=0, world_size=first_plan.world_size, group_bytes=self._group_bytes)
+        is_dense = all(group.option == DENSE for group in first_plan.groups)
+        dense = first_plan if is_dense else make_plan(layers, version=0, world_size=first_plan.world_size)
         self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on, self.gain_ratios)
         return self.plans[-1]
 

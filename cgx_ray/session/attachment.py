@@ -29,8 +29,8 @@ class Session(Protocol):
 
     settings: Settings
 
-    def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
-        """Return the plan to start with. Called on rank 0 only."""
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
+        """Return the plan to start with, where a bucket of DDP has `bucket_bytes`. Called on rank 0 only."""
 
     def start(self, attachment: Attachment) -> None:
         """Restore the state in a checkpoint, then carry plans in and samples out until the process ends."""

@@ -152,7 +152,7 @@ def start(
     gain_ratios: Mapping[str, float] | None = None,
 ) -> FakeTraining:
     policy = AdaptivePolicy(options, min_gain=min_gain)
-    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), group_bytes=4 << 20, gain_ratios=gain_ratios)
+    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), gain_ratios=gain_ratios)
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
     run = FakeTraining(loop)
     run.step = 1
