@@ -39,6 +39,9 @@ class Group:
         self.numel = sum(self._numels)
         self.dense_bytes = sum(layers[name].dense_bytes for name in plan.layers)
         self._layers = [layers[name] for name in plan.layers]
+        # A plan has one type per group.
+        self._own_dtype: torch.dtype = getattr(torch, self._layers[0].dtype)
+        self._is_dense = plan.option.scheme is Scheme.DENSE
         self._transport = transport
         self._is_compressible = not all(layer.is_small for layer in self._layers)
         # Sums inside a node are made on the host.
@@ -62,27 +65,18 @@ class Group:
         """Encode by `spec` from now on. The memory stays."""
         self._codec = make_codec(spec, self._layers, self._transport.world_size, self._device)
         # Dense groups are summed in the type of the gradients, as DDP does. Codec none over others sends float32.
-        item_bytes = self._own_dtype.itemsize if self.plan.option.scheme is Scheme.DENSE else torch.float32.itemsize
+        item_bytes = (self._own_dtype if self._is_dense else torch.float32).itemsize
         self.wire_bytes = self.numel * item_bytes if spec == NONE else self._codec.payload_bytes(self.numel)
         self.index_bytes = spec.index_bytes(self.numel)
         self.exchange = make_exchange(
             self._codec, self.plan.option.scheme, self.numel, item_bytes, self._transport, self.plan.option.intra
         )
 
-    @property
-    def _own_dtype(self) -> torch.dtype:
-        """Return the type of the gradients; that of the first layer if they differ."""
-        dtype: torch.dtype = getattr(torch, self._layers[0].dtype)
-        return dtype
-
     def _working_dtype(self) -> torch.dtype:
         """Return the type in which the exchange gets the gradients: their own if it takes that, else float32."""
-        own = self._own_dtype
-        if self.plan.option.scheme is Scheme.DENSE:
-            return own
-        is_16_bit = own.itemsize == 2 and all(layer.dtype == self._layers[0].dtype for layer in self._layers)
-        is_taken = self._device == HOST and self._codec.takes_16_bit and self.exchange.takes_16_bit
-        return own if is_16_bit and is_taken else torch.float32
+        takes_16_bit = self._device == HOST and self._codec.takes_16_bit and self.exchange.takes_16_bit
+        takes_own = self._is_dense or (self._own_dtype.itemsize == 2 and takes_16_bit)
+        return self._own_dtype if takes_own else torch.float32
 
     @property
     def is_ready(self) -> bool:
@@ -167,7 +161,7 @@ class Group:
         ranks.
         """
         first = views[0]
-        if self.plan.option.scheme is Scheme.DENSE:
+        if self._is_dense:
             first = min(views, key=lambda view: view.data_ptr())
             views = sorted(views, key=lambda view: view.data_ptr())
         offset = first.storage_offset()
@@ -181,7 +175,7 @@ class Group:
 
     def _owes_float32(self) -> bool:
         """Return True if residuals of an earlier plan are to be added to 16-bit gradients that would be encoded."""
-        is_narrow = self._flat_N.element_size() == 2 and self.plan.option.scheme is not Scheme.DENSE
+        is_narrow = self._flat_N.element_size() == 2 and not self._is_dense
         return is_narrow and any(self._memories.owed(name) is not None for name in self.plan.layers)
 
     def _pay_residuals(self, gradients: Mapping[str, Tensor]) -> None:
