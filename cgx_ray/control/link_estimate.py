@@ -20,7 +20,8 @@ The estimates over a window of ten seconds:
    estimators. If none is sure, the last bandwidth that bursts were sure of since the last change stands: short messages
    do not fill the link, and what they seem to show is up to 10x too slow or too fast.
 3. A rank whose link has less than 0.6 of the median rate, sending or receiving, is slow. Then the bandwidth is the
-   slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate.
+   slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate
+   (`link_rates`).
 
 A CUSUM test (`changes.ChangeDetector`) watches these quantities. After a change all observations older than the change
 are dropped. A rate that falls to half is noticed after 2.1 s, a rate that doubles after 1.5 s, and a latency that
@@ -42,6 +43,7 @@ from statistics import median
 
 from cgx_ray.control.changes import ChangeDetector
 from cgx_ray.control.estimate import NOT_SURE_FACTOR, Estimate, quantile, quantile_interval
+from cgx_ray.control.link_rates import LinkRates
 from cgx_ray.control.rate_estimates import (
     estimate_at_latency,
     estimate_from_bursts,
@@ -49,7 +51,7 @@ from cgx_ray.control.rate_estimates import (
     link_rates,
     slowest_rate,
 )
-from cgx_ray.control.topology import MIN_COMPARED_LINKS, clusters, slow_links
+from cgx_ray.control.topology import clusters, slow_links
 from cgx_ray.control.traffic import StepTraffic, gather_rates
 
 # Seconds of steps that estimates are made from. Long enough for quantiles, short enough to follow a drift.
@@ -98,9 +100,7 @@ class PassiveLink:
         self._exchange_detectors: dict[float, ChangeDetector] = {}
         self._unwatched: list[StepTraffic] = []
         self._quiet_s = QUIET_S
-        # Newest rates since the last change, by rank: receiving and sending.
-        self._down: dict[int, float] = {}
-        self._up: dict[int, float] = {}
+        self._down, self._up = LinkRates(), LinkRates()
         # Newest bandwidth since the last change that bursts were sure of.
         self._known: Estimate | None = None
         self._last_latency_s = math.inf
@@ -137,7 +137,9 @@ class PassiveLink:
         self._exchange_detectors = {
             size: detector for size, detector in self._exchange_detectors.items() if detector in current
         }
-        self._down, self._up, self._known = {}, {}, None
+        self._down.forget()
+        self._up.forget()
+        self._known = None
         self._trim(since_s, 1)
         self._estimate_age_s = REFRESH_S
 
@@ -164,7 +166,9 @@ class PassiveLink:
             return []
         new_down, new_up = link_rates(bursts, pairs)
         # A slow link stays slow until its own bursts show otherwise: those of the others alone do not tell.
-        down, up = {**self._down, **new_down}, _whole(self._up, new_up)
+        down = {**self._down.all, **new_down}
+        # Sending rates of some ranks compare only with each other.
+        up = new_up if new_up.keys() >= self._up.all.keys() else self._up.all
         slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
         seconds = sum(one.seconds for one in self._unwatched)
         self._unwatched.clear()
@@ -207,14 +211,13 @@ class PassiveLink:
         bursts, pairs = gather_rates(self._window)
         down, up = link_rates(bursts, pairs)
         self._down.update(down)
-        self._up = _whole(self._up, up)
-        # After a change the slow ranks stay named until enough links have shown their rates to compare them.
-        if not self.slow or len(self._down) >= MIN_COMPARED_LINKS:
-            self.slow = {**slow_links(self._up), **slow_links(self._down)}
+        if up.keys() >= self._up.all.keys():
+            self._up.update(up)
+        self.slow = {**self._up.slow, **self._down.slow}
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
         steps = [step.exchanges for step in self._window]
         found = (
-            estimate_from_bursts(bursts, self._down, self.slow)
+            estimate_from_bursts(bursts, self._down.all, self.slow)
             # The mesh pushes messages, and those that were already there would make the slope of sizes too small.
             or (None if trips else fit_exchanges(list(itertools.chain(*steps))))
             or estimate_at_latency(latency_s, steps, is_pushed=bool(trips))
@@ -223,12 +226,9 @@ class PassiveLink:
             self._known = found
         elif found is not None and self._known is not None:
             found = _not_sure(self._known, found)
+        if found is not None and (self._down.is_outdated or self._up.is_outdated):
+            found = _not_sure(found, found)
         self.bandwidth = found
-
-
-def _whole(known: dict[int, float], new: dict[int, float]) -> dict[int, float]:
-    """Return the `new` sending rates if they are of all ranks that are `known`: a part's rates compare with none."""
-    return new if new.keys() >= known.keys() else known
 
 
 def _not_sure(known: Estimate, found: Estimate) -> Estimate:
