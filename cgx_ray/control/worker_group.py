@@ -290,6 +290,7 @@ class WorkerGroupState:
             bandwidth=self.network.bandwidth,
             latency_s=self.network.latency_s,
             num_link_changes=self.network.num_changes,
+            num_impossible=self.network.num_impossible,
             slow_link_bits_per_s={rank: 8 * rate for rank, rate in self.network.slow.items()},
             slow_ranks=self._slow_ranks.ranks,
             silent_nodes=self.network.silent_nodes,
