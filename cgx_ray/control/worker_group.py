@@ -113,6 +113,8 @@ class WorkerGroupState:
         if measured is not None and ratio is not None:
             self._innovations.add(step.compute_s, ratio, step.step_s)
             self.links.add(measured.network.between, step.step_s)
+            if self.experience.link_drifted(measured.network.between, now_s):
+                self._news = "the link has drifted since errors were learned"
         return True
 
     @property

@@ -151,7 +151,8 @@ class Engine:
                         f"the state has {kind} of {value.numel()} elements for layer {name!r}, the model has "
                         f"{'no such layer' if expected is None else expected}; the state is from another model"
                     )
-        self.step, self._gains.affordable_from = step, 0
+        self.step = step
+        self._gains.start(step)
         self._memories.load(memories, loss_scale)
         self._groups = self._make_groups()
 
