@@ -6,14 +6,16 @@ Then the loop does the first of these that has a cause:
 1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`Disable`),
    and its options are banned for a time (`setbacks`).
 2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency (`network_change`),
-   another compute or other errors (`innovation`), another gain (`gains`), an outcome unlike its prediction, a failure,
+   another compute or other errors (`innovation`), another gain (`gains`), a loss that got worse (`loss_trend`), an
+   outcome unlike its prediction, a failure,
    or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer (`excursion`).
 3. Where the steps do not tell whether a plan is slower than dense, a few dense steps are measured (`excursion`).
 
 WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
 options and codecs are learned (`learned_errors`). Plans are chosen with these errors (`choice`). If the link goes back
 and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
-An option whose gain fell by more than GAIN_CHANGE while it was in use is banned too, twice as long each time.
+An option whose gain fell by more than GAIN_CHANGE while it was in use is banned too, twice as long each time. So is the
+option that kept the least of a plan under which the loss got worse, and all that keep less.
 """
 
 from __future__ import annotations
@@ -207,6 +209,7 @@ class ControlLoop:
         state.learn(at.now_s)
         measured = state.measured()
         assert measured is not None
+        state.setbacks.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
         decision = self._ask(state, cause, state.plan, measured, at)
         if decision is None or (isinstance(decision, Replace) and needs_dense_steps(state, decision)):
             return None
