@@ -113,6 +113,9 @@ METRICS: dict[str, Metric] = {
         metrics.Gauge, "One-way latency in seconds between workers that are not near each other.", (RUN,)
     ),
     "cgx_ray_link_changes": Metric(metrics.Counter, "Number of changes of latency or bandwidth.", (RUN,)),
+    "cgx_ray_impossible_rates": Metric(
+        metrics.Counter, "Measured rates that were dropped, as a card or the probes show that no link had them.", (RUN,)
+    ),
     "cgx_ray_slow_link_bits_per_second": Metric(
         metrics.Gauge,
         "Bandwidth in bits per second of a rank whose link is much slower than the others'; 0 when it no longer is.",
@@ -222,6 +225,8 @@ class ControllerFacts(Protocol):
     @property
     def num_link_changes(self) -> int: ...
     @property
+    def num_impossible(self) -> int: ...
+    @property
     def slow_link_bits_per_s(self) -> Mapping[int, float]: ...
     @property
     def slow_ranks(self) -> frozenset[int]: ...
@@ -240,6 +245,7 @@ class ControllerMetrics:
         self._run = {RUN: run_name}
         self._num_journal_errors = 0
         self._num_link_changes = 0
+        self._num_impossible = 0
         self._named: dict[str, set[int | str]] = {}
 
     def count_decision(self, kind: str) -> None:
@@ -262,6 +268,8 @@ class ControllerMetrics:
         self._set_of("cgx_ray_silent_node", "peer", dict.fromkeys(facts.silent_nodes, 1))
         _increase("cgx_ray_link_changes", facts.num_link_changes - self._num_link_changes, self._run)
         self._num_link_changes = facts.num_link_changes
+        _increase("cgx_ray_impossible_rates", facts.num_impossible - self._num_impossible, self._run)
+        self._num_impossible = facts.num_impossible
         _increase("cgx_ray_journal_errors", num_journal_errors - self._num_journal_errors, self._run)
         self._num_journal_errors = num_journal_errors
 

@@ -57,6 +57,8 @@ class StepSample:
     kept       gain that options in use really had, by `str(Option)`, on the same steps; only those with a residual
     gain_curve gain of top-k at CURVE_DENSITIES on the error-fed gradient, on the same steps
     norm       |g| of the groups worth compressing, without residuals, on the same steps
+    loss, lr   newest loss and learning rate that the training has reported since the sample before; None if it has not,
+               or if they are not finite
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
     rate_from  by sending rank, bytes per second at which its long messages arrived; 0 without any
     lag_s      by rank, time from sending this rank's agreement message until the other's arrived, by this rank's clock.
@@ -81,6 +83,8 @@ class StepSample:
     kept: Mapping[str, float] = field(default_factory=dict)
     gain_curve: tuple[float, ...] = ()
     norm: float | None = None
+    loss: float | None = None
+    lr: float | None = None
     card_bytes: int = 0
     bursts: tuple[Burst, ...] = ()
     rate_from: tuple[float, ...] = ()

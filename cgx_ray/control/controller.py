@@ -35,7 +35,6 @@ class Controller:
         self,
         policy: Policy,
         journal_path: str,
-        group_bytes: int,
         run_name: str,
         history: History | None = None,
         nodes: Sequence[str] = (),
@@ -48,13 +47,7 @@ class Controller:
         self._journal = Journal(Path(journal_path))
         layers, plans, gain_ratios = history or ((), (), {})
         self._loop = ControlLoop(
-            policy,
-            self._journal,
-            group_bytes=group_bytes,
-            layers=layers,
-            plans=plans,
-            gain_ratios=gain_ratios,
-            nodes=nodes,
+            policy, self._journal, layers=layers, plans=plans, gain_ratios=gain_ratios, nodes=nodes
         )
         self._live = LiveState(run_name, nodes)
         self._metrics = ControllerMetrics(run_name)

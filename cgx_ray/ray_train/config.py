@@ -128,7 +128,6 @@ def _start_controller(settings: Settings, facts: RunFacts, history: History | No
         .remote(
             make_policy(settings),
             str(facts.folder / "decisions.jsonl"),
-            settings.group_bytes,
             facts.name,
             history,
             [addresses[node_id] for node_id in facts.node_ids],

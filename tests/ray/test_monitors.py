@@ -293,6 +293,7 @@ class Facts:
     bandwidth_error: float = 0.05
     latency_s: float = 1e-3
     num_link_changes: int = 1
+    num_impossible: int = 1
     predicted_step_s: float = 0.2
     measured_step_s: float = 0.25
 
