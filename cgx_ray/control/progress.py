@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class Progress:
         self._num_samples = 0
         self._steps: set[int] = set()
         self._sums = dict.fromkeys(_PARTS, 0.0)
+        self._loss_sum, self._num_losses = 0.0, 0
 
     def add(self, samples: Sequence[StepSample], time_s: float, facts: LoopFacts) -> Iterator[dict[str, Any]]:
         """Add a node's samples; yield the lines that are due, one at the latest when another plan is in force.
@@ -44,6 +46,9 @@ class Progress:
                 self._steps.add(sample.step)
                 for part in _PARTS:
                     self._sums[part] += getattr(sample, part)
+                if sample.loss is not None and math.isfinite(sample.loss):
+                    self._loss_sum += sample.loss
+                    self._num_losses += 1
         if self._first_s is not None and self._num_samples:
             due_s = max(LINE_S, LINE_SHARE * (time_s - self._first_s))
             if time_s - self._last_s >= due_s:
@@ -59,6 +64,7 @@ class Progress:
             "version": self._version,
             **{part: total / self._num_samples for part, total in self._sums.items()},
             "bandwidth_gbps": [8e-9 * value for value in (rate.low, rate.value, rate.high)] if rate else None,
+            "loss": self._loss_sum / self._num_losses if self._num_losses else None,
             "latency_ms": facts.latency_s * 1e3 if facts.latency_s is not None else None,
             "slow_ranks": sorted(facts.slow_ranks),
             "silent_nodes": sorted(facts.silent_nodes),

@@ -82,7 +82,7 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
         is_running=record.end is None and not record.is_ended,
         step=step,
         num_steps=num_steps,
-        loss=last_step.loss if last_step is not None else None,
+        loss=last_step.loss if last_step is not None else _reported_loss(record),
         plan=plan,
         ranks=ranks,
         links=tuple(links) or tuple(_estimated_links(record.progress[-1] if record.progress else None)),
@@ -192,6 +192,11 @@ def broken_note(broken: Sequence[str]) -> tuple[str, ...]:
 def _step_parts(step: StepLine) -> dict[str, float]:
     parts = {part: getattr(step, f"{part}_s") for part in PARTS}
     return {part: seconds for part, seconds in parts.items() if seconds is not None}
+
+
+def _reported_loss(record: RunRecord) -> float | None:
+    """Return the loss of the newest progress line that has one."""
+    return next((line["loss"] for line in reversed(record.progress) if line.get("loss") is not None), None)
 
 
 def _progress_line(line: Mapping[str, Any]) -> RankLine:

@@ -102,21 +102,26 @@ def draw_phases(record: RunRecord) -> Picture | None:
 
 def draw_loss(record: RunRecord) -> Picture | None:
     """Draw the loss over the steps, where the run reports it."""
-    if not record.steps:
-        return None
     figure, axes = _axes()
-    steps, losses = [line.step for line in record.steps], smooth_losses(record.steps)
-    axes.plot(steps, [line.loss for line in record.steps], color=BLUE, alpha=0.3, linewidth=1, label="loss")
-    axes.plot(steps, losses, color=BLUE, linewidth=2, label="mean of 10 steps")
+    if record.steps:
+        steps, losses = [line.step for line in record.steps], smooth_losses(record.steps)
+        axes.plot(steps, [line.loss for line in record.steps], color=BLUE, alpha=0.3, linewidth=1, label="loss")
+        axes.plot(steps, losses, color=BLUE, linewidth=2, label="mean of 10 steps")
+    else:
+        known = [(line["step"], line["loss"]) for line in record.progress if line.get("loss") is not None]
+        if not known:
+            return None
+        steps, losses = [step for step, _ in known], [loss for _, loss in known]
+        axes.plot(steps, losses, color=BLUE, linewidth=2, label="mean of some steps and all ranks")
     _mark_changes(axes, record)
     axes.set(xlabel="step", ylabel="loss")
     _finish(axes)
     return Picture(
         figure,
         "Training loss. Dashed: a new plan was decided.",
-        f"Training loss over {len(steps)} steps, falling from {losses[0]:.3g} to {losses[-1]:.3g}."
+        f"Training loss up to step {steps[-1]}, falling from {losses[0]:.3g} to {losses[-1]:.3g}."
         if losses[-1] < losses[0]
-        else f"Training loss over {len(steps)} steps, from {losses[0]:.3g} to {losses[-1]:.3g}.",
+        else f"Training loss up to step {steps[-1]}, from {losses[0]:.3g} to {losses[-1]:.3g}.",
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -13,6 +15,7 @@ import pytest
 from support.control_runs import LAYERS, journal, start
 
 from cgx_ray.control.journal import Journal
+from cgx_ray.control.progress import Progress
 from cgx_ray.control.recorded import read_layers, read_policy, read_situation, situation_fields
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Option, options_of
@@ -90,8 +93,20 @@ def test_progress_adds_up_to_all_steps_and_names_the_link(eventful: Path) -> Non
     low, estimate, high = lines[2]["bandwidth_gbps"]
     assert low <= estimate <= high
     assert estimate == pytest.approx(1.0, rel=0.05)
+    assert {line["loss"] for line in lines} == {None}
     versions = [line["version"] for line in lines]
     assert versions == sorted(versions)
+
+
+def test_progress_has_the_mean_of_the_losses_that_are_reported(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    facts, progress = run.loop.facts(), Progress()
+    losses = [(3.0, 4.0), (math.nan, 5.0), (None, None)]
+    lines = []
+    for step, of_ranks in enumerate(losses):
+        samples = [replace(run.sample(rank), step=step, loss=loss) for rank, loss in enumerate(of_ranks)]
+        lines += progress.add(samples, time_s=3.0 * step, facts=facts)
+    assert [line["loss"] for line in lines] == [4.0, None]
 
 
 def test_a_line_after_a_half_written_one_is_whole(tmp_path: Path) -> None:
@@ -113,6 +128,7 @@ def test_a_disk_that_fills_up_and_is_cleared_costs_the_lines_in_between(tmp_path
 import resource, signal, sys
 from pathlib import Path
 from cgx_ray.control.journal import Journal
+from cgx_ray.control.progress import Progress
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 line = {LINE!r}
 log = Journal(Path(sys.argv[1]))
