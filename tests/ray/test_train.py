@@ -229,6 +229,7 @@ def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(tmp_path: P
     training.join()
     assert whole.returncode == 0, output + errors
     assert re.search(r"^run has ended after step \d+$", output, re.MULTILINE), output
-    assert "first measurements" in output
+    # A late watcher sees the last decisions only.
+    assert re.search(r"^run: step \d+: .*(->|keep )", once.stdout + output, re.MULTILINE), output
     events = [entry["event"] for entry in journal_of(tmp_path)]
     assert (events[0], events[-1]) == ("start", "end")
