@@ -11,7 +11,8 @@ from pathlib import Path
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import Policy
-from cgx_ray.monitors.export import ControllerMetrics
+from cgx_ray.monitors.controller_metrics import ControllerMetrics
+from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.legs import EncodesOn
@@ -30,7 +31,13 @@ class Controller:
     """
 
     def __init__(
-        self, policy: Policy, journal_path: str, group_bytes: int, run_name: str, history: History | None = None
+        self,
+        policy: Policy,
+        journal_path: str,
+        group_bytes: int,
+        run_name: str,
+        run_id: str,
+        history: History | None = None,
     ) -> None:
         """`history` is that of the previous worker group's controller, None for the first."""
         logging.basicConfig(level=logging.INFO)
@@ -39,7 +46,7 @@ class Controller:
         self._loop = ControlLoop(
             policy, self._journal, group_bytes=group_bytes, layers=layers, plans=plans, gain_ratios=gain_ratios
         )
-        self._metrics = ControllerMetrics(run_name)
+        self._metrics = ControllerMetrics(RaySink(), run_name, run_id)
         self._changed = asyncio.Event()
 
     async def register(
@@ -57,7 +64,6 @@ class Controller:
         now_s = time.monotonic()
         for decision in self._loop.observe(sample, now_s):
             logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
-            self._metrics.count_decision(type(decision).__name__.lower())
         if self._loop.is_registered:
             self._metrics.export(self._loop.facts(), self._journal.num_errors)
         self._changed.set()

@@ -31,6 +31,7 @@ from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, repl
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
+from cgx_ray.control.tally import CauseKind
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Lease, Plan, make_plan
@@ -168,7 +169,7 @@ class ControlLoop:
         state.learn(at.now_s)
         decision = replace_by_dense(state, f"compare with dense: measured {beside_dense(slowdown)}")
         state.excursion = Excursion(home=state.plan, record=state.experience.record)
-        return self._apply(state, decision, state.known(), at)
+        return self._apply(state, decision, state.known(), at, "compare_with_dense")
 
     def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _When) -> Decision | None:
         """Return to the plan before the excursion, or leave it for good, once there are enough steps."""
@@ -183,10 +184,11 @@ class ControlLoop:
         else:
             state.experience.learn_trial(excursion.codec, measured)
             measured = state.known()
-            decision = self._ask(state, f"{excursion.codec} is timed", excursion.home, measured, at)
+            cause = f"{excursion.codec} is timed"
+            decision = self._ask(state, cause, excursion.home, measured, at)
             if isinstance(decision, Replace):
-                return self._apply(state, decision, measured, at, is_planned=True)
-        return self._apply(state, return_home(state, excursion), measured, at, ended=excursion)
+                return self._apply(state, decision, measured, at, "excursion_ended", is_planned=True)
+        return self._apply(state, return_home(state, excursion), measured, at, "excursion_ended", ended=excursion)
 
     def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _When) -> Decision:
         """Go back to dense and ban the options of `failed`."""
@@ -197,7 +199,8 @@ class ControlLoop:
         measured = state.known()
         state.failed = describe_options(predict(measured, groups))
         reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
-        return self._apply(state, disable(state, reason), measured, at)
+        state.tally.add_revert("slower_than_dense")
+        return self._apply(state, disable(state, reason), measured, at, "slower_than_dense")
 
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
@@ -208,12 +211,12 @@ class ControlLoop:
         state.learn(at.now_s)
         measured = state.measured()
         assert measured is not None
-        decision = self._ask(state, cause, state.plan, measured, at)
+        decision = self._ask(state, cause.text, state.plan, measured, at)
         if decision is None or (isinstance(decision, Replace) and needs_dense_steps(state, decision)):
             return None
         if isinstance(decision, Keep):
             decision = self._codec_trial(state, decision, measured, at) or decision
-        return self._apply(state, decision, measured, at, is_planned=True)
+        return self._apply(state, decision, measured, at, cause.kind, is_planned=True)
 
     def _ask(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Decision | None:
         """Return the policy's decision on `plan`: that in force, or the one before an excursion."""
@@ -256,6 +259,7 @@ class ControlLoop:
         decision: Decision,
         measured: Measured,
         at: _When,
+        cause: CauseKind,
         *,
         is_planned: bool = False,
         ended: Excursion | None = None,
@@ -267,6 +271,7 @@ class ControlLoop:
         state.apply(decision, measured, at.step, at.now_s, is_planned=is_planned, ended=ended)
         if state.plan is not old:
             self.plans.append(state.plan)
+        state.tally.add_decision(type(decision).__name__.lower(), cause, at.time_s)
         self._journal.write(
             decision_entry(decision, old=old, new=state.plan, measured=measured, step=at.step, time_s=at.time_s)
         )

@@ -122,7 +122,14 @@ def _start_controller(settings: Settings, facts: RunFacts, history: History | No
     return (
         ray.remote(Controller)
         .options(**options)
-        .remote(make_policy(settings), str(facts.folder / "decisions.jsonl"), settings.group_bytes, facts.name, history)
+        .remote(
+            make_policy(settings),
+            str(facts.folder / "decisions.jsonl"),
+            settings.group_bytes,
+            facts.name,
+            facts.run_id,
+            history,
+        )
     )
 
 
@@ -142,7 +149,7 @@ def _start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> dict[str
     agents = {
         node_id: ray.remote(NodeAgent)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        .remote(node_id, facts.name, addresses[node_id])
+        .remote(node_id, facts.name, addresses[node_id], run_id=facts.run_id)
         for node_id in dict.fromkeys(facts.node_ids)
     }
     echoes = dict(zip(agents, ray.get([agent.address.remote() for agent in agents.values()]), strict=True))

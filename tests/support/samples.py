@@ -18,8 +18,21 @@ def step_sample(rank: int, step: int) -> StepSample:
         wire_bytes=1500,
         dense_bytes=4000,
         ready_s=(0.1,),
-        transfers=(Transfer(group=0, scheme="sra", numel=1000, wire_bytes=1000, seconds=0.2),),
+        transfers=(
+            Transfer(
+                group=0,
+                scheme="allgather",
+                codec="topk:density=0.1",
+                numel=1000,
+                wire_bytes=1000,
+                sent_bytes=1500,
+                dense_bytes=4000,
+                seconds=0.2,
+            ),
+        ),
         gain={"bf16": 0.99},
         gain_curve=tuple(0.5 + rank / 10 for _ in CURVE_DENSITIES),
         norm=2.5,
+        residual_norm=5.0,
+        lag_s=(0.0, 0.01),
     )
