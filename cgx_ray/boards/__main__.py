@@ -4,27 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cgx_ray.boards.decisions import DECISIONS
-from cgx_ray.boards.grafana import board_json
-from cgx_ray.boards.metrics_page import metrics_page
-from cgx_ray.boards.network import NETWORK
-from cgx_ray.boards.overview import OVERVIEW
+from cgx_ray.boards.files import made_files
 
-BOARDS = {"overview": OVERVIEW, "decisions": DECISIONS, "network": NETWORK}
-
-
-def made_files() -> dict[str, str]:
-    """Return the text of each file that is made, by its path in the checkout."""
-    boards = list(BOARDS.values())
-    files = {
-        f"dashboards/{name}.json": board_json(board, [other for other in boards if other is not board])
-        for name, board in BOARDS.items()
-    }
-    return {**files, "docs/metrics.md": metrics_page(boards)}
-
-
-if __name__ == "__main__":
-    root = Path(__file__).resolve().parents[2]
-    for path, text in made_files().items():
-        (root / path).write_text(text)
-        print(path)
+root = Path(__file__).resolve().parents[2]
+for path, text in made_files().items():
+    (root / path).write_text(text)
+    print(path)

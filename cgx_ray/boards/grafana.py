@@ -18,7 +18,8 @@ from cgx_ray.monitors.export import RUN, RUN_ID, served_name
 
 # Any Prometheus that Grafana knows; the variable "datasource" chooses.
 _SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
-# Grafana's page has 24 columns. Numbers take 4 of them, so that five fit in a row.
+_PAGE_WIDTH = 24
+# Numbers take 4 columns, so that six fit in a row.
 _NUMBER_SIZE, _PANEL_SIZE, _STATES_SIZE = (4, 5), (12, 8), (24, 7)
 _PANELS: dict[Kind, Any] = {
     Kind.LINES: timeseries.Panel,
@@ -55,12 +56,21 @@ def board_json(board: Board, others: list[Board]) -> str:
         page.with_row(builders.Row(title))
         for question in questions:
             page.with_panel(_panel(question))
-    # The SDK numbers no panels, and Grafana would do it anew each time it loads the file.
     made = page.build()
     made.annotations = dashboard.AnnotationContainer(list_val=[_decisions()])
-    for number, panel in enumerate(made.panels or [], start=1):
-        panel.id_val = number
+    _place(made.panels or [])
     return JSONEncoder(sort_keys=True, indent=1).encode(made) + "\n"
+
+
+def _place(panels: list[Any]) -> None:
+    """Number the panels and place them from left to right. The SDK does not, or lets them leave the page."""
+    x = y = height = 0
+    for number, panel in enumerate(panels, start=1):
+        at = panel.grid_pos
+        if x + at.w > _PAGE_WIDTH:
+            x, y, height = 0, y + height, 0
+        panel.id_val, at.x, at.y = number, x, y
+        x, height = x + at.w, max(height, at.h)
 
 
 def _variables() -> Iterator[Any]:

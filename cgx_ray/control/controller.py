@@ -64,10 +64,11 @@ class Controller:
         now_s = time.monotonic()
         for decision in self._loop.observe(sample, now_s):
             logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
-        if self._loop.is_registered:
-            self._metrics.export(self._loop.facts(), self._journal.num_errors)
+        # Wake the ranks first: they need the plan, and nobody waits for metrics.
         self._changed.set()
         self._changed = asyncio.Event()
+        if self._loop.is_registered:
+            self._metrics.export(self._loop.facts(), self._journal.num_errors)
         return self._loop.next_probe(sample.node_id, now_s)
 
     async def plans_after(self, version: int, timeout_s: float) -> list[Plan]:

@@ -303,8 +303,10 @@ class WorkerGroupState:
         return fallen
 
     def facts(self) -> LoopFacts:
-        step = self._recent[-1].step if self._recent else 0
-        measured = self.measured() or self.decided
+        newest = self._recent[-1] if self._recent else None
+        # Until its first step, a new plan's groups are others than those that were measured.
+        is_measured = newest is not None and newest.plan_version in self._versions
+        measured = (self.measured() if is_measured else None) or self.decided
         return LoopFacts(
             bandwidth=self.network.bandwidth,
             latency_s=self.network.latency_s,
@@ -318,7 +320,7 @@ class WorkerGroupState:
             dense_step_s=self.experience.dense_s(measured) if measured is not None else None,
             prediction_error=self._prediction_error,
             plan_version=self.plan.version,
-            num_banned=len(self.setbacks.banned(step, self._now_s)),
+            num_banned=len(self.setbacks.banned(newest.step if newest is not None else 0, self._now_s)),
             num_decisions=self.tally.num_decisions,
             newest_decision_s=self.tally.newest_s,
             num_reverts=self.tally.num_reverts,

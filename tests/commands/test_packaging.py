@@ -52,7 +52,8 @@ def test_make_names_what_the_system_lacks_in_one_line_before_it_installs_anythin
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert done.stdout.splitlines() == [
-        "system packages are missing; run: apt-get install git g++ iproute2 python3-venv python3-dev libiperf0"
+        "system packages are missing; run: apt-get install git g++ iproute2 python3-venv python3-dev prometheus "
+        "libiperf0"
     ]
     assert not (tmp_path / ".venv").exists()
 

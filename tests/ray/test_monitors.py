@@ -8,13 +8,14 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from support.controller_facts import KnownFacts
 from support.samples import step_sample
 
 from cgx_ray.bench.monitor_cost import monitor_rows
@@ -287,40 +288,17 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
     ray.get(actor.stop.remote())
 
 
-@dataclass(frozen=True)
-class Facts:
-    slow_link_bits_per_s: Mapping[int, float]
-    slow_ranks: frozenset[int]
-    silent_nodes: frozenset[str] = frozenset({"c"})
-    bandwidth_bits_per_s: float = 1e9
-    bandwidth_error: float = 0.05
-    latency_s: float = 1e-3
-    num_link_changes: int = 1
-    predicted_step_s: float = 0.2
-    measured_step_s: float = 0.25
-    predicted_dense_step_s: float = 0.5
-    dense_step_s: float = 0.6
-    prediction_error: float = 0.25
-    plan_version: int = 3
-    num_banned: int = 2
-    num_decisions: Mapping[tuple[str, str], int] = field(default_factory=lambda: {("replace", "network"): 1})
-    newest_decision_s: Mapping[tuple[str, str], float] = field(default_factory=lambda: {("replace", "network"): 1e9})
-    num_reverts: Mapping[str, int] = field(default_factory=lambda: {"lease_ended": 1})
-    report_age_s: Mapping[str, float] = field(default_factory=lambda: {"c": 2.0})
-    num_incomplete_steps: int = 1
-
-
 def served_metrics() -> str:
     """Return the text that Prometheus would read. The test itself sets the controller's metrics."""
     controller_metrics = ControllerMetrics(RaySink(), "run", "id")
-    controller_metrics.export(Facts({1: 1e8}, frozenset({1})), num_journal_errors=1)
+    controller_metrics.export(KnownFacts(), num_journal_errors=1)
     return scrape()
 
 
 def test_a_rank_that_is_no_longer_slow_is_set_to_zero(local_ray: None) -> None:
     controller_metrics = ControllerMetrics(RaySink(), "other run")
-    controller_metrics.export(Facts({1: 1e8, 2: 2e8}, frozenset({3})), num_journal_errors=0)
-    controller_metrics.export(Facts({2: 3e8}, frozenset()), num_journal_errors=0)
+    controller_metrics.export(KnownFacts({1: 1e8, 2: 2e8}, frozenset({3})), num_journal_errors=0)
+    controller_metrics.export(KnownFacts({2: 3e8}, frozenset()), num_journal_errors=0)
 
     def found() -> dict[str, list[float]]:
         lines = [line for line in scrape().splitlines() if f'{RUN}="other run"' in line]
