@@ -86,9 +86,12 @@ class NodeMetrics:
         num_steps: Counter[OptionNames] = Counter()
         wire_bytes: Counter[OptionNames] = Counter()
         dense_bytes: Counter[OptionNames] = Counter()
+        main_of_plan: dict[int, OptionNames] = {}
         for step in steps:
             self._sink.observe("cgx_ray_step_seconds", step.step_s, labels)
-            num_steps[_main_option(step)] += 1
+            if step.plan_version not in main_of_plan:
+                main_of_plan[step.plan_version] = _main_option(step)
+            num_steps[main_of_plan[step.plan_version]] += 1
             if not step.transfers:
                 wire_bytes[_SHARDED] += step.wire_bytes
                 dense_bytes[_SHARDED] += step.dense_bytes
