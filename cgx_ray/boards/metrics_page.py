@@ -16,7 +16,8 @@ service discovery. Without Ray, `Attachment.serve_metrics` serves those of a ran
 `ray_train_run_name` and `ray_train_run_id`. Ray adds `SessionName`, `WorkerId` and others, so take the sum or the
 largest by the labels that you need.
 
-A counter is served from its first event on. A series ends with its run, after about half a minute.
+A counter is served from its first event on. A series ends with its run: Ray keeps it for up to two
+minutes more (RAY_WORKER_TIMEOUT_S).
 """
 _SOURCES: dict[Source, str] = {
     "node": "Of a node: set by its agent, or without Ray by each rank",

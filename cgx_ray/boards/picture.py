@@ -34,6 +34,8 @@ from cgx_ray.report.style import (
 )
 
 _COLUMNS = 4
+# Series of a panel from which names would hide the lines, and letters of a name: ids of nodes are long.
+_MOST_NAMES, _NAME_LENGTH = 10, 40
 _COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
 _SCALE = {SHARE: (100, "%"), BITS_PER_S: (1e-6, "Mbit/s"), BYTES_PER_S: (1e-6, "MB/s")}
 
@@ -76,7 +78,8 @@ def named_series(recording: Recording, question: Question) -> list[tuple[str, Se
 
 
 def _name(legend: str, series: Series) -> str:
-    return re.sub(r"{{(\w+)}}", lambda match: series.labels.get(match[1], ""), legend)
+    name = re.sub(r"{{(\w+)}}", lambda match: series.labels.get(match[1], ""), legend)
+    return name if len(name) <= _NAME_LENGTH else f"{name[:8]}..."
 
 
 def _draw(axes: Axes, question: Question, series: list[tuple[str, Series]], recording: Recording) -> None:
@@ -106,7 +109,8 @@ def _draw(axes: Axes, question: Question, series: list[tuple[str, Series]], reco
             axes.axvline(entry["time"] - recording.start_s, color=PURPLE, linestyle="--", linewidth=0.7, alpha=0.7)
     if question.kind is not Kind.STATES:
         axes.set_ylabel(unit if unit not in ("none", "short") else "", fontsize=8)
-        axes.legend(frameon=False, fontsize=6, ncols=2 if len(series) > 3 else 1)
+        if len(series) <= _MOST_NAMES:
+            axes.legend(frameon=False, fontsize=6, ncols=2 if len(series) > 3 else 1)
     axes.set_xlim(0, recording.end_s - recording.start_s)
     axes.tick_params(labelsize=7)
     clean(axes)
