@@ -38,7 +38,7 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Panel:
     """One panel.
 
     title       the question that it answers
@@ -66,10 +66,10 @@ class Board:
     uid: str
     title: str
     meaning: str
-    sections: Sequence[tuple[str, Sequence[Question]]]
+    sections: Sequence[tuple[str, Sequence[Panel]]]
 
     @property
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[Panel]:
         return [question for _, questions in self.sections for question in questions]
 
 

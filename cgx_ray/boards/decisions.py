@@ -15,8 +15,8 @@ from cgx_ray.boards.board import (
     YELLOW,
     Board,
     Kind,
+    Panel,
     Query,
-    Question,
     of,
     rate,
     total,
@@ -26,7 +26,7 @@ from cgx_ray.monitors.export import RANK
 _OPTION = "{{codec}} over {{scheme}}"
 
 _PLANS = [
-    Question(
+    Panel(
         title="Which codecs and schemes are in force?",
         meaning="Number of groups of layers that use each codec and scheme; 0 when the plan no longer uses it.",
         unit=COUNT,
@@ -34,7 +34,7 @@ _PLANS = [
         colours=((None, "text"), (1, "blue")),
         queries=[Query(f"max by (codec, scheme) ({of('cgx_ray_groups')})", _OPTION)],
     ),
-    Question(
+    Panel(
         title="Which plan does each rank use?",
         meaning="All ranks change in the same step. Ranks below the newest plan wait for one that has not got it yet.",
         unit=RATIO,
@@ -43,7 +43,7 @@ _PLANS = [
             Query(f"max({of('cgx_ray_newest_plan_version')})", "newest"),
         ],
     ),
-    Question(
+    Panel(
         title="How long is each codec and scheme used?",
         meaning="Steps per second by the codec and scheme of the largest part of the gradient, mean over ranks.",
         unit=RATIO,
@@ -56,14 +56,14 @@ _PLANS = [
             )
         ],
     ),
-    Question(
+    Panel(
         title="Why were decisions made?",
         meaning="Decisions so far, by kind and cause. Many of one cause mean that it is noise.",
         unit=COUNT,
         queries=[Query(f"sum by (kind, cause) ({of('cgx_ray_decisions')})", "{{kind}}: {{cause}}")],
         empty="no decision yet",
     ),
-    Question(
+    Panel(
         title="How long ago was each decision?",
         meaning="Time since the newest decision of each kind and cause.",
         unit=AGO,
@@ -79,7 +79,7 @@ _PLANS = [
 ]
 
 _RIGHT = [
-    Question(
+    Panel(
         title="Is the speed-up what was predicted?",
         meaning="Dense step over the plan's step: as predicted with the last decision, and as measured.",
         unit=TIMES,
@@ -91,7 +91,7 @@ _RIGHT = [
             Query(f"max({of('cgx_ray_dense_step_seconds')}) / max({of('cgx_ray_measured_step_seconds')})", "measured"),
         ],
     ),
-    Question(
+    Panel(
         title="How wrong was the last prediction?",
         meaning="Measured over predicted time per step of the last outcome, less 1. Beyond 20 % either way the "
         "controller decides anew.",
@@ -100,14 +100,14 @@ _RIGHT = [
         queries=[Query(f"max({of('cgx_ray_prediction_error')})", "measured / predicted - 1")],
         empty="no outcome yet",
     ),
-    Question(
+    Panel(
         title="Why was a plan taken back?",
         meaning="Returns to an earlier plan so far, by cause.",
         unit=COUNT,
         queries=[Query(f"sum by (cause) ({of('cgx_ray_reverts')})", "{{cause}}")],
         empty="no plan was taken back",
     ),
-    Question(
+    Panel(
         title="How many options are banned?",
         meaning="Options that may not be chosen for a time, because their plan was slower than dense or their gain "
         "fell. A ban takes 5 minutes, and twice as long each time.",
@@ -116,7 +116,7 @@ _RIGHT = [
         colours=((None, GREEN), (1, YELLOW)),
         queries=[Query(f"max({of('cgx_ray_banned_options')})", "banned")],
     ),
-    Question(
+    Panel(
         title="How late is the latest rank's vote?",
         meaning="Time from a rank's agreement message until the last other rank's has arrived, the largest of all "
         "ranks. It costs no time, but a plan waits for it.",
@@ -127,28 +127,28 @@ _RIGHT = [
 ]
 
 _GRADIENT = [
-    Question(
+    Panel(
         title="Which share of the elements is sent?",
         meaning="Density, mean over elements and ranks; 1 if all are sent, at any number of bits.",
         unit=SHARE,
         is_log=True,
         queries=[Query(f"avg({of('cgx_ray_density')})", "density")],
     ),
-    Question(
+    Panel(
         title="How many bits does an element take?",
         meaning="Encoded size per element of the gradient, with indices and scales, mean over ranks; 32 if dense.",
         unit=BITS,
         is_log=True,
         queries=[Query(f"avg({of('cgx_ray_bits_per_element')})", "bits per element")],
     ),
-    Question(
+    Panel(
         title="How many bytes does each codec and scheme send?",
         meaning="Per second, all ranks together.",
         unit=BYTES_PER_S,
         kind=Kind.STACK,
         queries=[Query(f"sum by (codec, scheme) ({rate('cgx_ray_wire_bytes')})", _OPTION)],
     ),
-    Question(
+    Panel(
         title="How much of the gradient does each codec keep?",
         meaning="Compression gain, mean over ranks: 1 keeps all. An option in use (codec over scheme) has the gain "
         "that it really had, a codec the one that is predicted.",
@@ -156,14 +156,14 @@ _GRADIENT = [
         queries=[Query(f"avg by (codec) ({of('cgx_ray_gain')})", "{{codec}}")],
         empty="gains are not measured: the policy is static",
     ),
-    Question(
+    Panel(
         title="What would top-k keep?",
         meaning="Gain of top-k by density, mean over nodes. Plans with a density take those above min_gain.",
         unit=RATIO,
         queries=[Query(f"avg by (density) ({of('cgx_ray_gain_at_density')})", "density {{density}}")],
         empty="gains are not measured: the policy is static",
     ),
-    Question(
+    Panel(
         title="How much is owed to the gradient?",
         meaning="Norm of the error-feedback residual over the norm of the gradient, mean over ranks. It "
         "grows as less is sent.",
@@ -171,7 +171,7 @@ _GRADIENT = [
         queries=[Query(f"avg({of('cgx_ray_residual_ratio')})", "residual / gradient")],
         empty="no codec in use has a residual",
     ),
-    Question(
+    Panel(
         title="How large are the gradients?",
         meaning="Norm when last measured, mean over ranks. While it changes fast, only options that keep 95 % are "
         "taken up.",
@@ -180,7 +180,7 @@ _GRADIENT = [
         queries=[Query(f"avg({of('cgx_ray_gradient_norm')})", "norm")],
         empty="gains are not measured: the policy is static",
     ),
-    Question(
+    Panel(
         title="How often were averages NaN or Inf?",
         meaning="Steps so far in which no memory was changed. Looked at only while a codec in use has memory.",
         unit=COUNT,

@@ -13,7 +13,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from cgx_ray.boards.board import RUN_ID_VARIABLE, RUN_VARIABLE, SESSION_VARIABLE, Board, Kind, Query, Question, of
+from cgx_ray.boards.board import RUN_ID_VARIABLE, RUN_VARIABLE, SESSION_VARIABLE, Board, Kind, Panel, Query, of
 from cgx_ray.monitors.export import RUN, RUN_ID, served_name
 
 # Any Prometheus that Grafana knows; the variable "datasource" chooses.
@@ -115,7 +115,7 @@ def _decisions() -> dashboard.AnnotationQuery:
 DECISION_MARKS = f"1000 * max by (kind, cause) ({of('cgx_ray_decision_timestamp_seconds', kind='replace|disable')})"
 
 
-def _panel(question: Question) -> Any:
+def _panel(question: Panel) -> Any:
     panel = _PANELS[question.kind]()
     width, height = {Kind.NUMBER: _NUMBER_SIZE, Kind.STATES: _STATES_SIZE}.get(question.kind, _PANEL_SIZE)
     panel.title(question.title).description(question.meaning).datasource(_SOURCE)
@@ -137,7 +137,7 @@ def _panel(question: Question) -> Any:
     return panel
 
 
-def _draw_lines(panel: Any, question: Question) -> None:
+def _draw_lines(panel: Any, question: Panel) -> None:
     panel.line_width(2).fill_opacity(25 if question.kind is Kind.STACK else 0)
     panel.show_points(common.VisibilityMode.NEVER)
     panel.legend(common_builders.VizLegendOptions().show_legend(True).placement(common.LegendPlacement.BOTTOM))
@@ -159,6 +159,6 @@ def _target(query: Query, letter: str, kind: Kind) -> Dataquery:
     return target.instant() if kind is Kind.NUMBER else target.range()
 
 
-def _thresholds(question: Question) -> builders.ThresholdsConfig:
+def _thresholds(question: Panel) -> builders.ThresholdsConfig:
     steps = [dashboard.Threshold(value=value, color=colour) for value, colour in question.colours]
     return builders.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps(steps)

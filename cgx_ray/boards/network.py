@@ -11,8 +11,8 @@ from cgx_ray.boards.board import (
     YELLOW,
     Board,
     Kind,
+    Panel,
     Query,
-    Question,
     of,
     rate,
     total,
@@ -25,7 +25,7 @@ _BANDWIDTH, _ERROR = (
 )
 
 _LINKS = [
-    Question(
+    Panel(
         title="How fast is a link?",
         meaning="Bandwidth of a worker's link with its 95 % interval; of the slowest, if some are slow. Plans are made "
         "for it.",
@@ -38,14 +38,14 @@ _LINKS = [
         ],
         empty="the bandwidth is not known yet",
     ),
-    Question(
+    Panel(
         title="How long does a message take?",
         meaning="One-way latency between workers that are not near each other.",
         unit=SECONDS,
         queries=[Query(f"max({of('cgx_ray_worker_latency_seconds')})", "latency")],
         empty="the latency is not known yet",
     ),
-    Question(
+    Panel(
         title="Which pairs of nodes are far apart?",
         meaning="One-way latency: half the smallest round trip. Rows measure, columns answer.",
         unit=SECONDS,
@@ -54,7 +54,7 @@ _LINKS = [
         queries=[Query(f"min by (instance, peer) ({of('cgx_ray_link_latency_seconds')})", "{{instance}} to {{peer}}")],
         empty="the run has one node",
     ),
-    Question(
+    Panel(
         title="How often did the network change?",
         meaning="Changes of bandwidth or latency so far.",
         unit=COUNT,
@@ -64,7 +64,7 @@ _LINKS = [
 ]
 
 _SLOW = [
-    Question(
+    Panel(
         title="How many links are slow?",
         meaning="Ranks whose link is much slower than the others' now.",
         unit=COUNT,
@@ -74,7 +74,7 @@ _SLOW = [
             Query(f"count(max by ({RANK}) ({of('cgx_ray_slow_link_bits_per_second')}) > 0) or vector(0)", "slow links")
         ],
     ),
-    Question(
+    Panel(
         title="Which link is slow, and how slow?",
         meaning="Bandwidth of a rank whose link is much slower than the others'; 0 when it no longer is.",
         unit=BITS_PER_S,
@@ -83,7 +83,7 @@ _SLOW = [
         ],
         empty="no link was slow",
     ),
-    Question(
+    Panel(
         title="Which rank computes slowly?",
         meaning="1 while a rank's compute takes much longer than the others', 0 afterwards.",
         unit=COUNT,
@@ -92,7 +92,7 @@ _SLOW = [
         queries=[Query(f"max by ({RANK}) ({of('cgx_ray_slow_rank')})", f"rank {{{{{RANK}}}}}")],
         empty="no rank was slow",
     ),
-    Question(
+    Panel(
         title="Which node is silent?",
         meaning="1 while a node answers no other node's probes, 0 afterwards. The run goes on if its ranks do.",
         unit=COUNT,
@@ -101,7 +101,7 @@ _SLOW = [
         queries=[Query(f"max by (peer) ({of('cgx_ray_silent_node')})", "{{peer}}")],
         empty="no node was silent",
     ),
-    Question(
+    Panel(
         title="Does every node report?",
         meaning="Time from the last report of each node to the newest one of all. A node reports each second.",
         unit=SECONDS,
@@ -111,7 +111,7 @@ _SLOW = [
 ]
 
 _CARDS = [
-    Question(
+    Panel(
         title="How busy are the network cards?",
         meaning="Traffic by node and direction, and the speed of the fastest card where its driver tells it.",
         unit=BITS_PER_S,
@@ -122,14 +122,14 @@ _CARDS = [
             Query(f"max by (instance) ({of('cgx_ray_nic_speed_bits_per_second')}) > 0", "speed {{instance}}"),
         ],
     ),
-    Question(
+    Panel(
         title="What do others put on the link?",
         meaning="Traffic on the node's link that is not from this training, mean over half a minute.",
         unit=BITS_PER_S,
         queries=[Query(f"8 * max by (instance) ({of('cgx_ray_neighbour_bytes_per_second')})", "{{instance}}")],
         empty="unknown: ranks of a node share no memory",
     ),
-    Question(
+    Panel(
         title="Do cards drop packets?",
         meaning="Packets per second that were dropped or broken, by node. More than a few slow every TCP connection.",
         unit="pps",

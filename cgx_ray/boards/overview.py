@@ -16,8 +16,8 @@ from cgx_ray.boards.board import (
     YELLOW,
     Board,
     Kind,
+    Panel,
     Query,
-    Question,
     of,
     rate,
     total,
@@ -29,14 +29,14 @@ _EXPOSED = f"max by ({RANK}) ({of('cgx_ray_exposed_seconds')})"
 _COMPUTE = f"max by ({RANK}) ({of('cgx_ray_phase_seconds', phase='compute')})"
 
 _NOW = [
-    Question(
+    Panel(
         title="How fast is the training?",
         meaning="Steps per second, mean over ranks. All ranks make the same steps.",
         unit=STEPS_PER_S,
         kind=Kind.NUMBER,
         queries=[Query(f"avg(sum by ({RANK}) ({rate('cgx_ray_steps')}))", "steps/s")],
     ),
-    Question(
+    Panel(
         title="How much faster is it than dense?",
         meaning="Time of a dense step, as this run's dense steps have taught, divided by the measured time of a step. "
         "Below 0.97 the promise of 3 % is broken, and the controller goes back to dense by itself.",
@@ -45,14 +45,14 @@ _NOW = [
         colours=((None, RED), (0.97, YELLOW), (1.03, GREEN)),
         queries=[Query(f"max({_DENSE}) / max({_MEASURED})", "dense / measured")],
     ),
-    Question(
+    Panel(
         title="How much smaller is what is sent?",
         meaning="Bytes of the gradient divided by bytes of its encoding in the last step, mean over ranks.",
         unit=TIMES,
         kind=Kind.NUMBER,
         queries=[Query(f"avg({of('cgx_ray_compression_ratio')})", "compression")],
     ),
-    Question(
+    Panel(
         title="Which share of a step waits for the network?",
         meaning="Communication that compute does not hide, divided by the time of a step; the largest of all ranks. "
         "Near 0 compute bounds the step: a faster network or more compression gains nothing.",
@@ -63,7 +63,7 @@ _NOW = [
             Query(f"max({_EXPOSED} / ({_EXPOSED} + {_COMPUTE}))", "exposed"),
         ],
     ),
-    Question(
+    Panel(
         title="When was the last decision?",
         meaning="Time since the controller decided last, also if it kept the plan. It reviews the plan each minute.",
         unit=AGO,
@@ -75,7 +75,7 @@ _NOW = [
 ]
 
 _TIME = [
-    Question(
+    Panel(
         title="Where does the time of a step go?",
         meaning="Mean over ranks. Compute is the step without what it waits for; exposed is the communication that "
         "compute does not hide. Together they are the step.",
@@ -86,7 +86,7 @@ _TIME = [
             Query(f"avg({of('cgx_ray_exposed_seconds')})", "exposed communication"),
         ],
     ),
-    Question(
+    Panel(
         title="Is it faster than dense, and as fast as predicted?",
         meaning="Measured and predicted time per step of the plan in force, and the time of a dense step as it is "
         "known now. Measured above dense for long means that the plan is wrong.",
@@ -97,7 +97,7 @@ _TIME = [
             Query(f"max({_DENSE})", "dense"),
         ],
     ),
-    Question(
+    Panel(
         title="What do encoding, sending and decoding take?",
         meaning="Seconds per step, mean over ranks. They overlap with compute and with each other, so their sum may "
         "exceed the step. Encoding above sending: the codec is too slow for this network.",
@@ -109,7 +109,7 @@ _TIME = [
             )
         ],
     ),
-    Question(
+    Panel(
         title="How even are the steps?",
         meaning="Quantiles of the time of a step, all ranks. A 99th percentile far above the median: something "
         "disturbs single steps, such as checkpoints or other jobs.",
@@ -122,13 +122,13 @@ _TIME = [
             for share, name in ((0.5, "median"), (0.95, "95th percentile"), (0.99, "99th percentile"))
         ],
     ),
-    Question(
+    Panel(
         title="Which rank do the others wait for?",
         meaning="Compute per step of each rank. All ranks wait for the slowest one in every step.",
         unit=SECONDS,
         queries=[Query(_COMPUTE, f"rank {{{{{RANK}}}}}")],
     ),
-    Question(
+    Panel(
         title="How many bytes leave, and how many would dense encode?",
         meaning="Per second, all ranks together: bytes sent, and bytes of the gradients before compression.",
         unit=BYTES_PER_S,
@@ -140,7 +140,7 @@ _TIME = [
 ]
 
 _NODES = [
-    Question(
+    Panel(
         title="Are processors or memory the limit?",
         meaning="Share in use, by node. Processors near 100 %: codecs and backward take time from each other.",
         unit=SHARE,
@@ -150,7 +150,7 @@ _NODES = [
             Query(f"max by (instance) ({of('cgx_ray_memory_share')})", "memory {{instance}}"),
         ],
     ),
-    Question(
+    Panel(
         title="Do processes wait for a resource?",
         meaning="Share of the last 10 s in which a process of the node waited (pressure stall information).",
         unit=SHARE,
@@ -163,7 +163,7 @@ _NODES = [
 ]
 
 _FAULTS = [
-    Question(
+    Panel(
         title="Were gradients NaN or Inf?",
         meaning="Steps so far, the largest of all ranks. Few are normal with float16 and a GradScaler.",
         unit=COUNT,
@@ -171,7 +171,7 @@ _FAULTS = [
         colours=((None, GREEN), (1, YELLOW)),
         queries=[Query(f"max({of('cgx_ray_non_finite_steps')}) or vector(0)", "steps")],
     ),
-    Question(
+    Panel(
         title="Are reports of steps missing?",
         meaning="Steps that the controller could not use, since a rank has not reported them.",
         unit=COUNT,
@@ -179,7 +179,7 @@ _FAULTS = [
         colours=((None, GREEN), (1, YELLOW)),
         queries=[total("cgx_ray_incomplete_steps")],
     ),
-    Question(
+    Panel(
         title="Were lines of the journal lost?",
         meaning="Lines that could not be written: the disk is full or the folder not writable. Training goes on.",
         unit=COUNT,
@@ -187,7 +187,7 @@ _FAULTS = [
         colours=((None, GREEN), (1, RED)),
         queries=[total("cgx_ray_journal_errors")],
     ),
-    Question(
+    Panel(
         title="How often was a plan taken back?",
         meaning="Returns to an earlier plan, because a plan was slower than dense or its trial ended without outcome.",
         unit=COUNT,
@@ -195,7 +195,7 @@ _FAULTS = [
         colours=((None, GREEN), (3, YELLOW)),
         queries=[total("cgx_ray_reverts")],
     ),
-    Question(
+    Panel(
         title="Do the ranks use the newest plan?",
         meaning="Versions by which the rank that is furthest behind is older than the controller's newest plan. "
         "Normal for a few steps after a decision.",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from cgx_ray.boards.board import BITS_PER_S, BYTES_PER_S, SHARE, Kind, Question, chosen
+from cgx_ray.boards.board import BITS_PER_S, BYTES_PER_S, SHARE, Kind, Panel, chosen
 from cgx_ray.boards.files import BOARDS
 from cgx_ray.boards.prometheus import Series
 from cgx_ray.boards.recording import RUN_NAME, Recording, ray_and_prometheus, record
@@ -66,7 +66,7 @@ def draw(recording: Recording, path: Path) -> None:
     save_figure(figure, path)
 
 
-def named_series(recording: Recording, question: Question) -> list[tuple[str, Series]]:
+def named_series(recording: Recording, question: Panel) -> list[tuple[str, Series]]:
     """Return the series of a panel while the run went on, with the names that Grafana gives them."""
     return [
         (_name(query.legend, one), one)
@@ -82,7 +82,7 @@ def _name(legend: str, series: Series) -> str:
     return name if len(name) <= _NAME_LENGTH else f"{name[:8]}..."
 
 
-def _draw(axes: Axes, question: Question, series: list[tuple[str, Series]], recording: Recording) -> None:
+def _draw(axes: Axes, question: Panel, series: list[tuple[str, Series]], recording: Recording) -> None:
     factor, unit = _SCALE.get(question.unit, (1, question.unit.removeprefix("suffix: ")))
     if question.kind is Kind.STATES:
         _draw_states(axes, series, recording)

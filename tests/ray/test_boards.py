@@ -17,7 +17,7 @@ import ray
 from support.controller_facts import KnownFacts
 from support.samples import step_sample
 
-from cgx_ray.boards.board import Question, chosen
+from cgx_ray.boards.board import Panel, chosen
 from cgx_ray.boards.files import BOARDS
 from cgx_ray.boards.grafana import DECISION_MARKS
 from cgx_ray.boards.prometheus import PrometheusServer, Series
@@ -83,7 +83,7 @@ def ask(recording: Recording, expression: str) -> list[Series]:
     return recording.server.query_range(asked, recording.start_s, recording.end_s, 1.0)
 
 
-def question(board: str, title: str) -> Question:
+def question(board: str, title: str) -> Panel:
     (found,) = [one for one in BOARDS[board].questions if one.title == title]
     return found
 
@@ -121,16 +121,17 @@ def test_every_panel_shows_the_run(recording: Recording) -> None:
 def test_a_change_of_plan_is_seen_when_it_was_decided(recording: Recording) -> None:
     changes = [entry for entry in recording.decisions if entry["kind"] != "keep"]
     assert changes
-    marks = {value / 1e3 for series in ask(recording, DECISION_MARKS) for value in series.values}
-    # Decisions of the same kind and cause within a second show as one mark.
-    late = [entry["time"] for entry in changes if not any(abs(entry["time"] - mark) < 2 for mark in marks)]
-    assert late == []
-    first = changes[0]
+    found = ask(recording, DECISION_MARKS)
+    assert "first_measurements" in {series.labels["cause"] for series in found}
+    marks_s = [value / 1e3 for series in found for value in series.values]
+    # Of several changes within a second, with the same kind of cause, the newest alone is marked.
+    for entry in (changes[0], changes[-1]):
+        assert min(abs(entry["time"] - mark_s) for mark_s in marks_s) < 0.01, (entry, marks_s)
     versions = values_of(recording, "decisions", "Which plan does each rank use?", "newest")
-    seen_s = next(time_s for time_s, version in versions if version >= first["new"]["version"])
-    assert -1 < seen_s - first["time"] < 10, (seen_s, first["time"])
-    causes = {cause for entry in ask(recording, DECISION_MARKS) for cause in [entry.labels["cause"]]}
-    assert "first_measurements" in causes
+    seen_s = next(time_s for time_s, version in versions if version >= changes[0]["new"]["version"])
+    # Decision, report, scrape: each takes up to a second, and more on a busy machine.
+    assert -1 < seen_s - changes[0]["time"] < 10, (seen_s, changes[0]["time"])
+    assert versions[-1][1] >= changes[-1]["new"]["version"], versions
 
 
 def test_seconds_are_seconds_and_bits_per_second_are_those_of_the_link(recording: Recording) -> None:
