@@ -16,8 +16,8 @@ service discovery. Without Ray, `Attachment.serve_metrics` serves those of a ran
 `ray_train_run_name` and `ray_train_run_id`. Ray adds `SessionName`, `WorkerId` and others, so take the sum or the
 largest by the labels that you need.
 
-A counter is served from its first event on. A series ends with its run: Ray keeps it for up to two
-minutes more (RAY_WORKER_TIMEOUT_S).
+A counter is served from its first event on. A gauge ends with its run, within a minute. Counters and histograms stay
+as they are then, as all of Ray's do, until the cluster ends: their rates become 0.
 """
 _SOURCES: dict[Source, str] = {
     "node": "Of a node: set by its agent, or without Ray by each rank",
