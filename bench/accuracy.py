@@ -33,10 +33,11 @@ NEAR_LOSS = 1.01
 class TrainingRun:
     """One training.
 
-    option          "dense", or codec over scheme
+    option          "dense", codec over scheme, or "adaptive" with its fidelity if that is not the default
     points          (steps done, seconds of training, validation loss), ten of them; fewer if it has diverged
     wire_bytes      that one rank sends per step
-    relative_error  largest of rank 0's messages at the points: squared error over |g|^2, without error feedback
+    relative_error  largest of rank 0's messages at the points: squared error over |g|^2, without error feedback. NaN
+                    for adaptive runs
     """
 
     workload: str
@@ -148,7 +149,7 @@ def measure_accuracy(options: AccuracyOptions, on_run: Callable[[TrainingRun, fl
     """
     job = {
         "workloads": options.workloads,
-        "codecs": [str(option) for option in options.options],
+        "ways": options.ways,
         "num_seeds": options.num_seeds,
         "num_steps": options.num_steps,
     }
@@ -159,7 +160,7 @@ def measure_accuracy(options: AccuracyOptions, on_run: Callable[[TrainingRun, fl
         num_ranks=options.num_ranks,
         rate_bit_per_s=options.rate_bit_per_s,
     )
-    num_runs = options.num_seeds * len(options.workloads) * len(options.options)
+    num_runs = options.num_seeds * len(options.workloads) * len(options.ways)
     runs = []
     for line in lines:
         runs.append(TrainingRun(**json.loads(line)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, preferred_scheme
+from cgx_ray.planner.fidelity import Fidelity
 
 WORKLOADS = ("gpt_adamw", "gpt_sgd", "digits")
 # Every codec family whose accuracy the documents state, and what the adaptive policy may choose.
@@ -26,6 +27,8 @@ CODECS = (
     "dgc:density=0.01",
     "ef_signsgd",
 )
+# The policy with its defaults, and with each other level of fidelity.
+ADAPTIVE = ("adaptive", *(f"adaptive {level}" for level in Fidelity if level is not Fidelity.STRICT))
 _QUICK_CODECS = ("qsgd:bits=2,bucket_size=128", "topk:density=0.01")
 _QUICK_STEPS = 60
 # The learning rate warms up for 10 steps, and the loss is validated after each tenth of the steps.
@@ -47,7 +50,7 @@ def read_option(text: str) -> Option:
 class AccuracyOptions:
     """Options of the bench.
 
-    codecs          as `read_option` reads them; dense always runs too
+    codecs          as `read_option` reads them, and those of ADAPTIVE; dense always runs too
     num_seeds       of weights and batches: 0, 1, ...
     rate_bit_per_s  of the lab's links; None: loopback, where times mean nothing
     """
@@ -71,12 +74,13 @@ class AccuracyOptions:
             raise ConfigError(f"steps {self.num_steps} is not allowed; give {_LEAST_STEPS} or more")
         if not 2 <= self.num_ranks <= 16:
             raise ConfigError(f"ranks {self.num_ranks} is not allowed; give 2 to 16")
-        self.options  # noqa: B018 - raises on codecs that are not allowed
+        self.ways  # noqa: B018 - raises on codecs that are not allowed
 
     @property
-    def options(self) -> tuple[Option, ...]:
-        """Dense, then the codecs over their schemes, each once."""
-        return tuple(dict.fromkeys([DENSE, *map(read_option, self.codecs)]))
+    def ways(self) -> tuple[str, ...]:
+        """Dense, then the codecs over their schemes and the adaptive policies, each once, as text."""
+        given = (text if text in ADAPTIVE else str(read_option(text)) for text in map(str.strip, self.codecs))
+        return tuple(dict.fromkeys([str(DENSE), *given]))
 
 
 def quick_options(options: AccuracyOptions) -> AccuracyOptions:

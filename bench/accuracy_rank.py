@@ -9,7 +9,8 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -20,13 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.bench.accuracy import TrainingRun
-from cgx_ray.bench.accuracy_cases import read_option
+from cgx_ray.bench.accuracy_cases import ADAPTIVE, read_option
 from cgx_ray.bench.accuracy_workloads import Batch, TrainingTask, load_task
+from cgx_ray.bench.gathered_control import GatheredControl
 from cgx_ray.bench.rank_process import run_rank
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.gain import squared_error
 from cgx_ray.demo.train import learning_rate_factor
-from cgx_ray.plan import SMALL_LAYER_NUMEL, Option
+from cgx_ray.plan import SMALL_LAYER_NUMEL
+from cgx_ray.planner.fidelity import Fidelity
+from cgx_ray.session.settings import Settings
 
 _MAX_NORM = 1.0
 _NUM_POINTS = 10
@@ -36,8 +40,8 @@ def _measure(job: dict[str, Any]) -> None:
     tasks = {name: load_task(name) for name in job["workloads"]}
     for seed in range(job["num_seeds"]):
         for workload, task in tasks.items():
-            for text in job["codecs"]:
-                run = _train(task, workload, read_option(text), seed, job["num_steps"], job["is_loopback"])
+            for way in job["ways"]:
+                run = _train(task, workload, way, seed, job["num_steps"], job["is_loopback"])
                 # Reducer and model hold each other: without this the memory of the cases adds up.
                 gc.collect()
                 if job["rank"] == 0:
@@ -45,44 +49,61 @@ def _measure(job: dict[str, Any]) -> None:
     dist.barrier()
 
 
-def _train(
-    task: TrainingTask, workload: str, option: Option, seed: int, num_steps: int, shared_memory: bool
-) -> TrainingRun:
+def _train(task: TrainingTask, workload: str, way: str, seed: int, num_steps: int, shared_memory: bool) -> TrainingRun:
     """Train one case. It ends early at the first validation loss that is not finite.
 
     shared_memory  between ranks; in a lab it would go around the links
     """
     model = DistributedDataParallel(task.build(seed))
-    attachment = cgx_ray.attach(model, codec=option.codec, scheme=option.scheme, shared_memory=shared_memory)
-    optimizer = task.make_optimizer(model.parameters(), option.codec.name != "dgc")
+    has_momentum = way in ADAPTIVE or read_option(way).codec.name != "dgc"
+    optimizer = task.make_optimizer(model.parameters(), has_momentum)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, num_steps))
     points, errors, seconds, wire_bytes = [], [], 0.0, 0
-    for step in range(num_steps):
-        began_s = time.perf_counter()
-        model(*task.batch(seed, step, dist.get_rank())).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        seconds += time.perf_counter() - began_s
-        sample = attachment.last_step
-        wire_bytes += sample.wire_bytes if sample is not None else 0
-        if (step + 1) * _NUM_POINTS // num_steps > step * _NUM_POINTS // num_steps:
-            loss = _validate(model.module, task.validation)
-            if not math.isfinite(loss):
-                break
-            points.append((step + 1, seconds, loss))
-            errors.append(_relative_error(model.module, task.batch(seed, step, dist.get_rank()), option))
-    attachment.close()
+    with _attached(model, way, shared_memory) as (attachment, after_step):
+        for step in range(num_steps):
+            began_s = time.perf_counter()
+            model(*task.batch(seed, step, dist.get_rank())).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            seconds += time.perf_counter() - began_s
+            after_step(step)
+            sample = attachment.last_step
+            wire_bytes += sample.wire_bytes if sample is not None else 0
+            if (step + 1) * _NUM_POINTS // num_steps > step * _NUM_POINTS // num_steps:
+                loss = _validate(model.module, task.validation)
+                if not math.isfinite(loss):
+                    break
+                points.append((step + 1, seconds, loss))
+                if way not in ADAPTIVE:
+                    errors.append(_relative_error(model.module, task.batch(seed, step, dist.get_rank()), way))
     return TrainingRun(
         workload=workload,
-        option=str(option),
+        option=way,
         seed=seed,
         points=tuple(points),
         has_diverged=len(points) < _NUM_POINTS,
         wire_bytes=wire_bytes / (step + 1),
         relative_error=max(errors, default=math.nan),
     )
+
+
+@contextmanager
+def _attached(
+    model: DistributedDataParallel, way: str, shared_memory: bool
+) -> Iterator[tuple[cgx_ray.Attachment, Callable[[int], None]]]:
+    """Attach the codec or the policy; yield the attachment, and what is to be called with each step's number."""
+    if way in ADAPTIVE:
+        fidelity = way.partition(" ")[2] or str(Fidelity.STRICT)
+        settings = Settings(policy="adaptive", fidelity=fidelity, shared_memory=shared_memory)
+        with GatheredControl(settings) as control, closing(cgx_ray.attach(model)) as attachment:
+            yield attachment, control.after_step
+    else:
+        option = read_option(way)
+        attachment = cgx_ray.attach(model, codec=option.codec, scheme=option.scheme, shared_memory=shared_memory)
+        with closing(attachment):
+            yield attachment, lambda step: None
 
 
 @torch.no_grad()
@@ -94,7 +115,7 @@ def _validate(model: nn.Module, batches: tuple[Batch, ...]) -> float:
     return total.item() / len(batches)
 
 
-def _relative_error(model: nn.Module, batch: Batch, option: Option) -> float:
+def _relative_error(model: nn.Module, batch: Batch, way: str) -> float:
     """Return |g - decode(encode(g))|^2 / |g|^2 of this rank's gradient g of the layers that are encoded."""
     # Not by `backward`, which would call DDP's hooks.
     gradients = torch.autograd.grad(model(*batch), list(model.parameters()))
@@ -102,7 +123,7 @@ def _relative_error(model: nn.Module, batch: Batch, option: Option) -> float:
         gradient.flatten() for gradient in gradients if gradient.ndim > 1 and gradient.numel() >= SMALL_LAYER_NUMEL
     ]
     grad_N = torch.cat(large)
-    return squared_error(make_codec(option.codec), grad_N, key=0) / float(grad_N.double().square().sum())
+    return squared_error(make_codec(read_option(way).codec), grad_N, key=0) / float(grad_N.double().square().sum())
 
 
 def _own(batches: tuple[Batch, ...]) -> Iterator[Batch]:

@@ -17,7 +17,7 @@ from cgx_ray.bench.simulated_cluster import ClusterState, SimulatedCluster
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy, Disable, Keep
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, make_plan
+from cgx_ray.plan import make_plan
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.prediction import PlannedGroup, groups_of, predict
 from cgx_ray.report.result import Row
@@ -85,8 +85,8 @@ def run_case(case: AdaptCase, seed: int) -> AdaptRun:
     layers = case.model.layers
     with tempfile.TemporaryDirectory() as folder:
         policy = AdaptivePolicy(case.options, min_gain=case.min_gain)
-        loop = ControlLoop(policy, Journal(Path(folder) / "decisions.jsonl"), group_bytes=DEFAULT_GROUP_BYTES)
-        first = make_plan(layers, version=0, world_size=4, group_bytes=DEFAULT_GROUP_BYTES)
+        loop = ControlLoop(policy, Journal(Path(folder) / "decisions.jsonl"))
+        first = make_plan(layers, version=0, world_size=4)
         loop.register(layers, first, case.told_costs(seed))
         run = SimulatedRun(loop=loop, cluster=cluster, schedule=case.schedule)
         run.run(until_s=case.seconds)

@@ -78,7 +78,6 @@ class Job:
             self._loop = ControlLoop(
                 policy,
                 Journal(self._folder / "decisions.jsonl"),
-                group_bytes=settings.group_bytes,
                 layers=self._registration[0],
                 plans=plans,
             )

@@ -27,7 +27,7 @@ from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.probe import Prober, measure_bulk
 from cgx_ray.monitors.round_trip import Peers
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Layer, Plan, make_plan
+from cgx_ray.plan import Layer, Plan
 from cgx_ray.session.attachment import process
 from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
@@ -46,8 +46,8 @@ class _PipeSession:
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
 
-    def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
-        plan = make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
+        plan = self.settings.first_plan(layers, world_size, bucket_bytes)
         _send((layers, plan, measure_codecs(self.settings, torch.device("cpu"))))
         return plan
 

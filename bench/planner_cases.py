@@ -118,11 +118,12 @@ def _random_edges(rng: random.Random, dense_s: float) -> dict[str, float]:
 
 
 def earliest_finish_s(pipeline: Pipeline) -> float:
-    """Return the earliest finish over all groupings and all options of each group, by brute force."""
-    # By number of layers k, for all plans of the first k layers: the finishes of compute, network and all groups.
-    finishes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [(np.zeros(1), np.zeros(1), np.zeros(1))]
+    """Return the earliest finish, with tolls, over all groupings and all options of each group, by brute force."""
+    # By number of layers k, for all plans of the first k layers: the finishes of compute, network and all groups, and
+    # the tolls.
+    finishes = [(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1))]
     for end in range(1, pipeline.num_layers + 1):
-        compute, network, done = [], [], []
+        compute, network, done, toll = [], [], [], []
         for start in range(end):
             numel, backward_s = sum(pipeline.numel[start:end]), sum(pipeline.backward_s[start:end])
             for cost in pipeline.costs:
@@ -131,6 +132,8 @@ def earliest_finish_s(pipeline: Pipeline) -> float:
                 network.append(np.maximum(before[1], compute[-1] + cost.lead_s(numel)) + own_s)
                 by_network, by_itself = before[1] + own_s + cost.tail_s(numel), compute[-1] + cost.alone_s(numel)
                 done.append(np.maximum(before[2], np.maximum(by_network, by_itself)))
-        finishes.append((np.concatenate(compute), np.concatenate(network), np.concatenate(done)))
+                toll.append(before[3] + cost.toll_b_s_per_element * numel)
+        finishes.append((np.concatenate(compute), np.concatenate(network), np.concatenate(done), np.concatenate(toll)))
     assert len(finishes[-1][0]) == len(pipeline.costs) * (1 + len(pipeline.costs)) ** (pipeline.num_layers - 1)
-    return float(np.maximum(finishes[-1][1] + pipeline.after_s, finishes[-1][2]).min())
+    _, network_s, done_s, toll_s = finishes[-1]
+    return float((np.maximum(network_s + pipeline.after_s, done_s) + toll_s).min())

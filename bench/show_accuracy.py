@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from rich.table import Table
 
 from cgx_ray.bench.accuracy import CodecAccuracy
-from cgx_ray.bench.accuracy_cases import AccuracyOptions, read_option
+from cgx_ray.bench.accuracy_cases import ADAPTIVE, AccuracyOptions, read_option
 from cgx_ray.plan import DENSE
 from cgx_ray.report.show import new_table
 from cgx_ray.report.style import (
@@ -42,6 +42,7 @@ _COLORS = {
     "dgc": ORANGE,
     "ef_signsgd": YELLOW,
     "powersgd": GREEN,
+    "adaptive": INK,
 }
 _DASHES = ("-", "--", ":", "-.", (0, (1, 3)))
 # Losses over dense that the levels of fidelity allow.
@@ -109,6 +110,8 @@ def _styles(accuracies: Sequence[CodecAccuracy]) -> dict[str, dict[str, Any]]:
 
 def _short(option: str) -> str:
     """Return an option without the scheme that its codec usually has."""
+    if option in ADAPTIVE:
+        return option
     codec = option.partition(" over ")[0]
     return codec if option != codec and option == str(read_option(codec)) else option
 

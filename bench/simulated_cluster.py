@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from cgx_ray.engine.gain_schedule import is_measured
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer
 from cgx_ray.plan import Option, Plan
 from cgx_ray.planner.cost import Link, Network, exchange_s
@@ -22,7 +23,6 @@ from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predic
 
 # Workers, each on a node of its own.
 WORLD = 4
-GAIN_STEPS = 20
 # A burst ends after 50 ms or 2 MiB; groups whose messages are shorter than 64 KiB make none.
 _BURST_S, _BURST_BYTES, _LONG_MESSAGE = 0.05, 2 << 20, 1 << 16
 # Standard deviation of what each rank measures by itself: rates, latencies, compute.
@@ -135,7 +135,7 @@ class SimulatedCluster:
                     dense_bytes=sum(group.dense_bytes for group in groups),
                     ready_s=tuple(share * ready for ready in ready_s),
                     transfers=transfers,
-                    gain=gain if number % GAIN_STEPS == 1 else {},
+                    gain=gain if is_measured(number, affordable_from=0) else {},
                     bursts=(bursts := self._bursts(groups, rates[rank])),
                     rate_from=tuple(
                         min(rates[rank], rate) / (WORLD - 1) / self._delay() if bursts and peer != rank else 0.0

@@ -241,6 +241,7 @@ def make_plan(
     scheme: Scheme | str | None = None,
     intra: Intra | str = Intra.FLAT,
     group_bytes: int = DEFAULT_GROUP_BYTES,
+    first_bytes: int = FIRST_GROUP_BYTES,
     overrides: Mapping[str, _Given] | None = None,
     bits: Mapping[str, int] | None = None,
     uniform: bool = False,
@@ -253,7 +254,7 @@ def make_plan(
     last large group.
 
     layers     in registration order. Groups are filled in reverse, close to the order in which backward finishes
-               layers. The first group is small so that sending starts early, as in DDP.
+               layers. The first group has only `first_bytes` so that sending starts early, as in DDP.
     codec      a CodecSpec, or text for `CodecSpec.parse`
     scheme     default: `preferred_scheme`
     intra      "dense" or "compressed": ranks of a node sum first, see `collectives.hierarchical`. Small layers are not
@@ -275,7 +276,7 @@ def make_plan(
     if uniform:
         if overrides or bits:
             raise ConfigError("a uniform plan has one codec for all layers; leave out overrides and bits, or uniform")
-        groups = _fill_groups([(layer, usual) for layer in reversed(layers)], sys.maxsize, first_bytes=sys.maxsize)
+        groups = _fill_groups([(layer, usual) for layer in reversed(layers)], sys.maxsize, sys.maxsize)
     else:
         by_pattern = {pattern: _as_option(given, intra) for pattern, given in (overrides or {}).items()}
         _check_names(layers, by_pattern, bits or {})
@@ -286,9 +287,9 @@ def make_plan(
         )
         small = [(layer, for_small) for layer, option in chosen if option is None]
         large = [(layer, option) for layer, option in chosen if option is not None]
-        groups = _fill_groups(large, group_bytes)
+        groups = _fill_groups(large, group_bytes, first_bytes)
         # The last groups of both are ready when backward ends. The short messages must not queue behind the long ones.
-        groups[-1:-1] = _fill_groups(small, group_bytes)
+        groups[-1:-1] = _fill_groups(small, group_bytes, first_bytes)
     on_device = tuple(replace(group, device=device) for group in groups)
     return Plan(version=version, world_size=world_size, groups=on_device)
 
@@ -329,9 +330,7 @@ def _choose(layer: Layer, usual: Option, by_pattern: Mapping[str, Option], bits:
     return usual if layer.name not in bits else replace(usual, codec=replace(usual.codec, bits=bits[layer.name]))
 
 
-def _fill_groups(
-    chosen: Sequence[tuple[Layer, Option]], group_bytes: int, first_bytes: int = FIRST_GROUP_BYTES
-) -> list[GroupPlan]:
+def _fill_groups(chosen: Sequence[tuple[Layer, Option]], group_bytes: int, first_bytes: int) -> list[GroupPlan]:
     """Cut runs of one dtype and one option, in the order of `chosen` within a dtype, into groups."""
     groups: list[GroupPlan] = []
     by_dtype = sorted(chosen, key=lambda pair: pair[0].dtype)

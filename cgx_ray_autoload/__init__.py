@@ -6,16 +6,23 @@ part of cgx_ray imports the kernels: every program that imports torch would take
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
-
-import torch.distributed as dist
 
 
 def register() -> None:
-    """Make the name "cgx" known to torch.distributed. cgx_ray is imported when a group is first made."""
-    # If cgx_ray was imported before torch, it has registered the name already.
-    if dist.is_available() and "cgx" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("cgx", _make_group, extended_api=True, devices=["cpu"])
+    """Make the name "cgx" known to torch.distributed. cgx_ray is imported when a group is first made.
+
+    Whatever fails here, `import torch` does not: programs that never use "cgx" must not notice it.
+    """
+    try:
+        import torch.distributed as dist  # noqa: PLC0415 - may fail in a broken torch, which then says so itself
+
+        # If cgx_ray was imported before torch, it has registered the name already.
+        if dist.is_available() and "cgx" not in dist.Backend.backend_list:
+            dist.Backend.register_backend("cgx", _make_group, extended_api=True, devices=["cpu"])
+    except Exception as error:  # noqa: BLE001 - torch would end the program with an advice to switch off all backends
+        warnings.warn(f"backend 'cgx' is not registered ({error!r}); see `cgx-ray doctor`", stacklevel=2)
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:

@@ -20,6 +20,8 @@ class ControllerFacts(Protocol):
     @property
     def num_link_changes(self) -> int: ...
     @property
+    def num_impossible(self) -> int: ...
+    @property
     def slow_link_bits_per_s(self) -> Mapping[int, float]: ...
     @property
     def slow_ranks(self) -> frozenset[int]: ...
@@ -88,6 +90,7 @@ class ControllerMetrics:
         for cause, num_reverts in facts.num_reverts.items():
             self._count("cgx_ray_reverts", num_reverts, cause=cause)
         self._count("cgx_ray_link_changes", facts.num_link_changes)
+        self._count("cgx_ray_impossible_rates", facts.num_impossible)
         self._count("cgx_ray_incomplete_steps", facts.num_incomplete_steps)
         self._count("cgx_ray_journal_errors", num_journal_errors)
 

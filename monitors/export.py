@@ -31,8 +31,8 @@ LABELS = {
     "direction": "sent or received",
     "resource": "cpu or memory",
     "kind": "keep, replace or disable",
-    "cause": "kind of the cause: first_measurements, network, step_time, gain, review, failed_plan, slower_than_dense, "
-    "compare_with_dense, excursion_ended or lease_ended",
+    "cause": "kind of the cause: first_measurements, network, step_time, gain, loss, review, failed_plan, "
+    "slower_than_dense, compare_with_dense, excursion_ended or lease_ended",
 }
 
 Kind = Literal["gauge", "counter", "histogram"]
@@ -134,6 +134,12 @@ METRICS: dict[str, Metric] = {
         "node",
         (RANK,),
         "Norm of a rank's gradient when last measured, without residuals and small layers.",
+    ),
+    "cgx_ray_loss": Metric(
+        "gauge", "loss", "node", (RANK,), "Newest loss that the training has reported; missing if it reports none."
+    ),
+    "cgx_ray_learning_rate": Metric(
+        "gauge", "learning rate", "node", (RANK,), "Newest learning rate that the training has reported."
     ),
     "cgx_ray_residual_ratio": Metric(
         "gauge",
@@ -240,6 +246,13 @@ METRICS: dict[str, Metric] = {
         "gauge", "seconds", "controller", (), "One-way latency between workers that are not near each other."
     ),
     "cgx_ray_link_changes": Metric("counter", "changes", "controller", (), "Changes of latency or bandwidth."),
+    "cgx_ray_impossible_rates": Metric(
+        "counter",
+        "rates",
+        "controller",
+        (),
+        "Measured rates that were dropped, as a card or the probes show that no link had them.",
+    ),
     "cgx_ray_slow_link_bits_per_second": Metric(
         "gauge",
         "bits per second",

@@ -137,6 +137,10 @@ def _gauges(steps: list[StepSample]) -> dict[_Gauge, float]:
     for step in steps:
         if step.norm is not None:
             gauges["cgx_ray_gradient_norm", ()] = step.norm
+        if step.loss is not None:
+            gauges["cgx_ray_loss", ()] = step.loss
+        if step.lr is not None:
+            gauges["cgx_ray_learning_rate", ()] = step.lr
         if step.norm and step.residual_norm is not None:
             gauges["cgx_ray_residual_ratio", ()] = step.residual_norm / step.norm
         # Options that are not in use are left out: they would be a dozen time series per codec and rank.

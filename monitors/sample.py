@@ -67,6 +67,8 @@ class StepSample:
                |residual| that the step leaves in these groups, on the same steps; None if no codec in use has one
     is_finite  False if an average was NaN or Inf, so that the codecs' memory was not changed. Only looked at if a codec
                has memory
+    loss, lr   newest loss and learning rate that the training has reported since the sample before; None if it has not,
+               or if they are not finite
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
     rate_from  by sending rank, bytes per second at which its long messages arrived; 0 without any
     lag_s      by rank, time from sending this rank's agreement message until the other's arrived, by this rank's clock.
@@ -93,6 +95,8 @@ class StepSample:
     norm: float | None = None
     residual_norm: float | None = None
     is_finite: bool = True
+    loss: float | None = None
+    lr: float | None = None
     card_bytes: int = 0
     bursts: tuple[Burst, ...] = ()
     rate_from: tuple[float, ...] = ()

@@ -61,6 +61,14 @@ _LINKS = [
         kind=Kind.NUMBER,
         queries=[total("cgx_ray_link_changes")],
     ),
+    Panel(
+        title="How many measured rates were impossible?",
+        meaning="Rates that were dropped, as a card or the probes show that no link had them. Many: something between "
+        "the ranks, such as a proxy, takes bytes faster than the link carries them.",
+        unit=COUNT,
+        kind=Kind.NUMBER,
+        queries=[total("cgx_ray_impossible_rates")],
+    ),
 ]
 
 _SLOW = [

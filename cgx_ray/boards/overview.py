@@ -123,6 +123,22 @@ _TIME = [
         ],
     ),
     Panel(
+        title="Does the loss fall?",
+        meaning="Newest loss that the training has reported, mean over ranks. A bend upwards at a change of plan means "
+        "that the new plan keeps too little.",
+        unit=RATIO,
+        queries=[Query(f"avg({of('cgx_ray_loss')})", "loss")],
+        empty="the training reports no loss",
+    ),
+    Panel(
+        title="Which learning rate is it?",
+        meaning="Newest learning rate that the training has reported. Gains and losses are judged anew after a change.",
+        unit=RATIO,
+        is_log=True,
+        queries=[Query(f"avg({of('cgx_ray_learning_rate')})", "learning rate")],
+        empty="the training reports no learning rate",
+    ),
+    Panel(
         title="Which rank do the others wait for?",
         meaning="Compute per step of each rank. All ranks wait for the slowest one in every step.",
         unit=SECONDS,

@@ -14,6 +14,7 @@ _PIECE_NUMEL = 1 << 18
 
 class _Cast(Codec):
     wire_dtype: torch.dtype
+    takes_16_bit = True
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         """Round each element to `wire_dtype`, to nearest even. NaN and Inf survive; `key` is not used."""
@@ -33,6 +34,8 @@ class Raw(_Cast):
     """Codec none: float32, unchanged."""
 
     wire_dtype = torch.float32
+    # Its messages lie in the gradient, so that must be float32 too.
+    takes_16_bit = False
 
 
 class Fp16(_Cast):

@@ -83,6 +83,9 @@ class Memory:
 class Codec:
     """Encodes a flat float32 gradient to a payload, flat uint8, and decodes it.
 
+    On the host, codecs with `takes_16_bit` also encode 16-bit gradients, and decode to them without `add`. The bits are
+    those of float32, rounded to 16 bits once, at the end.
+
     device          where the gradients are
     granule         chunks of a gradient may be cut at multiples of this many elements
     needs_feedback  True if training converges only when its error is added to the next step's gradient
@@ -93,6 +96,7 @@ class Codec:
     granule = 1
     needs_feedback = False
     shares_key = False
+    takes_16_bit = False
 
     def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
         self.spec = spec

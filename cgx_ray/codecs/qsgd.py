@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import Codec, Memory
+from cgx_ray.codecs.codec import HOST, Codec, Memory
+from cgx_ray.codecs.float32_room import float32_room, in_float32
 from cgx_ray.plan import CodecSpec, Layer
 from cgx_ray.runtime_ext import ops
 
@@ -23,12 +25,14 @@ class Qsgd(Codec):
         assert spec.bucket_size is not None
         self.granule = spec.bucket_size
         self.needs_feedback = spec.rounding == "nearest"
+        self.takes_16_bit = not self.needs_feedback
         # TernGrad (Wen et al. 2017) sends -s, 0 or s, where s is the largest magnitude of the quantization bucket.
         self._bits, self._grid = spec.bits or 2, spec.grid or "linf"
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         ops.qsgd_encode(
-            grad_N,
+            # On a CUDA device the kernel reads 16-bit gradients.
+            in_float32(grad_N) if self.device == HOST else grad_N,
             payload,
             bits=self._bits,
             bucket_size=self.granule,
@@ -40,7 +44,11 @@ class Qsgd(Codec):
         )
 
     def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
-        ops.qsgd_decode(payload, out_N, bits=self._bits, bucket_size=self.granule, grid=self._grid, add=add)
+        is_wide = out_N.dtype == torch.float32
+        value_N = out_N if is_wide else float32_room(out_N.numel())
+        ops.qsgd_decode(payload, value_N, bits=self._bits, bucket_size=self.granule, grid=self._grid, add=add)
+        if not is_wide:
+            out_N.copy_(value_N)
 
 
 class Sign(Codec):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
+from cgx_ray.codecs.float32_room import float32_room
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.parcel import Parcel, Step
@@ -20,8 +22,10 @@ class Allgather(Exchange):
     """Cost a + (N-1) m b. All ranks add the messages in rank order, so the sums agree bit for bit.
 
     Early messages are decoded while late ones are still coming. Long gradients are cut into pieces if the codec may
-    encode parts of a gradient by themselves.
+    encode parts of a gradient by themselves. With 16-bit gradients all messages of a piece come before its sum.
     """
+
+    takes_16_bit = True
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         super().__init__(transport)
@@ -64,14 +68,23 @@ class _AllgatherLane:
         own.encode(run_N, step.stamp, keys[rank], memory)
         phases.lap("encode")
         going = transport.start(dict.fromkeys(transport.peers, own.parts), {})
+        sum_N = run_N
+        if run_N.dtype != torch.float32:
+            # Everybody on this thread uses the same room, so nothing may be waited for while the sum is in it.
+            for peer in list(coming):
+                yield coming.pop(peer)
+            sum_N = float32_room(run_N.numel())
         # In rank order, whichever comes first: the bits of the sum depend on the order.
         for sender, parcel in enumerate(self._parcels):
             if sender == rank:
-                parcel.use(run_N, add=sender > 0, key=keys[rank])
+                parcel.use(sum_N, add=sender > 0, key=keys[rank])
             else:
-                yield coming[sender]
-                parcel.decode(run_N, step.stamp, transport.ranks[sender], add=sender > 0, key=keys[sender])
+                if sender in coming:
+                    yield coming.pop(sender)
+                parcel.decode(sum_N, step.stamp, transport.ranks[sender], add=sender > 0, key=keys[sender])
             phases.lap("decode")
-        run_N.div_(world_size)
+        sum_N.div_(world_size)
+        if sum_N is not run_N:
+            run_N.copy_(sum_N)
         phases.lap("decode")
         yield going

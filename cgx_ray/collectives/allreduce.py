@@ -21,6 +21,8 @@ from cgx_ray.runtime_ext import ops
 class Allreduce(Exchange):
     """Cost 2(N-1) a + 2(N-1)/N m b. Divides before it sums, as DDP does, since sums of fp16 would overflow first."""
 
+    takes_16_bit = True
+
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         assert isinstance(codec, Fp16 | Bf16 | Prefix | RandomK)
         super().__init__(transport)

@@ -12,12 +12,14 @@ Sums are made in rank order, the owner's own chunk first, whichever message come
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec
+from cgx_ray.codecs.float32_room import in_float32
 from cgx_ray.collectives.parcel import Parcel, Step
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport_like import Handle, TransportLike
@@ -86,14 +88,25 @@ class DirectLane:
             self._going[peer] = self._transport.start({peer: parcel.parts}, {})
             step.phases.resume()
 
-    def add_parts(self, step: Step) -> Iterator[Handle]:
-        """Add the others' parts to the own chunk."""
-        own_N = self.own(step)
+    def add_parts(self, step: Step) -> Generator[Handle, None, Tensor]:
+        """Add the others' parts to the own chunk; return the sum, float32.
+
+        It is in the gradient or, if that has 16 bits, in `float32_room`. Then use it before waiting for anything.
+        """
+        peers = sorted(self._transport.peers)
+        is_wide = step.grad_N.dtype == torch.float32
+        if not is_wide:
+            # Everybody on this thread uses the same room, so nothing may be waited for while the sum is in it.
+            for peer in peers:
+                yield from self._receive(peer, step.phases)
+        sum_N = in_float32(self.own(step))
         # In rank order, whichever comes first: the bits of the sum depend on the order.
-        for peer in sorted(self._transport.peers):
-            yield from self._receive(peer, step.phases)
-            self._of_own[peer].decode(own_N, step.stamp, self._transport.ranks[peer], add=True)
+        for peer in peers:
+            if is_wide:
+                yield from self._receive(peer, step.phases)
+            self._of_own[peer].decode(sum_N, step.stamp, self._transport.ranks[peer], add=True)
             step.phases.lap("decode")
+        return sum_N
 
     def expect_chunks(self) -> Iterator[Handle]:
         """Begin to receive the others' chunks."""
@@ -103,11 +116,11 @@ class DirectLane:
                 yield self._going.pop(peer)
             self._coming[peer] = self._transport.start({}, {peer: self._of_chunk[peer].parts})
 
-    def send_own(self, step: Step, num_debtors: float) -> None:
-        """Encode the own chunk and send it to all others; `num_debtors` as in `Parcel.encode_share`."""
+    def send_own(self, step: Step, share_N: Tensor, num_debtors: float) -> None:
+        """Encode `share_N`, the own chunk or its average, and send it to all others. See `Parcel.encode_share`."""
         rank, peers, phases = self._transport.rank, self._transport.peers, step.phases
         key, memory = step.key(rank, self._numbers[rank]), step.memory_of(self._bounds[rank])
-        self._of_chunk[rank].encode_share(self.own(step), step.stamp, key, memory, num_debtors)
+        self._of_chunk[rank].encode_share(share_N, step.stamp, key, memory, num_debtors)
         phases.lap("encode")
         if peers:
             phases.begin_round()

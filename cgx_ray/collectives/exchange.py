@@ -21,11 +21,14 @@ class Exchange(ABC):
 
     sent_bytes   bytes that this rank sends per step, headers included; a hierarchical exchange counts only bytes that
                  go to other nodes
+    takes_16_bit  True if it averages 16-bit gradients with codecs that take them. Sums are made in float32, piece by
+                  piece
     keeps_order  True while the exchange has a collective of the vendor, or one in shared memory, still to start. Those
                  of all exchanges must start in the same order on all ranks, so no other exchange may begin until then
     """
 
     sent_bytes: int
+    takes_16_bit = False
     keeps_order = False
 
     def __init__(self, transport: TransportLike) -> None:
@@ -35,7 +38,7 @@ class Exchange(ABC):
     def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
         """Replace `grad_N` by its average over ranks, in turns: yield each handle to wait for, resume when it is done.
 
-        grad_N  (N,) this rank's gradient; changed in place
+        grad_N  (N,) this rank's gradient, float32 if not `takes_16_bit`; changed in place
         memory  the codec's memory of this group, None for codecs that keep nothing. The exchange writes
                 `memory.next`; the caller commits it
         phases  call `Phases.resume` before resuming

@@ -27,6 +27,8 @@ class Sra(Exchange):
     again and sent back while the others are still coming.
     """
 
+    takes_16_bit = True
+
     def __init__(
         self, codec: Codec, numel: int, transport: TransportLike, chunks: Sequence[tuple[int, int]] | None = None
     ) -> None:
@@ -44,9 +46,9 @@ class Sra(Exchange):
         step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
         self.scatter(step)
         for lane in self._lanes:
-            yield from lane.add_parts(step)
-            lane.own(step).div_(self._transport.world_size)
-            yield from _share(lane, _second(step), self._transport.world_size)
+            sum_N = yield from lane.add_parts(step)
+            average_N = sum_N.div_(self._transport.world_size)
+            yield from _share(lane, _second(step), average_N, self._transport.world_size)
         yield from self._gather(_second(step))
 
     def scatter(self, step: Step) -> None:
@@ -59,7 +61,7 @@ class Sra(Exchange):
             lane.send_parts(step)
 
     def reduce(self, step: Step) -> Iterator[Handle]:
-        """After `scatter`: replace the own chunk by its sum over ranks."""
+        """After `scatter`: replace the own chunk, float32, by its sum over ranks."""
         for lane in self._lanes:
             yield from lane.add_parts(step)
 
@@ -69,7 +71,7 @@ class Sra(Exchange):
         `step.memory` gets `num_debtors` times what the encoding drops.
         """
         for lane in self._lanes:
-            yield from _share(lane, _second(step), num_debtors)
+            yield from _share(lane, _second(step), lane.own(step), num_debtors)
         yield from self._gather(_second(step))
 
     def _gather(self, step: Step) -> Iterator[Handle]:
@@ -78,8 +80,8 @@ class Sra(Exchange):
             yield from lane.finish_sends()
 
 
-def _share(lane: DirectLane, step: Step, num_debtors: float) -> Iterator[Handle]:
-    lane.send_own(step, num_debtors)
+def _share(lane: DirectLane, step: Step, share_N: Tensor, num_debtors: float) -> Iterator[Handle]:
+    lane.send_own(step, share_N, num_debtors)
     yield from lane.expect_chunks()
     lane.use_own(step)
 

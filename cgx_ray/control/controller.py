@@ -31,21 +31,13 @@ class Controller:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        journal_path: str,
-        group_bytes: int,
-        run_name: str,
-        run_id: str,
-        history: History | None = None,
+        self, policy: Policy, journal_path: str, run_name: str, run_id: str, history: History | None = None
     ) -> None:
         """`history` is that of the previous worker group's controller, None for the first."""
         logging.basicConfig(level=logging.INFO)
         self._journal = Journal(Path(journal_path))
         layers, plans, gain_ratios = history or ((), (), {})
-        self._loop = ControlLoop(
-            policy, self._journal, group_bytes=group_bytes, layers=layers, plans=plans, gain_ratios=gain_ratios
-        )
+        self._loop = ControlLoop(policy, self._journal, layers=layers, plans=plans, gain_ratios=gain_ratios)
         self._metrics = ControllerMetrics(RaySink(), run_name, run_id)
         self._changed = asyncio.Event()
 

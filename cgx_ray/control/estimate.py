@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # Largest ratio of an interval's ends with which an estimate counts as known. A wider interval says little and calls for
 # a probe.
 SURE_FACTOR = 1.25
+# Least ratio of the ends of an interval that must not count as known.
+NOT_SURE_FACTOR = 1.01 * SURE_FACTOR
 # Standard deviations on either side of the mean that hold 95 % of a normal distribution.
 Z_95 = 1.96
 
@@ -34,6 +38,14 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     """Return the value below which this fraction of `values` lies; a fraction outside [0, 1] is clipped."""
     ordered = sorted(values)
     return ordered[min(max(round(fraction * (len(ordered) - 1)), 0), len(ordered) - 1)]
+
+
+def weighted_quantile(values: Iterable[tuple[float, float]], fraction: float) -> float:
+    """Return the value below which this fraction of the weight lies. `values`: (value, weight) each, at least one."""
+    ordered = sorted(values)
+    reach = list(itertools.accumulate(weight for _, weight in ordered))
+    at = min(bisect.bisect_left(reach, fraction * reach[-1]), len(ordered) - 1)
+    return ordered[at][0]
 
 
 def quantile_interval(values: Sequence[float], fraction: float) -> tuple[float, float, float]:

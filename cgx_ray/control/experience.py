@@ -11,15 +11,18 @@ from cgx_ray.control.baseline import DenseBaseline
 from cgx_ray.control.evidence import MIN_STEPS, Evidence, evidence
 from cgx_ray.control.excursion import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.control.learned_errors import LearnedErrors
+from cgx_ray.control.learned_errors import LATE_NOTICE_S, LearnedErrors
 from cgx_ray.control.measured import at_compute, codecs_in_use, is_dense
 from cgx_ray.control.outcome import PairedStep, PlanRecord
 from cgx_ray.plan import NONE, CodecSpec, Layer, Plan
+from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 
 # Ratio of measured and predicted seconds, either way, that is a surprise.
 SURPRISE = 1.2
+# Ratio of bandwidths from which a link has drifted. Estimates of the same link differ by less (`SURE_FACTOR`).
+DRIFT = 1.25
 # Least seconds that a codec is taken to need: a clock cannot tell less.
 MIN_CODEC_S = 1e-7
 
@@ -49,6 +52,8 @@ class Experience:
         self._told_costs = dict(told_costs)
         self._comparisons = ComparisonBudget()
         self._switch_s: list[float] = []
+        # When something was learned, and for which link, for as long as that may be undone.
+        self._learned: list[tuple[float, Link]] = []
 
     @property
     def codec_costs(self) -> dict[str, CodecCost]:
@@ -87,7 +92,23 @@ class Experience:
     def network_changed(self, now_s: float) -> None:
         """Forget what steps said in the last seconds, while predictions were made for the network before."""
         self.record.window.clear()
+        self._learned = []
         self.errors.network_changed(now_s)
+
+    def link_drifted(self, link: Link, now_s: float) -> bool:
+        """Forget what the last seconds have taught if the link has drifted since; return whether it has.
+
+        A change is noticed seconds late, and meanwhile slow steps look like errors of the options in use. Smaller
+        changes than those that count as another network have this effect too.
+        """
+        self._learned = [one for one in self._learned if one[0] >= now_s - LATE_NOTICE_S]
+        ratios = [link.beta_s_per_byte / before.beta_s_per_byte for _, before in self._learned]
+        if all(1 / DRIFT < ratio < DRIFT for ratio in ratios):
+            return False
+        self.record.window.clear()
+        self._learned = []
+        self.errors.undo(now_s)
+        return True
 
     def learn(self, measured: Measured, now_s: float) -> list[CodecSpec]:
         """Learn the errors of the plan in force; return the codecs that were never timed in steps before."""
@@ -104,6 +125,7 @@ class Experience:
             self.errors.learn_codecs(codecs, codec_s / before.codec_s)
             corrected = predict(replace(measured, codec_costs=self.codec_costs), self._groups)
             self.record.shift(math.log(corrected.step_s / before.step_s))
+        self._learned.append((now_s, measured.network.between))
         self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, len(window), now_s)
         return untimed
 

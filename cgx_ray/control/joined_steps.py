@@ -29,6 +29,8 @@ class JoinedStep:
     gain       predicted gain by codec or option, mean over ranks, on steps that measured it
     kept       measured gain by option in use, mean over ranks, on the same steps
     norm       of the fresh gradients, root mean square over ranks, on the same steps
+    loss       mean over the ranks that reported a finite one
+    lr         learning rate, median over the ranks that reported one
     num_local  number of ranks that share memory if it is the same on all nodes, else 1
     """
 
@@ -44,6 +46,8 @@ class JoinedStep:
     num_local: int
     kept: Mapping[str, float] = field(default_factory=dict)
     norm: float | None = None
+    loss: float | None = None
+    lr: float | None = None
 
 
 class StepJoiner:
@@ -74,6 +78,8 @@ def join(samples: list[StepSample]) -> JoinedStep:
     """Return one step from the samples of all ranks."""
     samples = sorted(samples, key=lambda sample: sample.rank)
     norms = [sample.norm for sample in samples if sample.norm is not None]
+    losses = [sample.loss for sample in samples if sample.loss is not None and math.isfinite(sample.loss)]
+    rates = [sample.lr for sample in samples if sample.lr is not None]
     step_s = median(sample.step_s for sample in samples)
     usual_s = median(sample.compute_s for sample in samples)
     num_local = samples[0].num_local if len({sample.num_local for sample in samples}) == 1 else 1
@@ -90,6 +96,8 @@ def join(samples: list[StepSample]) -> JoinedStep:
         num_local=num_local,
         kept=_means([sample.kept for sample in samples]),
         norm=math.hypot(*norms) / math.sqrt(len(norms)) if norms else None,
+        loss=fmean(losses) if losses else None,
+        lr=median(rates) if rates else None,
     )
 
 

@@ -41,8 +41,8 @@ class KnownGains:
             return usable
         return {name: gain for name, gain in usable.items() if gain >= LEARNING_GAIN or self._watch.is_in_use(name)}
 
-    def add(self, step: JoinedStep) -> None:
-        """Add what a step of the plan in force measured."""
+    def add(self, step: JoinedStep) -> bool:
+        """Add what a step of the plan in force measured; return whether the learning rate has changed."""
         self._plan_step = step.step if self._plan_step is None else self._plan_step
         num_steps = step.step - self._plan_step
         # The residuals of an option no longer grow once each element has been sent once, on average.
@@ -51,6 +51,7 @@ class KnownGains:
         }
         self._learning.add(step.norm)
         self._watch.add(step.gain, step.kept, settled)
+        return self._learning.add_rate(step.lr)
 
     def cause(self, decided: Mapping[str, float]) -> str | None:
         """Return in words which gain calls for a new decision, or None. `decided`: of the last decision."""

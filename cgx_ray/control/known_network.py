@@ -11,7 +11,8 @@ Messages and probes are combined as follows:
    part in one probe per minute, of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and
    a node that has sent receives next.
 4. If the probed path between two nodes is slow, the slow node is named only if the other one was fast on another path.
-5. A node that answers nobody's round trips any more is silent.
+5. Bursts that are faster than a card or the probes allow are dropped and counted (`rate_ceiling`).
+6. A node that answers nobody's round trips any more is silent.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import TypeVar
 from cgx_ray.control.estimate import Estimate
 from cgx_ray.control.link_estimate import PassiveLink
 from cgx_ray.control.network_change import is_other_latency
+from cgx_ray.control.rate_ceiling import RateCeiling
 from cgx_ray.control.rate_estimates import slowest_rate
 from cgx_ray.control.topology import SilentNodes, slow_links
 from cgx_ray.control.traffic import StepTraffic
@@ -48,14 +50,16 @@ T = TypeVar("T")
 class KnownNetwork:
     """The current estimates. Pure: all times are by the caller's clock.
 
-    probed_s     one-way latency by probes; DEFAULT_LATENCY_S before the first one
-    num_changes  number of times that the network has changed
+    probed_s        one-way latency by probes; DEFAULT_LATENCY_S before the first one
+    num_changes     number of times that the network has changed
+    num_impossible  rates so far that were dropped, as no link could have had them
     """
 
     def __init__(self) -> None:
         self.probed_s = DEFAULT_LATENCY_S
         self.num_changes = 0
         self._link = PassiveLink()
+        self._ceiling = RateCeiling()
         self._silent_nodes = SilentNodes()
         self._probes = ProbeSchedule()
         # By node, the time of its last report and the median latency in it.
@@ -71,6 +75,7 @@ class KnownNetwork:
     def add_report(self, sample: NodeSample, now_s: float) -> bool:
         """Add what a node reports about the others; return whether earlier exchanges were read with a wrong latency."""
         self._silent_nodes.add(sample.node_id, sample.latency_s)
+        self._ceiling.add_host(sample.node_id, sample.host)
         was_probed = any(self._reported_s.values())
         self._probed_rates = _newer(self._probed_rates, now_s - RATE_HOLDS_S)
         self._add_latencies(sample, now_s)
@@ -103,7 +108,9 @@ class KnownNetwork:
     def add_step(self, traffic: StepTraffic, now_s: float) -> None:
         """Add what all ranks observed in a step. If the network has changed, forget the probes before the change."""
         num_changes = self._link.num_changes
-        self._link.add(traffic, self.probed_s)
+        node_of = {rank: node for node, ranks in self._ranks.items() for rank in ranks}
+        probed = max((rate for _, rate in self._probed_rates.values()), default=None)
+        self._link.add(self._ceiling.possible(traffic, node_of, probed), self.probed_s)
         if self._link.num_changes > num_changes:
             self.num_changes += self._link.num_changes - num_changes
             self._probed_rates.clear()
@@ -116,6 +123,10 @@ class KnownNetwork:
         if self._is_sure:
             return None
         return self._probes.grant(node_id, self._silent_nodes.known - self.silent_nodes, now_s)
+
+    @property
+    def num_impossible(self) -> int:
+        return self._ceiling.num_dropped
 
     @property
     def bandwidth(self) -> Estimate | None:

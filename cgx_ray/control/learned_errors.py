@@ -63,12 +63,16 @@ class LearnedErrors:
             self._steps[option] = before[option] + weight * share * miss, now_s
 
     def network_changed(self, now_s: float) -> None:
+        """Undo what was learned in the last seconds, and remember errors for the usual time again."""
+        self.undo(now_s)
+        self._memory_s = MEMORY_S
+
+    def undo(self, now_s: float) -> None:
         """Undo what was learned in the last seconds, while predictions were made for the network before."""
         recent = [steps for learned_s, steps in self._before if learned_s >= now_s - LATE_NOTICE_S]
         if recent:
             self._steps = recent[0]
         self._before = []
-        self._memory_s = MEMORY_S
 
     def learn_codecs(self, codecs: Iterable[CodecSpec], ratio: float) -> None:
         """Correct the times of `codecs`, which took `ratio` times as long as predicted with the present correction."""

@@ -3,7 +3,7 @@
 Busy processors, late ranks and full queues can only make a message slower. So all estimates use the fast side of the
 observations: high quantiles of rates, low quantiles of times. The observations come from the engine's TCP mesh:
 
-- A burst (`Burst`) is some 10 to 50 ms of long messages at one receiver, or 2 MiB of them, by the kernel's time stamps.
+- A burst (`Burst`) is some 20 to 50 ms of long messages at one receiver, or 2 MiB of them, by the kernel's time stamps.
   Bursts are added up over trains of packets. A pause ends a train, because then the sender was encoding or TCP's window
   was full. The first bytes of each train are left out, as they come from queues in front of the link.
 - At every step ranks send each other a small agreement message. Each rank notes when the others' arrived. The delays
@@ -14,16 +14,19 @@ The estimates over a window of ten seconds:
 
 1. Latency is half of the 0.1 quantile of a pair's round trips, and then the median over the pairs whose ranks are not
    near each other (`topology.clusters`).
-2. Bandwidth is the 0.95 quantile of each rank's burst rates. It is sure if that is within 1.25x of the median burst.
-   Without bursts it is fitted to exchanges of different sizes. If all groups have similar sizes, it is the rate of the
-   exchanges after the latency is subtracted. `rate_estimates` has these three estimators.
+2. Bandwidth is the 0.85 quantile of each rank's burst rates, by time. It is sure if that is within 1.25x of the median
+   burst. Without bursts it is fitted to exchanges of different sizes. If all groups have similar sizes, or if messages
+   go over the mesh, it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has these three
+   estimators. If none is sure, the last bandwidth that bursts were sure of since the last change stands: short messages
+   do not fill the link, and what they seem to show is up to 10x too slow or too fast.
 3. A rank whose link has less than 0.6 of the median rate, sending or receiving, is slow. Then the bandwidth is the
-   slowest of these ranks', since the others wait for it.
+   slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate
+   (`link_rates`).
 
 A CUSUM test (`changes.ChangeDetector`) watches these quantities. After a change all observations older than the change
 are dropped. A rate that falls to half is noticed after 2.1 s, a rate that doubles after 1.5 s, and a latency that
 changes by 2x after 1 s. One step alone is never enough, and a neighbour's burst of 2 s that takes half of the link is
-not a change.
+not a change. Exchanges tell a change only while there are no bursts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain.
@@ -35,10 +38,12 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from cgx_ray.control.changes import ChangeDetector
-from cgx_ray.control.estimate import Estimate, quantile, quantile_interval
+from cgx_ray.control.estimate import NOT_SURE_FACTOR, Estimate, quantile, quantile_interval
+from cgx_ray.control.link_rates import LinkRates
 from cgx_ray.control.rate_estimates import (
     estimate_at_latency,
     estimate_from_bursts,
@@ -59,6 +64,8 @@ REFRESH_S = 0.5
 FAST_TIME = 0.1
 # Fewest bursts that make one watched value: one burst alone may be slow by chance.
 MIN_WATCHED_BURSTS = 2
+# Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
+QUIET_S = 0.5
 # Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
 LATENCY_FLOOR_S = 5e-4
 # Evidence (`changes.ALARM`) for another latency. Lower than for rates: the lesser of two latencies is watched, which
@@ -92,6 +99,10 @@ class PassiveLink:
         # By bytes of a step's largest exchange. Rates of exchanges are compared only if they carry about as much.
         self._exchange_detectors: dict[float, ChangeDetector] = {}
         self._unwatched: list[StepTraffic] = []
+        self._quiet_s = QUIET_S
+        self._down, self._up = LinkRates(), LinkRates()
+        # Newest bandwidth since the last change that bursts were sure of.
+        self._known: Estimate | None = None
         self._last_latency_s = math.inf
         self._far: frozenset[tuple[int, int]] = frozenset()
         self._estimate_age_s = 0.0
@@ -105,46 +116,71 @@ class PassiveLink:
         self._trim(WINDOW_S, MIN_STEPS)
         self._estimate_age_s += traffic.seconds
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
-        watched = self._watched_values(traffic, latency_s)
-        found = [detector.add(value, seconds) for detector, value, seconds in watched]
-        changed_s = [since_s for since_s in found if since_s is not None]
+        watched = self._watched_latency(traffic) + self._watched_bursts(traffic)
+        exchanges = self._watched_exchanges(traffic, latency_s)
+        found = [detector.add(value, seconds) for detector, value, seconds in watched + exchanges]
+        # The exchanges' level is learned all the time, so that a change is known when bursts end.
+        changed_s = [since_s for since_s in found[: None if self._is_quiet else len(watched)] if since_s is not None]
         if changed_s:
-            self.num_changes += 1
-            current = {detector for detector, _, _ in watched}
-            self._exchange_detectors = {
-                size: detector for size, detector in self._exchange_detectors.items() if detector in current
-            }
-            self._trim(min(changed_s), 1)
-            self._estimate_age_s = REFRESH_S
+            self._forget_before(min(changed_s), {detector for detector, _, _ in exchanges})
         if self._estimate_age_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
             self._estimate_age_s = 0.0
             self._refresh(probed_latency_s)
 
-    def _watched_values(self, traffic: StepTraffic, latency_s: float) -> list[tuple[ChangeDetector, float, float]]:
-        """Return (detector, value, seconds covered) for each quantity that stays the same while the network does."""
-        watched = []
-        if traffic.round_trip_s:
-            trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
-            value = quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
-            # Queues and busy processors rarely delay two agreements in a row.
-            watched.append((self._detectors["latency"], min(value, self._last_latency_s), traffic.seconds))
-            self._last_latency_s = value
+    @property
+    def _is_quiet(self) -> bool:
+        return self._quiet_s >= QUIET_S
+
+    def _forget_before(self, since_s: float, current: set[ChangeDetector]) -> None:
+        """The network changed `since_s` ago. `current`: detectors of the exchanges of this step."""
+        self.num_changes += 1
+        self._exchange_detectors = {
+            size: detector for size, detector in self._exchange_detectors.items() if detector in current
+        }
+        self._down.forget()
+        self._up.forget()
+        self._known = None
+        self._trim(since_s, 1)
+        self._estimate_age_s = REFRESH_S
+
+    def _watched_latency(self, traffic: StepTraffic) -> list[tuple[ChangeDetector, float, float]]:
+        """Return (detector, value, seconds covered) for the round trips, if there are any."""
+        if not traffic.round_trip_s:
+            return []
+        trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
+        value = quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
+        # Queues and busy processors rarely delay two agreements in a row.
+        watched = min(value, self._last_latency_s)
+        self._last_latency_s = value
+        return [(self._detectors["latency"], watched, traffic.seconds)]
+
+    def _watched_bursts(self, traffic: StepTraffic) -> list[tuple[ChangeDetector, float, float]]:
+        """Return (detector, value, seconds covered) for the usual rate and for the slowest link's share of it."""
+        self._quiet_s = 0.0 if any(traffic.bursts.values()) else self._quiet_s + traffic.seconds
         # Steps with few bursts are collected until there are enough.
         self._unwatched.append(traffic)
         bursts, pairs = gather_rates(self._unwatched)
-        if sum(map(len, bursts.values())) >= MIN_WATCHED_BURSTS:
-            down, up = link_rates(bursts, pairs)
-            usual, seconds = median(down.values()), sum(one.seconds for one in self._unwatched)
-            slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
-            watched.append((self._detectors["bursts"], usual, seconds))
-            watched.append((self._detectors["slowest"], slowest / usual, seconds))
-            self._unwatched.clear()
-        if bursts or not traffic.exchanges:
-            return watched
+        if sum(map(len, bursts.values())) < MIN_WATCHED_BURSTS:
+            if self._is_quiet:
+                self._unwatched.clear()
+            return []
+        new_down, new_up = link_rates(bursts, pairs)
+        # A slow link stays slow until its own bursts show otherwise: those of the others alone do not tell.
+        down = {**self._down.all, **new_down}
+        # Sending rates of some ranks compare only with each other.
+        up = new_up if new_up.keys() >= self._up.all.keys() else self._up.all
+        slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
+        seconds = sum(one.seconds for one in self._unwatched)
         self._unwatched.clear()
-        return watched + self._watched_exchanges(traffic, latency_s)
+        return [
+            (self._detectors["bursts"], median(new_down.values()), seconds),
+            (self._detectors["slowest"], slowest / median(down.values()), seconds),
+        ]
 
     def _watched_exchanges(self, traffic: StepTraffic, latency_s: float) -> list[tuple[ChangeDetector, float, float]]:
+        """Return (detector, value, seconds covered) for the rate of the step's largest exchanges, if it had any."""
+        if not traffic.exchanges:
+            return []
         largest = max(one.num_bytes for one in traffic.exchanges)
         # The fastest single exchange counts: processors are rarely busy during all of them.
         rate = estimate_at_latency(latency_s, [[one] for one in traffic.exchanges if 2 * one.num_bytes >= largest])
@@ -174,14 +210,31 @@ class PassiveLink:
         self.latency_s = _latency([trip for pair, trip in fast.items() if pair in self._far] or list(fast.values()))
         bursts, pairs = gather_rates(self._window)
         down, up = link_rates(bursts, pairs)
-        self.slow = {**slow_links(up), **slow_links(down)}
+        self._down.update(down)
+        if up.keys() >= self._up.all.keys():
+            self._up.update(up)
+        self.slow = {**self._up.slow, **self._down.slow}
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
         steps = [step.exchanges for step in self._window]
-        self.bandwidth = (
-            estimate_from_bursts(bursts, down, self.slow)
-            or fit_exchanges(list(itertools.chain(*steps)))
-            or estimate_at_latency(latency_s, steps)
+        found = (
+            estimate_from_bursts(bursts, self._down.all, self.slow)
+            # The mesh pushes messages, and those that were already there would make the slope of sizes too small.
+            or (None if trips else fit_exchanges(list(itertools.chain(*steps))))
+            or estimate_at_latency(latency_s, steps, is_pushed=bool(trips))
         )
+        if found is not None and found.is_sure and found.source == "bursts":
+            self._known = found
+        elif found is not None and self._known is not None:
+            found = _not_sure(self._known, found)
+        if found is not None and (self._down.is_outdated or self._up.is_outdated):
+            found = _not_sure(found, found)
+        self.bandwidth = found
+
+
+def _not_sure(known: Estimate, found: Estimate) -> Estimate:
+    """Return what was known, with an interval that also holds what was `found`, and that is too wide to be sure."""
+    high = max(known.high, found.high, NOT_SURE_FACTOR * known.low)
+    return replace(known, low=min(known.low, found.low), high=high)
 
 
 def _latency(trips: Sequence[tuple[float, float, float]]) -> Estimate | None:

@@ -6,14 +6,16 @@ Then the loop does the first of these that has a cause:
 1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`Disable`),
    and its options are banned for a time (`setbacks`).
 2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency (`network_change`),
-   another compute or other errors (`innovation`), another gain (`gains`), an outcome unlike its prediction, a failure,
+   another compute or other errors (`innovation`), another gain (`gains`), a loss that got worse (`loss_trend`), an
+   outcome unlike its prediction, a failure,
    or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer (`excursion`).
 3. Where the steps do not tell whether a plan is slower than dense, a few dense steps are measured (`excursion`).
 
 WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
 options and codecs are learned (`learned_errors`). Plans are chosen with these errors (`choice`). If the link goes back
 and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
-An option whose gain fell by more than GAIN_CHANGE while it was in use is banned too, twice as long each time.
+An option whose gain fell by more than GAIN_CHANGE while it was in use is banned too, twice as long each time. So is the
+option that kept the least of a plan under which the loss got worse, and all that keep less.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace
 from cgx_ray.control.tally import CauseKind
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Layer, Lease, Plan, make_plan
+from cgx_ray.plan import DENSE, Layer, Lease, Plan, make_plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
@@ -66,7 +68,6 @@ class ControlLoop:
         policy: Policy,
         journal: Journal,
         *,
-        group_bytes: int,
         layers: Sequence[Layer] = (),
         plans: Sequence[Plan] = (),
         gain_ratios: Mapping[str, float] | None = None,
@@ -74,7 +75,6 @@ class ControlLoop:
         """`layers` to `gain_ratios` are those of the controller before a restart of the workers."""
         self._policy = policy
         self._journal = journal
-        self._group_bytes = group_bytes
         self.layers = tuple(layers)
         self.plans = list(plans)
         self._earlier_ratios = dict(gain_ratios or {})
@@ -102,7 +102,8 @@ class ControlLoop:
         elif (lease := self.plans[-1].lease) is not None:
             self.plans.append(lease.fallback)
         self.layers = tuple(layers)
-        dense = make_plan(layers, version=0, world_size=first_plan.world_size, group_bytes=self._group_bytes)
+        is_dense = all(group.option == DENSE for group in first_plan.groups)
+        dense = first_plan if is_dense else make_plan(layers, version=0, world_size=first_plan.world_size)
         self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on, self.gain_ratios)
         return self.plans[-1]
 
@@ -211,6 +212,7 @@ class ControlLoop:
         state.learn(at.now_s)
         measured = state.measured()
         assert measured is not None
+        state.setbacks.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
         decision = self._ask(state, cause.text, state.plan, measured, at)
         if decision is None or (isinstance(decision, Replace) and needs_dense_steps(state, decision)):
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
@@ -19,6 +19,11 @@ FORWARD_SHARE = 1 / 3
 def non_dense_options(plan: Plan) -> frozenset[Option]:
     """Return the options of `plan` except plain dense, the sums of DDP. Hierarchical dense sums are included."""
     return frozenset(group.option for group in plan.groups if group.option != DENSE)
+
+
+def compressing_options(plan: Plan) -> frozenset[Option]:
+    """Return the options of `plan` with a codec."""
+    return frozenset(group.option for group in plan.groups if group.option.codec != NONE)
 
 
 def codecs_in_use(plan: Plan) -> frozenset[CodecSpec]:

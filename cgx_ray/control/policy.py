@@ -110,6 +110,10 @@ class Situation:
 
 
 class Policy(Protocol):
+    @property
+    def options(self) -> Sequence[Option]:
+        """All options that may be chosen, besides dense."""
+
     def decide(self, situation: Situation) -> Decision | None:
         """Return a decision, or None if this policy never decides."""
 
@@ -119,6 +123,8 @@ class Policy(Protocol):
 
 class StaticPolicy:
     """Keeps the plan that the user has chosen."""
+
+    options: Sequence[Option] = ()
 
     def decide(self, situation: Situation) -> Decision | None:
         return None
@@ -135,7 +141,7 @@ class AdaptivePolicy:
     """
 
     def __init__(self, options: Sequence[Option], *, min_gain: float) -> None:
-        self._options = tuple(options)
+        self.options: Sequence[Option] = tuple(options)
         self._least_gain = max(0.0, 1 - (1 + GAIN_MARGIN) * (1 - min_gain))
         self._enter_gain = 1 - (1 - GAIN_MARGIN) * (1 - min_gain)
 
@@ -169,7 +175,7 @@ class AdaptivePolicy:
         in_force, measured = {group.option for group in situation.plan.groups}, situation.outlook.now
         return [
             option
-            for option in situation.allowed(self._options)
+            for option in situation.allowed(self.options)
             if option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain
         ]
 

@@ -6,17 +6,33 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 
-from cgx_ray.control.estimate import SURE_FACTOR, Z_95, Estimate, quantile, quantile_interval
+from cgx_ray.control.estimate import (
+    NOT_SURE_FACTOR,
+    SURE_FACTOR,
+    Z_95,
+    Estimate,
+    quantile,
+    quantile_interval,
+    weighted_quantile,
+)
 from cgx_ray.control.topology import K
 from cgx_ray.control.traffic import ObservedExchange
+from cgx_ray.monitors.sample import Burst
 
 # Quantile of rates that stands for the link. Busy processors and late ranks only make messages slower, so the fast side
-# tells the link; the very fastest burst may be an artefact of time stamps.
-FAST_RATE = 0.95
+# tells the link; the very fastest bursts are artefacts of late time stamps. Bursts count by their length: a late stamp
+# changes a short one most.
+FAST_RATE = 0.85
+# The same for steps of which the shortest exchange of all ranks is known already.
+USUAL_RATE = 0.5
 # Fewer bursts than this give no estimate: a quantile needs a few values.
 MIN_BURSTS = 4
+# Fewer rates than this, of one sender, say nothing about its link: one alone is often that of a busy processor.
+MIN_SENT = 3
+# Fewer bursts than this may be fast or slow by chance, so the estimate is not sure, whatever their scatter.
+MIN_SURE_BURSTS = 12
 # Two groups whose bytes per hop differ by this factor tell bandwidth from latency.
 SIZE_FACTOR = 4.0
 # Fastest exchanges of each size that are fitted, at most a third of them: the others contain delays by processors.
@@ -30,17 +46,26 @@ MIN_LEFT = 0.1
 
 
 def link_rates(
-    bursts: Mapping[int, Sequence[float]], pair_rate: Mapping[tuple[int, int], float]
+    bursts: Mapping[int, Sequence[Burst]], pair_rates: Mapping[tuple[int, int], Sequence[float]]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return for each rank the rate at which its link receives, and the rate at which it sends.
+    """Return for each rank the rate at which its link receives, and the rate at which it sends, if enough is known.
 
-    A rank sends to all others at the same time, so the rates that receivers observe are parts of its link's rate.
+    A rank sends to all others at the same time, so the rates that receivers observe are parts of its link's rate. Of
+    each pair the fast side counts: a sender that gets no processor within a short message looks like a slow link.
     """
-    down = {rank: quantile(rates, FAST_RATE) for rank, rates in bursts.items() if rates}
+    down = {rank: _fast_rate(found) for rank, found in bursts.items() if found}
+    num_rates: dict[int, int] = defaultdict(int)
     sent: dict[int, list[float]] = defaultdict(list)
-    for (sender, _), rate in pair_rate.items():
-        sent[sender].append(rate)
-    return down, {sender: sum(rates) / len(rates) * (len(sent) - 1) for sender, rates in sent.items()}
+    for (sender, _), rates in pair_rates.items():
+        num_rates[sender] += len(rates)
+        sent[sender].append(quantile(rates, FAST_RATE))
+    known = [sender for sender in sent if num_rates[sender] >= MIN_SENT and len(sent) > 1]
+    up = {sender: fmean(sent[sender]) * (len(sent) - 1) for sender in known}
+    return down, up
+
+
+def _fast_rate(bursts: Iterable[Burst]) -> float:
+    return weighted_quantile(((burst.rate, burst.seconds) for burst in bursts), FAST_RATE)
 
 
 def slowest_rate(rate: Mapping[K, float], slow: Mapping[K, float]) -> float:
@@ -52,22 +77,23 @@ def slowest_rate(rate: Mapping[K, float], slow: Mapping[K, float]) -> float:
 
 
 def estimate_from_bursts(
-    bursts: Mapping[int, Sequence[float]], down: Mapping[int, float], slow: Mapping[int, float]
+    bursts: Mapping[int, Sequence[Burst]], down: Mapping[int, float], slow: Mapping[int, float]
 ) -> Estimate | None:
-    """Return the bandwidth from burst rates by rank, or None if there are fewer than MIN_BURSTS.
+    """Return the bandwidth from bursts by rank, or None if there are fewer than MIN_BURSTS.
 
     down  receiving rate by rank, of `link_rates`
     slow  rates of ranks with a slow link
 
     The interval reaches down to the median burst: where messages do not fill the link, most bursts are far slower than
-    the fastest, and the estimate is not sure.
+    the fastest, and the estimate is not sure. With fewer than MIN_SURE_BURSTS it is twice as wide on either side.
     """
-    rates = [rate for rates in bursts.values() for rate in rates]
+    rates = [burst.rate for found in bursts.values() for burst in found]
     if len(rates) < MIN_BURSTS:
         return None
     _, fast, high = quantile_interval(rates, FAST_RATE)
-    value = slowest_rate(down, slow)
-    return Estimate(value=value, low=value * median(rates) / fast, high=value * high / fast, source="bursts")
+    value, chance = slowest_rate(down, slow), 1 if len(rates) >= MIN_SURE_BURSTS else 2
+    low = value * min(median(rates) / fast, 1) / chance
+    return Estimate(value=value, low=low, high=value * chance * high / fast, source="bursts")
 
 
 def fit_exchanges(exchanges: Sequence[ObservedExchange]) -> Estimate | None:
@@ -99,11 +125,16 @@ def fit_exchanges(exchanges: Sequence[ObservedExchange]) -> Estimate | None:
     return Estimate(value=1 / beta, low=1 / slow, high=1 / max(fast - BYTE_WORK_S, MIN_LEFT * fast), source="fit")
 
 
-def estimate_at_latency(latency_s: float, steps: Iterable[Sequence[ObservedExchange]]) -> Estimate | None:
+def estimate_at_latency(
+    latency_s: float, steps: Iterable[Sequence[ObservedExchange]], *, is_pushed: bool = False
+) -> Estimate | None:
     """Return the bandwidth under the assumption that a message takes `latency_s`, or None without exchanges.
 
     All exchanges of a step count as one, since small ones say little. The interval reaches from the rate with no
     latency to the rate with HOP_WORK_S more per hop, so an estimate from short exchanges is not sure.
+
+    is_pushed  senders do not wait for receivers. Then the last rank finds the messages of the others already there, in
+               some steps all of them. So the median step counts instead of the fast ones, and nothing is sure
     """
     rates = []
     for exchanges in steps:
@@ -116,4 +147,9 @@ def estimate_at_latency(latency_s: float, steps: Iterable[Sequence[ObservedExcha
     if not rates:
         return None
     slow, usual, fast = (quantile_interval(column, FAST_RATE) for column in zip(*rates, strict=True))
-    return Estimate(value=usual[1], low=slow[0], high=fast[2], source="exchanges")
+    if not is_pushed:
+        return Estimate(value=usual[1], low=slow[0], high=fast[2], source="exchanges")
+    low, value, _ = zip(*rates, strict=True)
+    low_end = quantile_interval(low, USUAL_RATE)[0]
+    high_end = max(fast[2], NOT_SURE_FACTOR * low_end)
+    return Estimate(value=quantile(value, USUAL_RATE), low=low_end, high=high_end, source="exchanges")

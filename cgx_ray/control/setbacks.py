@@ -37,7 +37,7 @@ class Setbacks:
         return frozenset(self._bans)
 
     def add_gain_fall(self, options: Iterable[Option], step: int, now_s: float) -> None:
-        """Ban `options`, twice as long each time, because they kept much less of the gradient than expected."""
+        """Ban `options`, twice as long each time: they kept much less of the gradient than expected, or cost loss."""
         for option in {option.flat() for option in options}:
             num_falls = self._num_falls.get(option, 0)
             self._num_falls[option] = num_falls + 1

@@ -11,6 +11,7 @@ CauseKind = Literal[
     "network",
     "step_time",
     "gain",
+    "loss",
     "review",
     "failed_plan",
     "slower_than_dense",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from cgx_ray.monitors.sample import Burst
 
@@ -38,14 +37,16 @@ class StepTraffic:
     round_trip_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
-def gather_rates(steps: Iterable[StepTraffic]) -> tuple[dict[int, list[float]], dict[tuple[int, int], float]]:
-    """Return the rates of all bursts by receiving rank, without ranks that have none, and each pair's median rate."""
-    bursts: dict[int, list[float]] = defaultdict(list)
+def gather_rates(
+    steps: Iterable[StepTraffic],
+) -> tuple[dict[int, list[Burst]], dict[tuple[int, int], list[float]]]:
+    """Return all bursts by receiving rank, and the rates of each pair, without ranks and pairs that have none."""
+    bursts: dict[int, list[Burst]] = defaultdict(list)
     pairs: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:
         for rank, new in step.bursts.items():
             if new:
-                bursts[rank] += [burst.rate for burst in new]
+                bursts[rank] += new
         for pair, rate in step.pair_rate.items():
             pairs[pair].append(rate)
-    return bursts, {pair: median(rates) for pair, rates in pairs.items()}
+    return bursts, pairs

@@ -16,7 +16,8 @@ from cgx_ray.control.innovation import Innovations
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.known_gains import KnownGains
 from cgx_ray.control.known_network import KnownNetwork
-from cgx_ray.control.measured import is_dense, layer_times, network_of, non_dense_options
+from cgx_ray.control.loss_trend import LossTrend
+from cgx_ray.control.measured import compressing_options, is_dense, layer_times, network_of, non_dense_options
 from cgx_ray.control.network_change import network_cause
 from cgx_ray.control.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Replace
@@ -24,7 +25,7 @@ from cgx_ray.control.recent_links import RecentLinks
 from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.control.tally import Cause, Tally
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Layer, Option, Plan
+from cgx_ray.plan import NONE, Layer, Option, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
@@ -50,6 +51,7 @@ class WorkerGroupState:
     pending     the last decision until its outcome is measured, else None
     setbacks    options that are banned
     tally       counts for the metrics
+    loss        trend before and since the last change of options
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class WorkerGroupState:
         self.network = KnownNetwork()
         self.links = RecentLinks()
         self.gains = KnownGains(plan, gain_ratios)
+        self.loss = LossTrend()
         self._encodes_on: EncodesOn = encodes_on
         self._joiner = StepJoiner(plan.world_size)
         self._slow_ranks = SlowRanks(plan.world_size)
@@ -116,12 +119,17 @@ class WorkerGroupState:
             return False
         same_plan = [one for one in self._recent if one.plan_version in self._versions]
         self._recent = [*same_plan[1 - LINK_STEPS :], step]
-        self.gains.add(step)
+        if self.gains.add(step):
+            # Another learning rate has another trend.
+            self.loss.restart()
+        self.loss.add(step.loss)
         measured = self.measured() or self.decided
         ratio = self.experience.add(step, measured)
         if measured is not None and ratio is not None:
             self._innovations.add(step.compute_s, ratio, step.step_s)
             self.links.add(measured.network.between, step.step_s)
+            if self.experience.link_drifted(measured.network.between, now_s):
+                self._news = Cause("network", "the link has drifted since errors were learned")
         return True
 
     @property
@@ -146,6 +154,8 @@ class WorkerGroupState:
 
     def _start_plan(self, plan: Plan, before: PlanRecord | None) -> None:
         """Begin with `plan`. `before`: its steps before an excursion that ends now."""
+        if non_dense_options(plan) != non_dense_options(self.plan) and self.excursion is None and before is None:
+            self.loss.start_plan()
         self._versions, self._is_judged = {plan.version}, False
         self.experience.start_plan(plan, before, is_excursion=self.excursion is not None)
         self._innovations.restart_ratio()
@@ -205,6 +215,8 @@ class WorkerGroupState:
             return None
         if self.failed is not None:
             return Cause("failed_plan", f"{self.failed} failed")
+        if compressing_options(self.plan) and self.loss.worse is not None:
+            return Cause("loss", self.loss.worse)
         if self._news is not None:
             return self._news
         if (text := self._innovations.cause(self.decided.compute_s, measured.compute_s)) is not None:
@@ -288,6 +300,20 @@ class WorkerGroupState:
             encodes_on=self._encodes_on,
         )
 
+    def costly_options(self, measured: Measured, options: Sequence[Option]) -> set[Option]:
+        """Return the option in use that keeps the least if the loss has got worse, and all of `options` that keep less.
+
+        Forgets the trend, since the next plan begins another.
+        """
+        if self.loss.worse is None:
+            return set()
+        self.loss.restart()
+        kept = {option: measured.efficiency(option) or 0.0 for option in compressing_options(self.plan)}
+        least = min(kept.values(), default=0.0)
+        known = {option: measured.efficiency(option) for option in options if option.codec != NONE}
+        less = {option for option, share in known.items() if share is not None and share <= least}
+        return less | {option for option, share in kept.items() if share == least}
+
     def fallen_options(self, measured: Measured) -> set[Option]:
         """Return the options in use whose efficiency is more than GAIN_CHANGE under that at the last decision.
 
@@ -311,6 +337,7 @@ class WorkerGroupState:
             bandwidth=self.network.bandwidth,
             latency_s=self.network.latency_s,
             num_link_changes=self.network.num_changes,
+            num_impossible=self.network.num_impossible,
             slow_link_bits_per_s={rank: 8 * rate for rank, rate in self.network.slow.items()},
             slow_ranks=self._slow_ranks.ranks,
             silent_nodes=self.network.silent_nodes,

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from cgx_ray.engine.gain_meter import StepMeter
 from cgx_ray.engine.gain_schedule import GainSchedule
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import one_scale
+from cgx_ray.engine.observed import ObservedTraining
 from cgx_ray.engine.step import EarlyGradient, PendingBucket, StepRun
 from cgx_ray.engine.step_clock import StepClock
 from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
@@ -40,6 +42,7 @@ class Engine:
     ends when all groups are averaged.
 
     last_spans   what each group of the last finished step did when
+    observed     loss and learning rate that the training reports
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Engine:
         self._lock = threading.Lock()
         self._held: dict[int, Plan] = {}
         self.telemetry = Telemetry(transport.rank)
+        self.observed = ObservedTraining()
         self._failure: CGXError | None = None
         self.step = 0
         self.last_spans: list[Span] = []
@@ -151,7 +155,8 @@ class Engine:
                         f"the state has {kind} of {value.numel()} elements for layer {name!r}, the model has "
                         f"{'no such layer' if expected is None else expected}; the state is from another model"
                     )
-        self.step, self._gains.affordable_from = step, 0
+        self.step = step
+        self._gains.start(step)
         self._memories.load(memories, loss_scale)
         self._groups = self._make_groups()
 
@@ -305,7 +310,9 @@ class Engine:
             if step.meter is not None:
                 self._gains.charge(self.step, ended_s - began_s, step.meter.seconds)
             self.last_spans = spans_of_step(step, began_s)
-            self.telemetry.add(sample_of_step(step, self._transport, self.telemetry, began_s, ended_s))
+            sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
+            loss, lr = self.observed.take()
+            self.telemetry.add(replace(sample, loss=loss, lr=lr))
         self.step += 1
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket]) -> None:

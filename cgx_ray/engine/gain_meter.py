@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from cgx_ray.codecs import Codec
@@ -19,6 +20,8 @@ from cgx_ray.monitors.sample import CURVE_DENSITIES
 from cgx_ray.plan import NONE
 
 T = TypeVar("T")
+# A converted piece of this size stays in the cache.
+_PIECE_NUMEL = 1 << 18
 
 
 class GroupGradients(NamedTuple):
@@ -73,9 +76,9 @@ class GainMeter:
             for name, codec in tried.items()
         }
         self._samples |= self._history.sample(gradients.layers)
-        fresh = fed = float(gradients.fresh.float().norm()) ** 2
+        fresh = fed = _energy(gradients.fresh)
         if gradients.fed is not gradients.fresh:
-            fed = float(gradients.fed.float().norm()) ** 2
+            fed = _energy(gradients.fed)
         curve = GainCurve(sample_blocks(gradients.fed, CURVE_SAMPLE_NUMEL)).gain(CURVE_DENSITIES)
         self._groups[group] = _GroupGains(fresh=fresh, fed=fed, kept=kept, curve=curve)
         self.seconds += time.thread_time() - start_s
@@ -188,3 +191,9 @@ class StepMeter:
             return question(self._meter)
         self._meter = None
         return otherwise
+
+
+def _energy(grad_N: Tensor) -> float:
+    """Return |g|^2. Gradients of other types are converted to float32 in pieces, not as a whole."""
+    pieces = (grad_N,) if grad_N.dtype == torch.float32 else grad_N.split(_PIECE_NUMEL)
+    return sum(float(piece.float().norm()) ** 2 for piece in pieces)

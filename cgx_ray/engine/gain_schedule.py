@@ -14,8 +14,14 @@ from cgx_ray.plan import CodecSpec, Layer
 # Step 0 has the buckets that DDP has not rebuilt yet, and cold caches. Step 1 is the first one worth measuring.
 FIRST_STEP = 1
 INTERVAL_STEPS = 20
+# Steps since the start that are measured too: a sparse codec is not taken up before two measurements agree. Ranks learn
+# at step 3 what step 1 took on all of them.
+EARLY_STEPS = FIRST_STEP, 3
+# Steps within which the share of time must have paid for the first measurement, if another is to follow it at once: the
+# two then take the time of one step at most.
+ADVANCE_STEPS = 100
 # Largest share of the training time that measuring may take. Where it takes more, as in steps of milliseconds or with
-# many groups, gains are measured less often.
+# many groups, gains are measured less often. The early measurements are paid back by waiting longer for the third.
 MAX_TIME_SHARE = 0.005
 
 
@@ -27,7 +33,7 @@ class GainSchedule:
     """
 
     def __init__(self, candidates: Sequence[CodecSpec], layers: Sequence[Layer]) -> None:
-        self.affordable_from = 0
+        self.start(0)
         self._history = GradientHistory(layers)
         self._candidates = _by_name(candidates)
         self._interval_steps = INTERVAL_STEPS
@@ -43,10 +49,17 @@ class GainSchedule:
         finally:
             self._candidates, self._interval_steps, self._max_time_share = before
 
+    def start(self, step: int) -> None:
+        """Begin at `step`, after the engine has been made or a checkpoint loaded."""
+        self._started_step = self.affordable_from = step
+
     def is_due(self, step: int, affordable_from: int) -> bool:
         """Return True if `step` measures gains. `affordable_from`: the largest over ranks."""
-        is_affordable = self._max_time_share is None or step >= affordable_from
-        return bool(self._candidates) and step % self._interval_steps == FIRST_STEP and is_affordable
+        if not self._candidates:
+            return False
+        if self._max_time_share is None:
+            return step % self._interval_steps == FIRST_STEP
+        return is_measured(step - self._started_step, affordable_from - self._started_step)
 
     def meter(self, key: int) -> GainMeter:
         """Return a meter of all candidates for one step. `key` seeds their random numbers."""
@@ -55,7 +68,18 @@ class GainSchedule:
     def charge(self, step: int, step_s: float, meter_s: float) -> None:
         """Postpone the next measurement until `meter_s`, spent in `step`, is no more than the allowed share."""
         if self._max_time_share is not None:
-            self.affordable_from = step + math.ceil(meter_s / (self._max_time_share * (step_s - meter_s)))
+            num_steps = math.ceil(meter_s / (self._max_time_share * (step_s - meter_s)))
+            self.affordable_from = max(step, self.affordable_from) + num_steps
+
+
+def is_measured(num_steps: int, affordable_from: int) -> bool:
+    """Return True if gains are measured `num_steps` steps after the start.
+
+    affordable_from  steps after the start from which the share of time has paid for the measurements so far
+    """
+    if num_steps in EARLY_STEPS:
+        return affordable_from <= num_steps + ADVANCE_STEPS
+    return num_steps % INTERVAL_STEPS == FIRST_STEP and num_steps >= affordable_from
 
 
 def _by_name(candidates: Sequence[CodecSpec]) -> dict[str, Codec]:

@@ -34,23 +34,25 @@ class Group:
         device: torch.device = HOST,
     ) -> None:
         """`device`: where the gradients are."""
-        numels = [layers[name].numel for name in plan.layers]
         self.index = index
         self.plan = plan
-        self.numel = sum(numels)
+        self._numels = [layers[name].numel for name in plan.layers]
+        self.numel = sum(self._numels)
         self.dense_bytes = sum(layers[name].dense_bytes for name in plan.layers)
         self._layers = [layers[name] for name in plan.layers]
+        # A plan has one type per group.
+        self._own_dtype: torch.dtype = getattr(torch, self._layers[0].dtype)
+        self._is_dense = plan.option.scheme is Scheme.DENSE
         self._transport = transport
         self._is_compressible = not all(layer.is_small for layer in self._layers)
-        # Dense groups are summed in the type of the gradients, as DDP does; codecs work on float32.
-        dtype = getattr(torch, self._layers[0].dtype) if plan.option.scheme is Scheme.DENSE else torch.float32
         # Sums inside a node are made on the host.
         if plan.device == "cpu" or plan.option.intra is not Intra.FLAT:
             device = HOST
-        # Dense groups rarely use this buffer. The system gives it no memory before it is first written.
-        self._flat_N = torch.empty(self.numel, dtype=dtype, device=device)
-        self._slices = dict(zip(plan.layers, self._flat_N.split(numels), strict=True))
+        self._device = device
         self._use(plan.option.codec)
+        # Groups whose layers lie side by side in a bucket do not use this buffer. The system gives it no memory before
+        # it is first written.
+        self._flat_N = torch.empty(self.numel, dtype=self._working_dtype(), device=device)
         self._memories = memories
         self._memory = memories.of_group(self._codec)
         # With a hierarchical scheme a residual belongs to the gradient of the whole node, so gains are measured without
@@ -62,8 +64,9 @@ class Group:
 
     def _use(self, spec: CodecSpec) -> None:
         """Encode by `spec` from now on. The memory stays."""
-        self._codec = make_codec(spec, self._layers, self._transport.world_size, self._flat_N.device)
-        item_bytes = self._flat_N.element_size()
+        self._codec = make_codec(spec, self._layers, self._transport.world_size, self._device)
+        # Dense groups are summed in the type of the gradients, as DDP does. Codec none over others sends float32.
+        item_bytes = (self._own_dtype if self._is_dense else torch.float32).itemsize
         self.wire_bytes = self.numel * item_bytes if spec == NONE else self._codec.payload_bytes(self.numel)
         self.index_bytes = spec.index_bytes(self.numel)
         self.codec_text = str(spec)
@@ -71,10 +74,16 @@ class Group:
             self._codec, self.plan.option.scheme, self.numel, item_bytes, self._transport, self.plan.option.intra
         )
 
+    def _working_dtype(self) -> torch.dtype:
+        """Return the type in which the exchange gets the gradients: their own if it takes that, else float32."""
+        takes_16_bit = self._device == HOST and self._codec.takes_16_bit and self.exchange.takes_16_bit
+        takes_own = self._is_dense or (self._own_dtype.itemsize == 2 and takes_16_bit)
+        return self._own_dtype if takes_own else torch.float32
+
     @property
     def is_ready(self) -> bool:
         """True if the gradients of all layers have arrived."""
-        return len(self._arrived) == len(self._slices)
+        return len(self._arrived) == len(self._numels)
 
     def arrive(self, name: str, view: Tensor) -> None:
         """Note the gradient of a layer. `turns` reads it and overwrites it with the average.
@@ -98,10 +107,18 @@ class Group:
         # All ranks change the codec's parameters at the same step, so the sizes of their messages match.
         if (spec := self.plan.option.codec.at_step(stamp.step)) != self._codec.spec:
             self._use(spec)
-        views = [self._arrived[name] for name in self._slices]
-        in_place_N = self._joint_memory(views)
-        grad_N = in_place_N if in_place_N is not None else self._gather(views)
-        layers = dict(zip(self._slices, views, strict=True)) if in_place_N is not None else self._slices
+        views = [self._arrived[name] for name in self.plan.layers]
+        flat_N = self._flat_N
+        if self._owes_float32():
+            # Residuals are added in float32: once, after a plan switch.
+            flat_N = torch.empty(self.numel)
+        in_place_N = self._joint_memory(views, flat_N)
+        parts = views if in_place_N is not None else flat_N.split(self._numels)
+        if in_place_N is None:
+            for view, part in zip(views, parts, strict=True):
+                part.copy_(view.view(-1))
+        grad_N = in_place_N if in_place_N is not None else flat_N
+        layers = dict(zip(self.plan.layers, parts, strict=True))
         if self._memory is None:
             self._pay_residuals(layers)
         metered = gain if self._is_compressible else None
@@ -109,7 +126,7 @@ class Group:
         phases.lap("encode")
         yield from self.exchange.turns(grad_N, self._memory, stamp, seed, phases)
         if in_place_N is None:
-            for view, part in zip(views, self._slices.values(), strict=True):
+            for view, part in zip(views, parts, strict=True):
                 view.view(-1).copy_(part)
         self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
@@ -138,20 +155,15 @@ class Group:
         large = {layer.name: layers[layer.name].view(-1) for layer in self._layers if not layer.is_small}
         return GroupGradients(fresh=grad_N, fed=fed_N, layers={} if self._paid else large)
 
-    def _gather(self, views: Sequence[Tensor]) -> Tensor:
-        for view, part in zip(views, self._slices.values(), strict=True):
-            part.copy_(view.view(-1))
-        return self._flat_N
-
-    def _joint_memory(self, views: Sequence[Tensor]) -> Tensor | None:
-        """Return one tensor over the memory of all `views` if the exchange can work there, else None.
+    def _joint_memory(self, views: Sequence[Tensor], flat_N: Tensor) -> Tensor | None:
+        """Return one tensor over the memory of all `views` if the exchange can work there, not in `flat_N`, else None.
 
         They must lie side by side, as in a bucket of DDP: in the order of the layers, because each element has its
         place in the codec's memory, or in any order if they are only summed. DDP lays out its buckets alike on all
         ranks.
         """
-        first, flat_N = views[0], self._flat_N
-        if self.plan.option.scheme is Scheme.DENSE:
+        first = views[0]
+        if self._is_dense:
             first = min(views, key=lambda view: view.data_ptr())
             views = sorted(views, key=lambda view: view.data_ptr())
         offset = first.storage_offset()
@@ -162,6 +174,11 @@ class Group:
                 return None
             offset += view.numel()
         return first.as_strided((self.numel,), (1,), first.storage_offset())
+
+    def _owes_float32(self) -> bool:
+        """Return True if residuals of an earlier plan are to be added to 16-bit gradients that would be encoded."""
+        is_narrow = self._flat_N.element_size() == 2 and not self._is_dense
+        return is_narrow and any(self._memories.owed(name) is not None for name in self.plan.layers)
 
     def _pay_residuals(self, gradients: Mapping[str, Tensor]) -> None:
         """Add to the gradients the residuals that an earlier plan's codec has left."""

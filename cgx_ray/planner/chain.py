@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Layer, Option, Scheme
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, cheapest, group_cost, undominated
@@ -14,10 +14,11 @@ from cgx_ray.planner.search import search
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundGroups:
-    """Groups, when the step with them ends, and a lower bound of that."""
+    """Groups, when the step with them ends, their tolls, and a lower bound of the sum of both."""
 
     groups: tuple[PlannedGroup, ...]
     finish_s: float
+    toll_s: float
     bound_s: float
 
 
@@ -60,10 +61,13 @@ class LayerChain:
         network_s = self._backward_s[0] + min(cost.network_s(numel) for cost in costs) + rest_s
         return max(math.fsum(self._backward_s) + last_s, network_s) + self._measured.after_s
 
-    def solve(self, options: Sequence[Option], max_gap: float) -> FoundGroups:
-        """Return the groups with the earliest finish under `options`."""
+    def solve(
+        self, options: Sequence[Option], max_gap: float, tolls: Mapping[Option, float] | None = None
+    ) -> FoundGroups:
+        """Return the groups with the earliest finish under `options`. `tolls`: seconds per element, to be added."""
         rest, rest_s = self._rest_of(options)
-        costs = [self._cost(option) for option in options]
+        toll = tolls or {}
+        costs = [replace(self._cost(option), toll_b_s_per_element=toll.get(option, 0.0)) for option in options]
         kept = undominated(costs)
         pipeline = Pipeline(
             backward_s=tuple(self._backward_s),
@@ -78,12 +82,16 @@ class LayerChain:
         for group in cut:
             groups.append(PlannedGroup.of(self.layers[start : group.end], chosen[group.option]))
             start = group.end
-        finish_s = joint.finish_s if cut == joint.groups else pipeline.finish_s(cut)
+        toll_s = math.fsum(toll.get(group.option, 0.0) * group.numel for group in groups)
+        finish_s = (joint.finish_s if cut == joint.groups else pipeline.finish_s(cut)) - toll_s
         after_s = self._measured.after_s
         # The rest is ready when the last group is, at the end of backward. Short messages must not queue behind its
         # long ones. In the model, which has one network, the order of the two makes no difference.
         return FoundGroups(
-            groups=(*groups[:-1], *rest, groups[-1]), finish_s=finish_s + after_s, bound_s=joint.bound_s + after_s
+            groups=(*groups[:-1], *rest, groups[-1]),
+            finish_s=finish_s + after_s,
+            toll_s=toll_s,
+            bound_s=joint.bound_s + after_s,
         )
 
     def _cut(self, groups: Sequence[GroupEnd], options: Sequence[Option]) -> Iterator[GroupEnd]:

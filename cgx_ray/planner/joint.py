@@ -64,16 +64,19 @@ def best_plan(
               have one rank
     max_gap   largest gap, as a share; 0 is exact
 
-    The score is that of GraVAC, throughput times gain. A plan keeps at least the smallest efficiency of its options:
+    The score is that of GraVAC, throughput times gain. The efficiency of a plan is that of its options, weighted by
+    elements, so what it loses is a sum over its groups:
 
-    1. For each efficiency e of an option, `search` finds the earliest finish of plans whose options keep e or more.
-    2. The least finish / e is the optimum: each plan is among those searched for its own e, and its score is no less
-       than the one found there.
-    3. An e is skipped if a lower bound of its finish (compute and the cheapest last exchange, or the cheapest network
-       time), divided by e, is no better than a plan found before.
+    1. For a score s, at first a guess, `search` finds the least finish + s x lost share: each element has a toll for
+       the share that its option loses.
+    2. If that is no less than s, no plan has a smaller score than s, since finish / (1 - lost) < s means finish + s x
+       lost < s. Else the search is repeated with the score of the plan that was found (Dinkelbach 1967), until no plan
+       can be better by more than `max_gap`: one to four times.
+    3. Nothing is searched if a lower bound of the finish of all plans (compute and the cheapest last exchange, or the
+       cheapest network time) is no better than a plan without loss.
     4. Options that another one beats or equals in all costs (`GroupCost.terms`) are left out. So `_var` and `_auto`
        need gains of their own.
-    5. Dense and what was found for each efficiency are simulated as the engine's thread runs them (`predict`), also
+    5. Dense and all plans found so are simulated as the engine's thread runs them (`predict`), also
        with their groups cut into smaller ones. The best of these counts. The model knows one busiest resource per
        group. Where groups need different ones in turns, the simulated step may be longer than the model's. If it is by
        more than MAX_ERROR, the search is repeated as if a group's work hid behind its own messages only, and what it
@@ -108,11 +111,11 @@ def _simulated(
     measured: Measured, kept: Mapping[Option, float], max_gap: float
 ) -> tuple[Prediction, Prediction, float]:
     """Return the best plan when simulated, dense, and a lower bound of the score. `kept`: efficiencies."""
-    found = _search_levels(measured, kept, max_gap)
+    found = _search_plans(measured, kept, max_gap)
     dense, *others = (_best_cut(measured, plan.groups) for plan in found.plans)
     best = min((dense, *others), key=lambda plan: plan.score)
     if best.score > found.score * (1 + MAX_ERROR):
-        serial = _search_levels(measured, kept, max_gap, shares_time=False)
+        serial = _search_plans(measured, kept, max_gap, shares_time=False)
         others = [_best_cut(measured, plan.groups) for plan in serial.plans]
         best = min(best, *others, key=lambda plan: plan.score)
     return best, dense, found.bound
@@ -147,7 +150,7 @@ def _parts(group: PlannedGroup, layers: Mapping[str, Layer], limit: int) -> Iter
     yield PlannedGroup.of(members, group.option)
 
 
-class _Levels(NamedTuple):
+class _Found(NamedTuple):
     """Plans found by the model of `Pipeline`, dense first; the least score of them; a lower bound of all scores."""
 
     plans: list[FoundGroups]
@@ -155,27 +158,42 @@ class _Levels(NamedTuple):
     bound: float
 
 
-def _search_levels(
+def _search_plans(
     measured: Measured, kept: Mapping[Option, float], max_gap: float, *, shares_time: bool = True
-) -> _Levels:
-    """Search plans for each efficiency of an option. `kept`: efficiencies; `shares_time` as in `group_cost`."""
+) -> _Found:
+    """Search the best plans without loss and of all. `kept`: efficiencies; `shares_time` as in `group_cost`."""
     chain, large = (LayerChain(measured, keeps_small=small, shares_time=shares_time) for small in (True, False))
-    lossless = [option for option in kept if option.codec.name == "none"]
     dense = chain.solve([DENSE], max_gap)
-    plans, score, bounds = [dense], dense.finish_s, [dense.bound_s]
-    levels = [(1.0, chain, lossless)]
-    if large.layers:
-        shares = sorted({share for option, share in kept.items() if option.codec.name != "none"}, reverse=True)
-        levels += [(least, large, [option for option in kept if kept[option] >= least]) for least in shares]
-    for least, layers, allowed in levels:
-        bound = layers.bound_s(allowed) / least
-        if bound < score * (1 - TIE):
-            found = layers.solve(allowed, max_gap)
-            bound = found.bound_s / least
-            found_score = found.finish_s / min(kept[group.option] for group in found.groups)
-            if found.groups not in [plan.groups for plan in plans]:
-                plans.append(found)
-            if found_score < score * (1 - TIE):
-                score = found_score
-        bounds.append(bound)
-    return _Levels(plans, score, min(bounds))
+    plans, score, bound = [dense], dense.finish_s, dense.bound_s
+    lossless = [option for option in kept if option.codec.name == "none"]
+    same_s = chain.bound_s(lossless)
+    if same_s < score * (1 - TIE):
+        found = chain.solve(lossless, max_gap)
+        plans.append(found)
+        score, same_s = min(score, found.finish_s), found.bound_s
+    bound = min(bound, same_s)
+    if not large.layers or len(lossless) == len(kept):
+        return _Found(plans, score, bound)
+    least_s = lossy = large.bound_s(list(kept))
+    numel = sum(layer.numel for layer in measured.layers)
+    tried = min(score, _guess(large, kept))
+    while lossy < score * (1 - max(TIE, max_gap)):
+        tolls = {option: tried * (1 - share) / numel for option, share in kept.items()}
+        found = large.solve(list(kept), max_gap, tolls)
+        # A plan with a smaller score keeps more than this, so it is better by no more than the lack over it.
+        least_kept = max(least_s / score, min(kept.values()))
+        lack = found.bound_s - tried
+        lossy = max(lossy, tried + min(lack, lack / least_kept))
+        if found.groups not in [plan.groups for plan in plans]:
+            plans.append(found)
+        found_score = found.finish_s / (1 - found.toll_s / tried)
+        if tried == score and found_score >= score * (1 - TIE):
+            break
+        tried = score = min(score, found_score)
+    return _Found(plans, score, min(bound, lossy))
+
+
+def _guess(large: LayerChain, kept: Mapping[Option, float]) -> float:
+    """Return a score near the least one: the least of the lower bounds for plans whose options all keep so much."""
+    shares = {share for option, share in kept.items() if option.codec.name != "none"}
+    return min(large.bound_s([option for option in kept if kept[option] >= share]) / share for share in shares)

@@ -19,6 +19,9 @@ thread, the links inside nodes, and those between them. Other groups use the res
     lead   how much later the busiest resource is done than `network` after C: for example, what is encoded first
     tail   how much later the group is done than `network` after that resource began: hops, and what is decoded last
     gap    time between, in which the resource waits for the group; it is part of lead and of tail
+
+A toll is what a group's lost progress counts as, in seconds per element. Nothing hides it: all tolls are added to the
+end of the step.
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ class GroupCost:
     tail_b_s_per_element: float = 0.0
     gap_a_s: float = 0.0
     gap_b_s_per_element: float = 0.0
+    toll_b_s_per_element: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -69,7 +73,10 @@ class GroupCost:
 
     @property
     def terms(self) -> tuple[float, ...]:
-        """Return a and b of compute, network, lead, tail and alone. A cost with larger terms is never better."""
+        """Return a and b of compute, network, lead, tail and alone.
+
+        A cost with larger terms is never better, unless its toll is smaller.
+        """
         return (
             *(self.compute_a_s, self.compute_b_s_per_element),
             *(self.network_a_s, self.network_b_s_per_element),
@@ -132,18 +139,22 @@ class Pipeline:
         return len(self.numel)
 
     def finish_s(self, groups: Sequence[GroupEnd]) -> float:
-        """Return when the step with `groups` ends. Raises ConfigError unless they hold every layer once, in order."""
+        """Return when the step with `groups` ends, plus all tolls.
+
+        Raises ConfigError unless they hold every layer once, in order.
+        """
         ends = [0, *(group.end for group in groups)]
         if ends[-1] != self.num_layers or any(end <= start for start, end in itertools.pairwise(ends)):
             raise ConfigError(f"groups end before {ends[1:]}; give rising ends, the last of them {self.num_layers}")
-        compute_s = network_s = done_s = 0.0
+        compute_s = network_s = done_s = toll_s = 0.0
         for start, group in zip(ends, groups, strict=False):
             cost, numel = self.costs[group.option], sum(self.numel[start : group.end])
             compute_s += math.fsum(self.backward_s[start : group.end]) + cost.compute_s(numel)
             own_s = cost.network_s(numel)
+            toll_s += cost.toll_b_s_per_element * numel
             done_s = max(done_s, network_s + own_s + cost.tail_s(numel), compute_s + cost.alone_s(numel))
             network_s = max(network_s, compute_s + cost.lead_s(numel)) + own_s
-        return max(done_s, network_s + self.after_s)
+        return max(done_s, network_s + self.after_s) + toll_s
 
 
 class _Elapsed(NamedTuple):
@@ -245,7 +256,7 @@ def group_cost(
 
 def undominated(costs: Sequence[GroupCost]) -> list[int]:
     """Return the indices of `costs` that no other cost beats or equals at every size; the first one of equals."""
-    terms = [cost.terms for cost in costs]
+    terms = [(*cost.terms, cost.toll_b_s_per_element) for cost in costs]
     kept: list[int] = []
     for index in sorted(range(len(costs)), key=terms.__getitem__):
         if not any(all(a <= b for a, b in zip(terms[other], terms[index], strict=True)) for other in kept):

@@ -112,8 +112,8 @@ class Prediction:
     compute_s   seconds of the step without any exchange
     after_s     the part of `compute_s` after the last exchange
     codec_s     seconds of encoding and decoding on one rank, hidden or not
-    efficiency  the smallest one of the groups' options: each step keeps at least this share of its progress; None if
-                one of the gains is unknown
+    efficiency  share of a dense step's progress: that of the groups' options, weighted by elements, as if each layer
+                had so much of the gradient's energy; None if one of the gains is unknown
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -187,16 +187,21 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         work = (group.option, measured.network)
         stages.append(exchange_stages(*work, cost, group.numel, item_bytes, measured.encodes_on))
         codec_s += sum(leg.encode_s(cost) + leg.decode_s(cost) for leg in legs(*work, group.numel, item_bytes))
-    kept = [measured.efficiency(group.option) for group in groups]
-    known = [share for share in kept if share is not None]
+    kept = [(measured.efficiency(group.option), group.numel) for group in groups]
+    known = [(share, numel) for share, numel in kept if share is not None]
     return Prediction(
         groups=tuple(groups),
         timeline=simulate(waits_s, stages),
         compute_s=measured.compute_s,
         after_s=measured.after_s,
         codec_s=codec_s,
-        efficiency=min(known) if len(known) == len(kept) else None,
+        efficiency=_weighted(known) if len(known) == len(kept) else None,
     )
+
+
+def _weighted(shares: Sequence[tuple[float, int]]) -> float:
+    """Return the mean of shares with their weights. Sums what is missing, so that shares of 1 give exactly 1."""
+    return 1 - math.fsum((1 - share) * numel for share, numel in shares) / sum(numel for _, numel in shares)
 
 
 def groups_of(plan: Plan, layers: Iterable[Layer]) -> tuple[PlannedGroup, ...]:

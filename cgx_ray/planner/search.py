@@ -17,8 +17,8 @@ MAX_LABELS = 30_000
 class JointPlan:
     """Best groups found.
 
-    finish_s    end of the step
-    bound_s     lower bound: no groups and options end the step earlier
+    finish_s    end of the step, plus tolls
+    bound_s     lower bound: no groups and options have less
     num_labels  partial plans that the search kept
     """
 
@@ -65,6 +65,9 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
     the cheapest option for w. (Costs are affine in the elements, so splitting a group never makes w compute_s +
     (1 - w) network_s less.)
 
+    A toll moves C, D and E by as much, as if device and network both stood still for so long, so all of this holds with
+    tolls. Only an E is moved by the tolls of later groups: it may end the step if it is after the bound less these.
+
     Finishes that differ by less than 1e-12 of their value count as equal.
     """
     if not 0 <= max_gap < 1:
@@ -74,7 +77,7 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
     _, bound_s, found, num_labels = _search.search(
         pipeline.backward_s,
         pipeline.numel,
-        [cost.terms for cost in pipeline.costs],
+        [(*cost.terms, cost.toll_b_s_per_element) for cost in pipeline.costs],
         pipeline.after_s,
         max_gap,
         max_labels,

@@ -122,14 +122,7 @@ def _start_controller(settings: Settings, facts: RunFacts, history: History | No
     return (
         ray.remote(Controller)
         .options(**options)
-        .remote(
-            make_policy(settings),
-            str(facts.folder / "decisions.jsonl"),
-            settings.group_bytes,
-            facts.name,
-            facts.run_id,
-            history,
-        )
+        .remote(make_policy(settings), str(facts.folder / "decisions.jsonl"), facts.name, facts.run_id, history)
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from cgx_ray.errors import PlanError
-from cgx_ray.plan import Layer, Plan, make_plan
+from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.session.attachment import Attachment, process
 from cgx_ray.session.calibrate import measure_codecs
@@ -45,14 +45,11 @@ class RaySession:
         # Set before controller and agents are ended on purpose: then their end is no reason for a warning.
         self.closing = threading.Event()
 
-    def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
         device = ray.train.torch.get_device()
-        if self.settings.policy == "adaptive":
-            fresh = make_plan(layers, version=0, world_size=world_size, group_bytes=self.settings.group_bytes)
-            costs = measure_codecs(self.settings, device)
-        else:
-            fresh, costs = self.settings.static_plan(layers, world_size), {}
+        fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
+        costs = measure_codecs(self.settings, device) if self.settings.policy == "adaptive" else {}
         # On a GPU codecs have a stream of their own. On a CPU they take the cores that backward runs on.
         encodes_on: EncodesOn = "backward" if device.type == "cpu" else "thread"
         try:

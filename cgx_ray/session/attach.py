@@ -117,7 +117,7 @@ def _attach(
 
             engine, detach = fsdp.make_engine(model, plan, settings, parameters, scaler, groups[0])
         else:
-            first_plan = session.first_plan if session is not None and asks_controller else settings.static_plan
+            first_plan = session.first_plan if session is not None and asks_controller else settings.first_plan
             engine, detach = ddp.make_engine(model, plan, settings, parameters, scaler, groups, first_plan)
         attachment = Attachment(engine, groups, detach)
         if session is not None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.collectives.tcp import node_address
@@ -31,8 +32,8 @@ class Session(Protocol):
 
     settings: Settings
 
-    def first_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
-        """Return the plan to start with. Called on rank 0 only."""
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
+        """Return the plan to start with, where a bucket of DDP has `bucket_bytes`. Called on rank 0 only."""
 
     def start(self, attachment: Attachment) -> None:
         """Restore the state in a checkpoint, then carry plans in and samples out until the process ends."""
@@ -73,6 +74,22 @@ class Attachment:
         if self._engine is None:
             raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to use a plan")
         self._engine.hold(plan)
+
+    def observe(self, *, loss: float | Tensor | None = None, lr: float | Tensor | None = None) -> None:
+        """Report the loss and the learning rate of this rank's step, once per step, to an adaptive run. Optional.
+
+        The controller takes the mean loss over ranks. A plan under which it gets worse is left for one that keeps more
+        (`control.loss_trend`). After a learning rate changes by 2x, only options that keep 95 % are taken up for a
+        while (`control.learning_phase`).
+
+        loss, lr  numbers, or tensors with one element; a tensor on a GPU is copied without waiting for it
+
+        Numbers that are not finite, and learning rates that are not positive, count as not reported. With several calls
+        per step the last one counts. Plans of FSDP2 models are fixed, so nothing happens there. Raises ConfigError for
+        what is no single number.
+        """
+        if isinstance(self._engine, Engine):
+            self._engine.observed.add(loss=loss, lr=lr)
 
     def explore(
         self,

@@ -30,14 +30,14 @@ def make_engine(
     parameters: CodecSpec | str | None,
     scaler: Scaler | None,
     groups: list[dist.ProcessGroup],
-    first_plan: Callable[[Sequence[Layer], int], Plan],
+    first_plan: Callable[[Sequence[Layer], int, int], Plan],
 ) -> tuple[Engine, Callable[[], None]]:
     """Return an engine at work behind `model`, and a function that removes the hooks from its parameters.
 
     The arguments that are not listed are those of `attach`.
 
     groups      holds a Gloo group of all ranks, and gets the group made here; both go with the attachment
-    first_plan  makes the plan from layers and world size if `plan` is None; called on rank 0 only
+    first_plan  makes the plan from layers, world size and bytes of a bucket if `plan` is None; called on rank 0 only
 
     Raises ConfigError or PlanError, on all ranks.
     """
@@ -49,7 +49,8 @@ def make_engine(
             raise ConfigError("DDP gathers no parameters; leave `parameters` out, or shard the model with fully_shard")
         layers, loss_scale = _check_model(model), LossScale(scaler)
         if plan is None and dist.get_rank() == 0:
-            plan = first_plan(layers, dist.get_world_size())
+            assert isinstance(model, DistributedDataParallel)
+            plan = first_plan(layers, dist.get_world_size(), model.bucket_bytes_cap)
         offer = plan.to_json() if plan is not None else None
     except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
         offer = as_own(error)

@@ -10,7 +10,18 @@ from cgx_ray.collectives.simulated_link import SimulatedLink
 from cgx_ray.collectives.tcp import NUM_STREAMS
 from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, NONE, CodecSpec, Intra, Layer, Option, Plan, Scheme, make_plan
+from cgx_ray.plan import (
+    DEFAULT_GROUP_BYTES,
+    FIRST_GROUP_BYTES,
+    NONE,
+    CodecSpec,
+    Intra,
+    Layer,
+    Option,
+    Plan,
+    Scheme,
+    make_plan,
+)
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 
@@ -41,7 +52,8 @@ class Settings:
                     fidelity
     min_gain        policy "adaptive" leaves out codecs whose gain is smaller. For codecs without error feedback whose
                     loss was measured, dense's loss over theirs takes the place of the gain
-    group_bytes     dense bytes that are encoded and sent together. Policy "adaptive" uses it until its first decision
+    group_bytes     dense bytes that are encoded and sent together; None: 25 MiB, and dense groups as DDP's buckets if
+                    those are smaller. Policy "adaptive" uses it until its first decision
     seed            of the codecs' random numbers
     transport       between two ranks: "tcp" is cgx_ray's own connections, "gloo" is torch.distributed's
     num_streams     with "tcp": number of connections between two ranks whose round trip takes 5 ms or more. Short
@@ -60,7 +72,7 @@ class Settings:
     densities: tuple[float, ...] | None = None
     candidates: tuple[str, ...] | None = None
     min_gain: float = 0.8
-    group_bytes: int = DEFAULT_GROUP_BYTES
+    group_bytes: int | None = None
     seed: int = 0
     transport: str = "tcp"
     num_streams: int = NUM_STREAMS
@@ -79,16 +91,18 @@ class Settings:
         for name, known in names.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
-        for name in ("group_bytes", "num_streams", "seed"):
-            if not isinstance(getattr(self, name), int):
-                raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give a whole number")
+        whole = {name: getattr(self, name) for name in ("group_bytes", "num_streams", "seed")}
+        if whole["group_bytes"] is None:
+            del whole["group_bytes"]
+        for name, value in whole.items():
+            if not isinstance(value, int):
+                raise ConfigError(f"{name} {value!r} is not allowed; give a whole number")
         if not isinstance(self.min_gain, int | float) or not 0 <= self.min_gain <= 1:
             raise ConfigError(
                 f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the gradient's squared norm"
             )
-        for name in ("group_bytes", "num_streams"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give 1 or more")
+            if name != "seed" and value < 1:
+                raise ConfigError(f"{name} {value!r} is not allowed; give 1 or more")
         self._check_choice()
         self._check_transport()
         self._check_candidates()
@@ -164,14 +178,26 @@ class Settings:
         }
         return {field.name: repr(plain.get(field.name, getattr(self, field.name))) for field in fields(Settings)}
 
-    def static_plan(self, layers: Sequence[Layer], world_size: int) -> Plan:
-        """Return plan 0: `codec` over `scheme` for the whole model."""
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
+        """Return plan 0: dense with policy "adaptive", else `codec` over `scheme` for the whole model.
+
+        bucket_bytes  of DDP. Dense groups are its buckets: then they are summed in place, as early as DDP would
+        """
+        choice = (NONE, Scheme.DENSE, Intra.FLAT)
+        if self.policy == "static":
+            choice = (CodecSpec.parse(self.codec), Scheme(self.scheme), Intra(self.intra))
+        codec, scheme, intra = choice
+        group_bytes, first_bytes = self.group_bytes or DEFAULT_GROUP_BYTES, FIRST_GROUP_BYTES
+        if self.group_bytes is None and scheme is Scheme.DENSE and bucket_bytes < DEFAULT_GROUP_BYTES:
+            # The first bucket of DDP is smaller than the others only by default.
+            group_bytes = first_bytes = bucket_bytes
         return make_plan(
             layers,
             version=0,
             world_size=world_size,
-            codec=CodecSpec.parse(self.codec),
-            scheme=Scheme(self.scheme),
-            intra=Intra(self.intra),
-            group_bytes=self.group_bytes,
+            codec=codec,
+            scheme=scheme,
+            intra=intra,
+            group_bytes=group_bytes,
+            first_bytes=first_bytes,
         )

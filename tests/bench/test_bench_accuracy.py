@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from matplotlib.image import imread
 
 from cgx_ray.bench.accuracy import CodecAccuracy, TrainingRun, accuracies_of, rows_of
-from cgx_ray.bench.accuracy_cases import CODECS, WORKLOADS, AccuracyOptions, quick_options, read_option
+from cgx_ray.bench.accuracy_cases import ADAPTIVE, CODECS, WORKLOADS, AccuracyOptions, quick_options, read_option
 from cgx_ray.bench.accuracy_workloads import load_task
 from cgx_ray.bench.show_accuracy import accuracy_table, plot_accuracy
 from cgx_ray.cli import main
@@ -40,7 +40,7 @@ def _run(option: str, *losses: float, seed: int = 0, has_diverged: bool = False)
 
 def test_a_small_run_trains_with_every_codec_and_writes_rows_table_and_picture(tmp_path: Path) -> None:
     out, plot = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
-    codecs = "bf16; qsgd:bits=2; topk:density=0.01 over artopk_ring; prefix:ratio=4"
+    codecs = "bf16; qsgd:bits=2; topk:density=0.01 over artopk_ring; prefix:ratio=4; adaptive; adaptive fast"
     done = _bench(
         *("--workloads", "digits", "--codecs", codecs, "--seeds", "1", "--steps", "30", "--ranks", "2"),
         *("--json", str(out), "--plot", str(plot)),
@@ -50,7 +50,8 @@ def test_a_small_run_trains_with_every_codec_and_writes_rows_table_and_picture(t
     assert written["bench"] == "accuracy"
     rows = {row["name"]: row for row in written["rows"]}
     assert len(rows) == len(written["rows"])
-    names = [str(read_option(text)) for text in ("dense", *codecs.split(";"))]
+    given = [text.strip() for text in codecs.split(";")]
+    names = [text if text in ADAPTIVE else str(read_option(text)) for text in ("dense", *given)]
     losses = {name: rows[f"digits {name}: loss"] for name in names}
     assert {row["baseline"] for row in losses.values()} == {losses["dense"]["value"]}
     assert losses["dense"]["ratio"] == 1

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from cgx_ray.bench import network, network_link
 from cgx_ray.cli import main
 from cgx_ray.lab.namespaces import Lab
+from cgx_ray.report.result import Row
 
 NO_LAB = Lab.available(rates_only=False)
 
@@ -44,3 +45,18 @@ def test_errors_are_those_that_the_issue_allows() -> None:
     assert latency.met, "0.2 ms, where that is more"
     unknown, _ = network_link.error_rows("known", 1e9, 1e-4, None, None, "<= 0.1")
     assert unknown.met is False
+
+
+def test_bandwidth_has_no_goal_where_the_lab_itself_does_not_deliver_the_rate() -> None:
+    for ratio, goal in ((0.94, None), (0.96, "<= 0.1")):
+        delivered = Row(name="lab_delivers_2gbit", value=ratio * 1988, unit="Mbit/s", limit=1988, ratio=ratio)
+        assert network_link.estimate_goal(delivered) == goal
+    assert network_link.estimate_goal(None) == "<= 0.1"
+
+
+@pytest.mark.skipif(NO_LAB is not None, reason=NO_LAB or "")
+def test_a_slow_link_is_delivered_between_all_hosts_at_once() -> None:
+    with Lab(2, rate_bit_per_s=1e9, latency_s=1e-3) as lab:
+        row = network_link.delivered_row(lab, 2e7)
+    assert (row.name, row.goal) == ("lab_delivers_20mbit", None)
+    assert row.value == pytest.approx(20 * network_link.PAYLOAD, rel=0.1)

@@ -360,3 +360,34 @@ def test_a_reader_that_is_late_makes_the_link_neither_faster_nor_slower(
     assert len(found) >= 3
     assert found[-1] <= 125e6 * 1.01
     assert found[len(found) // 2] >= 125e6 * 0.97, found
+
+
+def test_short_messages_on_an_idle_link_are_no_slow_link(meter: Meter) -> None:
+    """Messages of 64 KiB with 0.7 ms between them take a fifth of a link that carries each in 0.05 ms."""
+    arrivals = [(1000.0 + 0.75e-3 * (i // 4) + 1.25e-5 * (i % 4), 1 << 14) for i in range(4000)]
+    reads = [((i % 4 == 0) + 2 * (i % 4 == 3), True) for i in range(4000)]
+    assert meter(-1, arrivals, reads) == []
+
+
+def test_a_sender_that_waits_within_messages_makes_the_link_no_slower(meter: Meter) -> None:
+    """In messages of 4 MB every eighth piece comes 1.2 ms late, as its sender got no processor."""
+    at_s, arrivals, reads = 1000.0, [], []
+    for piece in range(64 * 20):
+        at_s += (1 << 16) / 125e6 + (1.2e-3 if piece % 8 == 7 else 0)
+        arrivals.append((at_s, 1 << 16))
+        reads.append(((piece % 64 == 0) + 2 * (piece % 64 == 63), True))
+    found = meter(-1, arrivals, reads)
+    assert len(found) >= 3
+    assert found == pytest.approx([125e6] * len(found), rel=0.02)
+
+
+def test_a_time_stamp_that_is_3_ms_late_changes_a_burst_by_15_percent_at_most(meter: Meter) -> None:
+    """At 1 Gbit/s every 40 pieces the first stamps are late, so that the next burst seems to begin late."""
+    arrivals = []
+    for piece in range(4000):
+        due_s = 1000.0 + piece * (1 << 16) / 125e6
+        late_s = max(0.0, 3e-3 - piece % 40 * (1 << 16) / 125e6)
+        arrivals.append((due_s + late_s, 1 << 16))
+    found = meter(-1, arrivals)
+    assert len(found) >= 3
+    assert max(found) <= 1.15 * 125e6, found

@@ -127,8 +127,8 @@ def _attach(rank: int, shared_memory: bool) -> tuple[bool, list[int]]:
     class Session:
         settings = Settings(policy="static", shared_memory=shared_memory)
 
-        def first_plan(self, layers: Any, world_size: int) -> cgx_ray.Plan:
-            return self.settings.static_plan(layers, world_size)
+        def first_plan(self, layers: Any, world_size: int, bucket_bytes: int) -> cgx_ray.Plan:
+            return self.settings.first_plan(layers, world_size, bucket_bytes)
 
         def start(self, attachment: cgx_ray.Attachment) -> None: ...
 

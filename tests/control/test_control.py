@@ -121,7 +121,7 @@ def test_codecs_that_keep_too_little_are_not_chosen(tmp_path: Path) -> None:
 
 
 def test_a_static_policy_never_decides(tmp_path: Path) -> None:
-    loop = ControlLoop(StaticPolicy(), Journal(tmp_path / "decisions.jsonl"), group_bytes=4 << 20)
+    loop = ControlLoop(StaticPolicy(), Journal(tmp_path / "decisions.jsonl"))
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
     run = FakeTraining(loop, step=1)
     assert run.run(150) == []

@@ -114,6 +114,19 @@ def test_exchanges_that_processors_could_have_taken_are_not_sure() -> None:
         assert link.bandwidth.is_sure == is_sure, (seconds, link.bandwidth)
 
 
+def test_messages_that_were_already_there_make_the_link_no_faster() -> None:
+    """Recorded with top-k over allgather at 1 Gbit/s: in every fifth step the last rank waits for 50 us only."""
+    chance, network, link = random.Random(0), NoisyNetwork(rate=125e6, latency_s=1e-4), PassiveLink()
+    for step in range(40):
+        seconds = 5e-5 if step % 5 == 4 else 800_000 / 125e6 * chance.uniform(1, 2)
+        exchange = ObservedExchange(hops=1, num_bytes=800_000, seconds=seconds)
+        link.add(replace(network.step(), bursts={}, pair_rate={}, exchanges=[exchange]), 1e-4)
+        if step >= 4:
+            assert link.bandwidth is not None
+            assert link.bandwidth.value <= 1.1 * 125e6, step
+            assert not link.bandwidth.is_sure
+
+
 def test_steps_with_few_bursts_count_together_whatever_their_exchanges_take() -> None:
     network, link = NoisyNetwork(rate=125e6, latency_s=1e-3, step_s=0.3), PassiveLink()
     for rate in (125e6, 62.5e6):
@@ -219,6 +232,121 @@ def test_latency_is_that_between_hosts_where_some_ranks_share_one() -> None:
         link.add(StepTraffic(seconds=0.5, round_trip_s=trips), 1e-3)
     assert link.latency_s is not None
     assert link.latency_s.value == 0.01
+
+
+def test_a_known_rate_stands_but_is_not_sure_while_short_messages_show_little() -> None:
+    network, link = NoisyNetwork(rate=125e6, latency_s=1e-3), PassiveLink()
+    watch(link, network, 20)
+    for seconds in (1e-4, 0.05):
+        for _ in range(40):
+            # Messages that were already there, or late ones: 3 Gbit/s or 6 Mbit/s.
+            short = ObservedExchange(hops=1, num_bytes=40_000, seconds=seconds)
+            link.add(StepTraffic(seconds=0.5, exchanges=[short], round_trip_s=network.step().round_trip_s), 1e-3)
+        if link.num_changes == 0:
+            assert link.bandwidth is not None
+            assert link.bandwidth.value == pytest.approx(125e6, rel=0.05)
+            assert not link.bandwidth.is_sure
+    assert link.num_changes == 1, "exchanges of one size that take 500 times as long are another network"
+
+
+def test_a_faster_link_on_which_messages_no_longer_make_bursts_is_noticed_within_3_s() -> None:
+    """At 100 Mbit/s messages of 400 KB fill the link; at 1 Gbit/s they pass within its token bucket."""
+    network, link = NoisyNetwork(rate=12.5e6, latency_s=1e-4, step_s=0.1), PassiveLink()
+    for _ in range(60):
+        exchange = network._exchange(400_000)
+        link.add(replace(network.step(), exchanges=[exchange]), 1e-4)
+    assert link.num_changes == 0
+    network.rate = 125e6
+    # One burst begins on the slow link and ends on the fast one.
+    last = {0: [Burst(MIB // 4, MIB / 4 / 12.5e6)]}
+    for step in range(30):
+        exchange = network._exchange(400_000)
+        link.add(StepTraffic(seconds=0.1, exchanges=[exchange], bursts=last if step == 0 else {}), 1e-4)
+    assert link.num_changes == 1
+    assert link.bandwidth is not None
+    assert link.bandwidth.value > 50e6
+    assert not link.bandwidth.is_sure
+
+
+def test_few_bursts_are_not_sure_however_much_they_agree() -> None:
+    for num_bursts, is_sure in ((4, False), (11, False), (12, True)):
+        link = PassiveLink()
+        link.add(StepTraffic(seconds=0.5, bursts={0: [Burst(MIB, MIB / 125e6)] * num_bursts}), 1e-3)
+        assert link.bandwidth is not None
+        assert link.bandwidth.value == pytest.approx(125e6)
+        assert link.bandwidth.is_sure == is_sure, num_bursts
+
+
+def test_long_bursts_outweigh_short_ones_whose_time_stamps_bunch() -> None:
+    long, short = Burst(6 * MIB, 6 * MIB / 125e6), Burst(2 * MIB, 2 * MIB / 187e6)
+    link = PassiveLink()
+    for _ in range(10):
+        link.add(StepTraffic(seconds=0.5, bursts={rank: [long] * 3 + [short] for rank in range(WORLD)}), 1e-3)
+    assert link.bandwidth is not None
+    assert link.bandwidth.value == pytest.approx(125e6)
+
+
+def test_a_sender_that_gets_no_processor_within_short_messages_is_no_slow_link() -> None:
+    """Recorded at 1 Gbit/s: single senders at 0.02 to 0.25 of the link; here one of four mostly waits."""
+    chance, link = random.Random(0), PassiveLink()
+    for step in range(120):
+        pairs = {
+            (a, b): 125e6 * (0.24 if chance.random() < (0.4 if a == 1 else 0.7) else 0.03)
+            for a, b in itertools.permutations(range(WORLD), 2)
+        }
+        bursts = {step % WORLD: [Burst(MIB, MIB / (125e6 * chance.uniform(0.85, 1)))]}
+        link.add(StepTraffic(seconds=0.15, bursts=bursts, pair_rate=pairs), 1e-3)
+        if step > 40:
+            assert link.slow == {}, step
+    assert link.bandwidth is not None
+    assert link.bandwidth.value == pytest.approx(120e6, rel=0.05)
+
+
+def test_a_slow_downlink_stays_named_while_only_other_links_show_their_rates() -> None:
+    network, link = NoisyNetwork(rate=25e6, latency_s=5e-3), PassiveLink()
+    watch(link, network, 20)
+    network.slow_down[1] = 0.25
+    watch(link, network, 20)
+    assert link.slow.keys() == {1}
+    changes = link.num_changes
+    for step in range(60):
+        # Another plan: messages are so short that few ranks have bursts, and never the slow one.
+        seen = network.step()
+        few = {rank: seen.bursts[rank][:2] for rank in (0, 2 + step % 2)}
+        link.add(replace(seen, bursts=few, pair_rate={}), 1e-3)
+        assert link.slow.keys() == {1}, step
+    assert link.num_changes == changes
+    network.slow_down.clear()
+    watch(link, network, 20)
+    assert link.slow == {}
+
+
+def test_a_link_is_named_slow_if_it_is_the_only_one_that_messages_fill_after_a_change() -> None:
+    network, link = NoisyNetwork(rate=25e6, latency_s=5e-3), PassiveLink()
+    watch(link, network, 20)
+    network.slow_down[1] = 0.25
+    for _ in range(20):
+        seen = network.step()
+        link.add(replace(seen, bursts={1: seen.bursts[1]}, pair_rate={}), 1e-3)
+    assert link.num_changes >= 1
+    assert link.slow.keys() == {1}
+    assert link.bandwidth is not None
+    assert link.bandwidth.value == pytest.approx(6.25e6, rel=0.1)
+
+
+def test_a_drop_of_all_links_names_nobody_slow_for_long() -> None:
+    network, link = NoisyNetwork(rate=125e6, latency_s=1e-3), PassiveLink()
+    watch(link, network, 20)
+    network.rate /= 10
+    watch(link, network, 10)
+    assert link.num_changes == 1
+    assert link.slow == {}
+    # Short messages on a link that has recovered: two ranks show its rate, and the others' old ones name nobody.
+    network.rate *= 10
+    for _ in range(20):
+        seen = network.step()
+        link.add(replace(seen, bursts={rank: seen.bursts[rank] for rank in (0, 1)}, pair_rate={}), 1e-3)
+        assert link.slow == {}
 
 
 def test_an_interval_holds_its_quantile_about_19_times_in_20() -> None:

@@ -206,3 +206,21 @@ sys.stdout.write(f"{dist.get_backend()} {0 < error < 1e-2}\\n")  # one write, el
 """)
     output = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
     assert output.split("\n")[:2] == ["cgx True", "cgx True"]
+
+
+def test_torch_is_imported_even_if_the_backend_cannot_be_registered() -> None:
+    code = """
+import warnings
+from unittest.mock import patch
+import torch.distributed as dist
+import cgx_ray_autoload
+
+dist.Backend.backend_list.remove("cgx")
+with patch.object(dist.Backend, "register_backend", side_effect=RuntimeError("no such device")):
+    with warnings.catch_warnings(record=True) as caught:
+        cgx_ray_autoload.register()
+print([str(warning.message) for warning in caught])
+"""
+    assert run_python("-c", code).strip() == (
+        """["backend 'cgx' is not registered (RuntimeError('no such device')); see `cgx-ray doctor`"]"""
+    )

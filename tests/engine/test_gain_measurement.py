@@ -84,5 +84,23 @@ def _metered_steps(rank: int, prices_s: list[float]) -> list[int]:
 
 
 def test_gains_are_measured_less_often_where_one_rank_cannot_afford_it_and_on_all_ranks_alike() -> None:
-    assert run_ranks(2, _metered_steps, [0.0, 0.0]) == [[1, 21, 41, 61]] * 2
+    assert run_ranks(2, _metered_steps, [0.0, 0.0]) == [[1, 3, 21, 41, 61]] * 2
     assert run_ranks(2, _metered_steps, [0.0, 0.2]) == [[1]] * 2
+
+
+def test_two_early_measurements_take_one_step_at_most_and_are_paid_back_before_the_third() -> None:
+    spec = CodecSpec(name="topk", density=0.1)
+    layers = [cgx_ray.Layer(name="weight", numel=3000, ndim=2)]
+    measured: dict[float, list[int]] = {}
+    for meter_s in (0.001, 0.39, 0.59):
+        schedule = gain_schedule.GainSchedule([spec], layers)
+        schedule.start(1000)
+        measured[meter_s] = []
+        for step in range(1000, 1400):
+            if schedule.is_due(step, schedule.affordable_from):
+                measured[meter_s].append(step - 1000)
+                schedule.charge(step, 1.0 + meter_s, meter_s)
+    assert measured[0.001][:4] == [1, 3, 21, 41]
+    # Each takes the share of 78 steps.
+    assert measured[0.39] == [1, 3, 161, 241, 321]
+    assert measured[0.59] == [1, 121, 241, 361]

@@ -23,7 +23,7 @@ from cgx_ray.session.settings import Settings
 class NoPlan:
     settings = Settings()
 
-    def first_plan(self, layers: Any, world_size: int) -> Plan:
+    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int) -> Plan:
         raise OSError("the disk is full")
 
     def start(self, attachment: cgx_ray.Attachment) -> None:
@@ -33,8 +33,8 @@ class NoPlan:
 class BadCheckpoint(NoPlan):
     settings = Settings(policy="static")
 
-    def first_plan(self, layers: Any, world_size: int) -> Plan:
-        return self.settings.static_plan(layers, world_size)
+    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int) -> Plan:
+        return self.settings.first_plan(layers, world_size, bucket_bytes)
 
     def start(self, attachment: cgx_ray.Attachment) -> None:
         raise cgx_ray.StateError("the state is from another model")

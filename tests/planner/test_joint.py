@@ -72,6 +72,17 @@ def test_joint_plan_equals_brute_force_over_all_groupings_options_and_gains(rank
         assert found.best.score * (1 - found.gap) <= least * (1 + MAX_ERROR), (case, found.gap, least)
 
 
+def test_a_plan_mixes_options_where_that_takes_less_time_per_progress_than_any_of_them() -> None:
+    """Backward hides the dense sums of one layer. Nothing hides those of the other, which loses 30 % instead."""
+    layers = tuple(Layer(name=name, numel=4_000_000, ndim=2) for name in ("last", "first"))
+    run = measured(layers, (0.1, 0.4), network(1), gain={str(TOPK.codec): 0.7})
+    found = best_plan(run, (TOPK,), max_gap=0)
+    assert [(group.layers, group.option) for group in found.best.groups] == [(("first",), DENSE), (("last",), TOPK)]
+    assert found.best.efficiency == pytest.approx(0.85)
+    whole = predict(run, [PlannedGroup.of(layers[::-1], TOPK)])
+    assert found.best.score < 0.9 * min(whole.score, found.dense.score)
+
+
 def all_plans(layers: Sequence[Layer], options: Sequence[Option]) -> Iterator[list[PlannedGroup]]:
     """Yield all groupings of `layers` with all options of each group."""
     in_backward_order = layers[::-1]

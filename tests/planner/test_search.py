@@ -29,6 +29,18 @@ def test_joint_search_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_op
         assert plan.gap == 0, (case, plan)
 
 
+def test_joint_search_with_tolls_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_options() -> None:
+    rng = random.Random(8)
+    for case in range(300):
+        pipeline = random_pipeline(rng, rng.randint(1, 8), 6)
+        scale = pipeline.finish_s([GroupEnd(pipeline.num_layers, 0)]) / sum(pipeline.numel) * 10 ** rng.uniform(-3, 0)
+        costs = [replace(cost, toll_b_s_per_element=scale * rng.choice((0, rng.random()))) for cost in pipeline.costs]
+        pipeline = replace(pipeline, costs=tuple(costs))
+        plan = search(pipeline)
+        assert plan.finish_s == pytest.approx(earliest_finish_s(pipeline), rel=ROUNDING), (case, pipeline)
+        assert plan.gap == 0, (case, plan)
+
+
 def earliest_finish_by_fronts_s(pipeline: Pipeline) -> float:
     """Return the earliest finish of all plans, dropping partial plans that another equals or beats."""
     # Finish of compute and of the network, and when all groups so far are done.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class FakeTraining:
 
     slowdown_of  by codec name, another factor for plans that use it
     returns      the ranks run the fallback of a plan on trial
+    loss, lr     reported on all ranks, the loss by step; `report` replaces the loss, by step and rank
+    clock        of the nodes, by step
     """
 
     loop: ControlLoop
@@ -65,6 +67,10 @@ class FakeTraining:
     gain: dict[str, float] = field(default_factory=lambda: dict(GAIN))
     kept: dict[str, float] = field(default_factory=dict)
     norm: float | None = None
+    loss: Callable[[int], float] | None = None
+    report: Callable[[int, int], float | None] | None = None
+    lr: float | None = None
+    clock: Callable[[int], float] = float
     late_rank_s: float = 0.0
     step: int = 0
     noise: float = 0.0
@@ -81,7 +87,7 @@ class FakeTraining:
             self.step += 1
             sample = NodeSample(
                 node_id="node",
-                time_s=float(self.step),
+                time_s=self.clock(self.step),
                 steps=samples,
                 latency_s={"other": self.latency_s},
                 host=QUIET,
@@ -94,6 +100,11 @@ class FakeTraining:
             return 1.0
         names = {group.option.codec.name for group in plan.groups}
         return math.prod([self.slowdown, *(self.slowdown_of.get(name, 1.0) for name in names)])
+
+    def _loss(self, rank: int) -> float | None:
+        if self.report is not None:
+            return self.report(self.step, rank)
+        return self.loss(self.step) if self.loss is not None else None
 
     def sample(self, rank: int) -> StepSample:
         plan = self.loop.plans[-1]
@@ -141,6 +152,8 @@ class FakeTraining:
             gain=self.gain if is_measured else {},
             kept=self.kept if is_measured else {},
             norm=self.norm if is_measured else None,
+            loss=self._loss(rank),
+            lr=self.lr,
         )
 
 
@@ -152,7 +165,7 @@ def start(
     gain_ratios: Mapping[str, float] | None = None,
 ) -> FakeTraining:
     policy = AdaptivePolicy(options, min_gain=min_gain)
-    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), group_bytes=4 << 20, gain_ratios=gain_ratios)
+    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), gain_ratios=gain_ratios)
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
     run = FakeTraining(loop)
     run.step = 1

@@ -17,6 +17,7 @@ class KnownFacts:
     bandwidth_error: float = 0.05
     latency_s: float = 1e-3
     num_link_changes: int = 1
+    num_impossible: int = 1
     predicted_step_s: float = 0.2
     measured_step_s: float = 0.25
     predicted_dense_step_s: float = 0.5

@@ -33,6 +33,8 @@ def step_sample(rank: int, step: int) -> StepSample:
         gain={"bf16": 0.99},
         gain_curve=tuple(0.5 + rank / 10 for _ in CURVE_DENSITIES),
         norm=2.5,
+        loss=3.5,
+        lr=0.01,
         residual_norm=5.0,
         lag_s=(0.0, 0.01),
     )

@@ -23,7 +23,8 @@ from cgx_ray.units import parse_rate
 @click.option(
     "--codecs",
     metavar="TEXT;...",
-    help='Compare these with dense, such as "qsgd:bits=2; topk:density=0.01 over artopk_ring".  [default: 14 codecs]',
+    help='Compare these with dense, such as "qsgd:bits=2; topk:density=0.01 over artopk_ring"; "adaptive" and '
+    '"adaptive fast" are policies.  [default: 14 codecs]',
 )
 @click.option("--seeds", default=3, show_default=True, help="Trainings per codec and workload.")
 @click.option("--steps", default=300, show_default=True, help="Steps per training.")

@@ -16,9 +16,9 @@ struct Burst {
 };
 
 // Cuts the bytes that one peer sends, or all peers together, into bursts of about kBurstS. Times are those at
-// which the kernel got the bytes, so a reader that waits for a processor changes nothing. If bytes of all
-// peers are counted, pauses within messages are left out too: no sender had more to send then, because it was
-// encoding or its TCP window was smaller than the path.
+// which the kernel got the bytes, so a reader that waits for a processor changes nothing. Pauses between
+// messages are left out. If bytes of all peers are counted, pauses within messages are too: no sender had
+// more to send then, because it was encoding or its TCP window was smaller than the path.
 class ArrivalMeter {
   public:
     explicit ArrivalMeter(int peer) : peer_(peer) {}
@@ -55,11 +55,15 @@ class ArrivalMeter {
     // Long enough for many packets of a slow link (64 KiB at a time with offloading, 5 ms at 100 Mbit/s).
     static constexpr double kBurstS = 0.05;
     static constexpr int64_t kBurstBytes = 2 << 20;
-    static constexpr double kMinBurstS = 0.01;
-    // A longer gap between two messages is a pause. Within a message the gap must also be kPauseFactor times
-    // as long as its bytes usually take.
+    // Time stamps are late by up to some milliseconds on a busy machine, which must be a small part of a
+    // burst.
+    static constexpr double kMinBurstS = 0.02;
+    // A longer gap between two messages is a pause: on an idle link short messages follow each other that
+    // fast.
+    static constexpr double kMaxGapS = 0.0001;
+    // Within messages a pause is longer than this, and kPauseFactor times as long as its bytes usually take.
     static constexpr double kMaxPauseS = 0.001;
-    static constexpr double kPauseFactor = 4;
+    static constexpr double kPauseFactor = 2;
     // More bytes than this in one group were read late, so there may have been a pause between their
     // messages.
     static constexpr int64_t kMaxUnclearBytes = 1 << 18;
@@ -75,6 +79,10 @@ class ArrivalMeter {
     // that time, within bounds.
     static constexpr double kSkippedS = 0.002;
     static constexpr int64_t kMinSkippedBytes = 1 << 15, kMaxSkippedBytes = 1 << 17;
+    // Bytes after a pause that come much faster than usual had queued, or the pause was a late time stamp.
+    // Skip them too, up to what a fast link carries in 1 ms: if more come that fast, the link has become
+    // faster.
+    static constexpr int64_t kMaxQueuedBytes = 1 << 20;
 
     // Counts the bytes that arrived by `group_at_`, after `last_`.
     void take_group() {
@@ -84,7 +92,8 @@ class ArrivalMeter {
         const bool is_slow = peer_ < 0 && pace_ > 0 && pace > kPauseFactor * pace_;
         // If many bytes were read late, a sender may have paused between two of their messages.
         const bool is_late = has_edge_ && group_bytes_ > kMaxUnclearBytes;
-        const bool is_pause = gap_s > kMaxPauseS && (!was_open_ || is_slow || is_late);
+        const bool is_pause =
+            (!was_open_ && gap_s > kMaxGapS) || (gap_s > kMaxPauseS && (is_slow || is_late));
         if (was_open_ && group_bytes_ >= kMinPacedBytes)
             pace_ = pace_ == 0 ? pace : pace_ * (pace > pace_ ? kPaceStep : 1 / kPaceStep);
         if (is_pause || group_at_ < last_ - kMaxLateS) {
@@ -92,7 +101,7 @@ class ArrivalMeter {
         } else {
             last_ += gap_s;
             num_bytes_ += group_bytes_;
-            if (num_to_skip_ > 0 && (num_to_skip_ -= group_bytes_) <= 0) start(last_);
+            if (num_to_skip_ > 0) skip(pace < pace_ / kPauseFactor);
         }
         group_bytes_ = 0;
         was_open_ = num_open_ > 0;
@@ -102,9 +111,18 @@ class ArrivalMeter {
     void begin_train(double at) {
         if (num_to_skip_ <= 0) done_ = {peer_, done_.num_bytes + num_bytes_, done_.seconds + last_ - first_};
         start(at);
+        num_queued_ = 0;
         num_to_skip_ = kMaxSkippedBytes;
         if (pace_ * kMaxSkippedBytes > kSkippedS)
             num_to_skip_ = std::max(kMinSkippedBytes, static_cast<int64_t>(kSkippedS / pace_));
+    }
+
+    // Leaves out the group that was just taken. `had_queued`: it came too fast to have come over the link.
+    void skip(bool had_queued) {
+        num_queued_ += had_queued ? group_bytes_ : 0;
+        num_to_skip_ -= group_bytes_;
+        if (had_queued && num_queued_ <= kMaxQueuedBytes) num_to_skip_ = std::max<int64_t>(num_to_skip_, 1);
+        if (num_to_skip_ <= 0) start(last_);
     }
 
     void start(double at) {
@@ -122,7 +140,7 @@ class ArrivalMeter {
     double pace_ = 0;  // usual seconds per byte
     // Times and bytes since the last pause, and bytes that are left to skip.
     double first_ = 0, last_ = 0;
-    int64_t num_bytes_ = 0, num_to_skip_ = kMaxSkippedBytes;
+    int64_t num_bytes_ = 0, num_to_skip_ = kMaxSkippedBytes, num_queued_ = 0;
     Burst done_{peer_, 0, 0};  // of earlier trains
 };
 

@@ -23,15 +23,22 @@ struct Problem {
     // Of the layers from k on, if the network never waits: the least seconds that it takes to the end of the
     // step, and the compute time of a plan that attains them.
     std::vector<double> least_rest, least_rest_compute;
+    double most_toll_b = 0;
 
+    // A toll holds up device and network alike. So it is part of compute and of network, and the network has
+    // it behind compute, after the lead.
     double compute_s(int k, int end, const Option& option) const {
-        return backward[end] - backward[k] + option.compute_a + option.compute_b * (numel[end] - numel[k]);
+        return backward[end] - backward[k] + option.compute_a +
+               (option.compute_b + option.toll_b) * (numel[end] - numel[k]);
     }
     double network_s(int k, int end, const Option& option) const {
-        return option.network_a + option.network_b * (numel[end] - numel[k]);
+        return option.network_a + (option.network_b + option.toll_b) * (numel[end] - numel[k]);
     }
     double lead_s(int k, int end, const Option& option) const {
-        return option.lead_a + option.lead_b * (numel[end] - numel[k]);
+        return option.lead_a + (option.lead_b - option.toll_b) * (numel[end] - numel[k]);
+    }
+    double toll_s(int k, int end, const Option& option) const {
+        return option.toll_b * (numel[end] - numel[k]);
     }
     double tail_s(int k, int end, const Option& option) const {
         return option.tail_a + option.tail_b * (numel[end] - numel[k]);
@@ -47,6 +54,8 @@ struct Problem {
             least = std::min(least, w * compute_s(k, end, option) + (1 - w) * network_s(k, end, option));
         return k == end ? 0 : least;
     }
+    // The largest tolls that layers from k on can have.
+    double most_toll_s(int k) const { return most_toll_b * (numel[num_layers] - numel[k]); }
     void find_least_rest() {
         least_rest.assign(num_layers + 1, kInfinity);
         least_rest_compute.assign(num_layers + 1, 0);
@@ -194,7 +203,8 @@ class Search {
                     if (to.compute_s >= best_.finish_s) break;
                     double rest = to.compute_s + bound.at(end, to.network_s - to.compute_s);
                     double f = std::max({top.bound_s, rest, to.done_s});
-                    to.may_end = to.done_s > rest;
+                    // The tolls of later groups delay the end of this one, too.
+                    to.may_end = to.done_s > rest - problem_.most_toll_s(end);
                     if (f >= best_.finish_s * (1 - kRounding) || !add(fronts[end], to)) continue;
                     to.parent = top.label;
                     labels_.push_back(to);
@@ -222,7 +232,8 @@ class Search {
         double own = problem_.network_s(from.end, end, option);
         double network = std::max(from.network_s, compute + lead) + own;
         double alone = problem_.alone_s(from.end, end, option);
-        double done = std::max({from.done_s, from.network_s + own + tail, compute + alone});
+        double toll = problem_.toll_s(from.end, end, option);
+        double done = std::max({from.done_s + toll, from.network_s + own + tail, compute + alone});
         return {compute, network, done, end, o, -1, false};
     }
 
@@ -293,6 +304,7 @@ Answer search(const std::vector<double>& backward_s, const std::vector<double>& 
               const std::vector<Option>& options, double after_s, double max_gap, int64_t max_labels) {
     int n = static_cast<int>(backward_s.size());
     Problem problem{n, prefix_sums(backward_s), prefix_sums(numel), options, after_s, {}, {}};
+    for (const Option& option : options) problem.most_toll_b = std::max(problem.most_toll_b, option.toll_b);
     problem.find_least_rest();
     Answer best{kInfinity, 0, {}, 0};
     for (int o = 0; o < std::ssize(options); ++o) {

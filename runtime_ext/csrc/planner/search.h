@@ -8,7 +8,8 @@ namespace cgx::planner {
 
 // Seconds of a group of x elements, each a + b * x; cgx_ray/planner/pipeline.py says what they are.
 struct Option {
-    double compute_a, compute_b, network_a, network_b, lead_a, lead_b, tail_a, tail_b, alone_a, alone_b;
+    double compute_a, compute_b, network_a, network_b, lead_a, lead_b, tail_a, tail_b, alone_a, alone_b,
+        toll_b;
 };
 
 // The layers after those of the group before, up to `end`, which is not included.
@@ -17,7 +18,7 @@ struct PlannedGroup {
 };
 
 struct Answer {
-    double finish_s, bound_s;  // finish of the groups; no plan finishes earlier than bound_s
+    double finish_s, bound_s;  // finish of the groups with their tolls; no plan has less than bound_s
     std::vector<PlannedGroup> groups;
     int64_t num_labels;
 };

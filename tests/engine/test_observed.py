@@ -1,0 +1,75 @@
+"""Loss and learning rate that the training reports to its engine."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.engine.observed import ObservedTraining
+from cgx_ray.errors import ConfigError
+
+
+def test_numbers_and_tensors_of_one_element_are_taken_once_and_the_newest_counts() -> None:
+    observed = ObservedTraining()
+    assert observed.take() == (None, None)
+    loss = torch.tensor(2.5, requires_grad=True)
+    observed.add(loss=1, lr=None)
+    observed.add(loss=loss, lr=torch.tensor([0.5], dtype=torch.float64))
+    with torch.no_grad():
+        loss.zero_()
+    assert observed.take() == (2.5, 0.5)
+    assert observed.take() == (None, None)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, torch.tensor(math.nan)])
+def test_numbers_that_are_not_finite_count_as_not_reported(number: float | torch.Tensor) -> None:
+    observed = ObservedTraining()
+    observed.add(loss=number, lr=number)
+    assert observed.take() == (None, None)
+    observed.add(loss=-1.0, lr=0.0)
+    assert observed.take() == (-1.0, None)
+
+
+@pytest.mark.parametrize("given", ["2.5", torch.ones(2), torch.ones(0), torch.ones((), dtype=torch.complex64), [1.0]])
+def test_what_is_no_number_is_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match="as loss; give a real number, or a tensor with one element"):
+        ObservedTraining().add(loss=given, lr=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_loss_on_a_gpu_is_taken_when_it_is_there() -> None:
+    observed = ObservedTraining()
+    torch.cuda._sleep(200_000_000)
+    loss = torch.ones((), device="cuda") * 3
+    observed.add(loss=loss, lr=None)
+    assert observed.take() == (None, None)
+    observed.add(loss=loss, lr=None)
+    torch.cuda.synchronize()
+    assert observed.take() == (3.0, None)
+
+
+def _reported(rank: int) -> list[tuple[float | None, float | None]]:
+    model = DistributedDataParallel(nn.Linear(2000, 1, bias=False))
+    attachment = cgx_ray.attach(model, codec="topk:density=0.1")
+    for step in range(4):
+        loss = (step + rank) * model(torch.zeros(1, 2000)).sum() + step
+        loss.backward()
+        attachment.observe(loss=loss if rank == 0 else math.nan, lr=0.1)
+    attachment.close()
+    return [(sample.loss, sample.lr) for sample in attachment.take_samples()]
+
+
+def test_samples_carry_what_was_reported_after_the_step_before_also_with_gradients_of_norm_zero() -> None:
+    first, second = run_ranks(2, _reported)
+    assert first == [(None, None), (0.0, 0.1), (1.0, 0.1), (2.0, 0.1)]
+    assert second == [(None, None), (None, 0.1), (None, 0.1), (None, 0.1)]
+
+
+def test_at_world_size_one_a_report_does_nothing() -> None:
+    cgx_ray.attach(nn.Linear(2, 2)).observe(loss=math.nan, lr=0.1)
