@@ -39,6 +39,7 @@ CANDIDATES = ("bf16", "topk:density=0.1")
 SETTLE_S = 4.0
 _HIDDEN = 512
 _COMPUTE_S = 0.02
+_LEARNING_RATE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +117,17 @@ def train(config: dict[str, Any]) -> None:
         nn.Linear(64, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 64)
     )
     model = ray.train.torch.prepare_model(net)
-    cgx_ray.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    attachment = cgx_ray.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
     rank, ended_s = ray.train.get_context().get_world_rank(), []
     for step in range(config["steps"]):
         x_BD = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
         optimizer.zero_grad()
         time.sleep(_COMPUTE_S)
-        (model(x_BD) - x_BD).square().mean().backward()
+        loss = (model(x_BD) - x_BD).square().mean()
+        loss.backward()
         optimizer.step()
+        attachment.observe(loss=loss, lr=_LEARNING_RATE)
         dist.barrier()
         ended_s.append(time.time())
     time.sleep(SETTLE_S)
