@@ -40,7 +40,9 @@ class _UnusableJournal(click.ClickException):
     "--candidates", multiple=True, metavar="CODEC", help="What if: a codec that may be chosen; may be repeated."
 )
 @click.option(
-    "--fidelity", type=click.Choice(tuple(Fidelity)), help="What if: the candidates of this level, as in CGXConfig."
+    "--fidelity",
+    type=click.Choice([level.value for level in Fidelity]),
+    help="What if: the candidates of this level, as in CGXConfig.",
 )
 @json_option("every count and the listed decisions")
 @click.pass_context
@@ -64,6 +66,8 @@ def replay(
     console = console_for(json_path)
     path = journal / "decisions.jsonl" if journal.is_dir() else journal
     try:
+        if not path.is_file():
+            raise ConfigError(f"{path} is no file; give the decisions.jsonl of a run, or the folder that it lies in")
         what_if = WhatIf(options=_options(candidates, fidelity), min_gain=min_gain)
         run, broken, listed = _replay(path, what_if, lists_all, console)
     except CGXError as error:
@@ -103,7 +107,7 @@ def _replay(
             if num_listed[_result(found)] <= MAX_LISTED:
                 listed.append(found)
     if run.num_again == 0:
-        raise ConfigError(f"{path} {_nothing_to_replay(run, broken, size)}")
+        raise ConfigError(f"{path} {_nothing_to_replay(run, broken, listed, size)}")
     return run, broken, listed
 
 
@@ -113,17 +117,18 @@ def _result(found: ReplayedDecision) -> str:
     return "differs" if found.differs else "same"
 
 
-def _nothing_to_replay(run: Replay, broken: BrokenLines, size: int) -> str:
+def _nothing_to_replay(run: Replay, broken: BrokenLines, listed: Sequence[ReplayedDecision], size: int) -> str:
     give = "give the decisions.jsonl of a run with CGXConfig(policy='adaptive')"
     if size == 0:
         return f"is empty; {give}"
     if run.kinds == {"static"}:
         return f"is of a run with policy 'static', which keeps the plan that the user chose and decides nothing; {give}"
-    if run.not_again:
-        return f"holds no decision that can be made again: {_counts(run.not_again)}; {give}"
+    if listed:
+        first = f"the first of {run.not_again.total()}, after step {listed[0].step}: {listed[0].note}"
+        return f"holds no decision that can be made again; {first}; {give}"
     if run.kinds:
         return "holds no decision yet: a run decides after its first steps; wait for them"
-    note = f" ({broken.count} broken lines; {broken.first})" if broken.count else ""
+    note = f" (broken lines: {broken.count}; the first is {broken.first})" if broken.count else ""
     return f"is no journal: it holds no start and no decision{note}; {give}"
 
 
@@ -147,15 +152,15 @@ def _summary(run: Replay, broken: BrokenLines, listed: Sequence[ReplayedDecision
     share = run.num_same / run.num_again
     # 100 % is all of them, never a rounded 99.96 %.
     text = f"{share:.0%}" if share in (0.0, 1.0) else f"{min(share, 0.999):.1%}"
-    yield f"{run.num_again} decisions made again: {run.num_same} the same ({text}), {run.num_different} otherwise"
+    yield f"decisions made again: {run.num_again}; the same: {run.num_same} ({text}); otherwise: {run.num_different}"
     if run.num_other_prediction:
-        yield f"{run.num_other_prediction} of the same decisions have another prediction"
+        yield f"the same decision, but another prediction: {run.num_other_prediction}"
     if run.not_again:
-        yield f"{run.not_again.total()} not re-decided: {_counts(run.not_again)}"
+        yield f"not re-decided: {run.not_again.total()} ({_counts(run.not_again)})"
     if run.unmeasured:
         yield f"never chosen, since the run measured no gain of them: {', '.join(run.unmeasured)}"
     if broken.count:
-        yield f"{broken.count} broken lines skipped; the first is {broken.first}"
+        yield f"broken lines that were skipped: {broken.count}; the first is {broken.first}"
     num_unlisted = run.num_different + run.not_again.total() - sum(_result(found) != "same" for found in listed)
     if num_unlisted:
         yield f"{num_unlisted} more are not listed: a list ends after {MAX_LISTED} of each kind"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # Bytes of the longest line that is read: a decision about 100,000 layers takes 5 MB. A longer line is no journal's.
-MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
+_START = b'{"event": "start"'
 
 
 class BrokenLines:
@@ -35,8 +36,12 @@ def read_lines(path: Path, broken: BrokenLines, on_byte: Callable[[int], None]) 
         while raw := file.readline(MAX_LINE_BYTES):
             number += 1
             is_whole = raw.endswith(b"\n")
-            while not is_whole and len(raw) == MAX_LINE_BYTES and (rest := file.readline(MAX_LINE_BYTES)):
-                is_whole = rest.endswith(b"\n")
+            if not is_whole and len(raw) == MAX_LINE_BYTES:
+                _skip_line(file)
+                broken.add(number, f"longer than {MAX_LINE_BYTES >> 20} MiB")
+                if raw.startswith(_START):
+                    yield {"event": "start"}
+                continue
             on_byte(file.tell())
             try:
                 entry = json.loads(raw)
@@ -44,7 +49,12 @@ def read_lines(path: Path, broken: BrokenLines, on_byte: Callable[[int], None]) 
                     raise ValueError("no JSON object with an event")
             except (ValueError, RecursionError) as error:
                 broken.add(number, str(error) if is_whole else "cut in the middle, or still being written")
-                if raw.startswith(b'{"event": "start"'):
+                if raw.startswith(_START):
                     yield {"event": "start"}
                 continue
             yield entry
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):
+        pass
