@@ -99,7 +99,7 @@ def _replay(
     num_listed: Counter[str] = Counter()
     size = path.stat().st_size
     with progress_bar(console) as on_part:
-        for entry in read_lines(path, broken, lambda place: on_part(f"{path.name}", place / size)):
+        for entry in read_lines(path, broken, lambda place: on_part(f"{path.name}", place / max(size, 1))):
             found = run.add(entry)
             if found is None or (_result(found) == "same" and not lists_all):
                 continue

@@ -239,9 +239,9 @@ def test_memory_does_not_grow_with_the_journal(journal: Path, tmp_path: Path) ->
     progress = "".join(line for line in lines if line.startswith('{"event": "progress"'))
     with big.open("w") as file:
         file.writelines(lines)
-        for _ in range((64 << 20) // len(progress)):
+        for _ in range((32 << 20) // len(progress)):
             file.write(progress)
-        file.write("x" * (128 << 20) + "\n")
+        file.write("x" * (64 << 20) + "\n")
         file.write(lines[-1])
     # One line may take up to MAX_LINE_BYTES, and as much again twice while it is read.
     assert peak_kb(big) - peak_kb(journal) < 4 * MAX_LINE_BYTES / 1024
