@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cgx_ray.bench.monitor_cost import local_ray, monitor_rows
+from cgx_ray.bench.monitor_cost import local_ray, monitor_rows, publishing_row
 from cgx_ray.bench.network_events import (
     BASE_LATENCY_S,
     BASE_RATE,
@@ -65,7 +65,7 @@ def measure_network(options: NetworkOptions, on_line: Callable[[str], None]) -> 
 
     if not options.quick:
         with local_ray():
-            add(*monitor_rows(_MONITOR_S))
+            add(*monitor_rows(_MONITOR_S), publishing_row())
     points = [(rate, latency_s) for rate in rates for latency_s in latencies_s]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -13,9 +13,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-from cgx_ray.monitors.export import NodeMetrics
 from cgx_ray.monitors.host import HostMonitor
+from cgx_ray.monitors.node_metrics import NodeMetrics
 from cgx_ray.monitors.probe import BulkServer, measure_bulk
+from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.round_trip import EchoServer, Peers
 from cgx_ray.monitors.sample import NodeSample, StepSample
 
@@ -42,12 +43,13 @@ class NodeAgent:
         run_name: str,
         host: str,
         *,
+        run_id: str = "",
         interval_s: float = INTERVAL_S,
         latency_interval_s: float = LATENCY_INTERVAL_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Listen on `host`. Raises OSError if it is not an address of this node."""
-        self._node_id, self._run_name, self._clock = node_id, run_name, clock
+        self._node_id, self._run_name, self._run_id, self._clock = node_id, run_name, run_id, clock
         self._server = EchoServer(host)
         self._bulk_server = BulkServer(host)
         self._host = HostMonitor()
@@ -56,7 +58,7 @@ class NodeAgent:
         self._peers = Peers({})
         self._bulk: Mapping[str, tuple[str, int]] = {}
         self._own = OwnBytes(has_peers=False)
-        self._metrics = NodeMetrics(run_name)
+        self._metrics = NodeMetrics(RaySink(), run_name, run_id)
         self._outbox = _Outbox(None)
         self._found: deque[tuple[str, float]] = deque()
         self._logged: set[tuple[str, type[Exception]]] = set()
@@ -93,7 +95,7 @@ class NodeAgent:
         self._bulk = bulk or {}
         others = {node_id: at for node_id, at in peers.items() if node_id != self._node_id}
         self._peers, self._own = Peers(others), OwnBytes(has_peers=bool(others))
-        self._metrics = NodeMetrics(self._run_name)
+        self._metrics = NodeMetrics(RaySink(), self._run_name, self._run_id)
         self._outbox = _Outbox(controller)
         for thread in self._threads:
             if thread.ident is None:

@@ -1,295 +1,318 @@
-"""All metrics of the project with name, meaning and unit, published through `ray.util.metrics`.
+"""All metrics of the project: name, kind, unit, labels and meaning. The only home of their names.
 
-Ray serves them on each node's metrics port, with the prefix `ray_` and, for counters, the suffix `_total`. A metric is
-created by the process that first sets it, so importing this module registers nothing. Ray drops a gauge that is not set
-for about 30 s: call `export` about every second, even if nothing has changed.
+`node_metrics` and `controller_metrics` set them through a `Sink`: `ray_sink` inside Ray, `endpoint` without it. Both
+serve the same names: with the prefix `ray_` and, for counters, the suffix `_total`, as Ray does. So one set of boards
+shows both. Labels have few values: none is a step, a layer, a group or free text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from statistics import fmean
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
-from ray.util import metrics
-
-from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, NodeSample, StepSample
-
-# Labels of Ray Train's own metrics, so that panels can join both.
+# Labels of Ray Train's own metrics, so that panels can join both. Every metric has the first two.
 RUN = "ray_train_run_name"
+RUN_ID = "ray_train_run_id"
 RANK = "ray_train_worker_world_rank"
 
 PHASES = ("compute", "encode", "exchange", "decode")
 STEP_SECONDS_BOUNDS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0]
 
+LABELS = {
+    RUN: "name of the run",
+    RUN_ID: "Ray Train's id of the run; empty without Ray",
+    RANK: "rank in the run",
+    "phase": "compute, encode, exchange or decode",
+    "codec": "name of the codec, without parameters; `sharded` for FSDP2 models. For `cgx_ray_gain`, codec or option",
+    "scheme": "name of the scheme; `sharded` for FSDP2 models",
+    "density": "density of top-k",
+    "peer": "id of a node",
+    "direction": "sent or received",
+    "resource": "cpu or memory",
+    "kind": "keep, replace or disable",
+    "cause": "kind of the cause: first_measurements, network, step_time, gain, loss, review, failed_plan, "
+    "slower_than_dense, compare_with_dense, excursion_ended or lease_ended",
+}
+
+Kind = Literal["gauge", "counter", "histogram"]
+Source = Literal["node", "controller"]
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Arguments of the metric's class in `ray.util.metrics`."""
+    """What a metric says. `extra`: its labels beside run name and run id. `source`: who sets it."""
 
-    kind: type[metrics.Metric]
+    kind: Kind
+    unit: str
+    source: Source
+    extra: tuple[str, ...]
     meaning: str
-    tags: tuple[str, ...]
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return (RUN, RUN_ID, *self.extra)
+
+    @property
+    def help(self) -> str:
+        return f"{self.meaning} Unit: {self.unit}."
+
+
+class Sink(Protocol):
+    """Where values go. `labels` holds every label of the metric."""
+
+    def set(self, name: str, value: float, labels: Mapping[str, str]) -> None: ...
+    def increase(self, name: str, by: float, labels: Mapping[str, str]) -> None: ...
+    def observe(self, name: str, value: float, labels: Mapping[str, str]) -> None: ...
+
+
+_OPTION = (RANK, "codec", "scheme")
 
 METRICS: dict[str, Metric] = {
-    # Set by the agent of each node.
-    "cgx_ray_step_seconds": Metric(metrics.Histogram, "Seconds per training step of a rank.", (RUN, RANK)),
-    "cgx_ray_phase_seconds": Metric(
-        metrics.Gauge,
-        "Seconds per step in a phase: compute (the step without the communication that compute does not hide), encode, "
-        "exchange or decode; mean over the last interval with steps. The last three may overlap with compute.",
-        (RUN, RANK, "phase"),
+    # Set by the agent of each node, or by each rank without Ray.
+    "cgx_ray_step_seconds": Metric("histogram", "seconds", "node", (RANK,), "Time of a training step of a rank."),
+    "cgx_ray_steps": Metric(
+        "counter",
+        "steps",
+        "node",
+        _OPTION,
+        "Steps of a rank, by the codec and scheme of the largest part of its gradients.",
     ),
-    "cgx_ray_wire_bytes": Metric(metrics.Counter, "Bytes of gradients sent by a rank.", (RUN, RANK)),
+    "cgx_ray_phase_seconds": Metric(
+        "gauge",
+        "seconds",
+        "node",
+        (RANK, "phase"),
+        "Time per step in a phase: compute (the step without the communication that compute does not hide), encode, "
+        "exchange or decode; mean over the last interval with steps. The last three may overlap with compute.",
+    ),
+    "cgx_ray_exposed_seconds": Metric(
+        "gauge",
+        "seconds",
+        "node",
+        (RANK,),
+        "Communication per step that compute does not hide; mean over the last interval with steps.",
+    ),
+    "cgx_ray_wire_bytes": Metric("counter", "bytes", "node", _OPTION, "Gradients sent by a rank, encoded."),
     "cgx_ray_dense_bytes": Metric(
-        metrics.Counter, "Bytes of a rank's gradients before compression, counted once per step.", (RUN, RANK)
+        "counter", "bytes", "node", _OPTION, "A rank's gradients before compression, counted once per step."
     ),
     "cgx_ray_compression_ratio": Metric(
-        metrics.Gauge,
-        "Bytes of the gradient divided by bytes of its encoding, in the last step; 1 if dense. No unit.",
-        (RUN, RANK),
+        "gauge",
+        "ratio",
+        "node",
+        (RANK,),
+        "Bytes of the gradient divided by bytes of its encoding, in the last step; 1 if dense.",
     ),
-    "cgx_ray_plan_version": Metric(metrics.Gauge, "Version of the plan used in a rank's last step.", (RUN, RANK)),
+    "cgx_ray_density": Metric(
+        "gauge",
+        "ratio",
+        "node",
+        (RANK,),
+        "Share of elements that the codecs in force send, mean over elements; 1 if all, at any number of bits.",
+    ),
+    "cgx_ray_bits_per_element": Metric(
+        "gauge",
+        "bits",
+        "node",
+        (RANK,),
+        "Encoded size per element of the gradient, mean over elements, with indices and scales; 32 if dense float32.",
+    ),
+    "cgx_ray_groups": Metric("gauge", "groups", "node", _OPTION, "Groups of the plan in force, by codec and scheme."),
+    "cgx_ray_plan_version": Metric("gauge", "version", "node", (RANK,), "Plan used in a rank's last step."),
     "cgx_ray_gain": Metric(
-        metrics.Gauge,
+        "gauge",
+        "ratio",
+        "node",
+        (RANK, "codec"),
         "Compression gain when last measured: energy of the compressed gradient divided by energy of the error-fed "
-        "gradient. By codec as predicted, by option in use as it was kept. No unit.",
-        (RUN, RANK, "codec"),
+        "gradient. By codec as predicted, by option in use as it was kept.",
     ),
     "cgx_ray_gradient_norm": Metric(
-        metrics.Gauge, "Norm of a rank's gradient when last measured, without residuals and small layers.", (RUN, RANK)
+        "gauge",
+        "norm",
+        "node",
+        (RANK,),
+        "Norm of a rank's gradient when last measured, without residuals and small layers.",
+    ),
+    "cgx_ray_loss": Metric(
+        "gauge", "loss", "node", (RANK,), "Newest loss that the training has reported; missing if it reports none."
+    ),
+    "cgx_ray_learning_rate": Metric(
+        "gauge", "learning rate", "node", (RANK,), "Newest learning rate that the training has reported."
+    ),
+    "cgx_ray_residual_ratio": Metric(
+        "gauge",
+        "ratio",
+        "node",
+        (RANK,),
+        "Norm of the error-feedback residual divided by the norm of the gradient, when last measured. Missing if no "
+        "codec in use has a residual.",
     ),
     "cgx_ray_gain_at_density": Metric(
-        metrics.Gauge,
-        "Compression gain of top-k at a density when last measured; mean over the node's ranks. No unit.",
-        (RUN, "density"),
+        "gauge",
+        "ratio",
+        "node",
+        ("density",),
+        "Compression gain of top-k at a density when last measured; mean over the node's ranks.",
+    ),
+    "cgx_ray_agreement_lag_seconds": Metric(
+        "gauge",
+        "seconds",
+        "node",
+        (RANK,),
+        "Time from a rank's agreement message until that of the last other rank arrived: how late the latest rank is.",
+    ),
+    "cgx_ray_non_finite_steps": Metric(
+        "counter",
+        "steps",
+        "node",
+        (RANK,),
+        "Steps in which an average was NaN or Inf. Looked at only while a codec in use has memory.",
     ),
     "cgx_ray_link_latency_seconds": Metric(
-        metrics.Gauge, "One-way latency in seconds from this node to the node `peer`.", (RUN, "peer")
+        "gauge", "seconds", "node", ("peer",), "One-way latency from this node to the node `peer`."
     ),
     "cgx_ray_nic_bytes_per_second": Metric(
-        metrics.Gauge,
-        "Bytes per second through the node's network cards, without loopback; direction is sent or received.",
-        (RUN, "direction"),
+        "gauge",
+        "bytes per second",
+        "node",
+        ("direction",),
+        "Traffic of the node's network cards, without loopback.",
     ),
     "cgx_ray_nic_speed_bits_per_second": Metric(
-        metrics.Gauge,
-        "Speed in bits per second of the node's fastest network card; 0 if its driver does not report it.",
-        (RUN,),
+        "gauge",
+        "bits per second",
+        "node",
+        (),
+        "Speed of the node's fastest network card; 0 if its driver does not report it.",
     ),
     "cgx_ray_nic_errors": Metric(
-        metrics.Counter, "Packets that the node's network cards dropped or received broken.", (RUN,)
+        "counter", "packets", "node", (), "Packets that the node's network cards dropped or received broken."
     ),
     "cgx_ray_neighbour_bytes_per_second": Metric(
-        metrics.Gauge,
-        "Bytes per second on the node's link that are not from this training; mean over half a minute. Missing if "
-        "ranks of the node share no memory, since they also count what they send to each other.",
-        (RUN,),
+        "gauge",
+        "bytes per second",
+        "node",
+        (),
+        "Traffic on the node's link that is not from this training; mean over half a minute. Missing if ranks of the "
+        "node share no memory, since they also count what they send to each other.",
     ),
-    "cgx_ray_cpu_share": Metric(metrics.Gauge, "Fraction of the node's processors in use, 0 to 1. No unit.", (RUN,)),
-    "cgx_ray_memory_share": Metric(metrics.Gauge, "Fraction of the node's memory in use, 0 to 1. No unit.", (RUN,)),
+    "cgx_ray_cpu_share": Metric("gauge", "ratio", "node", (), "Fraction of the node's processors in use, 0 to 1."),
+    "cgx_ray_memory_share": Metric("gauge", "ratio", "node", (), "Fraction of the node's memory in use, 0 to 1."),
     "cgx_ray_pressure": Metric(
-        metrics.Gauge,
-        "Fraction of the last 10 s in which a process on the node waited for a resource (cpu or memory). No unit.",
-        (RUN, "resource"),
+        "gauge",
+        "ratio",
+        "node",
+        ("resource",),
+        "Fraction of the last 10 s in which a process on the node waited for a resource.",
     ),
     # Set by the controller.
-    "cgx_ray_decisions": Metric(metrics.Counter, "Decisions so far; kind is keep, replace or disable.", (RUN, "kind")),
+    "cgx_ray_newest_plan_version": Metric(
+        "gauge", "version", "controller", (), "Newest plan that the controller hands out."
+    ),
+    "cgx_ray_decisions": Metric("counter", "decisions", "controller", ("kind", "cause"), "Decisions so far."),
+    "cgx_ray_decision_timestamp_seconds": Metric(
+        "gauge",
+        "seconds since 1970",
+        "controller",
+        ("kind", "cause"),
+        "Time of the newest decision of this kind and cause.",
+    ),
+    "cgx_ray_reverts": Metric(
+        "counter",
+        "reverts",
+        "controller",
+        ("cause",),
+        "Returns to an earlier plan: slower_than_dense, or lease_ended (no outcome was known in time).",
+    ),
+    "cgx_ray_banned_options": Metric("gauge", "options", "controller", (), "Options that are banned for a time."),
     "cgx_ray_link_bandwidth_bits_per_second": Metric(
-        metrics.Gauge,
-        "Bandwidth of a worker's link in bits per second, estimated from the training's messages or from probes. If "
-        "some links are slow, that of the slowest.",
-        (RUN,),
+        "gauge",
+        "bits per second",
+        "controller",
+        (),
+        "Bandwidth of a worker's link, estimated from the training's messages or from probes. If some links are slow, "
+        "that of the slowest.",
     ),
     "cgx_ray_link_bandwidth_error": Metric(
-        metrics.Gauge,
-        "Half the width of the bandwidth's 95 % interval, as a fraction of the bandwidth. No unit.",
-        (RUN,),
+        "gauge",
+        "ratio",
+        "controller",
+        (),
+        "Half the width of the bandwidth's 95 % interval, as a fraction of the bandwidth.",
     ),
     "cgx_ray_worker_latency_seconds": Metric(
-        metrics.Gauge, "One-way latency in seconds between workers that are not near each other.", (RUN,)
+        "gauge", "seconds", "controller", (), "One-way latency between workers that are not near each other."
     ),
-    "cgx_ray_link_changes": Metric(metrics.Counter, "Number of changes of latency or bandwidth.", (RUN,)),
+    "cgx_ray_link_changes": Metric("counter", "changes", "controller", (), "Changes of latency or bandwidth."),
     "cgx_ray_impossible_rates": Metric(
-        metrics.Counter, "Measured rates that were dropped, as a card or the probes show that no link had them.", (RUN,)
+        "counter",
+        "rates",
+        "controller",
+        (),
+        "Measured rates that were dropped, as a card or the probes show that no link had them.",
     ),
     "cgx_ray_slow_link_bits_per_second": Metric(
-        metrics.Gauge,
-        "Bandwidth in bits per second of a rank whose link is much slower than the others'; 0 when it no longer is.",
-        (RUN, RANK),
+        "gauge",
+        "bits per second",
+        "controller",
+        (RANK,),
+        "Bandwidth of a rank whose link is much slower than the others'; 0 when it no longer is.",
     ),
     "cgx_ray_slow_rank": Metric(
-        metrics.Gauge,
-        "1 while a rank's compute takes much longer than the others', 0 afterwards. No unit.",
-        (RUN, RANK),
+        "gauge",
+        "0 or 1",
+        "controller",
+        (RANK,),
+        "1 while a rank's compute takes much longer than the others', 0 afterwards.",
     ),
     "cgx_ray_silent_node": Metric(
-        metrics.Gauge, "1 while the node `peer` answers no other node's probes, 0 afterwards. No unit.", (RUN, "peer")
+        "gauge",
+        "0 or 1",
+        "controller",
+        ("peer",),
+        "1 while the node `peer` answers no other node's probes, 0 afterwards.",
+    ),
+    "cgx_ray_report_age_seconds": Metric(
+        "gauge",
+        "seconds",
+        "controller",
+        ("peer",),
+        "Time from the last report of the node `peer` to the last report of any node.",
+    ),
+    "cgx_ray_incomplete_steps": Metric(
+        "counter", "steps", "controller", (), "Steps without effect on decisions, since a rank has not reported them."
     ),
     "cgx_ray_predicted_step_seconds": Metric(
-        metrics.Gauge, "Seconds per step that the planner predicts for the plan in force.", (RUN,)
+        "gauge", "seconds", "controller", (), "Time per step that the planner predicts for the plan in force."
     ),
     "cgx_ray_measured_step_seconds": Metric(
-        metrics.Gauge, "Seconds per step that the ranks measure under the plan in force.", (RUN,)
+        "gauge", "seconds", "controller", (), "Time per step that the ranks measure under the plan in force."
     ),
-    "cgx_ray_journal_errors": Metric(metrics.Counter, "Lines of the journal that could not be written.", (RUN,)),
+    "cgx_ray_predicted_dense_step_seconds": Metric(
+        "gauge", "seconds", "controller", (), "Time per dense step that was predicted with the last decision."
+    ),
+    "cgx_ray_dense_step_seconds": Metric(
+        "gauge",
+        "seconds",
+        "controller",
+        (),
+        "Time per dense step as it is known now: the model's, times the error that this run's dense steps have shown.",
+    ),
+    "cgx_ray_prediction_error": Metric(
+        "gauge",
+        "ratio",
+        "controller",
+        (),
+        "Measured over predicted time per step of the last outcome, less 1; 0.1 is 10 % slower than predicted.",
+    ),
+    "cgx_ray_journal_errors": Metric(
+        "counter", "lines", "controller", (), "Lines of the journal that could not be written."
+    ),
 }
 
 
-class NodeMetrics:
-    """Publishes the samples of one node.
-
-    Keeps the last values of each rank and sets them again if the rank had no new step.
-    """
-
-    def __init__(self, run_name: str) -> None:
-        self._run = {RUN: run_name}
-        self._gauges_of_rank: dict[int, dict[tuple[str, str, str], float]] = {}
-        self._curve_of_rank: dict[int, tuple[float, ...]] = {}
-        self._num_nic_errors = 0
-
-    def export(self, sample: NodeSample) -> None:
-        """Add the new steps to the counters, then set every gauge of the node."""
-        steps_of_rank: dict[int, list[StepSample]] = {}
-        for step in sample.steps:
-            steps_of_rank.setdefault(step.rank, []).append(step)
-        for rank, steps in steps_of_rank.items():
-            self._count(steps, {**self._run, RANK: str(rank)})
-            self._gauges_of_rank.setdefault(rank, {}).update(_gauges(steps))
-            for step in steps:
-                if step.gain_curve:
-                    self._curve_of_rank[rank] = step.gain_curve
-        for rank, gauges in self._gauges_of_rank.items():
-            for (name, tag, value_of_tag), value in gauges.items():
-                extra = {tag: value_of_tag} if tag else {}
-                _get(name).set(value, {**self._run, RANK: str(rank), **extra})
-        columns = zip(*self._curve_of_rank.values(), strict=True)
-        for density, gains in zip(CURVE_DENSITIES, columns, strict=False):
-            _get("cgx_ray_gain_at_density").set(fmean(gains), {**self._run, "density": f"{density:.2g}"})
-        for peer, latency_s in sample.latency_s.items():
-            _get("cgx_ray_link_latency_seconds").set(latency_s, {**self._run, "peer": peer})
-        self._export_host(sample.host)
-
-    def _export_host(self, host: HostLoad) -> None:
-        for direction, rate in (("sent", host.sent_bytes_per_s), ("received", host.received_bytes_per_s)):
-            _get("cgx_ray_nic_bytes_per_second").set(rate, {**self._run, "direction": direction})
-        for resource, share in host.pressure.items():
-            _get("cgx_ray_pressure").set(share, {**self._run, "resource": resource})
-        if host.neighbour_bytes_per_s is not None:
-            _get("cgx_ray_neighbour_bytes_per_second").set(host.neighbour_bytes_per_s, self._run)
-        _get("cgx_ray_nic_speed_bits_per_second").set(host.nic_speed_bits_per_s, self._run)
-        _get("cgx_ray_cpu_share").set(host.cpu_share, self._run)
-        _get("cgx_ray_memory_share").set(host.memory_share, self._run)
-        _increase("cgx_ray_nic_errors", host.num_nic_errors - self._num_nic_errors, self._run)
-        self._num_nic_errors = host.num_nic_errors
-
-    def _count(self, steps: list[StepSample], tags: Mapping[str, str]) -> None:
-        for step in steps:
-            _get("cgx_ray_step_seconds").observe(step.step_s, tags)
-        _increase("cgx_ray_wire_bytes", sum(step.wire_bytes for step in steps), tags)
-        _increase("cgx_ray_dense_bytes", sum(step.dense_bytes for step in steps), tags)
-
-
-def _gauges(steps: list[StepSample]) -> dict[tuple[str, str, str], float]:
-    """Return values of one rank's gauges by (metric, extra tag, value of that tag)."""
-    last = steps[-1]
-    gauges: dict[tuple[str, str, str], float] = {
-        ("cgx_ray_phase_seconds", "phase", phase): fmean(getattr(step, f"{phase}_s") for step in steps)
-        for phase in PHASES
-    }
-    gauges["cgx_ray_plan_version", "", ""] = last.plan_version
-    encoded_bytes = sum(transfer.wire_bytes for transfer in last.transfers)
-    if encoded_bytes:
-        gauges["cgx_ray_compression_ratio", "", ""] = last.dense_bytes / encoded_bytes
-    for step in steps:
-        if step.norm is not None:
-            gauges["cgx_ray_gradient_norm", "", ""] = step.norm
-        # Options that are not in use are left out: they would be a dozen time series per codec and rank.
-        codecs = {name: gain for name, gain in step.gain.items() if " over " not in name}
-        gauges.update({("cgx_ray_gain", "codec", name): gain for name, gain in {**codecs, **step.kept}.items()})
-    return gauges
-
-
-class ControllerFacts(Protocol):
-    """Values that the controller publishes with each report of a node. None means unknown."""
-
-    @property
-    def bandwidth_bits_per_s(self) -> float | None: ...
-    @property
-    def bandwidth_error(self) -> float | None: ...
-    @property
-    def latency_s(self) -> float | None: ...
-    @property
-    def num_link_changes(self) -> int: ...
-    @property
-    def num_impossible(self) -> int: ...
-    @property
-    def slow_link_bits_per_s(self) -> Mapping[int, float]: ...
-    @property
-    def slow_ranks(self) -> frozenset[int]: ...
-    @property
-    def silent_nodes(self) -> frozenset[str]: ...
-    @property
-    def predicted_step_s(self) -> float | None: ...
-    @property
-    def measured_step_s(self) -> float | None: ...
-
-
-class ControllerMetrics:
-    """Publishes estimates and decisions of the controller."""
-
-    def __init__(self, run_name: str) -> None:
-        self._run = {RUN: run_name}
-        self._num_journal_errors = 0
-        self._num_link_changes = 0
-        self._num_impossible = 0
-        self._named: dict[str, set[int | str]] = {}
-
-    def count_decision(self, kind: str) -> None:
-        _increase("cgx_ray_decisions", 1, {**self._run, "kind": kind})
-
-    def export(self, facts: ControllerFacts, num_journal_errors: int) -> None:
-        """Set the gauges and counters; `num_journal_errors` is the total so far."""
-        values = {
-            "cgx_ray_link_bandwidth_bits_per_second": facts.bandwidth_bits_per_s,
-            "cgx_ray_link_bandwidth_error": facts.bandwidth_error,
-            "cgx_ray_worker_latency_seconds": facts.latency_s,
-            "cgx_ray_predicted_step_seconds": facts.predicted_step_s,
-            "cgx_ray_measured_step_seconds": facts.measured_step_s,
-        }
-        for name, value in values.items():
-            if value is not None:
-                _get(name).set(value, self._run)
-        self._set_of("cgx_ray_slow_link_bits_per_second", RANK, facts.slow_link_bits_per_s)
-        self._set_of("cgx_ray_slow_rank", RANK, dict.fromkeys(facts.slow_ranks, 1))
-        self._set_of("cgx_ray_silent_node", "peer", dict.fromkeys(facts.silent_nodes, 1))
-        _increase("cgx_ray_link_changes", facts.num_link_changes - self._num_link_changes, self._run)
-        self._num_link_changes = facts.num_link_changes
-        _increase("cgx_ray_impossible_rates", facts.num_impossible - self._num_impossible, self._run)
-        self._num_impossible = facts.num_impossible
-        _increase("cgx_ray_journal_errors", num_journal_errors - self._num_journal_errors, self._run)
-        self._num_journal_errors = num_journal_errors
-
-    def _set_of(self, name: str, tag: str, values: Mapping[Any, float]) -> None:
-        """Set one gauge per key of `values`, and to 0 the gauges of keys that are no longer in `values`."""
-        known = self._named.setdefault(name, set())
-        known.update(values)
-        for one in known:
-            _get(name).set(values.get(one, 0), {**self._run, tag: str(one)})
-
-
-def _increase(name: str, by: float, tags: Mapping[str, str]) -> None:
-    # Ray refuses an increase by 0.
-    if by > 0:
-        _get(name).inc(by, tags)
-
-
-@cache
-def _get(name: str) -> Any:
-    metric = METRICS[name]
-    if metric.kind is metrics.Histogram:
-        return metrics.Histogram(name, metric.meaning, boundaries=STEP_SECONDS_BOUNDS, tag_keys=metric.tags)
-    return metric.kind(name, metric.meaning, tag_keys=metric.tags)
+def served_name(name: str) -> str:
+    """Return the name that Prometheus reads. A histogram has it with _bucket, _sum and _count."""
+    return f"ray_{name}_total" if METRICS[name].kind == "counter" else f"ray_{name}"

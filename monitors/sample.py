@@ -11,8 +11,11 @@ from typing import NamedTuple
 class Transfer:
     """One exchange of one group, observed by one rank.
 
+    codec        as in `CodecSpec.parse`
     intra        "flat", or how nodes summed first: then `seconds` contains two kinds of links
+    wire_bytes   encoded size of the group
     index_bytes  part of wire_bytes that tells which elements are sent
+    sent_bytes   bytes that this rank has sent for the group
     seconds      from the time at which this rank had its first message ready until it had the messages of all others.
                  It contains the wait for late peers, and encoding and decoding in between. The smallest value over all
                  ranks is closest to the time of the network
@@ -25,6 +28,9 @@ class Transfer:
     seconds: float
     index_bytes: int = 0
     intra: str = "flat"
+    codec: str = "none"
+    sent_bytes: int = 0
+    dense_bytes: int = 0
 
 
 # Densities at which gain curves are measured: four per decade.
@@ -57,6 +63,10 @@ class StepSample:
     kept       gain that options in use really had, by `str(Option)`, on the same steps; only those with a residual
     gain_curve gain of top-k at CURVE_DENSITIES on the error-fed gradient, on the same steps
     norm       |g| of the groups worth compressing, without residuals, on the same steps
+    residual_norm
+               |residual| that the step leaves in these groups, on the same steps; None if no codec in use has one
+    is_finite  False if an average was NaN or Inf, so that the codecs' memory was not changed. Only looked at if a codec
+               has memory
     loss, lr   newest loss and learning rate that the training has reported since the sample before; None if it has not,
                or if they are not finite
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
@@ -83,6 +93,8 @@ class StepSample:
     kept: Mapping[str, float] = field(default_factory=dict)
     gain_curve: tuple[float, ...] = ()
     norm: float | None = None
+    residual_norm: float | None = None
+    is_finite: bool = True
     loss: float | None = None
     lr: float | None = None
     card_bytes: int = 0

@@ -13,7 +13,8 @@ from cgx_ray.control.journal import Journal
 from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import Policy
-from cgx_ray.monitors.export import ControllerMetrics
+from cgx_ray.monitors.controller_metrics import ControllerMetrics
+from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.legs import EncodesOn
@@ -36,6 +37,7 @@ class Controller:
         policy: Policy,
         journal_path: str,
         run_name: str,
+        run_id: str,
         history: History | None = None,
         nodes: Sequence[str] = (),
     ) -> None:
@@ -50,7 +52,7 @@ class Controller:
             policy, self._journal, layers=layers, plans=plans, gain_ratios=gain_ratios, nodes=nodes
         )
         self._live = LiveState(run_name, nodes)
-        self._metrics = ControllerMetrics(run_name)
+        self._metrics = ControllerMetrics(RaySink(), run_name, run_id)
         self._changed = asyncio.Event()
 
     async def register(
@@ -70,11 +72,11 @@ class Controller:
         self._live.add(sample)
         for decision in self._loop.observe(sample, now_s):
             logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
-            self._metrics.count_decision(type(decision).__name__.lower())
-        if self._loop.is_registered:
-            self._metrics.export(self._loop.facts(), self._journal.num_errors)
+        # Wake the ranks first: they need the plan, and nobody waits for metrics.
         self._changed.set()
         self._changed = asyncio.Event()
+        if self._loop.is_registered:
+            self._metrics.export(self._loop.facts(), self._journal.num_errors)
         return self._loop.next_probe(sample.node_id, now_s)
 
     async def look(self) -> dict[str, Any] | None:

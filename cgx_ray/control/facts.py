@@ -18,6 +18,15 @@ class LoopFacts:
                       by rank, for ranks whose link is much slower than the others'
     slow_ranks        ranks whose compute takes much longer than the others'
     silent_nodes      ids of nodes that no longer answer the others
+    predicted_dense_step_s
+                      of a dense step, predicted with the last decision; dense_step_s is the same as it is known now,
+                      with the errors that dense steps have taught
+    prediction_error  of the last outcome: measured over predicted seconds, less 1
+    plan_version      of the newest plan
+    num_banned        options that are banned now
+    num_decisions, newest_decision_s, num_reverts
+                      see `Tally`
+    report_age_s      by node, seconds from its last report to the last report of any node
     """
 
     bandwidth: Estimate | None
@@ -29,6 +38,16 @@ class LoopFacts:
     silent_nodes: frozenset[str]
     predicted_step_s: float | None
     measured_step_s: float | None
+    predicted_dense_step_s: float | None
+    dense_step_s: float | None
+    prediction_error: float | None
+    plan_version: int
+    num_banned: int
+    num_decisions: Mapping[tuple[str, str], int]
+    newest_decision_s: Mapping[tuple[str, str], float]
+    num_reverts: Mapping[str, int]
+    report_age_s: Mapping[str, float]
+    num_incomplete_steps: int
 
     @property
     def bandwidth_bits_per_s(self) -> float | None:

@@ -51,10 +51,14 @@ class JoinedStep:
 
 
 class StepJoiner:
-    """Collects samples and returns each step when all ranks have reported it."""
+    """Collects samples and returns each step when all ranks have reported it.
+
+    num_incomplete  steps that were given up because a rank has not reported them
+    """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        self.num_incomplete = 0
         # By step and plan: after a restart steps repeat, while late samples of the old workers may still arrive.
         self._open: dict[tuple[int, int], dict[int, StepSample]] = defaultdict(dict)
 
@@ -66,6 +70,7 @@ class StepJoiner:
         joined = [join(list(self._open.pop(step).values())) for step in complete]
         for step in sorted(self._open)[:-MAX_OPEN_STEPS]:
             del self._open[step]
+            self.num_incomplete += 1
         return joined
 
 

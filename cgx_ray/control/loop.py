@@ -34,6 +34,7 @@ from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, MadeBy, decision_entry, end_entry, outcome_entry, start_entry
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.progress import Progress
+from cgx_ray.control.tally import CauseKind
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import DENSE, Layer, Lease, Plan, make_plan
@@ -195,7 +196,7 @@ class ControlLoop:
         state.learn(at.now_s)
         decision = replace_by_dense(state, f"compare with dense: measured {beside_dense(slowdown)}")
         state.excursion = Excursion(home=state.plan, record=state.experience.record)
-        return self._apply(state, decision, state.known(), at, "dense_trial")
+        return self._apply(state, decision, state.known(), at, "dense_trial", "compare_with_dense")
 
     def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _When) -> Decision | None:
         """Return to the plan before the excursion, or leave it for good, once there are enough steps."""
@@ -213,8 +214,9 @@ class ControlLoop:
             asked = self._situation(state, f"{excursion.codec} is timed", excursion.home, measured, at)
             decision = self._ask(state, asked, at)
             if isinstance(decision, Replace):
-                return self._apply(state, decision, measured, at, "policy", asked=asked)
-        return self._apply(state, return_home(state, excursion), measured, at, "return", ended=excursion)
+                return self._apply(state, decision, measured, at, "policy", "excursion_ended", asked=asked)
+        home = return_home(state, excursion)
+        return self._apply(state, home, measured, at, "return", "excursion_ended", ended=excursion)
 
     def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _When) -> Decision:
         """Go back to dense and ban the options of `failed`."""
@@ -225,7 +227,8 @@ class ControlLoop:
         measured = state.known()
         state.failed = describe_options(predict(measured, groups))
         reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
-        return self._apply(state, disable(state, reason), measured, at, "guard")
+        state.tally.add_revert("slower_than_dense")
+        return self._apply(state, disable(state, reason), measured, at, "guard", "slower_than_dense")
 
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
@@ -237,14 +240,14 @@ class ControlLoop:
         measured = state.measured()
         assert measured is not None
         state.setbacks.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
-        asked = self._situation(state, cause, state.plan, measured, at)
+        asked = self._situation(state, cause.text, state.plan, measured, at)
         decision = self._ask(state, asked, at)
         if decision is None or (isinstance(decision, Replace) and needs_dense_steps(state, decision)):
             return None
         trial = self._codec_trial(state, decision, measured, at) if isinstance(decision, Keep) else None
         if trial is not None:
-            return self._apply(state, trial, measured, at, "codec_trial", asked=asked)
-        return self._apply(state, decision, measured, at, "policy", asked=asked)
+            return self._apply(state, trial, measured, at, "codec_trial", cause.kind, asked=asked)
+        return self._apply(state, decision, measured, at, "policy", cause.kind, asked=asked)
 
     def _ask(self, state: WorkerGroupState, situation: Situation, at: _When) -> Decision | None:
         """Return the policy's decision."""
@@ -289,6 +292,7 @@ class ControlLoop:
         measured: Measured,
         at: _When,
         made_by: MadeBy,
+        cause: CauseKind,
         *,
         asked: Situation | None = None,
         ended: Excursion | None = None,
@@ -305,6 +309,7 @@ class ControlLoop:
         state.apply(decision, measured, at.step, at.now_s, is_planned=is_planned, ended=ended)
         if state.plan is not old:
             self.plans.append(state.plan)
+        state.tally.add_decision(type(decision).__name__.lower(), cause, at.time_s)
         entry = decision_entry(
             decision,
             old=old,

@@ -23,6 +23,7 @@ from cgx_ray.control.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Replace
 from cgx_ray.control.recent_links import RecentLinks
 from cgx_ray.control.setbacks import Setbacks
+from cgx_ray.control.tally import Cause, Tally
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import NONE, Layer, Option, Plan
 from cgx_ray.planner.cost import Link
@@ -49,6 +50,7 @@ class WorkerGroupState:
     decided     measurements that the policy decided on last, None before the first time
     pending     the last decision until its outcome is measured, else None
     setbacks    options that are banned
+    tally       counts for the metrics
     loss        trend before and since the last change of options
     """
 
@@ -72,6 +74,7 @@ class WorkerGroupState:
         self.decided: Measured | None = None
         self.pending: PendingOutcome | None = None
         self.setbacks = Setbacks()
+        self.tally = Tally()
         self.network = KnownNetwork()
         self.links = RecentLinks()
         self.gains = KnownGains(plan, gain_ratios)
@@ -86,8 +89,13 @@ class WorkerGroupState:
         # Step after which the policy decided last, its time, and whether for a link that is followed.
         self._decision_step, self._decision_s, self._follows_link = 0, 0.0, True
         self._predicted_s: float | None = None
-        self._news: str | None = None
+        self._predicted_dense_s: float | None = None
+        self._prediction_error: float | None = None
+        self._news: Cause | None = None
         self._slow_s = 0.0
+        # By node, the time of its last report; and the time of the last report of any.
+        self._reported_s: dict[str, float] = {}
+        self._now_s = 0.0
 
     @property
     def plan(self) -> Plan:
@@ -95,6 +103,7 @@ class WorkerGroupState:
 
     def add_report(self, sample: NodeSample, now_s: float) -> list[JoinedStep]:
         """Add a node's report; return the steps that it completes, oldest first. Give each of them to `add_step`."""
+        self._reported_s[sample.node_id] = self._now_s = now_s
         if self.network.add_report(sample, now_s):
             self._recent = []
         return self._joiner.add(sample.steps)
@@ -120,7 +129,7 @@ class WorkerGroupState:
             self._innovations.add(step.compute_s, ratio, step.step_s)
             self.links.add(measured.network.between, step.step_s)
             if self.experience.link_drifted(measured.network.between, now_s):
-                self._news = "the link has drifted since errors were learned"
+                self._news = Cause("network", "the link has drifted since errors were learned")
         return True
 
     @property
@@ -137,7 +146,8 @@ class WorkerGroupState:
 
     def _return_to(self, fallback: Plan) -> None:
         """Note that the ranks have returned to the fallback of a lease, as its end came before the outcome."""
-        news = f"the lease of plan {self.plan.version} has ended"
+        news = Cause("lease_ended", f"the lease of plan {self.plan.version} has ended")
+        self.tally.add_revert("lease_ended")
         self.pending = self.excursion = None
         self._start_plan(fallback, None)
         self._news = news
@@ -156,7 +166,7 @@ class WorkerGroupState:
         """Learn the errors of the plan in force from its steps so far."""
         untimed = self.experience.learn(self.known(), now_s)
         if untimed:
-            self._news = f"{', '.join(sorted(map(str, untimed)))} timed in steps"
+            self._news = Cause("step_time", f"{', '.join(sorted(map(str, untimed)))} timed in steps")
         # Predictions are made in another way from now on.
         self._innovations.restart_ratio()
 
@@ -168,8 +178,11 @@ class WorkerGroupState:
         if isinstance(outcome.decision, Replace):
             self.experience.learn_switch()
         self.learn(now_s)
-        if not 1 / SURPRISE < outcome.step_s / self._predicted_s < SURPRISE:
-            self._news = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
+        ratio = outcome.step_s / self._predicted_s
+        self._prediction_error = ratio - 1
+        if not 1 / SURPRISE < ratio < SURPRISE:
+            text = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
+            self._news = Cause("step_time", text)
 
     def slowdown(self) -> Evidence | None:
         """Return the logarithm of the plan's measured seconds per progress over dense; None before MIN_STEPS steps.
@@ -189,25 +202,29 @@ class WorkerGroupState:
         self._slow_s = self._slow_s + self._recent[-1].step_s if is_slow else 0.0
         return self._slow_s >= SLOW_S
 
-    def cause(self, step: int, now_s: float, measured: Measured) -> str | None:
-        """Return in words why to decide after `step`, or None."""
+    def cause(self, step: int, now_s: float, measured: Measured) -> Cause | None:
+        """Return why to decide after `step`, or None."""
         if self.excursion is not None:
             return None
         if self.decided is None:
-            return "first measurements"
-        cause = self._link_cause(self.decided.network.between, measured.network.between, now_s)
-        if cause is not None:
-            return cause
+            return Cause("first_measurements", "first measurements")
+        text = self._link_cause(self.decided.network.between, measured.network.between, now_s)
+        if text is not None:
+            return Cause("network", text)
         if self.pending is not None:
             return None
         if self.failed is not None:
-            return f"{self.failed} failed"
+            return Cause("failed_plan", f"{self.failed} failed")
         if compressing_options(self.plan) and self.loss.worse is not None:
-            return self.loss.worse
-        cause = self._news or self._innovations.cause(self.decided.compute_s, measured.compute_s)
-        cause = cause or self.gains.cause(self.decided.gain)
+            return Cause("loss", self.loss.worse)
+        if self._news is not None:
+            return self._news
+        if (text := self._innovations.cause(self.decided.compute_s, measured.compute_s)) is not None:
+            return Cause("step_time", text)
+        if (text := self.gains.cause(self.decided.gain)) is not None:
+            return Cause("gain", text)
         is_due = now_s >= self._decision_s + REVIEW_S and step >= self._decision_step + REVIEW_STEPS
-        return cause if cause is not None or not is_due else "regular review"
+        return Cause("review", "regular review") if is_due else None
 
     def _link_cause(self, decided: Link, now: Link, now_s: float) -> str | None:
         """Return in words how the link differs from the one that was planned for, or None.
@@ -256,7 +273,7 @@ class WorkerGroupState:
         if is_planned:
             self.decided, self._decision_step, self._decision_s = measured, step, now_s
             self._follows_link = not self.links.is_unsteady
-        self._predicted_s = decision.step_s
+        self._predicted_s, self._predicted_dense_s = decision.step_s, decision.dense_s
         self.pending = PendingOutcome(decision=decision)
 
     def known(self) -> Measured:
@@ -312,6 +329,10 @@ class WorkerGroupState:
         return fallen
 
     def facts(self) -> LoopFacts:
+        newest = self._recent[-1] if self._recent else None
+        # Until its first step, a new plan's groups are others than those that were measured.
+        is_measured = newest is not None and newest.plan_version in self._versions
+        measured = (self.measured() if is_measured else None) or self.decided
         return LoopFacts(
             bandwidth=self.network.bandwidth,
             latency_s=self.network.latency_s,
@@ -322,4 +343,14 @@ class WorkerGroupState:
             silent_nodes=self.network.silent_nodes,
             predicted_step_s=self._predicted_s,
             measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
+            predicted_dense_step_s=self._predicted_dense_s,
+            dense_step_s=self.experience.dense_s(measured) if measured is not None else None,
+            prediction_error=self._prediction_error,
+            plan_version=self.plan.version,
+            num_banned=len(self.setbacks.banned(newest.step if newest is not None else 0, self._now_s)),
+            num_decisions=self.tally.num_decisions,
+            newest_decision_s=self.tally.newest_s,
+            num_reverts=self.tally.num_reverts,
+            report_age_s={node: self._now_s - seen_s for node, seen_s in self._reported_s.items()},
+            num_incomplete_steps=self._joiner.num_incomplete,
         )

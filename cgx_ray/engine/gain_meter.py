@@ -115,6 +115,11 @@ class GainMeter:
             found[name] = sum(group.fed * group.in_use[name] for group in used) / sum(group.fed for group in used)
         return found
 
+    def residual_norm(self) -> float | None:
+        """Return |residual| that the step leaves in the measured groups; None if their codecs have none."""
+        left = [group.fed * (1 - kept) for group in self._groups.values() for kept in group.in_use.values()]
+        return math.sqrt(sum(left)) if left else None
+
     def curve(self) -> tuple[float, ...]:
         """Return the gains of top-k at CURVE_DENSITIES on the fed gradients, weighted in the same way."""
         total = sum(group.fed for group in self._groups.values())
@@ -160,6 +165,10 @@ class StepMeter:
     def kept(self) -> dict[str, float]:
         """Return `GainMeter.kept`; empty after an error."""
         return self._ask(lambda meter: meter.kept(), {})
+
+    def residual_norm(self) -> float | None:
+        """Return `GainMeter.residual_norm`; None after an error."""
+        return self._ask(lambda meter: meter.residual_norm(), None)
 
     def curve(self) -> tuple[float, ...]:
         """Return `GainMeter.curve`; empty after an error."""

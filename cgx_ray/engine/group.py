@@ -20,6 +20,7 @@ from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Scheme
 class Group:
     """Buffers and state of one GroupPlan. Lives from one plan switch to the next.
 
+    codec_text codec in use, as in `CodecSpec.parse`
     is_finite  True if the last average, as the model gets it, was finite or was not checked
     """
 
@@ -68,6 +69,7 @@ class Group:
         item_bytes = (self._own_dtype if self._is_dense else torch.float32).itemsize
         self.wire_bytes = self.numel * item_bytes if spec == NONE else self._codec.payload_bytes(self.numel)
         self.index_bytes = spec.index_bytes(self.numel)
+        self.codec_text = str(spec)
         self.exchange = make_exchange(
             self._codec, self.plan.option.scheme, self.numel, item_bytes, self._transport, self.plan.option.intra
         )

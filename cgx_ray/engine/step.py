@@ -16,6 +16,7 @@ from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.step_clock import StepClock
 from cgx_ray.engine.unused import begin_unused_by_all
+from cgx_ray.torch_compat import profiled
 
 # Bytes that a rank may send for groups that are not done. Other ranks have to keep so many if they come before these
 # ranks have begun the groups. It is ten times what DDP's default bucket sends between many ranks.
@@ -214,7 +215,8 @@ class StepRun:
 
     def _go_on(self, one: _UnderWay) -> None:
         one.phases.resume()
-        handle = next(one.turns, None)
+        with profiled(f"group {one.group.index}"):
+            handle = next(one.turns, None)
         if handle is None:
             self._under_way = [other for other in self._under_way if other is not one]
             self._end(one.group)

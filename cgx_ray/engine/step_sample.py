@@ -66,6 +66,8 @@ def sample_of_step(
         kept=step.meter.kept() if step.meter is not None else {},
         gain_curve=step.meter.curve() if step.meter is not None else (),
         norm=step.meter.norm if step.meter is not None else None,
+        residual_norm=step.meter.residual_norm() if step.meter is not None else None,
+        is_finite=all(group.is_finite for group in step.groups),
         bursts=bursts,
         rate_from=rate_from,
         # Lags of the step before. Its agreement has been read in this step, so the values have arrived on all ranks.
@@ -107,10 +109,13 @@ def _transfers(step: StepRun, seconds: Sequence[float]) -> tuple[Transfer, ...]:
         Transfer(
             group=group.index,
             scheme=str(group.plan.option.scheme),
+            codec=group.codec_text,
             intra=str(group.plan.option.intra),
             numel=group.numel,
             wire_bytes=group.wire_bytes,
             index_bytes=group.index_bytes,
+            sent_bytes=group.exchange.sent_bytes,
+            dense_bytes=group.dense_bytes,
             seconds=exchange_s,
         )
         for group, exchange_s in zip(step.groups, seconds, strict=True)

@@ -13,24 +13,26 @@ TorchBackend = _TorchBackend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Name, folder and nodes of a run.
+    """Name, id, folder and nodes of a run.
 
     folder    of the run's files; in ~/ray_results if the storage path is not on a file system of this machine
     node_ids  by rank
     """
 
     name: str
+    run_id: str
     folder: Path
     node_ids: tuple[str, ...]
 
 
 def run_facts(worker_group: Any) -> RunFacts:
-    """Read name, folder and nodes from Ray Train's worker group."""
+    """Read name, id, folder and nodes from Ray Train's worker group."""
     run_config = worker_group._train_run_context.run_config
     storage = str(run_config.storage_path)
     local = Path(storage.removeprefix("file://")) if "://" not in storage.removeprefix("file://") else None
     return RunFacts(
         name=run_config.name,
+        run_id=worker_group._train_run_context.run_id,
         folder=(local or Path.home() / "ray_results").expanduser() / run_config.name,
         node_ids=tuple(worker.metadata.node_id for worker in worker_group.get_workers()),
     )

@@ -129,6 +129,7 @@ def _start_controller(settings: Settings, facts: RunFacts, history: History | No
             make_policy(settings),
             str(facts.folder / "decisions.jsonl"),
             facts.name,
+            facts.run_id,
             history,
             [addresses[node_id] for node_id in facts.node_ids],
         )
@@ -155,7 +156,7 @@ def _start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> dict[str
     agents = {
         node_id: ray.remote(NodeAgent)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        .remote(node_id, facts.name, addresses[node_id])
+        .remote(node_id, facts.name, addresses[node_id], run_id=facts.run_id)
         for node_id in dict.fromkeys(facts.node_ids)
     }
     echoes = dict(zip(agents, ray.get([agent.address.remote() for agent in agents.values()]), strict=True))

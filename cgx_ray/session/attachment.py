@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.codecs.codec import KINDS
+from cgx_ray.collectives.tcp import node_address
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.engine.step_sample import Span
@@ -20,6 +21,7 @@ from cgx_ray.errors import ConfigError, PlanError, StateError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
+from cgx_ray.session.served_metrics import ServedMetrics
 from cgx_ray.session.settings import Settings
 from cgx_ray.session.states import check_complete, merge_states
 from cgx_ray.torch_compat import is_registered
@@ -52,6 +54,7 @@ class Attachment:
         self._engine = engine
         self._groups = groups
         self._detach = detach
+        self._served: ServedMetrics | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -152,6 +155,26 @@ class Attachment:
         """Return the samples since the last call; see `Engine.take_samples`."""
         return self._engine.take_samples() if self._engine is not None else []
 
+    def serve_metrics(self, run_name: str, *, host: str | None = None, port: int = 0) -> tuple[str, int] | None:
+        """Serve this rank's metrics for Prometheus until `close`; return host and port. For runs without Ray.
+
+        run_name  value of the label ray_train_run_name, by which the boards choose a run
+        host      address to listen on; default: the address of this node that the other ranks use
+        port      default: any free one. Each rank needs a port of its own: give 9400 + local rank, for instance
+
+        From then on `take_samples` returns nothing. Returns None at world size 1, where there is nothing to serve.
+        Raises ConfigError in a Ray Train worker, whose metrics Ray serves, and if they are served already. Raises
+        OSError if the port is in use.
+        """
+        if process.session is not None:
+            raise ConfigError("Ray serves the metrics of a Ray Train run; leave serve_metrics out")
+        if self._served is not None:
+            raise ConfigError(f"the metrics are served already, at {self._served.address}; call serve_metrics once")
+        if self._engine is None:
+            return None
+        self._served = ServedMetrics(self._engine.take_samples, run_name, host or node_address(), port)
+        return self._served.address
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's codec memory, loss scale and step for a checkpoint: tensors, numbers and strings only."""
         if self._engine is None:
@@ -189,6 +212,9 @@ class Attachment:
 
         Afterwards a DDP model cannot be trained; an FSDP2 model trains uncompressed.
         """
+        if self._served is not None:
+            self._served.close()
+            self._served = None
         if self._detach is not None:
             self._detach()
         if self._engine is not None:

@@ -51,7 +51,8 @@ def test_make_names_what_the_system_lacks_in_one_line_before_it_installs_anythin
     argv, env = [str(make), target, "PYTHON=python3"], {"PATH": str(tools)}
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    packages = "git g++ iproute2 python3-venv python3-dev libiperf0" + (" chromium" if target == "test" else "")
+    packages = "git g++ iproute2 python3-venv python3-dev libiperf0"
+    packages += " prometheus chromium" if target == "test" else ""
     assert done.stdout.splitlines() == [f"system packages are missing; run: apt-get install {packages}"]
     assert not (tmp_path / ".venv").exists()
 

@@ -24,7 +24,9 @@ from support.kustomize import render
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "deploy" / "k8s"
-OVERLAYS = sorted(path.parent for path in K8S.glob("overlays/*/kustomization.yaml"))
+MONITORING = K8S / "overlays" / "monitoring"
+# Each describes a cluster.
+OVERLAYS = sorted(path.parent for path in K8S.glob("overlays/*/kustomization.yaml") if path.parent != MONITORING)
 # The oldest Kubernetes that KubeRay 1.7 and endPort in network policies both support.
 KUBERNETES = "1.29"
 # Resources of other projects, whose schemas are not here: their fields are compared with those projects' documents by
@@ -92,8 +94,9 @@ def num_bytes(quantity: str) -> int:
     return int(quantity[:-2]) * _UNITS[quantity[-2:]]
 
 
-def test_every_overlay_is_valid(overlay: Path) -> None:
-    for resource in rendered(overlay):
+@pytest.mark.parametrize("folder", [*OVERLAYS, MONITORING], ids=lambda path: path.name)
+def test_every_overlay_is_valid(folder: Path) -> None:
+    for resource in rendered(folder):
         validate(resource)
 
 
@@ -134,17 +137,18 @@ def test_a_planted_error_is_caught(plant: Callable[[dict[str, Any]], None], name
         validate(cluster)
 
 
-def test_kubectl_renders_the_same(overlay: Path) -> None:
-    """Compare with kubectl where it is installed. Elsewhere, that patches are applied is all that can be told."""
-    assert len({resource["kind"] for resource in rendered(overlay)}) > 4
+@pytest.mark.parametrize("folder", [*OVERLAYS, MONITORING], ids=lambda path: path.name)
+def test_kubectl_renders_the_same(folder: Path) -> None:
+    """Compare with kubectl where it is installed. Elsewhere, that it can be rendered is all that can be told."""
+    assert len({resource["kind"] for resource in rendered(folder)}) > 2
     if shutil.which("kubectl") is None:
         return
-    done = subprocess.run(["kubectl", "kustomize", str(overlay)], check=True, capture_output=True, text=True)
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], check=True, capture_output=True, text=True)
 
     def in_order(resources: list[dict[str, Any]]) -> list[str]:
         return sorted(json.dumps(resource, sort_keys=True) for resource in resources)
 
-    assert in_order(list(yaml.safe_load_all(done.stdout))) == in_order(rendered(overlay))
+    assert in_order(list(yaml.safe_load_all(done.stdout))) == in_order(rendered(folder))
 
 
 def test_pods_ask_for_what_they_may_use_and_have_shared_memory_for_ray_and_us(overlay: Path) -> None:
@@ -197,8 +201,22 @@ def test_prometheus_reaches_the_ports_that_pods_name(overlay: Path) -> None:
     (head, *_) = pods(of_kind(overlay, "RayCluster"))
     metrics = {port["containerPort"] for port in head["containers"][0]["ports"] if port["name"].endswith("metrics")}
     rules = of_kind(overlay, "NetworkPolicy")["spec"]["ingress"]
-    (for_prometheus,) = [rule for rule in rules if "monitoring" in json.dumps(rule["from"])]
+    monitor = of_kind(MONITORING, "PodMonitor")
+    namespace = monitor["metadata"]["namespace"]
+    (for_prometheus,) = [rule for rule in rules if namespace in json.dumps(rule["from"])]
     assert {port["port"] for port in for_prometheus["ports"]} == metrics
+    named = {port["name"]: port["containerPort"] for port in head["containers"][0]["ports"]}
+    assert {named[end["port"]] for end in monitor["spec"]["podMetricsEndpoints"]} == metrics
+    cluster = of_kind(overlay, "RayCluster")["metadata"]
+    assert monitor["spec"]["namespaceSelector"] == {"matchNames": [cluster["namespace"]]}
+    assert monitor["spec"]["selector"] == {"matchLabels": {"ray.io/cluster": cluster["name"]}}
+
+
+def test_boards_and_rules_are_those_of_the_dashboards() -> None:
+    boards, rules = of_kind(MONITORING, "ConfigMap"), of_kind(MONITORING, "PrometheusRule")
+    assert boards["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    assert boards["data"] == {path.name: path.read_text() for path in (ROOT / "dashboards").glob("*.json")}
+    assert rules["spec"] == yaml.safe_load((ROOT / "dashboards" / "rules.yaml").read_text())
 
 
 def test_versions_are_those_that_the_image_installs(overlay: Path) -> None:

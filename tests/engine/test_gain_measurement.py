@@ -20,8 +20,10 @@ from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.plan import CodecSpec, Scheme, make_plan
 
 
-def _gain_in_use(rank: int, scheme: Scheme) -> tuple[float, float]:
-    """Return the gain that the engine reports for the codec in use at step 1, and the true gain."""
+def _gain_in_use(rank: int, scheme: Scheme) -> tuple[float, float, float]:
+    """Return the gain that the engine reports for the codec in use at step 1, the true gain, and the reported norm of
+    the residual over the true one.
+    """
     spec = CodecSpec(name="topk", density=0.1)
     layer = nn.Linear(3000, 1, bias=False)
     model = DistributedDataParallel(layer)
@@ -37,15 +39,19 @@ def _gain_in_use(rank: int, scheme: Scheme) -> tuple[float, float]:
     model(x_1N).sum().backward()
     left_N = engine.state()["residuals"]["weight"]
     engine.close()
-    assert engine.last_step is not None
-    return engine.last_step.kept[str(group.option)], 1 - float(left_N.norm() / fed_N.norm()) ** 2
+    step = engine.last_step
+    assert step is not None
+    assert step.residual_norm is not None
+    owed = step.residual_norm / float(left_N.norm())
+    return step.kept[str(group.option)], 1 - float(left_N.norm() / fed_N.norm()) ** 2, owed
 
 
 @pytest.mark.parametrize("scheme", [Scheme.ALLGATHER, Scheme.ARTOPK_RING])
 def test_gain_of_the_codec_in_use_is_what_the_exchange_really_kept(scheme: Scheme) -> None:
     results = run_ranks(2, _gain_in_use, scheme)
-    for reported, true in results:
+    for reported, true, owed in results:
         assert reported == pytest.approx(true, rel=1e-4)
+        assert owed == pytest.approx(1, rel=1e-3)
     if scheme is Scheme.ARTOPK_RING:
         # Step 1 uses the indices of rank 1. For the gradient of rank 0 they are no better than random ones.
         assert results[0][0] < 0.5 * results[1][0]

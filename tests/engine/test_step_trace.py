@@ -7,7 +7,13 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch.profiler
+from support.branches import Branches, train
+from support.ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import _ExperimentalConfig
 
+import cgx_ray
 from cgx_ray.engine.step_sample import Span
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.errors import ConfigError
@@ -56,3 +62,22 @@ def test_steps_that_make_no_sense_are_refused(steps: object) -> None:
     with pytest.raises(ConfigError, match="give first and last step"):
         Settings(trace_steps=steps)  # type: ignore[arg-type]
     assert Settings(trace_steps=(0, 0)).trace_steps == (0, 0)
+
+
+def _profiled_groups(rank: int) -> list[str]:
+    """Return the ranges of groups that torch.profiler shows for one step."""
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="qsgd")
+    train(model, rank, range(2))
+    config = _ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config
+    ) as profile:
+        train(model, rank, range(2, 3))
+    attachment.close()
+    return sorted({event.name for event in profile.events() if event.name.startswith("group ")})
+
+
+def test_a_profiler_of_all_threads_shows_the_groups_by_the_names_of_the_trace() -> None:
+    for names in run_ranks(2, _profiled_groups):
+        assert names == ["group 0", "group 1"]

@@ -1,0 +1,122 @@
+"""The files of dashboards/ and the page of metrics: up to date, complete, and valid without a running Prometheus."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from cgx_ray.boards.board import Kind, chosen, metrics_in, of
+from cgx_ray.boards.files import BOARDS, made_files
+from cgx_ray.boards.grafana import DECISION_MARKS
+from cgx_ray.monitors.export import METRICS, RUN, served_name
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "dashboards"
+EXPRESSIONS = [query.expression for board in BOARDS.values() for one in board.questions for query in one.queries]
+
+
+def board_file(name: str) -> dict[str, Any]:
+    board: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return board
+
+
+@pytest.mark.parametrize("path", sorted(made_files()))
+def test_the_file_is_up_to_date(path: str) -> None:
+    made = made_files()[path]
+    assert (ROOT / path).read_text() == made, f"{path} is old; run: .venv/bin/python -m cgx_ray.boards"
+
+
+def test_panels_use_known_metrics_and_every_metric_is_on_a_panel() -> None:
+    shown = set().union(*map(metrics_in, EXPRESSIONS))
+    assert shown == METRICS.keys()
+
+
+def test_rules_and_marks_use_known_metrics() -> None:
+    rules = (FOLDER / "rules.yaml").read_text()
+    assert metrics_in(rules) <= METRICS.keys()
+    assert metrics_in(DECISION_MARKS) <= METRICS.keys()
+    # A name that is unknown is found.
+    assert metrics_in("rate(ray_cgx_ray_nothing_total[1m])") == {"ray_cgx_ray_nothing_total"}
+    assert metrics_in(f"{served_name('cgx_ray_step_seconds')}_bucket") == {"cgx_ray_step_seconds"}
+
+
+@pytest.mark.parametrize("name", sorted(BOARDS))
+def test_a_board_is_what_grafanas_own_types_read(name: str) -> None:
+    """The SDK comes without a JSON schema. Its classes, which are made from Grafana's source, are the check."""
+    register_default_plugins()
+    found = board_file(name)
+    again = json.loads(JSONEncoder().encode(Dashboard.from_json(found)))
+    assert again == found
+    ids = Counter(panel["id"] for panel in found["panels"])
+    assert set(ids.values()) == {1}
+
+
+@pytest.mark.parametrize("name", sorted(BOARDS))
+def test_panels_do_not_overlap_and_stay_on_the_page(name: str) -> None:
+    taken: Counter[tuple[int, int]] = Counter()
+    for panel in board_file(name)["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        taken.update((x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"]))
+    assert max(taken.values()) == 1
+
+
+def test_every_panel_is_a_question_with_a_unit_and_a_meaning() -> None:
+    for board in BOARDS.values():
+        titles = [one.title for one in board.questions]
+        assert len(set(titles)) == len(titles)
+        for one in board.questions:
+            assert one.title.endswith("?"), one.title
+            assert one.meaning.endswith("."), one.title
+            assert one.unit, one.title
+            assert one.colours[0][0] is None, one.title
+            assert len(one.queries) == 1 or one.kind is not Kind.NUMBER, one.title
+
+
+@pytest.mark.parametrize("name", sorted(BOARDS))
+def test_variables_are_those_of_rays_boards_and_links_keep_them(name: str) -> None:
+    found = board_file(name)
+    names = [variable["name"] for variable in found["templating"]["list"]]
+    assert names == ["datasource", "SessionName", "TrainRunName", "TrainRunId"]
+    assert {link["url"] for link in found["links"]} == {f"/d/{b.uid}" for b in BOARDS.values()} - {f"/d/{found['uid']}"}
+    assert all(link["includeVars"] and link["keepTime"] for link in found["links"])
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(found)))
+    assert used == {*names, "__rate_interval"}
+
+
+def test_names_of_runs_are_escaped() -> None:
+    asked = chosen(of("cgx_ray_plan_version"), run='a"} or vector(1) #\\')
+    assert f'{RUN}="a\\"}} or vector(1) #\\\\"' in asked
+
+
+def test_alerts_say_whom_they_concern_and_what_to_do() -> None:
+    rules = [rule for group in yaml.safe_load((FOLDER / "rules.yaml").read_text())["groups"] for rule in group["rules"]]
+    alerts = [rule for rule in rules if "alert" in rule]
+    tested = (FOLDER / "rules-test.yaml").read_text()
+    for alert in alerts:
+        assert "$labels.ray_train_run_name" in alert["annotations"]["summary"]
+        assert alert["annotations"]["description"].endswith((".", "?"))
+        assert alert["labels"]["severity"] in ("info", "warning", "critical")
+        assert f"alertname: {alert['alert']}," in tested, f"{alert['alert']} has no test"
+
+
+@pytest.mark.parametrize("command", [("check", "rules", "rules.yaml"), ("test", "rules", "rules-test.yaml")])
+def test_promtool_accepts_the_rules(command: tuple[str, ...]) -> None:
+    done = subprocess.run(["promtool", *command], cwd=FOLDER, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_grafana_is_told_where_the_boards_lie() -> None:
+    (provider,) = yaml.safe_load((FOLDER / "provisioning.yaml").read_text())["providers"]
+    assert provider["type"] == "file"
+    assert provider["options"]["path"].startswith("/")

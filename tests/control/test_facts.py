@@ -1,0 +1,59 @@
+"""What the controller publishes, at every step of a run in which plans change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.control_runs import COSTS, LAYERS, WORLD, journal, start
+
+from cgx_ray.control.facts import LoopFacts
+from cgx_ray.control.tally import CAUSE_KINDS
+from cgx_ray.monitors.export import LABELS
+from cgx_ray.plan import make_plan
+
+
+def test_facts_are_known_at_every_step_also_between_a_decision_and_its_first_step(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    # One group per layer, so that the plans after it have fewer groups.
+    first = make_plan(LAYERS, version=0, world_size=WORLD, group_bytes=1)
+    run.loop.plans.clear()
+    run.loop.register(LAYERS, first, COSTS)
+    facts: list[LoopFacts] = []
+    for gbps in (1.0, 0.05, 1.0):
+        run.gbps = gbps
+        for _ in range(30):
+            run.run(1)
+            facts.append(run.loop.facts())
+    decisions = [entry for entry in journal(tmp_path) if entry["event"] == "decision"]
+    kinds = Counter(kind for kind, _ in facts[-1].num_decisions.elements())  # type: ignore[attr-defined]
+    assert kinds == Counter(entry["kind"] for entry in decisions)
+    assert {cause for _, cause in facts[-1].num_decisions} >= {"first_measurements", "network"}
+    assert max(facts[-1].newest_decision_s.values()) == decisions[-1]["time"]
+    assert len({len(plan.groups) for plan in run.loop.plans}) > 1
+    versions = [one.plan_version for one in facts]
+    assert versions == sorted(versions)
+    assert versions[-1] > versions[0]
+    # At 1 Gbit/s and at 50 Mbit/s, steps take as long as the model says.
+    assert facts[29].prediction_error == pytest.approx(0, abs=0.05)
+    slow = facts[59]
+    assert slow.dense_step_s is not None
+    assert slow.measured_step_s is not None
+    assert slow.dense_step_s > 2 * slow.measured_step_s
+    assert all(one.report_age_s == {"node": 0.0} for one in facts)
+
+
+def test_a_plan_that_is_taken_back_is_counted_with_its_bans(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.slowdown = 30.0
+    run.run(30)
+    num_disabled = sum(entry.get("kind") == "disable" for entry in journal(tmp_path))
+    assert num_disabled > 0
+    assert run.loop.facts().num_reverts == {"slower_than_dense": num_disabled}
+    assert run.loop.facts().num_banned > 0
+
+
+def test_every_kind_of_cause_is_in_the_metrics_help() -> None:
+    named = LABELS["cause"].partition(": ")[2].replace(" or ", ", ").split(", ")
+    assert set(named) == set(CAUSE_KINDS)
