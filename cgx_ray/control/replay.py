@@ -10,7 +10,7 @@ from typing import Any
 
 from cgx_ray.control.excursion import trial_of
 from cgx_ray.control.journal import FORMAT
-from cgx_ray.control.policy import Decision, Keep, Policy, Replace, Situation
+from cgx_ray.control.policy import Decision, Keep, Policy, Replace, Situation, StaticPolicy
 from cgx_ray.control.recorded import read_groups, read_layers, read_policy, read_situation
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option, Plan
@@ -152,7 +152,8 @@ class Replay:
             layers, recorded = read_layers(entry), read_policy(entry)
         except _READ_ERRORS:
             return
-        self._layers, self._policy = layers, self._what_if.policy(entry) if recorded.options else recorded
+        is_static = isinstance(recorded, StaticPolicy)
+        self._layers, self._policy = layers, recorded if is_static else self._what_if.policy(entry)
         self._candidates |= {option.codec for option in self._policy.options} - {NONE}
 
     def _again(self, entry: Mapping[str, Any]) -> ReplayedDecision:

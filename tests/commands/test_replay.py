@@ -145,6 +145,12 @@ def test_what_if_answers_with_differences_and_status_0(journal: Path, tmp_path: 
     assert "never chosen" in replay(journal, "--candidates", "powersgd:rank=4", status=0).output
     balanced = numbers(journal, tmp_path, "--fidelity", "balanced")
     assert any("qsgd:bits=2" in option for option in balanced["what_if"]["options"])
+
+    def rename(lines: Entries) -> None:
+        lines[0]["policy"]["kind"] = "moody"
+
+    error = replay(changed(journal, tmp_path, rename), "--min-gain", "0.5", status=2).stderr
+    assert "is of a run with policy 'moody'; only the choices of policy 'adaptive' depend on" in error
     both = replay(journal, "--fidelity", "fast", "--candidates", "bf16", status=2)
     assert "give one of them" in both.stderr
     assert "unknown codec 'nonsense'" in replay(journal, "--candidates", "nonsense", status=2).stderr
