@@ -21,6 +21,10 @@ _COMMANDS = {
     "probe": ("cgx_ray.commands.probe:probe", "Measure latency and bandwidth between all nodes of a Ray cluster."),
     "profile": ("cgx_ray.commands.profile:profile", "Measure the time of all codecs on this device, for `plan`."),
     "profile-model": ("cgx_ray.commands.profile_model:profile_model", "Measure a model that runs here, for `plan`."),
+    "replay": (
+        "cgx_ray.commands.replay:replay",
+        "Decide again from a journal, and list where this version decides otherwise.",
+    ),
     "report": (
         "cgx_ray.commands.report:report",
         "Explain a run: where its time went, its decisions and predictions, and what to try next.",
