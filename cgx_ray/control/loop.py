@@ -32,10 +32,11 @@ from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
+from cgx_ray.control.measured import dense_groups, is_dense
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import DENSE, Layer, Lease, Plan, make_plan
+from cgx_ray.plan import Layer, Lease, Plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
@@ -101,8 +102,7 @@ class ControlLoop:
         elif (lease := self.plans[-1].lease) is not None:
             self.plans.append(lease.fallback)
         self.layers = tuple(layers)
-        is_dense = all(group.option == DENSE for group in first_plan.groups)
-        dense = first_plan if is_dense else make_plan(layers, version=0, world_size=first_plan.world_size)
+        dense = first_plan if is_dense(first_plan) else dense_groups(first_plan)
         self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on, self.gain_ratios)
         return self.plans[-1]
 

@@ -180,7 +180,7 @@ class AdaptivePolicy:
         ]
 
     def _may_stay(self, situation: Situation, current: Prediction) -> bool:
-        used = {option.flat() for option in current.options if option != DENSE}
+        used = {group.option.flat() for group in current.groups if group.option != DENSE and not group.is_fixed}
         keeps_enough = current.efficiency is not None and current.efficiency >= self._least_gain
         return keeps_enough and situation.banned.isdisjoint(used)
 

@@ -28,7 +28,7 @@ from cgx_ray.plan import NONE, Layer, Option, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
-from cgx_ray.planner.prediction import Measured
+from cgx_ray.planner.prediction import Measured, groups_of
 
 # Steps whose median is measured, and the least number of steps before the first decision: a median needs three.
 LINK_STEPS = 3
@@ -66,6 +66,7 @@ class WorkerGroupState:
         gain_ratios  learned in earlier worker groups, see `GainWatch`
         """
         self.layers = tuple(layers)
+        self._fixed = tuple(group for group in groups_of(plan, layers) if group.is_fixed)
         self.experience = Experience(layers, plan, plan if is_dense(plan) else dense_plan, codec_costs)
         self.excursion: Excursion | None = None
         self.failed: str | None = None
@@ -281,6 +282,7 @@ class WorkerGroupState:
             codec_costs=self.experience.codec_costs,
             gain=self.gains.usable,
             encodes_on=self._encodes_on,
+            fixed=self._fixed,
         )
 
     def costly_options(self, measured: Measured, options: Sequence[Option]) -> set[Option]:

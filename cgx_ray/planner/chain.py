@@ -23,15 +23,23 @@ class FoundGroups:
 
 
 class LayerChain:
-    """Layers to cut into groups, in the order of backward, and the layers that are sent dense before the last group."""
+    """Layers to cut into groups, in the order of backward, and the layers that are sent dense before the last group.
+
+    Fixed groups (`Measured.fixed`) are sent when they are ready. In the search, all their seconds come after the rest.
+
+    layers   to cut, without those of fixed groups
+    fixed_s  seconds of the fixed groups in a row
+    """
 
     def __init__(self, measured: Measured, *, keeps_small: bool, shares_time: bool = True) -> None:
         """`keeps_small`: with the small layers. `shares_time` as in `group_cost`."""
         self._measured = measured
         self._shares_time = shares_time
+        fixed = {name for group in measured.fixed for name in group.layers}
         num_bytes: dict[str, int] = {}
         for layer in measured.layers:
-            num_bytes[layer.dtype] = num_bytes.get(layer.dtype, 0) + layer.dense_bytes
+            if layer.name not in fixed:
+                num_bytes[layer.dtype] = num_bytes.get(layer.dtype, 0) + layer.dense_bytes
         self._dtype = max(num_bytes, key=lambda dtype: num_bytes[dtype])
         self.layers: list[Layer] = []
         self._backward_s: list[float] = []
@@ -39,6 +47,8 @@ class LayerChain:
         waiting_s = 0.0
         for layer, backward_s in zip(reversed(measured.layers), measured.backward_s, strict=True):
             waiting_s += backward_s
+            if layer.name in fixed:
+                continue
             if layer.dtype == self._dtype and (keeps_small or not layer.is_small):
                 self.layers.append(layer)
                 self._backward_s.append(waiting_s)
@@ -48,6 +58,10 @@ class LayerChain:
         if self.layers:
             self._backward_s[-1] += waiting_s
         self._costs: dict[tuple[Option, int], GroupCost] = {}
+        self.fixed_s = self._row_s(
+            measured.fixed,
+            [self._cost(group.option, group.dense_bytes // group.numel) for group in measured.fixed],
+        )
 
     def fits(self, option: Option) -> bool:
         return max((layer.numel for layer in self.layers), default=0) <= _max_numel(option)
@@ -88,7 +102,7 @@ class LayerChain:
         # The rest is ready when the last group is, at the end of backward. Short messages must not queue behind its
         # long ones. In the model, which has one network, the order of the two makes no difference.
         return FoundGroups(
-            groups=(*groups[:-1], *rest, groups[-1]),
+            groups=tuple(self._with_fixed(groups[:-1], rest, groups[-1])),
             finish_s=finish_s + after_s,
             toll_s=toll_s,
             bound_s=joint.bound_s + after_s,
@@ -107,8 +121,37 @@ class LayerChain:
             yield group
             start = group.end
 
+    def _with_fixed(
+        self, groups: Sequence[PlannedGroup], rest: Sequence[PlannedGroup], last: PlannedGroup
+    ) -> Iterator[PlannedGroup]:
+        """Yield `groups`, `rest` and `last`, each fixed group before the first of `groups` that is ready later.
+
+        Fixed groups that are ready after all of `groups` come before `last`, or behind it if they are ready after it.
+        """
+        place = {layer.name: index for index, layer in enumerate(reversed(self._measured.layers))}
+        ready = {group: max(place[name] for name in group.layers) for group in (*self._measured.fixed, *groups, last)}
+        small = {layer.name for layer in self._measured.layers if layer.is_small}
+        waiting = sorted(self._measured.fixed, key=lambda group: ready[group])
+        for group in groups:
+            while waiting and ready[waiting[0]] < ready[group]:
+                yield waiting.pop(0)
+            yield group
+        is_before = [ready[group] < ready[last] or small.issuperset(group.layers) for group in waiting]
+        yield from (group for group, before in zip(waiting, is_before, strict=True) if before)
+        yield from rest
+        yield last
+        yield from (group for group, before in zip(waiting, is_before, strict=True) if not before)
+
+    @staticmethod
+    def _row_s(groups: Sequence[PlannedGroup], costs: Sequence[GroupCost]) -> float:
+        """Return the seconds that `groups` take in a row."""
+        if not groups:
+            return 0.0
+        row = Pipeline(backward_s=(0.0,) * len(groups), numel=tuple(g.numel for g in groups), costs=tuple(costs))
+        return row.finish_s([GroupEnd(index + 1, index) for index in range(len(groups))])
+
     def _rest_of(self, options: Sequence[Option]) -> tuple[list[PlannedGroup], float]:
-        """Return one lossless group per dtype of the remaining layers, and the seconds that they take in a row."""
+        """Return one lossless group per dtype of the remaining layers, and their seconds and `fixed_s` in a row."""
         lossless = [option for option in options if option.codec.name == "none"]
         groups: list[PlannedGroup] = []
         chosen: list[GroupCost] = []
@@ -118,10 +161,7 @@ class LayerChain:
             index = cheapest(costs, numel)
             groups.append(PlannedGroup.of(layers, lossless[index]))
             chosen.append(costs[index])
-        if not groups:
-            return [], 0.0
-        rest = Pipeline(backward_s=(0.0,) * len(groups), numel=tuple(g.numel for g in groups), costs=tuple(chosen))
-        return groups, rest.finish_s([GroupEnd(index + 1, index) for index in range(len(groups))])
+        return groups, self._row_s(groups, chosen) + self.fixed_s
 
     def _cost(self, option: Option, item_bytes: int | None = None) -> GroupCost:
         item_bytes = item_bytes or self.layers[0].dense_bytes // self.layers[0].numel

@@ -67,8 +67,8 @@ NUM_ROUNDS = 5
 
 
 def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecCost]:
-    """Return the time of every candidate codec on `device`, which holds the gradients, by `str(CodecSpec)`."""
-    return {str(codec): measure_codec(codec, device=device) for codec in settings.candidate_codecs()}
+    """Return the time of every codec of `Settings.timed_codecs` on `device`, which holds the gradients, by its text."""
+    return {str(codec): measure_codec(codec, device=device) for codec in settings.timed_codecs()}
 
 
 def measure_codec(

@@ -74,7 +74,7 @@ def make_engine(
 
 def _candidates(settings: Settings) -> list[CodecSpec]:
     """Return the codecs whose gain the policy needs."""
-    if settings.policy != "adaptive":
+    if not settings.decides:
         return []
     return [codec for codec in settings.candidate_codecs() if codec.name != "none"]
 

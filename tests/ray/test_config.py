@@ -56,7 +56,7 @@ def test_a_time_out_that_nobody_can_wait_for_is_refused(timeout_s: Any) -> None:
 
 def _codecs(settings: Settings) -> set[str]:
     """Return the codecs that the policy of `settings` may choose."""
-    options = make_policy(settings)._options  # type: ignore[attr-defined]
+    options = make_policy(settings).options
     return {str(option.codec) for option in options}
 
 
