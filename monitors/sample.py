@@ -31,6 +31,13 @@ class Transfer:
 CURVE_DENSITIES = tuple(10 ** (-quarter / 4) for quarter in range(16, -1, -1))
 
 
+class LayerError(NamedTuple):
+    """|g|^2 of a layer, and the share of it that a codec loses."""
+
+    energy: float
+    lost: float
+
+
 class Burst(NamedTuple):
     """Bytes of long messages from all ranks together, and the seconds in which the kernel received them."""
 
@@ -57,6 +64,9 @@ class StepSample:
     kept       gain that options in use really had, by `str(Option)`, on the same steps; only those with a residual
     gain_curve gain of top-k at CURVE_DENSITIES on the error-fed gradient, on the same steps
     norm       |g| of the groups worth compressing, without residuals, on the same steps
+    layer_errors
+               by layer worth compressing, |g|^2 and the share of it that qsgd with `error_bits` bits loses, on the same
+               steps; empty unless the policy chooses bits per layer
     loss, lr   newest loss and learning rate that the training has reported since the sample before; None if it has not,
                or if they are not finite
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
@@ -83,6 +93,8 @@ class StepSample:
     kept: Mapping[str, float] = field(default_factory=dict)
     gain_curve: tuple[float, ...] = ()
     norm: float | None = None
+    layer_errors: Mapping[str, LayerError] = field(default_factory=dict)
+    error_bits: int | None = None
     loss: float | None = None
     lr: float | None = None
     card_bytes: int = 0

@@ -120,7 +120,9 @@ class ControlLoop:
                 continue
             at = _When(step.step, now_s, sample.time_s)
             self._write_outcome(state, step, at)
-            decision = self._guard(state, at) or self._decide(state, at) or self._compare(state, at)
+            guarded = self._policy.is_guarded
+            decision = (self._guard(state, at) if guarded else None) or self._decide(state, at)
+            decision = decision or (self._compare(state, at) if guarded else None)
             if decision is not None:
                 decisions.append(decision)
             if state.may_accept:
@@ -203,7 +205,7 @@ class ControlLoop:
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
         measured = state.measured()
-        cause = state.cause(at.step, at.now_s, measured) if measured is not None else None
+        cause = state.cause(at.step, at.now_s, measured, self._policy.review_s) if measured is not None else None
         if measured is None or cause is None:
             return None
         state.learn(at.now_s)
@@ -211,7 +213,9 @@ class ControlLoop:
         assert measured is not None
         state.setbacks.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
         decision = self._ask(state, cause, state.plan, measured, at)
-        if decision is None or (isinstance(decision, Replace) and needs_dense_steps(state, decision)):
+        if decision is None:
+            return None
+        if isinstance(decision, Replace) and self._policy.is_guarded and needs_dense_steps(state, decision):
             return None
         if isinstance(decision, Keep):
             decision = self._codec_trial(state, decision, measured, at) or decision

@@ -66,6 +66,8 @@ def sample_of_step(
         kept=step.meter.kept() if step.meter is not None else {},
         gain_curve=step.meter.curve() if step.meter is not None else (),
         norm=step.meter.norm if step.meter is not None else None,
+        layer_errors=step.meter.layer_errors() if step.meter is not None else {},
+        error_bits=step.meter.bits if step.meter is not None else None,
         bursts=bursts,
         rate_from=rate_from,
         # Lags of the step before. Its agreement has been read in this step, so the values have arrived on all ranks.

@@ -102,7 +102,7 @@ class LayerChain:
         # The rest is ready when the last group is, at the end of backward. Short messages must not queue behind its
         # long ones. In the model, which has one network, the order of the two makes no difference.
         return FoundGroups(
-            groups=tuple(self._with_fixed(groups[:-1], rest, groups[-1])),
+            groups=tuple(place_fixed(self._measured, (*groups[:-1], *rest, groups[-1]))),
             finish_s=finish_s + after_s,
             toll_s=toll_s,
             bound_s=joint.bound_s + after_s,
@@ -120,27 +120,6 @@ class LayerChain:
                 filled += self.layers[index].numel
             yield group
             start = group.end
-
-    def _with_fixed(
-        self, groups: Sequence[PlannedGroup], rest: Sequence[PlannedGroup], last: PlannedGroup
-    ) -> Iterator[PlannedGroup]:
-        """Yield `groups`, `rest` and `last`, each fixed group before the first of `groups` that is ready later.
-
-        Fixed groups that are ready after all of `groups` come before `last`, or behind it if they are ready after it.
-        """
-        place = {layer.name: index for index, layer in enumerate(reversed(self._measured.layers))}
-        ready = {group: max(place[name] for name in group.layers) for group in (*self._measured.fixed, *groups, last)}
-        small = {layer.name for layer in self._measured.layers if layer.is_small}
-        waiting = sorted(self._measured.fixed, key=lambda group: ready[group])
-        for group in groups:
-            while waiting and ready[waiting[0]] < ready[group]:
-                yield waiting.pop(0)
-            yield group
-        is_before = [ready[group] < ready[last] or small.issuperset(group.layers) for group in waiting]
-        yield from (group for group, before in zip(waiting, is_before, strict=True) if before)
-        yield from rest
-        yield last
-        yield from (group for group, before in zip(waiting, is_before, strict=True) if not before)
 
     @staticmethod
     def _row_s(groups: Sequence[PlannedGroup], costs: Sequence[GroupCost]) -> float:
@@ -175,6 +154,27 @@ class LayerChain:
                 shares_time=self._shares_time,
             )
         return self._costs[option, item_bytes]
+
+
+def place_fixed(measured: Measured, groups: Sequence[PlannedGroup]) -> Iterator[PlannedGroup]:
+    """Yield `groups` with the fixed ones among them, each before the first group that is ready later.
+
+    Small layers come before the last group: the short messages must not queue behind its long ones.
+    """
+    place = {layer.name: index for index, layer in enumerate(reversed(measured.layers))}
+    small = {layer.name for layer in measured.layers if layer.is_small}
+
+    def ready(group: PlannedGroup) -> int:
+        return max(place[name] for name in group.layers)
+
+    waiting = sorted(measured.fixed, key=ready)
+    for index, group in enumerate(groups):
+        is_last = index == len(groups) - 1
+        before = [one for one in waiting if ready(one) < ready(group) or (is_last and small.issuperset(one.layers))]
+        yield from before
+        yield group
+        waiting = [one for one in waiting if one not in before]
+    yield from waiting
 
 
 def _max_numel(option: Option) -> int:

@@ -6,11 +6,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, get_args
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
+from cgx_ray.planner.bits import LayerErrors
 from cgx_ray.planner.cost import Network
 from cgx_ray.planner.legs import EncodesOn, exchange_stages, legs
 from cgx_ray.planner.options import CodecCost, codec_cost_of, efficiency
@@ -30,6 +31,8 @@ class Measured:
     encodes_on   "backward" if encoding and decoding take the processor from backward, as they do where few cores do
                  both; "thread" if they work beside it
     fixed        groups that every plan has, since layer rules of the user have chosen them
+    layer_errors of qsgd with 2 to 8 bits, by layer; empty unless the policy chooses bits per layer
+    gain_curve   gain of top-k by density; empty before it is measured
     """
 
     layers: tuple[Layer, ...]
@@ -40,6 +43,8 @@ class Measured:
     after_s: float = 0.0
     encodes_on: EncodesOn = "thread"
     fixed: tuple[PlannedGroup, ...] = ()
+    layer_errors: Mapping[str, LayerErrors] = field(default_factory=dict)
+    gain_curve: Mapping[float, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.layers) != len(self.backward_s):

@@ -25,11 +25,18 @@ from cgx_ray.plan import (
     as_option,
     make_plan,
 )
+from cgx_ray.planner.bits import QSGD, WIDTHS
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
+from cgx_ray.planner.papers.cgx import METHODS as CGX_METHODS
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
+from cgx_ray.planner.papers.flexible import METHODS as FLEXIBLE_METHODS
 
-POLICIES = ("adaptive", "static")
+POLICIES = ("adaptive", "cgx", "flexible", "static")
+# Of the papers' policies, the default first.
+METHODS = {"cgx": tuple(CGX_METHODS), "flexible": FLEXIBLE_METHODS}
 TRANSPORTS = ("tcp", "gloo")
+# Seconds. As `control.policy.REVIEW_S`, which is not imported here: sessions know no controller.
+REVIEW_S = 60.0
 # 31 years. Python and torch refuse to wait for some larger numbers of seconds.
 MAX_TIMEOUT_S = 1e9
 
@@ -45,7 +52,12 @@ class Settings:
     """Settings that all workers of a run share. Raises ConfigError on a value that is not allowed.
 
     policy          "adaptive": start dense, measure, decide, and decide again when the network changes. "static": use
-                    `codec` over `scheme` for the whole run
+                    `codec` over `scheme` for the whole run. "cgx" and "flexible": as these papers decide, qsgd with
+                    bits by layer, or top-k with density and collective of the moment; they do not promise to be no
+                    slower than dense
+    method          for policy "cgx": "kmeans" (default), "linear", "bayes" or "dp"; for policy "flexible": "knee"
+                    (default) or "nsga2", which needs pymoo
+    review_s        seconds after a decision until the policy is asked again without any other cause
     codec, scheme   for policy "static". The codec is a CodecSpec, or text for `CodecSpec.parse`
     intra           for policy "static": "dense" or "compressed" sums inside nodes first, see `collectives.hierarchical`
     fidelity        codecs that policy "adaptive" may choose, by the loss that they were measured to cost: "strict" at
@@ -83,6 +95,8 @@ class Settings:
     overrides: Mapping[str, Given] | None = None
     exclude: tuple[str, ...] = ()
     min_gain: float = 0.8
+    method: str | None = None
+    review_s: float = REVIEW_S
     group_bytes: int | None = None
     seed: int = 0
     transport: str = "tcp"
@@ -115,6 +129,7 @@ class Settings:
             if name != "seed" and value < 1:
                 raise ConfigError(f"{name} {value!r} is not allowed; give 1 or more")
         self._check_choice()
+        self._check_method()
         self._check_transport()
         self._check_candidates()
         self._check_rules()
@@ -155,6 +170,34 @@ class Settings:
             str(codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)) for codec in self.candidates
         )
 
+    def _check_method(self) -> None:
+        allowed = METHODS.get(self.policy, ())
+        if self.method is not None and self.method not in allowed:
+            hint = f"give one of {', '.join(allowed)}" if allowed else "leave it out"
+            raise ConfigError(f"method {self.method!r} is not allowed with policy {self.policy!r}; {hint}")
+        if not is_timeout(self.review_s):
+            raise ConfigError(f"review_s {self.review_s!r} is not allowed; give seconds above 0, such as {REVIEW_S:g}")
+        is_chosen = self.candidates is not None or self.densities is not None or self.fidelity != Fidelity.STRICT
+        if allowed and is_chosen:
+            raise ConfigError(
+                f"policy {self.policy!r} chooses among its own codecs; leave out fidelity, densities and candidates, "
+                "or give policy='adaptive'"
+            )
+
+    @property
+    def used_method(self) -> str:
+        """`method`, or the default of a paper's policy."""
+        return self.method or METHODS[self.policy][0]
+
+    def codecs_by_layer(self) -> tuple[CodecSpec, ...]:
+        """Return the codecs whose errors policy "cgx" needs by layer."""
+        return tuple(replace(QSGD, bits=bits) for bits in WIDTHS) if self.policy == "cgx" else ()
+
+    def gain_codecs(self) -> tuple[CodecSpec, ...]:
+        """Return the codecs whose gains the policy needs; those of bits by layer follow from the errors."""
+        codecs = (QSGD,) if self.policy == "cgx" else self.candidate_codecs()
+        return tuple(codec for codec in codecs if codec != NONE) if self.decides else ()
+
     def _check_rules(self) -> None:
         """Turn the values of `overrides` into options, so that settings that mean the same are the same."""
         if not isinstance(self.exclude, tuple | list) or not all(isinstance(one, str) for one in self.exclude):
@@ -190,7 +233,11 @@ class Settings:
         return tuple(dict.fromkeys([*self.candidate_codecs(), *(option.codec for option in self._rules().values())]))
 
     def candidate_codecs(self) -> tuple[CodecSpec, ...]:
-        """Return none, and the codecs that policy "adaptive" may choose."""
+        """Return none, and the codecs that the policy may choose."""
+        if self.policy == "cgx":
+            return NONE, *self.codecs_by_layer()
+        if self.policy == "flexible":
+            return NONE, *(CodecSpec(name="topk", density=density) for density in CANDIDATE_DENSITIES)
         if self.candidates is not None:
             return tuple(dict.fromkeys([NONE, *map(CodecSpec.parse, self.candidates)]))
         return tuple(self._fidelity_codecs())
@@ -204,10 +251,10 @@ class Settings:
             self.codec = str(self.codec)
         codec, scheme, intra = CodecSpec.parse(self.codec), Scheme(self.scheme), Intra(self.intra)
         Option(codec=codec, scheme=scheme, intra=intra)
-        if self.policy == "adaptive" and (self.codec, scheme, intra) != ("qsgd", Scheme.SRA, Intra.FLAT):
+        if self.decides and (self.codec, scheme, intra) != ("qsgd", Scheme.SRA, Intra.FLAT):
             raise ConfigError(
                 f"codec {self.codec!r} over {self.scheme!r}, intra {self.intra!r} is not allowed with policy "
-                "'adaptive', which chooses for itself; leave them out, or give policy='static'"
+                f"{self.policy!r}, which chooses for itself; leave them out, or give policy='static'"
             )
 
     def _check_transport(self) -> None:
