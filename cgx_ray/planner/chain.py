@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,9 @@ from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Layer, Option, Sc
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 from cgx_ray.planner.search import search
+
+# Places at which the search may end a group. Its time grows with their square: for 2,000 it took 4.4 s.
+MAX_ENDS = 350
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,9 @@ class FoundGroups:
 
 class LayerChain:
     """Layers to cut into groups, in the order of backward, and the layers that are sent dense before the last group.
+
+    In models with more than MAX_ENDS layers, neighbours are joined into units of similar work, where groups end.
+    So groups may be 2 / MAX_ENDS of the model longer than the best ones, and lower bounds are those of such plans.
 
     Fixed groups (`Measured.fixed`) are sent when they are ready. In the search, all their seconds come after the rest.
 
@@ -89,15 +96,17 @@ class LayerChain:
             costs=tuple(costs[index] for index in kept),
             after_s=rest_s,
         )
-        joint = search(pipeline, max_gap=max_gap)
+        ends = self._unit_ends()
+        joint = search(_joined(pipeline, ends), max_gap=max_gap)
         chosen = [options[index] for index in kept]
-        cut = tuple(self._cut(joint.groups, chosen))
+        uncut = tuple(GroupEnd(ends[group.end - 1], group.option) for group in joint.groups)
+        cut = tuple(self._cut(uncut, chosen))
         groups, start = [], 0
         for group in cut:
             groups.append(PlannedGroup.of(self.layers[start : group.end], chosen[group.option]))
             start = group.end
         toll_s = math.fsum(toll.get(group.option, 0.0) * group.numel for group in groups)
-        finish_s = (joint.finish_s if cut == joint.groups else pipeline.finish_s(cut)) - toll_s
+        finish_s = (joint.finish_s if cut == uncut else pipeline.finish_s(cut)) - toll_s
         after_s = self._measured.after_s
         # The rest is ready when the last group is, at the end of backward. Short messages must not queue behind its
         # long ones. In the model, which has one network, the order of the two makes no difference.
@@ -107,6 +116,20 @@ class LayerChain:
             toll_s=toll_s,
             bound_s=joint.bound_s + after_s,
         )
+
+    def _unit_ends(self) -> list[int]:
+        """Return the places at which groups may end: after each layer, or after each unit if there are too many."""
+        count = len(self.layers)
+        if count <= MAX_ENDS:
+            return list(range(1, count + 1))
+        numel, backward_s = sum(layer.numel for layer in self.layers), math.fsum(self._backward_s) or 1.0
+        ends, work = [], 0.0
+        for index, (layer, seconds) in enumerate(zip(self.layers, self._backward_s, strict=True), start=1):
+            work += layer.numel / numel + seconds / backward_s
+            if work >= 2 / MAX_ENDS or index == count:
+                ends.append(index)
+                work = 0.0
+        return ends
 
     def _cut(self, groups: Sequence[GroupEnd], options: Sequence[Option]) -> Iterator[GroupEnd]:
         """Yield `groups`, cut before each layer that would make a group too long for a message."""
@@ -154,6 +177,18 @@ class LayerChain:
                 shares_time=self._shares_time,
             )
         return self._costs[option, item_bytes]
+
+
+def _joined(pipeline: Pipeline, ends: Sequence[int]) -> Pipeline:
+    """Return `pipeline` with its layers joined into units that end at `ends`."""
+    if len(ends) == pipeline.num_layers:
+        return pipeline
+    spans = [slice(start, end) for start, end in itertools.pairwise((0, *ends))]
+    return replace(
+        pipeline,
+        backward_s=tuple(math.fsum(pipeline.backward_s[span]) for span in spans),
+        numel=tuple(sum(pipeline.numel[span]) for span in spans),
+    )
 
 
 def place_fixed(measured: Measured, groups: Sequence[PlannedGroup]) -> Iterator[PlannedGroup]:
