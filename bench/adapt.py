@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from cgx_ray.bench.adapt_cases import CASES, AdaptCase
+from cgx_ray.bench.adapt_papers import PAPER_CASES, PolicyRun, compare_papers, paper_rows
 from cgx_ray.bench.simulate import SimulatedRun, SimulatedStep
 from cgx_ray.bench.simulated_cluster import ClusterState, SimulatedCluster
 from cgx_ray.control.journal import Journal
@@ -58,14 +59,15 @@ class AdaptRun:
 
 @dataclass(slots=True)
 class AdaptNumbers:
-    """Results. `runs`: by case."""
+    """Results by case. `papers`: ours, then the papers' policies, on the same schedule."""
 
     runs: dict[str, list[AdaptRun]] = field(default_factory=dict)
+    papers: dict[str, list[PolicyRun]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
 
 def measure_adapt(quick: bool, only: Sequence[str], on_part: Callable[[str, float], None]) -> AdaptNumbers:
-    """Run the cases, all or those named in `only`; `quick`: one seed each.
+    """Run the cases, all or those named in `only`; `quick`: one seed each, and without the papers' policies.
 
     on_part  called before each case with its name and the share of the cases that are done
     """
@@ -76,6 +78,9 @@ def measure_adapt(quick: bool, only: Sequence[str], on_part: Callable[[str, floa
         runs = [run_case(case, seed) for seed in range(1 if quick else case.num_seeds)]
         numbers.runs[case.name] = runs
         numbers.rows += _rows(case, runs)
+        if case.name in PAPER_CASES and not quick:
+            numbers.papers[case.name] = compare_papers(case)
+            numbers.rows += paper_rows(case.name, numbers.papers[case.name])
     return numbers
 
 

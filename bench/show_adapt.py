@@ -33,6 +33,23 @@ def adapt_table(numbers: AdaptNumbers) -> Table:
     return table
 
 
+def papers_table(numbers: AdaptNumbers) -> Table:
+    """Return one row per case: seconds of each paper's policy over ours for the same progress, and why.
+
+    The reason in brackets: seconds of a step, and progress of a step, both over ours. The first over the second is the
+    number before it.
+    """
+    names = [run.policy for run in next(iter(numbers.papers.values()))[1:]]
+    table = new_table("papers' policies over ours (step x, progress x)", "", *names, gap=0)
+    for case, (ours, *others) in numbers.papers.items():
+        cells = (
+            f"{run.score / ours.score:.2f} ({run.step_s / ours.step_s:.2f}, {run.efficiency / ours.efficiency:.2f})"
+            for run in others
+        )
+        table.add_row(case, *cells)
+    return table
+
+
 def _cell(row: Row | None, text: str) -> str:
     if row is None or row.value is None:
         return ""

@@ -12,13 +12,17 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
+from cgx_ray.control.known_losses import lost_share
 from cgx_ray.engine.gain_schedule import is_measured
-from cgx_ray.monitors.sample import Burst, StepSample, Transfer
-from cgx_ray.plan import Option, Plan
+from cgx_ray.monitors.sample import CURVE_DENSITIES, Burst, LayerError, StepSample, Transfer
+from cgx_ray.plan import CodecSpec, Option, Plan
+from cgx_ray.planner.bits import WIDTHS
 from cgx_ray.planner.cost import Link, Network, exchange_s
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.papers.flexible import interpolate_gain
 from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
 
 # Workers, each on a node of its own.
@@ -71,7 +75,10 @@ class ClusterErrors:
 
 
 class SimulatedCluster:
-    """Workers that train `model`. `costs` and `gain` are the true ones, by codec."""
+    """Workers that train `model`. `costs` and `gain` are the true ones, by codec.
+
+    layer_errors  energy of each layer, and its lost share with 4 bits; empty: ranks measure no errors by layer
+    """
 
     def __init__(
         self,
@@ -80,7 +87,9 @@ class SimulatedCluster:
         gain: Mapping[str, float],
         errors: ClusterErrors,
         seed: int,
+        layer_errors: Mapping[str, LayerError] | None = None,
     ) -> None:
+        self._layer_errors, self._num_measured = layer_errors or {}, 0
         self.model, self.errors = model, errors
         self._costs, self._gain = costs, gain
         self._random = random.Random(seed)
@@ -117,6 +126,7 @@ class SimulatedCluster:
         ready_s = _ready_s(own, groups)
         transfers = self._transfers(groups, truth.network.between)
         gain = {codec: self._measured_gain(gain) for codec, gain in truth.gain.items()}
+        losses = self._losses(truth.gain) if is_measured(number, affordable_from=0) else {}
         rates = [state.rate(rank) for rank in range(WORLD)]
         samples = []
         for rank in range(WORLD):
@@ -136,6 +146,7 @@ class SimulatedCluster:
                     ready_s=tuple(share * ready for ready in ready_s),
                     transfers=transfers,
                     gain=gain if is_measured(number, affordable_from=0) else {},
+                    **losses,
                     bursts=(bursts := self._bursts(groups, rates[rank])),
                     rate_from=tuple(
                         min(rates[rank], rate) / (WORLD - 1) / self._delay() if bursts and peer != rank else 0.0
@@ -158,6 +169,22 @@ class SimulatedCluster:
     def _measured_gain(self, gain: float) -> float:
         """Return `gain` with the usual noise of its error, a tenth."""
         return min(1.0, 1 - (1 - gain) * math.exp(self._random.gauss(0, 0.1)))
+
+    def _losses(self, gain: Mapping[str, float]) -> dict[str, Any]:
+        """Return the fields of a sample with errors by layer, for the next number of bits, and the gain curve."""
+        bits = WIDTHS[self._num_measured % len(WIDTHS)]
+        self._num_measured += 1
+        density = {CodecSpec.parse(name).density: share for name, share in gain.items() if name.startswith("topk")}
+        known = {one: density[one] for one in sorted(filter(None, density))}
+        curve = interpolate_gain(tuple(known), tuple(known.values())) if known else None
+        errors = {
+            name: LayerError(one.energy, lost_share({4: one.lost}, bits)) for name, one in self._layer_errors.items()
+        }
+        return {
+            "gain_curve": tuple(map(curve, CURVE_DENSITIES)) if curve is not None else (),
+            "layer_errors": errors,
+            "error_bits": bits if errors else None,
+        }
 
     def _transfers(self, groups: tuple[PlannedGroup, ...], link: Link) -> tuple[Transfer, ...]:
         transfers = []

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from cgx_ray.codec_spec import CODEC_DEFAULTS, CodecSpec
 from cgx_ray.errors import CGXError, ConfigError, PlanError
@@ -25,8 +25,8 @@ from cgx_ray.option import (
 
 __all__ = [
     "CODECS_OF_SCHEME", "CODEC_DEFAULTS", "DEFAULT_GROUP_BYTES", "DENSE", "MAX_INDEXED_NUMEL", "MAX_PAYLOAD_BYTES",
-    "NONE", "PIECE_BYTES", "CodecSpec", "GroupPlan", "Intra", "Layer", "Lease", "Option", "Plan", "Scheme",
-    "make_plan", "options_of", "preferred_scheme",
+    "NONE", "PIECE_BYTES", "CodecSpec", "Given", "GroupPlan", "Intra", "Layer", "Lease", "Option", "Plan", "Scheme",
+    "as_option", "make_plan", "options_of", "preferred_scheme",
 ]  # fmt: skip
 
 DEVICES = ("auto", "cpu")
@@ -77,13 +77,15 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 class GroupPlan:
     """Layers that are encoded and sent together, and how.
 
-    device  where codecs work: "auto" is the device of the gradients; "cpu" is the host, which then encodes what a CUDA
-            device has computed
+    device    where codecs work: "auto" is the device of the gradients; "cpu" is the host, which then encodes what a
+              CUDA device has computed
+    is_fixed  a layer rule has chosen the option (`overrides` of `make_plan`), so later plans keep the group
     """
 
     layers: tuple[str, ...]
     option: Option = DENSE
     device: str = "auto"
+    is_fixed: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -189,7 +191,10 @@ class Plan:
         return json.dumps(self._fields())
 
     def _fields(self) -> dict[str, Any]:
-        groups = [{"layers": group.layers, **asdict(group.option), "device": group.device} for group in self.groups]
+        groups = [
+            {"layers": group.layers, **asdict(group.option), "device": group.device, "is_fixed": group.is_fixed}
+            for group in self.groups
+        ]
         fields: dict[str, Any] = {"version": self.version, "world_size": self.world_size, "groups": groups}
         if self.lease is not None:
             fields["lease"] = {"last_step": self.lease.last_step, "fallback": self.lease.fallback._fields()}
@@ -216,6 +221,7 @@ class Plan:
                     intra=Intra(group.get("intra", Intra.FLAT)),
                 ),
                 device=group["device"],
+                is_fixed=group.get("is_fixed", False),
             )
             for group in raw["groups"]
         )
@@ -228,8 +234,10 @@ class Plan:
         )
 
 
-# A codec, a scheme and, if it is not make_plan's, intra.
-_Given = Option | tuple[CodecSpec | str, Scheme | str] | tuple[CodecSpec | str, Scheme | str, Intra | str]
+# A codec; or a codec, a scheme and, if it is not make_plan's, intra.
+Given = (
+    Option | CodecSpec | str | tuple[CodecSpec | str, Scheme | str] | tuple[CodecSpec | str, Scheme | str, Intra | str]
+)
 
 
 def make_plan(
@@ -242,7 +250,7 @@ def make_plan(
     intra: Intra | str = Intra.FLAT,
     group_bytes: int = DEFAULT_GROUP_BYTES,
     first_bytes: int = FIRST_GROUP_BYTES,
-    overrides: Mapping[str, _Given] | None = None,
+    overrides: Mapping[str, Given] | None = None,
     bits: Mapping[str, int] | None = None,
     uniform: bool = False,
     device: str = "auto",
@@ -259,9 +267,10 @@ def make_plan(
     scheme     default: `preferred_scheme`
     intra      "dense" or "compressed": ranks of a node sum first, see `collectives.hierarchical`. Small layers are not
                compressed inside nodes either.
-    overrides  options, or tuples of codec, scheme and optionally intra, by pattern of layer names as in a shell
-               (`"*embedding*"`). The first pattern that matches counts, for small layers too. Only neighbours share a
-               group, so each run of such layers ends the group before it.
+    overrides  layer rules, which all plans of a policy keep: codecs, options, or tuples of codec, scheme and optionally
+               intra, by pattern of layer names as in a shell (`"*embedding*"`). The first pattern that matches counts,
+               for small layers too. Only neighbours share a group, so each run of such layers ends the group before it.
+               Small layers that shall be dense go with the other small layers.
     bits       by layer name, replacing those of `codec`; `planner.bits` finds them. A change of bits ends a group.
                Small layers and overrides ignore them.
     uniform    for comparison: one group per dtype that includes small layers, whatever `group_bytes` is. QNCL
@@ -272,21 +281,23 @@ def make_plan(
     Raises ConfigError if a scheme cannot carry a codec, PlanError if a pattern or `bits` names no layer.
     """
     codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
-    usual = _as_option((codec, scheme or preferred_scheme(codec), intra))
+    usual = as_option((codec, scheme or preferred_scheme(codec), intra))
     if uniform:
         if overrides or bits:
             raise ConfigError("a uniform plan has one codec for all layers; leave out overrides and bits, or uniform")
-        groups = _fill_groups([(layer, usual) for layer in reversed(layers)], sys.maxsize, sys.maxsize)
+        groups = _fill_groups([(layer, _Choice(usual)) for layer in reversed(layers)], sys.maxsize, sys.maxsize)
     else:
-        by_pattern = {pattern: _as_option(given, intra) for pattern, given in (overrides or {}).items()}
+        by_pattern = {pattern: as_option(given, intra) for pattern, given in (overrides or {}).items()}
         _check_names(layers, by_pattern, bits or {})
         chosen = [(layer, _choose(layer, usual, by_pattern, bits or {})) for layer in reversed(layers)]
         # Two hops. The vendor's ring takes 2(N-1), which for short messages is nearly all of their time.
         for_small = Option(
             codec=NONE, scheme=Scheme.SRA, intra=Intra.DENSE if usual.intra is not Intra.FLAT else Intra.FLAT
         )
-        small = [(layer, for_small) for layer, option in chosen if option is None]
-        large = [(layer, option) for layer, option in chosen if option is not None]
+        small = [(layer, choice._replace(option=for_small)) for layer, choice in chosen if choice.goes_with_small]
+        # Rules last, so that they do not cut the others into several groups: all are ready when backward ends.
+        small.sort(key=lambda pair: pair[1].is_fixed)
+        large = [(layer, choice) for layer, choice in chosen if not choice.goes_with_small]
         groups = _fill_groups(large, group_bytes, first_bytes)
         # The last groups of both are ready when backward ends. The short messages must not queue behind the long ones.
         groups[-1:-1] = _fill_groups(small, group_bytes, first_bytes)
@@ -294,13 +305,25 @@ def make_plan(
     return Plan(version=version, world_size=world_size, groups=on_device)
 
 
-def _as_option(given: _Given, intra: Intra | str = Intra.FLAT) -> Option:
-    """Return an Option from objects or text; `intra` is the default of its third part."""
+class _Choice(NamedTuple):
+    """Option of a layer, and whether a rule has chosen it. `goes_with_small`: it is sent with the small layers."""
+
+    option: Option
+    is_fixed: bool = False
+    goes_with_small: bool = False
+
+
+def as_option(given: Given, intra: Intra | str = Intra.FLAT) -> Option:
+    """Return an Option from objects or text. `intra`: the default of its third part. A codec gets its usual scheme."""
     if isinstance(given, Option):
         return given
+    if isinstance(given, str | CodecSpec):
+        codec = given if isinstance(given, CodecSpec) else CodecSpec.parse(given)
+        return Option(codec=codec, scheme=preferred_scheme(codec))
     if not isinstance(given, tuple) or len(given) not in (2, 3):
         raise ConfigError(
-            f"{given!r} is not a codec and a scheme; give a pair such as ('topk:density=0.01', 'allgather')"
+            f"{given!r} is not a codec and a scheme; give a codec such as 'qsgd:bits=8', or a pair such as "
+            "('topk:density=0.01', 'allgather')"
         )
     codec, scheme, inside = (*given, intra)[:3]
     if scheme not in tuple(Scheme):
@@ -314,38 +337,42 @@ def _as_option(given: _Given, intra: Intra | str = Intra.FLAT) -> Option:
 def _check_names(layers: Sequence[Layer], by_pattern: Mapping[str, Option], bits: Mapping[str, int]) -> None:
     for pattern in by_pattern:
         if not any(fnmatchcase(layer.name, pattern) for layer in layers):
-            raise PlanError(f"override {pattern!r} matches none of {len(layers)} layers; give a pattern of their names")
+            raise PlanError(
+                f"override {pattern!r} matches none of {len(layers)} layers; give a pattern of their names, such as "
+                f"{layers[0].name!r} (frozen parameters are no layers, a tied one has its first name)"
+            )
     unknown = sorted(bits.keys() - {layer.name for layer in layers})
     if unknown:
         raise PlanError(f"bits are given for {unknown[0]!r}, which is none of {len(layers)} layers; give their names")
 
 
-def _choose(layer: Layer, usual: Option, by_pattern: Mapping[str, Option], bits: Mapping[str, int]) -> Option | None:
-    """Return the option of `layer`, None if it goes uncompressed before the last group."""
+def _choose(layer: Layer, usual: Option, by_pattern: Mapping[str, Option], bits: Mapping[str, int]) -> _Choice:
     for pattern, option in by_pattern.items():
         if fnmatchcase(layer.name, pattern):
-            return option
+            return _Choice(option, is_fixed=True, goes_with_small=layer.is_small and option == DENSE)
     if layer.is_small and usual.codec.name not in _BY_ELEMENT:
-        return None
-    return usual if layer.name not in bits else replace(usual, codec=replace(usual.codec, bits=bits[layer.name]))
+        return _Choice(usual, goes_with_small=True)
+    return _Choice(
+        usual if layer.name not in bits else replace(usual, codec=replace(usual.codec, bits=bits[layer.name]))
+    )
 
 
-def _fill_groups(chosen: Sequence[tuple[Layer, Option]], group_bytes: int, first_bytes: int) -> list[GroupPlan]:
-    """Cut runs of one dtype and one option, in the order of `chosen` within a dtype, into groups."""
+def _fill_groups(chosen: Sequence[tuple[Layer, _Choice]], group_bytes: int, first_bytes: int) -> list[GroupPlan]:
+    """Cut runs of one dtype and one choice, in the order of `chosen` within a dtype, into groups."""
     groups: list[GroupPlan] = []
     by_dtype = sorted(chosen, key=lambda pair: pair[0].dtype)
     for _, same_dtype in itertools.groupby(by_dtype, key=lambda pair: pair[0].dtype):
         cap = min(first_bytes, group_bytes)
-        for option, run in itertools.groupby(same_dtype, key=lambda pair: pair[1]):
+        for choice, run in itertools.groupby(same_dtype, key=lambda pair: pair[1]):
             names: list[str] = []
             filled = 0
             for layer, _ in run:
                 names.append(layer.name)
                 filled += layer.dense_bytes
                 if filled >= cap:
-                    groups.append(GroupPlan(layers=tuple(names), option=option))
+                    groups.append(GroupPlan(layers=tuple(names), option=choice.option, is_fixed=choice.is_fixed))
                     names, filled, cap = [], 0, group_bytes
             if names:
-                groups.append(GroupPlan(layers=tuple(names), option=option))
+                groups.append(GroupPlan(layers=tuple(names), option=choice.option, is_fixed=choice.is_fixed))
                 cap = group_bytes
     return groups

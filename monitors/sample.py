@@ -37,6 +37,13 @@ class Transfer:
 CURVE_DENSITIES = tuple(10 ** (-quarter / 4) for quarter in range(16, -1, -1))
 
 
+class LayerError(NamedTuple):
+    """|g|^2 of a layer, and the share of it that a codec loses."""
+
+    energy: float
+    lost: float
+
+
 class Burst(NamedTuple):
     """Bytes of long messages from all ranks together, and the seconds in which the kernel received them."""
 
@@ -67,6 +74,9 @@ class StepSample:
                |residual| that the step leaves in these groups, on the same steps; None if no codec in use has one
     is_finite  False if an average was NaN or Inf, so that the codecs' memory was not changed. Only looked at if a codec
                has memory
+    layer_errors
+               by layer worth compressing, |g|^2 and the share of it that qsgd with `error_bits` bits loses, on the same
+               steps; empty unless the policy chooses bits per layer
     loss, lr   newest loss and learning rate that the training has reported since the sample before; None if it has not,
                or if they are not finite
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
@@ -95,6 +105,8 @@ class StepSample:
     norm: float | None = None
     residual_norm: float | None = None
     is_finite: bool = True
+    layer_errors: Mapping[str, LayerError] = field(default_factory=dict)
+    error_bits: int | None = None
     loss: float | None = None
     lr: float | None = None
     card_bytes: int = 0

@@ -11,7 +11,7 @@ from cgx_ray.control.learned_errors import LearnedErrors
 from cgx_ray.plan import DENSE, Option
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.joint import BestPlan, best_plan
-from cgx_ray.planner.prediction import Measured, PlannedGroup, predict
+from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
 # Searches per network, each of 3 to 90 ms.
 MAX_SEARCHES = 4
@@ -36,6 +36,10 @@ class Outlook:
         """Return seconds for the progress of a dense step, on average over the time."""
         scores = [predict(measured, groups).score for measured in self.states]
         return self.errors.factor(groups) * harmonic_mean(scores) if max(scores) < math.inf else math.inf
+
+    def dense(self) -> Prediction:
+        """Return the prediction of dense, in its own best groups."""
+        return best_plan(self.now, ()).dense
 
     def best(self, options: Sequence[Option], min_gain: float) -> BestPlan:
         """Return the best plan and dense, both predicted for `now`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from cgx_ray.control.traffic import ObservedExchange, StepTraffic
-from cgx_ray.monitors.sample import Burst, StepSample, Transfer
+from cgx_ray.monitors.sample import Burst, LayerError, StepSample, Transfer
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms
 
@@ -28,6 +28,9 @@ class JoinedStep:
                ranks
     gain       predicted gain by codec or option, mean over ranks, on steps that measured it
     kept       measured gain by option in use, mean over ranks, on the same steps
+    gain_curve gain of top-k at CURVE_DENSITIES, mean over ranks, on the same steps
+    layer_errors, error_bits
+               energy and lost share by layer with so many bits, means over ranks, on the same steps
     norm       of the fresh gradients, root mean square over ranks, on the same steps
     loss       mean over the ranks that reported a finite one
     lr         learning rate, median over the ranks that reported one
@@ -45,6 +48,9 @@ class JoinedStep:
     gain: Mapping[str, float]
     num_local: int
     kept: Mapping[str, float] = field(default_factory=dict)
+    gain_curve: tuple[float, ...] = ()
+    layer_errors: Mapping[str, LayerError] = field(default_factory=dict)
+    error_bits: int | None = None
     norm: float | None = None
     loss: float | None = None
     lr: float | None = None
@@ -95,6 +101,11 @@ def join(samples: list[StepSample]) -> JoinedStep:
         gain=_means([sample.gain for sample in samples]),
         num_local=num_local,
         kept=_means([sample.kept for sample in samples]),
+        gain_curve=tuple(
+            fmean(gains) for gains in zip(*filter(None, (one.gain_curve for one in samples)), strict=True)
+        ),
+        layer_errors=_mean_errors([sample.layer_errors for sample in samples]),
+        error_bits=next((sample.error_bits for sample in samples if sample.layer_errors), None),
         norm=math.hypot(*norms) / math.sqrt(len(norms)) if norms else None,
         loss=fmean(losses) if losses else None,
         lr=median(rates) if rates else None,
@@ -105,6 +116,16 @@ def _means(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each name over the ranks that measured it."""
     names = {name for gain in measured for name in gain}
     return {name: fmean(gain[name] for gain in measured if name in gain) for name in names}
+
+
+def _mean_errors(measured: Sequence[Mapping[str, LayerError]]) -> dict[str, LayerError]:
+    """Return the mean of each layer over the ranks that measured it; lost shares are weighted by energy."""
+    found = {}
+    for name in dict.fromkeys(name for errors in measured for name in errors):
+        own = [errors[name] for errors in measured if name in errors]
+        energy = math.fsum(one.energy for one in own)
+        found[name] = LayerError(energy / len(own), math.fsum(one.energy * one.lost for one in own) / energy)
+    return found
 
 
 def _traffic(samples: list[StepSample], step_s: float, num_sharing: int) -> StepTraffic:

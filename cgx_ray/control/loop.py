@@ -32,12 +32,13 @@ from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, MadeBy, decision_entry, end_entry, outcome_entry, start_entry
+from cgx_ray.control.measured import dense_groups, is_dense
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.progress import Progress
 from cgx_ray.control.tally import CauseKind
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import DENSE, Layer, Lease, Plan, make_plan
+from cgx_ray.plan import Layer, Lease, Plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
@@ -112,8 +113,7 @@ class ControlLoop:
         elif (lease := self.plans[-1].lease) is not None:
             self.plans.append(lease.fallback)
         self.layers = tuple(layers)
-        is_dense = all(group.option == DENSE for group in first_plan.groups)
-        dense = first_plan if is_dense else make_plan(layers, version=0, world_size=first_plan.world_size)
+        dense = first_plan if is_dense(first_plan) else dense_groups(first_plan)
         self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on, self.gain_ratios)
         self._progress, self._told = Progress(), (codec_costs, encodes_on)
         self._last_step, self._is_started = None, False
@@ -140,7 +140,9 @@ class ControlLoop:
                 continue
             at = _When(step.step, now_s, sample.time_s)
             self._write_outcome(state, step, at)
-            decision = self._guard(state, at) or self._decide(state, at) or self._compare(state, at)
+            guarded = self._policy.is_guarded
+            decision = (self._guard(state, at) if guarded else None) or self._decide(state, at)
+            decision = decision or (self._compare(state, at) if guarded else None)
             if decision is not None:
                 decisions.append(decision)
             if state.may_accept:
@@ -233,7 +235,7 @@ class ControlLoop:
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
         measured = state.measured()
-        cause = state.cause(at.step, at.now_s, measured) if measured is not None else None
+        cause = state.cause(at.step, at.now_s, measured, self._policy.review_s) if measured is not None else None
         if measured is None or cause is None:
             return None
         state.learn(at.now_s)
@@ -242,7 +244,9 @@ class ControlLoop:
         state.setbacks.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
         asked = self._situation(state, cause.text, state.plan, measured, at)
         decision = self._ask(state, asked, at)
-        if decision is None or (isinstance(decision, Replace) and needs_dense_steps(state, decision)):
+        if decision is None:
+            return None
+        if isinstance(decision, Replace) and self._policy.is_guarded and needs_dense_steps(state, decision):
             return None
         trial = self._codec_trial(state, decision, measured, at) if isinstance(decision, Keep) else None
         if trial is not None:

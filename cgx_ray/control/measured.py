@@ -17,23 +17,32 @@ FORWARD_SHARE = 1 / 3
 
 
 def non_dense_options(plan: Plan) -> frozenset[Option]:
-    """Return the options of `plan` except plain dense, the sums of DDP. Hierarchical dense sums are included."""
-    return frozenset(group.option for group in plan.groups if group.option != DENSE)
+    """Return the options of `plan` except plain dense, the sums of DDP. Hierarchical dense sums are included.
+
+    Here and below options of fixed groups are left out: no policy has chosen them, and none can leave them.
+    """
+    return frozenset(group.option for group in plan.groups if group.option != DENSE and not group.is_fixed)
 
 
 def compressing_options(plan: Plan) -> frozenset[Option]:
     """Return the options of `plan` with a codec."""
-    return frozenset(group.option for group in plan.groups if group.option.codec != NONE)
+    return frozenset(option for option in non_dense_options(plan) if option.codec != NONE)
 
 
 def codecs_in_use(plan: Plan) -> frozenset[CodecSpec]:
-    """Return the codecs of `non_dense_options(plan)`."""
-    return frozenset(option.codec for option in non_dense_options(plan))
+    """Return the codecs of `plan` except those of plain dense, with those of fixed groups."""
+    return frozenset(group.option.codec for group in plan.groups if group.option != DENSE)
 
 
 def is_dense(plan: Plan) -> bool:
-    """Return whether `plan` has nothing but plain dense groups, as DDP."""
+    """Return whether `plan` has nothing but plain dense groups, as DDP, and fixed ones."""
     return not non_dense_options(plan)
+
+
+def dense_groups(plan: Plan) -> Plan:
+    """Return `plan` with the same groups, all of them plain dense except fixed ones."""
+    groups = (group if group.is_fixed else replace(group, option=DENSE) for group in plan.groups)
+    return replace(plan, groups=tuple(groups), lease=None)
 
 
 def layer_times(layers: Sequence[Layer], plan: Plan, ready_s: Sequence[float]) -> tuple[float, ...]:

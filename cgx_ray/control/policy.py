@@ -34,6 +34,9 @@ from cgx_ray.planner.prediction import Prediction, groups_of, predict
 
 # Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
 MIN_IMPROVEMENT = 0.05
+# Seconds after a decision before a policy is asked again without any other cause. Rare enough to cost nothing, frequent
+# enough to follow slow trends.
+REVIEW_S = 60.0
 # Largest allowed ratio of a plan's seconds per step to dense: the promise is "never more than 3 % slower than dense".
 MAX_SLOWDOWN = 1.03
 # Told times of a codec may be this many times too long.
@@ -114,6 +117,14 @@ class Policy(Protocol):
     def options(self) -> Sequence[Option]:
         """All options that may be chosen, besides dense."""
 
+    @property
+    def review_s(self) -> float:
+        """Seconds after a decision until the policy is asked again without any other cause."""
+
+    @property
+    def is_guarded(self) -> bool:
+        """True if the loop takes back plans that are slower than dense, and compares with dense where it is unsure."""
+
     def decide(self, situation: Situation) -> Decision | None:
         """Return a decision, or None if this policy never decides."""
 
@@ -128,6 +139,8 @@ class StaticPolicy:
     """Keeps the plan that the user has chosen."""
 
     options: Sequence[Option] = ()
+    review_s = REVIEW_S
+    is_guarded = False
 
     def decide(self, situation: Situation) -> Decision | None:
         return None
@@ -146,9 +159,12 @@ class AdaptivePolicy:
     min_gain  least gain that an option must have, up to GAIN_MARGIN
     """
 
-    def __init__(self, options: Sequence[Option], *, min_gain: float) -> None:
+    is_guarded = True
+
+    def __init__(self, options: Sequence[Option], *, min_gain: float, review_s: float = REVIEW_S) -> None:
         self.options: Sequence[Option] = tuple(options)
         self._min_gain = min_gain
+        self.review_s = review_s
         self._least_gain = max(0.0, 1 - (1 + GAIN_MARGIN) * (1 - min_gain))
         self._enter_gain = 1 - (1 - GAIN_MARGIN) * (1 - min_gain)
 
@@ -190,7 +206,7 @@ class AdaptivePolicy:
         ]
 
     def _may_stay(self, situation: Situation, current: Prediction) -> bool:
-        used = {option.flat() for option in current.options if option != DENSE}
+        used = {group.option.flat() for group in current.groups if group.option != DENSE and not group.is_fixed}
         keeps_enough = current.efficiency is not None and current.efficiency >= self._least_gain
         return keeps_enough and situation.banned.isdisjoint(used)
 

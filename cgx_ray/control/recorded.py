@@ -16,7 +16,7 @@ from cgx_ray.control.policy import AdaptivePolicy, Policy, Situation, StaticPoli
 from cgx_ray.plan import GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import CodecCost
-from cgx_ray.planner.prediction import Measured
+from cgx_ray.planner.prediction import Measured, groups_of
 
 
 def situation_fields(situation: Situation) -> dict[str, Any]:
@@ -74,6 +74,8 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         between=Link(**network["between"]),
         inside=Link(**inside) if inside is not None else None,
     )
+    groups = read_groups(fields["groups"], layers)
+    plan = Plan(version=fields["version"], world_size=between.num_workers, groups=groups)
     now = Measured(
         layers=tuple(layers),
         backward_s=tuple(fields["backward_s"]),
@@ -82,12 +84,13 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         codec_costs=_read_costs(fields["codec_s"]),
         gain=fields["gain"],
         encodes_on=fields["encodes_on"],
+        # Every plan has them, so that in force too.
+        fixed=tuple(group for group in groups_of(plan, layers) if group.is_fixed),
     )
     links = [Link(**link) for link in fields["recent_links"]]
-    groups = read_groups(fields["groups"], layers)
     return Situation(
         cause=fields["cause"],
-        plan=Plan(version=fields["version"], world_size=between.num_workers, groups=groups),
+        plan=plan,
         outlook=Outlook(
             now=now,
             states=[replace(now, network=replace(between, between=link)) for link in links] or [now],
@@ -103,7 +106,12 @@ def group_fields(plan: Plan, layers: Sequence[Layer]) -> list[dict[str, Any]]:
     """Return the groups of `plan`. `layers`: in registration order."""
     place = {layer.name: index for index, layer in enumerate(layers)}
     return [
-        {"layers": [place[name] for name in group.layers], "option": str(group.option), "device": group.device}
+        {
+            "layers": [place[name] for name in group.layers],
+            "option": str(group.option),
+            "device": group.device,
+            "fixed": group.is_fixed,
+        }
         for group in plan.groups
     ]
 
@@ -115,6 +123,7 @@ def read_groups(fields: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) ->
             layers=tuple(layers[index].name for index in group["layers"]),
             option=Option.parse(group["option"]),
             device=group["device"],
+            is_fixed=group.get("fixed", False),
         )
         for group in fields
     )

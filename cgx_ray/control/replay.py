@@ -149,6 +149,10 @@ class Replay:
             raise ConfigError(f"the journal has format {number}, this version of cgx_ray reads {FORMAT}; update it")
         try:
             self.kinds.add(entry["policy"]["kind"])
+            if entry["policy"]["kind"] == "paper":
+                # Errors by layer and gain curves would make the journal long.
+                self._no_start = f"the journal lacks the inputs of policy {entry['policy']['name']}"
+                return
             layers, recorded = read_layers(entry), read_policy(entry)
         except _READ_ERRORS:
             return

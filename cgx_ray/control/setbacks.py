@@ -50,7 +50,7 @@ class Setbacks:
         Options with little of the gradient, such as that of biases, cannot be the cause and stay allowed.
         """
         longest_s = 0.0
-        shares = dense_shares(groups)
+        shares = dense_shares([group for group in groups if not group.is_fixed])
         for option in {one.flat() for one, share in shares.items() if share >= MIN_SHARE and one != DENSE}:
             num_failures = self._num_failures.get(option, 0)
             self._num_failures[option] = num_failures + 1

@@ -15,12 +15,13 @@ from cgx_ray.control.gains import GAIN_CHANGE
 from cgx_ray.control.innovation import Innovations
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.known_gains import KnownGains
+from cgx_ray.control.known_losses import KnownLosses
 from cgx_ray.control.known_network import KnownNetwork
 from cgx_ray.control.loss_trend import LossTrend
 from cgx_ray.control.measured import compressing_options, is_dense, layer_times, network_of, non_dense_options
 from cgx_ray.control.network_change import network_cause
 from cgx_ray.control.outcome import PendingOutcome, PlanRecord
-from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Disable, Keep, Replace
+from cgx_ray.control.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Disable, Keep, Replace
 from cgx_ray.control.recent_links import RecentLinks
 from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.control.tally import Cause, Tally
@@ -29,13 +30,12 @@ from cgx_ray.plan import NONE, Layer, Option, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
-from cgx_ray.planner.prediction import Measured
+from cgx_ray.planner.prediction import Measured, groups_of
 
 # Steps whose median is measured, and the least number of steps before the first decision: a median needs three.
 LINK_STEPS = 3
-# Time and steps after a decision, both, before the policy is asked again without any other cause. Rare enough to cost
-# nothing, frequent enough to follow slow trends.
-REVIEW_S, REVIEW_STEPS = 60.0, 20
+# Steps after a decision before the policy is asked again without any other cause, and its `Policy.review_s` too.
+REVIEW_STEPS = 20
 # Seconds for which a plan must seem too slow. Until then a slower network would be noticed, which is no plan's fault.
 SLOW_S = 2.5
 
@@ -68,6 +68,7 @@ class WorkerGroupState:
         gain_ratios  learned in earlier worker groups, see `GainWatch`
         """
         self.layers = tuple(layers)
+        self._fixed = tuple(group for group in groups_of(plan, layers) if group.is_fixed)
         self.experience = Experience(layers, plan, plan if is_dense(plan) else dense_plan, codec_costs)
         self.excursion: Excursion | None = None
         self.failed: str | None = None
@@ -78,6 +79,7 @@ class WorkerGroupState:
         self.network = KnownNetwork()
         self.links = RecentLinks()
         self.gains = KnownGains(plan, gain_ratios)
+        self.losses = KnownLosses(layers)
         self.loss = LossTrend()
         self._encodes_on: EncodesOn = encodes_on
         self._joiner = StepJoiner(plan.world_size)
@@ -119,6 +121,7 @@ class WorkerGroupState:
             return False
         same_plan = [one for one in self._recent if one.plan_version in self._versions]
         self._recent = [*same_plan[1 - LINK_STEPS :], step]
+        self.losses.add(step)
         if self.gains.add(step):
             # Another learning rate has another trend.
             self.loss.restart()
@@ -202,8 +205,8 @@ class WorkerGroupState:
         self._slow_s = self._slow_s + self._recent[-1].step_s if is_slow else 0.0
         return self._slow_s >= SLOW_S
 
-    def cause(self, step: int, now_s: float, measured: Measured) -> Cause | None:
-        """Return why to decide after `step`, or None."""
+    def cause(self, step: int, now_s: float, measured: Measured, review_s: float = REVIEW_S) -> Cause | None:
+        """Return why to decide after `step`, or None. `review_s`: time after a decision until the next one."""
         if self.excursion is not None:
             return None
         if self.decided is None:
@@ -223,7 +226,7 @@ class WorkerGroupState:
             return Cause("step_time", text)
         if (text := self.gains.cause(self.decided.gain)) is not None:
             return Cause("gain", text)
-        is_due = now_s >= self._decision_s + REVIEW_S and step >= self._decision_step + REVIEW_STEPS
+        is_due = now_s >= self._decision_s + review_s and step >= self._decision_step + REVIEW_STEPS
         return Cause("review", "regular review") if is_due else None
 
     def _link_cause(self, decided: Link, now: Link, now_s: float) -> str | None:
@@ -296,8 +299,11 @@ class WorkerGroupState:
             after_s=max(0.0, median(one.compute_s for one in recent) - sum(backward_s)),
             network=network_of(self.plan.world_size, recent[-1].num_local, between),
             codec_costs=self.experience.codec_costs,
-            gain=self.gains.usable,
+            gain=self.losses.gain | self.gains.usable,
             encodes_on=self._encodes_on,
+            fixed=self._fixed,
+            layer_errors=self.losses.layer_errors,
+            gain_curve=self.losses.gain_curve,
         )
 
     def costly_options(self, measured: Measured, options: Sequence[Option]) -> set[Option]:

@@ -55,11 +55,13 @@ class Engine:
         *,
         seed: int = 0,
         candidates: Sequence[CodecSpec] = (),
+        by_layer: Sequence[CodecSpec] = (),
         device: torch.device = HOST,
     ) -> None:
         """Start the thread.
 
         candidates  codecs whose gain is measured in some steps
+        by_layer    codecs whose errors are measured by layer in these steps, one of them each time
         device      where the gradients are; on a CUDA device the engine works on a stream of its own
 
         Raises PlanError if `plan` is for other layers or another world size.
@@ -69,7 +71,7 @@ class Engine:
         self._transport = transport
         self._seed = seed
         self.device = device
-        self._gains = GainSchedule(candidates, layers)
+        self._gains = GainSchedule(candidates, layers, by_layer)
         self._agreement = Agreement(transport)
         self._memories = Memories()
         self._lock = threading.Lock()

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs import Codec
-from cgx_ray.codecs.gain import CURVE_SAMPLE_NUMEL, GainCurve, kept_energy, sample_blocks
+from cgx_ray.codecs.gain import CURVE_SAMPLE_NUMEL, GainCurve, kept_energy, sample_blocks, squared_error
 from cgx_ray.codecs.shadow import settles
 from cgx_ray.engine.gain_history import GradientHistory
 from cgx_ray.engine.telemetry import Telemetry
-from cgx_ray.monitors.sample import CURVE_DENSITIES
+from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError
 from cgx_ray.plan import NONE
 
 T = TypeVar("T")
+# Elements of a layer on which errors are measured: four blocks.
+LAYER_SAMPLE_NUMEL = 1 << 12
 # A converted piece of this size stays in the cache.
 _PIECE_NUMEL = 1 << 18
 
@@ -55,8 +57,15 @@ class GainMeter:
     for the time when error feedback has settled. Others are tried on the fresh gradients.
     """
 
-    def __init__(self, candidates: Mapping[str, Codec], history: GradientHistory, key: int) -> None:
-        """`candidates`: codecs by `str(CodecSpec)`. `key` seeds their random numbers."""
+    def __init__(
+        self, candidates: Mapping[str, Codec], history: GradientHistory, key: int, by_layer: Codec | None = None
+    ) -> None:
+        """`candidates`: codecs by `str(CodecSpec)`. `key` seeds their random numbers.
+
+        by_layer  codec whose error is measured by layer
+        """
+        self._by_layer = by_layer
+        self._layer_errors: dict[str, LayerError] = {}
         self._candidates = candidates
         self._history = history
         self._key = key
@@ -76,6 +85,8 @@ class GainMeter:
             for name, codec in tried.items()
         }
         self._samples |= self._history.sample(gradients.layers)
+        if self._by_layer is not None:
+            self._measure_layers(self._by_layer, gradients.layers)
         fresh = fed = _energy(gradients.fresh)
         if gradients.fed is not gradients.fresh:
             fed = _energy(gradients.fed)
@@ -83,6 +94,23 @@ class GainMeter:
         self._groups[group] = _GroupGains(fresh=fresh, fed=fed, kept=kept, curve=curve)
         self.seconds += time.thread_time() - start_s
         return fed
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of `by_layer`."""
+        return self._by_layer.spec.bits if self._by_layer is not None else None
+
+    def layer_errors(self) -> dict[str, LayerError]:
+        """Return energy and lost share under `by_layer`, by layer."""
+        return self._layer_errors
+
+    def _measure_layers(self, codec: Codec, layers: Mapping[str, Tensor]) -> None:
+        for name, grad_N in layers.items():
+            sample_N = sample_blocks(grad_N, LAYER_SAMPLE_NUMEL).float()
+            energy = float(sample_N.double().square().sum())
+            if 0 < energy < math.inf:
+                lost = squared_error(codec, sample_N, self._key) / energy
+                self._layer_errors[name] = LayerError(energy * grad_N.numel() / sample_N.numel(), lost)
 
     def correct(self, group: int, option: str, kept: float) -> None:
         """Note the share that the exchange of a measured group really kept, by the option in use."""
@@ -173,6 +201,15 @@ class StepMeter:
     def curve(self) -> tuple[float, ...]:
         """Return `GainMeter.curve`; empty after an error."""
         return self._ask(lambda meter: meter.curve(), ())
+
+    def layer_errors(self) -> dict[str, LayerError]:
+        """Return `GainMeter.layer_errors`; empty after an error."""
+        return self._ask(lambda meter: meter.layer_errors(), {})
+
+    @property
+    def bits(self) -> int | None:
+        """`GainMeter.bits`; None after an error."""
+        return self._ask(lambda meter: meter.bits, None)
 
     @property
     def norm(self) -> float | None:

@@ -32,8 +32,12 @@ class GainSchedule:
                      steps, so the largest value over ranks counts
     """
 
-    def __init__(self, candidates: Sequence[CodecSpec], layers: Sequence[Layer]) -> None:
+    def __init__(
+        self, candidates: Sequence[CodecSpec], layers: Sequence[Layer], by_layer: Sequence[CodecSpec] = ()
+    ) -> None:
+        """`by_layer`: codecs whose errors are measured by layer, one per measurement, in turn."""
         self.start(0)
+        self._by_layer, self._num_measured = [make_codec(spec) for spec in by_layer], 0
         self._history = GradientHistory(layers)
         self._candidates = _by_name(candidates)
         self._interval_steps = INTERVAL_STEPS
@@ -63,7 +67,9 @@ class GainSchedule:
 
     def meter(self, key: int) -> GainMeter:
         """Return a meter of all candidates for one step. `key` seeds their random numbers."""
-        return GainMeter(self._candidates, self._history, key)
+        by_layer = self._by_layer[self._num_measured % len(self._by_layer)] if self._by_layer else None
+        self._num_measured += 1
+        return GainMeter(self._candidates, self._history, key, by_layer)
 
     def charge(self, step: int, step_s: float, meter_s: float) -> None:
         """Postpone the next measurement until `meter_s`, spent in `step`, is no more than the allowed share."""

@@ -68,6 +68,8 @@ def sample_of_step(
         norm=step.meter.norm if step.meter is not None else None,
         residual_norm=step.meter.residual_norm() if step.meter is not None else None,
         is_finite=all(group.is_finite for group in step.groups),
+        layer_errors=step.meter.layer_errors() if step.meter is not None else {},
+        error_bits=step.meter.bits if step.meter is not None else None,
         bursts=bursts,
         rate_from=rate_from,
         # Lags of the step before. Its agreement has been read in this step, so the values have arrived on all ranks.

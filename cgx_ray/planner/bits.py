@@ -21,6 +21,8 @@ from cgx_ray.plan import CodecSpec
 
 QSGD = CodecSpec(name="qsgd")
 STATIC_BITS = 4
+# Of policies that choose bits during training: with one bit 128 elements have two levels, and the error explodes.
+WIDTHS = tuple(range(2, 9))
 # Largest relative difference of sums in another order; a bound that is exceeded by less holds.
 ROUNDING = 1e-12
 # Partial choices; below this number the answer is the optimum, above it has a proven gap.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,9 @@ from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Layer, Option, Sc
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 from cgx_ray.planner.search import search
+
+# Places at which the search may end a group. Its time grows with their square: for 2,000 it took 4.4 s.
+MAX_ENDS = 350
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +27,26 @@ class FoundGroups:
 
 
 class LayerChain:
-    """Layers to cut into groups, in the order of backward, and the layers that are sent dense before the last group."""
+    """Layers to cut into groups, in the order of backward, and the layers that are sent dense before the last group.
+
+    In models with more than MAX_ENDS layers, neighbours are joined into units of similar work, where groups end.
+    So groups may be 2 / MAX_ENDS of the model longer than the best ones, and lower bounds are those of such plans.
+
+    Fixed groups (`Measured.fixed`) are sent when they are ready. In the search, all their seconds come after the rest.
+
+    layers   to cut, without those of fixed groups
+    fixed_s  seconds of the fixed groups in a row
+    """
 
     def __init__(self, measured: Measured, *, keeps_small: bool, shares_time: bool = True) -> None:
         """`keeps_small`: with the small layers. `shares_time` as in `group_cost`."""
         self._measured = measured
         self._shares_time = shares_time
+        fixed = {name for group in measured.fixed for name in group.layers}
         num_bytes: dict[str, int] = {}
         for layer in measured.layers:
-            num_bytes[layer.dtype] = num_bytes.get(layer.dtype, 0) + layer.dense_bytes
+            if layer.name not in fixed:
+                num_bytes[layer.dtype] = num_bytes.get(layer.dtype, 0) + layer.dense_bytes
         self._dtype = max(num_bytes, key=lambda dtype: num_bytes[dtype])
         self.layers: list[Layer] = []
         self._backward_s: list[float] = []
@@ -39,6 +54,8 @@ class LayerChain:
         waiting_s = 0.0
         for layer, backward_s in zip(reversed(measured.layers), measured.backward_s, strict=True):
             waiting_s += backward_s
+            if layer.name in fixed:
+                continue
             if layer.dtype == self._dtype and (keeps_small or not layer.is_small):
                 self.layers.append(layer)
                 self._backward_s.append(waiting_s)
@@ -48,6 +65,10 @@ class LayerChain:
         if self.layers:
             self._backward_s[-1] += waiting_s
         self._costs: dict[tuple[Option, int], GroupCost] = {}
+        self.fixed_s = self._row_s(
+            measured.fixed,
+            [self._cost(group.option, group.dense_bytes // group.numel) for group in measured.fixed],
+        )
 
     def fits(self, option: Option) -> bool:
         return max((layer.numel for layer in self.layers), default=0) <= _max_numel(option)
@@ -75,24 +96,40 @@ class LayerChain:
             costs=tuple(costs[index] for index in kept),
             after_s=rest_s,
         )
-        joint = search(pipeline, max_gap=max_gap)
+        ends = self._unit_ends()
+        joint = search(_joined(pipeline, ends), max_gap=max_gap)
         chosen = [options[index] for index in kept]
-        cut = tuple(self._cut(joint.groups, chosen))
+        uncut = tuple(GroupEnd(ends[group.end - 1], group.option) for group in joint.groups)
+        cut = tuple(self._cut(uncut, chosen))
         groups, start = [], 0
         for group in cut:
             groups.append(PlannedGroup.of(self.layers[start : group.end], chosen[group.option]))
             start = group.end
         toll_s = math.fsum(toll.get(group.option, 0.0) * group.numel for group in groups)
-        finish_s = (joint.finish_s if cut == joint.groups else pipeline.finish_s(cut)) - toll_s
+        finish_s = (joint.finish_s if cut == uncut else pipeline.finish_s(cut)) - toll_s
         after_s = self._measured.after_s
         # The rest is ready when the last group is, at the end of backward. Short messages must not queue behind its
         # long ones. In the model, which has one network, the order of the two makes no difference.
         return FoundGroups(
-            groups=(*groups[:-1], *rest, groups[-1]),
+            groups=tuple(place_fixed(self._measured, (*groups[:-1], *rest, groups[-1]))),
             finish_s=finish_s + after_s,
             toll_s=toll_s,
             bound_s=joint.bound_s + after_s,
         )
+
+    def _unit_ends(self) -> list[int]:
+        """Return the places at which groups may end: after each layer, or after each unit if there are too many."""
+        count = len(self.layers)
+        if count <= MAX_ENDS:
+            return list(range(1, count + 1))
+        numel, backward_s = sum(layer.numel for layer in self.layers), math.fsum(self._backward_s) or 1.0
+        ends, work = [], 0.0
+        for index, (layer, seconds) in enumerate(zip(self.layers, self._backward_s, strict=True), start=1):
+            work += layer.numel / numel + seconds / backward_s
+            if work >= 2 / MAX_ENDS or index == count:
+                ends.append(index)
+                work = 0.0
+        return ends
 
     def _cut(self, groups: Sequence[GroupEnd], options: Sequence[Option]) -> Iterator[GroupEnd]:
         """Yield `groups`, cut before each layer that would make a group too long for a message."""
@@ -107,8 +144,16 @@ class LayerChain:
             yield group
             start = group.end
 
+    @staticmethod
+    def _row_s(groups: Sequence[PlannedGroup], costs: Sequence[GroupCost]) -> float:
+        """Return the seconds that `groups` take in a row."""
+        if not groups:
+            return 0.0
+        row = Pipeline(backward_s=(0.0,) * len(groups), numel=tuple(g.numel for g in groups), costs=tuple(costs))
+        return row.finish_s([GroupEnd(index + 1, index) for index in range(len(groups))])
+
     def _rest_of(self, options: Sequence[Option]) -> tuple[list[PlannedGroup], float]:
-        """Return one lossless group per dtype of the remaining layers, and the seconds that they take in a row."""
+        """Return one lossless group per dtype of the remaining layers, and their seconds and `fixed_s` in a row."""
         lossless = [option for option in options if option.codec.name == "none"]
         groups: list[PlannedGroup] = []
         chosen: list[GroupCost] = []
@@ -118,10 +163,7 @@ class LayerChain:
             index = cheapest(costs, numel)
             groups.append(PlannedGroup.of(layers, lossless[index]))
             chosen.append(costs[index])
-        if not groups:
-            return [], 0.0
-        rest = Pipeline(backward_s=(0.0,) * len(groups), numel=tuple(g.numel for g in groups), costs=tuple(chosen))
-        return groups, rest.finish_s([GroupEnd(index + 1, index) for index in range(len(groups))])
+        return groups, self._row_s(groups, chosen) + self.fixed_s
 
     def _cost(self, option: Option, item_bytes: int | None = None) -> GroupCost:
         item_bytes = item_bytes or self.layers[0].dense_bytes // self.layers[0].numel
@@ -135,6 +177,39 @@ class LayerChain:
                 shares_time=self._shares_time,
             )
         return self._costs[option, item_bytes]
+
+
+def _joined(pipeline: Pipeline, ends: Sequence[int]) -> Pipeline:
+    """Return `pipeline` with its layers joined into units that end at `ends`."""
+    if len(ends) == pipeline.num_layers:
+        return pipeline
+    spans = [slice(start, end) for start, end in itertools.pairwise((0, *ends))]
+    return replace(
+        pipeline,
+        backward_s=tuple(math.fsum(pipeline.backward_s[span]) for span in spans),
+        numel=tuple(sum(pipeline.numel[span]) for span in spans),
+    )
+
+
+def place_fixed(measured: Measured, groups: Sequence[PlannedGroup]) -> Iterator[PlannedGroup]:
+    """Yield `groups` with the fixed ones among them, each before the first group that is ready later.
+
+    Small layers come before the last group: the short messages must not queue behind its long ones.
+    """
+    place = {layer.name: index for index, layer in enumerate(reversed(measured.layers))}
+    small = {layer.name for layer in measured.layers if layer.is_small}
+
+    def ready(group: PlannedGroup) -> int:
+        return max(place[name] for name in group.layers)
+
+    waiting = sorted(measured.fixed, key=ready)
+    for index, group in enumerate(groups):
+        is_last = index == len(groups) - 1
+        before = [one for one in waiting if ready(one) < ready(group) or (is_last and small.issuperset(one.layers))]
+        yield from before
+        yield group
+        waiting = [one for one in waiting if one not in before]
+    yield from waiting
 
 
 def _max_numel(option: Option) -> int:

@@ -34,7 +34,8 @@ class BestPlan:
     """Best plan, compared with dense.
 
     best   prediction of the best plan
-    dense  nothing compressed, summed by the vendor over all workers as in DDP, in the best groups for that
+    dense  nothing compressed except in fixed groups, summed by the vendor over all workers as in DDP, in the best
+           groups for that
     gap    largest share of the score that a better plan could save: the simulated score of `best` against a lower bound
            that is proven for the model of `Pipeline`
     """
@@ -92,6 +93,9 @@ def best_plan(
     """
     if not (math.isfinite(min_gain) and 0 <= min_gain <= 1):
         raise ConfigError(f"min_gain {min_gain!r} is not allowed; give a number from 0 to 1")
+    if sum(len(group.layers) for group in measured.fixed) == len(measured.layers):
+        only = predict(measured, measured.fixed)
+        return BestPlan(best=only, dense=only, gap=0.0)
     large = LayerChain(measured, keeps_small=False)
     kept = {DENSE: 1.0}
     for option in options:
@@ -100,7 +104,8 @@ def best_plan(
         if share is not None and share >= min_gain and large.fits(option) and not is_twin:
             kept[option] = share
     best, dense, bound = _simulated(measured, kept, max_gap)
-    used = {option: kept[option] for option in (DENSE, *best.options)}
+    chosen = dict.fromkeys(group.option for group in best.groups if not group.is_fixed)
+    used = {option: kept[option] for option in (DENSE, *chosen)}
     sooner = predict(measured, _simulated(measured.slowed(SLACK), used, max_gap)[0].groups)
     if sooner.score <= best.score * (1 + SLACK_COST):
         best = sooner
@@ -137,7 +142,10 @@ def _best_cut(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
 
 
 def _parts(group: PlannedGroup, layers: Mapping[str, Layer], limit: int) -> Iterator[PlannedGroup]:
-    """Yield `group` cut into parts of at most `limit` bytes, as far as layers allow."""
+    """Yield `group` cut into parts of at most `limit` bytes, as far as layers allow. Fixed groups stay whole."""
+    if group.is_fixed:
+        yield group
+        return
     members: list[Layer] = []
     filled = 0
     for name in group.layers:
@@ -171,9 +179,10 @@ def _search_plans(
         found = chain.solve(lossless, max_gap)
         plans.append(found)
         score, same_s = min(score, found.finish_s), found.bound_s
-    bound = min(bound, same_s)
+    # Fixed groups may be sent meanwhile, so all that is sure is that they make no step shorter.
+    bound, hidden_s = min(bound, same_s), chain.fixed_s / min(kept.values())
     if not large.layers or len(lossless) == len(kept):
-        return _Found(plans, score, bound)
+        return _Found(plans, score, bound - hidden_s)
     least_s = lossy = large.bound_s(list(kept))
     numel = sum(layer.numel for layer in measured.layers)
     tried = min(score, _guess(large, kept))
@@ -190,7 +199,7 @@ def _search_plans(
         if tried == score and found_score >= score * (1 - TIE):
             break
         tried = score = min(score, found_score)
-    return _Found(plans, score, min(bound, lossy))
+    return _Found(plans, score, min(bound, lossy) - hidden_s)
 
 
 def _guess(large: LayerChain, kept: Mapping[Option, float]) -> float:

@@ -6,11 +6,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, get_args
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
+from cgx_ray.planner.bits import LayerErrors
 from cgx_ray.planner.cost import Network
 from cgx_ray.planner.legs import EncodesOn, exchange_stages, legs
 from cgx_ray.planner.options import CodecCost, codec_cost_of, efficiency
@@ -29,6 +30,9 @@ class Measured:
     after_s      seconds of a step after the last exchange: the optimizer
     encodes_on   "backward" if encoding and decoding take the processor from backward, as they do where few cores do
                  both; "thread" if they work beside it
+    fixed        groups that every plan has, since layer rules of the user have chosen them
+    layer_errors of qsgd with 2 to 8 bits, by layer; empty unless the policy chooses bits per layer
+    gain_curve   gain of top-k by density; empty before it is measured
     """
 
     layers: tuple[Layer, ...]
@@ -38,6 +42,9 @@ class Measured:
     gain: Mapping[str, float]
     after_s: float = 0.0
     encodes_on: EncodesOn = "thread"
+    fixed: tuple[PlannedGroup, ...] = ()
+    layer_errors: Mapping[str, LayerErrors] = field(default_factory=dict)
+    gain_curve: Mapping[float, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.layers) != len(self.backward_s):
@@ -83,20 +90,22 @@ class Measured:
 
 
 class PlannedGroup(NamedTuple):
-    """Names and sizes of the layers that are sent together, and their option."""
+    """Names and sizes of the layers that are sent together, and their option. `is_fixed` as in `GroupPlan`."""
 
     layers: tuple[str, ...]
     numel: int
     dense_bytes: int
     option: Option
+    is_fixed: bool = False
 
     @classmethod
-    def of(cls, layers: Sequence[Layer], option: Option) -> PlannedGroup:
+    def of(cls, layers: Sequence[Layer], option: Option, *, is_fixed: bool = False) -> PlannedGroup:
         return cls(
             tuple(layer.name for layer in layers),
             sum(layer.numel for layer in layers),
             sum(layer.dense_bytes for layer in layers),
             option,
+            is_fixed,
         )
 
     @property
@@ -113,7 +122,8 @@ class Prediction:
     after_s     the part of `compute_s` after the last exchange
     codec_s     seconds of encoding and decoding on one rank, hidden or not
     efficiency  share of a dense step's progress: that of the groups' options, weighted by elements, as if each layer
-                had so much of the gradient's energy; None if one of the gains is unknown
+                had so much of the gradient's energy; None if one of the gains is unknown. Fixed groups count as dense:
+                what they lose is the user's choice
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -139,8 +149,8 @@ class Prediction:
 
     @property
     def is_dense(self) -> bool:
-        """True if all groups are summed by the vendor over all workers, as in DDP."""
-        return all(group.option == DENSE for group in self.groups)
+        """True if all groups, except fixed ones, are summed by the vendor over all workers, as in DDP."""
+        return all(group.option == DENSE or group.is_fixed for group in self.groups)
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -160,7 +170,9 @@ class Prediction:
         return Plan(
             version=version,
             world_size=world_size,
-            groups=tuple(GroupPlan(layers=group.layers, option=group.option) for group in self.groups),
+            groups=tuple(
+                GroupPlan(layers=group.layers, option=group.option, is_fixed=group.is_fixed) for group in self.groups
+            ),
         )
 
 
@@ -187,7 +199,7 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         work = (group.option, measured.network)
         stages.append(exchange_stages(*work, cost, group.numel, item_bytes, measured.encodes_on))
         codec_s += sum(leg.encode_s(cost) + leg.decode_s(cost) for leg in legs(*work, group.numel, item_bytes))
-    kept = [(measured.efficiency(group.option), group.numel) for group in groups]
+    kept = [(1.0 if group.is_fixed else measured.efficiency(group.option), group.numel) for group in groups]
     known = [(share, numel) for share, numel in kept if share is not None]
     return Prediction(
         groups=tuple(groups),
@@ -207,4 +219,7 @@ def _weighted(shares: Sequence[tuple[float, int]]) -> float:
 def groups_of(plan: Plan, layers: Iterable[Layer]) -> tuple[PlannedGroup, ...]:
     """Return the groups of a plan for `layers`."""
     by_name = {layer.name: layer for layer in layers}
-    return tuple(PlannedGroup.of([by_name[name] for name in group.layers], group.option) for group in plan.groups)
+    return tuple(
+        PlannedGroup.of([by_name[name] for name in group.layers], group.option, is_fixed=group.is_fixed)
+        for group in plan.groups
+    )

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cgx_ray.control.controller import Controller, History
 from cgx_ray.control.live_state import NAMESPACE, new_actor_name
+from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy
 from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError
 from cgx_ray.monitors.agent import NodeAgent
@@ -144,7 +145,13 @@ def make_policy(settings: Settings) -> Policy:
     """Return the policy that `settings.policy` names."""
     if settings.policy == "static":
         return StaticPolicy()
-    return AdaptivePolicy(codec_options(settings.candidate_codecs()), min_gain=settings.min_gain)
+    if settings.policy == "cgx":
+        return CgxPolicy(settings.used_method, review_s=settings.review_s)
+    if settings.policy == "flexible":
+        return FlexiblePolicy(settings.used_method)
+    return AdaptivePolicy(
+        codec_options(settings.candidate_codecs()), min_gain=settings.min_gain, review_s=settings.review_s
+    )
 
 
 def _start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class RaySession:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
         device = ray.train.torch.get_device()
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
-        costs = measure_codecs(self.settings, device) if self.settings.policy == "adaptive" else {}
+        costs = measure_codecs(self.settings, device) if self.settings.decides else {}
         # On a GPU codecs have a stream of their own. On a CPU they take the cores that backward runs on.
         encodes_on: EncodesOn = "backward" if device.type == "cpu" else "thread"
         try:

@@ -138,8 +138,9 @@ class Attachment:
             raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to explore")
         if not isinstance(self._engine, Engine):
             raise ConfigError("the codec of an FSDP2 model is fixed; explore with a DistributedDataParallel model")
-        if process.session is not None and process.session.settings.policy == "adaptive":
-            raise ConfigError("with policy 'adaptive' the controller chooses plans; explore with policy='static'")
+        if process.session is not None and process.session.settings.decides:
+            policy = process.session.settings.policy
+            raise ConfigError(f"with policy {policy!r} the controller chooses plans; explore with policy='static'")
         return explore(
             self._engine,
             self._groups[0],

@@ -67,8 +67,12 @@ NUM_ROUNDS = 5
 
 
 def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecCost]:
-    """Return the time of every candidate codec on `device`, which holds the gradients, by `str(CodecSpec)`."""
-    return {str(codec): measure_codec(codec, device=device) for codec in settings.candidate_codecs()}
+    """Return the time of every codec of `Settings.timed_codecs` on `device`, which holds the gradients, by its text.
+
+    Policy "flexible" may choose other densities of top-k, so one of them stands for all, by name.
+    """
+    costs = {str(codec): measure_codec(codec, device=device) for codec in settings.timed_codecs()}
+    return costs if settings.policy != "flexible" else costs | {"topk": next(reversed(costs.values()))}
 
 
 def measure_codec(

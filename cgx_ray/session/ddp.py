@@ -60,7 +60,15 @@ def make_engine(
     if cuda_group is not None:
         groups.append(cuda_group)
     transport = connect(group, settings, cuda_group)
-    engine = Engine(layers, plan, transport, seed=settings.seed, candidates=_candidates(settings), device=device)
+    engine = Engine(
+        layers,
+        plan,
+        transport,
+        seed=settings.seed,
+        candidates=settings.gain_codecs(),
+        by_layer=settings.codecs_by_layer(),
+        device=device,
+    )
     assert isinstance(model, DistributedDataParallel)
     buckets = DdpBuckets(model, engine, loss_scale)
     try:
@@ -70,13 +78,6 @@ def make_engine(
         engine.close()
         raise ConfigError(f"this model already has a communication hook ({error}); attach once per model") from error
     return engine, buckets.close
-
-
-def _candidates(settings: Settings) -> list[CodecSpec]:
-    """Return the codecs whose gain the policy needs."""
-    if settings.policy != "adaptive":
-        return []
-    return [codec for codec in settings.candidate_codecs() if codec.name != "none"]
 
 
 def _make_cuda_group(device: torch.device, group: dist.ProcessGroup, settings: Settings) -> dist.ProcessGroup | None:

@@ -79,6 +79,8 @@ def _check(
             f"attach got an FSDP2 model and {given}; this version takes one codec for the whole model: give attach a "
             "`codec`, or CGXConfig policy='static' and a codec"
         )
+    if settings.overrides or settings.exclude:
+        raise ConfigError("an FSDP2 model takes one codec for the whole model; leave out overrides and exclude")
     codec = CodecSpec.parse(settings.codec)
     allowed = CODECS_OF_SCHEME[Scheme.SRA]
     if codec.name not in allowed or settings.scheme not in (Scheme.SRA, Scheme.DENSE):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from cgx_ray.collectives.simulated_link import SimulatedLink
 from cgx_ray.collectives.tcp import NUM_STREAMS
@@ -12,21 +12,31 @@ from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import (
     DEFAULT_GROUP_BYTES,
+    DENSE,
     FIRST_GROUP_BYTES,
     NONE,
     CodecSpec,
+    Given,
     Intra,
     Layer,
     Option,
     Plan,
     Scheme,
+    as_option,
     make_plan,
 )
+from cgx_ray.planner.bits import QSGD, WIDTHS
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
+from cgx_ray.planner.papers.cgx import METHODS as CGX_METHODS
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
+from cgx_ray.planner.papers.flexible import METHODS as FLEXIBLE_METHODS
 
-POLICIES = ("adaptive", "static")
+POLICIES = ("adaptive", "cgx", "flexible", "static")
+# Of the papers' policies, the default first.
+METHODS = {"cgx": tuple(CGX_METHODS), "flexible": FLEXIBLE_METHODS}
 TRANSPORTS = ("tcp", "gloo")
+# Seconds. As `control.policy.REVIEW_S`, which is not imported here: sessions know no controller.
+REVIEW_S = 60.0
 # 31 years. Python and torch refuse to wait for some larger numbers of seconds.
 MAX_TIMEOUT_S = 1e9
 
@@ -42,14 +52,24 @@ class Settings:
     """Settings that all workers of a run share. Raises ConfigError on a value that is not allowed.
 
     policy          "adaptive": start dense, measure, decide, and decide again when the network changes. "static": use
-                    `codec` over `scheme` for the whole run
+                    `codec` over `scheme` for the whole run. "cgx" and "flexible": as these papers decide, qsgd with
+                    bits by layer, or top-k with density and collective of the moment; they do not promise to be no
+                    slower than dense
+    method          for policy "cgx": "kmeans" (default), "linear", "bayes" or "dp"; for policy "flexible": "knee"
+                    (default) or "nsga2", which needs pymoo
+    review_s        seconds after a decision until the policy is asked again without any other cause
     codec, scheme   for policy "static". The codec is a CodecSpec, or text for `CodecSpec.parse`
     intra           for policy "static": "dense" or "compressed" sums inside nodes first, see `collectives.hierarchical`
     fidelity        codecs that policy "adaptive" may choose, by the loss that they were measured to cost: "strict" at
                     most 1 % over dense, "balanced" 5 %, "fast" also top-k. See `planner.fidelity`
     densities       densities of top-k for fidelity "fast"; None: 0.1, 0.033, 0.011, 0.004 and 0.001
+    value_bits      bits of the values of top-k at these densities: 32, 16, 8 or 4
     candidates      codecs that policy "adaptive" may choose, as text for `CodecSpec.parse`, in place of those of a
                     fidelity
+    overrides       layer rules that every plan of every policy keeps: codecs, options, or tuples of codec, scheme and
+                    optionally intra, by pattern of layer names as in a shell. The first pattern that matches counts.
+                    What such layers lose is not judged
+    exclude         patterns of layers that are never compressed; they come before `overrides`
     min_gain        policy "adaptive" leaves out codecs whose gain is smaller. For codecs without error feedback whose
                     loss was measured, dense's loss over theirs takes the place of the gain
     group_bytes     dense bytes that are encoded and sent together; None: 25 MiB, and dense groups as DDP's buckets if
@@ -72,8 +92,13 @@ class Settings:
     intra: str = "flat"
     fidelity: str = Fidelity.STRICT.value
     densities: tuple[float, ...] | None = None
+    value_bits: int = 32
     candidates: tuple[str, ...] | None = None
+    overrides: Mapping[str, Given] | None = None
+    exclude: tuple[str, ...] = ()
     min_gain: float = 0.8
+    method: str | None = None
+    review_s: float = REVIEW_S
     group_bytes: int | None = None
     seed: int = 0
     transport: str = "tcp"
@@ -107,9 +132,11 @@ class Settings:
             if name != "seed" and value < 1:
                 raise ConfigError(f"{name} {value!r} is not allowed; give 1 or more")
         self._check_choice()
+        self._check_method()
         self._check_transport()
         self._check_candidates()
         self._check_trace()
+        self._check_rules()
 
     def _check_candidates(self) -> None:
         if self.densities is not None:
@@ -122,6 +149,13 @@ class Settings:
                     f"densities {self.densities!r} are not allowed with fidelity {str(self.fidelity)!r}, which chooses "
                     "codecs by their measured loss; give fidelity='fast' to allow top-k at these densities, or leave "
                     "densities out"
+                )
+        if self.value_bits != 32:
+            CodecSpec(name="topk", value_bits=self.value_bits)
+            if self.fidelity != Fidelity.FAST or self.candidates is not None:
+                raise ConfigError(
+                    f"value_bits {self.value_bits!r} is for top-k at `densities`; give fidelity='fast', or name it "
+                    f"among the candidates, such as 'topk:density=0.1,value_bits={self.value_bits}'"
                 )
         if self.candidates is None:
             return
@@ -140,21 +174,91 @@ class Settings:
             str(codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)) for codec in self.candidates
         )
 
+    def _check_method(self) -> None:
+        allowed = METHODS.get(self.policy, ())
+        if self.method is not None and self.method not in allowed:
+            hint = f"give one of {', '.join(allowed)}" if allowed else "leave it out"
+            raise ConfigError(f"method {self.method!r} is not allowed with policy {self.policy!r}; {hint}")
+        if not is_timeout(self.review_s):
+            raise ConfigError(f"review_s {self.review_s!r} is not allowed; give seconds above 0, such as {REVIEW_S:g}")
+        is_chosen = self.candidates is not None or self.densities is not None or self.fidelity != Fidelity.STRICT
+        if allowed and is_chosen:
+            raise ConfigError(
+                f"policy {self.policy!r} chooses among its own codecs; leave out fidelity, densities and candidates, "
+                "or give policy='adaptive'"
+            )
+
+    @property
+    def used_method(self) -> str:
+        """`method`, or the default of a paper's policy."""
+        return self.method or METHODS[self.policy][0]
+
+    def codecs_by_layer(self) -> tuple[CodecSpec, ...]:
+        """Return the codecs whose errors policy "cgx" needs by layer."""
+        return tuple(replace(QSGD, bits=bits) for bits in WIDTHS) if self.policy == "cgx" else ()
+
+    def gain_codecs(self) -> tuple[CodecSpec, ...]:
+        """Return the codecs whose gains the policy needs; those of bits by layer follow from the errors."""
+        codecs = (QSGD,) if self.policy == "cgx" else self.candidate_codecs()
+        return tuple(codec for codec in codecs if codec != NONE) if self.decides else ()
+
+    def _check_rules(self) -> None:
+        """Turn the values of `overrides` into options, so that settings that mean the same are the same."""
+        if not isinstance(self.exclude, tuple | list) or not all(isinstance(one, str) for one in self.exclude):
+            raise ConfigError(
+                f"exclude {self.exclude!r} is not allowed; give patterns of layers, such as ('lm_head*',)"
+            )
+        self.exclude = tuple(self.exclude)
+        if self.overrides is None:
+            return
+        if not isinstance(self.overrides, Mapping) or not all(isinstance(one, str) for one in self.overrides):
+            raise ConfigError(
+                f"overrides {self.overrides!r} is not allowed; give codecs by pattern of layers, such as "
+                "{'lm_head*': 'none', '*embedding*': ('topk:density=0.01', 'allgather')}"
+            )
+        self.overrides = {pattern: as_option(given) for pattern, given in self.overrides.items()}
+        if twice := sorted(self.overrides.keys() & set(self.exclude)):
+            raise ConfigError(f"pattern {twice[0]!r} is in overrides and in exclude; give it in one of them")
+        if any(option.intra is not Intra.FLAT for option in self._rules().values()):
+            self._check_shared_memory("an override with intra")
+
+    def _rules(self) -> dict[str, Option]:
+        """Return the option of each pattern of layer names; the first that matches counts."""
+        overrides = {pattern: as_option(given) for pattern, given in (self.overrides or {}).items()}
+        return dict.fromkeys(self.exclude, DENSE) | overrides
+
+    @property
+    def decides(self) -> bool:
+        """True if the policy decides during training, so that it needs gains and codec times."""
+        return self.policy != "static"
+
+    def timed_codecs(self) -> tuple[CodecSpec, ...]:
+        """Return the codecs whose times the policy needs: candidates, and those of layer rules."""
+        return tuple(dict.fromkeys([*self.candidate_codecs(), *(option.codec for option in self._rules().values())]))
+
     def candidate_codecs(self) -> tuple[CodecSpec, ...]:
-        """Return none, and the codecs that policy "adaptive" may choose."""
+        """Return none, and the codecs that the policy may choose."""
+        if self.policy == "cgx":
+            return NONE, *self.codecs_by_layer()
+        if self.policy == "flexible":
+            return NONE, *(CodecSpec(name="topk", density=density) for density in CANDIDATE_DENSITIES)
         if self.candidates is not None:
             return tuple(dict.fromkeys([NONE, *map(CodecSpec.parse, self.candidates)]))
-        return codecs_of(self.fidelity, CANDIDATE_DENSITIES if self.densities is None else self.densities)
+        return tuple(self._fidelity_codecs())
+
+    def _fidelity_codecs(self) -> Iterator[CodecSpec]:
+        for codec in codecs_of(self.fidelity, CANDIDATE_DENSITIES if self.densities is None else self.densities):
+            yield codec if codec.value_bits is None else replace(codec, value_bits=self.value_bits)
 
     def _check_choice(self) -> None:
         if isinstance(self.codec, CodecSpec):
             self.codec = str(self.codec)
         codec, scheme, intra = CodecSpec.parse(self.codec), Scheme(self.scheme), Intra(self.intra)
         Option(codec=codec, scheme=scheme, intra=intra)
-        if self.policy == "adaptive" and (self.codec, scheme, intra) != ("qsgd", Scheme.SRA, Intra.FLAT):
+        if self.decides and (self.codec, scheme, intra) != ("qsgd", Scheme.SRA, Intra.FLAT):
             raise ConfigError(
                 f"codec {self.codec!r} over {self.scheme!r}, intra {self.intra!r} is not allowed with policy "
-                "'adaptive', which chooses for itself; leave them out, or give policy='static'"
+                f"{self.policy!r}, which chooses for itself; leave them out, or give policy='static'"
             )
 
     def _check_transport(self) -> None:
@@ -165,10 +269,13 @@ class Settings:
                 f"timeout_s {self.timeout_s!r} is not allowed; give seconds above 0 and at most {MAX_TIMEOUT_S:g}, "
                 f"such as {DEFAULT_TIMEOUT_S:g}"
             )
-        if self.intra != Intra.FLAT and not (self.transport == "tcp" and self.shared_memory):
+        if self.intra != Intra.FLAT:
+            self._check_shared_memory(f"intra {self.intra!r}")
+
+    def _check_shared_memory(self, what: str) -> None:
+        if not (self.transport == "tcp" and self.shared_memory):
             raise ConfigError(
-                f"intra {self.intra!r} needs ranks that share memory; give transport='tcp' and shared_memory=True, or "
-                "intra='flat'"
+                f"{what} needs ranks that share memory; give transport='tcp' and shared_memory=True, or intra='flat'"
             )
 
     def _check_trace(self) -> None:
@@ -192,7 +299,7 @@ class Settings:
         return {field.name: repr(plain.get(field.name, getattr(self, field.name))) for field in fields(Settings)}
 
     def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
-        """Return plan 0: dense with policy "adaptive", else `codec` over `scheme` for the whole model.
+        """Return plan 0: dense, or with policy "static" `codec` over `scheme`, except where layer rules say otherwise.
 
         bucket_bytes  of DDP. Dense groups are its buckets: then they are summed in place, as early as DDP would
         """
@@ -213,4 +320,5 @@ class Settings:
             intra=intra,
             group_bytes=group_bytes,
             first_bytes=first_bytes,
+            overrides=self._rules(),
         )

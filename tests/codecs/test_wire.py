@@ -131,8 +131,8 @@ def test_overrides_give_layers_another_codec_in_groups_of_their_own() -> None:
         make_plan(layers, version=0, world_size=2, overrides={"head.*": topk})
     with pytest.raises(ConfigError, match="scheme dense cannot carry codec topk"):
         make_plan(layers, version=0, world_size=2, overrides={"in": (topk[0], Scheme.DENSE)})
-    with pytest.raises(ConfigError, match="is not a codec and a scheme; give a pair"):
-        make_plan(layers, version=0, world_size=2, overrides={"in": topk[0]})
+    with pytest.raises(ConfigError, match="is not a codec and a scheme; give a codec"):
+        make_plan(layers, version=0, world_size=2, overrides={"in": (topk[0],)})
     with pytest.raises(ConfigError, match="unknown scheme 'mesh'; known: dense"):
         make_plan(layers, version=0, world_size=2, codec="qsgd", scheme="mesh")
 

@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.gain import squared_error
 from cgx_ray.collectives import Transport
 from cgx_ray.engine import gain_schedule
 from cgx_ray.engine.engine import Engine
-from cgx_ray.engine.gain_meter import GainMeter
+from cgx_ray.engine.gain_meter import GainMeter, GroupGradients
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.plan import CodecSpec, Scheme, make_plan
 
@@ -104,3 +106,23 @@ def test_two_early_measurements_take_one_step_at_most_and_are_paid_back_before_t
     # Each takes the share of 78 steps.
     assert measured[0.39] == [1, 3, 161, 241, 321]
     assert measured[0.59] == [1, 121, 241, 361]
+
+
+def test_errors_by_layer_are_measured_one_number_of_bits_at_a_time_and_are_those_of_the_codec() -> None:
+    layers = [cgx_ray.Layer(name="large", numel=1 << 15, ndim=2), cgx_ray.Layer(name="other", numel=1 << 12, ndim=2)]
+    widths = [CodecSpec(name="qsgd", bits=bits) for bits in (2, 4, 8)]
+    schedule = gain_schedule.GainSchedule([CodecSpec(name="bf16")], layers, widths)
+    grad_N = torch.randn((1 << 15) + (1 << 12), generator=torch.Generator().manual_seed(0))
+    parts = dict(zip(("large", "other"), grad_N.split([1 << 15, 1 << 12]), strict=True))
+    seen = []
+    for key in range(4):
+        meter = schedule.meter(key)
+        meter.measure(0, GroupGradients(fresh=grad_N, fed=grad_N, layers=parts))
+        seen.append(meter.bits)
+        spec = CodecSpec(name="qsgd", bits=meter.bits)
+        for name, (energy, lost) in meter.layer_errors().items():
+            whole = float(parts[name].double().square().sum())
+            # A sample of 4,096 normal elements: its energy scatters by sqrt(2 / 4096), three deviations are 7 %.
+            assert energy == pytest.approx(whole, rel=0.07)
+            assert lost == pytest.approx(squared_error(make_codec(spec), parts[name], key) / whole, rel=0.15)
+    assert seen == [2, 4, 8, 2]

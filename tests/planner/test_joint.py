@@ -12,6 +12,7 @@ import pytest
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, make_plan
+from cgx_ray.planner import chain
 from cgx_ray.planner.cost import Link, Network, hierarchical_terms, terms
 from cgx_ray.planner.joint import MAX_ERROR, best_plan
 from cgx_ray.planner.legs import MESSAGE_S, THREAD_S, exchange_stages
@@ -320,3 +321,14 @@ def test_impossible_networks_and_unknown_codecs_are_refused() -> None:
         best_plan(run, (QSGD,))
     with pytest.raises(ConfigError, match="min_gain 2"):
         best_plan(run, (), min_gain=2)
+
+
+def test_with_more_layers_than_places_to_end_groups_the_plan_is_nearly_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = of_model("resnet50", network(1.0))
+    whole = best_plan(given, OPTIONS)
+    num_ends = 40
+    monkeypatch.setattr(chain, "MAX_ENDS", num_ends)
+    joined = best_plan(given, OPTIONS)
+    joined.best.plan(version=1, world_size=8).check(given.layers, 8)
+    # A group may be longer by one unit, whose backward and exchange then come later.
+    assert joined.best.score <= whole.best.score * (1 + 2 * 2 / num_ends)

@@ -8,7 +8,7 @@ import click
 
 from cgx_ray.bench.adapt import measure_adapt
 from cgx_ray.bench.adapt_cases import CASES
-from cgx_ray.bench.show_adapt import adapt_table, plot_adapt
+from cgx_ray.bench.show_adapt import adapt_table, papers_table, plot_adapt
 from cgx_ray.commands.options import console_for, json_option, plot_option
 from cgx_ray.report.result import write_result
 from cgx_ray.report.show import print_line, progress_bar
@@ -29,6 +29,8 @@ def adapt(cases: tuple[str, ...], json_path: str | None, quick: bool, plot: Path
     with progress_bar(console) as on_part:
         numbers = measure_adapt(quick, cases, on_part)
     console.print(adapt_table(numbers))
+    if numbers.papers:
+        console.print(papers_table(numbers))
     if json_path:
         write_result("adapt", numbers.rows, json_path)
     plot_adapt(numbers, plot)

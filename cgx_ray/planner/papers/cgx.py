@@ -8,11 +8,29 @@ Shapes: L layers, W widths to choose from, K clusters
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from cgx_ray.planner.bits import BitsChoice, BitsProblem, Floats, Ints, dual, least_error, total
+from cgx_ray.plan import Scheme
+from cgx_ray.planner.bits import (
+    QSGD,
+    WIDTHS,
+    BitsChoice,
+    BitsProblem,
+    Floats,
+    Ints,
+    LayerErrors,
+    dp,
+    dual,
+    least_error,
+    total,
+)
+from cgx_ray.planner.papers.groups import uniform_groups
+from cgx_ray.planner.prediction import Measured, PlannedGroup
+
+# Error of the chosen bits over that of 4 bits everywhere. CGX uses 1.5 to 3.
+ALPHA = 2.0
 
 
 def kmeans(problem: BitsProblem) -> BitsChoice:
@@ -138,3 +156,33 @@ def _clusters(point_L2: Floats, num_clusters: int) -> tuple[Ints, Floats]:
 
 def _distances(point_L2: Floats, center_K2: Floats) -> Floats:
     return np.asarray(np.linalg.norm(point_L2[:, None] - center_K2[None], axis=2))
+
+
+# By the name that users give.
+METHODS: Mapping[str, Callable[[BitsProblem], BitsChoice]] = {
+    "kmeans": kmeans,
+    "linear": linear,
+    "bayes": bayes,
+    "dp": dp,
+}
+
+
+def layer_bits(errors: Mapping[str, LayerErrors], method: str, alpha: float = ALPHA) -> dict[str, int]:
+    """Return the bits of each layer, by the method with this name."""
+    choice = METHODS[method](BitsProblem(layers=tuple(errors.values()), alpha=alpha, widths=WIDTHS))
+    return dict(zip(errors, choice.bits, strict=True))
+
+
+def cgx_groups(measured: Measured, method: str) -> tuple[PlannedGroup, ...] | None:
+    """Return CGX's plan: qsgd over sra with bits by layer. None before the errors of all large layers are known.
+
+    Neighbours with the same bits share a group, up to the usual size.
+    """
+    fixed = {name for group in measured.fixed for name in group.layers}
+    large = [layer.name for layer in measured.layers if not layer.is_small and layer.name not in fixed]
+    if not large:
+        return uniform_groups(measured, QSGD, Scheme.SRA)
+    if not measured.layer_errors.keys() >= set(large):
+        return None
+    bits = layer_bits({name: measured.layer_errors[name] for name in large}, method)
+    return uniform_groups(measured, QSGD, Scheme.SRA, bits)

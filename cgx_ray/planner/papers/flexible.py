@@ -12,7 +12,11 @@ so the answer is a point of the front, the trials that no other beats in all thr
    "the knee-point" and does not define it.
 
 Collective (section 3-D): costs as the paper models them, and the limits of alpha / beta at which one collective
-overtakes another (equations 5a to 5c). They are for comparison: `scheme_costs` has the costs of our schemes.
+overtakes another (equations 5a to 5c). `scheme_costs` has the costs of our schemes.
+
+Run time (`FlexibleLoop`): density and collective are chosen anew when the gain of the density in use has changed by
+10 %, or alpha or beta has. Departure: gains come from the curve of the last measured gradients and times are predicted,
+so nothing is trained and undone.
 """
 
 from __future__ import annotations
@@ -29,9 +33,16 @@ from cgx_ray.plan import CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link, Network, check_exchange
 from cgx_ray.planner.legs import legs
 from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.papers.groups import uniform_groups
+from cgx_ray.planner.prediction import Measured, PlannedGroup
 
 # Section 3-E1: from 0.001 by factors of 3 to 0.1.
 CANDIDATE_DENSITIES = (0.1, 0.033, 0.011, 0.004, 0.001)
+# Relative change of the gain, and of alpha or beta, that calls for a new decision. The paper has 10 % for the gain and
+# does not say how much another network must differ; alpha and beta are estimates that scatter by some percent.
+GAIN_TRIGGER, LINK_TRIGGER = 0.1, 0.25
+# By the name that users give.
+METHODS = ("knee", "nsga2")
 # Equation 5c chooses between these.
 SCHEMES = (Scheme.ALLGATHER, Scheme.ARTOPK_RING, Scheme.ARTOPK_TREE)
 
@@ -241,3 +252,60 @@ def tree_over_allgather_below(num_workers: int, value_bytes: float) -> float:
     if num_workers == 1:
         return 0.0
     return ((num_workers - 1) / math.log2(num_workers) - 1.5) * value_bytes
+
+
+def collective(num_workers: int, value_bytes: float, link: Link) -> Scheme:
+    """Return the collective with the least cost by equations 5a to 5c: AG, or AR-Topk over a ring or a tree."""
+    ratio = link.alpha_s / link.beta_s_per_byte
+    if ratio < min(ring_over_tree_below(num_workers, value_bytes), ring_over_allgather_below(num_workers, value_bytes)):
+        return Scheme.ARTOPK_RING
+    if ratio < tree_over_allgather_below(num_workers, value_bytes):
+        return Scheme.ARTOPK_TREE
+    return Scheme.ALLGATHER
+
+
+def choose(measured: Measured, method: str = "knee") -> Trial:
+    """Return the knee over the paper's densities, or with "nsga2" over all, each over the collective of equations 5.
+
+    Needs `measured.gain_curve`. Raises ConfigError for "nsga2" without pymoo.
+    """
+    curve = measured.gain_curve
+    gain = interpolate_gain(sorted(curve), [curve[density] for density in sorted(curve)])
+    fixed = {name for group in measured.fixed for name in group.layers}
+    numels = [layer.numel for layer in measured.layers if not layer.is_small and layer.name not in fixed]
+    network, cost = measured.network, measured.cost_of(CodecSpec(name="topk"))
+
+    def trial(density: float) -> Trial:
+        scheme = collective(network.num_workers, 4 * density * sum(numels), network.between)
+        return predict(network, cost, [sum(numels)], gain, [scheme])(density)
+
+    return knee(nsga2(trial) if method == "nsga2" else [trial(density) for density in CANDIDATE_DENSITIES])
+
+
+class FlexibleLoop:
+    """The paper's loop: `groups` returns the plan of the moment, the same as before until a trigger fires."""
+
+    def __init__(self, method: str = "knee") -> None:
+        self._method = method
+        self._chosen: Trial | None = None
+        self._decided: Measured | None = None
+
+    def groups(self, measured: Measured) -> tuple[PlannedGroup, ...] | None:
+        """Return the plan, None before the gain curve is known."""
+        if not measured.gain_curve:
+            return None
+        if self._chosen is None or self._decided is None or self._trigger(self._chosen, self._decided, measured):
+            self._chosen, self._decided = choose(measured, self._method), measured
+        return uniform_groups(measured, self._chosen.codec, self._chosen.scheme)
+
+    @staticmethod
+    def _trigger(chosen: Trial, before: Measured, now: Measured) -> bool:
+        assert chosen.codec.density is not None
+        was, is_now = (
+            interpolate_gain(tuple(one.gain_curve), tuple(one.gain_curve.values()))(chosen.codec.density)
+            for one in (before, now)
+        )
+        old, new = before.network.between, now.network.between
+        alpha, beta = new.alpha_s / old.alpha_s, new.beta_s_per_byte / old.beta_s_per_byte
+        is_same_link = all(1 / (1 + LINK_TRIGGER) < ratio < 1 + LINK_TRIGGER for ratio in (alpha, beta))
+        return abs(is_now / was - 1) > GAIN_TRIGGER or not is_same_link

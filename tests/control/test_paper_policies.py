@@ -1,0 +1,202 @@
+"""The papers' policies in the control loop, stepped over made-up samples."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.control_runs import COST, LAYERS, WORLD, FakeTraining
+
+from cgx_ray.control.joined_steps import join
+from cgx_ray.control.journal import Journal
+from cgx_ray.control.known_losses import KnownLosses, lost_share
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy, PaperPolicy
+from cgx_ray.errors import ConfigError
+from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError, StepSample
+from cgx_ray.plan import CodecSpec, Plan, Scheme
+from cgx_ray.planner.bits import WIDTHS, BitsProblem, LayerErrors
+from cgx_ray.planner.cost import Link, Network, terms
+from cgx_ray.planner.papers import flexible
+from cgx_ray.planner.papers.cgx import METHODS, layer_bits
+from cgx_ray.planner.prediction import Measured
+from cgx_ray.ray_train.config import make_policy
+from cgx_ray.session.settings import Settings
+
+COSTS = {"qsgd": COST, "topk": COST}
+
+
+class MeteredTraining(FakeTraining):
+    """A fake training with errors by layer, one number of bits at a time, and a gain curve.
+
+    error  lost share of a layer with 4 bits
+    """
+
+    error: dict[str, float]
+    curve: Callable[[float], float] = staticmethod(lambda density: density**0.3)
+
+    def sample(self, rank: int) -> StepSample:
+        sample = super().sample(rank)
+        if not sample.gain:
+            return sample
+        bits = WIDTHS[self.step % len(WIDTHS)]
+        known = {4: 1.0}
+        return replace(
+            sample,
+            error_bits=bits,
+            layer_errors={name: LayerError(1.0, lost * lost_share(known, bits)) for name, lost in self.error.items()},
+            gain_curve=tuple(map(self.curve, CURVE_DENSITIES)),
+        )
+
+
+def start(folder: Path, policy: PaperPolicy, **rules: Any) -> MeteredTraining:
+    loop = ControlLoop(policy, Journal(folder / "decisions.jsonl"))
+    loop.register(LAYERS, Settings(**rules).first_plan(LAYERS, WORLD, 1 << 40), COSTS)
+    run = MeteredTraining(loop)
+    run.step = 1
+    run.error = {"embed": 0.02, "head": 0.02}
+    return run
+
+
+def codecs(plan: Plan) -> dict[str, CodecSpec]:
+    return {name: group.option.codec for group in plan.groups for name in group.layers}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cgx_gives_few_bits_where_errors_are_small_and_chooses_anew_every_period(tmp_path: Path, method: str) -> None:
+    run = start(tmp_path, CgxPolicy(method, review_s=30.0))
+    run.error = {"embed": 0.04, "head": 0.0001}
+    run.run(5)
+    before = codecs(run.loop.plans[-1])
+    assert before["bias"].name == "none"
+    bits = {name: codec.bits for name, codec in before.items()}
+    assert bits["head"] is not None
+    assert bits["embed"] is not None
+    if method == "dp":
+        assert bits["head"] == 2
+        assert bits["embed"] >= 3
+    run.error = {"embed": 0.0001, "head": 0.04}
+    run.run(200)
+    after = codecs(run.loop.plans[-1])
+    if method == "dp":
+        assert after["head"].bits is not None
+        assert after["head"].bits >= 3
+        assert after["embed"].bits == 2
+
+
+def test_errors_of_bits_that_were_not_measured_yet_follow_from_the_nearest() -> None:
+    losses = KnownLosses(LAYERS)
+    layer_errors = losses.layer_errors
+    assert layer_errors == {}
+    assert lost_share({4: 0.1}, 5) == pytest.approx(0.1 * (15 / 31) ** 2)
+    assert lost_share({4: 0.1, 5: 0.9}, 5) == 0.9
+
+
+def test_a_layer_error_is_the_mean_over_ranks_weighted_by_energy(tmp_path: Path) -> None:
+    run = start(tmp_path, CgxPolicy("dp"))
+    samples = [
+        replace(run.sample(rank), error_bits=4, layer_errors={"head": LayerError(energy, lost)})
+        for rank, (energy, lost) in enumerate([(1.0, 0.1), (3.0, 0.5)])
+    ]
+    step = join(samples)
+    assert step.error_bits == 4
+    assert step.layer_errors["head"] == LayerError(2.0, pytest.approx(0.4))
+    losses = KnownLosses(LAYERS)
+    losses.add(step)
+    assert losses.layer_errors["head"].squared_errors[4] == pytest.approx(0.8)
+    assert losses.gain["qsgd:bits=4,bucket_size=128"] == pytest.approx(0.6)
+
+
+def test_bits_keep_the_error_within_alpha_times_that_of_4_bits() -> None:
+    errors = {
+        f"layer{i}": LayerErrors(
+            numel=10_000 * (1 + i % 7),
+            norm=1.0 + i % 5,
+            squared_errors={bits: (1 + i % 5) ** 2 * lost_share({4: 0.01 * (1 + i % 3)}, bits) for bits in WIDTHS},
+        )
+        for i in range(30)
+    }
+    for method in METHODS:
+        bits = layer_bits(errors, method, alpha=2.0)
+        chosen = sum(errors[name].squared_errors[bits[name]] for name in errors)
+        assert chosen <= 4 * sum(one.squared_errors[4] for one in errors.values()) * (1 + 1e-9)
+    best = layer_bits(errors, "dp")
+    problem = BitsProblem(layers=tuple(errors.values()), widths=WIDTHS, alpha=2.0)
+    best_bytes = sum(CodecSpec(name="qsgd", bits=best[name]).payload_bytes(one.numel) for name, one in errors.items())
+    assert best_bytes < 0.8 * problem.static_bytes
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 8, 16])
+@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6, 1e8])
+def test_equations_5_choose_the_collective_with_the_least_cost(num_workers: int, ratio: float) -> None:
+    link = Link(alpha_s=1e-4, beta_s_per_byte=1e-4 / ratio)
+    value_bytes = 1e6
+    costs = {
+        Scheme.ALLGATHER: flexible.allgather_tree_s(num_workers, 2 * value_bytes, link),
+        Scheme.ARTOPK_TREE: flexible.artopk_tree_s(num_workers, 2 * value_bytes, link, value_bytes),
+        Scheme.ARTOPK_RING: link.seconds(*terms(Scheme.ARTOPK_RING, num_workers, 0, 2 * value_bytes, value_bytes)),
+    }
+    chosen = flexible.collective(num_workers, value_bytes, link)
+    assert costs[chosen] == pytest.approx(min(costs.values()), rel=1e-9)
+
+
+def test_flexible_takes_the_knee_and_stays_until_a_trigger_fires(tmp_path: Path) -> None:
+    run = start(tmp_path, FlexiblePolicy("knee"))
+    run.gbps = 0.1
+    run.run(60)
+    (first,) = {codec for codec in codecs(run.loop.plans[-1]).values() if codec.name != "none"}
+    assert first.name == "topk"
+    num_plans = len(run.loop.plans)
+    run.run(60)
+    assert len(run.loop.plans) == num_plans
+    run.curve = staticmethod(lambda density: min(1.0, 0.9 + density / 10))  # type: ignore[assignment]
+    run.run(120)
+    (after,) = {codec for codec in codecs(run.loop.plans[-1]).values() if codec.name != "none"}
+    assert after != first
+
+
+def test_papers_keep_layer_rules(tmp_path: Path) -> None:
+    for policy in (CgxPolicy("dp"), FlexiblePolicy("knee")):
+        run = start(tmp_path, policy, exclude=("head",))
+        run.run(80)
+        assert {codecs(plan)["head"].name for plan in run.loop.plans} == {"none"}
+        assert codecs(run.loop.plans[-1])["embed"].name in ("qsgd", "topk")
+
+
+def test_with_nsga2_the_knee_is_near_that_of_a_fine_grid() -> None:
+    pytest.importorskip("pymoo")
+    measured = Measured(
+        layers=LAYERS,
+        backward_s=(0.1,) * 3,
+        network=Network.flat(4, Link.from_rates(bandwidth_gbps=0.1, latency_ms=0.1)),
+        codec_costs=COSTS,
+        gain={},
+        gain_curve={density: density**0.3 for density in CURVE_DENSITIES},
+    )
+    found = flexible.choose(measured, "nsga2")
+    coarse = flexible.choose(measured)
+    assert found.codec.density is not None
+    assert coarse.codec.density is not None
+    assert 0.001 <= found.codec.density <= 0.1
+    assert 1 / 5 < found.codec.density / coarse.codec.density < 5
+
+
+def test_settings_name_the_method_and_make_a_policy_that_ray_can_send() -> None:
+    for policy, methods in {"cgx": ["kmeans", "linear", "bayes", "dp"], "flexible": ["knee", "nsga2"]}.items():
+        for method in methods:
+            made = make_policy(Settings(policy=policy, method=method, review_s=5.0))
+            assert pickle.loads(pickle.dumps(made)).options == ()
+        with pytest.raises(ConfigError, match=f"method 'best' is not allowed with policy '{policy}'; give one of"):
+            Settings(policy=policy, method="best")
+        with pytest.raises(ConfigError, match="chooses among its own codecs; leave out fidelity"):
+            Settings(policy=policy, candidates=("topk",))
+    with pytest.raises(ConfigError, match="not allowed with policy 'adaptive'; leave it out"):
+        Settings(method="dp")
+    with pytest.raises(ConfigError, match="review_s -1 is not allowed"):
+        Settings(review_s=-1)
+    assert len(Settings(policy="cgx").codecs_by_layer()) == 7
+    assert [str(codec) for codec in Settings(policy="cgx").gain_codecs()] == ["qsgd:bits=4,bucket_size=128"]
