@@ -290,10 +290,7 @@ def make_plan(
         by_pattern = {pattern: as_option(given, intra) for pattern, given in (overrides or {}).items()}
         _check_names(layers, by_pattern, bits or {})
         chosen = [(layer, _choose(layer, usual, by_pattern, bits or {})) for layer in reversed(layers)]
-        # Two hops. The vendor's ring takes 2(N-1), which for short messages is nearly all of their time.
-        for_small = Option(
-            codec=NONE, scheme=Scheme.SRA, intra=Intra.DENSE if usual.intra is not Intra.FLAT else Intra.FLAT
-        )
+        for_small = _for_small(usual)
         small = [(layer, choice._replace(option=for_small)) for layer, choice in chosen if choice.goes_with_small]
         # Rules last, so that they do not cut the others into several groups: all are ready when backward ends.
         small.sort(key=lambda pair: pair[1].is_fixed)
@@ -332,6 +329,14 @@ def as_option(given: Given, intra: Intra | str = Intra.FLAT) -> Option:
         raise ConfigError(f"unknown intra {inside!r}; known: {', '.join(Intra)}")
     codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
     return Option(codec=codec, scheme=Scheme(scheme), intra=Intra(inside))
+
+
+def _for_small(usual: Option) -> Option:
+    """Return the option of small layers beside `usual`: two hops.
+
+    The vendor's ring takes 2(N-1), which for short messages is nearly all of their time.
+    """
+    return Option(codec=NONE, scheme=Scheme.SRA, intra=Intra.FLAT if usual.intra is Intra.FLAT else Intra.DENSE)
 
 
 def _check_names(layers: Sequence[Layer], by_pattern: Mapping[str, Option], bits: Mapping[str, int]) -> None:

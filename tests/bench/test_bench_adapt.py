@@ -6,6 +6,8 @@ The simulation has no clock and fixed seeds, so its numbers are the same on ever
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,12 @@ from matplotlib.image import imread
 
 from cgx_ray.bench.adapt import measure_adapt
 from cgx_ray.bench.adapt_cases import CASES
+from cgx_ray.bench.adapt_papers import bytecomp_groups, compare_papers, cupcake_groups, paper_rows
 from cgx_ray.bench.simulated_cluster import WORLD, ClusterErrors, ClusterState, SimulatedCluster
 from cgx_ray.cli import main
+from cgx_ray.control.paper_policies import Groups
 from cgx_ray.plan import DENSE, make_plan
-from cgx_ray.planner.prediction import groups_of, predict
+from cgx_ray.planner.prediction import Measured, groups_of, predict
 
 NO_ERRORS = ClusterErrors(step_noise=0.0, switch_s=0.0)
 
@@ -75,3 +79,25 @@ def test_the_loop_answers_what_changes_in_the_simulated_cluster(name: str) -> No
     missed = [(row.name, row.value, row.goal) for row in rows if row.met is False]
     assert any(row.met for row in rows)
     assert missed == []
+
+
+def test_papers_are_compared_on_the_same_schedule_and_the_reasons_multiply_to_the_result() -> None:
+    case = replace(CASES[0], seconds=12.0)
+    runs = compare_papers(case)
+    assert [run.policy for run in runs] == ["adaptive", "cgx", "flexible", "cupcake", "bytecomp"]
+    values = {row.name: row.value for row in paper_rows("drop", runs)}
+    for name in ("cgx", "flexible", "cupcake", "bytecomp"):
+        ratio, step, progress = (values[f"drop_{name}_over_ours{part}"] for part in ("", "_step", "_progress"))
+        assert ratio is not None
+        assert step is not None
+        assert progress is not None
+        assert ratio == pytest.approx(step / progress)
+
+
+@pytest.mark.parametrize("choose", [cupcake_groups, bytecomp_groups])
+def test_fixed_policies_of_papers_hold_every_layer_once(choose: Callable[[Measured], Groups]) -> None:
+    case = CASES[0]
+    truth = SimulatedCluster(case.model, case.costs, case.gain, NO_ERRORS, seed=0).truth(ClusterState(gbps=0.2))
+    plan = predict(truth, choose(truth)).plan(version=1, world_size=WORLD)
+    plan.check(case.model.layers, WORLD)
+    assert any(group.option.codec.name == "qsgd" for group in plan.groups)
