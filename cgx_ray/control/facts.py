@@ -17,6 +17,7 @@ class LoopFacts:
                       by rank, for ranks whose link is much slower than the others'
     slow_ranks        ranks whose compute takes much longer than the others'
     silent_nodes      ids of nodes that no longer answer the others
+    silent_ranks      ranks whose samples have not come for seconds; steps count without them
     """
 
     bandwidth: Estimate | None
@@ -25,6 +26,7 @@ class LoopFacts:
     slow_link_bits_per_s: Mapping[int, float]
     slow_ranks: frozenset[int]
     silent_nodes: frozenset[str]
+    silent_ranks: frozenset[int]
     predicted_step_s: float | None
     measured_step_s: float | None
 

@@ -1,9 +1,10 @@
-"""The journal of a training, `decisions.jsonl`: one JSON line per decision and one per outcome."""
+"""The journal of a training, `decisions.jsonl`: one JSON line per decision, per outcome and per change of silence."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,11 @@ def outcome_entry(outcome: PendingOutcome, *, version: int, step: int, time_s: f
         "predicted_step_s": outcome.decision.step_s,
         "measured_step_s": outcome.step_s,
     }
+
+
+def silence_entry(silent_ranks: Collection[int], *, step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for other silent ranks than before, none if all report again."""
+    return {"event": "silence", "time": time_s, "step": step, "silent_ranks": sorted(silent_ranks)}
 
 
 def _plan_fields(plan: Plan) -> dict[str, Any]:

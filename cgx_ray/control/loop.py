@@ -18,6 +18,7 @@ An option whose gain fell by more than GAIN_CHANGE while it was in use is banned
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,15 +29,18 @@ from cgx_ray.control.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
-from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.control.journal import Journal, decision_entry, outcome_entry
+from cgx_ray.control.joined_steps import SILENT_S, JoinedStep
+from cgx_ray.control.journal import Journal, decision_entry, outcome_entry, silence_entry
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.worker_group import WorkerGroupState
+from cgx_ray.errors import listed
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import DENSE, Layer, Lease, Plan, make_plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
+
+logger = logging.getLogger(__name__)
 
 # Steps, and predicted seconds of steps, both, for which a new plan is on trial. Its outcome is known after 5 steps and
 # the seconds until they are reported.
@@ -76,6 +80,7 @@ class ControlLoop:
         self.plans = list(plans)
         self._earlier_ratios = dict(gain_ratios or {})
         self._state: WorkerGroupState | None = None
+        self._named_silent: frozenset[int] = frozenset()
 
     @property
     def gain_ratios(self) -> dict[str, float]:
@@ -113,7 +118,11 @@ class ControlLoop:
         if state is None:
             return []
         decisions = []
-        for step in state.add_report(sample, now_s):
+        silent_before = state.silent_ranks
+        steps = state.add_report(sample, now_s)
+        if state.silent_ranks != silent_before:
+            self._name_silent(state, sample.time_s)
+        for step in steps:
             if not state.add_step(step, now_s):
                 continue
             at = _When(step.step, now_s, sample.time_s)
@@ -124,6 +133,19 @@ class ControlLoop:
             if state.may_accept:
                 self.plans.append(state.accept())
         return decisions
+
+    def _name_silent(self, state: WorkerGroupState, time_s: float) -> None:
+        """Write down which ranks are silent now, and log each rank the first time."""
+        self._journal.write(silence_entry(state.silent_ranks, step=state.last_step, time_s=time_s))
+        new = state.silent_ranks - self._named_silent
+        if new:
+            self._named_silent |= new
+            logger.warning(
+                "no samples of ranks %s for %g s: decisions are made from the other ranks' until they report again. "
+                "Their monitor, or its way to the controller, is slow or gone",
+                listed([str(rank) for rank in sorted(new)]),
+                SILENT_S,
+            )
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn.

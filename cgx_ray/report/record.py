@@ -29,6 +29,7 @@ _JOURNAL_TYPES: dict[str, dict[str, FieldType]] = {
         "predicted_dense_s": NUMBER,
     },
     "outcome": {"time": NUMBER, "step": WHOLE, "measured_step_s": NUMBER},
+    "silence": {"time": NUMBER, "step": WHOLE},
 }
 _Value = TypeVar("_Value")
 
@@ -96,7 +97,8 @@ class RunRecord:
             else:
                 self.end = line
         for entry in self._journal_tail.lines():
-            (self.decisions if entry["event"] == "decision" else self.outcomes).append(entry)
+            if entry["event"] != "silence":
+                (self.decisions if entry["event"] == "decision" else self.outcomes).append(entry)
         self.network.extend(self._network_tail.lines())
         return self._size() != before
 

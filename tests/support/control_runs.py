@@ -55,6 +55,7 @@ class FakeTraining:
 
     slowdown_of  by codec name, another factor for plans that use it
     returns      the ranks run the fallback of a plan on trial
+    silent       ranks whose samples are lost
     """
 
     loop: ControlLoop
@@ -72,12 +73,13 @@ class FakeTraining:
     num_local: int = 1
     jitter: float = 0.0
     returns: bool = False
+    silent: set[int] = field(default_factory=set)
 
     def run(self, num_steps: int) -> list[Decision]:
         decisions = []
         for _ in range(num_steps):
             self.noise = self.jitter * (2 * random.Random(self.step).random() - 1)
-            samples = tuple(self.sample(rank) for rank in range(WORLD))
+            samples = tuple(self.sample(rank) for rank in range(WORLD) if rank not in self.silent)
             self.step += 1
             sample = NodeSample(
                 node_id="node",
