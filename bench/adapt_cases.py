@@ -207,6 +207,13 @@ CASES = (
     AdaptCase(
         name="dead_agent",
         schedule=lambda time_s: replace(_FAST if time_s < 70 else _SLOW, is_silent=60 <= time_s < 90),
+        answer=(5, 10),
+    ),
+    AdaptCase(
+        name="lost_agent",
+        schedule=lambda time_s: replace(_FAST if time_s < 70 else _SLOW, is_silent=time_s >= 60),
+        answer=(5, 10),
+        goals={"regret": "<= 0.1"},
     ),
     AdaptCase(
         name="wrong_costs",

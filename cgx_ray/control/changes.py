@@ -8,7 +8,7 @@ second, so it is noticed after 2.1 s, and a neighbour's burst of 2 s that takes 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 # Logarithm of the largest ratio to the level that adds no evidence: 1.2x is usual noise and slow drift.
 DRIFT = math.log(1.2)
@@ -113,10 +113,10 @@ class SlowRanks:
         self._evidence = [0.0] * world_size
         self.ranks: frozenset[int] = frozenset()
 
-    def add(self, ratios: Sequence[float], seconds: float) -> bool:
-        """Add each rank's compute time over the median of all ranks; return whether `ranks` has changed."""
+    def add(self, ratios: Mapping[int, float], seconds: float) -> bool:
+        """Add compute times over their median by rank; return whether `ranks` has changed."""
         before = self.ranks
-        for rank, ratio in enumerate(ratios):
+        for rank, ratio in ratios.items():
             deviation = max(-CLIP, min(math.log(ratio), CLIP)) if ratio > 0 else -CLIP
             step = (deviation - DRIFT) * min(seconds, MAX_SAMPLE_S)
             self._evidence[rank] = min(ALARM, max(0.0, self._evidence[rank] + step))

@@ -27,6 +27,7 @@ class LoopFacts:
     num_decisions, newest_decision_s, num_reverts
                       see `Tally`
     report_age_s      by node, seconds from its last report to the last report of any node
+    silent_ranks      ranks whose samples have not come for seconds; steps count without them
     """
 
     bandwidth: Estimate | None
@@ -36,6 +37,7 @@ class LoopFacts:
     slow_link_bits_per_s: Mapping[int, float]
     slow_ranks: frozenset[int]
     silent_nodes: frozenset[str]
+    silent_ranks: frozenset[int]
     predicted_step_s: float | None
     measured_step_s: float | None
     predicted_dense_step_s: float | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -13,17 +12,18 @@ from cgx_ray.monitors.sample import Burst, LayerError, StepSample, Transfer
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms
 
-# Incomplete steps that are kept, so that a rank that never reports does not fill the memory.
-MAX_OPEN_STEPS = 256
+# Seconds after its first report in which all ranks report a step. On a quiet machine they take up to 2 s: a rank tells
+# its agent every 0.5 s, and the agent tells the controller every second.
+SILENT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedStep:
-    """One step of all ranks. Times in seconds.
+    """One step of all ranks, or of those that are not silent. Times in seconds.
 
     compute_s  of the slowest rank, which the others wait for
     ready_s    for each group, the time at which the last rank had it
-    slowness   by rank, its compute time over the median of all ranks
+    slowness   by rank that reported, its compute time over the median of these ranks
     traffic    network observations. The shortest exchange of each group counts: longer ones contain the wait for late
                ranks
     gain       predicted gain by codec or option, mean over ranks, on steps that measured it
@@ -43,7 +43,7 @@ class JoinedStep:
     compute_s: float
     codec_s: float
     ready_s: tuple[float, ...]
-    slowness: tuple[float, ...]
+    slowness: Mapping[int, float]
     traffic: StepTraffic
     gain: Mapping[str, float]
     num_local: int
@@ -56,32 +56,83 @@ class JoinedStep:
     lr: float | None = None
 
 
+@dataclass(slots=True)
+class _OpenStep:
+    """Samples of a step by rank; `first_s`: when the first one came."""
+
+    plan_version: int
+    first_s: float
+    samples: dict[int, StepSample] = field(default_factory=dict)
+
+
 class StepJoiner:
     """Collects samples and returns each step when all ranks have reported it.
 
-    num_incomplete  steps that were given up because a rank has not reported them
+    Steps do not wait for a rank that has not reported one within SILENT_S. The rank counts again from the next step
+    that it reports in time.
+
+    silent          ranks that steps do not wait for
+    last_step       newest one that was joined, -1 before
+    num_incomplete  steps that were joined without a rank
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        self.silent: frozenset[int] = frozenset()
+        self.last_step = -1
         self.num_incomplete = 0
-        # By step and plan: after a restart steps repeat, while late samples of the old workers may still arrive.
-        self._open: dict[tuple[int, int], dict[int, StepSample]] = defaultdict(dict)
+        self._open: dict[int, _OpenStep] = {}
+        # By rank, its newest step, and when it last reported in time.
+        self._newest: dict[int, int] = {}
+        self._heard_s: dict[int, float] = {}
+        # When the first sample came, of steps that were joined less than SILENT_S after it.
+        self._joined_s: dict[int, float] = {}
 
-    def add(self, samples: Iterable[StepSample]) -> list[JoinedStep]:
-        """Add samples in any order; return the steps that they complete, oldest first."""
+    def add(self, samples: Iterable[StepSample], now_s: float) -> list[JoinedStep]:
+        """Add samples, those of a rank in order; return the steps that they or the time complete, oldest first."""
         for sample in samples:
-            self._open[sample.step, sample.plan_version][sample.rank] = sample
-        complete = sorted(step for step, ranks in self._open.items() if len(ranks) == self._world_size)
-        joined = [join(list(self._open.pop(step).values())) for step in complete]
-        for step in sorted(self._open)[:-MAX_OPEN_STEPS]:
-            del self._open[step]
-            self.num_incomplete += 1
+            self._take(sample, now_s)
+        joined = []
+        for step, one in sorted(self._open.items()):
+            if self._is_ready(step, one, now_s):
+                del self._open[step]
+                self._joined_s[step], self.last_step = one.first_s, step
+                self.num_incomplete += len(one.samples) < self._world_size
+                joined.append(join(list(one.samples.values()), self._world_size))
+        self._joined_s = {step: first_s for step, first_s in self._joined_s.items() if now_s < first_s + SILENT_S}
         return joined
 
+    def _take(self, sample: StepSample, now_s: float) -> None:
+        rank, step, version = sample.rank, sample.step, sample.plan_version
+        is_other_pass = step in self._open and self._open[step].plan_version != version
+        if is_other_pass or step <= self._newest.get(rank, -1):
+            # Training goes on from an earlier step, on all ranks. Samples of both passes must not be joined.
+            self._open, self._newest, self._joined_s, self.last_step = {}, {}, {}, -1
+        self._newest[rank] = step
+        if step > self.last_step:
+            one = self._open.setdefault(step, _OpenStep(version, now_s))
+            one.samples[rank] = sample
+            first_s = one.first_s
+        else:
+            first_s = self._joined_s.get(step, -math.inf)
+        if now_s < first_s + SILENT_S:
+            self._heard_s[rank] = now_s
+            self.silent -= {rank}
 
-def join(samples: list[StepSample]) -> JoinedStep:
-    """Return one step from the samples of all ranks."""
+    def _is_ready(self, step: int, one: _OpenStep, now_s: float) -> bool:
+        """Return whether no other sample of `step` is waited for; note the ranks that have become silent."""
+        missing = set(range(self._world_size)) - self.silent - one.samples.keys()
+        # The sample of a rank that has reported a later step is lost.
+        if all(self._newest.get(rank, -1) > step for rank in missing):
+            return True
+        if now_s < one.first_s + SILENT_S:
+            return False
+        self.silent |= {rank for rank in missing if now_s >= self._heard_s.get(rank, -math.inf) + SILENT_S}
+        return True
+
+
+def join(samples: list[StepSample], world_size: int) -> JoinedStep:
+    """Return one step from the samples of the ranks that have reported it."""
     samples = sorted(samples, key=lambda sample: sample.rank)
     norms = [sample.norm for sample in samples if sample.norm is not None]
     losses = [sample.loss for sample in samples if sample.loss is not None and math.isfinite(sample.loss)]
@@ -96,8 +147,8 @@ def join(samples: list[StepSample]) -> JoinedStep:
         compute_s=max(sample.compute_s for sample in samples),
         codec_s=median(sample.encode_s + sample.decode_s for sample in samples),
         ready_s=tuple(max(times) for times in zip(*(sample.ready_s for sample in samples), strict=True)),
-        slowness=tuple(sample.compute_s / usual_s if usual_s > 0 else 1.0 for sample in samples),
-        traffic=_traffic(samples, step_s, num_local if num_local < len(samples) else 1),
+        slowness={sample.rank: sample.compute_s / usual_s if usual_s > 0 else 1.0 for sample in samples},
+        traffic=_traffic(samples, step_s, world_size, num_local if num_local < world_size else 1),
         gain=_means([sample.gain for sample in samples]),
         num_local=num_local,
         kept=_means([sample.kept for sample in samples]),
@@ -128,14 +179,14 @@ def _mean_errors(measured: Sequence[Mapping[str, LayerError]]) -> dict[str, Laye
     return found
 
 
-def _traffic(samples: list[StepSample], step_s: float, num_sharing: int) -> StepTraffic:
+def _traffic(samples: list[StepSample], step_s: float, world_size: int, num_sharing: int) -> StepTraffic:
     """`num_sharing`: ranks that share a node's link. They send at the same time, so each sees a part of its rate."""
     lag_s = {(one.rank, peer): lag for one in samples for peer, lag in enumerate(one.lag_s)}
     trips = {(a, b): lag + lag_s[b, a] for (a, b), lag in lag_s.items() if a < b and (b, a) in lag_s}
     return StepTraffic(
         seconds=step_s,
         exchanges=tuple(
-            _exchange(min(transfers, key=lambda transfer: transfer.seconds), len(samples))
+            _exchange(min(transfers, key=lambda transfer: transfer.seconds), world_size)
             for transfers in zip(*(sample.transfers for sample in samples), strict=True)
             # A hierarchical exchange uses two kinds of links, so its time tells neither.
             if transfers[0].intra == "flat"

@@ -6,6 +6,7 @@
 | `decision` | with each decision: plans, reason, prediction, and the situation that the policy was given (`recorded`) |
 | `outcome` | when the prediction of a decision has been compared with measured steps |
 | `progress` | in growing intervals: mean seconds of a step's parts, bytes and link since the last one (`progress`) |
+| `silence` | when other ranks than before are silent |
 | `end` | when the controller is told to end; a controller that was killed leaves none |
 """
 
@@ -15,7 +16,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -142,6 +143,11 @@ def outcome_entry(outcome: PendingOutcome, *, version: int, step: int, time_s: f
         "predicted_step_s": outcome.decision.step_s,
         "measured_step_s": outcome.step_s,
     }
+
+
+def silence_entry(silent_ranks: Collection[int], *, step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for other silent ranks than before, none if all report again."""
+    return {"event": "silence", "time": time_s, "step": step, "silent_ranks": sorted(silent_ranks)}
 
 
 def end_entry(*, step: int | None, time_s: float) -> dict[str, Any]:

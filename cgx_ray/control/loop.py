@@ -20,6 +20,7 @@ option that kept the least of a plan under which the loss got worse, and all tha
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,18 +31,29 @@ from cgx_ray.control.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
-from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.control.journal import Journal, MadeBy, decision_entry, end_entry, outcome_entry, start_entry
+from cgx_ray.control.joined_steps import SILENT_S, JoinedStep
+from cgx_ray.control.journal import (
+    Journal,
+    MadeBy,
+    decision_entry,
+    end_entry,
+    outcome_entry,
+    silence_entry,
+    start_entry,
+)
 from cgx_ray.control.measured import dense_groups, is_dense
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.progress import Progress
 from cgx_ray.control.tally import CauseKind
 from cgx_ray.control.worker_group import WorkerGroupState
+from cgx_ray.errors import listed
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Lease, Plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
+
+logger = logging.getLogger(__name__)
 
 # Steps, and predicted seconds of steps, both, for which a new plan is on trial. Its outcome is known after 5 steps and
 # the seconds until they are reported.
@@ -90,6 +102,7 @@ class ControlLoop:
         self._told: tuple[Mapping[str, CodecCost], EncodesOn] = {}, "thread"
         self._last_step: int | None = None
         self._is_started = False
+        self._named_silent: frozenset[int] = frozenset()
 
     @property
     def gain_ratios(self) -> dict[str, float]:
@@ -134,7 +147,11 @@ class ControlLoop:
             )
             self._journal.write(start)
         decisions = []
-        for step in state.add_report(sample, now_s):
+        silent_before = state.silent_ranks
+        steps = state.add_report(sample, now_s)
+        if state.silent_ranks != silent_before:
+            self._name_silent(state, sample.time_s)
+        for step in steps:
             self._last_step = step.step
             if not state.add_step(step, now_s):
                 continue
@@ -155,6 +172,19 @@ class ControlLoop:
         """Write down that the worker group ends. `time_s`: seconds since 1970."""
         if self._is_started:
             self._journal.write(end_entry(step=self._last_step, time_s=time_s))
+
+    def _name_silent(self, state: WorkerGroupState, time_s: float) -> None:
+        """Write down which ranks are silent now, and log each rank the first time."""
+        self._journal.write(silence_entry(state.silent_ranks, step=state.last_step, time_s=time_s))
+        new = state.silent_ranks - self._named_silent
+        if new:
+            self._named_silent |= new
+            logger.warning(
+                "no samples of ranks %s for %g s: decisions are made from the other ranks' until they report again. "
+                "Their monitor, or its way to the controller, is slow or gone",
+                listed([str(rank) for rank in sorted(new)]),
+                SILENT_S,
+            )
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn.

@@ -103,12 +103,22 @@ class WorkerGroupState:
     def plan(self) -> Plan:
         return self.experience.plan
 
+    @property
+    def silent_ranks(self) -> frozenset[int]:
+        """Ranks that steps do not wait for, see `StepJoiner`."""
+        return self._joiner.silent
+
+    @property
+    def last_step(self) -> int:
+        """Newest step that was joined, -1 before the first."""
+        return self._joiner.last_step
+
     def add_report(self, sample: NodeSample, now_s: float) -> list[JoinedStep]:
         """Add a node's report; return the steps that it completes, oldest first. Give each of them to `add_step`."""
         self._reported_s[sample.node_id] = self._now_s = now_s
         if self.network.add_report(sample, now_s):
             self._recent = []
-        return self._joiner.add(sample.steps)
+        return self._joiner.add(sample.steps, now_s)
 
     def add_step(self, step: JoinedStep, now_s: float) -> bool:
         """Add a step of all ranks; return whether it ran under the plan in force, so that it may cause a decision."""
@@ -347,6 +357,7 @@ class WorkerGroupState:
             slow_link_bits_per_s={rank: 8 * rate for rank, rate in self.network.slow.items()},
             slow_ranks=self._slow_ranks.ranks,
             silent_nodes=self.network.silent_nodes,
+            silent_ranks=self.silent_ranks,
             predicted_step_s=self._predicted_s,
             measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
             predicted_dense_step_s=self._predicted_dense_s,

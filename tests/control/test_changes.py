@@ -80,12 +80,12 @@ def test_a_value_without_a_logarithm_is_refused() -> None:
 def test_a_straggler_is_named_after_seconds_and_forgiven_when_it_is_back() -> None:
     slow = SlowRanks(3)
     # One slow step makes no slow rank.
-    assert not slow.add([1.0, 3.0, 1.0], 0.5)
-    assert not any(slow.add([1.0, 1.0, 0.9], 0.5) for _ in range(10))
-    changed = [slow.add([1.0, 1.9, 1.0], 0.5) for _ in range(12)]
+    assert not slow.add({0: 1.0, 1: 3.0, 2: 1.0}, 0.5)
+    assert not any(slow.add({0: 1.0, 1: 1.0, 2: 0.9}, 0.5) for _ in range(10))
+    changed = [slow.add({0: 1.0, 1: 1.9, 2: 1.0}, 0.5) for _ in range(12)]
     assert slow.ranks == {1}
     assert changed.index(True) <= 5
     assert changed.count(True) == 1
-    changed = [slow.add([1.0, 1.0, 1.0], 0.5) for _ in range(16)]
+    changed = [slow.add({0: 1.0, 1: 1.0, 2: 1.0}, 0.5) for _ in range(16)]
     assert slow.ranks == set()
     assert changed.count(True) == 1

@@ -174,6 +174,23 @@ def test_ranks_that_have_returned_from_a_trial_get_another_plan(tmp_path: Path) 
     assert decision.plan.version == 3
 
 
+def test_decisions_go_on_without_a_silent_rank_which_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(tmp_path)
+    run.run(20)
+    run.gbps, run.silent = 0.1, {2}
+    decisions = run.run(10)
+    assert "bandwidth fell from 1.00 Gbit/s to 100 Mbit/s" in decisions[0].reason
+    assert run.loop.facts().silent_ranks == {2}
+    for silent in (set(), {2}, set()):
+        run.silent = silent
+        run.run(10)
+    assert run.loop.facts().silent_ranks == frozenset()
+    assert [line["silent_ranks"] for line in journal(tmp_path) if line["event"] == "silence"] == [[2], [], [2], []]
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["no samples of ranks 2 for 3 s"]
+
+
 def test_a_full_disk_costs_lines_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "blocked").write_text("")
     log = Journal(tmp_path / "blocked" / "decisions.jsonl")

@@ -57,6 +57,7 @@ class FakeTraining:
     returns      the ranks run the fallback of a plan on trial
     loss, lr     reported on all ranks, the loss by step; `report` replaces the loss, by step and rank
     clock        of the nodes, by step
+    silent       ranks whose samples are lost
     """
 
     loop: ControlLoop
@@ -78,12 +79,13 @@ class FakeTraining:
     num_local: int = 1
     jitter: float = 0.0
     returns: bool = False
+    silent: set[int] = field(default_factory=set)
 
     def run(self, num_steps: int) -> list[Decision]:
         decisions = []
         for _ in range(num_steps):
             self.noise = self.jitter * (2 * random.Random(self.step).random() - 1)
-            samples = tuple(self.sample(rank) for rank in range(WORLD))
+            samples = tuple(self.sample(rank) for rank in range(WORLD) if rank not in self.silent)
             self.step += 1
             sample = NodeSample(
                 node_id="node",
