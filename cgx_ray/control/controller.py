@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cgx_ray.control.history import History, Snapshot
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import Policy
@@ -19,34 +20,63 @@ from cgx_ray.planner.options import CodecCost
 
 logger = logging.getLogger(__name__)
 
-# Layers, plans and gain ratios so far.
-History = tuple[Sequence[Layer], Sequence[Plan], Mapping[str, float]]
+# Seconds between two snapshots of the history without a new plan: as much may be learned again after a crash.
+SNAPSHOT_INTERVAL_S = 60.0
 
 
 class Controller:
     """Made an actor by `ray.remote`. Its methods run on one event loop, one at a time between awaits.
 
-    It lives as long as one worker group. Ranks that lose it go on with the plan that they have.
+    It lives as long as one worker group. Ray starts it again if its process dies. Then it goes on with the last
+    snapshot of its history. Meanwhile ranks keep their plan, or return from a trial.
     """
 
-    def __init__(self, policy: Policy, journal_path: str, run_name: str, history: History | None = None) -> None:
-        """`history` is that of the previous worker group's controller, None for the first."""
+    def __init__(
+        self, policy: Policy, journal_path: str, run_name: str, snapshot_path: str, history: History | None = None
+    ) -> None:
+        """
+        snapshot_path  of a file that no other controller uses
+        history        that of the previous worker group's controller, None for the first
+        """
         logging.basicConfig(level=logging.INFO)
         self._journal = Journal(Path(journal_path))
-        layers, plans, gain_ratios = history or ((), (), {})
-        self._loop = ControlLoop(policy, self._journal, layers=layers, plans=plans, gain_ratios=gain_ratios)
+        self._snapshot = Snapshot(Path(snapshot_path))
+        own = self._snapshot.read()
+        self._loop = ControlLoop(policy, self._journal, own or history)
+        if own is not None:
+            logger.warning("the controller was started again and goes on with plan %d", own.plans[-1].version)
+            self._loop.resume()
         self._metrics = ControllerMetrics(run_name)
         self._changed = asyncio.Event()
+        # Newest plan in the snapshot, and when it was written.
+        self._kept: tuple[int, float] = (-1, 0.0)
 
     async def register(
-        self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost], encodes_on: EncodesOn
+        self,
+        layers: Sequence[Layer],
+        first_plan: Plan,
+        codec_costs: Mapping[str, CodecCost],
+        encodes_on: EncodesOn,
+        step: int,
     ) -> Plan:
         """Start the worker group; return its first plan. See `ControlLoop.register`."""
-        return self._loop.register(layers, first_plan, codec_costs, encodes_on)
+        now_s = time.monotonic()
+        plan = self._loop.register(
+            layers, first_plan, codec_costs, encodes_on, step=step, now_s=now_s, time_s=time.time()
+        )
+        self._keep(now_s)
+        return plan
 
     async def history(self) -> History:
-        """Return layers, plans and gain ratios so far, for the controller of the next worker group."""
-        return self._loop.layers, self._loop.plans, self._loop.gain_ratios
+        """Return all that the controller of the next worker group shall start with."""
+        return self._loop.history()
+
+    def _keep(self, now_s: float) -> None:
+        """Write a snapshot if there is a new plan, before any rank may hear of it, or if the last one is old."""
+        newest, kept_s = self._loop.plans[-1].version, self._kept[1]
+        if newest != self._kept[0] or now_s >= kept_s + SNAPSHOT_INTERVAL_S:
+            self._kept = newest, now_s
+            self._snapshot.write(self._loop.history())
 
     async def observe(self, sample: NodeSample) -> str | None:
         """Add a node's report and decide if there is a cause. Return the node that it shall probe now, or None."""
@@ -55,6 +85,7 @@ class Controller:
             logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
             self._metrics.count_decision(type(decision).__name__.lower())
         if self._loop.is_registered:
+            self._keep(now_s)
             self._metrics.export(self._loop.facts(), self._journal.num_errors)
         self._changed.set()
         self._changed = asyncio.Event()
