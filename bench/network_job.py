@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cgx_ray.control.facts import LoopFacts
+from cgx_ray.control.history import History
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy
@@ -74,13 +75,9 @@ class Job:
         settings = Settings(policy="adaptive")
         policy = AdaptivePolicy(codec_options(settings.candidate_codecs()), min_gain=settings.min_gain)
         with self._lock:
-            plans = self._loop.plans if self._loop is not None else ()
-            self._loop = ControlLoop(
-                policy,
-                Journal(self._folder / "decisions.jsonl"),
-                layers=self._registration[0],
-                plans=plans,
-            )
+            plans = tuple(self._loop.plans) if self._loop is not None else ()
+            history = History(layers=tuple(self._registration[0]), plans=plans)
+            self._loop = ControlLoop(policy, Journal(self._folder / "decisions.jsonl"), history)
             self._loop.register(*self._registration)
             self.num_steps = 0
 

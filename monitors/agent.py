@@ -92,14 +92,22 @@ class NodeAgent:
                     with the id of the node that this one shall probe now, or None
         bulk        `bulk_address` by id of each node that may be probed
         """
-        self._bulk = bulk or {}
-        others = {node_id: at for node_id, at in peers.items() if node_id != self._node_id}
-        self._peers, self._own = Peers(others), OwnBytes(has_peers=bool(others))
+        self.meet(peers, bulk)
         self._metrics = NodeMetrics(RaySink(), self._run_name, self._run_id)
         self._outbox = _Outbox(controller)
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
+
+    def meet(self, peers: Mapping[str, tuple[str, int]], bulk: Mapping[str, tuple[str, int]] | None = None) -> None:
+        """Go on with other addresses of the nodes, as in `start`: an agent that was started again has new ones."""
+        self._bulk = bulk or {}
+        others = {node_id: at for node_id, at in peers.items() if node_id != self._node_id}
+        self._peers, self._own = Peers(others), OwnBytes(has_peers=bool(others))
+
+    def is_started(self) -> bool:
+        """Return whether `start` was called; False after Ray has started this agent's process again."""
+        return self._threads[0].ident is not None
 
     def report(self, samples: Sequence[StepSample]) -> None:
         """Add samples of a rank on this node. Returns at once. The oldest are lost if `start` was never called."""
@@ -215,7 +223,7 @@ class _Outbox:
         except RayActorError as error:
             if not isinstance(error, ActorUnavailableError):
                 self._controller = None
-            self._warn_once("the controller is gone; ranks keep their plan and metrics go on", error)
+            self._warn_once("the controller does not answer; ranks keep their plan and metrics go on", error)
         except RayError as error:
             # The text of a RayTaskError is the remote traceback.
             cause = error.cause if isinstance(error, RayTaskError) else error

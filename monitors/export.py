@@ -32,7 +32,7 @@ LABELS = {
     "resource": "cpu or memory",
     "kind": "keep, replace or disable",
     "cause": "kind of the cause: first_measurements, network, step_time, gain, loss, review, failed_plan, "
-    "slower_than_dense, compare_with_dense, excursion_ended or lease_ended",
+    "slower_than_dense, compare_with_dense, excursion_ended, lease_ended or restart",
 }
 
 Kind = Literal["gauge", "counter", "histogram"]
@@ -282,7 +282,7 @@ METRICS: dict[str, Metric] = {
         "Time from the last report of the node `peer` to the last report of any node.",
     ),
     "cgx_ray_incomplete_steps": Metric(
-        "counter", "steps", "controller", (), "Steps without effect on decisions, since a rank has not reported them."
+        "counter", "steps", "controller", (), "Steps that were judged without a rank, as its report has not come."
     ),
     "cgx_ray_predicted_step_seconds": Metric(
         "gauge", "seconds", "controller", (), "Time per step that the planner predicts for the plan in force."

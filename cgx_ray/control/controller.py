@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.control.history import History, Snapshot
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.loop import ControlLoop
@@ -22,14 +23,15 @@ from cgx_ray.planner.options import CodecCost
 
 logger = logging.getLogger(__name__)
 
-# Layers, plans and gain ratios so far.
-History = tuple[Sequence[Layer], Sequence[Plan], Mapping[str, float]]
+# Seconds between two snapshots of the history without a new plan: as much may be learned again after a crash.
+SNAPSHOT_INTERVAL_S = 60.0
 
 
 class Controller:
     """Made an actor by `ray.remote`. Its methods run on one event loop, one at a time between awaits.
 
-    It lives as long as one worker group. Ranks that lose it go on with the plan that they have.
+    It lives as long as one worker group. Ray starts it again if its process dies. Then it goes on with the last
+    snapshot of its history. Meanwhile ranks keep their plan, or return from a trial.
     """
 
     def __init__(
@@ -38,33 +40,56 @@ class Controller:
         journal_path: str,
         run_name: str,
         run_id: str,
+        snapshot_path: str,
         history: History | None = None,
         nodes: Sequence[str] = (),
     ) -> None:
         """
-        history  that of the previous worker group's controller, None for the first
-        nodes    address of each rank's node
+        snapshot_path  of a file that no other controller uses
+        history        that of the previous worker group's controller, None for the first
+        nodes          address of each rank's node
         """
         logging.basicConfig(level=logging.INFO)
         self._journal = Journal(Path(journal_path))
-        layers, plans, gain_ratios = history or ((), (), {})
-        self._loop = ControlLoop(
-            policy, self._journal, layers=layers, plans=plans, gain_ratios=gain_ratios, nodes=nodes
-        )
+        self._snapshot = Snapshot(Path(snapshot_path))
+        own = self._snapshot.read()
+        self._loop = ControlLoop(policy, self._journal, own or history, nodes=nodes)
+        if own is not None:
+            logger.warning("the controller was started again and goes on with plan %d", own.plans[-1].version)
+            self._loop.resume()
         self._live = LiveState(run_name, nodes)
         self._metrics = ControllerMetrics(RaySink(), run_name, run_id)
         self._changed = asyncio.Event()
+        # Newest plan in the snapshot, and when it was written.
+        self._kept: tuple[int, float] = (-1, 0.0)
 
     async def register(
-        self, layers: Sequence[Layer], first_plan: Plan, codec_costs: Mapping[str, CodecCost], encodes_on: EncodesOn
+        self,
+        layers: Sequence[Layer],
+        first_plan: Plan,
+        codec_costs: Mapping[str, CodecCost],
+        encodes_on: EncodesOn,
+        step: int,
     ) -> Plan:
         """Start the worker group; return its first plan. See `ControlLoop.register`."""
-        return self._loop.register(layers, first_plan, codec_costs, encodes_on)
+        now_s = time.monotonic()
+        plan = self._loop.register(
+            layers, first_plan, codec_costs, encodes_on, step=step, now_s=now_s, time_s=time.time()
+        )
+        self._keep(now_s)
+        return plan
 
     async def history(self) -> History:
-        """Return layers, plans and gain ratios so far, for the controller of the next worker group. Called last."""
+        """Return all that the controller of the next worker group shall start with. Called last."""
         self._loop.end(time.time())
-        return self._loop.layers, self._loop.plans, self._loop.gain_ratios
+        return self._loop.history()
+
+    def _keep(self, now_s: float) -> None:
+        """Write a snapshot if there is a new plan, before any rank may hear of it, or if the last one is old."""
+        newest, kept_s = self._loop.plans[-1].version, self._kept[1]
+        if newest != self._kept[0] or now_s >= kept_s + SNAPSHOT_INTERVAL_S:
+            self._kept = newest, now_s
+            self._snapshot.write(self._loop.history())
 
     async def observe(self, sample: NodeSample) -> str | None:
         """Add a node's report and decide if there is a cause. Return the node that it shall probe now, or None."""
@@ -72,6 +97,8 @@ class Controller:
         self._live.add(sample)
         for decision in self._loop.observe(sample, now_s):
             logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
+        if self._loop.is_registered:
+            self._keep(now_s)
         # Wake the ranks first: they need the plan, and nobody waits for metrics.
         self._changed.set()
         self._changed = asyncio.Event()

@@ -75,10 +75,22 @@ class GainWatch:
     ratios  measured gain over predicted gain by `str(Option)`, of all options whose measured gain has counted
     """
 
-    def __init__(self, in_use: Iterable[str] = (), ratios: Mapping[str, float] | None = None) -> None:
-        """`in_use`: the options of the first plan. `ratios`: learned in earlier worker groups."""
+    def __init__(
+        self,
+        in_use: Iterable[str] = (),
+        ratios: Mapping[str, float] | None = None,
+        gain: Mapping[str, float] | None = None,
+    ) -> None:
+        """
+        in_use  the options of the first plan
+        ratios  learned in earlier worker groups
+        gain    that plans could be made with in earlier worker groups; the first measurement replaces it
+        """
         self.ratios = dict(ratios or {})
-        self._known: dict[str, _KnownGain] = {}
+        self._known = {
+            name: _KnownGain(recent=deque([value], maxlen=NUM_MEASUREMENTS), is_outdated=True, is_agreed=True)
+            for name, value in (gain or {}).items()
+        }
         self._changed: set[str] = set()
         self._in_use = frozenset(in_use)
         # All names that had a prediction.

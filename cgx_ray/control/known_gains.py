@@ -14,14 +14,14 @@ from cgx_ray.plan import Plan
 class KnownGains:
     """Gains under the plan in force, by codec or option as in `GainWatch`."""
 
-    def __init__(self, plan: Plan, ratios: Mapping[str, float]) -> None:
-        """`ratios`: learned in earlier worker groups, see `GainWatch`."""
+    def __init__(self, plan: Plan, ratios: Mapping[str, float], gain: Mapping[str, float]) -> None:
+        """`ratios`, `gain`: from earlier worker groups, see `GainWatch`."""
         self._plan = plan
-        self._watch = GainWatch(map(str, non_dense_options(plan)), ratios)
+        self._watch = GainWatch(map(str, non_dense_options(plan)), ratios, gain)
         self._learning = LearningPhase()
         self._plan_step: int | None = None
         # Names of the gains that a decision has known.
-        self._offered: frozenset[str] = frozenset()
+        self._offered = frozenset(gain)
 
     @property
     def ratios(self) -> dict[str, float]:

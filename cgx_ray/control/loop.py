@@ -31,6 +31,7 @@ from cgx_ray.control.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
+from cgx_ray.control.history import KEPT_PLANS, History, Registration
 from cgx_ray.control.joined_steps import SILENT_S, JoinedStep
 from cgx_ray.control.journal import (
     Journal,
@@ -71,42 +72,39 @@ class _When(NamedTuple):
 class ControlLoop:
     """Decides for one training.
 
-    layers, plans  of the model; all plans so far, the newest last
-    gain_ratios    learned so far, see `GainWatch`
-
-    All of them outlive a worker group.
+    plans  so far, the newest last
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        journal: Journal,
-        *,
-        layers: Sequence[Layer] = (),
-        plans: Sequence[Plan] = (),
-        gain_ratios: Mapping[str, float] | None = None,
-        nodes: Sequence[str] = (),
+        self, policy: Policy, journal: Journal, history: History | None = None, *, nodes: Sequence[str] = ()
     ) -> None:
         """
-        layers to gain_ratios  those of the controller before a restart of the workers
-        nodes                  address of each rank's node, for the journal
+        history  that of the controller before
+        nodes    address of each rank's node, for the journal
         """
         self._policy = policy
         self._journal = journal
-        self.layers = tuple(layers)
-        self.plans = list(plans)
-        self._earlier_ratios = dict(gain_ratios or {})
+        self._earlier = history or History()
+        self.layers = self._earlier.layers
+        self.plans = list(self._earlier.plans)
+        self._registration = self._earlier.registration
         self._nodes = tuple(nodes)
         self._state: WorkerGroupState | None = None
         self._progress = Progress()
-        self._told: tuple[Mapping[str, CodecCost], EncodesOn] = {}, "thread"
         self._last_step: int | None = None
         self._is_started = False
         self._named_silent: frozenset[int] = frozenset()
 
-    @property
-    def gain_ratios(self) -> dict[str, float]:
-        return self._state.gains.ratios if self._state is not None else self._earlier_ratios
+    def history(self) -> History:
+        """Return what the next controller, or the next worker group, shall start with."""
+        learned = self._state.learned() if self._state is not None else None
+        return History(
+            layers=self.layers,
+            plans=tuple(self.plans[-KEPT_PLANS:]),
+            gain_ratios=dict(self._state.gains.ratios if self._state is not None else self._earlier.gain_ratios),
+            learned=learned or self._earlier.learned,
+            registration=self._registration,
+        )
 
     def register(
         self,
@@ -114,12 +112,23 @@ class ControlLoop:
         first_plan: Plan,
         codec_costs: Mapping[str, CodecCost],
         encodes_on: EncodesOn = "thread",
+        *,
+        step: int = 0,
+        now_s: float = 0.0,
+        time_s: float = 0.0,
     ) -> Plan:
         """Start a worker group, the first one or one after a restart; return its plan.
 
-        That is the newest plan if it still fits layers and world size, else `first_plan` under the next version.
+        That is the newest plan if it still fits layers and world size. For another number of workers it is the
+        policy's, by what was learned before. Else it is `first_plan` under the next version.
+
+        step           that the workers begin with
+        now_s, time_s  as those of `observe`
         """
-        fits = bool(self.plans) and self.layers == tuple(layers) and self.plans[-1].world_size == first_plan.world_size
+        is_same_model = self.layers == tuple(layers)
+        self._earlier = self.history() if is_same_model else History(gain_ratios=self.history().gain_ratios)
+        before = self.plans[-1].world_size if self.plans else first_plan.world_size
+        fits = bool(self.plans) and is_same_model and before == first_plan.world_size
         if not fits:
             version = self.plans[-1].last_version + 1 if self.plans else first_plan.version
             self.plans.append(replace(first_plan, version=version))
@@ -127,10 +136,56 @@ class ControlLoop:
             self.plans.append(lease.fallback)
         self.layers = tuple(layers)
         dense = first_plan if is_dense(first_plan) else dense_groups(first_plan)
-        self._state = WorkerGroupState(layers, self.plans[-1], dense, codec_costs, encodes_on, self.gain_ratios)
-        self._progress, self._told = Progress(), (codec_costs, encodes_on)
-        self._last_step, self._is_started = None, False
+        self._registration = Registration(codec_costs=codec_costs, encodes_on=encodes_on, dense_plan=dense)
+        state = self._new_state(self._registration)
+        if state.decided is not None and not fits:
+            at = _When(step, now_s, time_s)
+            cause = f"{before} workers became {dense.world_size}"
+            asked = self._situation(state, cause, state.plan, state.decided, at)
+            decision = self._ask(state, asked, at)
+            if decision is not None:
+                self._start_journal(state, time_s)
+                self._apply(state, decision, state.decided, at, "policy", "restart", asked=asked)
+        elif state.decided is not None:
+            state.note("the workers were started again")
         return self.plans[-1]
+
+    def resume(self) -> None:
+        """Go on with the worker group of the history: this controller has taken the place of one that has crashed."""
+        assert self._registration is not None
+        self._new_state(self._registration).note("the controller was started again")
+
+    def _new_state(self, told: Registration) -> WorkerGroupState:
+        """Start to measure anew, with what was learned before."""
+        self._state = WorkerGroupState(
+            self.layers,
+            self.plans[-1],
+            told.dense_plan,
+            told.codec_costs,
+            told.encodes_on,
+            self._earlier.gain_ratios,
+            self._earlier.learned,
+        )
+        self._progress, self._last_step, self._is_started = Progress(), None, False
+        return self._state
+
+    def _start_journal(self, state: WorkerGroupState, time_s: float) -> None:
+        """Write the first line of a worker group, once."""
+        if self._is_started:
+            return
+        assert self._registration is not None
+        self._is_started = True
+        told = self._registration
+        entry = start_entry(
+            self._policy,
+            self.layers,
+            state.plan,
+            told.codec_costs,
+            told.encodes_on,
+            nodes=self._nodes,
+            time_s=time_s,
+        )
+        self._journal.write(entry)
 
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:
         """Add a node's report; return the decisions that it causes, which are in the journal by then.
@@ -140,12 +195,8 @@ class ControlLoop:
         state = self._state
         if state is None:
             return []
-        if not self._is_started and sample.steps:
-            self._is_started = True
-            start = start_entry(
-                self._policy, self.layers, state.plan, *self._told, nodes=self._nodes, time_s=sample.time_s
-            )
-            self._journal.write(start)
+        if sample.steps:
+            self._start_journal(state, sample.time_s)
         decisions = []
         silent_before = state.silent_ranks
         steps = state.add_report(sample, now_s)

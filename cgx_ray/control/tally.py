@@ -18,6 +18,7 @@ CauseKind = Literal[
     "compare_with_dense",
     "excursion_ended",
     "lease_ended",
+    "restart",
 ]
 CAUSE_KINDS: tuple[str, ...] = get_args(CauseKind)
 

@@ -12,6 +12,7 @@ from cgx_ray.control.excursion import Excursion
 from cgx_ray.control.experience import SURPRISE, Experience
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.gains import GAIN_CHANGE
+from cgx_ray.control.history import Learned
 from cgx_ray.control.innovation import Innovations
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.known_gains import KnownGains
@@ -62,10 +63,12 @@ class WorkerGroupState:
         codec_costs: Mapping[str, CodecCost],
         encodes_on: EncodesOn,
         gain_ratios: Mapping[str, float],
+        learned: Learned | None = None,
     ) -> None:
         """
         dense_plan   compared with until another dense plan is in force
         gain_ratios  learned in earlier worker groups, see `GainWatch`
+        learned      in earlier worker groups, of any size
         """
         self.layers = tuple(layers)
         self._fixed = tuple(group for group in groups_of(plan, layers) if group.is_fixed)
@@ -78,7 +81,7 @@ class WorkerGroupState:
         self.tally = Tally()
         self.network = KnownNetwork()
         self.links = RecentLinks()
-        self.gains = KnownGains(plan, gain_ratios)
+        self.gains = KnownGains(plan, gain_ratios, learned.measured.gain if learned is not None else {})
         self.losses = KnownLosses(layers)
         self.loss = LossTrend()
         self._encodes_on: EncodesOn = encodes_on
@@ -98,6 +101,39 @@ class WorkerGroupState:
         # By node, the time of its last report; and the time of the last report of any.
         self._reported_s: dict[str, float] = {}
         self._now_s = 0.0
+        if learned is not None:
+            self._go_on(learned)
+
+    def _go_on(self, learned: Learned) -> None:
+        """Start with what was `learned`, scaled to the number of workers."""
+        before, num_workers = learned.measured.network, self.plan.world_size
+        self.experience.errors, self.setbacks = learned.errors, learned.setbacks
+        if before.num_workers == num_workers:
+            self.experience.baseline = learned.baseline
+        num_local = before.ranks_per_node if num_workers % before.ranks_per_node == 0 else 1
+        self.decided = replace(
+            learned.measured,
+            network=network_of(num_workers, num_local, before.between),
+            codec_costs=self.experience.codec_costs,
+            encodes_on=self._encodes_on,
+            fixed=self._fixed,
+        )
+
+    def learned(self) -> Learned | None:
+        """Return what the next worker group shall start with; None before the first measurements."""
+        # Just after a change of plan, all steps so far are those of another plan.
+        is_current = all(step.plan_version in self._versions for step in self._recent)
+        measured = (self.measured() if is_current else None) or self.decided
+        if measured is None:
+            return None
+        experience = self.experience
+        return Learned(
+            measured=measured, errors=experience.errors, setbacks=self.setbacks, baseline=experience.baseline
+        )
+
+    def note(self, news: str) -> None:
+        """Have the policy asked as soon as there are measurements, because of `news`."""
+        self._news = Cause("restart", news)
 
     @property
     def plan(self) -> Plan:

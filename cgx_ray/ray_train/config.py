@@ -16,13 +16,14 @@ import ray.train
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cgx_ray.control.controller import Controller, History
+from cgx_ray.control.controller import Controller
+from cgx_ray.control.history import History, Snapshot
 from cgx_ray.control.live_state import NAMESPACE, new_actor_name
 from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy
 from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError
-from cgx_ray.monitors.agent import NodeAgent
 from cgx_ray.planner.options import codec_options
+from cgx_ray.ray_train.agent_watch import MAX_RESTARTS, AgentWatch, node_addresses, start_agents
 from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
 from cgx_ray.ray_train.worker import close_ray_session, open_ray_session, state_file
 from cgx_ray.session.attachment import process
@@ -66,16 +67,18 @@ class CGXBackend(TorchBackend):
         super().__init__()
         self._controller: Any = None
         self._history: History | None = None
-        self._agents: dict[str, Any] = {}
+        self._snapshot: Snapshot | None = None
+        self._watch: AgentWatch | None = None
 
     def on_start(self, worker_group: Any, backend_config: CGXConfig) -> None:
         """Set up torch.distributed as Ray does, then start controller and agents and give them to every worker."""
         super().on_start(worker_group, backend_config)
         facts = run_facts(worker_group)
         settings = backend_config.settings()
-        self._controller = _start_controller(settings, facts, self._history)
-        self._agents = _start_agents(facts, self._controller, probes=settings.simulated_link is None)
-        by_rank = [self._agents[node_id] for node_id in facts.node_ids]
+        self._snapshot = Snapshot(Path(tempfile.mkdtemp(prefix="cgx_ray-")) / "controller")
+        self._controller = _start_controller(settings, facts, self._snapshot, self._history)
+        self._watch = start_agents(facts, self._controller, probes=settings.simulated_link is None)
+        by_rank = [self._watch.agents[node_id] for node_id in facts.node_ids]
         worker_group.execute(open_ray_session, settings, self._controller, by_rank, facts.folder)
 
     def on_shutdown(self, worker_group: Any, backend_config: CGXConfig) -> None:
@@ -91,21 +94,31 @@ class CGXBackend(TorchBackend):
 
     def _end_control(self, worker_group: Any) -> None:
         """Keep the controller's history, then kill controller and agents, whatever fails before."""
-        actors = (self._controller, *self._agents.values())
+        agents = self._watch.agents if self._watch is not None else {}
+        actors = (self._controller, *agents.values())
         try:
+            if self._watch is not None:
+                self._watch.end()
             with _warning("the workers may not have heard that the controller ends"):
                 # Wait without reading the results: a worker that has died cannot answer.
                 calls = worker_group.execute_async(close_ray_session)
                 ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
-            with _warning(
-                "the controller did not hand over its history: the next one starts with an older one or none"
-            ):
+            with _warning("the controller did not hand over its history: the next one starts with its last snapshot"):
+                self._history = self._last_snapshot() or self._history
                 self._history = ray.get(self._controller.history.remote(), timeout=HISTORY_TIMEOUT_S)
         finally:
-            self._controller, self._agents = None, {}
+            self._controller, self._watch = None, None
             for actor in actors:
                 with _warning("an actor of cgx_ray may not have ended"):
                     ray.kill(actor)
+
+    def _last_snapshot(self) -> History | None:
+        """Return the history in the controller's file, and remove the file."""
+        if self._snapshot is None:
+            return None
+        history = self._snapshot.read()
+        shutil.rmtree(self._snapshot.path.parent, ignore_errors=True)
+        return history
 
 
 @contextmanager
@@ -117,12 +130,12 @@ def _warning(event: str) -> Iterator[None]:
         logger.warning("at the end of the worker group %s (%r)", event, error)
 
 
-def _start_controller(settings: Settings, facts: RunFacts, history: History | None) -> Any:
+def _start_controller(settings: Settings, facts: RunFacts, snapshot: Snapshot, history: History | None) -> Any:
     # Not detached, so Ray's train controller owns it: if that dies, our controller ends too.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000}
+    options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000, "max_restarts": MAX_RESTARTS}
     # `cgx-ray top` finds the run by the name.
-    addresses = _node_addresses()
+    addresses = node_addresses()
     return (
         ray.remote(Controller)
         .options(name=new_actor_name(facts.name), namespace=NAMESPACE, **options)
@@ -131,14 +144,11 @@ def _start_controller(settings: Settings, facts: RunFacts, history: History | No
             str(facts.folder / "decisions.jsonl"),
             facts.name,
             facts.run_id,
+            str(snapshot.path),
             history,
             [addresses[node_id] for node_id in facts.node_ids],
         )
     )
-
-
-def _node_addresses() -> dict[str, str]:
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
 def make_policy(settings: Settings) -> Policy:
@@ -152,24 +162,6 @@ def make_policy(settings: Settings) -> Policy:
     return AdaptivePolicy(
         codec_options(settings.candidate_codecs()), min_gain=settings.min_gain, review_s=settings.review_s
     )
-
-
-def _start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> dict[str, Any]:
-    """Start an agent on each node of the run.
-
-    probes  agents also measure bandwidth; useless with a simulated link, which they would not see
-    """
-    addresses = _node_addresses()
-    agents = {
-        node_id: ray.remote(NodeAgent)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        .remote(node_id, facts.name, addresses[node_id], run_id=facts.run_id)
-        for node_id in dict.fromkeys(facts.node_ids)
-    }
-    echoes = dict(zip(agents, ray.get([agent.address.remote() for agent in agents.values()]), strict=True))
-    bulk = dict(zip(agents, ray.get([agent.bulk_address.remote() for agent in agents.values()]), strict=True))
-    ray.get([agent.start.remote(echoes, controller, bulk if probes else {}) for agent in agents.values()])
-    return agents
 
 
 def _new_folder() -> str:
@@ -188,10 +180,11 @@ def add_state(checkpoint: ray.train.Checkpoint | None = None) -> ray.train.Check
     checkpoint  a local one, which gets one more file. None on ranks that make none: the result then holds only the
                 residuals, and Ray Train merges the files of all ranks
 
-    Returns `checkpoint` as it is if no model is attached or the world size is 1. Raises StateError if it is not local.
+    Returns `checkpoint` as it is if no model is attached, or at world size 1 without residuals of a larger worker group
+    before. Raises StateError if it is not local.
     """
     attachment = process.attachment
-    if attachment is None or attachment.plan is None:
+    if attachment is None or not attachment.has_state:
         return checkpoint
     if checkpoint is None:
         checkpoint = ray.train.Checkpoint.from_directory(_new_folder())

@@ -46,6 +46,7 @@ class RaySession:
         self._agent = agent
         # Set before controller and agents are ended on purpose: then their end is no reason for a warning.
         self.closing = threading.Event()
+        self._states: list[dict[str, Any]] | None = None
 
     def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
@@ -55,7 +56,8 @@ class RaySession:
         # On a GPU codecs have a stream of their own. On a CPU they take the cores that backward runs on.
         encodes_on: EncodesOn = "backward" if device.type == "cpu" else "thread"
         try:
-            plan: Plan = ray.get(self._controller.register.remote(layers, fresh, costs, encodes_on))
+            call = self._controller.register.remote(layers, fresh, costs, encodes_on, self._restored_step())
+            plan: Plan = ray.get(call)
         except RayActorError as error:
             logger.warning("no controller (%s): training starts with %s and keeps it", error, fresh.describe())
             return fresh
@@ -63,12 +65,29 @@ class RaySession:
 
     def start(self, attachment: Attachment) -> None:
         """Restore the state in a checkpoint, if there is one, then start to carry plans and samples."""
-        restore(attachment)
+        states, self._states = self._checkpoint_states(), None
+        if states:
+            attachment.load_state_dict(states[0] if len(states) == 1 else states)
+        if attachment.plan is None:
+            return
         if self.settings.trace_steps is not None:
             first, last = self.settings.trace_steps
             rank = torch.distributed.get_rank()
             attachment.trace(self._folder / f"trace-rank{rank:05d}.json", first_step=first, last_step=last)
         threading.Thread(target=self._carry, args=(attachment,), name="cgx-ray-carrier", daemon=True).start()
+
+    def _restored_step(self) -> int:
+        states = self._checkpoint_states()
+        return max((state.get("step", 0) for state in states), default=0)
+
+    def _checkpoint_states(self) -> list[dict[str, Any]]:
+        """Return the states in the checkpoint that Ray Train resumes from, which is read once.
+
+        It is this rank's own state, or those of all ranks if the world size has changed.
+        """
+        if self._states is None:
+            self._states = read_states()
+        return self._states
 
     def _carry(self, attachment: Attachment) -> None:
         plans = _Plans(self._controller, attachment, self.closing)
@@ -89,6 +108,7 @@ class _Plans:
         self._version = attachment.plan.version
         self._request = controller.plans_after.remote(self._version, POLL_TIMEOUT_S)
         self.is_alive = True
+        self._has_warned = False
 
     def wait(self, timeout_s: float) -> None:
         """Hold the plans that arrive within `timeout_s`. If the controller is dead, warn once and ask no more."""
@@ -103,17 +123,27 @@ class _Plans:
                 self._attachment.hold(plan)
         except PlanError as error:
             logger.error("a plan of the controller was rejected; the plan in force stays: %s", error)
-        except ActorUnavailableError:
+        except ActorUnavailableError as error:
+            # Its process has died, and Ray starts it again.
+            self._warn_once(f"the controller does not answer: training goes on with {self._in_force}", error)
             time.sleep(timeout_s)
         except RayError as error:
             self.is_alive = False
             if self._closing.is_set():
                 return
-            assert self._attachment.plan is not None
-            in_force = f"plan {self._attachment.plan.version}, {self._attachment.plan.describe()}"
-            logger.warning("the controller is gone: training goes on with %s (%s)", in_force, _first_line(error))
+            logger.warning("the controller is gone: training goes on with %s (%s)", self._in_force, _first_line(error))
             return
         self._request = self._controller.plans_after.remote(self._version, POLL_TIMEOUT_S)
+
+    @property
+    def _in_force(self) -> str:
+        assert self._attachment.plan is not None
+        return f"plan {self._attachment.plan.version}, {self._attachment.plan.describe()}"
+
+    def _warn_once(self, message: str, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s, until it is back (%s)", message, _first_line(error))
 
 
 class _Samples:
@@ -160,19 +190,13 @@ def close_ray_session() -> None:
         process.session.closing.set()
 
 
-def restore(attachment: Attachment) -> None:
-    """Load codecs' memory from the checkpoint that Ray Train resumes from.
-
-    It is this rank's own memory, or the mean of all ranks' if the world size has changed.
-    """
+def read_states() -> list[dict[str, Any]]:
+    """Return the states in the checkpoint that Ray Train resumes from: this rank's own, or those of all ranks."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
-        return
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return []
+    context = ray.train.get_context()
     with checkpoint.as_directory() as folder:
         files = sorted(Path(folder).glob(STATE_FILES))
-        own = Path(folder) / state_file(rank, world_size)
-        if own in files:
-            attachment.load_state_dict(torch.load(own, weights_only=True))
-        elif files:
-            attachment.load_state_dict([torch.load(file, weights_only=True) for file in files])
+        own = Path(folder) / state_file(context.get_world_rank(), context.get_world_size())
+        return [torch.load(file, weights_only=True) for file in ([own] if own in files else files)]

@@ -105,7 +105,10 @@ def _attach(
 ) -> Attachment:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         make_settings()
-        return Attachment(None)
+        alone = Attachment(None)
+        if process.session is not None:
+            process.session.start(alone)
+        return alone
     session = process.session
     engine: Engine | ShardedEngine
     detach: Callable[[], None]

@@ -38,11 +38,18 @@ class Session(Protocol):
         """Return the plan to start with, where a bucket of DDP has `bucket_bytes`. Called on rank 0 only."""
 
     def start(self, attachment: Attachment) -> None:
-        """Restore the state in a checkpoint, then carry plans in and samples out until the process ends."""
+        """Restore the state in a checkpoint, then carry plans in and samples out until the process ends.
+
+        At world size 1 only the state counts.
+        """
 
 
 class Attachment:
-    """An engine at work behind a model. Does nothing at world size 1."""
+    """An engine at work behind a model.
+
+    At world size 1 it exchanges nothing. The state of more ranks that it loads is kept for the next checkpoint, so that
+    what they still owed is not lost if there are more workers again.
+    """
 
     def __init__(
         self,
@@ -55,6 +62,12 @@ class Attachment:
         self._groups = groups
         self._detach = detach
         self._served: ServedMetrics | None = None
+        self._kept: dict[str, Any] | None = None
+
+    @property
+    def has_state(self) -> bool:
+        """True if a checkpoint should have the state of this rank."""
+        return self._engine is not None or self._kept is not None
 
     @property
     def plan(self) -> Plan | None:
@@ -178,6 +191,8 @@ class Attachment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's codec memory, loss scale and step for a checkpoint: tensors, numbers and strings only."""
+        if self._kept is not None:
+            return dict(self._kept)
         if self._engine is None:
             nothing = {"step": 0, "loss_scale": 1.0, **{kind: {} for kind in KINDS}}
             return {"format": STATE_FORMAT, "rank": 0, "world_size": 1, **nothing}
@@ -200,13 +215,17 @@ class Attachment:
             if state.get("format") != STATE_FORMAT:
                 raise StateError(f"state has format {state.get('format')!r}, this version reads {STATE_FORMAT}")
         if self._engine is None:
+            self._keep(given)
             return
         if len(given) == dist.get_world_size():
             given = [state for state in given if state["rank"] == dist.get_rank()]
-        scales = {state["loss_scale"] for state in given}
-        if len(scales) > 1:
-            raise StateError(f"the states have loss scales {sorted(scales)}; give states of one run at one step")
-        self._engine.load_state(*merge_states(given), loss_scale=scales.pop())
+        self._engine.load_state(*merge_states(given), loss_scale=_loss_scale(given))
+
+    def _keep(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the states of an earlier worker group as that of one rank."""
+        step, memories = merge_states(states)
+        scale = {"step": step, "loss_scale": _loss_scale(states)}
+        self._kept = {"format": STATE_FORMAT, "rank": 0, "world_size": 1, **scale, **memories}
 
     def close(self) -> None:
         """Stop the engine's thread and destroy its process groups.
@@ -244,6 +263,14 @@ class ProcessState:
 
 
 process = ProcessState()
+
+
+def _loss_scale(states: Sequence[Mapping[str, Any]]) -> float:
+    """Return the loss scale that all `states` have. Raises StateError if they differ."""
+    scales: set[float] = {state["loss_scale"] for state in states}
+    if len(scales) > 1:
+        raise StateError(f"the states have loss scales {sorted(scales)}; give states of one run at one step")
+    return scales.pop()
 
 
 def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:

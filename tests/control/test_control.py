@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.control_runs import COSTS, LAYERS, WORLD, FakeTraining, journal, start
+from support.control_runs import COSTS, DENSITIES, LAYERS, WORLD, FakeTraining, journal, start
 
+from cgx_ray.control.history import SNAPSHOT_FORMAT, History, Snapshot
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import LEASE_S, LEASE_STEPS, ControlLoop
 from cgx_ray.control.outcome import JUDGED_STEPS, WARM_UP_STEPS
-from cgx_ray.control.policy import Keep, Replace, StaticPolicy
+from cgx_ray.control.policy import AdaptivePolicy, Keep, Replace, StaticPolicy
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.plan import CodecSpec, Intra, Plan, make_plan
+from cgx_ray.planner.options import candidate_options
 
 
 def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_network(tmp_path: Path) -> None:
@@ -134,7 +137,7 @@ def test_a_static_policy_never_decides(tmp_path: Path) -> None:
     assert journal(tmp_path) == []
 
 
-def test_a_restart_goes_on_with_the_plan_and_another_world_size_starts_dense(tmp_path: Path) -> None:
+def test_a_restart_goes_on_with_the_plan(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 0.1
     run.run(5)
@@ -145,9 +148,95 @@ def test_a_restart_goes_on_with_the_plan_and_another_world_size_starts_dense(tmp
     in_force = run.loop.plans[-1]
     assert (in_force.describe(), in_force.lease) == (on_trial.describe(), None)
     assert run.loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS) == in_force
-    smaller = run.loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=2), COSTS)
-    assert smaller.describe() == "dense"
-    assert smaller.version == in_force.version + 1
+
+
+def test_other_layers_start_dense(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(40)
+    in_force = run.loop.plans[-1]
+    fewer = run.loop.register(LAYERS[1:], make_plan(LAYERS[1:], version=0, world_size=WORLD), COSTS)
+    assert (fewer.describe(), fewer.version) == ("dense", in_force.version + 1)
+
+
+def test_the_first_plan_after_a_resize_is_the_planners_from_what_is_known_under_a_lease(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(40)
+    in_force = run.loop.plans[-1]
+    dense = make_plan(LAYERS, version=0, world_size=3)
+    first = run.loop.register(LAYERS, dense, COSTS, step=41, now_s=50.0, time_s=51.0)
+    assert first.describe() == in_force.describe()
+    assert first.lease is not None
+    assert first.lease.fallback == replace(dense, version=first.version + 1)
+    assert first.lease.last_step > 41 + LEASE_STEPS
+    line = journal(tmp_path)[-1]
+    assert line["reason"].startswith("4 workers became 3: 1x qsgd")
+    assert (line["step"], line["time"], line["inputs"]["world_size"]) == (41, 51.0, 3)
+    assert line["inputs"]["bandwidth_gbps"] == pytest.approx(0.1, rel=0.05)
+
+
+def test_bans_errors_and_gains_go_on_over_a_restart_and_a_resize(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps, run.slowdown_of = 0.5, {"qsgd": 3.5}
+    run.run(40)
+    assert run.loop.plans[-1].describe() == "bf16 over sra"
+    learned = run.loop.history().learned
+    assert learned is not None
+    for world_size in (WORLD, 3, WORLD):
+        plan = run.loop.register(
+            LAYERS, make_plan(LAYERS, version=0, world_size=world_size), COSTS, step=41, now_s=42.0
+        )
+        assert plan.describe() == "bf16 over sra"
+        now = run.loop.history().learned
+        assert now is not None
+        assert now.errors is learned.errors
+        assert now.setbacks is learned.setbacks
+        assert now.measured.gain == learned.measured.gain
+        assert now.measured.network.num_workers == world_size
+
+
+def test_a_controller_that_crashed_goes_on_from_its_snapshot(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(LINK_STEPS)
+    just_decided = run.loop.history()
+    assert just_decided.learned is not None
+    assert just_decided.plans[-1] == run.loop.plans[-1]
+    run.run(40)
+    snapshot = Snapshot(tmp_path / "private" / "controller")
+    assert snapshot.read() is None
+    snapshot.write(run.loop.history())
+    assert [path.name for path in snapshot.path.parent.iterdir()] == ["controller"]
+    again = ControlLoop(AdaptivePolicy(candidate_options(DENSITIES), min_gain=0.8), run.loop._journal, snapshot.read())
+    again.resume()
+    plan = run.loop.plans[-1]
+    assert again.plans[-1] == plan
+    run.loop = again
+    (kept,) = run.run(LINK_STEPS)
+    assert isinstance(kept, Keep)
+    assert kept.reason.startswith("the controller was started again: ")
+    run.gbps = 100.0
+    assert "bandwidth rose" in run.run(5)[0].reason
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_none_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshot = Snapshot(tmp_path / "controller")
+    snapshot.write(History())
+    assert snapshot.read() == History()
+    (tmp_path / "controller.new").mkdir()
+    snapshot.write(History())
+    snapshot.write(History())
+    assert snapshot.read() is None
+    assert [record.message.count("if it crashes, ranks keep their plan for good") for record in caplog.records] == [1]
+
+
+def test_a_snapshot_of_another_version_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "controller").write_bytes(pickle.dumps((0, History())))
+    assert Snapshot(tmp_path / "controller").read() is None
+    assert f"has format 0, this version reads {SNAPSHOT_FORMAT}" in caplog.text
 
 
 def test_a_plan_is_on_trial_until_its_outcome_is_known(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_an_option_that_keeps_less_in_use_is_left_and_not_tried_again_but_its_co
     used = {str(option) for plan in run.loop.plans[3:] for option in non_dense_options(plan)}
     assert left not in used
     assert any(option.startswith("topk:density=0.01 over ") for option in used), used
-    assert run.loop.gain_ratios[left] == pytest.approx(0.2 / 0.7)
+    assert run.loop.history().gain_ratios[left] == pytest.approx(0.2 / 0.7)
 
 
 def test_a_quantizer_whose_measured_loss_counts_does_not_fall_with_its_gain(tmp_path: Path) -> None:
@@ -141,14 +141,14 @@ def test_learned_ratios_outlive_the_worker_group_and_its_controller(tmp_path: Pa
     left = run.loop.plans[-1].describe()
     run.kept = {left: 0.2}
     run.run(40)
-    for restarted in (run, start(tmp_path, min_gain=0.5, gain_ratios=run.loop.gain_ratios)):
+    for restarted in (run, start(tmp_path, min_gain=0.5, gain_ratios=run.loop.history().gain_ratios)):
         plan = make_plan(LAYERS, version=restarted.loop.plans[-1].version + 1, world_size=WORLD)
         restarted.loop.plans.append(plan)
         restarted.loop.register(LAYERS, plan, COSTS)
         restarted.gbps, restarted.gain, restarted.kept, restarted.step = 0.02, run.gain, {}, 1
         restarted.run(60)
         used = {str(option) for one in restarted.loop.plans for option in non_dense_options(one)}
-        assert restarted.loop.gain_ratios[left] == pytest.approx(0.2 / 0.7)
+        assert restarted.loop.history().gain_ratios[left] == pytest.approx(0.2 / 0.7)
     assert left not in used
 
 

@@ -12,6 +12,8 @@ from support.ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.codecs.codec import KINDS
+from cgx_ray.session.attachment import STATE_FORMAT
 from cgx_ray.session.states import merge_states
 
 
@@ -92,3 +94,20 @@ def test_memories_keep_their_mean_when_the_world_size_changes() -> None:
     assert merged["powersgd_q"] == {}
     with pytest.raises(cgx_ray.StateError, match="not every rank's state has momentum of 'w'"):
         merge_states([states[0], {**states[1], "momentum": {}}])
+
+
+def test_a_worker_that_is_alone_keeps_what_more_ranks_still_owed_for_the_next_checkpoint() -> None:
+    def state(rank: int, value: float) -> dict[str, Any]:
+        memories = {kind: {} for kind in KINDS} | {"residuals": {"weight": torch.full((3,), value)}}
+        return {"format": STATE_FORMAT, "rank": rank, "world_size": 2, "step": 7, "loss_scale": 2.0, **memories}
+
+    alone = cgx_ray.attach(torch.nn.Linear(1, 1))
+    assert not alone.has_state
+    alone.load_state_dict([state(0, 1.0), state(1, 4.0)])
+    assert alone.has_state
+    kept = alone.state_dict()
+    assert (kept["rank"], kept["world_size"], kept["step"], kept["loss_scale"]) == (0, 1, 7, 2.0)
+    assert kept["residuals"]["weight"].tolist() == [2.5] * 3
+    again = cgx_ray.attach(torch.nn.Linear(1, 1))
+    again.load_state_dict(kept)
+    assert again.state_dict()["residuals"]["weight"].tolist() == [2.5] * 3

@@ -21,6 +21,7 @@ from cgx_ray.planner.fidelity import codecs_of, describe_costs
 from cgx_ray.planner.options import candidate_options
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.ray_train import config as ray_config
+from cgx_ray.ray_train.agent_watch import AgentWatch
 from cgx_ray.ray_train.config import make_policy
 from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
@@ -182,10 +183,11 @@ def test_the_end_of_a_worker_group_kills_all_actors_whatever_fails(
     monkeypatch.setattr(ray_config.TorchBackend, "on_shutdown", lambda *arguments: ended.append(arguments))
     # Ray's backends are singletons. A copy leaves the one that later trainings of this process get as it is.
     backend: Any = copy.copy(ray_config.CGXBackend())
-    backend._controller, backend._agents, backend._history = ending, {"one": "agent", "other": "agent"}, "older"
+    backend._controller, backend._history = ending, "older"
+    backend._watch = AgentWatch({"one": "agent", "other": "agent"}, ending, probes=False)
     backend.on_shutdown(ending, cgx_ray.CGXConfig())
     assert ending.killed == [ending, "agent", "agent"]
     assert len(ended) == 1
-    assert (backend._controller, backend._agents, backend._history) == (None, {}, history)
+    assert (backend._controller, backend._watch, backend._history) == (None, None, history)
     assert says in caplog.text
     assert bool(caplog.text) == bool(fails)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -14,22 +13,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from support.ray_processes import end_with_children, free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 # A job finds `python` as in an activated environment. Without "disabled" Ray writes a token file to the user's home.
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 ENV = {**os.environ, "PATH": PATH, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in sockets]
-    for server in sockets:
-        server.close()
-    return ports
 
 
 @pytest.fixture
@@ -61,20 +52,6 @@ def wait_for_jobs_api(head: subprocess.Popen[bytes], port: int, log_path: Path) 
             return
         except OSError:
             time.sleep(0.2)
-
-
-def end_with_children(head: subprocess.Popen[bytes]) -> None:
-    """End `head` and its children. It is frozen first, or it would report the end of its children."""
-    head.send_signal(signal.SIGSTOP)
-    while started := psutil.Process(head.pid).children(recursive=True):
-        if all(process.status() == psutil.STATUS_ZOMBIE for process in started):
-            break
-        for process in started:
-            if process.is_running():
-                process.kill()
-        time.sleep(0.1)
-    head.kill()
-    head.wait()
 
 
 def test_the_example_runs_as_a_submitted_job(cluster, tmp_path):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.control.history import History
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.measured import is_dense
@@ -167,7 +168,7 @@ def start(
     gain_ratios: Mapping[str, float] | None = None,
 ) -> FakeTraining:
     policy = AdaptivePolicy(options, min_gain=min_gain)
-    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), gain_ratios=gain_ratios)
+    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), History(gain_ratios=gain_ratios or {}))
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
     run = FakeTraining(loop)
     run.step = 1

@@ -83,6 +83,45 @@ def train(config: dict[str, Any]) -> None:
     assert not (config.get("expect_plan") and attachment.plan.describe() != config["expect_plan"])
 
 
+def train_elastically(config: dict[str, Any]) -> None:
+    """Train with top-k on a number of workers that changes, and note the residuals at both ends of each worker group.
+
+    log     folder of the notes: what each rank has restored, and what it has reported last
+    sizes   number of workers of each worker group
+    steps   steps of each worker group; then the last rank waits for another number of workers, or training ends
+    """
+    context = ray.train.get_context()
+    rank, size = context.get_world_rank(), context.get_world_size()
+    model = ray.train.torch.prepare_model(small_model())
+    number = 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            saved = torch.load(Path(folder) / "model.pt", weights_only=True)
+        _plain(model).load_state_dict(saved["model"])
+        number = saved["step"]
+    attachment = cgx_ray.attach(model)
+    log = Path(config["log"])
+    torch.save(attachment.state_dict(), log / f"group{number}-begin-rank{rank}-of-{size}.pt")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(config["steps"]):
+        x_BD = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * number + 100 * step + rank))
+        optimizer.zero_grad()
+        (model(x_BD) - x_BD).square().mean().backward()
+        optimizer.step()
+    torch.save(attachment.state_dict(), log / f"group{number}-end-rank{rank}-of-{size}.pt")
+    report(_plain(model), number + 1, rank)
+    if number + 1 < len(config["sizes"]):
+        (log / f"group{number}-waits-rank{rank}").touch()
+        # Until Ray ends this worker group for one of another size.
+        while not (log / "stop").exists():
+            time.sleep(0.5)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    return model.module if hasattr(model, "module") else model  # type: ignore[return-value]
+
+
 def report(model: nn.Module, step: int, rank: int) -> None:
     """Report as many scripts do: rank 0 makes the checkpoint, the others pass None."""
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,97 @@
+"""What outlives a controller: handed to the next worker group's, and kept in a file for a controller that crashes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cgx_ray.control.baseline import DenseBaseline
+from cgx_ray.control.learned_errors import LearnedErrors
+from cgx_ray.control.setbacks import Setbacks
+from cgx_ray.plan import Layer, Plan
+from cgx_ray.planner.legs import EncodesOn
+from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.prediction import Measured
+
+logger = logging.getLogger(__name__)
+
+# Rises when `History` changes, so that a snapshot of another version is not misread.
+SNAPSHOT_FORMAT = 1
+# Newest plans that are handed over. Ranks and leases refer to the last two or three.
+KEPT_PLANS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """What the ranks told when they began: codec times, and where codecs run. `dense_plan` is that of DDP."""
+
+    codec_costs: Mapping[str, CodecCost]
+    encodes_on: EncodesOn
+    dense_plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What was learned while training. Times are by the monotonic clock of the controller's node.
+
+    measured  newest measurements: network, compute, gains
+    baseline  of dense steps, for this number of workers
+    """
+
+    measured: Measured
+    errors: LearnedErrors
+    setbacks: Setbacks
+    baseline: DenseBaseline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Layers, the newest plans and all that was learned, see `GainWatch` for `gain_ratios`.
+
+    learned, registration  None before the first measurements and before the first worker group
+    """
+
+    layers: tuple[Layer, ...] = ()
+    plans: tuple[Plan, ...] = ()
+    gain_ratios: Mapping[str, float] = field(default_factory=dict)
+    learned: Learned | None = None
+    registration: Registration | None = None
+
+
+class Snapshot:
+    """The history in a file of the controller's node. Only processes of this run's user may be able to write it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._has_failed = False
+
+    def write(self, history: History) -> None:
+        """Replace the file at once. If that fails there is none: an old one would lack plans that ranks may have."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new = self.path.with_suffix(".new")
+            new.write_bytes(pickle.dumps((SNAPSHOT_FORMAT, history)))
+            os.replace(new, self.path)
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning(
+                    "the controller cannot keep its history in %s: %s; if it crashes, ranks keep their plan for good",
+                    self.path,
+                    error,
+                )
+
+    def read(self) -> History | None:
+        """Return the history, or None if there is none of this version."""
+        if not self.path.exists():
+            return None
+        version, history = pickle.loads(self.path.read_bytes())
+        if version != SNAPSHOT_FORMAT or not isinstance(history, History):
+            logger.warning("%s has format %s, this version reads %s", self.path, version, SNAPSHOT_FORMAT)
+            return None
+        return history

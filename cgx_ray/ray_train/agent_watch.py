@@ -1,0 +1,97 @@
+"""The agents of a worker group, and a watch over them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.ray_train.compat import RunFacts
+
+logger = logging.getLogger(__name__)
+
+# Restarts of one actor by Ray. Enough for a crash a day over months; endless ones would hide an error.
+MAX_RESTARTS = 100
+# Seconds between two looks at the agents. Steps are joined without a lost agent after three.
+WATCH_S = 2.0
+# Longest wait for an answer while watching, in seconds. Calls to an agent that Ray starts again wait until it has.
+ANSWER_S = 10.0
+
+
+def node_addresses() -> dict[str, str]:
+    """Return the address of each living node, by id."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> AgentWatch:
+    """Start an agent on each node of the run.
+
+    probes  agents also measure bandwidth; useless with a simulated link, which they would not see
+    """
+    addresses = node_addresses()
+    agents = {
+        node_id: ray.remote(NodeAgent)
+        .options(
+            num_cpus=0,
+            max_restarts=MAX_RESTARTS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote(node_id, facts.name, addresses[node_id], run_id=facts.run_id)
+        for node_id in dict.fromkeys(facts.node_ids)
+    }
+    watch = AgentWatch(agents, controller, probes=probes)
+    watch.start()
+    return watch
+
+
+class AgentWatch:
+    """Starts agents, and starts those again whose process Ray has replaced: they know neither peers nor controller.
+
+    agents  by node id
+    """
+
+    def __init__(self, agents: Mapping[str, Any], controller: Any, *, probes: bool) -> None:
+        self.agents = agents
+        self._controller = controller
+        self._probes = probes
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="cgx-ray-agent-watch", daemon=True)
+
+    def start(self) -> None:
+        """Start all agents, then watch them until `end`. Raises RayError if one cannot start."""
+        self._start(list(self.agents), None)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop watching, before the agents are ended on purpose. Does not wait: an agent may not answer any more."""
+        self._ending.set()
+
+    def _start(self, node_ids: list[str], timeout_s: float | None) -> None:
+        """Start the agents of `node_ids`, and tell the others their addresses."""
+        echoes = self._ask("address", timeout_s)
+        bulk = self._ask("bulk_address", timeout_s) if self._probes else {}
+        calls = [self.agents[node_id].start.remote(echoes, self._controller, bulk) for node_id in node_ids]
+        calls += [agent.meet.remote(echoes, bulk) for node_id, agent in self.agents.items() if node_id not in node_ids]
+        ray.get(calls, timeout=timeout_s)
+
+    def _ask(self, method: str, timeout_s: float | None) -> dict[str, Any]:
+        """Return what `method` of each agent returns, by node id."""
+        calls = [getattr(agent, method).remote() for agent in self.agents.values()]
+        return dict(zip(self.agents, ray.get(calls, timeout=timeout_s), strict=True))
+
+    def _watch(self) -> None:
+        while not self._ending.wait(WATCH_S):
+            try:
+                new = [node_id for node_id, is_started in self._ask("is_started", ANSWER_S).items() if not is_started]
+                if new and not self._ending.is_set():
+                    self._start(new, ANSWER_S)
+                    logger.warning("the monitors of nodes %s have ended and were started again", ", ".join(new))
+            except RayError as error:
+                # Ray is starting an agent again, or its node is gone and the worker group will end.
+                logger.debug("agents could not be asked: %s", error)

@@ -1,0 +1,107 @@
+"""Elastic Ray Train: the number of workers changes with the nodes of a real local cluster."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from support import train_functions
+from support.ray_processes import RayNodes, end_with_children
+
+import cgx_ray
+from cgx_ray.session.states import merge_states
+
+pytestmark = [
+    # Ray's own, as in test_train.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+]
+
+SIZES = (4, 3, 1, 4)
+
+
+def _states(log: Path, group: int, end: str) -> list[dict[str, Any]]:
+    paths = [log / f"group{group}-{end}-rank{rank}-of-{SIZES[group]}.pt" for rank in range(SIZES[group])]
+    return [torch.load(path, weights_only=True) for path in paths]
+
+
+def _wait_for(log: Path, group: int) -> None:
+    deadline = time.monotonic() + 240
+    while len(list(log.glob(f"group{group}-waits-*"))) < SIZES[group]:
+        assert time.monotonic() < deadline, sorted(path.name for path in log.iterdir())
+        time.sleep(0.2)
+    # Ray's controller polls for checkpoints and resumes only from one that it has seen.
+    time.sleep(3)
+
+
+def _train_elastically(nodes: RayNodes, tmp_path: Path, log: Path) -> list[BaseException]:
+    """Train while nodes are killed and one is added; return the errors of doing so."""
+    two, one = nodes.add(num_cpus=2), nodes.add(num_cpus=1)
+    errors: list[BaseException] = []
+
+    def resize() -> None:
+        try:
+            _wait_for(log, 0)
+            end_with_children(one)
+            _wait_for(log, 1)
+            end_with_children(two)
+            _wait_for(log, 2)
+            nodes.add(num_cpus=3)
+        except BaseException as error:  # noqa: BLE001 - the caller fails with it
+            errors.append(error)
+            (log / "stop").touch()
+
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    runtime_env = {"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}}
+    ray.init(nodes.address, log_to_driver=False, runtime_env=runtime_env)
+    thread = threading.Thread(target=resize)
+    thread.start()
+    try:
+        TorchTrainer(
+            train_functions.train_elastically,
+            train_loop_config={"log": str(log), "sizes": SIZES, "steps": 6},
+            torch_config=cgx_ray.CGXConfig(policy="static", codec="topk:density=0.05", scheme="allgather"),
+            scaling_config=ScalingConfig(num_workers=(1, 4), elastic_resize_monitor_interval_s=1.0),
+            run_config=RunConfig(name="run", storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=-1)),
+        ).fit()
+    finally:
+        thread.join()
+        ray.shutdown()
+    return errors
+
+
+# Four worker groups start one after the other, each in 20 to 60 s.
+@pytest.mark.timeout(900)
+def test_residuals_keep_their_sum_while_workers_leave_and_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 -> 3 -> 1 -> 4 workers: nodes are killed, then one joins. The mean of residuals is the gradient still owed."""
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    log = tmp_path / "log"
+    log.mkdir()
+    with tempfile.TemporaryDirectory(prefix="cgx-", dir="/tmp", ignore_cleanup_errors=True) as temp_dir:
+        nodes = RayNodes(tmp_path, temp_dir, num_cpus=1)
+        try:
+            errors = _train_elastically(nodes, tmp_path, log)
+        finally:
+            nodes.end()
+    assert errors == []
+    for group in range(1, len(SIZES)):
+        _, before = merge_states(_states(log, group - 1, "end"))
+        _, after = merge_states(_states(log, group, "begin"))
+        assert set(after["residuals"]) == {"0.weight", "2.weight"}
+        for name, residual in before["residuals"].items():
+            assert residual.norm() > 0
+            torch.testing.assert_close(after["residuals"][name], residual, rtol=0, atol=1e-6)
+    # Alone, a worker exchanges nothing and owes what it has taken over.
+    assert [_states(log, group, "begin")[0]["step"] for group in range(4)] == [0, 6, 12, 12]
