@@ -15,6 +15,10 @@ from cgx_ray.planner.cost import terms
 # Seconds after its first report in which all ranks report a step. On a quiet machine they take up to 2 s: a rank tells
 # its agent every 0.5 s, and the agent tells the controller every second.
 SILENT_S = 3.0
+# Distances between ranks whose pairs count in a step, so that a rank is in 16 pairs: the work of a step must not grow
+# with the square of the ranks. Other distances count after ROTATION_STEPS, as estimates need several steps of a pair.
+COUNTED_OFFSETS = 8
+ROTATION_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +28,8 @@ class JoinedStep:
     compute_s  of the slowest rank, which the others wait for
     ready_s    for each group, the time at which the last rank had it
     slowness   by rank that reported, its compute time over the median of these ranks
-    traffic    network observations. The shortest exchange of each group counts: longer ones contain the wait for late
-               ranks
+    traffic    network observations; with many ranks, of the pairs of `counted_offsets`. The shortest exchange of each
+               group counts: longer ones contain the wait for late ranks
     gain       predicted gain by codec or option, mean over ranks, on steps that measured it
     kept       measured gain by option in use, mean over ranks, on the same steps
     gain_curve gain of top-k at CURVE_DENSITIES, mean over ranks, on the same steps
@@ -181,8 +185,7 @@ def _mean_errors(measured: Sequence[Mapping[str, LayerError]]) -> dict[str, Laye
 
 def _traffic(samples: list[StepSample], step_s: float, world_size: int, num_sharing: int) -> StepTraffic:
     """`num_sharing`: ranks that share a node's link. They send at the same time, so each sees a part of its rate."""
-    lag_s = {(one.rank, peer): lag for one in samples for peer, lag in enumerate(one.lag_s)}
-    trips = {(a, b): lag + lag_s[b, a] for (a, b), lag in lag_s.items() if a < b and (b, a) in lag_s}
+    offsets = counted_offsets(samples[0].step, world_size)
     return StepTraffic(
         seconds=step_s,
         exchanges=tuple(
@@ -196,11 +199,40 @@ def _traffic(samples: list[StepSample], step_s: float, world_size: int, num_shar
             for sample in samples
         },
         pair_rate={
-            (peer, sample.rank): rate for sample in samples for peer, rate in enumerate(sample.rate_from) if rate > 0
+            (peer, one.rank): rate
+            for one in samples
+            for peer in _peers(one.rank, offsets, world_size)
+            if one.rate_from and (rate := one.rate_from[peer]) > 0
         },
-        # A clock that was set between the two messages can make a round trip negative.
-        round_trip_s={pair: seconds for pair, seconds in trips.items() if seconds > 0},
+        round_trip_s=_round_trips({sample.rank: sample.lag_s for sample in samples}, offsets, world_size),
     )
+
+
+def counted_offsets(step: int, world_size: int) -> Sequence[int]:
+    """Return the distances between the ranks whose pairs count in `step`: all in small groups, else a few far apart."""
+    farthest = world_size // 2
+    if farthest <= COUNTED_OFFSETS:
+        return range(1, farthest + 1)
+    turn = step // ROTATION_STEPS
+    return [1 + (turn + index * farthest // COUNTED_OFFSETS) % farthest for index in range(COUNTED_OFFSETS)]
+
+
+def _peers(rank: int, offsets: Sequence[int], world_size: int) -> set[int]:
+    return {(rank + distance) % world_size for offset in offsets for distance in (offset, -offset)}
+
+
+def _round_trips(
+    lag_s: Mapping[int, Sequence[float]], offsets: Sequence[int], world_size: int
+) -> dict[tuple[int, int], float]:
+    """Return round trips by pair of ranks. `lag_s`: by rank, as in `StepSample`; empty without a mesh."""
+    trips = {
+        (min(rank, peer), max(rank, peer)): lags[peer] + lag_s[peer][rank]
+        for offset in offsets
+        for rank, lags in lag_s.items()
+        if lags and lag_s.get(peer := (rank + offset) % world_size)
+    }
+    # A clock that was set between the two messages can make a round trip negative.
+    return {pair: seconds for pair, seconds in trips.items() if seconds > 0}
 
 
 def _exchange(transfer: Transfer, world_size: int) -> ObservedExchange:

@@ -276,7 +276,7 @@ def test_decisions_go_on_without_a_silent_rank_which_is_named_once(
         run.silent = silent
         run.run(10)
     assert run.loop.facts().silent_ranks == frozenset()
-    assert [line["silent_ranks"] for line in journal(tmp_path) if line["event"] == "silence"] == [[2], [], [2], []]
+    assert [line["silent_ranks"] for line in journal(tmp_path, "silence")] == [[2], [], [2], []]
     assert [record.message.partition(":")[0] for record in caplog.records] == ["no samples of ranks 2 for 3 s"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.control_runs import LAYERS, WORLD, FakeTraining, start
 
-from cgx_ray.control.joined_steps import StepJoiner
+from cgx_ray.control.joined_steps import ROTATION_STEPS, StepJoiner, counted_offsets
 from cgx_ray.control.link_estimate import PassiveLink
 from cgx_ray.control.measured import layer_times
 from cgx_ray.monitors.sample import Burst, StepSample
@@ -129,3 +130,31 @@ def test_layer_times_follow_ready_groups_and_between_them_elements() -> None:
     assert layer_times(layers, plan, (0.5, 0.9, 0.6)) == pytest.approx((0.5, 0.1, 0.3))
     whole = Plan(version=0, world_size=2, groups=(GroupPlan(layers=("a", "b", "c")),))
     assert layer_times(layers, whole, (0.9,)) == pytest.approx((0.3 + 0.6 * 20 / 51, 0.6 / 51, 0.6 * 30 / 51))
+
+
+def test_the_pairs_that_count_grow_with_the_ranks_and_not_with_their_square() -> None:
+    for world_size, num_pairs in ((2, 1), (4, 6), (17, 136), (64, 64 * 8), (1024, 1024 * 8)):
+        offsets = counted_offsets(0, world_size)
+        pairs = {frozenset((rank, (rank + offset) % world_size)) for rank in range(world_size) for offset in offsets}
+        assert len(pairs) == num_pairs, world_size
+    turns = [counted_offsets(turn * ROTATION_STEPS, 64) for turn in range(4)]
+    assert sorted(itertools.chain(*turns)) == list(range(1, 33)), "all pairs take turns"
+    assert counted_offsets(ROTATION_STEPS - 1, 64) == turns[0]
+
+
+def test_a_link_of_many_ranks_is_told_from_the_pairs_that_count(tmp_path: Path) -> None:
+    run, world_size = start(tmp_path), 40
+    one = run.sample(0)
+    lags, rates = (1e-3,) * world_size, (5e6,) * world_size
+    bursts = (Burst(1 << 20, (1 << 20) / 2e8),) * 4
+    samples = [
+        replace(one, rank=rank, lag_s=lags, rate_from=rates, bursts=bursts if rank != 7 else (Burst(1 << 20, 0.1),) * 4)
+        for rank in range(world_size)
+    ]
+    (joined,) = StepJoiner(world_size).add(samples, 0.0)
+    assert len(joined.traffic.round_trip_s) == len(joined.traffic.pair_rate) / 2 == 8 * world_size
+    link = PassiveLink()
+    link.add(joined.traffic, probed_latency_s=1e-4)
+    assert link.latency_s is not None
+    assert link.latency_s.value == pytest.approx(1e-3)
+    assert link.slow == {7: pytest.approx((1 << 20) / 0.1)}

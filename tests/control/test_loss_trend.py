@@ -125,9 +125,9 @@ def test_training_goes_on_with_the_same_decisions_whatever_is_reported(
 def test_the_loss_of_a_step_is_the_mean_over_the_ranks_that_reported_a_finite_one(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.report = lambda step, rank: [1.0, math.nan, None, 3.0][rank]
-    assert join([run.sample(rank) for rank in range(4)]).loss == 2.0
+    assert join([run.sample(rank) for rank in range(4)], 4).loss == 2.0
     run.report = lambda step, rank: math.inf
-    assert join([run.sample(rank) for rank in range(4)]).loss is None
+    assert join([run.sample(rank) for rank in range(4)], 4).loss is None
 
 
 def test_a_change_of_the_learning_rate_by_two_or_more_starts_a_learning_phase() -> None:

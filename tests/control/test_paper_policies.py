@@ -102,7 +102,7 @@ def test_a_layer_error_is_the_mean_over_ranks_weighted_by_energy(tmp_path: Path)
         replace(run.sample(rank), error_bits=4, layer_errors={"head": LayerError(energy, lost)})
         for rank, (energy, lost) in enumerate([(1.0, 0.1), (3.0, 0.5)])
     ]
-    step = join(samples)
+    step = join(samples, WORLD)
     assert step.error_bits == 4
     assert step.layer_errors["head"] == LayerError(2.0, pytest.approx(0.4))
     losses = KnownLosses(LAYERS)

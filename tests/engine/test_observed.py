@@ -42,7 +42,7 @@ def test_what_is_no_number_is_refused(given: object) -> None:
         ObservedTraining().add(loss=given, lr=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_loss_on_a_gpu_is_taken_when_it_is_there() -> None:
     observed = ObservedTraining()
     torch.cuda._sleep(200_000_000)
