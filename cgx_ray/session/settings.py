@@ -125,12 +125,12 @@ class Settings:
         for name, value in whole.items():
             if not isinstance(value, int):
                 raise ConfigError(f"{name} {value!r} is not allowed; give a whole number")
+            if name != "seed" and value < 1:
+                raise ConfigError(f"{name} {value!r} is not allowed; give 1 or more")
         if not isinstance(self.min_gain, int | float) or not 0 <= self.min_gain <= 1:
             raise ConfigError(
                 f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the gradient's squared norm"
             )
-            if name != "seed" and value < 1:
-                raise ConfigError(f"{name} {value!r} is not allowed; give 1 or more")
         self._check_choice()
         self._check_method()
         self._check_transport()

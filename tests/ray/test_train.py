@@ -84,7 +84,8 @@ def our_actors() -> list[Any]:
 def test_an_adaptive_run_decides_switches_and_leaves_no_actor(tmp_path: Path) -> None:
     link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 1e8), (60, 1e7)))
     config = cgx_ray.CGXConfig(simulated_link=link, trace_steps=(5, 8))
-    fit(tmp_path, steps=300, torch_config=config, pace=True)
+    # On a busy machine reports reach the controller seconds after the steps.
+    fit(tmp_path, steps=600, torch_config=config, pace=True)
     first, second = log_of(tmp_path, 0)[1:], log_of(tmp_path, 1)[1:]
     assert [line["hash"] for line in first] == [line["hash"] for line in second]
     assert first[0]["plan_version"] == 0
