@@ -198,7 +198,7 @@ def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"policy": "clever"}, "unknown policy 'clever'; known: adaptive, static"),
+        ({"policy": "clever"}, "unknown policy 'clever'; known: adaptive, cgx, flexible, static"),
         ({"codec": "zip"}, "unknown codec 'zip'; known: none, fp16, bf16, prefix, qsgd"),
         ({"codec": "qsgd:bits=9"}, "bits 9 is not allowed; give a whole number from 1 to 8"),
         ({"codec": "qsgd:bits=x"}, "bits 'x' is not allowed; give a whole number from 1 to 8"),
