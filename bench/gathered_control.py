@@ -28,7 +28,7 @@ REPORT_STEPS = 5
 
 
 class GatheredControl:
-    """A `Session` that decides on rank 0. All ranks call `after_step` after each step.
+    """A `Session` with policy "adaptive" that decides on rank 0. All ranks call `after_step` after each step.
 
     Every rank counts as a node. No probes run: messages alone tell the network.
     """
@@ -37,7 +37,8 @@ class GatheredControl:
         self.settings = settings
         self._host = HostMonitor()
         self._folder = tempfile.TemporaryDirectory()
-        policy = AdaptivePolicy(codec_options(settings.candidate_codecs()), min_gain=settings.min_gain)
+        options = codec_options(settings.candidate_codecs())
+        policy = AdaptivePolicy(options, min_gain=settings.min_gain, review_s=settings.review_s)
         self._loop = ControlLoop(policy, Journal(Path(self._folder.name) / "decisions.jsonl"))
         self._num_told = 0
         self._attachment: cgx_ray.Attachment | None = None

@@ -185,22 +185,17 @@ def _lab() -> list[Finding]:
 
 def _limits() -> list[Finding]:
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    socket_bytes = int(Path("/proc/sys/net/ipv4/tcp_rmem").read_text().split()[2])
-    few_files, small_sockets = open_files < MIN_OPEN_FILES, socket_bytes < MIN_SOCKET_BYTES
-    return [
-        Finding(
-            name="open files",
-            found=f"{open_files:,}",
-            problem="too few for some hundred ranks" if few_files else "",
-            remedy=f"ulimit -n {16 * MIN_OPEN_FILES}",
-        ),
-        Finding(
-            name="TCP receive buffer",
-            found=f"{socket_bytes / 2**20:.0f} MiB at most",
-            problem="limits the rate of far links" if small_sockets else "",
-            remedy=f"sysctl -w net.ipv4.tcp_rmem='4096 131072 {4 * MIN_SOCKET_BYTES}'",
-        ),
-    ]
+    problem = f"fewer than {MIN_OPEN_FILES:,}, which 1,000 ranks need" if open_files < MIN_OPEN_FILES else ""
+    remedy = f"ulimit -n {16 * MIN_OPEN_FILES}"
+    findings = [Finding(name="open files", found=f"{open_files:,}", problem=problem, remedy=remedy)]
+    path = Path("/proc/sys/net/ipv4/tcp_rmem")
+    if path.exists():
+        socket_bytes = int(path.read_text().split()[2])
+        problem = "limits the rate of far links" if socket_bytes < MIN_SOCKET_BYTES else ""
+        remedy = f"sysctl -w net.ipv4.tcp_rmem='4096 131072 {4 * MIN_SOCKET_BYTES}'"
+        found = f"{socket_bytes / 2**20:.0f} MiB at most"
+        findings.append(Finding(name="TCP receive buffer", found=found, problem=problem, remedy=remedy))
+    return findings
 
 
 def _shared_memory() -> list[Finding]:

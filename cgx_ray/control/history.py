@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -77,7 +78,9 @@ class Snapshot:
             new.write_bytes(pickle.dumps((SNAPSHOT_FORMAT, history)))
             os.replace(new, self.path)
         except OSError as error:
-            self.path.unlink(missing_ok=True)
+            # A file system that has become read-only keeps it.
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
             if not self._has_failed:
                 self._has_failed = True
                 logger.warning(

@@ -2,7 +2,7 @@
 
 | event | written |
 |---|---|
-| `start` | once per worker group, before its first other line: layers, policy, told codec times, nodes |
+| `start` | first, per worker group and per start of a controller: layers, policy, told codec times, nodes |
 | `decision` | with each decision: plans, reason, prediction, and the situation that the policy was given (`recorded`) |
 | `outcome` | when the prediction of a decision has been compared with measured steps |
 | `progress` | in growing intervals: mean seconds of a step's parts, bytes and link since the last one (`progress`) |
@@ -151,7 +151,7 @@ def silence_entry(silent_ranks: Collection[int], *, step: int, time_s: float) ->
 
 
 def end_entry(*, step: int | None, time_s: float) -> dict[str, Any]:
-    """Return the journal's last line of a worker group. `step`: the last one that all ranks have reported."""
+    """Return the journal's last line of a worker group. `step`: the last one that was joined."""
     return {"event": "end", "time": time_s, "step": step}
 
 

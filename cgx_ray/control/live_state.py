@@ -60,6 +60,7 @@ class LiveState:
             "bandwidth_gbps": [8e-9 * value for value in (rate.low, rate.value, rate.high)] if rate else None,
             "latency_ms": facts.latency_s * 1e3 if facts.latency_s is not None else None,
             "slow_ranks": sorted(facts.slow_ranks),
+            "silent_ranks": sorted(facts.silent_ranks),
             "slow_links_gbps": {str(rank): rate / 1e9 for rank, rate in facts.slow_link_bits_per_s.items()},
             "num_silent_nodes": len(facts.silent_nodes),
             "journal": [_short(line) for line in journal],

@@ -7,8 +7,8 @@ Then the loop does the first of these that has a cause:
    and its options are banned for a time (`setbacks`).
 2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency (`network_change`),
    another compute or other errors (`innovation`), another gain (`gains`), a loss that got worse (`loss_trend`), an
-   outcome unlike its prediction, a failure,
-   or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer (`excursion`).
+   outcome unlike its prediction, a failure, or a regular review. If it changes nothing, a codec may be timed in a few
+   steps with one layer (`excursion`).
 3. Where the steps do not tell whether a plan is slower than dense, a few dense steps are measured (`excursion`).
 
 WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
@@ -322,7 +322,8 @@ class ControlLoop:
         state.learn(at.now_s)
         measured = state.measured()
         assert measured is not None
-        state.setbacks.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
+        if self._policy.is_guarded:
+            state.setbacks.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
         asked = self._situation(state, cause.text, state.plan, measured, at)
         decision = self._ask(state, asked, at)
         if decision is None:
@@ -337,7 +338,7 @@ class ControlLoop:
     def _ask(self, state: WorkerGroupState, situation: Situation, at: _When) -> Decision | None:
         """Return the policy's decision."""
         decision = self._policy.decide(situation)
-        if isinstance(decision, Replace):
+        if isinstance(decision, Replace) and self._policy.is_guarded:
             # What an option really keeps is only known while it is in use.
             state.setbacks.add_gain_fall(state.fallen_options(situation.outlook.now), at.step, at.now_s)
         return decision

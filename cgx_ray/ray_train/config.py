@@ -60,7 +60,7 @@ class CGXBackend(TorchBackend):
     """Starts one controller per worker group and one agent per node. Lives in Ray's train controller.
 
     Nothing tells a backend that the run is over, and Ray's train controller may live as long as the driver. So our
-    controller ends with its workers and hands its plans to the next one.
+    controller ends with its workers and hands its history to the next one.
     """
 
     def __init__(self) -> None:
@@ -103,8 +103,9 @@ class CGXBackend(TorchBackend):
                 # Wait without reading the results: a worker that has died cannot answer.
                 calls = worker_group.execute_async(close_ray_session)
                 ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
-            with _warning("the controller did not hand over its history: the next one starts with its last snapshot"):
+            with _warning("the controller's snapshot could not be read"):
                 self._history = self._last_snapshot() or self._history
+            with _warning("the controller did not hand over its history: the next one starts with its last snapshot"):
                 self._history = ray.get(self._controller.history.remote(), timeout=HISTORY_TIMEOUT_S)
         finally:
             self._controller, self._watch = None, None
@@ -134,8 +135,8 @@ def _start_controller(settings: Settings, facts: RunFacts, snapshot: Snapshot, h
     # Not detached, so Ray's train controller owns it: if that dies, our controller ends too.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000, "max_restarts": MAX_RESTARTS}
-    # `cgx-ray top` finds the run by the name.
     addresses = node_addresses()
+    # `cgx-ray top` finds the run by the name.
     return (
         ray.remote(Controller)
         .options(name=new_actor_name(facts.name), namespace=NAMESPACE, **options)

@@ -55,13 +55,17 @@ class RaySession:
         costs = measure_codecs(self.settings, device) if self.settings.decides else {}
         # On a GPU codecs have a stream of their own. On a CPU they take the cores that backward runs on.
         encodes_on: EncodesOn = "backward" if device.type == "cpu" else "thread"
-        try:
-            call = self._controller.register.remote(layers, fresh, costs, encodes_on, self._restored_step())
-            plan: Plan = ray.get(call)
-        except RayActorError as error:
-            logger.warning("no controller (%s): training starts with %s and keeps it", error, fresh.describe())
-            return fresh
-        return plan
+        while True:
+            try:
+                call = self._controller.register.remote(layers, fresh, costs, encodes_on, self._restored_step())
+                plan: Plan = ray.get(call)
+                return plan
+            except ActorUnavailableError:
+                # Its process has died, and Ray starts it again.
+                time.sleep(CARRY_INTERVAL_S)
+            except RayActorError as error:
+                logger.warning("no controller (%s): training starts with %s and keeps it", error, fresh.describe())
+                return fresh
 
     def start(self, attachment: Attachment) -> None:
         """Restore the state in a checkpoint, if there is one, then start to carry plans and samples."""

@@ -102,6 +102,7 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
         f"the link of rank {rank} carries only {format_rate(gbps * 1e9)}"
         for rank, gbps in found["slow_links_gbps"].items()
     ]
+    notes += [f"rank {rank} sends no samples; decisions go on without it" for rank in found["silent_ranks"]]
     if found["num_silent_nodes"]:
         notes.append(f"{found['num_silent_nodes']} nodes no longer answer the others")
     return LiveView(

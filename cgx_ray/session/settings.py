@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -57,7 +58,8 @@ class Settings:
                     slower than dense
     method          for policy "cgx": "kmeans" (default), "linear", "bayes" or "dp"; for policy "flexible": "knee"
                     (default) or "nsga2", which needs pymoo
-    review_s        seconds after a decision until the policy is asked again without any other cause
+    review_s        policies "adaptive" and "cgx": seconds after a decision until they are asked again without any other
+                    cause
     codec, scheme   for policy "static". The codec is a CodecSpec, or text for `CodecSpec.parse`
     intra           for policy "static": "dense" or "compressed" sums inside nodes first, see `collectives.hierarchical`
     fidelity        codecs that policy "adaptive" may choose, by the loss that they were measured to cost: "strict" at
@@ -73,7 +75,7 @@ class Settings:
     min_gain        policy "adaptive" leaves out codecs whose gain is smaller. For codecs without error feedback whose
                     loss was measured, dense's loss over theirs takes the place of the gain
     group_bytes     dense bytes that are encoded and sent together; None: 25 MiB, and dense groups as DDP's buckets if
-                    those are smaller. Policy "adaptive" uses it until its first decision
+                    those are smaller. Policies other than "static" use it until their first decision
     seed            of the codecs' random numbers
     transport       between two ranks: "tcp" is cgx_ray's own connections, "gloo" is torch.distributed's
     num_streams     with "tcp": number of connections between two ranks whose round trip takes 5 ms or more. Short
@@ -179,6 +181,10 @@ class Settings:
         if self.method is not None and self.method not in allowed:
             hint = f"give one of {', '.join(allowed)}" if allowed else "leave it out"
             raise ConfigError(f"method {self.method!r} is not allowed with policy {self.policy!r}; {hint}")
+        if self.method == "nsga2" and importlib.util.find_spec("pymoo") is None:
+            raise ConfigError("method 'nsga2' needs pymoo; pip install \"cgx-ray[nsga2]\", or give method='knee'")
+        if self.policy in ("flexible", "static") and self.review_s != REVIEW_S:
+            raise ConfigError(f"review_s is not used by policy {self.policy!r}; leave it out")
         if not is_timeout(self.review_s):
             raise ConfigError(f"review_s {self.review_s!r} is not allowed; give seconds above 0, such as {REVIEW_S:g}")
         is_chosen = self.candidates is not None or self.densities is not None or self.fidelity != Fidelity.STRICT

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
-from support.control_runs import WORLD, FakeTraining, start
+from support.control_runs import COSTS, WORLD, FakeTraining, start
 
 from cgx_ray.cli import main
 from cgx_ray.commands import top
@@ -101,7 +101,7 @@ def test_a_run_without_its_controller_is_shown_from_its_files(tmp_path: Path) ->
     run.loop.end(100.0)
     assert not view_of_record(load_run(tmp_path)).is_running
     # Restarted workers begin a new part.
-    run.loop.register(run.loop.layers, run.loop.plans[0], {})
+    run.loop.register(run.loop.layers, run.loop.plans[0], COSTS)
     run.run(3)
     assert view_of_record(load_run(tmp_path)).is_running
 

@@ -188,7 +188,7 @@ def test_with_nsga2_the_knee_is_near_that_of_a_fine_grid() -> None:
 def test_settings_name_the_method_and_make_a_policy_that_ray_can_send() -> None:
     for policy, methods in {"cgx": ["kmeans", "linear", "bayes", "dp"], "flexible": ["knee", "nsga2"]}.items():
         for method in methods:
-            made = make_policy(Settings(policy=policy, method=method, review_s=5.0))
+            made = make_policy(Settings(policy=policy, method=method))
             assert pickle.loads(pickle.dumps(made)).options == ()
         with pytest.raises(ConfigError, match=f"method 'best' is not allowed with policy '{policy}'; give one of"):
             Settings(policy=policy, method="best")
@@ -196,6 +196,9 @@ def test_settings_name_the_method_and_make_a_policy_that_ray_can_send() -> None:
             Settings(policy=policy, candidates=("topk",))
     with pytest.raises(ConfigError, match="not allowed with policy 'adaptive'; leave it out"):
         Settings(method="dp")
+    assert make_policy(Settings(policy="cgx", review_s=5.0)).review_s == 5.0
+    with pytest.raises(ConfigError, match="review_s is not used by policy 'flexible'; leave it out"):
+        Settings(policy="flexible", review_s=5.0)
     with pytest.raises(ConfigError, match="review_s -1 is not allowed"):
         Settings(review_s=-1)
     assert len(Settings(policy="cgx").codecs_by_layer()) == 7

@@ -174,15 +174,17 @@ def layer_bits(errors: Mapping[str, LayerErrors], method: str, alpha: float = AL
 
 
 def cgx_groups(measured: Measured, method: str) -> tuple[PlannedGroup, ...] | None:
-    """Return CGX's plan: qsgd over sra with bits by layer. None before the errors of all large layers are known.
+    """Return CGX's plan: qsgd over sra with bits by layer. None before any error is known.
 
+    A layer whose gradient is 0 has no error and keeps the usual bits.
     Neighbours with the same bits share a group, up to the usual size.
     """
     fixed = {name for group in measured.fixed for name in group.layers}
     large = [layer.name for layer in measured.layers if not layer.is_small and layer.name not in fixed]
     if not large:
         return uniform_groups(measured, QSGD, Scheme.SRA)
-    if not measured.layer_errors.keys() >= set(large):
+    known = {name: measured.layer_errors[name] for name in large if name in measured.layer_errors}
+    if not known:
         return None
-    bits = layer_bits({name: measured.layer_errors[name] for name in large}, method)
+    bits = layer_bits(known, method)
     return uniform_groups(measured, QSGD, Scheme.SRA, bits)
