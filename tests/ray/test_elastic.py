@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -10,23 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-from support import train_functions
-from support.ray_processes import RayNodes, end_with_children
+from support.ray_processes import ENV, RayNodes, end_with_children
 
-import cgx_ray
 from cgx_ray.session.states import merge_states
-
-pytestmark = [
-    # Ray's own, as in test_train.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-]
 
 SIZES = (4, 3, 1, 4)
 
@@ -62,31 +50,27 @@ def _train_elastically(nodes: RayNodes, tmp_path: Path, log: Path) -> list[BaseE
             errors.append(error)
             (log / "stop").touch()
 
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    runtime_env = {"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}}
-    ray.init(nodes.address, log_to_driver=False, runtime_env=runtime_env)
     thread = threading.Thread(target=resize)
     thread.start()
-    try:
-        TorchTrainer(
-            train_functions.train_elastically,
-            train_loop_config={"log": str(log), "sizes": SIZES, "steps": 6},
-            torch_config=cgx_ray.CGXConfig(policy="static", codec="topk:density=0.05", scheme="allgather"),
-            scaling_config=ScalingConfig(num_workers=(1, 4), elastic_resize_monitor_interval_s=1.0),
-            run_config=RunConfig(name="run", storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=-1)),
-        ).fit()
-    finally:
-        thread.join()
-        ray.shutdown()
+    # In a process of its own: Ray reads RAY_AUTH_MODE once per process, and other tests need tokens.
+    done = subprocess.run(
+        [sys.executable, "-m", "support.elastic_driver", nodes.address, str(tmp_path), str(log), *map(str, SIZES)],
+        cwd=Path(__file__).parents[1],
+        env={**ENV, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=800,
+    )
+    thread.join()
+    assert done.returncode == 0, done.stderr[-3000:]
     return errors
 
 
 # Four worker groups start one after the other, each in 20 to 60 s.
 @pytest.mark.timeout(900)
-def test_residuals_keep_their_sum_while_workers_leave_and_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residuals_keep_their_sum_while_workers_leave_and_come(tmp_path: Path) -> None:
     """4 -> 3 -> 1 -> 4 workers: nodes are killed, then one joins. The mean of residuals is the gradient still owed."""
-    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     log = tmp_path / "log"
     log.mkdir()
     with tempfile.TemporaryDirectory(prefix="cgx-", dir="/tmp", ignore_cleanup_errors=True) as temp_dir:
