@@ -41,7 +41,7 @@ Source = Literal["node", "controller"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a metric says. `extra`: its labels beside run name and run id. `source`: who sets it."""
+    """Kind, unit and meaning of a metric. `extra`: its labels beside run name and run id. `source`: who sets it."""
 
     kind: Kind
     unit: str

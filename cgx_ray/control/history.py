@@ -1,4 +1,4 @@
-"""What outlives a controller: handed to the next worker group's, and kept in a file for a controller that crashes."""
+"""State that outlives a controller: for that of the next worker group, and in a file for one that crashes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEPT_PLANS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What the ranks told when they began: codec times, and where codecs run. `dense_plan` is that of DDP."""
+    """Codec times, and where codecs run, as the ranks told when they began. `dense_plan` is that of DDP."""
 
     codec_costs: Mapping[str, CodecCost]
     encodes_on: EncodesOn
@@ -37,7 +37,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What was learned while training. Times are by the monotonic clock of the controller's node.
+    """Measurements, errors and bans so far. Times are by the monotonic clock of the controller's node.
 
     measured  newest measurements: network, compute, gains
     baseline  of dense steps, for this number of workers

@@ -1,4 +1,4 @@
-"""What the papers' policies ask for: errors of each layer by number of bits, and the gain curve of top-k.
+"""Inputs of the papers' policies: errors of each layer by number of bits, and the gain curve of top-k.
 
 Rounding to 2^b - 1 equal steps loses energy as 1 / (2^b - 1)^2; on gradients of byte-GPT that holds within 9 %. So each
 layer has one level, the lost share times (2^b - 1)^2, and a ratio to it for each number of bits. Ranks measure one

@@ -215,7 +215,7 @@ class ControlLoop:
                 decisions.append(decision)
             if state.may_accept:
                 self.plans.append(state.accept())
-        for line in self._progress.add(sample.steps, sample.time_s, state.facts()):
+        for line in self._progress.add(sample.steps, sample.time_s, state.facts):
             self._journal.write(line)
         return decisions
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cgx_ray.control.facts import LoopFacts
@@ -29,17 +29,20 @@ class Progress:
         self._sums = dict.fromkeys(_PARTS, 0.0)
         self._loss_sum, self._num_losses = 0.0, 0
 
-    def add(self, samples: Sequence[StepSample], time_s: float, facts: LoopFacts) -> Iterator[dict[str, Any]]:
+    def add(
+        self, samples: Sequence[StepSample], time_s: float, facts: Callable[[], LoopFacts]
+    ) -> Iterator[dict[str, Any]]:
         """Add a node's samples; yield the lines that are due, one at the latest when another plan is in force.
 
         time_s  of the node. Samples of a plan that is no longer in force are left out
+        facts   asked for a line only: they take a prediction, and most reports make no line
         """
         if self._first_s is None and samples:
             self._first_s = self._last_s = time_s
         for sample in samples:
             if sample.plan_version > self._version:
                 if self._num_samples:
-                    yield self._line(time_s, facts)
+                    yield self._line(time_s, facts())
                 self._version = sample.plan_version
             if sample.plan_version == self._version:
                 self._num_samples += 1
@@ -52,7 +55,7 @@ class Progress:
         if self._first_s is not None and self._num_samples:
             due_s = max(LINE_S, LINE_SHARE * (time_s - self._first_s))
             if time_s - self._last_s >= due_s:
-                yield self._line(time_s, facts)
+                yield self._line(time_s, facts())
 
     def _line(self, time_s: float, facts: LoopFacts) -> dict[str, Any]:
         rate = facts.bandwidth

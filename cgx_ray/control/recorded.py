@@ -1,4 +1,4 @@
-"""What the policy was given, as JSON: written with every decision, and read back to decide again.
+"""The situation that a policy was given, as JSON: written with every decision, and read back to decide again.
 
 The layers are in the journal's `start` line alone; groups name them by their index there.
 """

@@ -121,9 +121,7 @@ class WorkerGroupState:
 
     def learned(self) -> Learned | None:
         """Return what the next worker group shall start with; None before the first measurements."""
-        # Just after a change of plan, all steps so far are those of another plan.
-        is_current = all(step.plan_version in self._versions for step in self._recent)
-        measured = (self.measured() if is_current else None) or self.decided
+        measured = self.measured() or self.decided
         if measured is None:
             return None
         experience = self.experience
@@ -334,6 +332,9 @@ class WorkerGroupState:
     def measured(self) -> Measured | None:
         """Return the current measurements in the planner's terms; None while some are missing."""
         recent, rate = self._recent, self.network.bandwidth
+        if any(step.plan_version not in self._versions for step in recent):
+            # Until the first step of a new plan, the groups that were measured are others than its own.
+            return None
         if len(recent) < LINK_STEPS or rate is None or not self.gains.gain:
             return None
         between = Link(alpha_s=self.network.latency_s or self.network.probed_s, beta_s_per_byte=1 / rate.value)
@@ -381,10 +382,7 @@ class WorkerGroupState:
         return fallen
 
     def facts(self) -> LoopFacts:
-        newest = self._recent[-1] if self._recent else None
-        # Until its first step, a new plan's groups are others than those that were measured.
-        is_measured = newest is not None and newest.plan_version in self._versions
-        measured = (self.measured() if is_measured else None) or self.decided
+        measured = self.measured() or self.decided
         return LoopFacts(
             bandwidth=self.network.bandwidth,
             latency_s=self.network.latency_s,
@@ -400,7 +398,7 @@ class WorkerGroupState:
             dense_step_s=self.experience.dense_s(measured) if measured is not None else None,
             prediction_error=self._prediction_error,
             plan_version=self.plan.version,
-            num_banned=len(self.setbacks.banned(newest.step if newest is not None else 0, self._now_s)),
+            num_banned=len(self.setbacks.banned(self._recent[-1].step if self._recent else 0, self._now_s)),
             num_decisions=self.tally.num_decisions,
             newest_decision_s=self.tally.newest_s,
             num_reverts=self.tally.num_reverts,

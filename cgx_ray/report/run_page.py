@@ -31,7 +31,7 @@ _NAMED_LINES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """What a report needs besides the files.
+    """Inputs of a report besides the files.
 
     usd_per_hour  price of one worker, None if it was not given
     timelines     draws the predicted steps before and after the decisions of a run; it needs the planner

@@ -1,4 +1,4 @@
-"""What the controller publishes, at every step of a run in which plans change."""
+"""Facts that the controller publishes, at every step of a run in which plans change."""
 
 from __future__ import annotations
 

@@ -100,12 +100,12 @@ def test_progress_adds_up_to_all_steps_and_names_the_link(eventful: Path) -> Non
 
 def test_progress_has_the_mean_of_the_losses_that_are_reported(tmp_path: Path) -> None:
     run = start(tmp_path)
-    facts, progress = run.loop.facts(), Progress()
+    progress = Progress()
     losses = [(3.0, 4.0), (math.nan, 5.0), (None, None)]
     lines = []
     for step, of_ranks in enumerate(losses):
         samples = [replace(run.sample(rank), step=step, loss=loss) for rank, loss in enumerate(of_ranks)]
-        lines += progress.add(samples, time_s=3.0 * step, facts=facts)
+        lines += progress.add(samples, time_s=3.0 * step, facts=run.loop.facts)
     assert [line["loss"] for line in lines] == [4.0, None]
 
 

@@ -194,7 +194,7 @@ def test_gauges_end_with_their_run_and_nothing_else_grows(recording: Recording) 
 
 
 def test_panels_of_rare_events_show_them(server: PrometheusServer) -> None:
-    """What one healthy node does not have is set by the test: a second node, slow links and ranks, faults."""
+    """Set by hand what one healthy node does not have: a second node, slow links and ranks, faults."""
     agent = ray.remote(NodeAgent).options(num_cpus=0).remote("a", OTHER_RUN, "127.0.0.1", run_id="id")
     metrics = ControllerMetrics(RaySink(), OTHER_RUN, "id")
     rare = [one for board in BOARDS.values() for one in board.questions if one.empty is not None]

@@ -15,6 +15,7 @@ from ray.train.torch import TorchConfig
 from support.control_runs import DENSITIES, start
 
 import cgx_ray
+from cgx_ray.control.policy import REVIEW_S
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.fidelity import codecs_of, describe_costs
@@ -191,3 +192,7 @@ def test_the_end_of_a_worker_group_kills_all_actors_whatever_fails(
     assert (backend._controller, backend._watch, backend._history) == (None, None, history)
     assert says in caplog.text
     assert bool(caplog.text) == bool(fails)
+
+
+def test_reviews_are_as_far_apart_by_default_as_policies_have_them() -> None:
+    assert Settings().review_s == REVIEW_S

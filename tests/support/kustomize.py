@@ -1,4 +1,4 @@
-"""What `kubectl kustomize` makes of a folder, for the subset that deploy/k8s uses.
+"""Render a folder as `kubectl kustomize` does, for the subset that deploy/k8s uses.
 
 A test compares it with kubectl's own where that is installed. Everything outside the subset is an error.
 """
