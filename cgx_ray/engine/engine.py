@@ -86,7 +86,7 @@ class Engine:
         self.plan = plan
         self._groups = self._make_groups()
         self._num_threads = torch.get_num_threads()
-        self._thread = WorkThread("cgx-ray-engine", self._run, transport.close)
+        self._thread = WorkThread("cgx-ray-engine", self._run, transport.close, transport.wake)
 
     # Called by the training thread, and by the threads that bring plans and collect samples.
 
@@ -100,7 +100,6 @@ class Engine:
         self._thread.check(f"rank {self._transport.rank}, step {self.step}")
         self._num_threads = torch.get_num_threads()
         self._thread.put(arrived)
-        self._transport.wake()
 
     def hold(self, plan: Plan) -> None:
         """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it.
@@ -223,6 +222,8 @@ class Engine:
         self, inbox: Inbox[PendingBucket | EarlyGradient], step: StepRun | None
     ) -> PendingBucket | EarlyGradient | None:
         """Return what arrives next; None at the end. Raise CGXError if gradients of `step` do not arrive in time."""
+        while inbox.is_empty and self._transport.is_passing_on:
+            self._transport.wait_any([], self._transport.timeout_s)
         if step is None or not step.buckets:
             # DDP itself finds layers without a gradient, at the next forward, if it waits for no bucket.
             return inbox.take()

@@ -73,7 +73,7 @@ def sample_of_step(
         bursts=bursts,
         rate_from=rate_from,
         # Lags of the step before. Its agreement has been read in this step, so the values have arrived on all ranks.
-        lag_s=transport.lag_s,
+        lag_s=tuple(transport.lag_s.get(peer, 0.0) for peer in range(transport.world_size)) if transport.lag_s else (),
         num_local=transport.num_local,
     )
 
