@@ -18,6 +18,7 @@ from cgx_ray.control import controller as controller_module
 from cgx_ray.control.controller import Controller
 from cgx_ray.control.history import Snapshot
 from cgx_ray.control.policy import AdaptivePolicy, Decision, Situation
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Plan, make_plan
 from cgx_ray.planner.options import candidate_options
@@ -68,7 +69,7 @@ def reports(controller: Controller) -> Iterator[NodeSample]:
     run = FakeTraining(controller._loop)
     for step in itertools.count(1):
         run.step = step
-        samples = tuple(map(run.sample, range(WORLD)))
+        samples = node_steps(map(run.sample, range(WORLD)))
         yield NodeSample(node_id="node", time_s=float(step), steps=samples, latency_s={"other": 1e-4}, host=QUIET)
 
 

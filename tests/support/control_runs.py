@@ -15,6 +15,7 @@ from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.measured import is_dense
 from cgx_ray.control.policy import AdaptivePolicy, Decision
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample, Transfer
 from cgx_ray.plan import Layer, Option, Plan, make_plan
 from cgx_ray.planner.cost import Link, exchange_s
@@ -91,7 +92,7 @@ class FakeTraining:
             sample = NodeSample(
                 node_id="node",
                 time_s=self.clock(self.step),
-                steps=samples,
+                steps=node_steps(samples),
                 latency_s={"other": self.latency_s},
                 host=QUIET,
             )
