@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from cgx_ray.monitors.sample import LayerError, LayerSum, NodeStep, StepSample, Sum
+from cgx_ray.monitors.sample import LayerError, LayerSum, NodeStep, StepSample, Sum, slowest_link
 
 
 def node_steps(samples: Iterable[StepSample]) -> tuple[NodeStep, ...]:
@@ -57,6 +57,7 @@ def _gather(samples: Sequence[StepSample]) -> NodeStep:
         layer_errors=_layer_sums([one.layer_errors for one in samples]),
         error_bits=next((one.error_bits for one in samples if one.layer_errors), None),
         num_local=samples[0].num_local if len({one.num_local for one in samples}) == 1 else 1,
+        inside=slowest_link(one.inside for one in samples),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,6 +58,18 @@ class LayerError(NamedTuple):
     lost: float
 
 
+class InsideLink(NamedTuple):
+    """Latency, and seconds per byte, of sums between the ranks of a node."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+
+def slowest_link(links: Iterable[InsideLink | None]) -> InsideLink | None:
+    """Return the link of the lowest rate, as all wait for it; None without any."""
+    return max(filter(None, links), key=lambda link: link.beta_s_per_byte, default=None)
+
+
 class Burst(NamedTuple):
     """Bytes of long messages from all ranks together, and the seconds in which the kernel received them."""
 
@@ -99,6 +111,7 @@ class StepSample:
                arrived, by this rank's clock. The lags of two ranks to each other add up to one round trip, whichever
                rank was late and whatever their clocks say. Empty without a mesh
     num_local  number of ranks that share memory, including this one
+    inside     link between these ranks; None if it was not measured
     """
 
     rank: int
@@ -128,6 +141,7 @@ class StepSample:
     rate_from: Mapping[int, float] = field(default_factory=dict)
     lag_s: Mapping[int, float] = field(default_factory=dict)
     num_local: int = 1
+    inside: InsideLink | None = None
 
 
 class Sum(NamedTuple):
@@ -162,6 +176,7 @@ class NodeStep:
     gain, kept, gain_curve, layer_errors
                sums over the ranks that measured them
     num_local  number of ranks that share memory if all ranks say the same, else 1
+    inside     link between these ranks, as the slowest has measured it; None if none has
     """
 
     step: int
@@ -188,6 +203,7 @@ class NodeStep:
     layer_errors: Mapping[str, LayerSum] = field(default_factory=dict)
     error_bits: int | None = None
     num_local: int = 1
+    inside: InsideLink | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

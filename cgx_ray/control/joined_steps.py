@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from cgx_ray.control.traffic import ObservedExchange, StepTraffic
-from cgx_ray.monitors.sample import Burst, LayerError, NodeStep, Sum, Transfer
+from cgx_ray.monitors.sample import Burst, InsideLink, LayerError, NodeStep, Sum, Transfer, slowest_link
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms
 
@@ -36,6 +36,7 @@ class JoinedStep:
     loss       mean over the ranks that reported a finite one
     lr         learning rate, median over the ranks that reported one
     num_local  number of ranks that share memory if it is the same on all nodes, else 1
+    inside     link between these ranks on the slowest node; None if it was not measured
     """
 
     step: int
@@ -55,6 +56,7 @@ class JoinedStep:
     norm: float | None = None
     loss: float | None = None
     lr: float | None = None
+    inside: InsideLink | None = None
 
 
 @dataclass(slots=True)
@@ -190,6 +192,7 @@ def join(parts: Sequence[NodeStep], world_size: int) -> JoinedStep:
         norm=math.hypot(*norms) / math.sqrt(len(norms)) if norms else None,
         loss=math.fsum(losses) / len(losses) if losses else None,
         lr=median(rates) if rates else None,
+        inside=slowest_link(part.inside for part in parts),
     )
 
 

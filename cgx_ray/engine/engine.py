@@ -28,7 +28,7 @@ from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import Inbox, WorkThread, follow_num_threads
 from cgx_ray.errors import CGXError, PlanError, StateError, listed
-from cgx_ray.monitors.sample import StepSample
+from cgx_ray.monitors.sample import InsideLink, StepSample
 from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
 
@@ -57,12 +57,14 @@ class Engine:
         candidates: Sequence[CodecSpec] = (),
         by_layer: Sequence[CodecSpec] = (),
         device: torch.device = HOST,
+        inside: InsideLink | None = None,
     ) -> None:
         """Start the thread.
 
         candidates  codecs whose gain is measured in some steps
         by_layer    codecs whose errors are measured by layer in these steps, one of them each time
         device      where the gradients are; on a CUDA device the engine works on a stream of its own
+        inside      link between the ranks of this node, for the samples
 
         Raises PlanError if `plan` is for other layers or another world size.
         """
@@ -70,6 +72,7 @@ class Engine:
         self._layers = {layer.name: layer for layer in layers}
         self._transport = transport
         self._seed = seed
+        self._inside = inside
         self.device = device
         self._gains = GainSchedule(candidates, layers, by_layer)
         self._agreement = Agreement(transport)
@@ -320,7 +323,7 @@ class Engine:
                 self.trace.add(self.step, self.last_spans, began_s, ended_s)
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
             loss, lr = self.observed.take()
-            self.telemetry.add(replace(sample, loss=loss, lr=lr))
+            self.telemetry.add(replace(sample, loss=loss, lr=lr, inside=self._inside))
         self.step += 1
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket]) -> None:
