@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from cgx_ray.plan import Plan
 
@@ -65,13 +65,15 @@ class PlanRelay:
             return
         try:
             found = ray.get(request)
-        except RayActorError as error:
-            self._note(request, None, is_gone=not isinstance(error, ActorUnavailableError))
+        except RayError as error:
+            # Ranks that ask the controller themselves meet the error too, and say so.
+            is_gone = isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
+            self._note(request, None, is_gone=is_gone)
         else:
             self._note(request, found, is_gone=False)
 
     def _note(self, request: Any, found: list[Plan] | None, *, is_gone: bool) -> None:
-        """Keep the plans of an answer. None: the controller's process has died, or `is_gone` for good."""
+        """Keep the plans of an answer. None: there was an error; `is_gone`: the controller will never answer."""
         with self._changed:
             if request is not self._request:
                 # There is another controller since then.
