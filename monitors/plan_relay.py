@@ -26,7 +26,8 @@ class PlanRelay:
         self._request: Any = None
         self._plans: list[Plan] = []
         self._is_asked = False
-        self._has_answer = True
+        # False before the agent was told of a controller.
+        self._has_answer = False
         self._changed = threading.Condition()
 
     def follow(self, controller: Any) -> None:
