@@ -31,6 +31,11 @@ def round_of(turn: int, num_nodes: int) -> list[tuple[int, int]]:
     return pairs if turn % 2 == 0 else [(b, a) for a, b in pairs]
 
 
+def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Return all rounds in which ordered pairs of so many nodes meet, see `round_of`."""
+    return [round_of(turn, num_nodes) for turn in range(2 * (num_nodes - 1 + num_nodes % 2))]
+
+
 class ProbeSchedule:
     """Gives each ordered pair of nodes its turn, by `round_of`. A node takes part in one probe per minute, at one end.
 
