@@ -13,8 +13,8 @@ from cgx_ray.monitors.sample import Burst, counted_offsets
 
 # Most ranks that all tell rates.
 MAX_TELLING = 512
-# In larger runs: share of the distances that count, 1 in so many; the same of the nodes whose lags count; and most bursts
-# per step and rank.
+# In larger runs one of so many distances counts, and one of so many nodes for lags. A rank tells at most so many bursts
+# of a step.
 FEWER = 4
 MAX_BURSTS = 4
 
