@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from cgx_ray.collectives.minimum import partners
-from cgx_ray.engine.counted import counted_lags, counted_peers, tells_rates
+from cgx_ray.engine.counted import MAX_BURSTS, counted_lags, counted_peers, tells_rates
 from cgx_ray.engine.gain_schedule import is_measured
 from cgx_ray.monitors.agent import measured_nodes
 from cgx_ray.monitors.sample import ROTATION_STEPS, Burst, HostLoad, InsideLink, NodeSample, NodeStep, Sum, Transfer
@@ -31,8 +31,7 @@ GBPS, LATER_GBPS, LATENCY_S = 25.0, 2.5, 2e-4
 INSIDE = Link.from_rates(bandwidth_gbps=100, latency_ms=0.02)
 COST = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=1e-9, decode_a_s=2e-5, decode_b_s_per_element=4e-10)
 OPTIONS = candidate_options(CANDIDATE_DENSITIES)
-# Bursts of a step at the ranks that tell theirs.
-NUM_BURSTS, BURST_S = 8, 0.05
+BURST_S = 0.05
 # Standard deviation of what each rank measures by itself.
 _NOISE = 0.02
 
@@ -114,7 +113,7 @@ class Reports:
             step_s=tuple(max(own_s, step.step_s[0]) for own_s in compute_s),
             compute_s=compute_s,
             bursts={
-                rank: tuple(Burst(int(rate * BURST_S), BURST_S * self._noise()) for _ in range(NUM_BURSTS))
+                rank: tuple(Burst(int(rate * BURST_S), BURST_S * self._noise()) for _ in range(MAX_BURSTS))
                 for rank in ranks
                 if rank in self._telling
             },

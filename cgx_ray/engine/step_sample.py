@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cgx_ray.collectives import Transport
-from cgx_ray.engine.counted import counted_lags, counted_peers, tells_rates
+from cgx_ray.engine.counted import counted_bursts, counted_lags, counted_peers
 from cgx_ray.engine.shard_exchange import ShardExchange
 from cgx_ray.engine.step import StepRun
 from cgx_ray.engine.telemetry import Telemetry
@@ -50,7 +50,7 @@ def sample_of_step(
     rank, nodes = transport.rank, transport.nodes
     with telemetry.optional("rates of arrival", step.number):
         arrived = transport.take_bursts()
-        bursts = _bursts(arrived) if tells_rates(rank, nodes) else ()
+        bursts = counted_bursts(_bursts(arrived), rank, nodes)
         rate_from = _rates(arrived, counted_peers(rank, nodes, step.number))
     return StepSample(
         rank=rank,

@@ -14,7 +14,7 @@ from cgx_ray.collectives.minimum import partners
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.link_estimate import PassiveLink
 from cgx_ray.control.measured import layer_times
-from cgx_ray.engine.counted import MAX_TELLING, counted_lags, counted_peers, tells_rates
+from cgx_ray.engine.counted import FEWER, MAX_BURSTS, MAX_TELLING, counted_bursts, counted_lags, counted_peers
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import ROTATION_STEPS, Burst, NodeStep, StepSample, counted_offsets
 from cgx_ray.plan import CodecSpec, GroupPlan, Layer, Plan, Scheme, make_plan
@@ -161,7 +161,7 @@ def _step_of_many(run: FakeTraining, nodes: list[int], slow: int) -> JoinedStep:
                 rank=rank,
                 lag_s=counted_lags(rank, nodes, lag_s),
                 rate_from=dict.fromkeys(counted_peers(rank, nodes, 0), 5e6),
-                bursts=bursts if tells_rates(rank, nodes) else (),
+                bursts=counted_bursts(bursts, rank, nodes),
             )
         )
     parts = [part for node in samples for part in node_steps(samples[node])]
@@ -176,11 +176,12 @@ def test_a_link_of_many_ranks_is_told_from_the_pairs_that_count(nodes: list[int]
     joined = _step_of_many(start(tmp_path), nodes, slow)
     traffic = joined.traffic
     assert len(joined.slowness) == len(nodes)
-    assert len(traffic.pair_rate) == 16 * num_telling
+    assert len(traffic.pair_rate) == {40: 16, 1024: 16 // FEWER}[len(nodes)] * num_telling
     assert {sender for sender, _ in traffic.pair_rate} == {receiver for _, receiver in traffic.pair_rate}
     # log3 of 40 and of 1,024 is 3.4 and 6.3, so there are 4 and 7 rounds.
-    assert len(traffic.round_trip_s) == {40: 4, 1024: 7}[len(nodes)] * num_telling
+    assert len(traffic.round_trip_s) == {40: 4 * 40, 1024: 7 * num_telling // FEWER}[len(nodes)]
     assert len(traffic.bursts) == num_telling
+    assert len(counted_bursts([Burst(1, 0.1)] * 9, 0, nodes)) == {40: 9, 1024: MAX_BURSTS - 1}[len(nodes)]
     link = PassiveLink()
     link.add(traffic, probed_latency_s=1e-4)
     assert link.latency_s is not None
