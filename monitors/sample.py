@@ -107,8 +107,8 @@ class StepSample:
                or if they are not finite
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
     rate_from  by sending rank, bytes per second at which its long messages arrived; of the ranks that count in the step
-    lag_s      by rank that this one exchanges agreement messages with, time from sending until the other's message
-               arrived, by this rank's clock. The lags of two ranks to each other add up to one round trip, whichever
+    lag_s      by rank that this one greets at the end of a step, time from that until the other's greeting came,
+               by this rank's clock. The lags of two ranks to each other add up to one round trip, whichever
                rank was late and whatever their clocks say. Empty without a mesh
     num_local  number of ranks that share memory, including this one
     inside     link between these ranks; None if it was not measured

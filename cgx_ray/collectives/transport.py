@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cgx_ray.collectives.minimum import MeshMinimum
+from cgx_ray.collectives.minimum import MeshMinimum, partners
 from cgx_ray.collectives.simulated_link import LinkDelay, SimulatedLink
 from cgx_ray.collectives.transport_like import Handle, Held, VendorCall
 from cgx_ray.errors import CGXError, TransportError
@@ -22,9 +22,9 @@ from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
 # Torch's own time-out for Gloo: half an hour.
 DEFAULT_TIMEOUT_S = 1800.0
 
-# Channels of minima, which no group has: that of the agreement, and one for those within a step. Two minima that are
-# under way at once may go through their rounds in different orders.
-_AGREEMENT_CHANNEL, _STEP_CHANNEL = 2**32 - 1, 2**32 - 2
+# Channels that no group has: of the agreement, of minima within a step, and of greetings. Two minima that are under way
+# at once may go through their rounds in different orders.
+_AGREEMENT_CHANNEL, _STEP_CHANNEL, _GREETING_CHANNEL = 2**32 - 1, 2**32 - 2, 2**32 - 3
 
 
 class Transport:
@@ -36,7 +36,7 @@ class Transport:
     local              collectives among the ranks of this node; None if it has one rank, or with a simulated link
     step, group_index  the exchange that runs, for error messages; its messages go on a channel of the group's number
     timeout_s          seconds after which a peer that does not answer counts as gone
-    lag_s              by partner in the last minimum that noted it, seconds from sending until its message came; empty
+    lag_s              by partner in the last greeting but one, seconds from greeting it until its greeting came; empty
                        without a mesh
     """
 
@@ -69,6 +69,8 @@ class Transport:
         self.step = 0
         self.group_index = 0
         self.lag_s: Mapping[int, float] = {}
+        self._partners = [peer for peers in partners(self.rank, self.world_size) for peer in peers]
+        self._greeting: int | None = None
         self._card_bytes = 0
         # Held back by the simulated link, in the order of calls.
         self._held: list[Held] = []
@@ -227,33 +229,46 @@ class Transport:
             future.add_done_callback(lambda done: mesh.wake())
         return VendorCall(name, work, future)
 
-    def start_minimum(self, values_K: Tensor, *, notes_lag: bool = True) -> Callable[[], Tensor]:
+    def greet(self) -> None:
+        """Send a byte to each partner, and note in `lag_s` when those of the last greeting came. Nothing waits for it.
+
+        Call it between steps, on all ranks: no gradients queue in front of the bytes then, so the lags of two ranks to
+        each other add up to one round trip of an idle link.
+        """
+        if self._mesh is None or self._delay is not None:
+            return
+        with self.reporting("a greeting between steps"):
+            if self._greeting is not None:
+                arrived_s = self._mesh.wait(self._greeting, self.timeout_s)
+                self.lag_s = {peer: arrived_s[peer] for peer in self._partners}
+            received = {peer: torch.empty(1, dtype=torch.uint8) for peer in self._partners}
+            sent = dict.fromkeys(received, torch.zeros(1, dtype=torch.uint8))
+            self._greeting = self._mesh.post(sent, received, channel=_GREETING_CHANNEL)
+
+    def start_minimum(self, values_K: Tensor, *, within_step: bool = False) -> Callable[[], Tensor]:
         """Begin an element-wise minimum over ranks and return a function that waits for it, see `MeshMinimum`.
 
-        Do not change `values_K` before that function has returned. Without `notes_lag`, `lag_s` stays as it is. One
-        minimum with it and one without it may be under way at once.
+        Do not change `values_K` before that function has returned. One minimum `within_step` and another one may be
+        under way at once.
         """
         if self._mesh is None:
             work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
             assert work is not None
             return partial(self._finish_sum, work, values_K)
-        channel = _AGREEMENT_CHANNEL if notes_lag else _STEP_CHANNEL
+        channel = _STEP_CHANNEL if within_step else _AGREEMENT_CHANNEL
         minimum = MeshMinimum(self._mesh, self.rank, self.world_size, values_K, channel)
         self._minima.append(minimum)
-        return partial(self._finish_minimum, minimum, notes_lag=notes_lag)
+        return partial(self._finish_minimum, minimum)
 
     def _finish_sum(self, work: dist.Work, values_K: Tensor) -> Tensor:
         with self.reporting("the agreement"):
             work.wait()
         return values_K
 
-    def _finish_minimum(self, minimum: MeshMinimum, *, notes_lag: bool) -> Tensor:
+    def _finish_minimum(self, minimum: MeshMinimum) -> Tensor:
         self._minima.remove(minimum)
         with self.reporting("the agreement"):
-            values_K = minimum.finish(self.timeout_s)
-        if notes_lag:
-            self.lag_s = minimum.lag_s if self._delay is None else {}
-        return values_K
+            return minimum.finish(self.timeout_s)
 
     @contextmanager
     def reporting(self, what: str) -> Iterator[None]:

@@ -200,6 +200,7 @@ class Engine:
                     self._end(step)
                     step.release()
                     step = None
+                    self._transport.greet()
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the futures
                 new = [arrived] if isinstance(arrived, PendingBucket) else []
                 self._fail(error, [*new, *(step.buckets if step is not None else [])])
