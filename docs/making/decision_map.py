@@ -18,8 +18,8 @@ from cgx_ray.planner.scenario import TYPICAL_GAINS, TYPICAL_PROFILE, Scenario, m
 from cgx_ray.report.style import DENSE_COLOR, GREEN, INK, ORANGE, PURPLE, SKY, new_figure, save_figure
 
 PICTURE = Path(__file__).resolve().parents[1] / "img" / "decision-map.png"
-BANDWIDTHS_GBPS = np.geomspace(0.2, 100, 14)
-LATENCIES_MS = np.geomspace(0.02, 50, 11)
+BANDWIDTHS_GBPS = np.geomspace(0.1, 50, 14)
+LATENCIES_MS = np.geomspace(0.02, 5, 9)
 _NAMES = {"none": "uncompressed", "bf16": "bf16", "qsgd": "qsgd, 4 bits", "topk": "top-k"}
 _COLORS = {"none": ORANGE, "bf16": GREEN, "qsgd": SKY, "topk": PURPLE}
 
