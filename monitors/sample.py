@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,8 @@ class StepSample:
                The lags of two ranks to each other add up to one round trip, whichever rank was late and whatever their
                clocks say. Empty without a mesh
     num_local  number of ranks that share memory, including this one
+    checked_weights
+               True if it was found in this step that all ranks held the same weights when the step before began
     """
 
     rank: int
@@ -114,6 +116,22 @@ class StepSample:
     rate_from: tuple[float, ...] = ()
     lag_s: tuple[float, ...] = ()
     num_local: int = 1
+    checked_weights: bool = False
+
+
+# An error that ends the training on a rank: a peer did not answer in time, a message was damaged (CRC-32C), ranks hold
+# different weights, a connection broke, or any other.
+FaultKind = Literal["time_out", "damaged", "weights_differ", "connection", "other"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The error that stopped the exchange of gradients on a rank, and the training with it."""
+
+    rank: int
+    step: int
+    kind: FaultKind
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import Policy
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.ray_sink import RaySink
-from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
@@ -105,6 +105,12 @@ class Controller:
         if self._loop.is_registered:
             self._metrics.export(self._loop.facts(), self._journal.num_errors)
         return self._loop.next_probe(sample.node_id, now_s)
+
+    async def report_fault(self, fault: Fault) -> None:
+        """Count an error that has ended the training on a rank, and write it down."""
+        self._loop.add_fault(fault, time.time())
+        if self._loop.is_registered:
+            self._metrics.export(self._loop.facts(), self._journal.num_errors)
 
     async def look(self) -> dict[str, Any] | None:
         """Return what `cgx-ray top` shows, see `LiveState.fields`; None before the worker group has registered."""

@@ -70,7 +70,7 @@ def make_engine(
         device=device,
     )
     assert isinstance(model, DistributedDataParallel)
-    buckets = DdpBuckets(model, engine, loss_scale)
+    buckets = DdpBuckets(model, engine, loss_scale, weight_check_steps=settings.weight_check_steps)
     try:
         model.register_comm_hook(buckets, cgx_hook)
     except RuntimeError as error:
