@@ -14,6 +14,7 @@ from cgx_ray.control.journal import Journal
 from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import Policy
+from cgx_ray.control.step_ring import StepRing
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.sample import Fault, NodeSample
@@ -43,17 +44,20 @@ class Controller:
         snapshot_path: str,
         history: History | None = None,
         nodes: Sequence[str] = (),
+        ring_bytes: int = 0,
     ) -> None:
         """
         snapshot_path  of a file that no other controller uses
         history        that of the previous worker group's controller, None for the first
         nodes          address of each rank's node
+        ring_bytes     of the files beside the journal that keep joined steps for a replay; 0 keeps none
         """
         logging.basicConfig(level=logging.INFO)
         self._journal = Journal(Path(journal_path))
         self._snapshot = Snapshot(Path(snapshot_path))
         own = self._snapshot.read()
-        self._loop = ControlLoop(policy, self._journal, own or history, nodes=nodes)
+        ring = StepRing(Path(journal_path).parent, ring_bytes) if ring_bytes else None
+        self._loop = ControlLoop(policy, self._journal, own or history, nodes=nodes, ring=ring)
         if own is not None:
             logger.warning("the controller was started again and goes on with plan %d", own.plans[-1].version)
             self._loop.resume()

@@ -37,6 +37,7 @@ from cgx_ray.control.measured import dense_groups, is_dense
 from cgx_ray.control.notes import Notes
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.progress import Progress
+from cgx_ray.control.step_ring import Decided, JoinedReport, StepRing
 from cgx_ray.control.tally import CauseKind
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
@@ -65,11 +66,18 @@ class ControlLoop:
     """
 
     def __init__(
-        self, policy: Policy, journal: Journal, history: History | None = None, *, nodes: Sequence[str] = ()
+        self,
+        policy: Policy,
+        journal: Journal,
+        history: History | None = None,
+        *,
+        nodes: Sequence[str] = (),
+        ring: StepRing | None = None,
     ) -> None:
         """
         history  that of the controller before
         nodes    address of each rank's node, for the journal
+        ring     gets the joined steps, so that they can be replayed
         """
         self._policy = policy
         self._journal = journal
@@ -77,6 +85,7 @@ class ControlLoop:
         self.layers = self._earlier.layers
         self.plans = list(self._earlier.plans)
         self._registration = self._earlier.registration
+        self._ring = ring
         self._notes = Notes(journal, nodes, self._earlier.num_faults)
         self._state: WorkerGroupState | None = None
         self._progress = Progress()
@@ -156,6 +165,8 @@ class ControlLoop:
         )
         self._progress, self._last_step = Progress(), None
         self._notes.start_group()
+        if self._ring is not None:
+            self._ring.restart()
         return self._state
 
     def _start_journal(self, state: WorkerGroupState, time_s: float) -> None:
@@ -171,29 +182,46 @@ class ControlLoop:
         state = self._state
         if state is None:
             return []
+        if self._ring is not None:
+            self._ring.begin(self, now_s)
         if sample.steps:
             self._start_journal(state, sample.time_s)
-        decisions = []
         silent_before = state.silent_ranks
-        steps = state.add_report(sample, now_s)
+        report = JoinedReport(
+            sample=replace(sample, steps=()),
+            ranks=frozenset(step.rank for step in sample.steps),
+            steps=tuple(state.join(sample.steps, now_s)),
+            now_s=now_s,
+        )
         if state.silent_ranks != silent_before:
             self._notes.silence(state, sample.time_s)
-        for step in steps:
+        decided = self.follow(report)
+        if self._ring is not None:
+            self._ring.add(report, decided)
+        for line in self._progress.add(sample.steps, sample.time_s, state.facts):
+            self._journal.write(line)
+        return [one.decision for one in decided]
+
+    def follow(self, report: JoinedReport) -> list[Decided]:
+        """Take joined steps; return the decisions that they cause."""
+        state = self._state
+        assert state is not None
+        decided = []
+        state.add_report(report.sample, report.ranks, report.now_s)
+        for step in report.steps:
             self._last_step = step.step
-            if not state.add_step(step, now_s):
+            if not state.add_step(step, report.now_s):
                 continue
-            at = _When(step.step, now_s, sample.time_s)
+            at = _When(step.step, report.now_s, report.sample.time_s)
             self._write_outcome(state, step, at)
             guarded = self._policy.is_guarded
             decision = (self._guard(state, at) if guarded else None) or self._decide(state, at)
             decision = decision or (self._compare(state, at) if guarded else None)
             if decision is not None:
-                decisions.append(decision)
+                decided.append(Decided(step.step, decision, state.plan))
             if state.may_accept:
                 self.plans.append(state.accept())
-        for line in self._progress.add(sample.steps, sample.time_s, state.facts):
-            self._journal.write(line)
-        return decisions
+        return decided
 
     def add_fault(self, fault: Fault, time_s: float) -> None:
         """Note an error that ended the training on a rank. `time_s`: seconds since 1970."""
