@@ -189,7 +189,7 @@ class ControlLoop:
         silent_before = state.silent_ranks
         report = JoinedReport(
             sample=replace(sample, steps=()),
-            ranks=frozenset(step.rank for step in sample.steps),
+            ranks=frozenset(rank for step in sample.steps for rank in step.ranks),
             steps=tuple(state.join(sample.steps, now_s)),
             now_s=now_s,
         )

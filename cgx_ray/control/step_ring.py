@@ -48,7 +48,17 @@ _ADMITTED = {
     "builtins": {"dict", "float", "frozenset", "int", "list", "set"},
     "collections": {"Counter", "defaultdict", "deque", "OrderedDict"},
     "cgx_ray.monitors.probe_schedule": {"ProbeSchedule"},
-    "cgx_ray.monitors.sample": {"NodeSample", "StepSample", "HostLoad", "Transfer", "Burst", "LayerError"},
+    "cgx_ray.monitors.sample": {
+        "Burst",
+        "HostLoad",
+        "InsideLink",
+        "LayerError",
+        "LayerSum",
+        "NodeSample",
+        "NodeStep",
+        "Sum",
+        "Transfer",
+    },
 }
 
 
