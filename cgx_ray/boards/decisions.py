@@ -194,5 +194,8 @@ DECISIONS = Board(
     uid="cgx-ray-decisions",
     title="cgx_ray: decisions",
     meaning="What was decided, why, and was it right?",
+    note="A mark on the panels is a change of plan. It names the kind of its cause alone, since labels of metrics hold "
+    "no free text. The full reason of each decision, with its prediction, is in the run's report (cgx-ray report), in "
+    "cgx-ray top while it trains, and in the journal decisions.jsonl.",
     sections=[("Plans", _PLANS), ("Was it right?", _RIGHT), ("The gradient", _GRADIENT)],
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from cgx_ray.collectives.minimum import MeshMinimum, partners
 from cgx_ray.collectives.simulated_link import LinkDelay, SimulatedLink
 from cgx_ray.collectives.transport_like import Handle, Held, VendorCall
-from cgx_ray.errors import CGXError, TransportError
+from cgx_ray.errors import CGXError, PeerTimeoutError, TransportError
 from cgx_ray.runtime_ext import shm
 from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
 
@@ -124,6 +124,7 @@ class Transport:
             self.finish(handle.handle, waited_s)
             return
         name = handle.name if isinstance(handle, VendorCall) else "a message"
+        began_s = time.perf_counter() - waited_s
         try:
             if isinstance(handle, int):
                 assert self._mesh is not None
@@ -133,7 +134,7 @@ class Transport:
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
-            raise self._broken(name, error) from error
+            raise self._broken(name, error, began_s) from error
 
     def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> int | None:
         """Wait until one of `handles` is done and return the place of the first such; `finish` then returns at once.
@@ -192,6 +193,7 @@ class Transport:
 
     def _start_sum(self, values_N: Tensor) -> Handle:
         is_local = self.local is not None and self.local.size == self.world_size
+        began_s = time.perf_counter()
         try:
             if self.local is not None and is_local and values_N.is_cpu and values_N.dtype in shm.DTYPES:
                 self.local.all_reduce(values_N)
@@ -203,7 +205,7 @@ class Transport:
                 return []
             return self._watched("an all-reduce", dist.all_reduce(values_N, group=self._group, async_op=True))
         except RuntimeError as error:
-            raise self._broken("an all-reduce", error) from error
+            raise self._broken("an all-reduce", error, began_s) from error
 
     def broadcast(self, message: Tensor, root: int) -> Iterator[Handle]:
         """See `TransportLike.broadcast`; by the vendor's tree."""
@@ -273,12 +275,13 @@ class Transport:
     @contextmanager
     def reporting(self, what: str) -> Iterator[None]:
         """Turn a library's RuntimeError within the block into a TransportError with rank, step and group."""
+        began_s = time.perf_counter()
         try:
             yield
         except CGXError:
             raise
         except RuntimeError as error:
-            raise self._broken(what, error) from error
+            raise self._broken(what, error, began_s) from error
 
     def take_bursts(self) -> list[tuple[int, int, float]]:
         """See `Mesh.take_bursts`. Empty over torch.distributed and on a simulated link: bytes come at full speed."""
@@ -305,8 +308,11 @@ class Transport:
     def _is_away(self, peer: int) -> bool:
         return self.nodes[peer] != self.nodes[self.rank]
 
-    def _broken(self, what: str, error: RuntimeError) -> TransportError:
-        return TransportError(
+    def _broken(self, what: str, error: RuntimeError, began_s: float = math.inf) -> TransportError:
+        """Return the error to raise. `began_s`: when this rank began to wait, by `time.perf_counter`, if it did."""
+        # Gloo and NCCL raise the same type whatever has failed. Clocks of other libraries differ a little.
+        is_late = time.perf_counter() - began_s >= 0.99 * self.timeout_s
+        return (PeerTimeoutError if is_late else TransportError)(
             f"rank {self.rank}, step {self.step}, group {self.group_index}: {what} did not get through ({error}); "
             "look at the log of the other ranks for the first error"
         )
