@@ -102,8 +102,8 @@ def measure_adapt_lab(options: AdaptLabOptions, folder: Path, on_part: OnPart) -
         lab = stack.enter_context(
             Lab(options.num_ranks, rate_bit_per_s=first.rate_bit_per_s, latency_s=first.latency_s)
         )
-        # The clock of the loop is the real one: probes are due when they are in a training.
-        job = Job(lab, folder, "cgx_ray.bench.adapt_lab_rank", given=options.job(), clock_factor=1.0)
+        # Probes are due when they are in a training.
+        job = Job(lab, folder, "cgx_ray.bench.adapt_lab_rank", given=options.job(), probe_clock=1.0)
         stack.callback(job.close)
         num_parts = 3 + len(options.ways) + len(options.schedules) + len(options.grid)
         index = itertools.count()

@@ -134,8 +134,8 @@ class AdaptLabOptions:
     grid: tuple[StepNetwork, ...] = _grid()
     visit_s: float = 2.0
     num_visit_steps: int = 2
-    settle_s: float = 1.0
-    grid_s: float = 10.0
+    settle_s: float = 2.0
+    grid_s: float = 8.0
     num_grid_steps: int = 24
     has_goals: bool = True
 
@@ -160,13 +160,13 @@ QUICK = AdaptLabOptions(
     width=128,
     num_layers=2,
     schedules=("c1",),
-    epoch_s=0.15,
+    epoch_s=0.1,
     ways=(DDP, STATIC_WAYS[2]),
     grid=(StepNetwork(rate_bit_per_s=2e8, latency_s=1e-3),),
-    visit_s=0.5,
-    settle_s=0.3,
-    grid_s=2.0,
-    num_grid_steps=8,
+    visit_s=0.2,
+    settle_s=0.1,
+    grid_s=1.0,
+    num_grid_steps=6,
     has_goals=False,
 )
 

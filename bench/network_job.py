@@ -27,8 +27,8 @@ from cgx_ray.planner.options import codec_options
 from cgx_ray.session.settings import Settings
 
 _START_TIMEOUT_S = 120.0
-# Speed of the loop's clock in `bench network`, by which probes are due once per minute: it must not wait for minutes.
-_FAST_CLOCK = 12
+# Speed of the clock of probes in `bench network`, which are due once per minute: it must not wait for minutes.
+_FAST_PROBES = 12
 
 
 class NetworkBenchError(CGXError, RuntimeError):
@@ -50,16 +50,16 @@ class Job:
         module: str = "cgx_ray.bench.network_rank",
         *,
         given: Mapping[str, Any] | None = None,
-        clock_factor: float = _FAST_CLOCK,
+        probe_clock: float = _FAST_PROBES,
     ) -> None:
         """
         folder        for the store, the journal and the ranks' errors
         module        runs a rank
         given         to each rank, besides rank, world size, store and address
-        clock_factor  speed of the loop's clock
+        probe_clock   speed of the clock by which probes are due
         """
         self._lab = lab
-        self._module, self._given, self._clock_factor = module, dict(given or {}), clock_factor
+        self._module, self._given, self._probe_clock = module, dict(given or {}), probe_clock
         self._world_size = len(lab.hosts)
         self._folder = folder
         self._errors = folder / "errors"
@@ -176,7 +176,7 @@ class Job:
             if self._loop is None:
                 return
             known = len(self._loop.plans)
-            now_s = self._clock_factor * time.monotonic()
+            now_s = time.monotonic()
             self._loop.observe(sample, now_s)
             if sample.node_id == "host 0":
                 self.num_steps += len(sample.steps)
@@ -185,7 +185,7 @@ class Job:
             for plan in self._loop.plans[known:]:
                 for rank in self._ranks:
                     _write(rank, plan.to_json().replace("\n", " "))
-            target = self._loop.next_probe(sample.node_id, now_s)
+            target = self._loop.next_probe(sample.node_id, self._probe_clock * now_s)
             if target is not None:
                 _write(self._ranks[int(sample.node_id.removeprefix("host "))], target)
 

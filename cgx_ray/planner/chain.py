@@ -73,6 +73,11 @@ class LayerChain:
     def fits(self, option: Option) -> bool:
         return max((layer.numel for layer in self.layers), default=0) <= _max_numel(option)
 
+    def soonest(self, options: Sequence[Option], numel: int) -> list[Option]:
+        """Return those of `options` that can carry a group of `numel` elements, the one that takes least alone first."""
+        able = [option for option in options if numel <= _max_numel(option)]
+        return sorted(able, key=lambda option: self._cost(option).alone_s(numel))
+
     def bound_s(self, options: Sequence[Option]) -> float:
         """Return a lower bound of the finish: compute and the last exchange, or the first layer and the network."""
         costs = [self._cost(option) for option in options]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from cgx_ray.plan import PIECE_BYTES, Intra, Option, Scheme
@@ -13,11 +14,15 @@ from cgx_ray.planner.scheme_costs import Overlap, SchemeCost, Work, cost_of_sche
 from cgx_ray.planner.timeline import Resource, Stage
 
 NO_WORK = Work(encode=(0, 0), decode=(0, 0))
-# Seconds that the engine's thread needs besides encoding and decoding, per group and per message that it decodes:
+# Seconds that the engine's thread needs besides encoding and decoding, per group and per message that it takes in:
 # Python between the turns, posts of messages. Processor time of 2 to 64 groups of 64 KB and more over sra was 0.31 ms
 # per group with 2 ranks (3 messages) and 0.77 ms with 4 (7 messages), AMD EPYC, Zen 5.
 THREAD_S = 1e-4
 MESSAGE_S = 1e-4
+# Bytes that the vendor has under way between two ranks at most: TCP's default windows. Over Gloo with 1 Gbit/s and
+# 10 ms one way, 102 MB in 5 groups took 1.6 s where the bytes alone take 1.2; one group of 100 MB 2.3 s, with 25 ms
+# 4.5 s. Our own connections are set up for long paths.
+VENDOR_WINDOW_BYTES = 2 << 20
 # "thread": codecs work beside backward. "backward": they take the processor from it.
 EncodesOn = Literal["backward", "thread"]
 
@@ -57,6 +62,13 @@ class Leg(NamedTuple):
     def decode_s(self, cost: CodecCost) -> float:
         return cost.decode_s(*self.decode)
 
+    @property
+    def num_messages(self) -> float:
+        """Messages that the engine's thread takes in; the vendor's have a thread of their own."""
+        if self.scheme is Scheme.DENSE or self.num_ranks == 1:
+            return 0.0
+        return self.decode[0] + self.cost.num_raw(self.num_ranks)
+
 
 def legs(option: Option, network: Network, numel: int, item_bytes: int = 4) -> tuple[Leg, ...]:
     """Return the legs of a group of `numel` elements under `option`: one, or three if it is hierarchical.
@@ -73,10 +85,12 @@ def legs(option: Option, network: Network, numel: int, item_bytes: int = 4) -> t
     def exchange(num_ranks: int, numel: float, wire_bytes: float, *, crosses: bool) -> Leg:
         work = cost_of_scheme(option.scheme).work(num_ranks, numel) if num_ranks > 1 else NO_WORK
         hops, num_bytes = between if crosses else inside
+        link = network.between if crosses or network.inside is None else network.inside
+        if cost_of_scheme(option.scheme).is_vendor_ring and network.is_flat(option.intra):
+            link = _of_vendor(link)
         return Leg(
             "exchange", option.scheme, num_ranks, numel, wire_bytes, Resource.INTER if crosses else Resource.INTRA,
-            network.between if crosses or network.inside is None else network.inside, hops, num_bytes,
-            work.encode, work.decode,
+            link, hops, num_bytes, work.encode, work.decode,
         )  # fmt: skip
 
     if network.is_flat(option.intra):
@@ -98,12 +112,16 @@ def legs(option: Option, network: Network, numel: int, item_bytes: int = 4) -> t
     return reduce, exchange(n, numel / L, wire_bytes / L, crosses=True), share
 
 
+def _of_vendor(link: Link) -> Link:
+    """Return `link` as the vendor's library uses it: at most a window of bytes per round trip."""
+    return replace(link, beta_s_per_byte=max(link.beta_s_per_byte, 2 * link.alpha_s / VENDOR_WINDOW_BYTES))
+
+
 def thread_s(parts: Sequence[Leg]) -> float:
     """Return the seconds that a group of these legs takes the engine's thread besides encoding and decoding."""
     if all(leg.num_ranks == 1 for leg in parts):
         return 0.0
-    # The vendor's messages have a thread of their own.
-    return THREAD_S + MESSAGE_S * sum(leg.decode[0] for leg in parts if leg.scheme is not Scheme.DENSE)
+    return THREAD_S + MESSAGE_S * sum(leg.num_messages for leg in parts)
 
 
 def exchange_stages(

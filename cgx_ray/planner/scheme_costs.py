@@ -74,6 +74,7 @@ class SchemeCost:
     overlap         work that hides behind the network
     crossing        bytes on a node's card per byte of one rank, in a flat exchange; by N and ranks per node
     num_chunks      chunks that each rank cuts its encoded group into, by N; read for Overlap.PIECES only
+    num_raw         messages of plain values that the engine's thread adds up besides those it decodes, by N
     is_vendor_ring  the vendor's library sums. Between a part of the ranks we sum directly instead, in 2 hops
     """
 
@@ -82,6 +83,7 @@ class SchemeCost:
     overlap: Overlap
     crossing: Callable[[int, int], float]
     num_chunks: Callable[[int], int] = lambda N: 1
+    num_raw: Callable[[int], float] = lambda N: 0.0
     is_vendor_ring: bool = False
 
 
@@ -164,6 +166,7 @@ def _artopk(scheme: Scheme) -> SchemeCost:
         work=_one_message,
         overlap=Overlap.NOTHING,
         crossing=_from_all if scheme.by_tree else _once,
+        num_raw=(lambda N: _tree_work(N, 0).decode[0]) if scheme.by_tree else (lambda N: 0.0),
         is_vendor_ring=not scheme.by_tree,
     )
 

@@ -336,6 +336,24 @@ def test_sra_lasts_as_long_as_codec_or_network_and_a_piece_more() -> None:
     assert alone_s(stages) == pytest.approx(numel * 3 * 4e-9 + 2e-3 + piece_s)
 
 
+def test_artopk_by_tree_takes_in_the_trees_messages_and_by_ring_only_the_indices() -> None:
+    """With 4 ranks a tree halves and doubles 4 chunks: 3 come on the way down, 4 on the way up."""
+    topk = CodecSpec(name="topk", density=0.01)
+    for scheme, num_messages in ((Scheme.ARTOPK_RING, 1), (Scheme.ARTOPK_TREE, 1 + 7)):
+        parts = legs(Option(codec=topk, scheme=scheme), FLAT, 1 << 20)
+        assert thread_s(parts) == pytest.approx(THREAD_S + num_messages * MESSAGE_S)
+
+
+def test_the_vendors_sums_have_one_window_of_bytes_per_round_trip_and_our_messages_the_whole_link() -> None:
+    """At 1 Gbit/s a byte takes 8 ns. With 25 ms one way and windows of 2 MiB it takes the vendor 24."""
+    network = Network.flat(4, Link.from_rates(bandwidth_gbps=1, latency_ms=25))
+    seconds_per_byte = {}
+    for scheme in (Scheme.ALLREDUCE, Scheme.SRA):
+        (leg,) = legs(Option(codec=CodecSpec(name="bf16"), scheme=scheme), network, 1 << 20)
+        seconds_per_byte[scheme] = leg.link.beta_s_per_byte
+    assert seconds_per_byte == pytest.approx({Scheme.ALLREDUCE: 0.05 / 2**21, Scheme.SRA: 8e-9})
+
+
 def test_allgather_decodes_all_but_the_last_message_while_they_come() -> None:
     numel = 1 << 20
     stages = stages_of(Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER), numel)

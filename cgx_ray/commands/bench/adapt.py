@@ -29,7 +29,7 @@ from cgx_ray.report.show import print_line, progress_bar
 @click.option("--quick", is_flag=True, help="One seed per case; with --lab, a check of half a minute without goals.")
 @plot_option("adapt.png")
 def adapt(cases: tuple[str, ...], is_in_lab: bool, json_path: str | None, quick: bool, plot: Path) -> None:
-    """Drive the control loop in a cluster that is simulated, or in a lab.
+    """Drive the control loop in a simulated cluster, or in a lab.
 
     Runs all cases in two minutes, or those named. Regret is over the best plan of each moment. A number that misses its
     goal has an exclamation mark.
