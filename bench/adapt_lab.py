@@ -184,6 +184,8 @@ class _AdaptLab:
         for way in self._options.ways:
             self._on_part(way.name)
             groups = groups_of(way.plan(self._workload.layers, self._options.num_ranks), self._workload.layers)
+            # Ranks make more connections where the round trip is long, so all ways connect on the same network.
+            self._set(self._options.networks()[0])
             with self._at_work(way) as training:
                 for network in self._options.networks():
                     step_s = self._visit(training, network)

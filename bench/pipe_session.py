@@ -20,6 +20,7 @@ import torch.distributed as dist
 import cgx_ray
 from cgx_ray.monitors.agent import LATENCY_INTERVAL_S
 from cgx_ray.monitors.host import HostMonitor
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.probe import Prober, measure_bulk
 from cgx_ray.monitors.round_trip import Peers
 from cgx_ray.monitors.sample import NodeSample
@@ -85,7 +86,7 @@ class PipeSession:
                 NodeSample(
                     node_id=f"host {self._rank}",
                     time_s=time.time(),
-                    steps=steps,
+                    steps=node_steps(steps),
                     latency_s=self._peers.latency_s,
                     host=self._host.read(sum(step.wire_bytes for step in steps)),
                     bandwidth=dict(self._found.get() for _ in range(self._found.qsize())),

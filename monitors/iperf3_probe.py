@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.ports import free_port
+
 logger = logging.getLogger(__name__)
 
 # A test on a link that has become slow ends here, and what came until then is its rate.
@@ -53,11 +55,11 @@ def _loads() -> bool:
 
 
 class Iperf3Server:
-    """An iperf3 server for one test, on a port that the system chooses. It listens when the constructor returns."""
+    """An iperf3 server for one test. It listens when the constructor returns."""
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`. Raises OSError with iperf3's message if it cannot."""
-        self._process = _start("server", host)
+        """Listen on `host`, at a port as `ports.listen` chooses it. Raises OSError with iperf3's message."""
+        self._process = _start("server", host, str(free_port(host)))
         try:
             port = int(_answer(self._process, f"iperf3 server on {host}", "port"))
         except BaseException:

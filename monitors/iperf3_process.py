@@ -1,7 +1,7 @@
 """Run one end of an iperf3 test. `iperf3_probe` starts this file as a process of its own.
 
     check                               answers {"version": ...} if libiperf can be loaded
-    server HOST                         answers {"port": ...} once it listens, then serves one test
+    server HOST PORT                    answers {"port": ...} once it listens, then serves one test
     client HOST PORT NUM_BYTES MAX_S    answers {"received_bits_per_s": ..., "sent_bytes": ...}
 
 The answer is one line of JSON on standard output; after a failure it is {"error": ...}. The process ends when its
@@ -42,10 +42,10 @@ def check() -> None:
     answer(version=_Client(lib_name=LIBRARY).iperf_version)
 
 
-def serve(host: str) -> None:
-    """Serve one test on a port that the system chooses."""
+def serve(host: str, port_text: str) -> None:
+    """Serve one test on a port, or on any free one if it is 0."""
     server = iperf3.Server(verbose=False, lib_name=LIBRARY)
-    server.bind_address, server.port = host, 0
+    server.bind_address, server.port = host, int(port_text)
     results: list[Any] = []
     test = threading.Thread(target=lambda: results.append(server.run()), daemon=True)
     stdout = os.dup(1)  # the package points descriptor 1 elsewhere while libiperf runs

@@ -11,10 +11,12 @@ import threading
 import time
 from dataclasses import dataclass
 
+from cgx_ray.errors import ConfigError
 from cgx_ray.monitors import iperf3_probe
 from cgx_ray.monitors.iperf3_probe import Iperf3Server, measure_iperf3
 from cgx_ray.monitors.probe_schedule import budget_bytes
 from cgx_ray.monitors.round_trip import EchoServer, round_trip_s
+from cgx_ray.ports import listen
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +57,8 @@ class BulkServer:
     """Receives the bytes of `measure_tcp` and answers with their rate, one probe at a time."""
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, on a free port. Raises OSError if `host` is not an address of this node."""
-        self._listener = socket.create_server((host, 0))
+        """Listen on `host`, at a port as `ports.listen` chooses it. Raises OSError if it is no address of this node."""
+        self._listener = listen(host)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="cgx-ray-bulk", daemon=True)
@@ -249,7 +251,7 @@ class Prober:
             return None
         try:
             self._iperf3 = Iperf3Server(self._host)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             logger.warning("probes to %s go over TCP without iperf3: %s", self._host, error)
             return None
         return self._iperf3.address

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Mapping
 
+from cgx_ray.ports import listen
+
 logger = logging.getLogger(__name__)
 
 _PROBE = struct.Struct("<Q")
@@ -23,8 +25,8 @@ class EchoServer:
     """Sends everything back that it receives, in its own thread, until it is closed. Any number of clients."""
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, on a free port. Raises OSError if `host` is not an address of this node."""
-        self._listener = socket.create_server((host, 0))
+        """Listen on `host`, at a port as `ports.listen` chooses it. Raises OSError if it is no address of this node."""
+        self._listener = listen(host)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._wake_reader, self._wake_writer = socket.socketpair()
