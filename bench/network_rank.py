@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from cgx_ray.demo.gpt import StdlibBytes, build_gpt
 from cgx_ray.monitors.agent import LATENCY_INTERVAL_S
+from cgx_ray.monitors.guarded_server import Address
 from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.probe import Prober, measure_bulk
 from cgx_ray.monitors.round_trip import Peers
@@ -39,7 +40,7 @@ _REPORT_INTERVAL_S = 0.5
 class _PipeSession:
     """A `Session` whose controller is at the other end of this process's pipes."""
 
-    def __init__(self, settings: Settings, rank: int, peers: Peers, bulk: Mapping[str, tuple[str, int]]) -> None:
+    def __init__(self, settings: Settings, rank: int, peers: Peers, bulk: Mapping[str, Address]) -> None:
         """`bulk`: addresses of the nodes' bulk servers, by node id."""
         self.settings = settings
         self._rank, self._peers, self._bulk = rank, peers, bulk

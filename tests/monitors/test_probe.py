@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors import probe
+from cgx_ray.monitors.guarded_server import WELCOME, Address, connect
 from cgx_ray.monitors.probe import (
     BulkServer,
     Prober,
@@ -58,12 +60,12 @@ def test_all_probes_of_a_minute_keep_to_the_budget(
     sent: list[int] = []
     rate = mbit_per_s * 125e3
 
-    def send(host: str, port: int, num_bytes: int) -> float:
+    def send(host: str, port: int, token: str, num_bytes: int) -> float:
         sent.append(num_bytes)
         return rate if num_bytes >= least_bytes else 0.0
 
     monkeypatch.setattr(probe, "_send_bulk", send)
-    left, found = probe.measure_bulk((HOST, 1))
+    left, found = probe.measure_bulk(Address(HOST, 1, ""))
     assert [one.bytes_per_s for one in found] == [rate] * (2 if left else 1)
     # If a rate needs half a megabyte, it cannot be measured with less.
     allowed = max(budget_bytes(rate), (1 << 18) + ((1 << 19) if least_bytes > 1 << 18 else 0))
@@ -117,35 +119,30 @@ def test_a_window_smaller_than_the_path_does_not_hide_the_rate_of_the_link() -> 
     assert probe._fast_rate(arrivals) == pytest.approx(12.5e6, rel=0.01)
 
 
-def test_probes_into_one_node_take_turns(bulk: BulkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    under_way: list[int] = []
-    most: list[int] = []
-    receive = probe._receive_bulk
-
-    def watched(client: socket.socket) -> float:
-        under_way.append(1)
-        most.append(len(under_way))
-        rate = receive(client)
-        under_way.pop()
-        return rate
-
-    monkeypatch.setattr(probe, "_receive_bulk", watched)
+def test_probes_into_one_node_take_turns(bulk: BulkServer) -> None:
+    under_way = threading.Semaphore()
     found: list[float] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(measure_tcp(*bulk.address, 20_000_000).bytes_per_s))
-        for _ in range(4)
-    ]
+
+    def measure() -> None:
+        with connect(*bulk.address, timeout_s=20) as client:
+            assert under_way.acquire(blocking=False), "two have their turn"
+            client.sendall(bytes(20_000_000))
+            # The next one has its turn at once when this one is done.
+            under_way.release()
+            client.shutdown(socket.SHUT_WR)
+            found.append(struct.unpack("<d", client.recv(8, socket.MSG_WAITALL))[0])
+
+    threads = [threading.Thread(target=measure) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(found) == 4
     assert all(rate > 0 for rate in found), found
-    assert most == [1] * 4
 
 
 def test_a_client_that_vanishes_leaves_the_server_at_work(bulk: BulkServer) -> None:
-    with socket.create_connection(bulk.address) as client:
+    with connect(*bulk.address, timeout_s=20) as client:
         client.sendall(bytes(100_000))
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closes with a reset
     assert measure_tcp(*bulk.address, 10_000_000).bytes_per_s > 0
@@ -160,6 +157,7 @@ def test_a_closed_server_refuses_and_one_that_hangs_up_is_an_error(bulk: BulkSer
     def hang_up(listener: socket.socket) -> None:
         client, _ = listener.accept()
         with client:
+            client.sendall(WELCOME)
             while client.recv(1 << 16):
                 pass
 
@@ -167,7 +165,7 @@ def test_a_closed_server_refuses_and_one_that_hangs_up_is_an_error(bulk: BulkSer
         thread = threading.Thread(target=hang_up, args=(listener,))
         thread.start()
         with pytest.raises(ConnectionError, match="hung up"):
-            measure_tcp(HOST, listener.getsockname()[1], 1000)
+            measure_tcp(HOST, listener.getsockname()[1], "", 1000)
         thread.join()
 
 
@@ -262,13 +260,13 @@ import sys
 from cgx_ray.monitors.iperf3_probe import Iperf3Server
 from cgx_ray.monitors.probe import BulkServer
 bulk, iperf3 = BulkServer(sys.argv[1]), Iperf3Server(sys.argv[1])
-print(bulk.address[1], iperf3.address[1], flush=True)
+print(*bulk.address[1:], iperf3.address[1], flush=True)
 sys.stdin.read()
 """
 _PROBE = """
 import sys
 from cgx_ray.monitors.iperf3_probe import measure_iperf3
 from cgx_ray.monitors.probe import measure_tcp
-print(measure_tcp(sys.argv[1], int(sys.argv[2]), 7_500_000).bytes_per_s)
-print(measure_iperf3(sys.argv[1], int(sys.argv[3]), 7_500_000))
+print(measure_tcp(sys.argv[1], int(sys.argv[2]), sys.argv[3], 7_500_000).bytes_per_s)
+print(measure_iperf3(sys.argv[1], int(sys.argv[4]), 7_500_000))
 """

@@ -22,6 +22,7 @@ from cgx_ray.bench.monitor_cost import monitor_rows
 from cgx_ray.monitors.agent import NodeAgent, OwnBytes
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.export import LABELS, METRICS, RUN, served_name
+from cgx_ray.monitors.guarded_server import WELCOME
 from cgx_ray.monitors.host import HostMonitor, Neighbours, NicBytes, NicRates, read_nics, read_pressure
 from cgx_ray.monitors.probe import BulkServer
 from cgx_ray.monitors.ray_sink import RaySink
@@ -29,6 +30,7 @@ from cgx_ray.monitors.round_trip import EchoServer, Peers, round_trip_s
 from cgx_ray.monitors.sample import CURVE_DENSITIES, NodeSample
 
 HOST = "127.0.0.1"
+TOKEN = "0" * 32
 
 
 def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
@@ -125,7 +127,7 @@ def test_a_host_is_within_its_bounds() -> None:
 
 def test_echo_server_answers_several_clients_and_then_closes() -> None:
     server = EchoServer(HOST)
-    with socket.create_connection(server.address, timeout=5) as idle:
+    with socket.create_connection(server.address[:2], timeout=5) as idle:
         found: list[float] = []
         threads = [
             threading.Thread(target=lambda: found.append(round_trip_s(*server.address, timeout_s=30, gap_s=0)))
@@ -150,6 +152,8 @@ def test_a_busy_peer_does_not_make_a_round_trip_longer() -> None:
     def answer_late(listener: socket.socket) -> None:
         client, _ = listener.accept()
         with client:
+            client.recv(len(TOKEN), socket.MSG_WAITALL)
+            client.sendall(WELCOME)
             for delay_s in delays_s:
                 message = client.recv(64)
                 time.sleep(delay_s)
@@ -158,7 +162,7 @@ def test_a_busy_peer_does_not_make_a_round_trip_longer() -> None:
     with closing(socket.create_server((HOST, 0))) as listener:
         thread = threading.Thread(target=answer_late, args=(listener,))
         thread.start()
-        found_s = round_trip_s(HOST, listener.getsockname()[1], num_probes=3, timeout_s=10, gap_s=0)
+        found_s = round_trip_s(HOST, listener.getsockname()[1], TOKEN, num_probes=3, timeout_s=10, gap_s=0)
         thread.join()
     # The kernel's handshake took no delay.
     assert 0 < found_s < 0.3, found_s
@@ -166,24 +170,28 @@ def test_a_busy_peer_does_not_make_a_round_trip_longer() -> None:
 
 def test_a_peer_that_accepts_and_never_answers_times_out() -> None:
     with closing(socket.create_server((HOST, 0))) as listener, pytest.raises(TimeoutError):
-        round_trip_s(HOST, listener.getsockname()[1], timeout_s=0.1)
+        round_trip_s(HOST, listener.getsockname()[1], TOKEN, timeout_s=0.1)
 
 
 def test_a_peer_that_hangs_up_or_answers_nonsense_is_a_connection_error() -> None:
     def misbehave(listener: socket.socket) -> None:
-        for answer in (b"", b"HTTP/1.1"):
+        for answer in (b"", WELCOME, WELCOME + b"HTTP/1.1"):
             client, _ = listener.accept()
             with client:
                 client.recv(64)
                 client.sendall(answer)
+                if answer:
+                    client.recv(64)
 
     with closing(socket.create_server((HOST, 0))) as listener:
         thread = threading.Thread(target=misbehave, args=(listener,))
         thread.start()
+        with pytest.raises(ConnectionError, match="hung up: it was given another token"):
+            round_trip_s(HOST, listener.getsockname()[1], TOKEN)
         with pytest.raises(ConnectionError, match="closed"):
-            round_trip_s(HOST, listener.getsockname()[1])
+            round_trip_s(HOST, listener.getsockname()[1], TOKEN)
         with pytest.raises(ConnectionError, match="not an echo server"):
-            round_trip_s(HOST, listener.getsockname()[1])
+            round_trip_s(HOST, listener.getsockname()[1], TOKEN)
         thread.join()
 
 
