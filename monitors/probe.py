@@ -251,13 +251,16 @@ class Prober:
         """Return the addresses of its echo server and of its bulk server."""
         return self._echo.address, self._bulk.address
 
-    def start_iperf3(self) -> tuple[str, int] | None:
-        """Serve one iperf3 test until `stop_iperf3`; return its address, or None if no server can run here."""
+    def start_iperf3(self, peer: str) -> tuple[str, int] | None:
+        """Serve one iperf3 test from the host `peer` until `stop_iperf3`; return its address.
+
+        Returns None if no server can run here.
+        """
         self.stop_iperf3()
         if not iperf3_probe.available():
             return None
         try:
-            self._iperf3 = Iperf3Server(self._host)
+            self._iperf3 = Iperf3Server(self._host, peer)
         except OSError as error:
             logger.warning("probes to %s go over TCP without iperf3: %s", self._host, error)
             return None
@@ -286,7 +289,7 @@ class Prober:
         left, found = measure_bulk(bulk)
         if iperf3 is not None and left > 0 and iperf3_probe.available():
             try:
-                bytes_per_s = measure_iperf3(*iperf3, left // 3)
+                bytes_per_s = measure_iperf3(*iperf3, left // 3, self._host)
             except OSError as error:
                 logger.warning("the rate of this probe is that of TCP, because iperf3 failed: %s", error)
                 bytes_per_s = 0.0

@@ -177,7 +177,7 @@ def test_too_little_to_say_a_rate_is_an_error(bulk: BulkServer) -> None:
 def test_a_prober_finds_its_way_to_another() -> None:
     here, there = Prober(HOST), Prober(HOST)
     echo, bulk_address = there.addresses()
-    way = here.probe(echo, bulk_address, there.start_iperf3(), counts_hops=True)
+    way = here.probe(echo, bulk_address, there.start_iperf3(HOST), counts_hops=True)
     here.close()
     there.close()
     assert way.hops == 1
@@ -187,7 +187,7 @@ def test_a_prober_finds_its_way_to_another() -> None:
 
 
 def test_where_iperf3_receives_nothing_tcp_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "measure_iperf3", lambda host, port, num_bytes: 0.0)
+    monkeypatch.setattr(probe, "measure_iperf3", lambda host, port, num_bytes, source: 0.0)
     here, there = Prober(HOST), Prober(HOST)
     way = here.probe(*there.addresses(), (HOST, 1))
     here.close()
@@ -205,7 +205,7 @@ def test_a_failed_iperf3_leaves_the_rate_of_tcp(
     monkeypatch.setattr(probe, "measure_iperf3", fail)
     monkeypatch.setattr(probe, "Iperf3Server", fail)
     here, there = Prober(HOST), Prober(HOST)
-    assert there.start_iperf3() is None
+    assert there.start_iperf3(HOST) is None
     way = here.probe(*there.addresses(), (HOST, 1))
     here.close()
     there.close()
@@ -242,12 +242,12 @@ def test_hops_to_a_port_where_nobody_listens_are_refused() -> None:
 @pytest.mark.skipif(Lab.available() is not None, reason=Lab.available() or "")
 def test_probes_find_the_rate_of_the_lab() -> None:
     with Lab(2, rate_bit_per_s=1e8) as lab:
-        address = lab.hosts[1].address
+        own, address = (host.address for host in lab.hosts)
         server = lab.popen(
-            1, [sys.executable, "-c", _SERVE, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            1, [sys.executable, "-c", _SERVE, address, own], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         ports = server.stdout.readline().split()
-        client = lab.popen(0, [sys.executable, "-c", _PROBE, address, *ports], stdout=subprocess.PIPE, text=True)
+        client = lab.popen(0, [sys.executable, "-c", _PROBE, address, *ports, own], stdout=subprocess.PIPE, text=True)
         rates = [float(rate) for rate in client.communicate()[0].split()]
         server.communicate("")
     assert len(rates) == 2
@@ -259,7 +259,7 @@ _SERVE = """
 import sys
 from cgx_ray.monitors.iperf3_probe import Iperf3Server
 from cgx_ray.monitors.probe import BulkServer
-bulk, iperf3 = BulkServer(sys.argv[1]), Iperf3Server(sys.argv[1])
+bulk, iperf3 = BulkServer(sys.argv[1]), Iperf3Server(*sys.argv[1:])
 print(*bulk.address[1:], iperf3.address[1], flush=True)
 sys.stdin.read()
 """
@@ -268,5 +268,5 @@ import sys
 from cgx_ray.monitors.iperf3_probe import measure_iperf3
 from cgx_ray.monitors.probe import measure_tcp
 print(measure_tcp(sys.argv[1], int(sys.argv[2]), sys.argv[3], 7_500_000).bytes_per_s)
-print(measure_iperf3(sys.argv[1], int(sys.argv[4]), 7_500_000))
+print(measure_iperf3(sys.argv[1], int(sys.argv[4]), 7_500_000, sys.argv[5]))
 """
