@@ -25,8 +25,8 @@ from cgx_ray.planner.options import codec_options
 from cgx_ray.session.settings import Settings
 
 _START_TIMEOUT_S = 120.0
-# Speed of the loop's clock, by which probes are due once per minute: the benchmark must not wait for minutes.
-_CLOCK_FACTOR = 12
+# Speed of the clock of probes, which are due once per minute: the benchmark must not wait for minutes.
+_PROBE_CLOCK_FACTOR = 12
 
 
 class NetworkBenchError(CGXError, RuntimeError):
@@ -131,7 +131,7 @@ class Job:
             if self._loop is None:
                 return
             known = len(self._loop.plans)
-            now_s = _CLOCK_FACTOR * time.monotonic()
+            now_s = time.monotonic()
             self._loop.observe(sample, now_s)
             if sample.node_id == "host 0":
                 self.num_steps += len(sample.steps)
@@ -139,7 +139,7 @@ class Job:
             for plan in self._loop.plans[known:]:
                 for rank in self._ranks:
                     _write(rank, plan.to_json().replace("\n", " "))
-            target = self._loop.next_probe(sample.node_id, now_s)
+            target = self._loop.next_probe(sample.node_id, _PROBE_CLOCK_FACTOR * now_s)
             if target is not None:
                 _write(self._ranks[int(sample.node_id.removeprefix("host "))], target)
 

@@ -25,6 +25,7 @@ from cgx_ray.demo.gpt import StdlibBytes, build_gpt
 from cgx_ray.monitors.agent import LATENCY_INTERVAL_S
 from cgx_ray.monitors.guarded_server import Address
 from cgx_ray.monitors.host import HostMonitor
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.probe import Prober, measure_bulk
 from cgx_ray.monitors.round_trip import Peers
 from cgx_ray.monitors.sample import NodeSample
@@ -66,7 +67,7 @@ class _PipeSession:
                 NodeSample(
                     node_id=f"host {self._rank}",
                     time_s=time.time(),
-                    steps=steps,
+                    steps=node_steps(steps),
                     latency_s=self._peers.latency_s,
                     host=host.read(sum(step.wire_bytes for step in steps)),
                     bandwidth=dict(self._found.get() for _ in range(self._found.qsize())),

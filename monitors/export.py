@@ -161,7 +161,7 @@ METRICS: dict[str, Metric] = {
         "seconds",
         "node",
         (RANK,),
-        "Time from a rank's agreement message until that of the last other rank arrived: how late the latest rank is.",
+        "Time from the end of a rank's step until it hears that the last other rank has ended it: how late that is.",
     ),
     "cgx_ray_non_finite_steps": Metric(
         "counter",

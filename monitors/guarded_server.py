@@ -13,6 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cgx_ray.ports import listen
+
 logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 16
@@ -78,11 +80,11 @@ class GuardedServer(ABC):
     """
 
     def __init__(self, host: str, name: str) -> None:
-        """Listen on `host`, on a free port. Raises OSError if `host` is not an address of this node.
+        """Listen on `host`, at a port as `ports.listen` chooses it. Raises OSError if it is no address of this node.
 
         name  of the thread
         """
-        self._listener = socket.create_server((host, 0))
+        self._listener = listen(host)
         self._listener.listen(_BACKLOG)
         self._listener.setblocking(False)
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.ports import free_port
+
 logger = logging.getLogger(__name__)
 
 # A test on a link that has become slow ends here, and what came until then is its rate.
@@ -55,14 +57,14 @@ def _loads() -> bool:
 
 
 class Iperf3Server:
-    """An iperf3 server for one test from one address, on a port that the system chooses, for at most MAX_SERVE_S.
-
-    It listens when the constructor returns.
-    """
+    """An iperf3 server for one test from one address, for at most MAX_SERVE_S. It listens when the constructor returns."""
 
     def __init__(self, host: str, peer: str) -> None:
-        """Listen on `host`, for the address `peer`. Raises OSError with iperf3's message if it cannot."""
-        self._process = _start("server", host, peer, str(MAX_SERVE_S))
+        """Listen on `host`, for the address `peer`, at a port as `ports.listen` chooses it.
+
+        Raises OSError with iperf3's message.
+        """
+        self._process = _start("server", host, str(free_port(host)), peer, str(MAX_SERVE_S))
         try:
             port = int(_answer(self._process, f"iperf3 server on {host}", "port"))
         except BaseException:

@@ -1,7 +1,7 @@
 """Run one end of an iperf3 test. `iperf3_probe` starts this file as a process of its own.
 
     check                               answers {"version": ...} if libiperf can be loaded
-    server HOST PEER MAX_S              answers {"port": ...} once it listens, then serves one test from PEER
+    server HOST PORT PEER MAX_S         answers {"port": ...} once it listens, then serves one test from PEER
     client HOST PORT NUM_BYTES MAX_S SOURCE
                                         answers {"received_bits_per_s": ..., "sent_bytes": ...}
 
@@ -52,10 +52,10 @@ def check() -> None:
     answer(version=_Client(lib_name=LIBRARY).iperf_version)
 
 
-def serve(host: str, peer: str, max_s: str) -> None:
-    """Serve one test on a port that the system chooses, to the address `peer` only and for at most `max_s`."""
+def serve(host: str, port_text: str, peer: str, max_s: str) -> None:
+    """Serve one test to the address `peer` only, for at most `max_s`, on a port, or on any free one if it is 0."""
     server = iperf3.Server(verbose=False, lib_name=LIBRARY)
-    server.bind_address, server.port = host, 0
+    server.bind_address, server.port = host, int(port_text)
     results: list[Any] = []
     test = threading.Thread(target=lambda: results.append(server.run()), daemon=True)
     stdout = os.dup(1)  # the package points descriptor 1 elsewhere while libiperf runs

@@ -12,6 +12,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
+from cgx_ray.errors import ConfigError
 from cgx_ray.monitors import iperf3_probe
 from cgx_ray.monitors.guarded_server import WELCOME, Address, GuardedServer, connect
 from cgx_ray.monitors.iperf3_probe import Iperf3Server, measure_iperf3
@@ -61,7 +62,7 @@ class BulkServer(GuardedServer):
     """
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, on a free port. Raises OSError if `host` is not an address of this node."""
+        """Listen on `host`, at a port as `ports.listen` chooses it. Raises OSError if it is no address of this node."""
         self._turns: deque[socket.socket] = deque()  # the first one sends
         self._arrivals: list[tuple[float, int]] = []
         self._end_s = 0.0  # of its turn, in the time of time.monotonic
@@ -261,7 +262,7 @@ class Prober:
             return None
         try:
             self._iperf3 = Iperf3Server(self._host, peer)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             logger.warning("probes to %s go over TCP without iperf3: %s", self._host, error)
             return None
         return self._iperf3.address

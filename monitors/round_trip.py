@@ -26,7 +26,7 @@ class EchoServer(GuardedServer):
     """Sends everything back that it receives from those who know its token."""
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, on a free port. Raises OSError if `host` is not an address of this node."""
+        """Listen on `host`, at a port as `ports.listen` chooses it. Raises OSError if it is no address of this node."""
         super().__init__(host, "cgx-ray-echo")
 
     def welcome(self, client: socket.socket) -> bool:

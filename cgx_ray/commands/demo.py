@@ -36,7 +36,11 @@ from cgx_ray.units import format_rate, parse_rate
 @click.option("--simulated-link", is_flag=True, help="Delay messages in software even if namespaces work here.")
 @json_option()
 @click.option(
-    "--bench-rounds", default=12, show_default=True, help="Rounds of the engine's overhead, whose rows --json adds."
+    "--bench-rounds",
+    type=click.IntRange(min=1),
+    default=12,
+    show_default=True,
+    help="Rounds of the engine's overhead, whose rows --json adds.",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the runs.  [default: runs/demo-<time>]")
 def demo(

@@ -79,7 +79,7 @@ class KnownNetwork:
         was_probed = any(self._reported_s.values())
         self._probed_rates = _newer(self._probed_rates, now_s - RATE_HOLDS_S)
         self._add_latencies(sample, now_s)
-        self._ranks[sample.node_id].update(step.rank for step in sample.steps)
+        self._ranks[sample.node_id].update(rank for step in sample.steps for rank in step.ranks)
         self._probed_rates |= {(sample.node_id, other): (now_s, rate) for other, rate in sample.bandwidth.items()}
         if not self._is_probed:
             return False

@@ -113,7 +113,7 @@ class WorkerGroupState:
         num_local = before.ranks_per_node if num_workers % before.ranks_per_node == 0 else 1
         self.decided = replace(
             learned.measured,
-            network=network_of(num_workers, num_local, before.between),
+            network=network_of(num_workers, num_local, before.between, before.inside),
             codec_costs=self.experience.codec_costs,
             encodes_on=self._encodes_on,
             fixed=self._fixed,
@@ -338,13 +338,15 @@ class WorkerGroupState:
         if len(recent) < LINK_STEPS or rate is None or not self.gains.gain:
             return None
         between = Link(alpha_s=self.network.latency_s or self.network.probed_s, beta_s_per_byte=1 / rate.value)
+        told = recent[-1].inside
+        inside = Link(alpha_s=told.alpha_s, beta_s_per_byte=told.beta_s_per_byte) if told is not None else None
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
         backward_s = layer_times(self.layers, self.plan, ready_s)
         return Measured(
             layers=self.layers,
             backward_s=backward_s,
             after_s=max(0.0, median(one.compute_s for one in recent) - sum(backward_s)),
-            network=network_of(self.plan.world_size, recent[-1].num_local, between),
+            network=network_of(self.plan.world_size, recent[-1].num_local, between, inside),
             codec_costs=self.experience.codec_costs,
             gain=self.losses.gain | self.gains.usable,
             encodes_on=self._encodes_on,

@@ -15,8 +15,9 @@ from cgx_ray.errors import WireError
 class Agreement:
     """Starts, in each step, a minimum over ranks of the newest plan version held, and reads that of the step before.
 
-    The 64 bytes travel beside the gradients. They have a whole step to arrive, so no rank waits. A plan takes effect
-    in the second step after the last rank received it.
+    The 64 bytes travel beside the gradients, in ceil(log3 N) rounds among N > 17 ranks (`collectives.minimum`). They
+    have a whole step to arrive, so no rank waits. A plan takes effect in the second step after the last rank received
+    it.
 
     The message also carries the step, the plan in force and the loss scale, as they are and negated, so that ranks that
     differ are found. Its last number is the step from which this rank can afford to measure gains.

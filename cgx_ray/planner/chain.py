@@ -71,7 +71,12 @@ class LayerChain:
         )
 
     def fits(self, option: Option) -> bool:
-        return max((layer.numel for layer in self.layers), default=0) <= max_numel(option)
+        return max((layer.numel for layer in self.layers), default=0) <= _max_numel(option)
+
+    def soonest(self, options: Sequence[Option], numel: int) -> list[Option]:
+        """Return the `options` that can carry a group of `numel` elements, first the one that takes least alone."""
+        able = [option for option in options if numel <= _max_numel(option)]
+        return sorted(able, key=lambda option: self._cost(option).alone_s(numel))
 
     def bound_s(self, options: Sequence[Option]) -> float:
         """Return a lower bound of the finish: compute and the last exchange, or the first layer and the network."""
@@ -135,7 +140,7 @@ class LayerChain:
         """Yield `groups`, cut before each layer that would make a group too long for a message."""
         start = 0
         for group in groups:
-            limit, filled = max_numel(options[group.option]), 0
+            limit, filled = _max_numel(options[group.option]), 0
             for index in range(start, group.end):
                 if filled + self.layers[index].numel > limit:
                     yield GroupEnd(index, group.option)
@@ -212,7 +217,7 @@ def place_fixed(measured: Measured, groups: Sequence[PlannedGroup]) -> Iterator[
     yield from waiting
 
 
-def max_numel(option: Option) -> int:
+def _max_numel(option: Option) -> int:
     """Return the elements of the largest group that fits a message. The vendor's sums do not use our messages."""
     if option.scheme is Scheme.DENSE:
         return 1 << 62

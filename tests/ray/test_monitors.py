@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +22,7 @@ from support.controller_facts import KnownFacts
 from support.samples import step_sample
 
 from cgx_ray.bench.monitor_cost import monitor_rows
-from cgx_ray.monitors.agent import NodeAgent, OwnBytes
+from cgx_ray.monitors.agent import NodeAgent, OwnBytes, measured_nodes
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.export import LABELS, METRICS, RUN, served_name
 from cgx_ray.monitors.guarded_server import WELCOME
@@ -28,6 +31,7 @@ from cgx_ray.monitors.probe import BulkServer
 from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.round_trip import EchoServer, Peers, round_trip_s
 from cgx_ray.monitors.sample import CURVE_DENSITIES, NodeSample
+from cgx_ray.plan import Layer, Plan, make_plan
 
 HOST = "127.0.0.1"
 TOKEN = "0" * 32
@@ -248,6 +252,25 @@ def fake_controller() -> Any:
     return FakeController.remote()
 
 
+def controller_with(plans: list[Plan]) -> Any:
+    @ray.remote(num_cpus=0)
+    class Planner:
+        def __init__(self, plans: list[Plan]) -> None:
+            self.plans = plans
+            self.num_polls = 0
+
+        def observe(self, sample: NodeSample) -> None: ...
+
+        def plans_after(self, version: int, timeout_s: float) -> list[Plan]:
+            self.num_polls += 1
+            return [plan for plan in self.plans if plan.version > version]
+
+        def polls(self) -> int:
+            return self.num_polls
+
+    return Planner.remote(plans)
+
+
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("cgx_ray")]
 
@@ -274,10 +297,12 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
         def taken() -> list[NodeSample]:
             return ray.get(controller.taken.remote())
 
-        wait_until(lambda: sum(len(sample.steps) for sample in taken()) >= 40, "40 steps")
+        def told() -> list[tuple[int, int]]:
+            return [(step.step, rank) for sample in taken() for step in sample.steps for rank in step.ranks]
+
+        wait_until(lambda: len(told()) >= 40, "40 steps")
         latest = wait_until(lambda: [sample for sample in taken() if sample.latency_s], "a latency")[-1]
-        steps = [(step.step, step.rank) for sample in taken() for step in sample.steps]
-        assert steps == [(step, rank) for step in range(20) for rank in (0, 1)]
+        assert told() == [(step, rank) for step in range(20) for rank in (0, 1)]
         assert latest.latency_s.keys() == {"b"}
         assert 0 < latest.latency_s["b"] < 0.5
 
@@ -360,6 +385,32 @@ def test_agent_outlives_its_controller_says_so_once_and_takes_another(
     agent.start({}, second)
     agent.report([step_sample(0, 1)])
     wait_until(lambda: any(sample.steps for sample in ray.get(second.taken.remote())), "steps")
+
+
+def test_an_agent_asks_for_plans_once_for_all_its_ranks_and_says_so_if_nobody_answers(agent: NodeAgent) -> None:
+    layers = [Layer(name="a", numel=10, ndim=2)]
+    plans = [make_plan(layers, version=version, world_size=2) for version in (1, 2)]
+    controller = controller_with(plans)
+    assert agent.plans_after(0, 60.0) is None, "the agent was not told of a controller"
+    agent.start({}, controller)
+    time.sleep(0.2)
+    assert ray.get(controller.polls.remote()) == 0, "no rank has asked"
+    ranks = [ThreadPoolExecutor(1).submit(agent.plans_after, version, 60.0) for version in (0, 1, 0)]
+    assert [rank.result() for rank in ranks] == [plans, plans[1:], plans]
+    assert agent.plans_after(2, 0.01) == []
+    ray.kill(controller)
+    wait_until(lambda: agent.plans_after(2, 0.1) is None, "no answer")
+    agent.start({}, controller_with(plans))
+    assert agent.plans_after(1, 60.0) == plans[1:]
+
+
+def test_of_many_nodes_each_measures_the_latency_to_16_and_each_is_measured_by_16() -> None:
+    names = [f"node {number:04}" for number in range(100)]
+    found = [measured_nodes(name, names) for name in names]
+    assert {len(others) for others in found} == {16}
+    assert set(Counter(itertools.chain(*found)).values()) == {16}
+    assert sorted(measured_nodes("b", "abc")) == ["a", "c"]
+    assert measured_nodes("a", "a") == []
 
 
 def test_an_agent_probes_the_node_that_the_controller_names_and_no_other(agent: NodeAgent) -> None:

@@ -93,7 +93,7 @@ def test_a_prober_that_is_killed_takes_its_iperf3_along(address: str) -> None:
 
 def is_server(process: psutil.Process, host: str) -> bool:
     try:
-        return process.cmdline()[-5:-2] == [iperf3_process.__file__, "server", host]
+        return process.cmdline()[-6:-2] == [iperf3_process.__file__, "server", host, "0"]
     except psutil.Error:
         return False
 

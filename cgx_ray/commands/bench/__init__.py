@@ -17,6 +17,7 @@ _BENCHES = {
     "lab": ("cgx_ray.commands.bench.lab:lab", "Compare the lab with the alpha-beta model."),
     "network": ("cgx_ray.commands.bench.network:network", "Compare the monitors' estimates with the lab's links."),
     "planner": ("cgx_ray.commands.bench.planner:planner", "Check that plans are optimal, and time the planner."),
+    "scale": ("cgx_ray.commands.bench.scale:scale", "Load one controller with the reports of thousands of ranks."),
     "step": ("cgx_ray.commands.bench.step:step", "Time a step with DDP, torch's hooks and the engine."),
 }
 

@@ -28,9 +28,9 @@ Identity checked(const Identity& self) {
 }  // namespace
 
 Mesh::Mesh(int rank, int world_size, int num_streams, const std::string& address, const std::string& token,
-           double far_s)
+           double far_s, std::pair<int, int> ports)
     : self_(checked({rank, world_size, num_streams, far_s, token})),
-      listener_(listen_at(address)),
+      listener_(listen_at(address, ports.first, ports.second)),
       port_(port_of(listener_.get())),
       tickets_(world_size),
       meter_(world_size),

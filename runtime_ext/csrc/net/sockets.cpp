@@ -70,14 +70,22 @@ void FileDescriptor::close() {
     if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
-FileDescriptor listen_at(const std::string& address) {
-    const AddressInfo target(address, 0);
-    FileDescriptor listener = target.make_socket();
-    if (!listener.is_open() || bind(listener.get(), target.info->ai_addr, target.info->ai_addrlen) != 0 ||
-        listen(listener.get(), SOMAXCONN) != 0) {
-        fail_errno("cannot listen on " + address);
+FileDescriptor listen_at(const std::string& address, int first_port, int last_port) {
+    for (int port = first_port; port <= last_port; ++port) {
+        const AddressInfo target(address, port);
+        FileDescriptor listener = target.make_socket();
+        const int on = 1;
+        // Without it, connections that were accepted at this port keep it in use, also for a minute after
+        // their end. The kernel's own choice needs no such thing.
+        if (port != 0) setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+        if (listener.is_open() && bind(listener.get(), target.info->ai_addr, target.info->ai_addrlen) == 0 &&
+            listen(listener.get(), SOMAXCONN) == 0) {
+            return listener;
+        }
+        if (errno != EADDRINUSE) fail_errno("cannot listen on " + address);
     }
-    return listener;
+    fail("all ports from " + std::to_string(first_port) + " to " + std::to_string(last_port) +
+         " are in use on " + address);
 }
 
 int port_of(int fd) {

@@ -30,9 +30,10 @@ class FileDescriptor {
     int fd_ = -1;
 };
 
-// Listens on `address`, a numeric IP address, at a port that the kernel picks. Throws std::runtime_error if
-// the address is not one of this machine.
-FileDescriptor listen_at(const std::string& address);
+// Listens on `address`, a numeric IP address, at the first port from `first_port` to `last_port` where nobody
+// else does; 0 to 0: at any. Throws std::runtime_error if the address is not one of this machine, or if all
+// ports are in use.
+FileDescriptor listen_at(const std::string& address, int first_port, int last_port);
 
 // The local port of a socket.
 int port_of(int fd);
