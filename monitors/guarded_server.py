@@ -45,7 +45,7 @@ class Address(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Client:
+class _Guest:
     peer: str
     end_s: float
     hello: bytes = b""
@@ -88,7 +88,7 @@ class GuardedServer(ABC):
         self._listener.listen(_BACKLOG)
         self._listener.setblocking(False)
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))
-        self._clients: dict[socket.socket, _Client] = {}  # in the order of their arrival
+        self._clients: dict[socket.socket, _Guest] = {}  # in the order of their arrival
         self._resume_s: float | None = None  # when to accept again
         self._told: set[str] = set()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -172,7 +172,7 @@ class GuardedServer(ABC):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._has_room(peer):
                 self._selector.register(sock, selectors.EVENT_READ)
-                self._clients[sock] = _Client(peer, time.monotonic() + HELLO_S)
+                self._clients[sock] = _Guest(peer, time.monotonic() + HELLO_S)
         except OSError as error:
             self._tell("watch", f"the connection of {peer} could not be watched ({error}) and was closed")
         if sock not in self._clients:
@@ -194,7 +194,7 @@ class GuardedServer(ABC):
         self._hang_up(oldest)
         return True
 
-    def _is_served(self, sock: socket.socket, client: _Client) -> bool:
+    def _is_served(self, sock: socket.socket, client: _Guest) -> bool:
         try:
             if client.is_known:
                 return self.hear(sock)
