@@ -57,7 +57,7 @@ def _loads() -> bool:
 
 
 class Iperf3Server:
-    """An iperf3 server for one test from one address, for at most MAX_SERVE_S. It listens when the constructor returns."""
+    """An iperf3 server for one test from one address, for at most MAX_SERVE_S. Once constructed it listens."""
 
     def __init__(self, host: str, peer: str) -> None:
         """Listen on `host`, for the address `peer`, at a port as `ports.listen` chooses it.
