@@ -20,8 +20,8 @@ def budget_bytes(bytes_per_s: float | None) -> int:
 def round_of(turn: int, num_nodes: int) -> list[tuple[int, int]]:
     """Return the ordered pairs of round `turn`: no node twice, and each pair once in all rounds (circle method).
 
-    Each round is followed by its reverse, so that both directions of a link are soon measured. After 2 x (nodes - 1)
-    rounds, or 2 x nodes if their number is odd, they begin again.
+    Each round is followed by its reverse, so that both directions of a link are soon measured. After
+    `rounds` they begin again.
     """
     others: list[int | None] = [*range(1, num_nodes), *[None] * (num_nodes % 2)]
     shift = turn // 2 % len(others)
@@ -29,6 +29,11 @@ def round_of(turn: int, num_nodes: int) -> list[tuple[int, int]]:
     met = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
     pairs = [(a, b) for a, b in met if a is not None and b is not None]
     return pairs if turn % 2 == 0 else [(b, a) for a, b in pairs]
+
+
+def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Return the rounds after which each ordered pair of nodes has met once."""
+    return [round_of(turn, num_nodes) for turn in range(2 * (num_nodes - 1 + num_nodes % 2))]
 
 
 class ProbeSchedule:

@@ -24,7 +24,7 @@ from cgx_ray.monitors.probe import (
     count_hops,
     measure_tcp,
 )
-from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule, budget_bytes, round_of
+from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule, budget_bytes, rounds
 
 HOST = "127.0.0.1"
 
@@ -38,7 +38,7 @@ def bulk() -> Iterator[BulkServer]:
 
 @pytest.mark.parametrize("num_nodes", [0, 1, 2, 3, 4, 7, 16])
 def test_rounds_have_every_pair_once_and_no_node_twice_at_a_time(num_nodes: int) -> None:
-    schedule = [round_of(turn, num_nodes) for turn in range(2 * (num_nodes - 1 + num_nodes % 2))]
+    schedule = rounds(num_nodes)
     assert sorted(itertools.chain(*schedule)) == sorted(itertools.permutations(range(num_nodes), 2))
     for pairs in schedule:
         nodes = list(itertools.chain(*pairs))
