@@ -32,7 +32,7 @@ def round_of(turn: int, num_nodes: int) -> list[tuple[int, int]]:
 
 
 def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Return the rounds after which each ordered pair of nodes has met once."""
+    """Return all rounds in which ordered pairs of so many nodes meet, see `round_of`."""
     return [round_of(turn, num_nodes) for turn in range(2 * (num_nodes - 1 + num_nodes % 2))]
 
 

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 from support.controller_facts import KnownFacts
 from support.samples import step_sample
 
 from cgx_ray.bench.monitor_cost import monitor_rows
-from cgx_ray.monitors.agent import NodeAgent, OwnBytes, measured_nodes
+from cgx_ray.monitors.agent import NodeAgent
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.export import LABELS, METRICS, RUN, served_name
-from cgx_ray.monitors.host import HostMonitor, Neighbours, NicBytes, NicRates, read_nics, read_pressure
 from cgx_ray.monitors.probe import BulkServer
 from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.round_trip import EchoServer, Peers, round_trip_s
 from cgx_ray.monitors.sample import CURVE_DENSITIES, NodeSample
-from cgx_ray.plan import Layer, Plan, make_plan
 
 HOST = "127.0.0.1"
 
@@ -41,86 +34,6 @@ def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 60.0) -> 
             return result
         time.sleep(0.05)
     pytest.fail(f"{what}: not within {timeout_s} s")
-
-
-# Network cards.
-
-
-def test_nic_rates_are_bytes_a_second_of_all_cards_between_two_reads() -> None:
-    times_s = iter([10.0, 12.0, 12.0, 16.0])
-    counters = iter(
-        [
-            {"eth0": NicBytes(1000, 100), "eth1": NicBytes(0, 0)},
-            {"eth0": NicBytes(3000, 200), "eth1": NicBytes(500, 50)},
-            {"eth0": NicBytes(3000, 200), "eth1": NicBytes(500, 50)},
-            # eth1 was reset and eth2 is new, so neither counts in this interval.
-            {"eth0": NicBytes(3400, 200), "eth1": NicBytes(7, 7), "eth2": NicBytes(10**9, 10**9)},
-        ]
-    )
-    rates = NicRates(clock=lambda: next(times_s), read_nics=lambda: next(counters))
-    assert rates.read() == (1250.0, 75.0)
-    assert rates.read() == (0.0, 0.0)
-    assert rates.read() == (100.0, 0.0)
-
-
-def test_a_node_with_nothing_but_loopback_has_no_traffic() -> None:
-    times_s = iter([0.0, 1.0])
-    assert NicRates(clock=lambda: next(times_s), read_nics=dict).read() == (0.0, 0.0)
-
-
-def test_loopback_is_left_out_of_this_nodes_cards() -> None:
-    loopback = {
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(address.address == HOST for address in addresses)
-    }
-    assert loopback
-    assert not loopback & read_nics().keys()
-
-
-def test_a_neighbour_is_what_the_cards_carry_beside_our_own_bytes() -> None:
-    neighbours = Neighbours()
-    # Steps take 3 s. Their bytes are known at the end, and headers add 5 %.
-    for step in range(10):
-        for second in range(3):
-            found = neighbours.add(1.05e6, 3e6 if second == 2 else 0, 1.0)
-        assert found < 0.1e6, (step, found)
-    for _ in range(10):
-        for second in range(3):
-            found = neighbours.add(6.05e6, 3e6 if second == 2 else 0, 1.0)
-    assert found == pytest.approx(5e6, rel=0.02)
-    assert Neighbours().add(0.0, 0.0, 0.0) == 0.0
-
-
-def test_neighbours_are_unknown_for_half_a_minute_after_own_bytes_were() -> None:
-    neighbours = Neighbours()
-    found = [neighbours.add(1e6, None if second == 2 else 0.0, 1.0) for second in range(40)]
-    assert found == [1e6, 1e6, *[None] * 30, *[1e6] * 8]
-
-
-def test_own_bytes_are_those_that_leave_the_node_or_unknown() -> None:
-    """Each step sends 1,000 bytes. Ranks of a node that share no memory also count what they send to each other."""
-    apart = [replace(step_sample(rank, 0), card_bytes=1000) for rank in (0, 1)]
-    sharing = [replace(step, num_local=2) for step in apart]
-    assert OwnBytes(has_peers=False).of(sharing) == 0
-    alone = OwnBytes(has_peers=True)
-    assert [alone.of(apart[:1]), alone.of([])] == [1000, 0]
-    together = OwnBytes(has_peers=True)
-    steps = [sharing[:1], sharing, [], apart, apart[:1]]
-    assert [together.of(some) for some in steps] == [1000, 2000, 0, None, None]
-
-
-def test_pressure_is_the_share_of_the_last_ten_seconds_or_unknown(tmp_path: Path) -> None:
-    (tmp_path / "cpu").write_text("some avg10=25.50 avg60=1.00 avg300=0.00 total=9\nfull avg10=0.00 avg60=0.00\n")
-    assert read_pressure("cpu", tmp_path) == 0.255
-    assert read_pressure("memory", tmp_path) is None
-
-
-def test_a_host_is_within_its_bounds() -> None:
-    load = HostMonitor().read(0)
-    assert 0 <= load.cpu_share <= 1, load
-    assert 0 < load.memory_share <= 1, load
-    assert all(0 <= share <= 1 for share in load.pressure.values()), load
 
 
 # The agent in a real Ray.
@@ -168,25 +81,6 @@ def fake_controller() -> Any:
             return self.samples
 
     return FakeController.remote()
-
-
-def controller_with(plans: list[Plan]) -> Any:
-    @ray.remote(num_cpus=0)
-    class Planner:
-        def __init__(self, plans: list[Plan]) -> None:
-            self.plans = plans
-            self.num_polls = 0
-
-        def observe(self, sample: NodeSample) -> None: ...
-
-        def plans_after(self, version: int, timeout_s: float) -> list[Plan]:
-            self.num_polls += 1
-            return [plan for plan in self.plans if plan.version > version]
-
-        def polls(self) -> int:
-            return self.num_polls
-
-    return Planner.remote(plans)
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -303,32 +197,6 @@ def test_agent_outlives_its_controller_says_so_once_and_takes_another(
     agent.start({}, second)
     agent.report([step_sample(0, 1)])
     wait_until(lambda: any(sample.steps for sample in ray.get(second.taken.remote())), "steps")
-
-
-def test_an_agent_asks_for_plans_once_for_all_its_ranks_and_says_so_if_nobody_answers(agent: NodeAgent) -> None:
-    layers = [Layer(name="a", numel=10, ndim=2)]
-    plans = [make_plan(layers, version=version, world_size=2) for version in (1, 2)]
-    controller = controller_with(plans)
-    assert agent.plans_after(0, 60.0) is None, "the agent was not told of a controller"
-    agent.start({}, controller)
-    time.sleep(0.2)
-    assert ray.get(controller.polls.remote()) == 0, "no rank has asked"
-    ranks = [ThreadPoolExecutor(1).submit(agent.plans_after, version, 60.0) for version in (0, 1, 0)]
-    assert [rank.result() for rank in ranks] == [plans, plans[1:], plans]
-    assert agent.plans_after(2, 0.01) == []
-    ray.kill(controller)
-    wait_until(lambda: agent.plans_after(2, 0.1) is None, "no answer")
-    agent.start({}, controller_with(plans))
-    assert agent.plans_after(1, 60.0) == plans[1:]
-
-
-def test_of_many_nodes_each_measures_the_latency_to_16_and_each_is_measured_by_16() -> None:
-    names = [f"node {number:04}" for number in range(100)]
-    found = [measured_nodes(name, names) for name in names]
-    assert {len(others) for others in found} == {16}
-    assert set(Counter(itertools.chain(*found)).values()) == {16}
-    assert sorted(measured_nodes("b", "abc")) == ["a", "c"]
-    assert measured_nodes("a", "a") == []
 
 
 def test_an_agent_probes_the_node_that_the_controller_names_and_no_other(agent: NodeAgent) -> None:

@@ -165,8 +165,9 @@ def test_decisions_go_on_after_controller_and_monitor_were_killed(cluster: Path,
     versions = [line["new"]["version"] for line in decisions]
     assert versions == sorted(versions)
     logs = [path.read_text() for path in (cluster / "logs").glob("worker-*.err")]
-    # Both workers say once that the controller does not answer.
-    assert [text.count("the controller does not answer: training goes on with plan") for text in logs].count(1) == 2
+    # A worker asks the controller itself while its agent does not answer. It says at most once that it does not either.
+    counts = [text.count("the controller does not answer: training goes on with plan") for text in logs]
+    assert set(counts) <= {0, 1}, counts
     assert not any("is gone" in text for text in logs)
     assert our_actors() == []
 
