@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import cgx_ray
 from cgx_ray.monitors.agent import LATENCY_INTERVAL_S
+from cgx_ray.monitors.guarded_server import Address
 from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.probe import Prober, measure_bulk
@@ -116,7 +117,7 @@ def send(message: Any) -> None:
         sys.stdout.buffer.flush()
 
 
-def _meet_peers(rank: int, prober: Prober) -> tuple[Peers, Mapping[str, tuple[str, int]]]:
+def _meet_peers(rank: int, prober: Prober) -> tuple[Peers, Mapping[str, Address]]:
     """Return the other ranks' echo servers, and the bulk servers of all by node id. A collective call."""
     addresses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, prober.addresses())
