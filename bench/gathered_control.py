@@ -16,6 +16,7 @@ from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.monitors.host import HostMonitor
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.options import codec_options
@@ -61,7 +62,7 @@ class GatheredControl:
         sample = NodeSample(
             node_id=f"rank {dist.get_rank()}",
             time_s=time.time(),
-            steps=steps,
+            steps=node_steps(steps),
             latency_s={},
             host=self._host.read(sum(one.wire_bytes for one in steps)),
         )

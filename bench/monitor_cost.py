@@ -90,9 +90,8 @@ def publishing_row(num_rounds: int = 30) -> Row:
                 for step in range(_FAST_STEPS_PER_S)
                 for rank in range(_NUM_RANKS)
             ]
-            sample = NodeSample(node_id="a", time_s=0.0, steps=tuple(steps), latency_s={"b": 1e-3}, host=host)
             start_s = time.process_time()
-            node.export(sample)
+            node.export(steps, {"b": 1e-3}, host)
             run.export(loop.facts(), journal.num_errors)
             journal.write(entry)
             # The first rounds register the metrics.
@@ -152,6 +151,6 @@ _STEP = StepSample(
     )
     * _NUM_GROUPS,
     bursts=(Burst(1 << 20, 0.05),) * 4,
-    rate_from=(0.0, 1e8),
-    lag_s=(0.0, 0.01),
+    rate_from={1: 1e8},
+    lag_s={1: 0.01},
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from cgx_ray.bench.simulated_cluster import WORLD, ClusterState, SimulatedCluster
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import Decision
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample
 from cgx_ray.plan import Plan
 from cgx_ray.planner.prediction import groups_of, predict
@@ -95,7 +96,7 @@ class SimulatedRun:
         report = NodeSample(
             node_id=names[rank],
             time_s=time_s,
-            steps=tuple(self._unsent[rank]),
+            steps=node_steps(self._unsent[rank]),
             latency_s=dict.fromkeys(answering, state.latency_ms / 1e3),
             host=_QUIET,
             bandwidth=self._probed.pop(rank, {}),

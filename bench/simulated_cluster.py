@@ -148,13 +148,12 @@ class SimulatedCluster:
                     gain=gain if is_measured(number, affordable_from=0) else {},
                     **losses,
                     bursts=(bursts := self._bursts(groups, rates[rank])),
-                    rate_from=tuple(
-                        min(rates[rank], rate) / (WORLD - 1) / self._delay() if bursts and peer != rank else 0.0
+                    rate_from={
+                        peer: min(rates[rank], rate) / (WORLD - 1) / self._delay()
                         for peer, rate in enumerate(rates)
-                    ),
-                    lag_s=tuple(
-                        0.0 if peer == rank else state.latency_ms / 1e3 * self._delay() for peer in range(WORLD)
-                    ),
+                        if bursts and peer != rank
+                    },
+                    lag_s={peer: state.latency_ms / 1e3 * self._delay() for peer in range(WORLD) if peer != rank},
                 )
             )
         return samples, step_s

@@ -1,4 +1,4 @@
-"""The agent, one actor per node: collects measurements of its ranks and links, publishes them, reports them."""
+"""The agent, one actor per node: gathers measurements of ranks and links, reports them, and takes plans for ranks."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
+from cgx_ray.monitors.guarded_server import Address
 from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.node_metrics import NodeMetrics
+from cgx_ray.monitors.node_step import node_steps
+from cgx_ray.monitors.plan_relay import PlanRelay
 from cgx_ray.monitors.probe import BulkServer, measure_bulk
 from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.round_trip import EchoServer, Peers
-from cgx_ray.monitors.sample import NodeSample, StepSample
+from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample, counted_offsets
+from cgx_ray.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +36,9 @@ MAX_KEPT_STEPS = 5000
 class NodeAgent:
     """A plain class. Its user makes it an actor that is pinned to its node and reserves no CPU.
 
-    The constructor starts the echo server, so that all addresses are known before any agent starts measuring. Two
-    threads do all other work, so that `report` never waits for the network.
+    The constructor starts the echo server, so that all addresses are known before any agent starts measuring. Three
+    threads do all other work, so that `report` never waits for the network. `plans_after` does wait: the actor needs a
+    thread for each rank of the node, and some for other calls (`max_concurrency`).
     """
 
     def __init__(
@@ -56,10 +60,11 @@ class NodeAgent:
         self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
         # `start` replaces each of these objects as a whole, so the threads need no lock: they use the object they read.
         self._peers = Peers({})
-        self._bulk: Mapping[str, tuple[str, int]] = {}
+        self._bulk: Mapping[str, Address] = {}
         self._own = OwnBytes(has_peers=False)
         self._metrics = NodeMetrics(RaySink(), run_name, run_id)
         self._outbox = _Outbox(None)
+        self._relay = PlanRelay()
         self._found: deque[tuple[str, float]] = deque()
         self._logged: set[tuple[str, type[Exception]]] = set()
         self._stopping = threading.Event()
@@ -68,41 +73,47 @@ class NodeAgent:
             for name, work, every_s in (
                 ("cgx-ray-publish", self._publish, interval_s),
                 ("cgx-ray-latency", self._measure, latency_interval_s),
+                # It waits for the controller, or for a rank that asks.
+                ("cgx-ray-plans", self._relay.poll, 0.0),
             )
         ]
 
-    def address(self) -> tuple[str, int]:
-        """Return host and port where other nodes measure their latency to this one."""
+    def address(self) -> Address:
+        """Return where other nodes measure their latency to this one."""
         return self._server.address
 
-    def bulk_address(self) -> tuple[str, int]:
-        """Return host and port where other nodes probe their bandwidth to this one."""
+    def bulk_address(self) -> Address:
+        """Return where other nodes probe their bandwidth to this one."""
         return self._bulk_server.address
 
     def start(
         self,
-        peers: Mapping[str, tuple[str, int]],
+        peers: Mapping[str, Address],
         controller: Any = None,
-        bulk: Mapping[str, tuple[str, int]] | None = None,
+        bulk: Mapping[str, Address] | None = None,
     ) -> None:
         """Start measuring, or go on with other peers and another controller after a restart of the workers.
 
         peers       addresses by node id; this node's own is ignored
-        controller  handle of an actor with `observe(NodeSample)`, or None: then samples are only exported. It answers
-                    with the id of the node that this one shall probe now, or None
+        controller  handle of an actor with `observe(NodeSample)`, which answers with the id of the node that this one
+                    shall probe now, or None, and `plans_after` as here. None: samples are only exported
         bulk        `bulk_address` by id of each node that may be probed
         """
         self.meet(peers, bulk)
         self._metrics = NodeMetrics(RaySink(), self._run_name, self._run_id)
         self._outbox = _Outbox(controller)
+        self._relay.follow(controller)
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
 
-    def meet(self, peers: Mapping[str, tuple[str, int]], bulk: Mapping[str, tuple[str, int]] | None = None) -> None:
-        """Go on with other addresses of the nodes, as in `start`: an agent that was started again has new ones."""
+    def meet(self, peers: Mapping[str, Address], bulk: Mapping[str, Address] | None = None) -> None:
+        """Go on with other addresses of the nodes, as in `start`: an agent that was started again has new ones.
+
+        With more than 17 nodes each measures its latency to 16: the work of all must not grow with their square.
+        """
         self._bulk = bulk or {}
-        others = {node_id: at for node_id, at in peers.items() if node_id != self._node_id}
+        others = {node_id: peers[node_id] for node_id in measured_nodes(self._node_id, peers)}
         self._peers, self._own = Peers(others), OwnBytes(has_peers=bool(others))
 
     def is_started(self) -> bool:
@@ -112,6 +123,10 @@ class NodeAgent:
     def report(self, samples: Sequence[StepSample]) -> None:
         """Add samples of a rank on this node. Returns at once. The oldest are lost if `start` was never called."""
         self._steps.extend(samples)
+
+    def plans_after(self, version: int, timeout_s: float) -> list[Plan] | None:
+        """Return the controller's plans newer than `version`, see `PlanRelay.after`."""
+        return self._relay.after(version, timeout_s)
 
     def stop(self) -> None:
         """End the threads and the servers. Waits for a running probe."""
@@ -156,16 +171,36 @@ class NodeAgent:
 
     def _publish(self) -> None:
         steps = tuple(self._steps.popleft() for _ in range(len(self._steps)))
-        sample = NodeSample(
+        latency_s, host = self._peers.latency_s, self._host.read(self._own.of(steps))
+        found = dict(self._found.popleft() for _ in range(len(self._found)))
+        self._metrics.export(steps, latency_s, host)
+        self._outbox.send(steps, lambda kept: self._sample(kept, latency_s, host, found))
+
+    def _sample(
+        self,
+        steps: Sequence[StepSample],
+        latency_s: Mapping[str, float],
+        host: HostLoad,
+        bandwidth: Mapping[str, float],
+    ) -> NodeSample:
+        return NodeSample(
             node_id=self._node_id,
             time_s=self._clock(),
-            steps=steps,
-            latency_s=self._peers.latency_s,
-            host=self._host.read(self._own.of(steps)),
-            bandwidth=dict(self._found.popleft() for _ in range(len(self._found))),
+            steps=node_steps(steps),
+            latency_s=latency_s,
+            host=host,
+            bandwidth=bandwidth,
         )
-        self._metrics.export(sample)
-        self._outbox.send(sample)
+
+
+def measured_nodes(node_id: str, nodes: Collection[str]) -> list[str]:
+    """Return the nodes that `node_id` measures its latency to: all others of a few, else 16 far apart."""
+    names = sorted(nodes)
+    if node_id not in names:
+        return names
+    place, count = names.index(node_id), len(names)
+    steps = [distance for offset in counted_offsets(0, count) for distance in (offset, -offset)]
+    return [name for name in dict.fromkeys(names[(place + step) % count] for step in steps) if name != node_id]
 
 
 class OwnBytes:
@@ -189,7 +224,7 @@ class OwnBytes:
 
 
 class _Outbox:
-    """Sends samples to the controller, one at a time; steps are collected meanwhile. `orders` are its answers."""
+    """Sends reports to the controller, one at a time; steps are collected meanwhile. `orders` are its answers."""
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
@@ -198,15 +233,15 @@ class _Outbox:
         self._has_warned = False
         self.orders: deque[str] = deque()
 
-    def send(self, sample: NodeSample) -> None:
-        """Send `sample` with all steps that were not sent before, unless the last call has no answer yet."""
+    def send(self, steps: Sequence[StepSample], make: Callable[[Sequence[StepSample]], NodeSample]) -> None:
+        """Send what `make` makes of all steps that were not sent before, unless the last call has no answer yet."""
         if self._controller is None:
             return
-        self._steps.extend(sample.steps)
+        self._steps.extend(steps)
         if not self._is_answered():
             return
         if self._controller is not None:
-            self._pending = self._controller.observe.remote(replace(sample, steps=tuple(self._steps)))
+            self._pending = self._controller.observe.remote(make(tuple(self._steps)))
             self._steps.clear()
 
     def _is_answered(self) -> bool:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from cgx_ray.monitors.export import PHASES, RANK, RUN, RUN_ID, Sink
-from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, NodeSample, StepSample
+from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, StepSample
 from cgx_ray.plan import CodecSpec
 
 
@@ -41,12 +41,12 @@ class NodeMetrics:
         self._curve_of_rank: dict[int, tuple[float, ...]] = {}
         self._num_nic_errors = 0
 
-    def export(self, sample: NodeSample) -> None:
-        """Add the new steps to the counters, then set every gauge of the node."""
-        self.export_steps(sample.steps)
-        for peer, latency_s in sample.latency_s.items():
-            self._sink.set("cgx_ray_link_latency_seconds", latency_s, {**self._run, "peer": peer})
-        self._export_host(sample.host)
+    def export(self, samples: Sequence[StepSample], latency_s: Mapping[str, float], host: HostLoad) -> None:
+        """Add new steps to the counters, then set every gauge of the node. See `NodeSample` for the other arguments."""
+        self.export_steps(samples)
+        for peer, one_way_s in latency_s.items():
+            self._sink.set("cgx_ray_link_latency_seconds", one_way_s, {**self._run, "peer": peer})
+        self._export_host(host)
 
     def export_steps(self, samples: Sequence[StepSample]) -> None:
         """Add new steps to the counters, then set every gauge of the ranks so far."""
@@ -103,6 +103,7 @@ class NodeMetrics:
             for names, count in counts.items():
                 self._sink.increase(f"cgx_ray_{name}", count, {**labels, **names._asdict()})
         self._sink.increase("cgx_ray_non_finite_steps", sum(not step.is_finite for step in steps), labels)
+        self._sink.increase("cgx_ray_weight_checks", sum(step.checked_weights for step in steps), labels)
 
 
 @lru_cache(maxsize=1024)
@@ -131,7 +132,7 @@ def _gauges(steps: list[StepSample]) -> dict[_Gauge, float]:
     gauges["cgx_ray_exposed_seconds", ()] = fmean(step.step_s - step.compute_s for step in steps)
     gauges["cgx_ray_plan_version", ()] = last.plan_version
     gauges |= _plan_gauges(last)
-    lags_s = [max(step.lag_s) for step in steps if step.lag_s]
+    lags_s = [max(step.lag_s.values()) for step in steps if step.lag_s]
     if lags_s:
         gauges["cgx_ray_agreement_lag_seconds", ()] = fmean(lags_s)
     for step in steps:

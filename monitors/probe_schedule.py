@@ -17,23 +17,27 @@ def budget_bytes(bytes_per_s: float | None) -> int:
     return int(BUDGET_SHARE * BUDGET_S * (bytes_per_s or FIRST_GUESS_BYTES_PER_S))
 
 
-def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of ordered pairs, where each pair occurs once and no node twice per round (circle method).
+def round_of(turn: int, num_nodes: int) -> list[tuple[int, int]]:
+    """Return the ordered pairs of round `turn`: no node twice, and each pair once in all rounds (circle method).
 
-    Each round is followed by its reverse, so that both directions of a link are soon measured.
+    Each round is followed by its reverse, so that both directions of a link are soon measured. After
+    `rounds` they begin again.
     """
-    seats: list[int | None] = [*range(num_nodes), *[None] * (num_nodes % 2)]
-    schedule = []
-    for _ in range(len(seats) - 1):
-        met = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
-        pairs = [(a, b) for a, b in met if a is not None and b is not None]
-        schedule += [pairs, [(b, a) for a, b in pairs]]
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return schedule
+    others: list[int | None] = [*range(1, num_nodes), *[None] * (num_nodes % 2)]
+    shift = turn // 2 % len(others)
+    seats: list[int | None] = [0, *others[len(others) - shift :], *others[: len(others) - shift]]
+    met = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
+    pairs = [(a, b) for a, b in met if a is not None and b is not None]
+    return pairs if turn % 2 == 0 else [(b, a) for a, b in pairs]
+
+
+def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Return all rounds in which ordered pairs of so many nodes meet, see `round_of`."""
+    return [round_of(turn, num_nodes) for turn in range(2 * (num_nodes - 1 + num_nodes % 2))]
 
 
 class ProbeSchedule:
-    """Gives each ordered pair of nodes its turn, in `rounds`. A node takes part in one probe per minute, at either end.
+    """Gives each ordered pair of nodes its turn, by `round_of`. A node takes part in one probe per minute, at one end.
 
     So no link sends or receives more than one budget per minute. No node is probed twice at the same time, since a
     probe is over long before the next one. The first minute belongs to the training's own messages.
@@ -56,8 +60,8 @@ class ProbeSchedule:
         if self._last_s is None:
             self._last_s = now_s
         if now_s - self._last_s >= BUDGET_S:
-            names, turns = sorted(nodes), rounds(len(nodes))
-            self._left = {names[at]: names[to] for at, to in turns[self._turn % len(turns)]}
+            names = sorted(nodes)
+            self._left = {names[at]: names[to] for at, to in round_of(self._turn, len(names))}
             self._turn += 1
             self._last_s = now_s
         target = self._left.pop(source, None)

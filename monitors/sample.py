@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+# Distances between ranks whose rates count in a step, so that a rank is in 16 pairs: the work of a step must not grow
+# with the square of the ranks. Other distances count after ROTATION_STEPS, as estimates need several steps of a pair.
+COUNTED_OFFSETS = 8
+ROTATION_STEPS = 64
+
+
+def counted_offsets(step: int, world_size: int) -> Sequence[int]:
+    """Return the distances between the ranks whose pairs count in `step`: all in small groups, else a few far apart."""
+    farthest = world_size // 2
+    if farthest <= COUNTED_OFFSETS:
+        return range(1, farthest + 1)
+    turn = step // ROTATION_STEPS
+    return [1 + (turn + index * farthest // COUNTED_OFFSETS) % farthest for index in range(COUNTED_OFFSETS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +58,18 @@ class LayerError(NamedTuple):
     lost: float
 
 
+class InsideLink(NamedTuple):
+    """Latency, and seconds per byte, of sums between the ranks of a node."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+
+def slowest_link(links: Iterable[InsideLink | None]) -> InsideLink | None:
+    """Return the link of the lowest rate, as all wait for it; None without any."""
+    return max(filter(None, links), key=lambda link: link.beta_s_per_byte, default=None)
+
+
 class Burst(NamedTuple):
     """Bytes of long messages from all ranks together, and the seconds in which the kernel received them."""
 
@@ -80,11 +106,14 @@ class StepSample:
     loss, lr   newest loss and learning rate that the training has reported since the sample before; None if it has not,
                or if they are not finite
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
-    rate_from  by sending rank, bytes per second at which its long messages arrived; 0 without any
-    lag_s      by rank, time from sending this rank's agreement message until the other's arrived, by this rank's clock.
-               The lags of two ranks to each other add up to one round trip, whichever rank was late and whatever their
-               clocks say. Empty without a mesh
+    rate_from  by sending rank, bytes per second at which its long messages arrived; of the ranks that count in the step
+    lag_s      by rank that this one greets at the end of a step, time from that until the other's greeting came,
+               by this rank's clock. The lags of two ranks to each other add up to one round trip, whichever
+               rank was late and whatever their clocks say. Empty without a mesh
     num_local  number of ranks that share memory, including this one
+    checked_weights
+               True if it was found in this step that all ranks held the same weights when the step before began
+    inside     link between these ranks; None if it was not measured
     """
 
     rank: int
@@ -111,9 +140,88 @@ class StepSample:
     lr: float | None = None
     card_bytes: int = 0
     bursts: tuple[Burst, ...] = ()
-    rate_from: tuple[float, ...] = ()
-    lag_s: tuple[float, ...] = ()
+    rate_from: Mapping[int, float] = field(default_factory=dict)
+    lag_s: Mapping[int, float] = field(default_factory=dict)
     num_local: int = 1
+    checked_weights: bool = False
+    inside: InsideLink | None = None
+
+
+class Sum(NamedTuple):
+    """A sum over `num` ranks."""
+
+    total: float
+    num: int
+
+
+class LayerSum(NamedTuple):
+    """Sums over `num` ranks of a layer's |g|^2, and of the part of it that a codec loses."""
+
+    energy: float
+    lost_energy: float
+    num: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStep:
+    """One step of those ranks of a node that have reported it.
+
+    ranks      ascending
+    step_s, compute_s, encode_s, exchange_s, decode_s, wire_bytes, dense_bytes
+               as in `StepSample`, in the order of `ranks`
+    ready_s    for each group, the time at which the last of these ranks had it
+    transfers  for each group, the shortest of their exchanges
+    bursts     by rank, if it had any
+    rate_from  by (sender, receiver), for pairs with long messages
+    lag_s      by (this rank, other rank)
+    norms, losses, lrs
+               of the ranks that have them; finite losses only
+    gain, kept, gain_curve, layer_errors
+               sums over the ranks that measured them
+    num_local  number of ranks that share memory if all ranks say the same, else 1
+    inside     link between these ranks, as the slowest has measured it; None if none has
+    """
+
+    step: int
+    plan_version: int
+    ranks: tuple[int, ...]
+    step_s: tuple[float, ...]
+    compute_s: tuple[float, ...]
+    encode_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
+    decode_s: tuple[float, ...]
+    wire_bytes: tuple[int, ...]
+    dense_bytes: tuple[int, ...]
+    ready_s: tuple[float, ...]
+    transfers: tuple[Transfer, ...]
+    bursts: Mapping[int, tuple[Burst, ...]] = field(default_factory=dict)
+    rate_from: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    lag_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    norms: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    lrs: tuple[float, ...] = ()
+    gain: Mapping[str, Sum] = field(default_factory=dict)
+    kept: Mapping[str, Sum] = field(default_factory=dict)
+    gain_curve: tuple[Sum, ...] = ()
+    layer_errors: Mapping[str, LayerSum] = field(default_factory=dict)
+    error_bits: int | None = None
+    num_local: int = 1
+    inside: InsideLink | None = None
+
+
+# An error that ends the training on a rank: a peer did not answer in time, a message was damaged (CRC-32C), ranks hold
+# different weights, a connection broke, or any other.
+FaultKind = Literal["time_out", "damaged", "weights_differ", "connection", "other"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The error that stopped the exchange of gradients on a rank, and the training with it."""
+
+    rank: int
+    step: int
+    kind: FaultKind
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +251,14 @@ class HostLoad:
 class NodeSample:
     """One node's measurements since its last report.
 
-    steps      of all ranks on the node, oldest first
-    latency_s  one-way latency to other nodes by node id: half the smallest TCP round trip
+    steps      oldest first, one record per step. Ranks that report a step later are in another record of it
+    latency_s  one-way latency to the other nodes that this one measures, by node id: half the smallest TCP round trip
     bandwidth  payload bytes per second to other nodes by node id, from active probes since the last report
     """
 
     node_id: str
     time_s: float
-    steps: tuple[StepSample, ...]
+    steps: tuple[NodeStep, ...]
     latency_s: Mapping[str, float]
     host: HostLoad
     bandwidth: Mapping[str, float] = field(default_factory=dict)

@@ -130,6 +130,10 @@ class Mesh:
         """Return True if `ticket` is done or has failed. Unlike `wait_any` without a time-out it uses up no wake-up."""
         return self._native.is_over(ticket)
 
+    def has_failed(self, ticket: int) -> bool:
+        """Return True if `wait` would raise. Unlike `wait` it leaves the connections open."""
+        return self._native.has_failed(ticket)
+
     def wake(self) -> None:
         """Have `wait_any` return None in the thread that is in it, or at its next call. Call it from any thread."""
         self._native.wake()

@@ -80,7 +80,7 @@ def probe_nodes(
         ]
         ways = {}
         for pairs in rounds(len(hosts)):
-            iperf3 = ray.get([actors[to].start_iperf3.remote() for _, to in pairs])
+            iperf3 = ray.get([actors[to].start_iperf3.remote(hosts[at]) for at, to in pairs])
             found = [
                 actors[at].probe.remote(*addresses[to], where, counts_hops=counts_hops)
                 for (at, to), where in zip(pairs, iperf3, strict=True)

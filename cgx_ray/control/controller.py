@@ -5,30 +5,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from cgx_ray.control.history import History, Snapshot
+from cgx_ray.control.history import KEPT_PLANS, History, Snapshot
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import Policy
+from cgx_ray.control.policy import Decision, Policy
+from cgx_ray.control.step_ring import StepRing
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.ray_sink import RaySink
-from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # Seconds between two snapshots of the history without a new plan: as much may be learned again after a crash.
 SNAPSHOT_INTERVAL_S = 60.0
+# Seconds between two settings of all metrics: as often as nodes report.
+METRICS_INTERVAL_S = 1.0
+# Reports that may wait for the thread before their senders wait too: four seconds of 512 nodes, about 100 MB.
+MAX_WAITING_REPORTS = 2048
 
 
 class Controller:
     """Made an actor by `ray.remote`. Its methods run on one event loop, one at a time between awaits.
+
+    The loop's work, with the search for plans, is done by one thread in the order in which it came. So decisions are
+    the same however long each takes, and the event loop answers meanwhile. Everything that the thread uses is its own;
+    the event loop has the plans that are in the snapshot, and what reports were answered.
 
     It lives as long as one worker group. Ray starts it again if its process dies. Then it goes on with the last
     snapshot of its history. Meanwhile ranks keep their plan, or return from a trial.
@@ -43,25 +56,38 @@ class Controller:
         snapshot_path: str,
         history: History | None = None,
         nodes: Sequence[str] = (),
+        ring_bytes: int = 0,
     ) -> None:
         """
         snapshot_path  of a file that no other controller uses
         history        that of the previous worker group's controller, None for the first
         nodes          address of each rank's node
+        ring_bytes     of the files beside the journal that keep joined steps for a replay; 0 keeps none
         """
         logging.basicConfig(level=logging.INFO)
         self._journal = Journal(Path(journal_path))
         self._snapshot = Snapshot(Path(snapshot_path))
         own = self._snapshot.read()
-        self._loop = ControlLoop(policy, self._journal, own or history, nodes=nodes)
+        ring = StepRing(Path(journal_path).parent, ring_bytes) if ring_bytes else None
+        self._loop = ControlLoop(policy, self._journal, own or history, nodes=nodes, ring=ring)
+        self._plans = tuple(self._loop.plans)
         if own is not None:
             logger.warning("the controller was started again and goes on with plan %d", own.plans[-1].version)
             self._loop.resume()
         self._live = LiveState(run_name, nodes)
         self._metrics = ControllerMetrics(RaySink(), run_name, run_id)
-        self._changed = asyncio.Event()
+        self._metrics_s = 0.0
         # Newest plan in the snapshot, and when it was written.
         self._kept: tuple[int, float] = (-1, 0.0)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cgx-ray-loop")
+        # Of the event loop: the newest plan that long polls were told of, what wakes them, and by node the answer to
+        # its report before.
+        self._told = self._plans
+        self._changed = asyncio.Event()
+        self._num_waiting = 0
+        self._orders: dict[str, str] = {}
+        self._errors: dict[str, BaseException] = {}
+        self._logged: set[type[BaseException]] = set()
 
     async def register(
         self,
@@ -73,44 +99,59 @@ class Controller:
     ) -> Plan:
         """Start the worker group; return its first plan. See `ControlLoop.register`."""
         now_s = time.monotonic()
-        plan = self._loop.register(
-            layers, first_plan, codec_costs, encodes_on, step=step, now_s=now_s, time_s=time.time()
-        )
-        self._keep(now_s)
+
+        def work() -> Plan:
+            plan = self._loop.register(
+                layers, first_plan, codec_costs, encodes_on, step=step, now_s=now_s, time_s=time.time()
+            )
+            self._keep(now_s)
+            return plan
+
+        plan = await self._in_thread(work)
+        self._tell()
         return plan
 
     async def history(self) -> History:
         """Return all that the controller of the next worker group shall start with. Called last."""
-        self._loop.end(time.time())
-        return self._loop.history()
 
-    def _keep(self, now_s: float) -> None:
-        """Write a snapshot if there is a new plan, before any rank may hear of it, or if the last one is old."""
-        newest, kept_s = self._loop.plans[-1].version, self._kept[1]
-        if newest != self._kept[0] or now_s >= kept_s + SNAPSHOT_INTERVAL_S:
-            self._kept = newest, now_s
-            self._snapshot.write(self._loop.history())
+        def work() -> History:
+            self._loop.end(time.time())
+            return self._loop.history()
+
+        return await self._in_thread(work)
 
     async def observe(self, sample: NodeSample) -> str | None:
-        """Add a node's report and decide if there is a cause. Return the node that it shall probe now, or None."""
-        now_s = time.monotonic()
-        self._live.add(sample)
-        for decision in self._loop.observe(sample, now_s):
-            logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
-        if self._loop.is_registered:
-            self._keep(now_s)
-        # Wake the ranks first: they need the plan, and nobody waits for metrics.
-        self._changed.set()
-        self._changed = asyncio.Event()
-        if self._loop.is_registered:
-            self._metrics.export(self._loop.facts(), self._journal.num_errors)
-        return self._loop.next_probe(sample.node_id, now_s)
+        """Have the thread add a node's report, and decide if there is a cause.
+
+        Returns the node that this one shall probe now, or None. Raises the error that the thread met. Both are about
+        the node's report before: this one waits for its turn, and only its sender waits with it if too many do.
+        """
+        work = self._in_thread(partial(self._add_report, sample, time.monotonic()))
+        self._num_waiting += 1
+        work.add_done_callback(partial(self._end_report, sample.node_id))
+        if self._num_waiting > MAX_WAITING_REPORTS:
+            await asyncio.wait([work])
+        if (error := self._errors.pop(sample.node_id, None)) is not None:
+            raise error
+        return self._orders.pop(sample.node_id, None)
+
+    async def report_fault(self, fault: Fault) -> None:
+        """Count an error that has ended the training on a rank, and write it down."""
+
+        def work() -> None:
+            self._loop.add_fault(fault, time.time())
+            if self._loop.is_registered:
+                self._metrics.export(self._loop.facts(), self._journal.num_errors)
+
+        await self._in_thread(work)
 
     async def look(self) -> dict[str, Any] | None:
         """Return what `cgx-ray top` shows, see `LiveState.fields`; None before the worker group has registered."""
-        if not self._loop.is_registered:
-            return None
-        return self._live.fields(self._loop, list(self._journal.recent))
+
+        def work() -> dict[str, Any] | None:
+            return self._live.fields(self._loop, list(self._journal.recent)) if self._loop.is_registered else None
+
+        return await self._in_thread(work)
 
     async def plans_after(self, version: int, timeout_s: float) -> list[Plan]:
         """Return the plans newer than `version`, oldest first; wait up to `timeout_s` for one, then return none."""
@@ -123,4 +164,60 @@ class Controller:
         return self._newer(version)
 
     def _newer(self, version: int) -> list[Plan]:
-        return [plan for plan in self._loop.plans if plan.version > version]
+        return [plan for plan in self._told if plan.version > version]
+
+    def _in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Have `work` done after all that was given to the thread before."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _end_report(self, node_id: str, work: asyncio.Future[str | None]) -> None:
+        """Tell the ranks of new plans, and keep the answer for the node's next report."""
+        self._num_waiting -= 1
+        self._tell()
+        error = work.exception()
+        if error is not None:
+            self._errors[node_id] = error
+            if type(error) not in self._logged:
+                self._logged.add(type(error))
+                logger.error(
+                    "a report of node %s could not be used (%r); training goes on, later errors of this type are told "
+                    "to the node only",
+                    node_id,
+                    error,
+                    exc_info=error,
+                )
+        elif (order := work.result()) is not None:
+            self._orders[node_id] = order
+
+    def _tell(self) -> None:
+        """Wake the long polls if there is a new plan in the snapshot."""
+        if self._told is not self._plans:
+            self._told = self._plans
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    # Called by the thread.
+
+    def _add_report(self, sample: NodeSample, now_s: float) -> str | None:
+        """Add a node's report, received at `now_s`; return the node that it shall probe next."""
+        self._live.add(sample)
+        for decision in self._decide(sample, now_s):
+            logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
+        if self._loop.is_registered:
+            self._keep(now_s)
+            if now_s >= self._metrics_s + METRICS_INTERVAL_S:
+                self._metrics_s = now_s
+                self._metrics.export(self._loop.facts(), self._journal.num_errors)
+        return self._loop.next_probe(sample.node_id, now_s)
+
+    def _decide(self, sample: NodeSample, now_s: float) -> list[Decision]:
+        return self._loop.observe(sample, now_s)
+
+    def _keep(self, now_s: float) -> None:
+        """Write a snapshot if there is a new plan, before any rank may hear of it, or if the last one is old."""
+        newest, kept_s = self._loop.plans[-1].version, self._kept[1]
+        if newest != self._kept[0] or now_s >= kept_s + SNAPSHOT_INTERVAL_S:
+            self._snapshot.write(self._loop.history())
+            if newest != self._kept[0]:
+                self._plans = tuple(self._loop.plans[-KEPT_PLANS:])
+            self._kept = newest, now_s

@@ -36,7 +36,10 @@ class Estimate:
 
 def quantile(values: Sequence[float], fraction: float) -> float:
     """Return the value below which this fraction of `values` lies; a fraction outside [0, 1] is clipped."""
-    ordered = sorted(values)
+    return _at(sorted(values), fraction)
+
+
+def _at(ordered: Sequence[float], fraction: float) -> float:
     return ordered[min(max(round(fraction * (len(ordered) - 1)), 0), len(ordered) - 1)]
 
 
@@ -53,5 +56,5 @@ def quantile_interval(values: Sequence[float], fraction: float) -> tuple[float, 
 
     The ends are elements of `values` too (order statistics), so the interval holds for any distribution.
     """
-    reach = Z_95 * math.sqrt(fraction * (1 - fraction) / len(values))
-    return quantile(values, fraction - reach), quantile(values, fraction), quantile(values, fraction + reach)
+    reach, ordered = Z_95 * math.sqrt(fraction * (1 - fraction) / len(values)), sorted(values)
+    return _at(ordered, fraction - reach), _at(ordered, fraction), _at(ordered, fraction + reach)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import median
 
 from cgx_ray.control.traffic import ObservedExchange, StepTraffic
-from cgx_ray.monitors.sample import Burst, LayerError, StepSample, Transfer
+from cgx_ray.monitors.sample import Burst, InsideLink, LayerError, NodeStep, Sum, Transfer, slowest_link
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms
 
 # Seconds after its first report in which all ranks report a step. On a quiet machine they take up to 2 s: a rank tells
 # its agent every 0.5 s, and the agent tells the controller every second.
 SILENT_S = 3.0
-# Distances between ranks whose pairs count in a step, so that a rank is in 16 pairs: the work of a step must not grow
-# with the square of the ranks. Other distances count after ROTATION_STEPS, as estimates need several steps of a pair.
-COUNTED_OFFSETS = 8
-ROTATION_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +25,8 @@ class JoinedStep:
     compute_s  of the slowest rank, which the others wait for
     ready_s    for each group, the time at which the last rank had it
     slowness   by rank that reported, its compute time over the median of these ranks
-    traffic    network observations; with many ranks, of the pairs of `counted_offsets`. The shortest exchange of each
-               group counts: longer ones contain the wait for late ranks
+    traffic    network observations; with many ranks, of some of the pairs. The shortest exchange of each group counts:
+               longer ones contain the wait for late ranks
     gain       predicted gain by codec or option, mean over ranks, on steps that measured it
     kept       measured gain by option in use, mean over ranks, on the same steps
     gain_curve gain of top-k at CURVE_DENSITIES, mean over ranks, on the same steps
@@ -39,6 +36,7 @@ class JoinedStep:
     loss       mean over the ranks that reported a finite one
     lr         learning rate, median over the ranks that reported one
     num_local  number of ranks that share memory if it is the same on all nodes, else 1
+    inside     link between these ranks on the slowest node; None if it was not measured
     """
 
     step: int
@@ -58,19 +56,24 @@ class JoinedStep:
     norm: float | None = None
     loss: float | None = None
     lr: float | None = None
+    inside: InsideLink | None = None
 
 
 @dataclass(slots=True)
 class _OpenStep:
-    """Samples of a step by rank; `first_s`: when the first one came."""
+    """Records of a step, of different ranks; `first_s`: when the first one came."""
 
     plan_version: int
     first_s: float
-    samples: dict[int, StepSample] = field(default_factory=dict)
+    parts: list[NodeStep] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> set[int]:
+        return {rank for part in self.parts for rank in part.ranks}
 
 
 class StepJoiner:
-    """Collects samples and returns each step when all ranks have reported it.
+    """Collects the records of all nodes and returns each step when all ranks have reported it.
 
     Steps do not wait for a rank that has not reported one within SILENT_S. The rank counts again from the next step
     that it reports in time.
@@ -89,147 +92,159 @@ class StepJoiner:
         # By rank, its newest step, and when it last reported in time.
         self._newest: dict[int, int] = {}
         self._heard_s: dict[int, float] = {}
+        # Number of ranks by their newest step, without the silent ones: no step waits for a rank that is past it.
+        self._num_at: Counter[int] = Counter()
+        self._count()
         # When the first sample came, of steps that were joined less than SILENT_S after it.
         self._joined_s: dict[int, float] = {}
 
-    def add(self, samples: Iterable[StepSample], now_s: float) -> list[JoinedStep]:
-        """Add samples, those of a rank in order; return the steps that they or the time complete, oldest first."""
-        for sample in samples:
-            self._take(sample, now_s)
+    def add(self, parts: Iterable[NodeStep], now_s: float) -> list[JoinedStep]:
+        """Add records, those of a rank in order; return the steps that they or the time complete, oldest first."""
+        for part in parts:
+            self._take(part, now_s)
         joined = []
         for step, one in sorted(self._open.items()):
             if self._is_ready(step, one, now_s):
                 del self._open[step]
                 self._joined_s[step], self.last_step = one.first_s, step
-                self.num_incomplete += len(one.samples) < self._world_size
-                joined.append(join(list(one.samples.values()), self._world_size))
+                self.num_incomplete += sum(len(part.ranks) for part in one.parts) < self._world_size
+                joined.append(join(one.parts, self._world_size))
         self._joined_s = {step: first_s for step, first_s in self._joined_s.items() if now_s < first_s + SILENT_S}
         return joined
 
-    def _take(self, sample: StepSample, now_s: float) -> None:
-        rank, step, version = sample.rank, sample.step, sample.plan_version
+    def _take(self, part: NodeStep, now_s: float) -> None:
+        step, version = part.step, part.plan_version
         is_other_pass = step in self._open and self._open[step].plan_version != version
-        if is_other_pass or step <= self._newest.get(rank, -1):
+        if is_other_pass or any(step <= self._newest.get(rank, -1) for rank in part.ranks):
             # Training goes on from an earlier step, on all ranks. Samples of both passes must not be joined.
             self._open, self._newest, self._joined_s, self.last_step = {}, {}, {}, -1
-        self._newest[rank] = step
+            self._count()
+        for rank in part.ranks:
+            if rank not in self.silent:
+                self._move(self._newest.get(rank, -1), step)
+            self._newest[rank] = step
         if step > self.last_step:
             one = self._open.setdefault(step, _OpenStep(version, now_s))
-            one.samples[rank] = sample
+            one.parts.append(part)
             first_s = one.first_s
         else:
             first_s = self._joined_s.get(step, -math.inf)
         if now_s < first_s + SILENT_S:
-            self._heard_s[rank] = now_s
-            self.silent -= {rank}
+            self._heard_s.update(dict.fromkeys(part.ranks, now_s))
+            if not self.silent.isdisjoint(part.ranks):
+                self.silent -= frozenset(part.ranks)
+                self._count()
 
     def _is_ready(self, step: int, one: _OpenStep, now_s: float) -> bool:
-        """Return whether no other sample of `step` is waited for; note the ranks that have become silent."""
-        missing = set(range(self._world_size)) - self.silent - one.samples.keys()
-        # The sample of a rank that has reported a later step is lost.
-        if all(self._newest.get(rank, -1) > step for rank in missing):
+        """Return whether no other record of `step` is waited for; note the ranks that have become silent."""
+        if min(self._num_at, default=math.inf) >= step:
+            # The samples that are missing are lost: their ranks have reported a later step.
             return True
         if now_s < one.first_s + SILENT_S:
             return False
+        missing = set(range(self._world_size)) - self.silent - one.ranks
         self.silent |= {rank for rank in missing if now_s >= self._heard_s.get(rank, -math.inf) + SILENT_S}
+        self._count()
         return True
 
+    def _move(self, before: int, now: int) -> None:
+        """Note that the newest step of a rank is another."""
+        self._num_at[before] -= 1
+        if not self._num_at[before]:
+            del self._num_at[before]
+        self._num_at[now] += 1
 
-def join(samples: list[StepSample], world_size: int) -> JoinedStep:
-    """Return one step from the samples of the ranks that have reported it."""
-    samples = sorted(samples, key=lambda sample: sample.rank)
-    norms = [sample.norm for sample in samples if sample.norm is not None]
-    losses = [sample.loss for sample in samples if sample.loss is not None and math.isfinite(sample.loss)]
-    rates = [sample.lr for sample in samples if sample.lr is not None]
-    step_s = median(sample.step_s for sample in samples)
-    usual_s = median(sample.compute_s for sample in samples)
-    num_local = samples[0].num_local if len({sample.num_local for sample in samples}) == 1 else 1
+    def _count(self) -> None:
+        """Count the ranks that are not silent anew."""
+        self._num_at = Counter(
+            self._newest.get(rank, -1) for rank in range(self._world_size) if rank not in self.silent
+        )
+
+
+def join(parts: Sequence[NodeStep], world_size: int) -> JoinedStep:
+    """Return one step from the records of different ranks that have reported it."""
+    norms = [norm for part in parts for norm in part.norms]
+    losses = [loss for part in parts for loss in part.losses]
+    rates = [lr for part in parts for lr in part.lrs]
+    step_s = median(seconds for part in parts for seconds in part.step_s)
+    compute_s = {rank: own_s for part in parts for rank, own_s in zip(part.ranks, part.compute_s, strict=True)}
+    usual_s = median(compute_s.values())
+    num_local = parts[0].num_local if len({part.num_local for part in parts}) == 1 else 1
     return JoinedStep(
-        step=samples[0].step,
-        plan_version=samples[0].plan_version,
+        step=parts[0].step,
+        plan_version=parts[0].plan_version,
         step_s=step_s,
-        compute_s=max(sample.compute_s for sample in samples),
-        codec_s=median(sample.encode_s + sample.decode_s for sample in samples),
-        ready_s=tuple(max(times) for times in zip(*(sample.ready_s for sample in samples), strict=True)),
-        slowness={sample.rank: sample.compute_s / usual_s if usual_s > 0 else 1.0 for sample in samples},
-        traffic=_traffic(samples, step_s, world_size, num_local if num_local < world_size else 1),
-        gain=_means([sample.gain for sample in samples]),
-        num_local=num_local,
-        kept=_means([sample.kept for sample in samples]),
-        gain_curve=tuple(
-            fmean(gains) for gains in zip(*filter(None, (one.gain_curve for one in samples)), strict=True)
+        compute_s=max(compute_s.values()),
+        codec_s=median(
+            encode_s + decode_s
+            for part in parts
+            for encode_s, decode_s in zip(part.encode_s, part.decode_s, strict=True)
         ),
-        layer_errors=_mean_errors([sample.layer_errors for sample in samples]),
-        error_bits=next((sample.error_bits for sample in samples if sample.layer_errors), None),
+        ready_s=tuple(max(times) for times in zip(*(part.ready_s for part in parts), strict=True)),
+        slowness={rank: compute_s[rank] / usual_s if usual_s > 0 else 1.0 for rank in sorted(compute_s)},
+        traffic=_traffic(parts, step_s, world_size, num_local if num_local < world_size else 1),
+        gain=_means([part.gain for part in parts]),
+        num_local=num_local,
+        kept=_means([part.kept for part in parts]),
+        gain_curve=tuple(map(_mean, zip(*filter(None, (part.gain_curve for part in parts)), strict=True))),
+        layer_errors=_mean_errors(parts),
+        error_bits=next((part.error_bits for part in parts if part.layer_errors), None),
         norm=math.hypot(*norms) / math.sqrt(len(norms)) if norms else None,
-        loss=fmean(losses) if losses else None,
+        loss=math.fsum(losses) / len(losses) if losses else None,
         lr=median(rates) if rates else None,
+        inside=slowest_link(part.inside for part in parts),
     )
 
 
-def _means(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _mean(sums: Sequence[Sum]) -> float:
+    """Return the mean over all ranks."""
+    return math.fsum(one.total for one in sums) / sum(one.num for one in sums)
+
+
+def _means(sums: Sequence[Mapping[str, Sum]]) -> dict[str, float]:
     """Return the mean of each name over the ranks that measured it."""
-    names = {name for gain in measured for name in gain}
-    return {name: fmean(gain[name] for gain in measured if name in gain) for name in names}
+    names = dict.fromkeys(name for gain in sums for name in gain)
+    return {name: _mean([gain[name] for gain in sums if name in gain]) for name in names}
 
 
-def _mean_errors(measured: Sequence[Mapping[str, LayerError]]) -> dict[str, LayerError]:
+def _mean_errors(parts: Sequence[NodeStep]) -> dict[str, LayerError]:
     """Return the mean of each layer over the ranks that measured it; lost shares are weighted by energy."""
     found = {}
-    for name in dict.fromkeys(name for errors in measured for name in errors):
-        own = [errors[name] for errors in measured if name in errors]
+    for name in dict.fromkeys(name for part in parts for name in part.layer_errors):
+        own = [part.layer_errors[name] for part in parts if name in part.layer_errors]
         energy = math.fsum(one.energy for one in own)
-        found[name] = LayerError(energy / len(own), math.fsum(one.energy * one.lost for one in own) / energy)
+        lost = math.fsum(one.lost_energy for one in own)
+        found[name] = LayerError(energy / sum(one.num for one in own), lost / energy)
     return found
 
 
-def _traffic(samples: list[StepSample], step_s: float, world_size: int, num_sharing: int) -> StepTraffic:
+def _traffic(parts: Sequence[NodeStep], step_s: float, world_size: int, num_sharing: int) -> StepTraffic:
     """`num_sharing`: ranks that share a node's link. They send at the same time, so each sees a part of its rate."""
-    offsets = counted_offsets(samples[0].step, world_size)
+    lag_s = {pair: seconds for part in parts for pair, seconds in part.lag_s.items()}
     return StepTraffic(
         seconds=step_s,
         exchanges=tuple(
             _exchange(min(transfers, key=lambda transfer: transfer.seconds), world_size)
-            for transfers in zip(*(sample.transfers for sample in samples), strict=True)
+            for transfers in zip(*(part.transfers for part in parts), strict=True)
             # A hierarchical exchange uses two kinds of links, so its time tells neither.
             if transfers[0].intra == "flat"
         ),
         bursts={
-            sample.rank: tuple(Burst(num_sharing * burst.num_bytes, burst.seconds) for burst in sample.bursts)
-            for sample in samples
+            rank: tuple(Burst(num_sharing * burst.num_bytes, burst.seconds) for burst in bursts)
+            for part in parts
+            for rank, bursts in part.bursts.items()
         },
-        pair_rate={
-            (peer, one.rank): rate
-            for one in samples
-            for peer in _peers(one.rank, offsets, world_size)
-            if one.rate_from and (rate := one.rate_from[peer]) > 0
-        },
-        round_trip_s=_round_trips({sample.rank: sample.lag_s for sample in samples}, offsets, world_size),
+        pair_rate={pair: rate for part in parts for pair, rate in part.rate_from.items()},
+        round_trip_s=_round_trips(lag_s),
     )
 
 
-def counted_offsets(step: int, world_size: int) -> Sequence[int]:
-    """Return the distances between the ranks whose pairs count in `step`: all in small groups, else a few far apart."""
-    farthest = world_size // 2
-    if farthest <= COUNTED_OFFSETS:
-        return range(1, farthest + 1)
-    turn = step // ROTATION_STEPS
-    return [1 + (turn + index * farthest // COUNTED_OFFSETS) % farthest for index in range(COUNTED_OFFSETS)]
-
-
-def _peers(rank: int, offsets: Sequence[int], world_size: int) -> set[int]:
-    return {(rank + distance) % world_size for offset in offsets for distance in (offset, -offset)}
-
-
-def _round_trips(
-    lag_s: Mapping[int, Sequence[float]], offsets: Sequence[int], world_size: int
-) -> dict[tuple[int, int], float]:
-    """Return round trips by pair of ranks. `lag_s`: by rank, as in `StepSample`; empty without a mesh."""
+def _round_trips(lag_s: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """Return round trips by pair of ranks. `lag_s`: by (rank, other rank)."""
     trips = {
-        (min(rank, peer), max(rank, peer)): lags[peer] + lag_s[peer][rank]
-        for offset in offsets
-        for rank, lags in lag_s.items()
-        if lags and lag_s.get(peer := (rank + offset) % world_size)
+        (rank, peer): seconds + lag_s[peer, rank]
+        for (rank, peer), seconds in lag_s.items()
+        if rank < peer and (peer, rank) in lag_s
     }
     # A clock that was set between the two messages can make a round trip negative.
     return {pair: seconds for pair, seconds in trips.items() if seconds > 0}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import median
 from typing import TypeVar
 
@@ -71,15 +71,19 @@ class KnownNetwork:
         # Latencies that were reported before the last change, by node, until the node has measured all of them anew.
         self._outdated_s: dict[str, Mapping[str, float]] = {}
         self._changed_at_s = -math.inf
+        self._expired_s = -math.inf
 
-    def add_report(self, sample: NodeSample, now_s: float) -> bool:
-        """Add what a node reports about the others; return whether earlier exchanges were read with a wrong latency."""
+    def add_report(self, sample: NodeSample, ranks: Collection[int], now_s: float) -> bool:
+        """Add what a node reports about the others; return whether earlier exchanges were read with a wrong latency.
+
+        ranks  those on the node that have reported steps
+        """
         self._silent_nodes.add(sample.node_id, sample.latency_s)
         self._ceiling.add_host(sample.node_id, sample.host)
         was_probed = any(self._reported_s.values())
-        self._probed_rates = _newer(self._probed_rates, now_s - RATE_HOLDS_S)
+        self._expire(now_s)
         self._add_latencies(sample, now_s)
-        self._ranks[sample.node_id].update(step.rank for step in sample.steps)
+        self._ranks[sample.node_id].update(ranks)
         self._probed_rates |= {(sample.node_id, other): (now_s, rate) for other, rate in sample.bandwidth.items()}
         if not self._is_probed:
             return False
@@ -91,8 +95,15 @@ class KnownNetwork:
         self.num_changes += was_probed
         return True
 
-    def _add_latencies(self, sample: NodeSample, now_s: float) -> None:
+    def _expire(self, now_s: float) -> None:
+        """Forget what was measured too long ago. Once per second: every node reports so often."""
+        if now_s < self._expired_s + 1:
+            return
+        self._expired_s = now_s
+        self._probed_rates = _newer(self._probed_rates, now_s - RATE_HOLDS_S)
         self._probed_latency_s = _newer(self._probed_latency_s, now_s - PROBE_HOLDS_S)
+
+    def _add_latencies(self, sample: NodeSample, now_s: float) -> None:
         self._probed_latency_s.pop(sample.node_id, None)
         self._reported_s[sample.node_id] = sample.latency_s
         outdated_s = self._outdated_s.get(sample.node_id, {})

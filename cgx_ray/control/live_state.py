@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.monitors.sample import NodeSample, StepSample
+from cgx_ray.monitors.sample import NodeSample, NodeStep
 
 # Namespace of the controllers' actors.
 NAMESPACE = "cgx_ray"
@@ -30,15 +30,16 @@ class LiveState:
         """`nodes`: address of each rank's node."""
         self._run_name = run_name
         self._nodes = tuple(nodes)
-        self._ranks: dict[int, StepSample] = {}
+        # By rank, the newest record with it.
+        self._ranks: dict[int, NodeStep] = {}
         self._latency_s: dict[str, Mapping[str, float]] = {}
         self._loads: dict[str, tuple[float, float, float | None]] = {}
         self._node_of: dict[int, str] = {}
 
     def add(self, sample: NodeSample) -> None:
         for step in sample.steps:
-            self._ranks[step.rank] = step
-            self._node_of[step.rank] = sample.node_id
+            self._ranks.update(dict.fromkeys(step.ranks, step))
+            self._node_of.update(dict.fromkeys(step.ranks, sample.node_id))
         host = sample.host
         self._latency_s[sample.node_id] = sample.latency_s
         self._loads[sample.node_id] = host.sent_bytes_per_s, host.received_bytes_per_s, host.neighbour_bytes_per_s
@@ -68,8 +69,10 @@ class LiveState:
 
     def _rank_fields(self, rank: int) -> dict[str, Any]:
         step = self._ranks[rank]
-        parts = ("step", "step_s", "compute_s", "encode_s", "exchange_s", "decode_s", "wire_bytes", "dense_bytes")
-        return {"rank": rank, "node": self._address(rank), **{part: getattr(step, part) for part in parts}}
+        place = step.ranks.index(rank)
+        parts = ("step_s", "compute_s", "encode_s", "exchange_s", "decode_s", "wire_bytes", "dense_bytes")
+        own = {part: getattr(step, part)[place] for part in parts}
+        return {"rank": rank, "node": self._address(rank), "step": step.step, **own}
 
     def _node_fields(self, node_id: str) -> dict[str, Any]:
         sent, received, neighbours = self._loads[node_id]

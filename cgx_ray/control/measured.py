@@ -9,9 +9,9 @@ from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
-# Assumed link between two ranks that share memory, since trainings do not measure it: 100 MB among 4 ranks took 90 ms
-# on 2 cores (LOG.md).
-INSIDE = Link.from_rates(bandwidth_gbps=16, latency_ms=0.05)
+# Link between two ranks that share memory where they have not measured it: 100 MB among 4 ranks took 90 ms on 2 cores
+# (LOG.md).
+DEFAULT_INSIDE = Link.from_rates(bandwidth_gbps=16, latency_ms=0.05)
 # Fraction of a step's compute before the first gradient, assumed because backward costs about twice as much as forward.
 FORWARD_SHARE = 1 / 3
 
@@ -78,14 +78,15 @@ def at_compute(measured: Measured, compute_s: float) -> Measured:
     return replace(measured, backward_s=backward_s, after_s=factor * measured.after_s)
 
 
-def network_of(world_size: int, num_local: int, between: Link) -> Network:
-    """Return the network of nodes with `num_local` ranks each.
+def network_of(world_size: int, num_local: int, between: Link, inside: Link | None) -> Network:
+    """Return the network of nodes with `num_local` ranks each. `inside`: None if it was not measured.
 
     If all ranks share memory, `between` was measured inside their node, so the network is flat with that link.
     """
     if num_local in (1, world_size):
         return Network.flat(world_size, between)
-    return Network(num_nodes=world_size // num_local, ranks_per_node=num_local, between=between, inside=INSIDE)
+    inside = inside or DEFAULT_INSIDE
+    return Network(num_nodes=world_size // num_local, ranks_per_node=num_local, between=between, inside=inside)
 
 
 def dense_shares(groups: Sequence[PlannedGroup]) -> dict[Option, float]:

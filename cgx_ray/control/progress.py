@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cgx_ray.control.facts import LoopFacts
-from cgx_ray.monitors.sample import StepSample
+from cgx_ray.monitors.sample import NodeStep
 
 # Least seconds that a line stands for, and least share of the training so far: a week gives a thousand lines.
 LINE_S, LINE_SHARE = 2.0, 0.01
@@ -29,29 +28,26 @@ class Progress:
         self._sums = dict.fromkeys(_PARTS, 0.0)
         self._loss_sum, self._num_losses = 0.0, 0
 
-    def add(
-        self, samples: Sequence[StepSample], time_s: float, facts: Callable[[], LoopFacts]
-    ) -> Iterator[dict[str, Any]]:
-        """Add a node's samples; yield the lines that are due, one at the latest when another plan is in force.
+    def add(self, parts: Sequence[NodeStep], time_s: float, facts: Callable[[], LoopFacts]) -> Iterator[dict[str, Any]]:
+        """Add a node's records; yield the lines that are due, one at the latest when another plan is in force.
 
-        time_s  of the node. Samples of a plan that is no longer in force are left out
+        time_s  of the node. Steps of a plan that is no longer in force are left out
         facts   asked for a line only: they take a prediction, and most reports make no line
         """
-        if self._first_s is None and samples:
+        if self._first_s is None and parts:
             self._first_s = self._last_s = time_s
-        for sample in samples:
-            if sample.plan_version > self._version:
+        for part in parts:
+            if part.plan_version > self._version:
                 if self._num_samples:
                     yield self._line(time_s, facts())
-                self._version = sample.plan_version
-            if sample.plan_version == self._version:
-                self._num_samples += 1
-                self._steps.add(sample.step)
-                for part in _PARTS:
-                    self._sums[part] += getattr(sample, part)
-                if sample.loss is not None and math.isfinite(sample.loss):
-                    self._loss_sum += sample.loss
-                    self._num_losses += 1
+                self._version = part.plan_version
+            if part.plan_version == self._version:
+                self._num_samples += len(part.ranks)
+                self._steps.add(part.step)
+                for name in _PARTS:
+                    self._sums[name] += sum(getattr(part, name))
+                self._loss_sum += sum(part.losses)
+                self._num_losses += len(part.losses)
         if self._first_s is not None and self._num_samples:
             due_s = max(LINE_S, LINE_SHARE * (time_s - self._first_s))
             if time_s - self._last_s >= due_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from statistics import median
 from typing import TypeVar
@@ -57,16 +58,24 @@ class SilentNodes:
     """
 
     def __init__(self) -> None:
-        self._answers: dict[str, frozenset[str]] = {}
         self.known: frozenset[str] = frozenset()
+        self._answers: dict[str, frozenset[str]] = {}
+        # By node, the number of nodes that it answers; and the nodes that answer none any more.
+        self._num_asking: Counter[str] = Counter()
+        self._unheard: frozenset[str] = frozenset()
 
     def add(self, node_id: str, answering: Collection[str]) -> None:
         """Add the nodes that answered the latest probes of `node_id`."""
-        self._answers[node_id] = frozenset(answering)
-        self.known |= self._answers[node_id]
+        before, now = self._answers.get(node_id, frozenset()), frozenset(answering)
+        if now == before:
+            return
+        self._answers[node_id] = now
+        self._num_asking.update(now - before)
+        self._num_asking.subtract(before - now)
+        self.known |= now
+        self._unheard = (self._unheard | {node for node in before - now if not self._num_asking[node]}) - now
 
     @property
     def node_ids(self) -> frozenset[str]:
         """The silent nodes. Empty if more than half of all seem silent: then the reporting node itself is cut off."""
-        silent = self.known.difference(*self._answers.values())
-        return silent if 2 * len(silent) <= len(self.known) else frozenset()
+        return self._unheard if 2 * len(self._unheard) <= len(self.known) else frozenset()

@@ -28,7 +28,7 @@ from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import Inbox, WorkThread, follow_num_threads
 from cgx_ray.errors import CGXError, PlanError, StateError, listed
-from cgx_ray.monitors.sample import StepSample
+from cgx_ray.monitors.sample import InsideLink, StepSample
 from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
 
@@ -57,12 +57,14 @@ class Engine:
         candidates: Sequence[CodecSpec] = (),
         by_layer: Sequence[CodecSpec] = (),
         device: torch.device = HOST,
+        inside: InsideLink | None = None,
     ) -> None:
         """Start the thread.
 
         candidates  codecs whose gain is measured in some steps
         by_layer    codecs whose errors are measured by layer in these steps, one of them each time
         device      where the gradients are; on a CUDA device the engine works on a stream of its own
+        inside      link between the ranks of this node, for the samples
 
         Raises PlanError if `plan` is for other layers or another world size.
         """
@@ -70,6 +72,7 @@ class Engine:
         self._layers = {layer.name: layer for layer in layers}
         self._transport = transport
         self._seed = seed
+        self._inside = inside
         self.device = device
         self._gains = GainSchedule(candidates, layers, by_layer)
         self._agreement = Agreement(transport)
@@ -86,7 +89,7 @@ class Engine:
         self.plan = plan
         self._groups = self._make_groups()
         self._num_threads = torch.get_num_threads()
-        self._thread = WorkThread("cgx-ray-engine", self._run, transport.close)
+        self._thread = WorkThread("cgx-ray-engine", self._run, transport.close, transport.wake)
 
     # Called by the training thread, and by the threads that bring plans and collect samples.
 
@@ -100,7 +103,6 @@ class Engine:
         self._thread.check(f"rank {self._transport.rank}, step {self.step}")
         self._num_threads = torch.get_num_threads()
         self._thread.put(arrived)
-        self._transport.wake()
 
     def hold(self, plan: Plan) -> None:
         """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it.
@@ -198,6 +200,7 @@ class Engine:
                     self._end(step)
                     step.release()
                     step = None
+                    self._transport.greet()
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the futures
                 new = [arrived] if isinstance(arrived, PendingBucket) else []
                 self._fail(error, [*new, *(step.buckets if step is not None else [])])
@@ -223,6 +226,8 @@ class Engine:
         self, inbox: Inbox[PendingBucket | EarlyGradient], step: StepRun | None
     ) -> PendingBucket | EarlyGradient | None:
         """Return what arrives next; None at the end. Raise CGXError if gradients of `step` do not arrive in time."""
+        while inbox.is_empty and self._transport.is_passing_on:
+            self._transport.wait_any([], self._transport.timeout_s)
         if step is None or not step.buckets:
             # DDP itself finds layers without a gradient, at the next forward, if it waits for no bucket.
             return inbox.take()
@@ -265,6 +270,7 @@ class Engine:
             held=held,
             affordable_from=self._gains.affordable_from,
             loss_scale=self._memories.scale,
+            weights=arrived.weights,
         )
         self._transport.step = self.step
         meter = None
@@ -319,15 +325,19 @@ class Engine:
                 self.trace.add(self.step, self.last_spans, began_s, ended_s)
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
             loss, lr = self.observed.take()
-            self.telemetry.add(replace(sample, loss=loss, lr=lr))
+            checked = self._agreement.same_weights_at == self.step - 1
+            self.telemetry.add(replace(sample, loss=loss, lr=lr, inside=self._inside, checked_weights=checked))
         self.step += 1
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket]) -> None:
         if isinstance(error, CGXError):
-            self._failure = error
+            failure = error
         else:
-            self._failure = CGXError(f"rank {self._transport.rank}, step {self.step}: the engine stopped: {error!r}")
-            self._failure.__cause__ = error
+            failure = CGXError(f"rank {self._transport.rank}, step {self.step}: the engine stopped: {error!r}")
+            failure.__cause__ = error
+        # Before the training thread can raise it, and the process may end.
+        self.telemetry.note_fault(failure, self.step)
+        self._failure = failure
         logger.error("%s", self._failure, exc_info=error)
         self._transport.close()
         for bucket in buckets:

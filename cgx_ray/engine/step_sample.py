@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cgx_ray.collectives import Transport
+from cgx_ray.engine.counted import counted_bursts, counted_lags, counted_peers
 from cgx_ray.engine.shard_exchange import ShardExchange
 from cgx_ray.engine.step import StepRun
 from cgx_ray.engine.telemetry import Telemetry
@@ -45,11 +46,14 @@ def sample_of_step(
     """
     seconds = exchange_seconds([phases.rounds for phases in step.phases], [g.exchange.sent_bytes for g in step.groups])
     bursts: tuple[Burst, ...] = ()
-    rate_from: tuple[float, ...] = ()
+    rate_from: dict[int, float] = {}
+    rank, nodes = transport.rank, transport.nodes
     with telemetry.optional("rates of arrival", step.number):
-        bursts, rate_from = _rates(transport.take_bursts(), transport.world_size)
+        arrived = transport.take_bursts()
+        bursts = counted_bursts(_bursts(arrived), rank, nodes)
+        rate_from = _rates(arrived, counted_peers(rank, nodes, step.number))
     return StepSample(
-        rank=transport.rank,
+        rank=rank,
         step=step.number,
         plan_version=step.plan_version,
         step_s=ended_s - began_s,
@@ -72,8 +76,8 @@ def sample_of_step(
         error_bits=step.meter.bits if step.meter is not None else None,
         bursts=bursts,
         rate_from=rate_from,
-        # Lags of the step before. Its agreement has been read in this step, so the values have arrived on all ranks.
-        lag_s=transport.lag_s,
+        # Of the greeting before the newest one, on all ranks.
+        lag_s=counted_lags(rank, nodes, transport.lag_s),
         num_local=transport.num_local,
     )
 
@@ -144,15 +148,19 @@ def exchange_seconds(rounds: Sequence[Sequence[tuple[float, float]]], num_bytes:
     return seconds
 
 
-def _rates(arrived: Sequence[tuple[int, int, float]], world_size: int) -> tuple[tuple[Burst, ...], tuple[float, ...]]:
-    """Return the bursts of all ranks together, and the mean rate of each sending rank.
+def _bursts(arrived: Sequence[tuple[int, int, float]]) -> tuple[Burst, ...]:
+    """Return the bursts of all ranks together, which are those of rank -1.
 
-    arrived  (rank, bytes, seconds) of each reception; rank -1 stands for all ranks together
+    arrived  (rank, bytes, seconds) of each reception
     """
-    num_bytes, seconds = [0] * world_size, [0.0] * world_size
+    return tuple(Burst(count, took_s) for peer, count, took_s in arrived if peer < 0)
+
+
+def _rates(arrived: Sequence[tuple[int, int, float]], peers: Sequence[int]) -> dict[int, float]:
+    """Return the mean rate of each of `peers` that has sent something. `arrived`: as for `_bursts`."""
+    num_bytes, seconds = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0.0)
     for peer, count, took_s in arrived:
-        if peer >= 0:
+        if peer in num_bytes:
             num_bytes[peer] += count
             seconds[peer] += took_s
-    bursts = tuple(Burst(count, took_s) for peer, count, took_s in arrived if peer < 0)
-    return bursts, tuple(n / s if s > 0 else 0.0 for n, s in zip(num_bytes, seconds, strict=True))
+    return {peer: num_bytes[peer] / seconds[peer] for peer in peers if seconds[peer] > 0}

@@ -47,6 +47,11 @@ class Inbox(Iterator[T]):
             self._queue.put(None)
         return item
 
+    @property
+    def is_empty(self) -> bool:
+        """True if there is neither an item nor the end."""
+        return self._queue.empty()
+
     def __next__(self) -> T:
         if (item := self.take()) is None:
             raise StopIteration
@@ -60,21 +65,29 @@ class WorkThread(Generic[T]):
     C++ then aborts the process with SIGABRT.
     """
 
-    def __init__(self, name: str, work: Callable[[Inbox[T]], None], hang_up: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[Inbox[T]], None],
+        hang_up: Callable[[], None],
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start the thread.
 
         work     reads the inbox until its end, then returns
         hang_up  interrupts a wait of the thread for other ranks; called if the interpreter ends meanwhile
+        wake     called after something was added to the inbox, for a thread that waits elsewhere
         """
         inbox: Inbox[T] = Inbox()
         thread = threading.Thread(target=work, args=(inbox,), name=name, daemon=True)
         thread.start()
-        self._inbox, self._thread = inbox, thread
-        self._end_at_exit = weakref.finalize(self, _end, thread, inbox, hang_up)
+        self._inbox, self._thread, self._wake = inbox, thread, wake
+        self._end_at_exit = weakref.finalize(self, _end, thread, inbox, hang_up, wake)
 
     def put(self, item: T) -> None:
         """Add `item` to the inbox."""
         self._inbox.put(item)
+        self._wake()
 
     @property
     def has_ended(self) -> bool:
@@ -92,12 +105,14 @@ class WorkThread(Generic[T]):
     def end(self) -> None:
         """Return once the thread has finished everything in its inbox."""
         self._inbox.put(None)
+        self._wake()
         self._thread.join()
         self._end_at_exit.detach()
 
 
-def _end(thread: threading.Thread, inbox: Inbox[Any], hang_up: Callable[[], None]) -> None:
+def _end(thread: threading.Thread, inbox: Inbox[Any], hang_up: Callable[[], None], wake: Callable[[], None]) -> None:
     inbox.put(None)
+    wake()
     thread.join(EXIT_GRACE_S)
     if thread.is_alive():
         hang_up()

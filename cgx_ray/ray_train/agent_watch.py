@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 # Restarts of one actor by Ray. Enough for a crash a day over months; endless ones would hide an error.
 MAX_RESTARTS = 100
+# Calls to an agent at the same time, besides one long poll per rank of its node.
+OTHER_CALLS = 8
 # Seconds between two looks at the agents. Steps are joined without a lost agent after three.
 WATCH_S = 2.0
 # Longest wait for an answer while watching, in seconds. Calls to an agent that Ray starts again wait until it has.
@@ -40,10 +43,11 @@ def start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> AgentWatc
         .options(
             num_cpus=0,
             max_restarts=MAX_RESTARTS,
+            max_concurrency=num_ranks + OTHER_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         .remote(node_id, facts.name, addresses[node_id], run_id=facts.run_id)
-        for node_id in dict.fromkeys(facts.node_ids)
+        for node_id, num_ranks in Counter(facts.node_ids).items()
     }
     watch = AgentWatch(agents, controller, probes=probes)
     watch.start()

@@ -23,7 +23,7 @@ from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy
 from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError
 from cgx_ray.planner.options import codec_options
-from cgx_ray.ray_train.agent_watch import MAX_RESTARTS, AgentWatch, node_addresses, start_agents
+from cgx_ray.ray_train.agent_watch import MAX_RESTARTS, OTHER_CALLS, AgentWatch, node_addresses, start_agents
 from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
 from cgx_ray.ray_train.worker import close_ray_session, open_ray_session, state_file
 from cgx_ray.session.attachment import process
@@ -78,8 +78,7 @@ class CGXBackend(TorchBackend):
         self._snapshot = Snapshot(Path(tempfile.mkdtemp(prefix="cgx_ray-")) / "controller")
         self._controller = _start_controller(settings, facts, self._snapshot, self._history)
         self._watch = start_agents(facts, self._controller, probes=settings.simulated_link is None)
-        by_rank = [self._watch.agents[node_id] for node_id in facts.node_ids]
-        worker_group.execute(open_ray_session, settings, self._controller, by_rank, facts.folder)
+        worker_group.execute(open_ray_session, settings, self._controller, self._watch.agents, facts.folder)
 
     def on_shutdown(self, worker_group: Any, backend_config: CGXConfig) -> None:
         """End controller and agents: the next worker group may live on other nodes."""
@@ -134,7 +133,9 @@ def _warning(event: str) -> Iterator[None]:
 def _start_controller(settings: Settings, facts: RunFacts, snapshot: Snapshot, history: History | None) -> Any:
     # Not detached, so Ray's train controller owns it: if that dies, our controller ends too.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000, "max_restarts": MAX_RESTARTS}
+    # Each node has a report and a long poll under way. While its agent is started again, each of its ranks has a poll.
+    num_calls = 2 * len(set(facts.node_ids)) + len(facts.node_ids) + OTHER_CALLS
+    options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": num_calls, "max_restarts": MAX_RESTARTS}
     addresses = node_addresses()
     # `cgx-ray top` finds the run by the name.
     return (
@@ -148,6 +149,8 @@ def _start_controller(settings: Settings, facts: RunFacts, snapshot: Snapshot, h
             str(snapshot.path),
             history,
             [addresses[node_id] for node_id in facts.node_ids],
+            # Policy "static" decides nothing that could be replayed.
+            settings.replay_bytes if settings.decides else 0,
         )
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from cgx_ray.errors import PlanError
+from cgx_ray.monitors.plan_relay import POLL_TIMEOUT_S
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.session.attachment import Attachment, process
@@ -27,8 +28,6 @@ logger = logging.getLogger(__name__)
 STATE_FILES = "cgx_ray-rank*.pt"
 # Seconds between two reports to the agent. Between them the thread waits for a plan.
 CARRY_INTERVAL_S = 0.5
-# The controller answers a long poll without a new plan after this time.
-POLL_TIMEOUT_S = 10.0
 
 
 def state_file(rank: int, world_size: int) -> str:
@@ -94,39 +93,78 @@ class RaySession:
         return self._states
 
     def _carry(self, attachment: Attachment) -> None:
-        plans = _Plans(self._controller, attachment, self.closing)
+        plans = _Plans(self._controller, self._agent, attachment, self.closing)
         samples = _Samples(self._agent, attachment, self.closing)
         while (plans.is_alive or samples.is_alive) and not self.closing.is_set():
             plans.wait(CARRY_INTERVAL_S)
             samples.send()
+            fault = attachment.take_fault()
+            if fault is not None:
+                # At once: the train controller ends all actors of this run when it hears of the error.
+                self._controller.report_fault.remote(fault)
 
 
 class _Plans:
-    """Takes plans from the controller by long poll: one request is always under way, and training never waits."""
+    """Takes plans by long poll: one request is always under way, and training never waits.
 
-    def __init__(self, controller: Any, attachment: Attachment, closing: threading.Event) -> None:
+    The agent of the node is asked. If it does not answer, or does not hear from the controller, the controller itself
+    is asked once, or from then on if the agent is gone: all ranks wait for a plan until each of them holds it.
+    """
+
+    def __init__(self, controller: Any, agent: Any, attachment: Attachment, closing: threading.Event) -> None:
         assert attachment.plan is not None
         self._controller = controller
+        self._agent = agent
         self._attachment = attachment
         self._closing = closing
         self._version = attachment.plan.version
-        self._request = controller.plans_after.remote(self._version, POLL_TIMEOUT_S)
         self.is_alive = True
         self._has_warned = False
+        self._asks_agent = True
+        self._ask()
+
+    def _ask(self) -> None:
+        actor = self._agent if self._asks_agent else self._controller
+        self._request = actor.plans_after.remote(self._version, POLL_TIMEOUT_S)
 
     def wait(self, timeout_s: float) -> None:
         """Hold the plans that arrive within `timeout_s`. If the controller is dead, warn once and ask no more."""
+        if self._asks_agent:
+            self._take_from_agent(timeout_s)
+        else:
+            self._take_from_controller(timeout_s)
+
+    def _take_from_agent(self, timeout_s: float) -> None:
+        if not ray.wait([self._request], timeout=timeout_s)[0]:
+            return
+        plans: list[Plan] | None = None
+        try:
+            plans = ray.get(self._request)
+        except ActorUnavailableError:
+            pass  # Ray starts it again, and `_Samples` has the line about one that is gone.
+        except RayError:
+            self._agent = None
+        if plans is not None:
+            self._hold(plans)
+        self._asks_agent = plans is not None
+        self._ask()
+
+    def _hold(self, plans: Sequence[Plan]) -> None:
+        try:
+            for plan in plans:
+                self._version = plan.version
+                self._attachment.hold(plan)
+        except PlanError as error:
+            logger.error("a plan of the controller was rejected; the plan in force stays: %s", error)
+
+    def _take_from_controller(self, timeout_s: float) -> None:
         if not self.is_alive:
             time.sleep(timeout_s)
             return
         if not ray.wait([self._request], timeout=timeout_s)[0]:
             return
         try:
-            for plan in ray.get(self._request):
-                self._version = plan.version
-                self._attachment.hold(plan)
-        except PlanError as error:
-            logger.error("a plan of the controller was rejected; the plan in force stays: %s", error)
+            self._hold(ray.get(self._request))
         except ActorUnavailableError as error:
             # Its process has died, and Ray starts it again.
             self._warn_once(f"the controller does not answer: training goes on with {self._in_force}", error)
@@ -137,7 +175,8 @@ class _Plans:
                 return
             logger.warning("the controller is gone: training goes on with %s (%s)", self._in_force, _first_line(error))
             return
-        self._request = self._controller.plans_after.remote(self._version, POLL_TIMEOUT_S)
+        self._asks_agent = self._agent is not None
+        self._ask()
 
     @property
     def _in_force(self) -> str:
@@ -182,10 +221,10 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def open_ray_session(settings: Settings, controller: Any, agents: Sequence[Any], folder: Path) -> None:
-    """Give `attach` a session. The backend calls it in every worker, with the agents by rank and the run's folder."""
-    rank = ray.train.get_context().get_world_rank()
-    process.session = RaySession(settings, controller, agents[rank], folder)
+def open_ray_session(settings: Settings, controller: Any, agents: Mapping[str, Any], folder: Path) -> None:
+    """Give `attach` a session. The backend calls it in every worker, with the agents by node and the run's folder."""
+    agent = agents[ray.get_runtime_context().get_node_id()]
+    process.session = RaySession(settings, controller, agent, folder)
 
 
 def close_ray_session() -> None:

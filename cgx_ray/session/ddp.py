@@ -19,6 +19,7 @@ from cgx_ray.errors import CGXError, ConfigError, listed
 from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.session.agree import agree, as_own, connect
 from cgx_ray.session.attachment import process
+from cgx_ray.session.inside import measure_inside
 from cgx_ray.session.settings import Settings
 from cgx_ray.torch_compat import bucket_parameters
 
@@ -60,6 +61,8 @@ def make_engine(
     if cuda_group is not None:
         groups.append(cuda_group)
     transport = connect(group, settings, cuda_group)
+    local = transport.local
+    is_planned_with = settings.decides and local is not None and local.size < transport.world_size
     engine = Engine(
         layers,
         plan,
@@ -68,9 +71,10 @@ def make_engine(
         candidates=settings.gain_codecs(),
         by_layer=settings.codecs_by_layer(),
         device=device,
+        inside=measure_inside(local) if local is not None and is_planned_with else None,
     )
     assert isinstance(model, DistributedDataParallel)
-    buckets = DdpBuckets(model, engine, loss_scale)
+    buckets = DdpBuckets(model, engine, loss_scale, weight_check_steps=settings.weight_check_steps)
     try:
         model.register_comm_hook(buckets, cgx_hook)
     except RuntimeError as error:

@@ -76,6 +76,7 @@ void bind_mesh(nb::module_& m) {
     mesh.def("wait", &cgx::Mesh::wait, release());
     mesh.def("wait_any", &cgx::Mesh::wait_any, release());
     mesh.def("is_over", &cgx::Mesh::is_over, release());
+    mesh.def("has_failed", &cgx::Mesh::has_failed, release());
     mesh.def("wake", &cgx::Mesh::wake, release());
     mesh.def("take_bursts", [](cgx::Mesh& self) {
         std::vector<std::tuple<int, int64_t, double>> bursts;

@@ -21,6 +21,7 @@ from cgx_ray.control.joined_steps import join
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.errors import ConfigError
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import CURVE_DENSITIES, Transfer
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, GroupPlan, Intra, Layer, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, hierarchical_terms, terms
@@ -137,7 +138,7 @@ def test_hierarchical_transfers_tell_nothing_of_the_link() -> None:
     flat = Transfer(group=0, scheme="sra", numel=1000, wire_bytes=4000, seconds=0.1)
     inside = replace(flat, seconds=9.0, intra="dense")
     seen = [
-        join([replace(step_sample(rank, 0), transfers=transfers) for rank in range(2)], 2).traffic.exchanges
+        join(node_steps(replace(step_sample(rank, 0), transfers=transfers) for rank in range(2)), 2).traffic.exchanges
         for transfers in ((flat, inside), (flat,))
     ]
     assert seen[0] == seen[1]

@@ -76,11 +76,12 @@ def test_an_address_of_another_machine_stays_that_error(free: int, monkeypatch: 
 
 def test_monitors_listen_in_the_range(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, free, free + 7)
-    with closing(EchoServer(HOST)) as echo, closing(BulkServer(HOST)) as bulk, closing(Iperf3Server(HOST)) as iperf3:
+    servers = EchoServer(HOST), BulkServer(HOST), Iperf3Server(HOST, HOST)
+    with closing(servers[0]) as echo, closing(servers[1]) as bulk, closing(servers[2]) as iperf3:
         assert [server.address[1] for server in (echo, bulk, iperf3)] == [free, free + 1, free + 2]
         assert round_trip_s(*echo.address) > 0
         assert measure_tcp(*bulk.address, 1 << 20).bytes_per_s > 0
-        assert measure_iperf3(*iperf3.address, 200_000_000) > 0
+        assert measure_iperf3(*iperf3.address, 200_000_000, HOST) > 0
 
 
 def test_without_a_port_for_iperf3_a_prober_goes_on_over_tcp(
@@ -88,7 +89,7 @@ def test_without_a_port_for_iperf3_a_prober_goes_on_over_tcp(
 ) -> None:
     use(monkeypatch, free, free + 1)
     with closing(Prober(HOST)) as prober:
-        assert prober.start_iperf3() is None
+        assert prober.start_iperf3(HOST) is None
         assert f"go over TCP without iperf3: all ports from {free} to {free + 1} are in use" in caplog.text
 
 

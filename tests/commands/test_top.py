@@ -17,6 +17,7 @@ from support.control_runs import COSTS, WORLD, FakeTraining, start
 from cgx_ray.cli import main
 from cgx_ray.commands import top
 from cgx_ray.control.live_state import LiveState, new_actor_name, run_of_actor
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import HostLoad, NodeSample
 from cgx_ray.report.live_screen import PlainScreen, draw_view, plain_line
 from cgx_ray.report.live_view import LiveView, outcomes_of, view_of_controller, view_of_record
@@ -36,7 +37,7 @@ def asked(run: FakeTraining, tmp_path: Path, name: str = "my run") -> dict[str, 
     """Return what the controller of `run` would answer."""
     live = LiveState(name, [f"10.0.0.{rank}" for rank in range(WORLD)])
     for rank in range(WORLD):
-        steps = (replace(run.sample(rank), step_s=0.5 + rank / 10),)
+        steps = node_steps([replace(run.sample(rank), step_s=0.5 + rank / 10)])
         latency_s = {"other": 2e-4}
         live.add(NodeSample(node_id=f"node{rank}", time_s=1.0, steps=steps, latency_s=latency_s, host=LOAD))
     journal = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 from support.control_runs import LAYERS, WORLD, FakeTraining, start
 
-from cgx_ray.control.joined_steps import ROTATION_STEPS, StepJoiner, counted_offsets
+from cgx_ray.collectives.minimum import partners
+from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.link_estimate import PassiveLink
 from cgx_ray.control.measured import layer_times
-from cgx_ray.monitors.sample import Burst, StepSample
+from cgx_ray.engine.counted import FEWER, MAX_BURSTS, MAX_TELLING, counted_bursts, counted_lags, counted_peers
+from cgx_ray.monitors.node_step import node_steps
+from cgx_ray.monitors.sample import ROTATION_STEPS, Burst, NodeStep, StepSample, counted_offsets
 from cgx_ray.plan import CodecSpec, GroupPlan, Layer, Plan, Scheme, make_plan
 
 
@@ -22,11 +25,11 @@ def test_bursts_count_for_the_node_whose_link_its_ranks_share(tmp_path: Path) ->
     for num_local, factor in ((1, 1), (2, 2), (WORLD, 1)):
         run.num_local = num_local
         samples = [replace(run.sample(rank), bursts=(Burst(1000, 0.1),)) for rank in range(WORLD)]
-        (joined,) = StepJoiner(WORLD).add(samples, 0.0)
+        (joined,) = StepJoiner(WORLD).add(node_steps(samples), 0.0)
         assert joined.traffic.bursts[1] == (Burst(1000 * factor, 0.1),)
         assert joined.num_local == num_local
     odd = [replace(run.sample(rank), num_local=1 + (rank > 0) * 2) for rank in range(WORLD)]
-    assert StepJoiner(WORLD).add(odd, 0.0)[0].num_local == 1
+    assert StepJoiner(WORLD).add(node_steps(odd), 0.0)[0].num_local == 1
 
 
 def test_steps_join_when_the_last_rank_reports_and_the_shortest_transfer_counts(tmp_path: Path) -> None:
@@ -34,17 +37,17 @@ def test_steps_join_when_the_last_rank_reports_and_the_shortest_transfer_counts(
     run.late_rank_s = 5.0
     samples = [run.sample(rank) for rank in range(WORLD)]
     book = StepJoiner(WORLD)
-    assert book.add(samples[1:], 0.0) == []
-    (joined,) = book.add(samples[:1], 0.0)
+    assert book.add(node_steps(samples[1:]), 0.0) == []
+    (joined,) = book.add(node_steps(samples[:1]), 0.0)
     link = PassiveLink()
     link.add(joined.traffic, probed_latency_s=1e-4)
     assert link.bandwidth is not None
     assert 8 * link.bandwidth.value == pytest.approx(1e9)
 
 
-def _reports(run: FakeTraining, ranks: Iterable[int], step: int) -> list[StepSample]:
+def _reports(run: FakeTraining, ranks: Iterable[int], step: int) -> tuple[NodeStep, ...]:
     run.step = step
-    return [run.sample(rank) for rank in ranks]
+    return node_steps(map(run.sample, ranks))
 
 
 def test_steps_wait_three_seconds_for_a_silent_rank_and_then_no_more_until_it_is_back(tmp_path: Path) -> None:
@@ -98,11 +101,13 @@ def test_the_link_is_right_without_the_ranks_that_are_silent(tmp_path: Path) -> 
     """Times of exchanges are read for all ranks, and traffic stays with the ranks that observed it."""
     run, book = start(tmp_path), StepJoiner(WORLD)
     link = PassiveLink()
+    run.step = 1
+    lag_s = {0: 1e-3, 1: 2e-3, 2: 3e-3, 3: 4e-3}
     samples = [
-        replace(sample, bursts=(Burst(1000 * (1 + sample.rank), 0.1),), lag_s=(1e-3, 2e-3, 3e-3, 4e-3))
-        for sample in _reports(run, [1, 3], 1)
+        replace(sample, bursts=(Burst(1000 * (1 + sample.rank), 0.1),), lag_s=lag_s)
+        for sample in map(run.sample, (1, 3))
     ]
-    assert book.add(samples, 0.0) == []
+    assert book.add(node_steps(samples), 0.0) == []
     (joined,) = book.add([], 3.0)
     assert joined.traffic.bursts == {1: (Burst(2000, 0.1),), 3: (Burst(4000, 0.1),)}
     assert joined.traffic.round_trip_s == {(1, 3): pytest.approx(4e-3 + 2e-3)}
@@ -115,7 +120,7 @@ def test_bandwidth_is_told_from_the_indices_and_values_of_artopk(tmp_path: Path)
     run = start(tmp_path)
     topk = CodecSpec(name="topk", density=0.1)
     run.loop.plans.append(make_plan(LAYERS, version=1, world_size=WORLD, codec=topk, scheme=Scheme.ARTOPK_RING))
-    (joined,) = StepJoiner(WORLD).add([run.sample(rank) for rank in range(WORLD)], 0.0)
+    (joined,) = StepJoiner(WORLD).add(node_steps(map(run.sample, range(WORLD))), 0.0)
     link = PassiveLink()
     link.add(joined.traffic, probed_latency_s=1e-4)
     assert link.bandwidth is not None
@@ -142,19 +147,68 @@ def test_the_pairs_that_count_grow_with_the_ranks_and_not_with_their_square() ->
     assert counted_offsets(ROTATION_STEPS - 1, 64) == turns[0]
 
 
-def test_a_link_of_many_ranks_is_told_from_the_pairs_that_count(tmp_path: Path) -> None:
-    run, world_size = start(tmp_path), 40
-    one = run.sample(0)
-    lags, rates = (1e-3,) * world_size, (5e6,) * world_size
-    bursts = (Burst(1 << 20, (1 << 20) / 2e8),) * 4
-    samples = [
-        replace(one, rank=rank, lag_s=lags, rate_from=rates, bursts=bursts if rank != 7 else (Burst(1 << 20, 0.1),) * 4)
-        for rank in range(world_size)
-    ]
-    (joined,) = StepJoiner(world_size).add(samples, 0.0)
-    assert len(joined.traffic.round_trip_s) == len(joined.traffic.pair_rate) / 2 == 8 * world_size
+def _step_of_many(run: FakeTraining, nodes: list[int], slow: int) -> JoinedStep:
+    """Return a step of ranks on `nodes`, as each tells it; the link of rank `slow` receives at 1/20 of 200 MB/s."""
+    one, world_size = run.sample(0), len(nodes)
+    fast = (Burst(1 << 20, (1 << 20) / 2e8),) * 4
+    samples: dict[int, list[StepSample]] = {node: [] for node in nodes}
+    for rank, node in enumerate(nodes):
+        lag_s = {peer: 1e-3 for partners_ in partners(rank, world_size) for peer in partners_}
+        bursts = (Burst(1 << 20, (1 << 20) / 1e7),) * 4 if rank == slow else fast
+        samples[node].append(
+            replace(
+                one,
+                rank=rank,
+                lag_s=counted_lags(rank, nodes, lag_s),
+                rate_from=dict.fromkeys(counted_peers(rank, nodes, 0), 5e6),
+                bursts=counted_bursts(bursts, rank, nodes),
+            )
+        )
+    parts = [part for node in samples for part in node_steps(samples[node])]
+    (joined,) = StepJoiner(world_size).add(parts, 0.0)
+    return joined
+
+
+@pytest.mark.parametrize("nodes", [list(range(40)), [rank // 8 for rank in range(2 * MAX_TELLING)]], ids=["40", "1024"])
+def test_a_link_of_many_ranks_is_told_from_the_pairs_that_count(nodes: list[int], tmp_path: Path) -> None:
+    num_telling = len(set(nodes))
+    slow = nodes.index(5)
+    joined = _step_of_many(start(tmp_path), nodes, slow)
+    traffic = joined.traffic
+    assert len(joined.slowness) == len(nodes)
+    assert len(traffic.pair_rate) == {40: 16, 1024: 16 // FEWER}[len(nodes)] * num_telling
+    assert {sender for sender, _ in traffic.pair_rate} == {receiver for _, receiver in traffic.pair_rate}
+    # log3 of 40 and of 1,024 is 3.4 and 6.3, so there are 4 and 7 rounds.
+    assert len(traffic.round_trip_s) == {40: 4 * 40, 1024: 7 * num_telling // FEWER}[len(nodes)]
+    assert len(traffic.bursts) == num_telling
+    assert len(counted_bursts([Burst(1, 0.1)] * 9, 0, nodes)) == {40: 9, 1024: MAX_BURSTS - 1}[len(nodes)]
     link = PassiveLink()
-    link.add(joined.traffic, probed_latency_s=1e-4)
+    link.add(traffic, probed_latency_s=1e-4)
     assert link.latency_s is not None
     assert link.latency_s.value == pytest.approx(1e-3)
-    assert link.slow == {7: pytest.approx((1 << 20) / 0.1)}
+    assert link.slow == {slow: pytest.approx(1e7)}
+
+
+def test_records_keep_the_steps_of_two_passes_apart_and_each_rank_in_order(tmp_path: Path) -> None:
+    run = start(tmp_path)
+
+    def sample(rank: int, step: int) -> StepSample:
+        return replace(run.sample(rank), step=step)
+
+    told = [sample(0, 8), sample(0, 9), sample(0, 5), sample(1, 8), sample(1, 9), sample(1, 5), sample(0, 6)]
+    assert [(part.step, part.ranks) for part in node_steps(told)] == [(8, (0, 1)), (9, (0, 1)), (5, (0, 1)), (6, (0,))]
+
+
+def test_a_step_is_the_same_whether_its_ranks_come_in_one_record_or_in_several(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.loss, run.lr, run.norm = float, 0.1, 2.0
+    samples = [
+        replace(run.sample(rank), compute_s=0.1 * (1 + rank), gain={"bf16": 0.5 + rank / 10} if rank != 2 else {})
+        for rank in range(WORLD)
+    ]
+    (whole,) = StepJoiner(WORLD).add(node_steps(samples), 0.0)
+    (again,) = StepJoiner(WORLD).add([part for rank in (2, 0, 3, 1) for part in node_steps([samples[rank]])], 0.0)
+    assert again == whole
+    assert whole.gain == {"bf16": pytest.approx((0.5 + 0.6 + 0.8) / 3)}
+    assert whole.compute_s == pytest.approx(0.4)
+    assert whole.slowness == {rank: pytest.approx(0.4 * (1 + rank)) for rank in range(WORLD)}

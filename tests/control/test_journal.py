@@ -18,6 +18,7 @@ from cgx_ray.control.journal import Journal
 from cgx_ray.control.progress import Progress
 from cgx_ray.control.recorded import read_layers, read_policy, read_situation, situation_fields
 from cgx_ray.errors import ConfigError
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.plan import DENSE, CodecSpec, Option, options_of
 from cgx_ray.report.record import JOURNAL_FORMAT, JOURNAL_SCHEMA, load_run
 
@@ -105,7 +106,7 @@ def test_progress_has_the_mean_of_the_losses_that_are_reported(tmp_path: Path) -
     lines = []
     for step, of_ranks in enumerate(losses):
         samples = [replace(run.sample(rank), step=step, loss=loss) for rank, loss in enumerate(of_ranks)]
-        lines += progress.add(samples, time_s=3.0 * step, facts=run.loop.facts)
+        lines += progress.add(node_steps(samples), time_s=3.0 * step, facts=run.loop.facts)
     assert [line["loss"] for line in lines] == [4.0, None]
 
 

@@ -12,6 +12,7 @@ from support.control_runs import QUIET, start
 
 from cgx_ray.control.known_network import PROBE_HOLDS_S, RATE_HOLDS_S, KnownNetwork
 from cgx_ray.control.worker_group import LINK_STEPS
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import NodeSample
 
 
@@ -63,15 +64,14 @@ OF_D = tuple(way for way in WAYS if "d" in way)
     ids=["down", "both", "either end", "other end cleared", "two nodes", "nobody cleared", "as granted"],
 )
 def test_probes_count_with_a_slow_node_and_name_it_once_the_other_end_was_fast_elsewhere(
-    ways: Sequence[str], slow_ways: Sequence[str], named: set[int], tmp_path: Path
+    ways: Sequence[str], slow_ways: Sequence[str], named: set[int]
 ) -> None:
-    run, network = start(tmp_path), KnownNetwork()
+    network = KnownNetwork()
 
     def report(node: str, found: dict[str, float]) -> None:
-        steps, latency_s = (run.sample("abcd".index(node)),), {other: 1e-3 for other in "abcd" if other != node}
-        network.add_report(
-            NodeSample(node_id=node, time_s=0.0, steps=steps, latency_s=latency_s, host=QUIET, bandwidth=found), 0.0
-        )
+        latency_s = {other: 1e-3 for other in "abcd" if other != node}
+        sample = NodeSample(node_id=node, time_s=0.0, steps=(), latency_s=latency_s, host=QUIET, bandwidth=found)
+        network.add_report(sample, ["abcd".index(node)], 0.0)
 
     for node in "abcd":
         report(node, {})
@@ -115,11 +115,12 @@ def test_latencies_from_before_a_change_do_not_count_until_all_nodes_have_measur
     said = {node: {peer: 1e-3 + 1e-6 * i for i, peer in enumerate(nodes) if peer != node} for node in nodes}
 
     def step(latency_s: float) -> float | None:
-        lag_s = [tuple(0.0 if peer == rank else latency_s for peer in range(4)) for rank in range(4)]
+        lag_s = [{peer: latency_s for peer in range(4) if peer != rank} for rank in range(4)]
         samples = [replace(run.sample(rank), lag_s=lag_s[rank]) for rank in range(4)]
         run.step += 1
         for node, sample in zip(nodes, samples, strict=True):
-            told = NodeSample(node_id=node, time_s=run.step, steps=(sample,), latency_s=dict(said[node]), host=QUIET)
+            steps = node_steps([sample])
+            told = NodeSample(node_id=node, time_s=run.step, steps=steps, latency_s=dict(said[node]), host=QUIET)
             run.loop.observe(told, float(run.step))
         return run.loop.facts().latency_s
 

@@ -14,6 +14,7 @@ from cgx_ray.control.joined_steps import join
 from cgx_ray.control.learning_phase import RATE_STEPS, LearningPhase
 from cgx_ray.control.loss_trend import MAX_LOSSES, LossTrend
 from cgx_ray.control.measured import compressing_options
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.plan import Option
 
 SLOW_GBPS = 0.1
@@ -125,9 +126,9 @@ def test_training_goes_on_with_the_same_decisions_whatever_is_reported(
 def test_the_loss_of_a_step_is_the_mean_over_the_ranks_that_reported_a_finite_one(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.report = lambda step, rank: [1.0, math.nan, None, 3.0][rank]
-    assert join([run.sample(rank) for rank in range(4)], 4).loss == 2.0
+    assert join(node_steps(map(run.sample, range(4))), 4).loss == 2.0
     run.report = lambda step, rank: math.inf
-    assert join([run.sample(rank) for rank in range(4)], 4).loss is None
+    assert join(node_steps(map(run.sample, range(4))), 4).loss is None
 
 
 def test_a_change_of_the_learning_rate_by_two_or_more_starts_a_learning_phase() -> None:

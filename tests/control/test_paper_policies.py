@@ -17,6 +17,7 @@ from cgx_ray.control.known_losses import KnownLosses, lost_share
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy, PaperPolicy
 from cgx_ray.errors import ConfigError
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError, StepSample
 from cgx_ray.plan import CodecSpec, Plan, Scheme
 from cgx_ray.planner.bits import WIDTHS, BitsProblem, LayerErrors
@@ -102,7 +103,7 @@ def test_a_layer_error_is_the_mean_over_ranks_weighted_by_energy(tmp_path: Path)
         replace(run.sample(rank), error_bits=4, layer_errors={"head": LayerError(energy, lost)})
         for rank, (energy, lost) in enumerate([(1.0, 0.1), (3.0, 0.5)])
     ]
-    step = join(samples, WORLD)
+    step = join(node_steps(samples), WORLD)
     assert step.error_bits == 4
     assert step.layer_errors["head"] == LayerError(2.0, pytest.approx(0.4))
     losses = KnownLosses(LAYERS)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 
 import pytest
 
 from cgx_ray.monitors import agent as agent_module
-from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.monitors.agent import NodeAgent, measured_nodes
 from cgx_ray.monitors.round_trip import EchoServer
 
 HOST = "127.0.0.1"
@@ -45,3 +46,12 @@ def test_an_unexpected_error_is_logged_once_and_both_threads_go_on(
     assert published
     messages = [message for message in caplog.messages if "KeyError('unexpected')" in message]
     assert sorted(message.split()[3] for message in messages) == ["cgx-ray-latency", "cgx-ray-publish"], messages
+
+
+def test_of_many_nodes_each_measures_the_latency_to_16_and_each_is_measured_by_16() -> None:
+    names = [f"node {number:04}" for number in range(100)]
+    found = [measured_nodes(name, names) for name in names]
+    assert {len(others) for others in found} == {16}
+    assert set(Counter(itertools.chain(*found)).values()) == {16}
+    assert sorted(measured_nodes("b", "abc")) == ["a", "c"]
+    assert measured_nodes("a", "a") == []

@@ -17,6 +17,7 @@ from cgx_ray.control.joined_steps import StepJoiner
 from cgx_ray.control.link_estimate import PassiveLink
 from cgx_ray.control.traffic import StepTraffic
 from cgx_ray.lab.namespaces import Lab
+from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import Burst, StepSample
 from cgx_ray.session.attach import attach
 
@@ -37,7 +38,7 @@ def train(rank: int, transport: str) -> list[StepSample]:
 
 def test_round_trips_of_real_ranks_add_up_and_long_messages_have_a_rate() -> None:
     by_rank = run_ranks(3, train, "tcp")
-    steps = StepJoiner(3).add((sample for samples in by_rank for sample in samples), 0.0)
+    steps = StepJoiner(3).add(node_steps(sample for samples in by_rank for sample in samples), 0.0)
     assert len(steps) == 6
     # The first step reads no agreement.
     assert steps[0].traffic.round_trip_s == {}
@@ -54,7 +55,8 @@ def test_round_trips_of_real_ranks_add_up_and_long_messages_have_a_rate() -> Non
 
 
 def test_over_torch_distributed_only_exchanges_tell() -> None:
-    steps = StepJoiner(2).add((sample for samples in run_ranks(2, train, "gloo") for sample in samples), 0.0)
+    by_rank = run_ranks(2, train, "gloo")
+    steps = StepJoiner(2).add(node_steps(sample for samples in by_rank for sample in samples), 0.0)
     link = PassiveLink()
     for step in steps:
         assert not step.traffic.round_trip_s

@@ -15,7 +15,8 @@ from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.measured import is_dense
 from cgx_ray.control.policy import AdaptivePolicy, Decision
-from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample, Transfer
+from cgx_ray.monitors.node_step import node_steps
+from cgx_ray.monitors.sample import HostLoad, InsideLink, NodeSample, StepSample, Transfer
 from cgx_ray.plan import Layer, Option, Plan, make_plan
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.planner.options import CodecCost, candidate_options
@@ -59,6 +60,7 @@ class FakeTraining:
     loss, lr     reported on all ranks, the loss by step; `report` replaces the loss, by step and rank
     clock        of the nodes, by step
     silent       ranks whose samples are lost
+    inside       link inside the node that a rank tells
     """
 
     loop: ControlLoop
@@ -81,6 +83,7 @@ class FakeTraining:
     jitter: float = 0.0
     returns: bool = False
     silent: set[int] = field(default_factory=set)
+    inside: dict[int, InsideLink] = field(default_factory=dict)
 
     def run(self, num_steps: int) -> list[Decision]:
         decisions = []
@@ -91,7 +94,7 @@ class FakeTraining:
             sample = NodeSample(
                 node_id="node",
                 time_s=self.clock(self.step),
-                steps=samples,
+                steps=node_steps(samples),
                 latency_s={"other": self.latency_s},
                 host=QUIET,
             )
@@ -157,6 +160,7 @@ class FakeTraining:
             norm=self.norm if is_measured else None,
             loss=self._loss(rank),
             lr=self.lr,
+            inside=self.inside.get(rank),
         )
 
 

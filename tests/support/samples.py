@@ -36,5 +36,5 @@ def step_sample(rank: int, step: int) -> StepSample:
         loss=3.5,
         lr=0.01,
         residual_norm=5.0,
-        lag_s=(0.0, 0.01),
+        lag_s={1 - rank: 0.01},
     )

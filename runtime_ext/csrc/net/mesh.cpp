@@ -50,7 +50,7 @@ void Mesh::connect(const std::vector<std::pair<std::string, int>>& addresses, do
         tickets_.ring_also(&segment_->rank(own_place_).waiter_bell);
         for (int rank : sharers) is_local[rank] = true;
     }
-    add_streams(shake_hands(self_, listener_, addresses, is_local, deadline), sharers);
+    add_streams(shake_hands(self_, std::move(listener_), addresses, is_local, deadline), sharers);
     socket_thread_ = std::thread([this] { socket_loop_.run(); });
     if (ring_loop_) ring_thread_ = std::thread([this] { ring_loop_->run(); });
 }
@@ -151,6 +151,7 @@ void Mesh::close() {
     if (is_copy_) return;
     std::lock_guard closing(close_mutex_);
     tickets_.close();
+    listener_.close();
     socket_loop_.stop();
     if (ring_loop_) ring_loop_->stop();
     if (socket_thread_.joinable()) socket_thread_.join();

@@ -75,6 +75,9 @@ class Mesh {
     // The ticket is done or has failed.
     bool is_over(int64_t ticket) { return tickets_.is_over(ticket); }
 
+    // The ticket has failed, so that `wait` will throw.
+    bool has_failed(int64_t ticket) { return tickets_.has_failed(ticket); }
+
     // Ends the `wait_any` of another thread, or the next one.
     void wake();
 

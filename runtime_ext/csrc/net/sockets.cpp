@@ -5,6 +5,7 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -98,7 +99,7 @@ int port_of(int fd) {
 FileDescriptor dial(const std::string& address, int port, double deadline, int& error) {
     const AddressInfo target(address, port);
     FileDescriptor connection = target.make_socket();
-    if (!connection.is_open()) fail_errno("cannot make a socket");
+    if (!connection.is_open()) fail_socket("cannot make a socket", errno);
     const int fd = connection.get();
     set_stream_options(fd);
     error = 0;
@@ -111,8 +112,26 @@ FileDescriptor dial(const std::string& address, int port, double deadline, int& 
     return connection;
 }
 
-FileDescriptor accept_one(int listen_fd) {
-    return FileDescriptor(accept4(listen_fd, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+FileDescriptor accept_one(int listen_fd, std::string& address) {
+    sockaddr_storage from{};
+    socklen_t size = sizeof from;
+    auto* const name = reinterpret_cast<sockaddr*>(&from);
+    FileDescriptor connection(accept4(listen_fd, name, &size, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!connection.is_open()) return connection;
+    char text[NI_MAXHOST] = "";
+    getnameinfo(name, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
+    address = text;
+    return connection;
+}
+
+void fail_socket(const std::string& what, int error) {
+    std::string advice;
+    rlimit limit{};
+    if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+        advice = "; this process may have " + std::to_string(limit.rlim_cur) +
+                 " files open: raise that limit with ulimit -n";
+    }
+    fail(what + ": " + std::strerror(error) + advice);
 }
 
 void set_stream_options(int fd) {

@@ -58,6 +58,11 @@ bool Tickets::is_over(int64_t number) {
     return find(number)->is_over();
 }
 
+bool Tickets::has_failed(int64_t number) {
+    std::lock_guard lock(mutex_);
+    return !find(number)->error.empty();
+}
+
 bool Tickets::has_come(const Watch& watch) {
     std::lock_guard lock(mutex_);
     return is_enough(watch);

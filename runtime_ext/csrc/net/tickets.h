@@ -59,6 +59,9 @@ class Tickets {
     // Throws std::runtime_error if the ticket is not known.
     bool is_over(int64_t number);
 
+    // The ticket has ended with an error. Throws std::runtime_error if it is not known.
+    bool has_failed(int64_t number);
+
     // True if a thread that waits for this need not wait any longer.
     bool has_come(const Watch& watch);
 

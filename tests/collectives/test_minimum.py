@@ -1,0 +1,88 @@
+"""A minimum over many ranks in few messages, over real sockets."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from support.meshes import TIMEOUT_S, close_all, connect_meshes, in_threads
+
+from cgx_ray.collectives.minimum import MAX_DIRECT, MeshMinimum, partners
+from cgx_ray.runtime_ext.mesh import Mesh
+
+
+def test_every_rank_hears_of_every_other_in_two_log3_n_messages() -> None:
+    for world_size in (*range(2, 100), 243, 244, 256, 1000, 4096):
+        rounds = [partners(rank, world_size) for rank in range(world_size)]
+        num_rounds = len(rounds[0])
+        if world_size <= 1 + MAX_DIRECT:
+            assert [sorted(peers) for peers in rounds[0]] == [list(range(1, world_size))]
+            continue
+        # Half a rank less, since the logarithm of a power of three may be a little too large.
+        assert num_rounds == math.ceil(math.log(world_size - 0.5, 3)), world_size
+        assert max(len(peers) for one in rounds for peers in one) == 2
+        met = {
+            (turn, rank, peer) for rank, one in enumerate(rounds) for turn, peers in enumerate(one) for peer in peers
+        }
+        assert met == {(turn, peer, rank) for turn, rank, peer in met}, "a rank sends to one that does not listen"
+        # Of rank 0; by symmetry it is the same for each.
+        reach = {0}
+        for peers in rounds[0]:
+            reach |= {(known + peer) % world_size for known in reach for peer in peers}
+        assert len(reach) == world_size, f"{len(reach)} of {world_size}"
+
+
+@pytest.mark.parametrize("sharers", [(), (3, 4, 5, 6)], ids=["tcp", "rings"])
+def test_the_minimum_is_that_of_all_ranks(sharers: tuple[int, ...]) -> None:
+    world_size = 20
+    meshes = connect_meshes(world_size, sharers=sharers)
+
+    def run(rank: int) -> list[list[int]]:
+        found = []
+        for step in range(5):
+            values = torch.tensor([step + rank, -rank, (rank * 7 + step) % world_size])
+            minimum = MeshMinimum(meshes[rank], rank, world_size, values, channel=5)
+            found.append(minimum.finish(TIMEOUT_S).tolist())
+            assert values.tolist() == [step + rank, -rank, (rank * 7 + step) % world_size]
+        return found
+
+    results = in_threads([lambda r=rank: run(r) for rank in range(world_size)])
+    close_all(meshes)
+    for rank, found in enumerate(results):
+        assert found == [[step, 1 - world_size, 0] for step in range(5)], rank
+
+
+def _pass_on(mesh: Mesh, minimum: MeshMinimum) -> None:
+    while (ticket := minimum.pass_on()) is not None:
+        mesh.wait_any([ticket], TIMEOUT_S)
+
+
+def test_ranks_pass_a_minimum_on_without_an_end_and_a_peer_that_hangs_up_fails_nothing_else() -> None:
+    world_size = 20
+    meshes = connect_meshes(world_size)
+    has_left = threading.Event()
+
+    def stay(rank: int) -> float:
+        mesh, peer = meshes[rank], {1: 2, 2: 1}.get(rank)
+        _pass_on(mesh, MeshMinimum(mesh, rank, world_size, torch.tensor([rank]), channel=5))
+        assert has_left.wait(TIMEOUT_S)
+        if peer is None:
+            return 1.0
+        if rank == 1:
+            # Rank 0 is a partner in the first round, and has ended training.
+            _pass_on(mesh, MeshMinimum(mesh, rank, world_size, torch.tensor([rank]), channel=6))
+        received = torch.zeros(1)
+        mesh.wait(mesh.post({peer: torch.ones(1)}, {peer: received}, 7), TIMEOUT_S)
+        return received.item()
+
+    def leave() -> float:
+        (least,) = MeshMinimum(meshes[0], 0, world_size, torch.tensor([100]), channel=5).finish(TIMEOUT_S).tolist()
+        meshes[0].close()
+        has_left.set()
+        return float(least)
+
+    results = in_threads([leave, *(lambda r=rank: stay(r) for rank in range(1, world_size))])
+    close_all(meshes)
+    assert results == [1.0] * world_size

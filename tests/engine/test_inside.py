@@ -1,0 +1,78 @@
+"""The link between the ranks of a node is measured when they attach, and the planner gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from support.control_runs import WORLD, start
+from support.ranks import run_ranks
+
+from cgx_ray.collectives import tcp
+from cgx_ray.control.joined_steps import StepJoiner
+from cgx_ray.control.measured import DEFAULT_INSIDE
+from cgx_ray.monitors.node_step import node_steps
+from cgx_ray.monitors.sample import InsideLink
+from cgx_ray.plan import Layer, Plan
+from cgx_ray.session.attach import attach
+from cgx_ray.session.attachment import Attachment, process
+from cgx_ray.session.settings import Settings
+
+
+class _Session:
+    """Stands for Ray's: `attach` asks it for the first plan."""
+
+    settings = Settings()
+
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
+        return self.settings.first_plan(layers, world_size, bucket_bytes)
+
+    def start(self, attachment: Attachment) -> None: ...
+
+
+def _told(rank: int, nodes: Sequence[int]) -> InsideLink | None:
+    """Return the link that the samples of a rank tell; ranks with the same number in `nodes` share a node."""
+    tcp.host_key = lambda: f"node {nodes[rank]}"
+    process.session = _Session()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
+    attachment = attach(model)
+    model(torch.ones(1, 10)).sum().backward()
+    (sample,) = attachment.take_samples()
+    attachment.close()
+    return sample.inside
+
+
+def test_ranks_of_a_node_tell_the_link_between_them() -> None:
+    found = run_ranks(4, _told, (0, 0, 1, 1))
+    for link in found:
+        assert link is not None
+        # Between 1 us and 1 s, and between 1 MB/s and 10 TB/s.
+        assert 1e-6 < link.alpha_s < 1, found
+        assert 1e-13 < link.beta_s_per_byte < 1e-6, found
+
+
+@pytest.mark.parametrize("nodes", [(0, 0), (0, 1)], ids=["one node", "nodes of one rank"])
+def test_a_network_of_one_kind_of_link_has_none_inside(nodes: Sequence[int]) -> None:
+    assert run_ranks(2, _told, nodes) == [None, None]
+
+
+def test_plans_are_made_with_the_link_of_the_slowest_node_or_with_the_default_until_one_is_told(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.num_local = 2
+    run.run(8)
+    state = run.loop._state
+    assert state is not None
+    measured = state.measured()
+    assert measured is not None
+    assert measured.network.inside == DEFAULT_INSIDE
+    run.inside = {0: InsideLink(1e-5, 1e-10), 3: InsideLink(2e-5, 3e-10)}
+    parts = [part for rank in range(WORLD) for part in node_steps([run.sample(rank)])]
+    assert StepJoiner(WORLD).add(parts, 0.0)[0].inside == InsideLink(2e-5, 3e-10)
+    run.run(1)
+    measured = state.measured()
+    assert measured is not None
+    assert measured.network.inside is not None
+    assert measured.network.inside.alpha_s == 2e-5
+    assert measured.network.inside.beta_s_per_byte == 3e-10
