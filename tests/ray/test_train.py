@@ -123,9 +123,11 @@ def test_a_static_run_keeps_the_users_choice(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cluster")
 def test_ranks_with_different_weights_end_the_training_and_the_journal_says_why(tmp_path: Path) -> None:
     config = cgx_ray.CGXConfig(weight_check_steps=5)
-    with pytest.raises(Exception, match="before step 10 the weights of rank 1 differ from those of rank 0"):
+    # Ray cuts long errors in the middle; the journal has them whole.
+    with pytest.raises(Exception, match="nothing is compared"):
         fit(tmp_path, steps=20, flip_at=7, torch_config=config)
     faults = [entry for entry in journal_of(tmp_path) if entry["event"] == "fault"]
+    assert all("before step 10 the weights of rank 1 differ from those of rank 0" in one["text"] for one in faults)
     assert sorted((fault["rank"], fault["kind"], fault["step"]) for fault in faults) == [
         (rank, "weights_differ", 11) for rank in range(2)
     ]
