@@ -1,4 +1,4 @@
-# make demo | test | check | bench | test-gpu; each but test-gpu first makes .venv if it is missing or out of date.
+# make demo | test | check | bench | bare | test-gpu; each but test-gpu first makes .venv if it is missing or out of date.
 # More arguments: make demo ARGS="--workers 2 --json out.json", make test ARGS="-k codec",
 # make bench BENCH=kernels ARGS="--json kernels.json"
 
@@ -10,7 +10,7 @@ BIN := .venv/bin
 CSRC := $(wildcard $(foreach e,c cpp hpp h cu cuh,runtime_ext/csrc/*.$(e) runtime_ext/csrc/*/*.$(e)))
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check bench test-gpu system
+.PHONY: demo test check bench bare test-gpu system
 .DELETE_ON_ERROR:
 
 demo: system .venv/.installed
@@ -32,6 +32,10 @@ test-gpu:
 bench: .venv/.installed
 	$(if $(and $(ARGS),$(word 2,$(BENCH))),$(error ARGS are those of one bench: make bench BENCH=kernels ARGS="$(ARGS)"))
 	@for bench in $(BENCH); do $(BIN)/cgx-ray bench $$bench $(ARGS) || exit; done
+
+# sdist, wheel and a bare environment, as a user without a checkout has them: see the script.
+bare: .venv/.installed
+	@PYTHON=$(PYTHON) .ci/bare
 
 check: .venv/.installed
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Processes of `cgx-ray bench network` in a host of the lab, besides the job: probes, and a neighbour.
 
-`prober ADDRESS`          writes its addresses; for each line "ECHO_HOST ECHO_PORT BULK_HOST BULK_PORT" it probes these
-                          and writes latency in seconds and bytes per second
+`prober ADDRESS`          writes a line with host, port and token of its echo and of its bulk server; for each such line
+                          of another prober it probes these and writes latency in seconds and bytes per second
 `sink ADDRESS`            writes its port and receives everything that is sent there
 `neighbour ADDRESS PORT`  sends to a sink for up to 2 s every 3 to 8 s, until it is killed
 """
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import IO
 
 from cgx_ray.lab.namespaces import Lab
+from cgx_ray.monitors.guarded_server import Address
 from cgx_ray.monitors.probe import Prober
 
 _PIECE = bytes(1 << 16)
@@ -46,8 +47,10 @@ def _prober(address: str) -> None:
     echo, bulk = prober.addresses()
     print(*echo, *bulk, flush=True)
     for line in sys.stdin:
-        echo_host, echo_port, bulk_host, bulk_port = line.split()
-        path = prober.probe((echo_host, int(echo_port)), (bulk_host, int(bulk_port)))
+        echo_host, echo_port, echo_token, bulk_host, bulk_port, bulk_token = line.split()
+        path = prober.probe(
+            Address(echo_host, int(echo_port), echo_token), Address(bulk_host, int(bulk_port), bulk_token)
+        )
         print(path.latency_s, path.bytes_per_s, flush=True)
 
 

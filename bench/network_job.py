@@ -1,15 +1,16 @@
-"""The job that `cgx-ray bench network` watches, and its control loop."""
+"""A training in the hosts of a lab, and its control loop: the job that benches watch."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import pickle
+import queue
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.plan import Plan
 from cgx_ray.planner.options import codec_options
 from cgx_ray.session.settings import Settings
 
 _START_TIMEOUT_S = 120.0
-# Speed of the clock of probes, which are due once per minute: the benchmark must not wait for minutes.
-_PROBE_CLOCK_FACTOR = 12
+# Speed of the clock of probes in `bench network`, which are due once per minute: it must not wait for minutes.
+_FAST_PROBES = 12
 
 
 class NetworkBenchError(CGXError, RuntimeError):
@@ -34,10 +36,30 @@ class NetworkBenchError(CGXError, RuntimeError):
 
 
 class Job:
-    """A training in the lab and its control loop."""
+    """A training in the lab and its control loop.
 
-    def __init__(self, lab: Lab, folder: Path) -> None:
+    num_steps  of rank 0, since the loop started
+    versions   of the plans in these steps, by step
+    answers    other messages of the ranks
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        folder: Path,
+        module: str = "cgx_ray.bench.network_rank",
+        *,
+        given: Mapping[str, Any] | None = None,
+        probe_clock: float = _FAST_PROBES,
+    ) -> None:
+        """
+        folder        for the store, the journal and the ranks' errors
+        module        runs a rank
+        given         to each rank, besides rank, world size, store and address
+        probe_clock   speed of the clock by which probes are due
+        """
         self._lab = lab
+        self._module, self._given, self._probe_clock = module, dict(given or {}), probe_clock
         self._world_size = len(lab.hosts)
         self._folder = folder
         self._errors = folder / "errors"
@@ -46,6 +68,8 @@ class Job:
         self._registration: tuple[Any, ...] = ()
         self._loop: ControlLoop | None = None
         self.num_steps = 0
+        self.versions: dict[int, int] = {}
+        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.neighbour_bytes_per_s: float | None = None
         with self._errors.open("w") as errors:
             self._ranks = [self._start(rank, errors) for rank in range(self._world_size)]
@@ -79,7 +103,25 @@ class Job:
             history = History(layers=tuple(self._registration[0]), plans=plans)
             self._loop = ControlLoop(policy, Journal(self._folder / "decisions.jsonl"), history)
             self._loop.register(*self._registration)
-            self.num_steps = 0
+            self.num_steps, self.versions = 0, {}
+
+    def await_model(self) -> None:
+        """Forget loop and plans, for `wait_registered`: the ranks are about to attach another model."""
+        with self._lock:
+            self._loop = None
+            self._registered.clear()
+
+    def order(self, line: str) -> None:
+        """Send a line to all ranks."""
+        with self._lock:
+            for rank in self._ranks:
+                _write(rank, line)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Plans of the loop so far, the newest last."""
+        with self._lock:
+            return list(self._loop.plans) if self._loop is not None else []
 
     def facts(self) -> LoopFacts:
         with self._lock:
@@ -106,12 +148,13 @@ class Job:
 
     def _start(self, rank: int, errors: Any) -> subprocess.Popen[bytes]:
         job = {
+            **self._given,
             "rank": rank,
             "world_size": self._world_size,
             "store": str(self._folder / "store"),
             "address": self._lab.hosts[rank].address,
         }
-        argv = [sys.executable, "-m", "cgx_ray.bench.network_rank", json.dumps(job)]
+        argv = [sys.executable, "-m", self._module, json.dumps(job)]
         return self._lab.popen(rank, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
 
     def _read(self, rank: subprocess.Popen[bytes]) -> None:
@@ -123,8 +166,10 @@ class Job:
                 if isinstance(message, tuple):
                     self._registration = message
                     self._registered.set()
-                else:
+                elif isinstance(message, NodeSample):
                     self._observe(message)
+                else:
+                    self.answers.put(message)
 
     def _observe(self, sample: NodeSample) -> None:
         with self._lock:
@@ -135,11 +180,12 @@ class Job:
             self._loop.observe(sample, now_s)
             if sample.node_id == "host 0":
                 self.num_steps += len(sample.steps)
+                self.versions.update((step.step, step.plan_version) for step in sample.steps)
                 self.neighbour_bytes_per_s = sample.host.neighbour_bytes_per_s
             for plan in self._loop.plans[known:]:
                 for rank in self._ranks:
                     _write(rank, plan.to_json().replace("\n", " "))
-            target = self._loop.next_probe(sample.node_id, _PROBE_CLOCK_FACTOR * now_s)
+            target = self._loop.next_probe(sample.node_id, self._probe_clock * now_s)
             if target is not None:
                 _write(self._ranks[int(sample.node_id.removeprefix("host "))], target)
 

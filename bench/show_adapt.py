@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -56,14 +57,17 @@ def _cell(row: Row | None, text: str) -> str:
     return text.format(row.value) + ("!" if row.met is False else "")
 
 
-def plot_adapt(numbers: AdaptNumbers, path: Path) -> None:
-    """Write a picture with a panel per case: seconds per progress over time, of the loop and of the best plan."""
-    num_columns = min(4, len(numbers.runs))
-    num_lines = math.ceil(len(numbers.runs) / num_columns)
+def plot_paces(scores: Mapping[str, Sequence[tuple[float, float, float]]], path: Path) -> None:
+    """Write a picture with a panel per case: seconds per progress over time, of the loop and of the best plan.
+
+    scores  of each step of a case: when it began, and both numbers
+    """
+    num_columns = min(4, len(scores))
+    num_lines = math.ceil(len(scores) / num_columns)
     figure = new_figure(3.6 * num_columns, 2.4 * num_lines)
     panels = figure.subplots(num_lines, num_columns, squeeze=False).flat
-    for axes, (case, runs) in zip(panels, numbers.runs.items(), strict=False):
-        time_s, plan_s, best_s = zip(*runs[0].scores, strict=True)
+    for (case, steps), axes in zip(scores.items(), panels, strict=False):
+        time_s, plan_s, best_s = zip(*steps, strict=True)
         axes.plot(time_s, best_s, color=GREY, linewidth=3, label="best plan")
         axes.plot(time_s, plan_s, color=BLUE, linewidth=1, label="loop")
         axes.set(title=case, yscale="log")

@@ -19,8 +19,20 @@ class WireError(CGXError, RuntimeError):
     """A message is broken or belongs to another plan, step or group. Nothing was decoded."""
 
 
+class DamagedMessageError(WireError):
+    """A message was changed on its way: its checksum (CRC-32C) is wrong."""
+
+
 class TransportError(CGXError, RuntimeError):
     """A peer did not answer, or the group of processes broke."""
+
+
+class PeerTimeoutError(TransportError):
+    """A peer did not answer within the time-out."""
+
+
+class ReplicaError(CGXError, RuntimeError):
+    """Ranks hold different weights, so they train different models."""
 
 
 class StateError(CGXError, ValueError):

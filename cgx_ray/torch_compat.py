@@ -11,12 +11,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-import torch.profiler
-from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
-from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ray.versions import check_version
+
+check_version("torch", torch.__version__)  # before names that an old torch lacks
+
+import torch.distributed as dist  # noqa: E402
+import torch.profiler  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.amp.grad_scaler import GradScaler  # noqa: E402
+from torch.autograd import Variable  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
+from cgx_ray.monitors.guarded_server import Address
 from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.node_metrics import NodeMetrics
 from cgx_ray.monitors.node_step import node_steps
@@ -59,7 +60,7 @@ class NodeAgent:
         self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
         # `start` replaces each of these objects as a whole, so the threads need no lock: they use the object they read.
         self._peers = Peers({})
-        self._bulk: Mapping[str, tuple[str, int]] = {}
+        self._bulk: Mapping[str, Address] = {}
         self._own = OwnBytes(has_peers=False)
         self._metrics = NodeMetrics(RaySink(), run_name, run_id)
         self._outbox = _Outbox(None)
@@ -77,19 +78,19 @@ class NodeAgent:
             )
         ]
 
-    def address(self) -> tuple[str, int]:
-        """Return host and port where other nodes measure their latency to this one."""
+    def address(self) -> Address:
+        """Return where other nodes measure their latency to this one."""
         return self._server.address
 
-    def bulk_address(self) -> tuple[str, int]:
-        """Return host and port where other nodes probe their bandwidth to this one."""
+    def bulk_address(self) -> Address:
+        """Return where other nodes probe their bandwidth to this one."""
         return self._bulk_server.address
 
     def start(
         self,
-        peers: Mapping[str, tuple[str, int]],
+        peers: Mapping[str, Address],
         controller: Any = None,
-        bulk: Mapping[str, tuple[str, int]] | None = None,
+        bulk: Mapping[str, Address] | None = None,
     ) -> None:
         """Start measuring, or go on with other peers and another controller after a restart of the workers.
 
@@ -106,7 +107,7 @@ class NodeAgent:
             if thread.ident is None:
                 thread.start()
 
-    def meet(self, peers: Mapping[str, tuple[str, int]], bulk: Mapping[str, tuple[str, int]] | None = None) -> None:
+    def meet(self, peers: Mapping[str, Address], bulk: Mapping[str, Address] | None = None) -> None:
         """Go on with other addresses of the nodes, as in `start`: an agent that was started again has new ones.
 
         With more than 17 nodes each measures its latency to 16: the work of all must not grow with their square.

@@ -48,6 +48,8 @@ class ControllerFacts(Protocol):
     @property
     def num_reverts(self) -> Mapping[str, int]: ...
     @property
+    def num_faults(self) -> Mapping[tuple[int, str], int]: ...
+    @property
     def report_age_s(self) -> Mapping[str, float]: ...
     @property
     def num_incomplete_steps(self) -> int: ...
@@ -89,6 +91,8 @@ class ControllerMetrics:
             self._sink.set("cgx_ray_decision_timestamp_seconds", time_s, {**self._run, "kind": kind, "cause": cause})
         for cause, num_reverts in facts.num_reverts.items():
             self._count("cgx_ray_reverts", num_reverts, cause=cause)
+        for (rank, fault), num_faults in facts.num_faults.items():
+            self._count("cgx_ray_faults", num_faults, **{RANK: str(rank), "fault": fault})
         self._count("cgx_ray_link_changes", facts.num_link_changes)
         self._count("cgx_ray_impossible_rates", facts.num_impossible)
         self._count("cgx_ray_incomplete_steps", facts.num_incomplete_steps)

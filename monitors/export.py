@@ -31,6 +31,8 @@ LABELS = {
     "direction": "sent or received",
     "resource": "cpu or memory",
     "kind": "keep, replace or disable",
+    "fault": "time_out (a rank did not answer in time), damaged (CRC-32C of a message), weights_differ, connection (a "
+    "rank is gone or hung up) or other",
     "cause": "kind of the cause: first_measurements, network, step_time, gain, loss, review, failed_plan, "
     "slower_than_dense, compare_with_dense, excursion_ended, lease_ended or restart",
 }
@@ -161,7 +163,7 @@ METRICS: dict[str, Metric] = {
         "seconds",
         "node",
         (RANK,),
-        "Time from a rank's agreement message until that of the last other rank arrived: how late the latest rank is.",
+        "Time from the end of a rank's step until it hears that the last other rank has ended it: how late that is.",
     ),
     "cgx_ray_non_finite_steps": Metric(
         "counter",
@@ -169,6 +171,14 @@ METRICS: dict[str, Metric] = {
         "node",
         (RANK,),
         "Steps in which an average was NaN or Inf. Looked at only while a codec in use has memory.",
+    ),
+    "cgx_ray_weight_checks": Metric(
+        "counter",
+        "checks",
+        "node",
+        (RANK,),
+        "Comparisons of all ranks' weights that found no difference. A difference ends the training, see "
+        "`cgx_ray_faults`.",
     ),
     "cgx_ray_link_latency_seconds": Metric(
         "gauge", "seconds", "node", ("peer",), "One-way latency from this node to the node `peer`."
@@ -306,6 +316,14 @@ METRICS: dict[str, Metric] = {
         "controller",
         (),
         "Measured over predicted time per step of the last outcome, less 1; 0.1 is 10 % slower than predicted.",
+    ),
+    "cgx_ray_faults": Metric(
+        "counter",
+        "faults",
+        "controller",
+        (RANK, "fault"),
+        "Errors that ended the training on a rank, over all restarts of the workers. Ray publishes a counter every 10 "
+        "s unless told otherwise, so those of the last worker group may be in decisions.jsonl alone.",
     ),
     "cgx_ray_journal_errors": Metric(
         "counter", "lines", "controller", (), "Lines of the journal that could not be written."

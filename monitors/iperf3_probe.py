@@ -15,12 +15,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.ports import free_port
+
 logger = logging.getLogger(__name__)
 
 # A test on a link that has become slow ends here, and what came until then is its rate.
 MAX_TEST_S = 5
 # Of a server until it listens, of a client until its test is over.
 ANSWER_TIMEOUT_S = 20.0
+# Seconds after which a server ends, tested or not: several times what the probes before a test take on a slow link.
+MAX_SERVE_S = 120.0
 
 
 def available() -> bool:
@@ -53,11 +57,14 @@ def _loads() -> bool:
 
 
 class Iperf3Server:
-    """An iperf3 server for one test, on a port that the system chooses. It listens when the constructor returns."""
+    """An iperf3 server for one test from one address, for at most MAX_SERVE_S. Once constructed it listens."""
 
-    def __init__(self, host: str) -> None:
-        """Listen on `host`. Raises OSError with iperf3's message if it cannot."""
-        self._process = _start("server", host)
+    def __init__(self, host: str, peer: str) -> None:
+        """Listen on `host`, for the address `peer`, at a port as `ports.listen` chooses it.
+
+        Raises OSError with iperf3's message.
+        """
+        self._process = _start("server", host, str(free_port(host)), peer, str(MAX_SERVE_S))
         try:
             port = int(_answer(self._process, f"iperf3 server on {host}", "port"))
         except BaseException:
@@ -70,16 +77,18 @@ class Iperf3Server:
         _end(self._process)
 
 
-def measure_iperf3(host: str, port: int, num_bytes: int) -> float:
+def measure_iperf3(host: str, port: int, num_bytes: int, source: str) -> float:
     """Send `num_bytes` to an `Iperf3Server`, for at most MAX_TEST_S; returns bytes a second as it received them.
 
     A test is over when the client has written everything, and libiperf's server then drops what it has not read yet.
     So few bytes, which socket buffers hold, may give a rate of 0.
 
+    source  address of this node that the server expects
+
     Raises OSError with iperf3's message if the test fails, TimeoutError if it takes longer than ANSWER_TIMEOUT_S.
     """
     what = f"iperf3 to {host}:{port}"
-    process = _start("client", host, str(port), str(num_bytes), str(MAX_TEST_S))
+    process = _start("client", host, str(port), str(num_bytes), str(MAX_TEST_S), source)
     try:
         return float(_answer(process, what, "received_bits_per_s")) / 8
     finally:

@@ -103,6 +103,7 @@ class NodeMetrics:
             for names, count in counts.items():
                 self._sink.increase(f"cgx_ray_{name}", count, {**labels, **names._asdict()})
         self._sink.increase("cgx_ray_non_finite_steps", sum(not step.is_finite for step in steps), labels)
+        self._sink.increase("cgx_ray_weight_checks", sum(step.checked_weights for step in steps), labels)
 
 
 @lru_cache(maxsize=1024)

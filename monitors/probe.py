@@ -7,11 +7,14 @@ import logging
 import socket
 import struct
 import sys
-import threading
 import time
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
+from cgx_ray.errors import ConfigError
 from cgx_ray.monitors import iperf3_probe
+from cgx_ray.monitors.guarded_server import WELCOME, Address, GuardedServer, connect
 from cgx_ray.monitors.iperf3_probe import Iperf3Server, measure_iperf3
 from cgx_ray.monitors.probe_schedule import budget_bytes
 from cgx_ray.monitors.round_trip import EchoServer, round_trip_s
@@ -21,10 +24,11 @@ logger = logging.getLogger(__name__)
 # Seconds that one probe may send.
 MAX_PROBE_S = 5.0
 MAX_HOPS = 30
-# Seconds until the next try after a probe could not be accepted, for example because all file descriptors are in use.
-_ACCEPT_PAUSE_S = 0.1
 _PIECE_BYTES = 1 << 18
 _RESULT = struct.Struct("<d")
+# Arrivals of a probe that are kept apart. A link of 10 Gbit/s has half as many, and a client that sends single bytes
+# would fill the memory.
+_MAX_ARRIVALS = 1 << 17
 # Seconds of a window over which a rate is measured. After a stall queues deliver some 80 KB at once, which must be a
 # small part of a window.
 _WINDOW_S = 0.05
@@ -51,51 +55,64 @@ class Bandwidth:
     tool: str
 
 
-class BulkServer:
-    """Receives the bytes of `measure_tcp` and answers with their rate, one probe at a time."""
+class BulkServer(GuardedServer):
+    """Receives the bytes of `measure_tcp` and answers with their rate, one probe at a time.
+
+    Clients take turns. One that sends before its turn, nothing for MAX_PROBE_S, or for too long is hung up on.
+    """
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, on a free port. Raises OSError if `host` is not an address of this node."""
-        self._listener = socket.create_server((host, 0))
-        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="cgx-ray-bulk", daemon=True)
-        self._thread.start()
+        """Listen on `host`, at a port as `ports.listen` chooses it. Raises OSError if it is no address of this node."""
+        self._turns: deque[socket.socket] = deque()  # the first one sends
+        self._arrivals: list[tuple[float, int]] = []
+        self._end_s = 0.0  # of its turn, in the time of time.monotonic
+        super().__init__(host, "cgx-ray-bulk")
 
-    def close(self) -> None:
-        """Stop accepting probes; wait for a running one. May be called again."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._listener.shutdown(socket.SHUT_RDWR)
-            self._thread.join()
-        self._listener.close()
+    def welcome(self, client: socket.socket) -> bool:
+        self._turns.append(client)
+        # It waits that long for its turn.
+        self.allow(client, 2 * MAX_PROBE_S)
+        if len(self._turns) == 1:
+            self._begin()
+        return True
 
-    def _serve(self) -> None:
-        has_warned = False
-        while not self._closing.is_set():
-            try:
-                client, _ = self._listener.accept()
-            except OSError as error:
-                if not self._closing.is_set() and not has_warned:
-                    has_warned = True
-                    host, port = self.address
-                    logger.warning("%s:%d could not accept a probe (%s); it goes on", host, port, error)
-                self._closing.wait(_ACCEPT_PAUSE_S)
-                continue
-            with client:
-                client.settimeout(MAX_PROBE_S)
-                try:
-                    client.sendall(_RESULT.pack(_receive_bulk(client)))
-                except OSError:
-                    continue  # the client is gone or stuck, and raises an error itself
+    def hear(self, client: socket.socket) -> bool:
+        if client is not self._turns[0]:
+            return False  # it has given up, or sends before its turn
+        at_s, num_bytes = _receive(client)
+        if num_bytes == 0:
+            client.send(_RESULT.pack(_fast_rate(self._arrivals)))
+            return False
+        self.allow(client, min(MAX_PROBE_S, self._end_s - time.monotonic()))
+        if len(self._arrivals) == _MAX_ARRIVALS:
+            num_bytes += self._arrivals.pop()[1]
+        self._arrivals.append((at_s, num_bytes))
+        return True
+
+    def forget(self, client: socket.socket) -> None:
+        is_turn = client is self._turns[0]
+        self._turns.remove(client)
+        if is_turn and self._turns:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Tell the first client that it may send."""
+        client, self._arrivals = self._turns[0], []
+        # A client sends for MAX_PROBE_S, and waits for the answer twice as long.
+        self._end_s = time.monotonic() + 3 * MAX_PROBE_S
+        self.allow(client, MAX_PROBE_S)
+        with suppress(OSError):  # a client that is gone is ready to be read, and `hear` finds out
+            if sys.platform == "linux":
+                client.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+            client.send(WELCOME)
 
 
-def measure_tcp(host: str, port: int, num_bytes: int) -> Bandwidth:
-    """Send `num_bytes` to a `BulkServer`, for at most MAX_PROBE_S.
+def measure_tcp(host: str, port: int, token: str, num_bytes: int) -> Bandwidth:
+    """Send `num_bytes` to the `BulkServer` at an `Address`, for at most MAX_PROBE_S.
 
-    Raises OSError if it does not answer, or if another probe keeps it busy for longer than MAX_PROBE_S.
+    Raises OSError if it does not answer, or if other probes keep it busy for longer than 2 * MAX_PROBE_S.
     """
-    bytes_per_s = _send_bulk(host, port, num_bytes)
+    bytes_per_s = _send_bulk(host, port, token, num_bytes)
     if bytes_per_s == 0:
         raise ConnectionError(
             f"too few bytes reached {host}:{port} to measure a rate; send more than {_SKIPPED_BYTES} bytes"
@@ -103,10 +120,10 @@ def measure_tcp(host: str, port: int, num_bytes: int) -> Bandwidth:
     return Bandwidth(bytes_per_s=bytes_per_s, tool="tcp")
 
 
-def _send_bulk(host: str, port: int, num_bytes: int) -> float:
+def _send_bulk(host: str, port: int, token: str, num_bytes: int) -> float:
     """Return the rate that a `BulkServer` answers; 0 if there were too few bytes to measure it."""
     piece = bytes(_PIECE_BYTES)
-    with socket.create_connection((host, port), timeout=2 * MAX_PROBE_S) as sock:
+    with connect(host, port, token, 2 * MAX_PROBE_S) as sock:
         end_s = time.perf_counter() + MAX_PROBE_S
         while num_bytes > 0 and time.perf_counter() < end_s:
             num_bytes -= sock.send(memoryview(piece)[:num_bytes])
@@ -117,18 +134,11 @@ def _send_bulk(host: str, port: int, num_bytes: int) -> float:
     return float(_RESULT.unpack(answer)[0])
 
 
-def _receive_bulk(client: socket.socket) -> float:
-    """Read until the client is done; return bytes per second, by the kernel's time stamps where it has them."""
-    has_stamps = sys.platform == "linux"
-    if has_stamps:
-        client.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
-    arrivals: list[tuple[float, int]] = []
-    while True:
-        data, extra, _, _ = client.recvmsg(_PIECE_BYTES, socket.CMSG_SPACE(_TIMESPEC.size))
-        if not data:
-            return _fast_rate(arrivals)
-        stamps = [_TIMESPEC.unpack(value) for _, kind, value in extra if kind == _SO_TIMESTAMPNS]
-        arrivals.append((stamps[0][0] + stamps[0][1] * 1e-9 if stamps else time.time(), len(data)))
+def _receive(client: socket.socket) -> tuple[float, int]:
+    """Return when bytes arrived, by the kernel's time stamp where it has one, and how many; 0 at the client's end."""
+    data, extra, _, _ = client.recvmsg(_PIECE_BYTES, socket.CMSG_SPACE(_TIMESPEC.size))
+    stamps = [_TIMESPEC.unpack(value) for _, kind, value in extra if kind == _SO_TIMESTAMPNS]
+    return stamps[0][0] + stamps[0][1] * 1e-9 if stamps else time.time(), len(data)
 
 
 def _fast_rate(arrivals: list[tuple[float, int]]) -> float:
@@ -190,7 +200,7 @@ def count_hops(host: str, port: int, timeout_s: float = 1.0) -> int | None:
     return None
 
 
-def measure_bulk(bulk: tuple[str, int]) -> tuple[int, list[Bandwidth]]:
+def measure_bulk(bulk: Address) -> tuple[int, list[Bandwidth]]:
     """Probe a `BulkServer` within the budget of one minute.
 
     1. Probes of growing size give a first rate, which sets the budget.
@@ -206,7 +216,7 @@ def measure_bulk(bulk: tuple[str, int]) -> tuple[int, list[Bandwidth]]:
         bytes_per_s = _send_bulk(*bulk, num_bytes) or bytes_per_s
         spent, num_bytes = spent + num_bytes, 2 * num_bytes
     if bytes_per_s == 0:
-        raise ConnectionError(f"{spent} bytes to {bulk[0]}:{bulk[1]} were too few to measure a rate")
+        raise ConnectionError(f"{spent} bytes to {bulk!r} were too few to measure a rate")
     left = budget_bytes(bytes_per_s) - spent
     if left // 3 < num_bytes // 2:
         return 0, [Bandwidth(bytes_per_s=bytes_per_s, tool="tcp")]
@@ -238,18 +248,21 @@ class Prober:
         self._bulk = BulkServer(host)
         self._iperf3: Iperf3Server | None = None
 
-    def addresses(self) -> tuple[tuple[str, int], tuple[str, int]]:
+    def addresses(self) -> tuple[Address, Address]:
         """Return the addresses of its echo server and of its bulk server."""
         return self._echo.address, self._bulk.address
 
-    def start_iperf3(self) -> tuple[str, int] | None:
-        """Serve one iperf3 test until `stop_iperf3`; return its address, or None if no server can run here."""
+    def start_iperf3(self, peer: str) -> tuple[str, int] | None:
+        """Serve one iperf3 test from the host `peer` until `stop_iperf3`; return its address.
+
+        Returns None if no server can run here.
+        """
         self.stop_iperf3()
         if not iperf3_probe.available():
             return None
         try:
-            self._iperf3 = Iperf3Server(self._host)
-        except OSError as error:
+            self._iperf3 = Iperf3Server(self._host, peer)
+        except (OSError, ConfigError) as error:
             logger.warning("probes to %s go over TCP without iperf3: %s", self._host, error)
             return None
         return self._iperf3.address
@@ -261,8 +274,8 @@ class Prober:
 
     def probe(
         self,
-        echo: tuple[str, int],
-        bulk: tuple[str, int],
+        echo: Address,
+        bulk: Address,
         iperf3: tuple[str, int] | None = None,
         *,
         counts_hops: bool = False,
@@ -277,7 +290,7 @@ class Prober:
         left, found = measure_bulk(bulk)
         if iperf3 is not None and left > 0 and iperf3_probe.available():
             try:
-                bytes_per_s = measure_iperf3(*iperf3, left // 3)
+                bytes_per_s = measure_iperf3(*iperf3, left // 3, self._host)
             except OSError as error:
                 logger.warning("the rate of this probe is that of TCP, because iperf3 failed: %s", error)
                 bytes_per_s = 0.0
@@ -289,7 +302,7 @@ class Prober:
             bytes_per_s=rates[-1],
             error=(max(rates) - min(rates)) / (2 * rates[-1]),
             tool=found[-1].tool,
-            hops=count_hops(*echo) if counts_hops else None,
+            hops=count_hops(echo.host, echo.port) if counts_hops else None,
         )
 
     def close(self) -> None:

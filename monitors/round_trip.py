@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import selectors
 import socket
 import struct
 import sys
@@ -12,74 +11,41 @@ import threading
 import time
 from collections.abc import Mapping
 
+from cgx_ray.monitors.guarded_server import WELCOME, Address, GuardedServer, connect
+
 logger = logging.getLogger(__name__)
 
 _PROBE = struct.Struct("<Q")
 _MAX_READ_BYTES = 4096
+# Seconds between two messages of a client, which waits at most one for each answer.
+MAX_SILENCE_S = 5.0
 _MIN_RTT_OFFSET = 148  # of tcpi_min_rtt in Linux's struct tcp_info
 
 
-class EchoServer:
-    """Sends everything back that it receives, in its own thread, until it is closed. Any number of clients."""
+class EchoServer(GuardedServer):
+    """Sends everything back that it receives from those who know its token."""
 
     def __init__(self, host: str) -> None:
-        """Listen on `host`, on a free port. Raises OSError if `host` is not an address of this node."""
-        self._listener = socket.create_server((host, 0))
-        self._listener.setblocking(False)
-        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="cgx-ray-echo", daemon=True)
-        self._thread.start()
+        """Listen on `host`, at a port as `ports.listen` chooses it. Raises OSError if it is no address of this node."""
+        super().__init__(host, "cgx-ray-echo")
 
-    def close(self) -> None:
-        """End the thread and all connections. May be called again."""
-        if self._thread.is_alive():
-            self._wake_writer.send(b"x")
-            self._thread.join()
-        self._wake_writer.close()
+    def welcome(self, client: socket.socket) -> bool:
+        self.allow(client, MAX_SILENCE_S)
+        return client.send(WELCOME) == len(WELCOME)
 
-    def _serve(self) -> None:
-        while True:
-            ready = [key.fileobj for key, _ in self._selector.select()]
-            if self._wake_reader in ready:
-                break
-            for sock in ready:
-                assert isinstance(sock, socket.socket)
-                if sock is self._listener:
-                    self._accept()
-                elif not _echo(sock):
-                    self._selector.unregister(sock)
-                    sock.close()
-        for key in list(self._selector.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
-        self._selector.close()
-
-    def _accept(self) -> None:
-        try:
-            client, _ = self._listener.accept()
-        except OSError:
-            # The client hung up between select and accept, or this process is out of file descriptors.
-            return
-        client.setblocking(False)
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._selector.register(client, selectors.EVENT_READ)
-
-
-def _echo(client: socket.socket) -> bool:
-    """Send the received bytes back. Return False if the client is gone or does not read its answers."""
-    try:
+    def hear(self, client: socket.socket) -> bool:
         message = client.recv(_MAX_READ_BYTES)
+        self.allow(client, MAX_SILENCE_S)
         return bool(message) and client.send(message) == len(message)
-    except OSError:
-        return False
+
+    def forget(self, client: socket.socket) -> None:
+        """Nothing is kept."""
 
 
-def round_trip_s(host: str, port: int, *, num_probes: int = 5, timeout_s: float = 1.0, gap_s: float = 0.02) -> float:
-    """Return the smallest of `num_probes` round trips to an `EchoServer`, in seconds.
+def round_trip_s(
+    host: str, port: int, token: str, *, num_probes: int = 5, timeout_s: float = 1.0, gap_s: float = 0.02
+) -> float:
+    """Return the smallest of `num_probes` round trips to the `EchoServer` at an `Address`, in seconds.
 
     On Linux the round trips that the kernel measured on this connection count too, including the handshake. They do not
     contain the time that a process waits for a processor.
@@ -89,7 +55,7 @@ def round_trip_s(host: str, port: int, *, num_probes: int = 5, timeout_s: float 
     Raises OSError (TimeoutError, ConnectionError) if the peer gives no answer within `timeout_s`, or a wrong one.
     """
     best_s = float("inf")
-    with socket.create_connection((host, port), timeout=timeout_s) as sock:
+    with connect(host, port, token, timeout_s) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for probe in range(num_probes):
             if probe:
@@ -128,24 +94,24 @@ def _receive(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
 class Peers:
     """The other nodes, and the one-way latencies to those that answer."""
 
-    def __init__(self, addresses: Mapping[str, tuple[str, int]]) -> None:
+    def __init__(self, addresses: Mapping[str, Address]) -> None:
         self._addresses = addresses
         self._silent: set[str] = set()
         self.latency_s: Mapping[str, float] = {}
 
     def measure(self, stopping: threading.Event) -> None:
-        for node_id, (host, port) in self._addresses.items():
+        for node_id, address in self._addresses.items():
             if stopping.is_set():
                 return
             others = {other: known_s for other, known_s in self.latency_s.items() if other != node_id}
             try:
                 # Make a new mapping each time, since samples hold the old one.
-                self.latency_s = {**others, node_id: round_trip_s(host, port) / 2}
+                self.latency_s = {**others, node_id: round_trip_s(*address) / 2}
                 self._silent.discard(node_id)
             except OSError as error:
                 self.latency_s = others
                 if node_id not in self._silent:
                     self._silent.add(node_id)
                     logger.warning(
-                        "node %s does not answer at %s:%d (%s); its latency is left out", node_id, host, port, error
+                        "node %s does not answer at %r (%s); its latency is left out", node_id, address, error
                     )

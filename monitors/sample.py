@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 # Distances between ranks whose rates count in a step, so that a rank is in 16 pairs: the work of a step must not grow
 # with the square of the ranks. Other distances count after ROTATION_STEPS, as estimates need several steps of a pair.
@@ -107,10 +107,12 @@ class StepSample:
                or if they are not finite
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
     rate_from  by sending rank, bytes per second at which its long messages arrived; of the ranks that count in the step
-    lag_s      by rank that this one exchanges agreement messages with, time from sending until the other's message
-               arrived, by this rank's clock. The lags of two ranks to each other add up to one round trip, whichever
+    lag_s      by rank that this one greets at the end of a step, time from that until the other's greeting came,
+               by this rank's clock. The lags of two ranks to each other add up to one round trip, whichever
                rank was late and whatever their clocks say. Empty without a mesh
     num_local  number of ranks that share memory, including this one
+    checked_weights
+               True if it was found in this step that all ranks held the same weights when the step before began
     inside     link between these ranks; None if it was not measured
     """
 
@@ -141,6 +143,7 @@ class StepSample:
     rate_from: Mapping[int, float] = field(default_factory=dict)
     lag_s: Mapping[int, float] = field(default_factory=dict)
     num_local: int = 1
+    checked_weights: bool = False
     inside: InsideLink | None = None
 
 
@@ -204,6 +207,21 @@ class NodeStep:
     error_bits: int | None = None
     num_local: int = 1
     inside: InsideLink | None = None
+
+
+# An error that ends the training on a rank: a peer did not answer in time, a message was damaged (CRC-32C), ranks hold
+# different weights, a connection broke, or any other.
+FaultKind = Literal["time_out", "damaged", "weights_differ", "connection", "other"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The error that stopped the exchange of gradients on a rank, and the training with it."""
+
+    rank: int
+    step: int
+    kind: FaultKind
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,14 @@ class Mesh:
     TOKEN_BYTES: int
 
     def __init__(
-        self, rank: int, world_size: int, num_streams: int, address: str, token: bytes, far_s: float
+        self,
+        rank: int,
+        world_size: int,
+        num_streams: int,
+        address: str,
+        token: bytes,
+        far_s: float,
+        ports: tuple[int, int],
     ) -> None: ...
     @property
     def port(self) -> int: ...

@@ -34,24 +34,32 @@ class Mesh:
 
     num_streams  connections to each rank whose round trip is `far_s` seconds or more at the time of connecting; to
                  nearer ranks and to those that share memory there is one connection
-    address      numeric IP address to listen on, at `port`, which the kernel picks
+    address      numeric IP address to listen on, at `port`
     token        TOKEN_BYTES secret bytes that all ranks of the run have; peers that do not present them are hung up on
+    ports        first and last of the ports to listen at, of which the first free one is taken; (0, 0): any
 
     nodes  index of the node of every rank; ranks of one node share memory
     local  the ranks of this node; None if this rank shares memory with no other
 
-    Raises RuntimeError if this machine does not have the address.
+    Raises RuntimeError if this machine does not have the address, or if all ports are in use.
     """
 
     local: LocalGroup | None = None
 
     def __init__(
-        self, rank: int, world_size: int, num_streams: int, address: str, token: bytes, far_s: float = FAR_S
+        self,
+        rank: int,
+        world_size: int,
+        num_streams: int,
+        address: str,
+        token: bytes,
+        far_s: float = FAR_S,
+        ports: tuple[int, int] = (0, 0),
     ) -> None:
         self._rank = rank
         self.address = address
         self.nodes = list(range(world_size))
-        self._native = native.Mesh(rank, world_size, num_streams, address, token, far_s)
+        self._native = native.Mesh(rank, world_size, num_streams, address, token, far_s, ports)
         self._posted: dict[int, object] = {}
         _meshes.add(self)
 

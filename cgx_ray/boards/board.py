@@ -61,12 +61,17 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """A page of panels, in sections."""
+    """A page of panels, in sections.
+
+    meaning  the question that it answers
+    note     what its readers should know besides
+    """
 
     uid: str
     title: str
     meaning: str
     sections: Sequence[tuple[str, Sequence[Panel]]]
+    note: str = ""
 
     @property
     def questions(self) -> list[Panel]:

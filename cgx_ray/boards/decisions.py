@@ -117,9 +117,9 @@ _RIGHT = [
         queries=[Query(f"max({of('cgx_ray_banned_options')})", "banned")],
     ),
     Panel(
-        title="How late is the latest rank's vote?",
-        meaning="Time from a rank's agreement message until the last other rank's has arrived, the largest of all "
-        "ranks. It costs no time, but a plan waits for it.",
+        title="How late does the latest rank end a step?",
+        meaning="Time from the end of a rank's step until it hears that the last other rank has ended it, the largest "
+        "of all ranks. New plans wait for the latest rank.",
         unit=SECONDS,
         queries=[Query(f"max({of('cgx_ray_agreement_lag_seconds')})", "lag")],
         empty="the ranks have no connections of their own (transport gloo)",
@@ -194,5 +194,8 @@ DECISIONS = Board(
     uid="cgx-ray-decisions",
     title="cgx_ray: decisions",
     meaning="What was decided, why, and was it right?",
+    note="A mark on the panels is a change of plan. It names the kind of its cause alone, since labels of metrics hold "
+    "no free text. The full reason of each decision, with its prediction, is in the run's report (cgx-ray report), in "
+    "cgx-ray top while it trains, and in the journal decisions.jsonl.",
     sections=[("Plans", _PLANS), ("Was it right?", _RIGHT), ("The gradient", _GRADIENT)],
 )

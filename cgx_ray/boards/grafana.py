@@ -12,6 +12,7 @@ from grafana_foundation_sdk.builders.prometheus import Dataquery
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+from grafana_foundation_sdk.models.table import Options as TableOptions
 
 from cgx_ray.boards.board import RUN_ID_VARIABLE, RUN_VARIABLE, SESSION_VARIABLE, Board, Kind, Panel, Query, of
 from cgx_ray.monitors.export import RUN, RUN_ID, served_name
@@ -35,7 +36,7 @@ def board_json(board: Board, others: list[Board]) -> str:
     page = (
         builders.Dashboard(board.title)
         .uid(board.uid)
-        .description(board.meaning)
+        .description(f"{board.meaning} {board.note}".strip())
         .tags(["cgx_ray"])
         .refresh("10s")
         .time("now-30m", "now")
@@ -59,7 +60,19 @@ def board_json(board: Board, others: list[Board]) -> str:
     made = page.build()
     made.annotations = dashboard.AnnotationContainer(list_val=[_decisions()])
     _place(made.panels or [])
+    _drop_defaults(made)
     return JSONEncoder(sort_keys=True, indent=1).encode(made) + "\n"
+
+
+def _drop_defaults(made: dashboard.Dashboard) -> None:
+    """Take out what the SDK adds by itself and Grafana's published types do not have."""
+    for variable in (made.templating.list_val if made.templating is not None else None) or []:
+        # Of variables that are intervals.
+        variable.auto = variable.auto_min = variable.auto_count = None
+    for panel in made.panels or []:
+        options = getattr(panel, "options", None)
+        if isinstance(options, TableOptions):
+            options.footer = None
 
 
 def _place(panels: list[Any]) -> None:
@@ -133,6 +146,7 @@ def _panel(question: Panel) -> Any:
         panel.color_scheme(builders.FieldColor().mode(dashboard.FieldColorModeId.THRESHOLDS)).merge_values(True)
     elif question.kind is Kind.MATRIX:
         options = {"rowField": "instance", "columnField": "peer", "valueField": "Value"}
+        panel.cell_options(common.TableAutoCellOptions())
         panel.with_transformation(dashboard.DataTransformerConfig(id_val="groupingToMatrix", options=options))
     return panel
 

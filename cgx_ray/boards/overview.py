@@ -188,6 +188,14 @@ _FAULTS = [
         queries=[Query(f"max({of('cgx_ray_non_finite_steps')}) or vector(0)", "steps")],
     ),
     Panel(
+        title="How often were all weights the same?",
+        meaning="Comparisons of all ranks' weights that found no difference, the fewest of all ranks; one every 500 "
+        "steps by default (weight_check_steps). A difference ends the training with an error.",
+        unit=COUNT,
+        kind=Kind.NUMBER,
+        queries=[Query(f"min(sum by ({RANK}) ({of('cgx_ray_weight_checks')})) or vector(0)", "comparisons")],
+    ),
+    Panel(
         title="Are reports of steps missing?",
         meaning="Steps that the controller could not use, since a rank has not reported them.",
         unit=COUNT,
@@ -219,6 +227,18 @@ _FAULTS = [
         kind=Kind.NUMBER,
         colours=((None, GREEN), (1, YELLOW)),
         queries=[Query(f"max({of('cgx_ray_newest_plan_version')}) - min({of('cgx_ray_plan_version')})", "behind")],
+    ),
+    Panel(
+        title="Which errors have ended the training on ranks?",
+        meaning="So far, over all restarts of the workers: time-outs, damaged messages (CRC-32C), ranks with different "
+        "weights, broken connections. One rank's error breaks the connections of all others. Their texts are in "
+        "decisions.jsonl, in cgx-ray top, and in the logs of the workers.",
+        unit=COUNT,
+        colours=((None, GREEN), (1, RED)),
+        queries=[
+            Query(f"sum by (fault) (max by ({RANK}, fault) ({of('cgx_ray_faults')}))", "{{fault}}"),
+        ],
+        empty="no error has ended the training",
     ),
 ]
 

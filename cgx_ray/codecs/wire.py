@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs.codec import HOST
-from cgx_ray.errors import WireError
+from cgx_ray.errors import DamagedMessageError, WireError
 from cgx_ray.runtime_ext import ops
 
 MAGIC = b"CG"
@@ -83,7 +83,9 @@ class Message:
             odd = "; ".join(f"{n} is {f!r}, expected {w!r}" for n, f, w in pairs if f != w)
             raise WireError(f"step {stamp.step}, group {stamp.group}: message of rank {sender} does not fit: {odd}")
         if _CRC.unpack_from(self.header.numpy().data, _FIELDS.size)[0] != self._checksum():
-            raise WireError(f"step {stamp.step}, group {stamp.group}: message of rank {sender} was damaged (CRC-32C)")
+            raise DamagedMessageError(
+                f"step {stamp.step}, group {stamp.group}: message of rank {sender} was damaged (CRC-32C)"
+            )
         if self.payload is not self.body:
             self.payload.copy_(self.body)
 

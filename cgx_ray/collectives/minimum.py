@@ -36,13 +36,11 @@ class MeshMinimum:
     """Minimum over ranks that is under way.
 
     values_K  that of the ranks heard so far; a new tensor after each round
-    lag_s     by partner, seconds from sending to it until its message came
     """
 
     def __init__(self, mesh: Mesh, rank: int, world_size: int, values_K: Tensor, channel: int) -> None:
         """Begin the first round. One minimum at a time may use `channel`. `values_K` must stay as it is."""
         self.values_K = values_K
-        self.lag_s: dict[int, float] = {}
         self._mesh = mesh
         self._channel = channel
         self._left = partners(rank, world_size)
@@ -77,8 +75,7 @@ class MeshMinimum:
 
     def _end_round(self, timeout_s: float) -> None:
         assert self._ticket is not None
-        arrived_s = self._mesh.wait(self._ticket, timeout_s)
-        self.lag_s.update({peer: arrived_s[peer] for peer in self._received})
+        self._mesh.wait(self._ticket, timeout_s)
         self.values_K = reduce(torch.minimum, self._received.values(), self.values_K)
         self._ticket = None
         if self._left:

@@ -33,6 +33,7 @@ import psutil
 import torch.distributed as dist
 
 from cgx_ray.errors import ConfigError, TransportError
+from cgx_ray.ports import ANY, REMEDY, port_range
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
 from cgx_ray.runtime_ext.shm import Segment, host_key
 
@@ -58,7 +59,7 @@ def connect_mesh(
     num_streams    connections to a rank that is far
     shared_memory  let this rank share memory with other ranks of its host that may too; a failure is logged
 
-    Raises TransportError if a rank cannot be reached, ConfigError if this node has no usable address.
+    Raises TransportError if a rank cannot be reached, ConfigError if one has no usable address or port; on all ranks.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -97,9 +98,14 @@ def _connect(
     rank: int, gather: Gather, timeout_s: float, num_streams: int, *, shared_memory: bool, way_out: str
 ) -> Mesh:
     tokens = gather(secrets.token_hex(TOKEN_BYTES) if rank == 0 else None)
-    mesh = Mesh(rank, len(tokens), num_streams, node_address(), bytes.fromhex(tokens[0]))
+    mesh, place = _listen(rank, len(tokens), num_streams, bytes.fromhex(tokens[0]))
     try:
-        addresses = [(host, port) for host, port in gather([mesh.address, mesh.port])]
+        # Tell all ranks: the others would wait for one that has given up.
+        places = gather(place)
+        if silent := [f"rank {other} {said}" for other, said in enumerate(places) if isinstance(said, str)]:
+            raise ConfigError("; ".join(silent))
+        assert mesh is not None
+        addresses = [(host, port) for host, port in places]
         ranks, segment = _share_memory(rank, gather, shared_memory=shared_memory)
         problem = _dial(mesh, addresses, timeout_s, segment, ranks)
         # Tell all ranks: one that reached everyone would wait for those that gave up.
@@ -115,12 +121,25 @@ def _connect(
                 f"or {way_out}"
             )
     except BaseException:
-        mesh.close()
+        if mesh is not None:
+            mesh.close()
         raise
     mesh.nodes = [list(dict.fromkeys(leaders)).index(leader) for leader in leaders]
     if segment is not None:
         mesh.open_group(segment, ranks, timeout_s)
     return mesh
+
+
+def _listen(rank: int, world_size: int, num_streams: int, token: bytes) -> tuple[Mesh | None, list[Any] | str]:
+    """Return a mesh that listens, with its host and port; or None and the reason why this rank cannot."""
+    try:
+        ports = port_range()
+        mesh = Mesh(rank, world_size, num_streams, node_address(), token, ports=ports)
+    except ConfigError as error:
+        return None, f"cannot be reached: {error}"
+    except RuntimeError as error:
+        return None, f"cannot be reached: {error}{'' if ports == ANY else f'; {REMEDY}'}"
+    return mesh, [mesh.address, mesh.port]
 
 
 def _dial(

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cgx_ray.collectives.minimum import MeshMinimum
+from cgx_ray.collectives.minimum import MeshMinimum, partners
 from cgx_ray.collectives.simulated_link import LinkDelay, SimulatedLink
 from cgx_ray.collectives.transport_like import Handle, Held, VendorCall
-from cgx_ray.errors import CGXError, TransportError
+from cgx_ray.errors import CGXError, PeerTimeoutError, TransportError
 from cgx_ray.runtime_ext import shm
 from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
 
 # Torch's own time-out for Gloo: half an hour.
 DEFAULT_TIMEOUT_S = 1800.0
 
-# Channels of minima, which no group has: that of the agreement, and one for those within a step. Two minima that are
-# under way at once may go through their rounds in different orders.
-_AGREEMENT_CHANNEL, _STEP_CHANNEL = 2**32 - 1, 2**32 - 2
+# Channels that no group has: of the agreement, of minima within a step, and of greetings. Two minima that are under way
+# at once may go through their rounds in different orders.
+_AGREEMENT_CHANNEL, _STEP_CHANNEL, _GREETING_CHANNEL = 2**32 - 1, 2**32 - 2, 2**32 - 3
 
 
 class Transport:
@@ -36,7 +36,7 @@ class Transport:
     local              collectives among the ranks of this node; None if it has one rank, or with a simulated link
     step, group_index  the exchange that runs, for error messages; its messages go on a channel of the group's number
     timeout_s          seconds after which a peer that does not answer counts as gone
-    lag_s              by partner in the last minimum that noted it, seconds from sending until its message came; empty
+    lag_s              by partner in the last greeting but one, seconds from greeting it until its greeting came; empty
                        without a mesh
     """
 
@@ -69,6 +69,8 @@ class Transport:
         self.step = 0
         self.group_index = 0
         self.lag_s: Mapping[int, float] = {}
+        self._partners = [peer for peers in partners(self.rank, self.world_size) for peer in peers]
+        self._greeting: int | None = None
         self._card_bytes = 0
         # Held back by the simulated link, in the order of calls.
         self._held: list[Held] = []
@@ -122,6 +124,7 @@ class Transport:
             self.finish(handle.handle, waited_s)
             return
         name = handle.name if isinstance(handle, VendorCall) else "a message"
+        began_s = time.perf_counter() - waited_s
         try:
             if isinstance(handle, int):
                 assert self._mesh is not None
@@ -131,7 +134,7 @@ class Transport:
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
-            raise self._broken(name, error) from error
+            raise self._broken(name, error, began_s) from error
 
     def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> int | None:
         """Wait until one of `handles` is done and return the place of the first such; `finish` then returns at once.
@@ -190,6 +193,7 @@ class Transport:
 
     def _start_sum(self, values_N: Tensor) -> Handle:
         is_local = self.local is not None and self.local.size == self.world_size
+        began_s = time.perf_counter()
         try:
             if self.local is not None and is_local and values_N.is_cpu and values_N.dtype in shm.DTYPES:
                 self.local.all_reduce(values_N)
@@ -201,7 +205,7 @@ class Transport:
                 return []
             return self._watched("an all-reduce", dist.all_reduce(values_N, group=self._group, async_op=True))
         except RuntimeError as error:
-            raise self._broken("an all-reduce", error) from error
+            raise self._broken("an all-reduce", error, began_s) from error
 
     def broadcast(self, message: Tensor, root: int) -> Iterator[Handle]:
         """See `TransportLike.broadcast`; by the vendor's tree."""
@@ -227,43 +231,57 @@ class Transport:
             future.add_done_callback(lambda done: mesh.wake())
         return VendorCall(name, work, future)
 
-    def start_minimum(self, values_K: Tensor, *, notes_lag: bool = True) -> Callable[[], Tensor]:
+    def greet(self) -> None:
+        """Send a byte to each partner, and note in `lag_s` when those of the last greeting came. Nothing waits for it.
+
+        Call it between steps, on all ranks: no gradients queue in front of the bytes then, so the lags of two ranks to
+        each other add up to one round trip of an idle link.
+        """
+        if self._mesh is None or self._delay is not None:
+            return
+        with self.reporting("a greeting between steps"):
+            if self._greeting is not None:
+                arrived_s = self._mesh.wait(self._greeting, self.timeout_s)
+                self.lag_s = {peer: arrived_s[peer] for peer in self._partners}
+            received = {peer: torch.empty(1, dtype=torch.uint8) for peer in self._partners}
+            sent = dict.fromkeys(received, torch.zeros(1, dtype=torch.uint8))
+            self._greeting = self._mesh.post(sent, received, channel=_GREETING_CHANNEL)
+
+    def start_minimum(self, values_K: Tensor, *, within_step: bool = False) -> Callable[[], Tensor]:
         """Begin an element-wise minimum over ranks and return a function that waits for it, see `MeshMinimum`.
 
-        Do not change `values_K` before that function has returned. Without `notes_lag`, `lag_s` stays as it is. One
-        minimum with it and one without it may be under way at once.
+        Do not change `values_K` before that function has returned. One minimum `within_step` and another one may be
+        under way at once.
         """
         if self._mesh is None:
             work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
             assert work is not None
             return partial(self._finish_sum, work, values_K)
-        channel = _AGREEMENT_CHANNEL if notes_lag else _STEP_CHANNEL
+        channel = _STEP_CHANNEL if within_step else _AGREEMENT_CHANNEL
         minimum = MeshMinimum(self._mesh, self.rank, self.world_size, values_K, channel)
         self._minima.append(minimum)
-        return partial(self._finish_minimum, minimum, notes_lag=notes_lag)
+        return partial(self._finish_minimum, minimum)
 
     def _finish_sum(self, work: dist.Work, values_K: Tensor) -> Tensor:
         with self.reporting("the agreement"):
             work.wait()
         return values_K
 
-    def _finish_minimum(self, minimum: MeshMinimum, *, notes_lag: bool) -> Tensor:
+    def _finish_minimum(self, minimum: MeshMinimum) -> Tensor:
         self._minima.remove(minimum)
         with self.reporting("the agreement"):
-            values_K = minimum.finish(self.timeout_s)
-        if notes_lag:
-            self.lag_s = minimum.lag_s if self._delay is None else {}
-        return values_K
+            return minimum.finish(self.timeout_s)
 
     @contextmanager
     def reporting(self, what: str) -> Iterator[None]:
         """Turn a library's RuntimeError within the block into a TransportError with rank, step and group."""
+        began_s = time.perf_counter()
         try:
             yield
         except CGXError:
             raise
         except RuntimeError as error:
-            raise self._broken(what, error) from error
+            raise self._broken(what, error, began_s) from error
 
     def take_bursts(self) -> list[tuple[int, int, float]]:
         """See `Mesh.take_bursts`. Empty over torch.distributed and on a simulated link: bytes come at full speed."""
@@ -290,8 +308,11 @@ class Transport:
     def _is_away(self, peer: int) -> bool:
         return self.nodes[peer] != self.nodes[self.rank]
 
-    def _broken(self, what: str, error: RuntimeError) -> TransportError:
-        return TransportError(
+    def _broken(self, what: str, error: RuntimeError, began_s: float = math.inf) -> TransportError:
+        """Return the error to raise. `began_s`: when this rank began to wait, by `time.perf_counter`, if it did."""
+        # Gloo and NCCL raise the same type whatever has failed. Clocks of other libraries differ a little.
+        is_late = time.perf_counter() - began_s >= 0.99 * self.timeout_s
+        return (PeerTimeoutError if is_late else TransportError)(
             f"rank {self.rank}, step {self.step}, group {self.group_index}: {what} did not get through ({error}); "
             "look at the log of the other ranks for the first error"
         )

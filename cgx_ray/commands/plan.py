@@ -8,27 +8,37 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from cgx_ray.commands.options import PICTURE, console_for, json_option
+from cgx_ray.commands.plan_clusters import answer_for_clusters
 from cgx_ray.commands.plan_picture import draw_answer
 from cgx_ray.commands.plan_tables import group_table, step_table, sweep_table
+from cgx_ray.errors import ConfigError
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.prediction import Prediction
-from cgx_ray.planner.question import read_question
+from cgx_ray.planner.question import INSIDE_BANDWIDTH, INSIDE_LATENCY, read_question
 from cgx_ray.planner.scenario import Price, Scenario, Sweep, verdict
 from cgx_ray.report.show import print_line, progress_bar, write_json
 from cgx_ray.report.style import save_figure
 
+# Options that describe one network. With --clusters the file describes several.
+_OF_ONE_NETWORK = (
+    "workers", "latency", "bandwidth", "ranks_per_node", "inside_latency", "inside_bandwidth", "price", "sweep",
+)  # fmt: skip
+
 
 @click.command()
 @click.option("--model", required=True, metavar="NAME|FILE", help="resnet50, gpt2, ..., or a file of `profile-model`.")
-@click.option("--workers", type=int, required=True, help="Number of workers.")
+@click.option("--workers", type=int, help="Number of workers; needed without --clusters.")
 @click.option("--latency", help="Latency one way between nodes, such as 4ms or 50us.  [default: that of --profile]")
 @click.option("--bandwidth", help="Bandwidth of a node's link, such as 10gbps.  [default: that of --profile]")
 @click.option("--ranks-per-node", default=1, show_default=True, help="Workers that share a node and its link.")
-@click.option("--inside-latency", default="50us", show_default=True, help="Latency between ranks of a node.")
-@click.option("--inside-bandwidth", default="16gbps", show_default=True, help="Bandwidth between ranks of a node.")
+@click.option("--inside-latency", default=INSIDE_LATENCY, show_default=True, help="Latency between ranks of a node.")
+@click.option(
+    "--inside-bandwidth", default=INSIDE_BANDWIDTH, show_default=True, help="Bandwidth between ranks of a node."
+)
 @click.option("--step-time", help="Forward and backward of a step without communication, such as 120ms.")
 @click.option("--throughput", type=float, help="Instead of --step-time: samples per second of one worker alone.")
 @click.option("--gpu", help="Instead of --step-time: v100, a100, ..., at 30 % of its peak.")
@@ -43,15 +53,30 @@ from cgx_ray.report.style import save_figure
 )
 @click.option("--min-gain", default=0.8, show_default=True, help="Leave out codecs that keep less.")
 @click.option("--price", type=float, help="US dollars per hour and worker.")
-@click.option("--samples-per-epoch", type=int, help="With --price: print the cost of an epoch.")
+@click.option("--samples-per-epoch", type=int, help="With --price or --clusters: print the cost of an epoch.")
 @click.option("--sweep", metavar="NAME=LOW..HIGH", help="bandwidth=0.1..25gbps, latency=50us..20ms or workers=2..1024.")
+@click.option(
+    "--clusters",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Compare the priced clusters of a YAML or CSV file, as in examples/clusters.yaml.",
+)
 @json_option("everything")
-@click.option("--plot", type=PICTURE, help="Draw the dense step, the planned one and the sweep.")
-def plan(json_path: str | None, plot: Path | None, **given: Any) -> None:
+@click.option("--plot", type=PICTURE, help="Draw the dense step, the planned one and the sweep; or the clusters.")
+@click.pass_context
+def plan(
+    context: click.Context, /, clusters: Path | None, json_path: str | None, plot: Path | None, **given: Any
+) -> None:
     """Predict the best plan of a model on a network, and its step time.
 
-    Also prints what bounds the step, the groups of the plan, and its cost with --price.
+    Also prints what bounds the step, the groups of the plan, and its cost with --price. With --clusters FILE, what
+    1 to N nodes of each cluster train per second and per US dollar, dense and with the best plan.
     """
+    if clusters is not None:
+        _check_no_network(context)
+        answer_for_clusters(clusters, given, json_path, plot)
+        return
+    if given["workers"] is None:
+        raise ConfigError("the network is unknown; give --workers, --latency and --bandwidth, or --clusters FILE")
     question, console = read_question(**given), console_for(json_path)
     scenario, sweep, price = question.scenario, question.sweep, question.price
     answer = scenario.solve()
@@ -75,6 +100,14 @@ def plan(json_path: str | None, plot: Path | None, **given: Any) -> None:
             "sweep": None if sweep is None else describe_sweep(sweep, points),
         }
         write_json(json_path, described)
+
+
+def _check_no_network(context: click.Context) -> None:
+    """Raise ConfigError if --clusters was given together with options of one network."""
+    given = [name for name in _OF_ONE_NETWORK if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{names} and --clusters both describe a network; leave {names} out, as the file has them")
 
 
 def _solve_sweep(scenario: Scenario, sweep: Sweep, console: Console) -> list[BestPlan]:

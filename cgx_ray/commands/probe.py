@@ -74,16 +74,19 @@ def probe_nodes(
         for host, node_id in node_of_host.items()
     ]
     try:
-        addresses = ray.get([actor.addresses.remote() for actor in actors])
+        addresses = [
+            _result(actor.addresses.remote(), f"{host} cannot be probed")
+            for host, actor in zip(hosts, actors, strict=True)
+        ]
         ways = {}
         for pairs in rounds(len(hosts)):
-            iperf3 = ray.get([actors[to].start_iperf3.remote() for _, to in pairs])
+            iperf3 = ray.get([actors[to].start_iperf3.remote(hosts[at]) for at, to in pairs])
             found = [
                 actors[at].probe.remote(*addresses[to], where, counts_hops=counts_hops)
                 for (at, to), where in zip(pairs, iperf3, strict=True)
             ]
             for (at, to), way in zip(pairs, found, strict=True):
-                ways[hosts[at], hosts[to]] = _result(way, hosts[at], hosts[to])
+                ways[hosts[at], hosts[to]] = _result(way, f"the probe from {hosts[at]} to {hosts[to]} failed")
                 on_done((hosts[at], hosts[to]))
             ray.get([actors[to].stop_iperf3.remote() for _, to in pairs])
         return ways
@@ -92,18 +95,17 @@ def probe_nodes(
             ray.kill(actor)
 
 
-def _result(way: Any, at: str, to: str) -> NodePath:
-    """Wait for a probe from host `at` to host `to`. Raises ConfigError with its cause if it failed."""
+def _result(call: Any, event: str) -> Any:
+    """Wait for the answer of a prober. Raises ConfigError with `event` and its cause if there is none."""
     try:
-        result: NodePath = ray.get(way)
+        return ray.get(call)
     except RayError as error:
         # The text of a RayTaskError is the remote traceback.
         cause = error.cause if isinstance(error, RayTaskError) else error
-        text = str(cause).strip().partition("\n")[0] or repr(cause)
-        raise ConfigError(
-            f"the probe from {at} to {to} failed: {text}; check that both nodes are up and that no firewall is between"
-        ) from error
-    return result
+        lines = str(cause).strip().splitlines() or [repr(cause)]
+        # An actor that could not start has the traceback of its constructor, which ends with the error.
+        text = lines[-1] if "creation task" in lines[0] else lines[0]
+        raise ConfigError(f"{event}: {text}; check that both nodes are up and that no firewall is between") from error
 
 
 def describe_ways(hosts: list[str], ways: Ways) -> dict[str, Any]:

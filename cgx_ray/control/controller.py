@@ -16,9 +16,10 @@ from cgx_ray.control.journal import Journal
 from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import Decision, Policy
+from cgx_ray.control.step_ring import StepRing
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.ray_sink import RaySink
-from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
@@ -55,17 +56,20 @@ class Controller:
         snapshot_path: str,
         history: History | None = None,
         nodes: Sequence[str] = (),
+        ring_bytes: int = 0,
     ) -> None:
         """
         snapshot_path  of a file that no other controller uses
         history        that of the previous worker group's controller, None for the first
         nodes          address of each rank's node
+        ring_bytes     of the files beside the journal that keep joined steps for a replay; 0 keeps none
         """
         logging.basicConfig(level=logging.INFO)
         self._journal = Journal(Path(journal_path))
         self._snapshot = Snapshot(Path(snapshot_path))
         own = self._snapshot.read()
-        self._loop = ControlLoop(policy, self._journal, own or history, nodes=nodes)
+        ring = StepRing(Path(journal_path).parent, ring_bytes) if ring_bytes else None
+        self._loop = ControlLoop(policy, self._journal, own or history, nodes=nodes, ring=ring)
         self._plans = tuple(self._loop.plans)
         if own is not None:
             logger.warning("the controller was started again and goes on with plan %d", own.plans[-1].version)
@@ -130,6 +134,16 @@ class Controller:
         if (error := self._errors.pop(sample.node_id, None)) is not None:
             raise error
         return self._orders.pop(sample.node_id, None)
+
+    async def report_fault(self, fault: Fault) -> None:
+        """Count an error that has ended the training on a rank, and write it down."""
+
+        def work() -> None:
+            self._loop.add_fault(fault, time.time())
+            if self._loop.is_registered:
+                self._metrics.export(self._loop.facts(), self._journal.num_errors)
+
+        await self._in_thread(work)
 
     async def look(self) -> dict[str, Any] | None:
         """Return what `cgx-ray top` shows, see `LiveState.fields`; None before the worker group has registered."""

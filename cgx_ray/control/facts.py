@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cgx_ray.control.estimate import Estimate
 
@@ -26,6 +26,7 @@ class LoopFacts:
     num_banned        options that are banned now
     num_decisions, newest_decision_s, num_reverts
                       see `Tally`
+    num_faults        errors that ended the training on a rank, by rank and kind, over all worker groups
     report_age_s      by node, seconds from its last report to the last report of any node
     silent_ranks      ranks whose samples have not come for seconds; steps count without them
     """
@@ -50,6 +51,7 @@ class LoopFacts:
     num_reverts: Mapping[str, int]
     report_age_s: Mapping[str, float]
     num_incomplete_steps: int
+    num_faults: Mapping[tuple[int, str], int] = field(default_factory=dict)
 
     @property
     def bandwidth_bits_per_s(self) -> float | None:

@@ -21,7 +21,7 @@ from cgx_ray.planner.prediction import Measured
 logger = logging.getLogger(__name__)
 
 # Rises when `History` changes, so that a snapshot of another version is not misread.
-SNAPSHOT_FORMAT = 1
+SNAPSHOT_FORMAT = 2
 # Newest plans that are handed over. Ranks and leases refer to the last two or three.
 KEPT_PLANS = 8
 
@@ -54,6 +54,7 @@ class History:
     """Layers, the newest plans and all that was learned, see `GainWatch` for `gain_ratios`.
 
     learned, registration  None before the first measurements and before the first worker group
+    num_faults             errors that ended the training on a rank, by rank and kind
     """
 
     layers: tuple[Layer, ...] = ()
@@ -61,6 +62,7 @@ class History:
     gain_ratios: Mapping[str, float] = field(default_factory=dict)
     learned: Learned | None = None
     registration: Registration | None = None
+    num_faults: Mapping[tuple[int, str], int] = field(default_factory=dict)
 
 
 class Snapshot:

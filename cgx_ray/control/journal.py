@@ -6,7 +6,9 @@
 | `decision` | with each decision: plans, reason, prediction, and the situation that the policy was given (`recorded`) |
 | `outcome` | when the prediction of a decision has been compared with measured steps |
 | `progress` | in growing intervals: mean seconds of a step's parts, bytes and link since the last one (`progress`) |
+| `wait` | when a plan is wanted, but dense is not known well enough to judge it; once until the next decision |
 | `silence` | when other ranks than before are silent |
+| `fault` | with each of the first errors that end the training on a rank |
 | `end` | when the controller is told to end; a controller that was killed leaves none |
 """
 
@@ -22,8 +24,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cgx_ray.control.outcome import PendingOutcome
-from cgx_ray.control.policy import Decision, Policy, Situation
+from cgx_ray.control.policy import Decision, Policy, Replace, Situation
 from cgx_ray.control.recorded import cost_fields, group_fields, situation_fields
+from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 # Newest lines that are also kept in memory, for the live view: they are there even if the disk is full.
 KEPT_LINES = 20
+# Characters of an error's text that are kept.
+MAX_TEXT = 1000
 # Part of the control loop that made a decision: the policy; a codec timed in one layer; dense measured anew; the end of
 # such an excursion; the guard of the promise.
 MadeBy = Literal["policy", "codec_trial", "dense_trial", "return", "guard"]
@@ -148,6 +153,33 @@ def outcome_entry(outcome: PendingOutcome, *, version: int, step: int, time_s: f
 def silence_entry(silent_ranks: Collection[int], *, step: int, time_s: float) -> dict[str, Any]:
     """Return the journal's line for other silent ranks than before, none if all report again."""
     return {"event": "silence", "time": time_s, "step": step, "silent_ranks": sorted(silent_ranks)}
+
+
+def wait_entry(decision: Replace, *, num_dense: int, needed: int, step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for a decision that waits until `needed` dense steps were measured, not `num_dense`."""
+    return {
+        "event": "wait",
+        "time": time_s,
+        "step": step,
+        "plan": decision.plan.describe(),
+        "reason": decision.reason,
+        "predicted_step_s": decision.step_s,
+        "predicted_dense_s": decision.dense_s,
+        "num_dense_steps": num_dense,
+        "needed_dense_steps": needed,
+    }
+
+
+def fault_entry(fault: Fault, *, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for an error that ended the training on a rank."""
+    return {
+        "event": "fault",
+        "time": time_s,
+        "step": fault.step,
+        "rank": fault.rank,
+        "kind": fault.kind,
+        "text": fault.text[:MAX_TEXT],
+    }
 
 
 def end_entry(*, step: int | None, time_s: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import median
 from typing import TypeVar
 
@@ -73,14 +73,17 @@ class KnownNetwork:
         self._changed_at_s = -math.inf
         self._expired_s = -math.inf
 
-    def add_report(self, sample: NodeSample, now_s: float) -> bool:
-        """Add what a node reports about the others; return whether earlier exchanges were read with a wrong latency."""
+    def add_report(self, sample: NodeSample, ranks: Collection[int], now_s: float) -> bool:
+        """Add what a node reports about the others; return whether earlier exchanges were read with a wrong latency.
+
+        ranks  those on the node that have reported steps
+        """
         self._silent_nodes.add(sample.node_id, sample.latency_s)
         self._ceiling.add_host(sample.node_id, sample.host)
         was_probed = any(self._reported_s.values())
         self._expire(now_s)
         self._add_latencies(sample, now_s)
-        self._ranks[sample.node_id].update(rank for step in sample.steps for rank in step.ranks)
+        self._ranks[sample.node_id].update(ranks)
         self._probed_rates |= {(sample.node_id, other): (now_s, rate) for other, rate in sample.bandwidth.items()}
         if not self._is_probed:
             return False

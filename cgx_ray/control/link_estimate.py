@@ -6,8 +6,9 @@ observations: high quantiles of rates, low quantiles of times. The observations 
 - A burst (`Burst`) is some 20 to 50 ms of long messages at one receiver, or 2 MiB of them, by the kernel's time stamps.
   Bursts are added up over trains of packets. A pause ends a train, because then the sender was encoding or TCP's window
   was full. The first bytes of each train are left out, as they come from queues in front of the link.
-- At every step ranks send each other a small agreement message. Each rank notes when the others' arrived. The delays
-  that two ranks note add up to one round trip, whichever rank was late and whatever their clocks say.
+- At the end of every step, when nothing else is under way, ranks greet each other. Each notes when the others'
+  greetings arrived. The delays that two ranks note add up to one round trip, whichever rank was late and whatever their
+  clocks say.
 - An exchange is the wall time of one group, on any transport.
 
 The estimates over a window of ten seconds:
@@ -149,7 +150,7 @@ class PassiveLink:
             return []
         trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
         value = quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
-        # Queues and busy processors rarely delay two agreements in a row.
+        # Queues and busy processors rarely delay two greetings in a row.
         watched = min(value, self._last_latency_s)
         self._last_latency_s = value
         return [(self._detectors["latency"], watched, traffic.seconds)]
@@ -241,4 +242,4 @@ def _latency(trips: Sequence[tuple[float, float, float]]) -> Estimate | None:
     if not trips:
         return None
     low, value, high = (median(column) / 2 for column in zip(*trips, strict=True))
-    return Estimate(value=value, low=low, high=high, source="agreement")
+    return Estimate(value=value, low=low, high=high, source="greetings")

@@ -20,7 +20,6 @@ option that kept the least of a plan under which the loss got worse, and all tha
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,29 +31,20 @@ from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.history import KEPT_PLANS, History, Registration
-from cgx_ray.control.joined_steps import SILENT_S, JoinedStep
-from cgx_ray.control.journal import (
-    Journal,
-    MadeBy,
-    decision_entry,
-    end_entry,
-    outcome_entry,
-    silence_entry,
-    start_entry,
-)
+from cgx_ray.control.joined_steps import JoinedStep
+from cgx_ray.control.journal import Journal, MadeBy, decision_entry, outcome_entry
 from cgx_ray.control.measured import dense_groups, is_dense
+from cgx_ray.control.notes import Notes
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
 from cgx_ray.control.progress import Progress
+from cgx_ray.control.step_ring import Decided, JoinedReport, StepRing
 from cgx_ray.control.tally import CauseKind
 from cgx_ray.control.worker_group import WorkerGroupState
-from cgx_ray.errors import listed
-from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Lease, Plan
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
-
-logger = logging.getLogger(__name__)
 
 # Steps, and predicted seconds of steps, both, for which a new plan is on trial. Its outcome is known after 5 steps and
 # the seconds until they are reported.
@@ -76,11 +66,18 @@ class ControlLoop:
     """
 
     def __init__(
-        self, policy: Policy, journal: Journal, history: History | None = None, *, nodes: Sequence[str] = ()
+        self,
+        policy: Policy,
+        journal: Journal,
+        history: History | None = None,
+        *,
+        nodes: Sequence[str] = (),
+        ring: StepRing | None = None,
     ) -> None:
         """
         history  that of the controller before
         nodes    address of each rank's node, for the journal
+        ring     gets the joined steps, so that they can be replayed
         """
         self._policy = policy
         self._journal = journal
@@ -88,12 +85,11 @@ class ControlLoop:
         self.layers = self._earlier.layers
         self.plans = list(self._earlier.plans)
         self._registration = self._earlier.registration
-        self._nodes = tuple(nodes)
+        self._ring = ring
+        self._notes = Notes(journal, nodes, self._earlier.num_faults)
         self._state: WorkerGroupState | None = None
         self._progress = Progress()
         self._last_step: int | None = None
-        self._is_started = False
-        self._named_silent: frozenset[int] = frozenset()
 
     def history(self) -> History:
         """Return what the next controller, or the next worker group, shall start with."""
@@ -104,6 +100,7 @@ class ControlLoop:
             gain_ratios=dict(self._state.gains.ratios if self._state is not None else self._earlier.gain_ratios),
             learned=learned or self._earlier.learned,
             registration=self._registration,
+            num_faults=dict(self._notes.num_faults),
         )
 
     def register(
@@ -166,26 +163,16 @@ class ControlLoop:
             self._earlier.gain_ratios,
             self._earlier.learned,
         )
-        self._progress, self._last_step, self._is_started = Progress(), None, False
+        self._progress, self._last_step = Progress(), None
+        self._notes.start_group()
+        if self._ring is not None:
+            self._ring.restart()
         return self._state
 
     def _start_journal(self, state: WorkerGroupState, time_s: float) -> None:
         """Write the first line of a worker group, once."""
-        if self._is_started:
-            return
         assert self._registration is not None
-        self._is_started = True
-        told = self._registration
-        entry = start_entry(
-            self._policy,
-            self.layers,
-            state.plan,
-            told.codec_costs,
-            told.encodes_on,
-            nodes=self._nodes,
-            time_s=time_s,
-        )
-        self._journal.write(entry)
+        self._notes.start(self._policy, state, self._registration, time_s)
 
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:
         """Add a node's report; return the decisions that it causes, which are in the journal by then.
@@ -195,47 +182,56 @@ class ControlLoop:
         state = self._state
         if state is None:
             return []
+        if self._ring is not None:
+            self._ring.begin(self, now_s)
         if sample.steps:
             self._start_journal(state, sample.time_s)
-        decisions = []
         silent_before = state.silent_ranks
-        steps = state.add_report(sample, now_s)
+        report = JoinedReport(
+            sample=replace(sample, steps=()),
+            ranks=frozenset(rank for step in sample.steps for rank in step.ranks),
+            steps=tuple(state.join(sample.steps, now_s)),
+            now_s=now_s,
+        )
         if state.silent_ranks != silent_before:
-            self._name_silent(state, sample.time_s)
-        for step in steps:
+            self._notes.silence(state, sample.time_s)
+        decided = self.follow(report)
+        if self._ring is not None:
+            self._ring.add(report, decided)
+        for line in self._progress.add(sample.steps, sample.time_s, state.facts):
+            self._journal.write(line)
+        return [one.decision for one in decided]
+
+    def follow(self, report: JoinedReport) -> list[Decided]:
+        """Take joined steps; return the decisions that they cause."""
+        state = self._state
+        assert state is not None
+        decided = []
+        state.add_report(report.sample, report.ranks, report.now_s)
+        for step in report.steps:
             self._last_step = step.step
-            if not state.add_step(step, now_s):
+            if not state.add_step(step, report.now_s):
                 continue
-            at = _When(step.step, now_s, sample.time_s)
+            at = _When(step.step, report.now_s, report.sample.time_s)
             self._write_outcome(state, step, at)
             guarded = self._policy.is_guarded
             decision = (self._guard(state, at) if guarded else None) or self._decide(state, at)
             decision = decision or (self._compare(state, at) if guarded else None)
             if decision is not None:
-                decisions.append(decision)
+                decided.append(Decided(step.step, decision, state.plan))
             if state.may_accept:
                 self.plans.append(state.accept())
-        for line in self._progress.add(sample.steps, sample.time_s, state.facts):
-            self._journal.write(line)
-        return decisions
+        return decided
+
+    def add_fault(self, fault: Fault, time_s: float) -> None:
+        """Note an error that ended the training on a rank. `time_s`: seconds since 1970."""
+        if self._state is not None:
+            self._start_journal(self._state, time_s)
+        self._notes.fault(fault, time_s)
 
     def end(self, time_s: float) -> None:
         """Write down that the worker group ends. `time_s`: seconds since 1970."""
-        if self._is_started:
-            self._journal.write(end_entry(step=self._last_step, time_s=time_s))
-
-    def _name_silent(self, state: WorkerGroupState, time_s: float) -> None:
-        """Write down which ranks are silent now, and log each rank the first time."""
-        self._journal.write(silence_entry(state.silent_ranks, step=state.last_step, time_s=time_s))
-        new = state.silent_ranks - self._named_silent
-        if new:
-            self._named_silent |= new
-            logger.warning(
-                "no samples of ranks %s for %g s: decisions are made from the other ranks' until they report again. "
-                "Their monitor, or its way to the controller, is slow or gone",
-                listed([str(rank) for rank in sorted(new)]),
-                SILENT_S,
-            )
+        self._notes.end(self._last_step, time_s)
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn.
@@ -251,7 +247,7 @@ class ControlLoop:
     def facts(self) -> LoopFacts:
         """Return the network and the step times as they are known now. Call `register` before."""
         assert self._state is not None
-        return self._state.facts()
+        return replace(self._state.facts(), num_faults=dict(self._notes.num_faults))
 
     def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: _When) -> None:
         """Compare the last decision's prediction with measured steps, once there are enough, and learn from them."""
@@ -329,6 +325,8 @@ class ControlLoop:
         if decision is None:
             return None
         if isinstance(decision, Replace) and self._policy.is_guarded and needs_dense_steps(state, decision):
+            num_dense = state.experience.baseline.num_steps
+            self._notes.wait(decision, num_dense=num_dense, step=at.step, time_s=at.time_s)
             return None
         trial = self._codec_trial(state, decision, measured, at) if isinstance(decision, Keep) else None
         if trial is not None:
@@ -388,6 +386,7 @@ class ControlLoop:
         asked  given to the policy, if the policy was asked
         ended  as in `WorkerGroupState.apply`
         """
+        self._notes.decided()
         old, is_planned = state.plan, made_by in ("policy", "codec_trial")
         situation = asked or self._situation(state, decision.reason, old, measured, at)
         if isinstance(decision, Replace):

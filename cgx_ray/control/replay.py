@@ -23,7 +23,8 @@ _BY_THE_LOOP = {
     "return": "end of an excursion",
     "guard": "taken back by the guard",
 }
-_READ_ERRORS = (CGXError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+# Raised by inputs that make no sense to this version.
+READ_ERRORS = (CGXError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,7 @@ class Replay:
             return None
         try:
             found = self._again(entry)
-        except _READ_ERRORS as error:
+        except READ_ERRORS as error:
             self.not_again["its line is broken"] += 1
             return _skipped(entry, f"its line is broken ({type(error).__name__}: {error!s:.100})")
         if not found.is_made_again:
@@ -154,7 +155,7 @@ class Replay:
                 self._no_start = f"the journal lacks the inputs of policy {entry['policy']['name']}"
                 return
             layers, recorded = read_layers(entry), read_policy(entry)
-        except _READ_ERRORS:
+        except READ_ERRORS:
             return
         is_static = isinstance(recorded, StaticPolicy)
         self._layers, self._policy = layers, recorded if is_static else self._what_if.policy(entry)
@@ -238,7 +239,7 @@ def _skipped(entry: Mapping[str, Any], why: str) -> ReplayedDecision:
     """Return the decision as one that was not made again; of a broken line, as far as it can be read."""
     try:
         recorded = _recorded(entry)
-    except _READ_ERRORS:
+    except READ_ERRORS:
         recorded = None
     step = entry.get("step")
     return ReplayedDecision(

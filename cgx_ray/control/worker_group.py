@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -26,7 +26,7 @@ from cgx_ray.control.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Disable, Ke
 from cgx_ray.control.recent_links import RecentLinks
 from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.control.tally import Cause, Tally
-from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import NONE, Layer, Option, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
@@ -147,12 +147,15 @@ class WorkerGroupState:
         """Newest step that was joined, -1 before the first."""
         return self._joiner.last_step
 
-    def add_report(self, sample: NodeSample, now_s: float) -> list[JoinedStep]:
-        """Add a node's report; return the steps that it completes, oldest first. Give each of them to `add_step`."""
+    def join(self, parts: Sequence[NodeStep], now_s: float) -> list[JoinedStep]:
+        """Add records of nodes; return the steps that they complete, oldest first. Give each of them to `add_step`."""
+        return self._joiner.add(parts, now_s)
+
+    def add_report(self, sample: NodeSample, ranks: Collection[int], now_s: float) -> None:
+        """Add what a node reports besides steps. `ranks`: those on the node that have reported steps."""
         self._reported_s[sample.node_id] = self._now_s = now_s
-        if self.network.add_report(sample, now_s):
+        if self.network.add_report(sample, ranks, now_s):
             self._recent = []
-        return self._joiner.add(sample.steps, now_s)
 
     def add_step(self, step: JoinedStep, now_s: float) -> bool:
         """Add a step of all ranks; return whether it ran under the plan in force, so that it may cause a decision."""

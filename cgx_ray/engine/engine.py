@@ -200,6 +200,7 @@ class Engine:
                     self._end(step)
                     step.release()
                     step = None
+                    self._transport.greet()
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the futures
                 new = [arrived] if isinstance(arrived, PendingBucket) else []
                 self._fail(error, [*new, *(step.buckets if step is not None else [])])
@@ -269,6 +270,7 @@ class Engine:
             held=held,
             affordable_from=self._gains.affordable_from,
             loss_scale=self._memories.scale,
+            weights=arrived.weights,
         )
         self._transport.step = self.step
         meter = None
@@ -323,15 +325,19 @@ class Engine:
                 self.trace.add(self.step, self.last_spans, began_s, ended_s)
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
             loss, lr = self.observed.take()
-            self.telemetry.add(replace(sample, loss=loss, lr=lr, inside=self._inside))
+            checked = self._agreement.same_weights_at == self.step - 1
+            self.telemetry.add(replace(sample, loss=loss, lr=lr, inside=self._inside, checked_weights=checked))
         self.step += 1
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket]) -> None:
         if isinstance(error, CGXError):
-            self._failure = error
+            failure = error
         else:
-            self._failure = CGXError(f"rank {self._transport.rank}, step {self.step}: the engine stopped: {error!r}")
-            self._failure.__cause__ = error
+            failure = CGXError(f"rank {self._transport.rank}, step {self.step}: the engine stopped: {error!r}")
+            failure.__cause__ = error
+        # Before the training thread can raise it, and the process may end.
+        self.telemetry.note_fault(failure, self.step)
+        self._failure = failure
         logger.error("%s", self._failure, exc_info=error)
         self._transport.close()
         for bucket in buckets:

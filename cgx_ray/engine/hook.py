@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.layers import averaged_parameters
 from cgx_ray.engine.loss_scale import LossScale
 from cgx_ray.engine.step import EarlyGradient, PendingBucket
 from cgx_ray.engine.unused import UsedLayers
+from cgx_ray.engine.weight_check import WeightCheck
 from cgx_ray.torch_compat import has_rebuilt_buckets
 
 
@@ -23,10 +25,21 @@ class DdpBuckets:
     `static_graph`, where a parameter may get several gradients in one backward pass.
     """
 
-    def __init__(self, model: DistributedDataParallel, engine: Engine, loss_scale: LossScale | None = None) -> None:
-        """`loss_scale`: by default the scale of the GradScaler that scales the losses."""
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        engine: Engine,
+        loss_scale: LossScale | None = None,
+        *,
+        weight_check_steps: int = 0,
+    ) -> None:
+        """
+        loss_scale          by default the scale of the GradScaler that scales the losses
+        weight_check_steps  steps between two comparisons of the ranks' weights, 0 for none
+        """
         self._engine = engine
         self._loss_scale = loss_scale or LossScale()
+        self._weights = WeightCheck(averaged_parameters(model), weight_check_steps)
         self._used = UsedLayers(model)
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         # From a forward pass to the last bucket: gradients that are computed now will come in a bucket.
@@ -61,6 +74,8 @@ class DdpBuckets:
                 unused=self._used.take_unused(bucket, names),
                 # After `now`, so that the event also covers the device's copies of the scales.
                 computed=_end_of_kernels(buffer.device) if on_cuda else None,
+                # No optimizer has changed them yet: it needs the averages of this step.
+                weights=self._weights.hash_at(self._engine.step),
             )
         )
         return future.then(_value)
@@ -87,7 +102,10 @@ class DdpBuckets:
         scales = () if self._has_begun else self._loss_scale.now()
         self._has_begun = True
         computed = _end_of_kernels(gradient.device) if gradient.device.type == "cuda" else None
-        self._engine.submit(EarlyGradient(name=name, gradient=gradient, scales=scales, computed=computed))
+        weights = self._weights.hash_at(self._engine.step)
+        self._engine.submit(
+            EarlyGradient(name=name, gradient=gradient, scales=scales, computed=computed, weights=weights)
+        )
 
 
 def _end_of_kernels(device: torch.device) -> torch.cuda.Event:

@@ -223,8 +223,10 @@ class ShardedEngine:
         if self._has_replicas:
             where += " (below, ranks count from 0 along each dimension of the mesh)"
         kind = type(error) if isinstance(error, CGXError) else CGXError
-        self._failure = kind(f"{where}: {error if isinstance(error, CGXError) else repr(error)}")
-        self._failure.__cause__ = error
+        failure = kind(f"{where}: {error if isinstance(error, CGXError) else repr(error)}")
+        failure.__cause__ = error
+        self.telemetry.note_fault(failure, self.step)
+        self._failure = failure
         logger.error("%s", self._failure, exc_info=error)
         self._exchange.close()
         return self._failure

@@ -16,6 +16,7 @@ from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.step_clock import StepClock
 from cgx_ray.engine.unused import begin_unused_by_all
+from cgx_ray.engine.weight_check import NO_HASH
 from cgx_ray.torch_compat import profiled
 
 # Bytes that a rank may send for groups that are not done. Other ranks have to keep so many if they come before these
@@ -31,6 +32,7 @@ class EarlyGradient:
     gradient: Tensor
     scales: Scales = ()
     computed: torch.cuda.Event | None = None
+    weights: int = NO_HASH
     arrived_s: float = field(default_factory=time.perf_counter)
 
 
@@ -42,6 +44,7 @@ class PendingBucket:
     scales       loss scales of the gradients, see `LossScale.now`
     unused       layers without a gradient on this rank; None if DDP delivers the averages of all layers
     computed     on a CUDA device: the event after which the gradients and the scales can be read
+    weights      hash of this rank's weights, if they are compared in this step; only what comes first in a step has it
     num_waiting  layers that are not averaged yet
     """
 
@@ -51,6 +54,7 @@ class PendingBucket:
     scales: Scales = ()
     unused: frozenset[str] | None = None
     computed: torch.cuda.Event | None = None
+    weights: int = NO_HASH
     arrived_s: float = field(default_factory=time.perf_counter)
     num_waiting: int = 0
 

@@ -1,4 +1,4 @@
-"""Samples of finished steps. An error while measuring never stops training."""
+"""Samples of finished steps, and the error that stopped the engine. An error while measuring never stops training."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cgx_ray.monitors.sample import StepSample
+from cgx_ray.errors import DamagedMessageError, PeerTimeoutError, ReplicaError, TransportError
+from cgx_ray.monitors.sample import Fault, FaultKind, StepSample
 
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_SAMPLES = 1024
+# The first type that fits counts.
+_KINDS: tuple[tuple[type[Exception], FaultKind], ...] = (
+    (PeerTimeoutError, "time_out"),
+    (TransportError, "connection"),
+    (DamagedMessageError, "damaged"),
+    (ReplicaError, "weights_differ"),
+)
 
 
 class Telemetry:
@@ -25,6 +33,7 @@ class Telemetry:
         self.num_failures = 0
         self.last_step: StepSample | None = None
         self._rank = rank
+        self._fault: Fault | None = None
         self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
         self._logged: set[tuple[str, type[Exception]]] = set()
 
@@ -39,6 +48,16 @@ class Telemetry:
         while self._samples:
             taken.append(self._samples.popleft())
         return taken
+
+    def note_fault(self, error: Exception, step: int) -> None:
+        """Keep `error`, which has stopped the engine in `step`."""
+        kind: FaultKind = next((kind for of_type, kind in _KINDS if isinstance(error, of_type)), "other")
+        self._fault = Fault(rank=self._rank, step=step, kind=kind, text=str(error))
+
+    def take_fault(self) -> Fault | None:
+        """Return the error that has stopped the engine, once."""
+        fault, self._fault = self._fault, None
+        return fault
 
     @contextmanager
     def optional(self, numbers: str, step: int) -> Iterator[None]:

@@ -74,7 +74,7 @@ class LayerChain:
         return max((layer.numel for layer in self.layers), default=0) <= _max_numel(option)
 
     def soonest(self, options: Sequence[Option], numel: int) -> list[Option]:
-        """Return those of `options` that can carry a group of `numel` elements, the one that takes least alone first."""
+        """Return the `options` that can carry a group of `numel` elements, first the one that takes least alone."""
         able = [option for option in options if numel <= _max_numel(option)]
         return sorted(able, key=lambda option: self._cost(option).alone_s(numel))
 

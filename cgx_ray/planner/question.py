@@ -24,6 +24,9 @@ from cgx_ray.planner.scenario import (
 from cgx_ray.planner.what_if import parse_link
 from cgx_ray.units import format_count, parse_rate, parse_seconds
 
+# Links between ranks of a node that nobody described: GPUs on one bus, without NVLink.
+INSIDE_LATENCY, INSIDE_BANDWIDTH = "50us", "16gbps"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray.train.torch.config import TorchConfig, _TorchBackend
+import ray
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.versions import check_version
+
+check_version("ray", ray.__version__)  # before names that an old Ray lacks
+
+from ray.train.torch.config import TorchConfig, _TorchBackend  # noqa: E402
 
 TorchBackend = _TorchBackend
 
@@ -26,7 +33,9 @@ class RunFacts:
 
 
 def run_facts(worker_group: Any) -> RunFacts:
-    """Read name, id, folder and nodes from Ray Train's worker group."""
+    """Read name, id, folder and nodes from Ray Train's worker group. Raises ConfigError in the old Ray Train."""
+    if not hasattr(worker_group, "_train_run_context"):
+        raise ConfigError("cgx_ray needs Ray Train v2; leave out RAY_TRAIN_V2_ENABLED=0, here and in runtime_env")
     run_config = worker_group._train_run_context.run_config
     storage = str(run_config.storage_path)
     local = Path(storage.removeprefix("file://")) if "://" not in storage.removeprefix("file://") else None

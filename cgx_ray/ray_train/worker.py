@@ -98,6 +98,10 @@ class RaySession:
         while (plans.is_alive or samples.is_alive) and not self.closing.is_set():
             plans.wait(CARRY_INTERVAL_S)
             samples.send()
+            fault = attachment.take_fault()
+            if fault is not None:
+                # At once: the train controller ends all actors of this run when it hears of the error.
+                self._controller.report_fault.remote(fault)
 
 
 class _Plans:

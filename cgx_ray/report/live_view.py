@@ -87,7 +87,7 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
         ranks=ranks,
         links=tuple(links) or tuple(_estimated_links(record.progress[-1] if record.progress else None)),
         decisions=decision_lines(record.decisions, record.outcomes)[-SHOWN_DECISIONS:],
-        notes=broken_note(record.broken),
+        notes=(*broken_note(record.broken), *_fault_note(record.faults)),
     )
 
 
@@ -105,6 +105,7 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
     notes += [f"rank {rank} sends no samples; decisions go on without it" for rank in found["silent_ranks"]]
     if found["num_silent_nodes"]:
         notes.append(f"{found['num_silent_nodes']} nodes no longer answer the others")
+    notes += _fault_note([line for line in journal if line["event"] == "fault"])
     return LiveView(
         name=found["run"],
         is_running=True,
@@ -124,6 +125,14 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
         decisions=decision_lines(by_event["decision"], by_event["outcome"])[-SHOWN_DECISIONS:],
         notes=tuple(notes),
     )
+
+
+def _fault_note(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return a note about the first error that ended the training on a rank, if there is one."""
+    if not faults:
+        return ()
+    first, more = faults[0], f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return (f"the training stopped on rank {first['rank']}: {first['text']}{more}",)
 
 
 def decision_lines(

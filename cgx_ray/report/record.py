@@ -44,6 +44,7 @@ class RunRecord:
     steps     empty for runs that do not write them; the demo's do
     decisions, outcomes, progress
               lines of the journal
+    faults    lines of the journal about errors that ended the training on a rank
     starts    first lines of the journal's worker groups; none in a journal of an old version
     network   links at the start, and each change
     end       validation_loss, weights_identical and weights_sha256, once training is over
@@ -60,6 +61,7 @@ class RunRecord:
         self.outcomes: list[dict[str, Any]] = []
         self.progress: list[dict[str, Any]] = []
         self.starts: list[dict[str, Any]] = []
+        self.faults: list[dict[str, Any]] = []
         self.is_ended = False
         self.broken: list[str] = []
         self.network: list[LinkEvent] = []
@@ -105,6 +107,7 @@ class RunRecord:
             "decision": self.decisions,
             "outcome": self.outcomes,
             "progress": self.progress,
+            "fault": self.faults,
         }
         self.is_ended = entry["event"] == "end"
         if entry["event"] in lists:
@@ -121,7 +124,8 @@ class RunRecord:
         append_events(self._network_path, [event])
 
     def _size(self) -> int:
-        counts = (self.steps, self.decisions, self.outcomes, self.progress, self.starts, self.network, self.broken)
+        journal = (self.decisions, self.outcomes, self.progress, self.starts, self.faults)
+        counts = (self.steps, *journal, self.network, self.broken)
         return sum(len(lines) for lines in counts) + (self.end is not None) + self.is_ended
 
 

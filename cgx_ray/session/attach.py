@@ -32,6 +32,7 @@ def attach(
     transport: str | None = None,
     shared_memory: bool | None = None,
     timeout_s: float | None = None,
+    weight_check_steps: int | None = None,
     parameters: CodecSpec | str | None = None,
     scaler: Scaler | None = None,
 ) -> Attachment:
@@ -44,9 +45,9 @@ def attach(
                    worker; elsewhere qsgd 4/128 over sra
     intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`. Default: CGXConfig's;
                    elsewhere "flat"
-    transport, shared_memory, timeout_s
-                   see `Settings`. Default: CGXConfig's; elsewhere "tcp", True and half an hour. As codec, scheme and
-                   intra, the same on all ranks
+    transport, shared_memory, timeout_s, weight_check_steps
+                   see `Settings`. Default: CGXConfig's; elsewhere "tcp", True, half an hour and 500. As codec, scheme
+                   and intra, the same on all ranks
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with the decoded parameters. Each rank updates its own shard, which stays exact
     scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks. It is asked during
@@ -60,7 +61,12 @@ def attach(
     Raises ConfigError or PlanError, on all ranks, before training starts. Raises StateError on a rank that cannot
     restore its state from Ray Train's checkpoint. The model is not attached then.
     """
-    others = {"transport": transport, "shared_memory": shared_memory, "timeout_s": timeout_s}
+    others = {
+        "transport": transport,
+        "shared_memory": shared_memory,
+        "timeout_s": timeout_s,
+        "weight_check_steps": weight_check_steps,
+    }
     given = {name: value for name, value in others.items() if value is not None}
 
     def make_settings() -> Settings:

@@ -18,7 +18,7 @@ from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.engine.step_sample import Span
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.errors import ConfigError, PlanError, StateError
-from cgx_ray.monitors.sample import StepSample
+from cgx_ray.monitors.sample import Fault, StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.served_metrics import ServedMetrics
@@ -168,6 +168,10 @@ class Attachment:
     def take_samples(self) -> list[StepSample]:
         """Return the samples since the last call; see `Engine.take_samples`."""
         return self._engine.take_samples() if self._engine is not None else []
+
+    def take_fault(self) -> Fault | None:
+        """Return the error that has stopped the exchange of gradients, once; None if there is none."""
+        return self._engine.telemetry.take_fault() if self._engine is not None else None
 
     def serve_metrics(self, run_name: str, *, host: str | None = None, port: int = 0) -> tuple[str, int] | None:
         """Serve this rank's metrics for Prometheus until `close`; return host and port. For runs without Ray.

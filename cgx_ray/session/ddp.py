@@ -74,7 +74,7 @@ def make_engine(
         inside=measure_inside(local) if local is not None and is_planned_with else None,
     )
     assert isinstance(model, DistributedDataParallel)
-    buckets = DdpBuckets(model, engine, loss_scale)
+    buckets = DdpBuckets(model, engine, loss_scale, weight_check_steps=settings.weight_check_steps)
     try:
         model.register_comm_hook(buckets, cgx_hook)
     except RuntimeError as error:

@@ -38,6 +38,10 @@ METHODS = {"cgx": tuple(CGX_METHODS), "flexible": FLEXIBLE_METHODS}
 TRANSPORTS = ("tcp", "gloo")
 # Seconds. As `control.policy.REVIEW_S`, which is not imported here: sessions know no controller.
 REVIEW_S = 60.0
+# Steps between two comparisons of the weights: hashing 1 GB of them takes 0.1 s, which is 0.2 % of steps of 0.1 s.
+WEIGHT_CHECK_STEPS = 500
+# Some hours of a run with 8 ranks and one step per second.
+REPLAY_BYTES = 64 << 20
 # 31 years. Python and torch refuse to wait for some larger numbers of seconds.
 MAX_TIMEOUT_S = 1e9
 
@@ -83,8 +87,14 @@ class Settings:
     shared_memory   with "tcp": ranks of one host talk through shared memory where they can
     timeout_s       seconds until a peer that does not answer counts as gone; also the longest time between two
                     buckets of a step
+    weight_check_steps
+                    DDP models: steps between two comparisons of the ranks' weights; 0 for none. Ranks that hold other
+                    weights than the others train another model, so all ranks then raise ReplicaError. It hashes all
+                    weights once in so many steps, some 10 GB/s
     trace_steps     first and last step of which every rank writes what its groups did when, in the format of Chrome's
                     and Perfetto's traces, to `trace-rankNNNNN.json` in the run's folder
+    replay_bytes    bytes on disk that the newest joined steps may take, for `cgx-ray replay --steps`, in `steps.ring`
+                    and `steps.ring.old` in the run's folder; 0 keeps none. Policy "static" keeps none
     simulated_link  holds messages back as a slow link would; for demos and tests
     """
 
@@ -107,8 +117,10 @@ class Settings:
     num_streams: int = NUM_STREAMS
     shared_memory: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
+    weight_check_steps: int = WEIGHT_CHECK_STEPS
     simulated_link: SimulatedLink | None = None
     trace_steps: tuple[int, int] | None = None
+    replay_bytes: int = REPLAY_BYTES
 
     def __post_init__(self) -> None:
         names = {
@@ -121,14 +133,16 @@ class Settings:
         for name, known in names.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
-        whole = {name: getattr(self, name) for name in ("group_bytes", "num_streams", "seed")}
+        counts = ("group_bytes", "num_streams", "weight_check_steps", "replay_bytes", "seed")
+        whole = {name: getattr(self, name) for name in counts}
         if whole["group_bytes"] is None:
             del whole["group_bytes"]
         for name, value in whole.items():
             if not isinstance(value, int):
                 raise ConfigError(f"{name} {value!r} is not allowed; give a whole number")
-            if name != "seed" and value < 1:
-                raise ConfigError(f"{name} {value!r} is not allowed; give 1 or more")
+            least = {"seed": -math.inf, "weight_check_steps": 0, "replay_bytes": 0}.get(name, 1)
+            if value < least:
+                raise ConfigError(f"{name} {value!r} is not allowed; give {least} or more")
         if not isinstance(self.min_gain, int | float) or not 0 <= self.min_gain <= 1:
             raise ConfigError(
                 f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the gradient's squared norm"

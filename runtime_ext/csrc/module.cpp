@@ -60,8 +60,10 @@ void bind_mesh(nb::module_& m) {
     nb::class_<cgx::Mesh> mesh(m, "Mesh");
     mesh.attr("TOKEN_BYTES") = cgx::kTokenBytes;
     mesh.def("__init__", [](cgx::Mesh* self, int rank, int world_size, int num_streams,
-                            const std::string& address, nb::bytes token, double far_s) {
-        new (self) cgx::Mesh(rank, world_size, num_streams, address, {token.c_str(), token.size()}, far_s);
+                            const std::string& address, nb::bytes token, double far_s,
+                            std::pair<int, int> ports) {
+        new (self)
+            cgx::Mesh(rank, world_size, num_streams, address, {token.c_str(), token.size()}, far_s, ports);
     });
     mesh.def_prop_ro("port", &cgx::Mesh::port);
     mesh.def("connect", &cgx::Mesh::connect, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), release());

@@ -6,14 +6,13 @@ import json
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
-from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.cog.plugins import register_default_plugins
-from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from cgx_ray.boards.board import Kind, chosen, metrics_in, of
 from cgx_ray.boards.files import BOARDS, made_files
@@ -50,15 +49,61 @@ def test_rules_and_marks_use_known_metrics() -> None:
     assert metrics_in(f"{served_name('cgx_ray_step_seconds')}_bucket") == {"cgx_ray_step_seconds"}
 
 
+def problems_of(board: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a board by Grafana's published types, which `condense_grafana.py` turns to JSON."""
+    schema = json.loads((Path(__file__).parent / "schemas" / "grafana.json").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    errors = jsonschema.Draft7Validator(schema).iter_errors(board)
+    return [f"{error.json_path}: {error.message}" for error in errors]
+
+
 @pytest.mark.parametrize("name", sorted(BOARDS))
-def test_a_board_is_what_grafanas_own_types_read(name: str) -> None:
-    """The SDK comes without a JSON schema. Its classes, which are made from Grafana's source, are the check."""
-    register_default_plugins()
+def test_a_board_is_valid_by_grafanas_published_schema(name: str) -> None:
     found = board_file(name)
-    again = json.loads(JSONEncoder().encode(Dashboard.from_json(found)))
-    assert again == found
+    assert problems_of(found) == []
     ids = Counter(panel["id"] for panel in found["panels"])
     assert set(ids.values()) == {1}
+
+
+def _panel(board: dict[str, Any], kind: str) -> dict[str, Any]:
+    return next(panel for panel in board["panels"] if panel["type"] == kind)
+
+
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (lambda board: board.update(title=7), "$.title: 7 is not of type 'string'"),
+        (lambda board: board.update(dashboards=[]), "('dashboards' was unexpected)"),
+        (lambda board: board.pop("schemaVersion"), "'schemaVersion' is a required property"),
+        (lambda board: board["templating"]["list"][1].update(refresh=9), "9 is not"),
+        (lambda board: board["annotations"]["list"][0].pop("iconColor"), "'iconColor' is a required property"),
+        (lambda board: board["annotations"]["list"][0].update(exp="up"), "('exp' was unexpected)"),
+        (lambda board: board["links"][0].update(type="page"), "'page' is not one of ['link', 'dashboards']"),
+        (lambda board: _panel(board, "stat")["gridPos"].update(w="wide"), "'wide' is not of type 'number'"),
+        (lambda board: _panel(board, "stat")["options"].update(graphMode="pie"), "'pie' is not one of"),
+        (lambda board: _panel(board, "stat")["options"].pop("reduceOptions"), "'reduceOptions' is a required property"),
+        (lambda board: _panel(board, "stat")["targets"][0].update(query="up"), "('query' was unexpected)"),
+        (lambda board: _panel(board, "stat")["targets"][0].pop("expr"), "'expr' is a required property"),
+        (
+            lambda board: _panel(board, "timeseries")["fieldConfig"]["defaults"]["custom"].update(lineWidth="2"),
+            "'2' is not of type 'number'",
+        ),
+        (
+            lambda board: _panel(board, "timeseries")["fieldConfig"]["defaults"]["custom"].update(line=2),
+            "('line' was unexpected)",
+        ),
+        (
+            lambda board: _panel(board, "timeseries")["fieldConfig"]["defaults"]["thresholds"].pop("mode"),
+            "'mode' is a required property",
+        ),
+        (lambda board: _panel(board, "timeseries").pop("type"), "'type' is a required property"),
+    ],
+)
+def test_a_planted_error_in_a_board_is_found(plant: Callable[[dict[str, Any]], object], says: str) -> None:
+    board = board_file("decisions")
+    plant(board)
+    found = "\n".join(problems_of(board))
+    assert says in found, found
 
 
 @pytest.mark.parametrize("name", sorted(BOARDS))
@@ -92,6 +137,11 @@ def test_variables_are_those_of_rays_boards_and_links_keep_them(name: str) -> No
     assert all(link["includeVars"] and link["keepTime"] for link in found["links"])
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(found)))
     assert used == {*names, "__rate_interval"}
+
+
+def test_the_board_of_decisions_says_where_the_reasons_are_that_its_marks_lack() -> None:
+    said = board_file("decisions")["description"]
+    assert all(place in said for place in ("cgx-ray report", "cgx-ray top", "decisions.jsonl"))
 
 
 def test_names_of_runs_are_escaped() -> None:

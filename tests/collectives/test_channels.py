@@ -382,3 +382,26 @@ def _run_groups_in_other_orders(rank: int, shared_memory: bool) -> bool:
 @pytest.mark.parametrize("shared_memory", [False, True])
 def test_groups_and_the_agreement_may_begin_in_different_orders(shared_memory: bool) -> None:
     assert run_ranks(2, _run_groups_in_other_orders, shared_memory) == [True, True]
+
+
+def _greet(rank: int) -> list[dict[int, float]]:
+    """Greet three times; rank 1 comes 50 ms late. Return the lags after each greeting."""
+    assert dist.group.WORLD is not None
+    transport = Transport(dist.group.WORLD, mesh=connect(shared_memory=False), timeout_s=TIMEOUT_S)
+    found = []
+    for _ in range(3):
+        dist.barrier()
+        time.sleep(0.05 * rank)
+        transport.greet()
+        found.append(dict(transport.lag_s))
+    dist.barrier()
+    transport.close()
+    return found
+
+
+def test_the_lags_of_two_ranks_to_each_other_add_up_to_a_round_trip_whichever_was_late() -> None:
+    for at, (early, late) in enumerate(zip(*run_ranks(2, _greet), strict=True)):
+        assert (set(early), set(late)) == ((set(), set()) if at == 0 else ({1}, {0}))
+        if at > 0:
+            assert late[0] < 0 < early[1]
+            assert 0 < early[1] + late[0] < 0.05

@@ -35,27 +35,23 @@ def test_every_rank_hears_of_every_other_in_two_log3_n_messages() -> None:
 
 
 @pytest.mark.parametrize("sharers", [(), (3, 4, 5, 6)], ids=["tcp", "rings"])
-def test_the_minimum_is_that_of_all_ranks_and_two_ranks_have_lags_to_each_other(sharers: tuple[int, ...]) -> None:
+def test_the_minimum_is_that_of_all_ranks(sharers: tuple[int, ...]) -> None:
     world_size = 20
     meshes = connect_meshes(world_size, sharers=sharers)
 
-    def run(rank: int) -> tuple[list[list[int]], dict[int, float]]:
+    def run(rank: int) -> list[list[int]]:
         found = []
         for step in range(5):
             values = torch.tensor([step + rank, -rank, (rank * 7 + step) % world_size])
             minimum = MeshMinimum(meshes[rank], rank, world_size, values, channel=5)
             found.append(minimum.finish(TIMEOUT_S).tolist())
             assert values.tolist() == [step + rank, -rank, (rank * 7 + step) % world_size]
-        return found, minimum.lag_s
+        return found
 
     results = in_threads([lambda r=rank: run(r) for rank in range(world_size)])
     close_all(meshes)
-    for rank, (found, lag_s) in enumerate(results):
+    for rank, found in enumerate(results):
         assert found == [[step, 1 - world_size, 0] for step in range(5)], rank
-        assert set(lag_s) == {peer for peers in partners(rank, world_size) for peer in peers}
-        trips = [lag + results[peer][1][rank] for peer, lag in lag_s.items()]
-        # Shared memory has no time stamps.
-        assert all(0 <= trip < 60 for trip in trips), trips
 
 
 def _pass_on(mesh: Mesh, minimum: MeshMinimum) -> None:

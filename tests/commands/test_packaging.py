@@ -1,4 +1,7 @@
-"""Claims about installing: missing system packages are named first, and every installation finds every package."""
+"""Claims about installing: missing system packages are named first, and a checkout finds every package.
+
+tests/ray/test_wheel.py has those about the wheel.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,13 @@ import pytest
 import cgx_ray
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE = sysconfig.get_path("purelib")
-# A module of each folder beside cgx_ray/ that is its subpackage; then the two native modules.
+# A module of each folder beside cgx_ray/ that is its subpackage.
 WHERE = """
 import sys
 from importlib.util import find_spec
 for name in ("cgx_ray.monitors.sample", "cgx_ray.runtime_ext.ops", "cgx_ray.bench.step"):
     print(find_spec(name).origin)
 """
-NATIVE = (
-    "import cgx_ray.runtime_ext._native as a, cgx_ray.planner._search as b; print(a.__file__, b.__file__, sep='\\n')"
-)
 
 
 def run_python(*args: str, path: Path, cwd: Path) -> list[str]:
@@ -60,29 +57,6 @@ def test_make_names_what_the_system_lacks_in_one_line_before_it_installs_anythin
 def test_nothing_is_missing_where_the_tests_run() -> None:
     done = subprocess.run([ROOT / "missing-packages"], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
-
-
-def test_a_wheel_holds_every_package_and_finds_it(tmp_path: Path) -> None:
-    argv = ["wheel", "-q", "--disable-pip-version-check", "--no-build-isolation", "--no-deps", "-w", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "pip", *argv, str(ROOT)], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as packed:
-        names = {name for name in packed.namelist() if name.endswith(".py")}
-        packed.extractall(tmp_path / "site")
-    tops = {name.partition("/")[0] for name in names}
-    assert tops == {"cgx_ray", "cgx_ray_autoload"}
-    source = ROOT / "cgx_ray"
-    wanted = {
-        str(Path(folder, file).relative_to(ROOT))
-        for folder, _, files in os.walk(source, followlinks=True)
-        for file in files
-        if file.endswith(".py")
-    }
-    assert {name for name in names if name.startswith("cgx_ray/")} == wanted
-    site = tmp_path / "site"
-    found = run_python("-c", WHERE, path=site, cwd=tmp_path) + run_python("-c", NATIVE, path=site, cwd=tmp_path)
-    assert len(found) == 5
-    assert all(Path(file).is_relative_to(site) for file in found), found
 
 
 def test_the_editable_install_finds_the_checkout(tmp_path: Path) -> None:

@@ -64,18 +64,14 @@ OF_D = tuple(way for way in WAYS if "d" in way)
     ids=["down", "both", "either end", "other end cleared", "two nodes", "nobody cleared", "as granted"],
 )
 def test_probes_count_with_a_slow_node_and_name_it_once_the_other_end_was_fast_elsewhere(
-    ways: Sequence[str], slow_ways: Sequence[str], named: set[int], tmp_path: Path
+    ways: Sequence[str], slow_ways: Sequence[str], named: set[int]
 ) -> None:
-    run, network = start(tmp_path), KnownNetwork()
+    network = KnownNetwork()
 
     def report(node: str, found: dict[str, float]) -> None:
-        steps, latency_s = (
-            node_steps([run.sample("abcd".index(node))]),
-            {other: 1e-3 for other in "abcd" if other != node},
-        )
-        network.add_report(
-            NodeSample(node_id=node, time_s=0.0, steps=steps, latency_s=latency_s, host=QUIET, bandwidth=found), 0.0
-        )
+        latency_s = {other: 1e-3 for other in "abcd" if other != node}
+        sample = NodeSample(node_id=node, time_s=0.0, steps=(), latency_s=latency_s, host=QUIET, bandwidth=found)
+        network.add_report(sample, ["abcd".index(node)], 0.0)
 
     for node in "abcd":
         report(node, {})

@@ -76,7 +76,7 @@ def test_messages_tell_bandwidth_within_5_percent_and_latency_within_10_beside_b
     watch(link, NoisyNetwork(rate=rate, latency_s=latency_s), 20)
     assert link.bandwidth is not None
     assert link.latency_s is not None
-    assert (link.bandwidth.source, link.latency_s.source) == ("bursts", "agreement")
+    assert (link.bandwidth.source, link.latency_s.source) == ("bursts", "greetings")
     assert link.bandwidth.is_sure
     assert link.bandwidth.value == pytest.approx(rate, rel=0.05)
     assert link.latency_s.value == pytest.approx(latency_s, rel=0.1)

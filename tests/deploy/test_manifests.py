@@ -22,6 +22,8 @@ import yaml
 from referencing import Registry, Resource
 from support.kustomize import render
 
+from cgx_ray import ports
+
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "deploy" / "k8s"
 MONITORING = K8S / "overlays" / "monitoring"
@@ -174,7 +176,7 @@ def test_pods_are_unprivileged_and_have_time_to_end(overlay: Path) -> None:
     assert int(pause[1]) < worker["terminationGracePeriodSeconds"]
 
 
-def test_workers_reach_every_port_that_ray_and_we_listen_on(overlay: Path) -> None:
+def test_workers_reach_every_port_that_ray_and_we_listen_on(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, policy = of_kind(overlay, "RayCluster"), of_kind(overlay, "NetworkPolicy")
     between_nodes = policy["spec"]["ingress"][0]
     assert between_nodes["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
@@ -191,6 +193,13 @@ def test_workers_reach_every_port_that_ray_and_we_listen_on(overlay: Path) -> No
         assert sysctl["name"] == "net.ipv4.ip_local_port_range"
         first, last = map(int, sysctl["value"].split())
         assert set(range(first, last + 1)) <= allowed
+        (own,) = [one["value"] for one in pod["containers"][0]["env"] if one["name"] == ports.VARIABLE]
+        monkeypatch.setenv(ports.VARIABLE, own)
+        own_first, own_last = ports.port_range()
+        assert set(range(own_first, own_last + 1)) <= allowed
+        assert own_last < first, "a program that connects could be given a port of ours"
+        # Per rank one, and five for monitors.
+        assert own_last - own_first >= int(pod["containers"][0]["resources"]["limits"]["cpu"]) + 5
         named = {port["name"]: port["containerPort"] for port in pod["containers"][0]["ports"]}
         assert named["metrics"] == int(params["metrics-export-port"])
     egress = policy["spec"]["egress"][0]

@@ -97,6 +97,8 @@ ONE_RANK = [
     ({"intra": "dense", "shared_memory": False}, "intra 'dense' needs ranks that share memory"),
     ({"timeout_s": float("nan")}, "timeout_s nan is not allowed"),
     ({"timeout_s": -1}, "timeout_s -1 is not allowed"),
+    ({"weight_check_steps": -1}, "weight_check_steps -1 is not allowed; give 0 or more"),
+    ({"weight_check_steps": 50}, "different settings: rank 1 has weight_check_steps=50, rank 0 500"),
     ({"transport": "gloo"}, "different settings: rank 1 has transport='gloo', rank 0 'tcp'; give every rank the same"),
     ({"timeout_s": 50}, "different settings: rank 1 has timeout_s=50.0, rank 0 1800.0"),
     ({"codec": "qsgd:bits=2"}, "different settings: rank 1 has codec='qsgd:bits=2,bucket_size=128', rank 0 'qsgd:bits"),

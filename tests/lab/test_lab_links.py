@@ -62,7 +62,7 @@ def test_iperf3_gets_the_set_rate_within_5_percent(rate):
             to = lab.hosts[1].address
             server = lab.popen(
                 1,
-                [*AHEAD, sys.executable, "-P", iperf3_process.__file__, "server", to],
+                [*AHEAD, sys.executable, "-P", iperf3_process.__file__, "server", to, "0", lab.hosts[0].address, "60"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )

@@ -43,48 +43,48 @@ def has_ipv6() -> bool:
 
 @pytest.mark.parametrize("host", [HOST, "::1"] if has_ipv6() else [HOST])
 def test_a_server_measures_once(host: str) -> None:
-    with closing(Iperf3Server(host)) as server:
+    with closing(Iperf3Server(host, host)) as server:
         assert server.address[0] == host
-        assert measure_iperf3(*server.address, MANY_BYTES) > 0
+        assert measure_iperf3(*server.address, MANY_BYTES, host) > 0
         with pytest.raises(OSError, match=f"iperf3 to {host}:{server.address[1]}: .*refused"):
-            measure_iperf3(*server.address, 1000)
+            measure_iperf3(*server.address, 1000, host)
 
 
 @pytest.mark.parametrize("num_bytes", [1000, 3_000_000])
 def test_a_client_sends_its_bytes_and_less_than_a_block_more(num_bytes: int) -> None:
-    with closing(Iperf3Server(HOST)) as server:
-        words = ["client", HOST, str(server.address[1]), str(num_bytes), "5"]
+    with closing(Iperf3Server(HOST, HOST)) as server:
+        words = ["client", HOST, str(server.address[1]), str(num_bytes), "5", HOST]
         with subprocess.Popen([*PROGRAM, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
             found = json.loads(client.stdout.readline())
     assert num_bytes <= found["sent_bytes"] < num_bytes + BLOCK_BYTES
 
 
 def test_two_servers_of_a_node_have_ports_of_their_own() -> None:
-    with closing(Iperf3Server(HOST)) as one, closing(Iperf3Server(HOST)) as other:
+    with closing(Iperf3Server(HOST, HOST)) as one, closing(Iperf3Server(HOST, HOST)) as other:
         assert one.address != other.address
-        assert measure_iperf3(*one.address, MANY_BYTES) > 0
-        assert measure_iperf3(*other.address, MANY_BYTES) > 0
+        assert measure_iperf3(*one.address, MANY_BYTES, HOST) > 0
+        assert measure_iperf3(*other.address, MANY_BYTES, HOST) > 0
 
 
 def test_an_address_of_another_node_is_an_error() -> None:
     with pytest.raises(OSError, match=r"iperf3 server on 192\.0\.2\.1: unable to start listener"):
-        Iperf3Server("192.0.2.1")
+        Iperf3Server("192.0.2.1", HOST)
 
 
 def test_a_port_where_nobody_listens_is_refused() -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(OSError, match=f"iperf3 to {HOST}:{port}: unable to connect to server: Connection refused"):
-        measure_iperf3(HOST, port, 1000)
+        measure_iperf3(HOST, port, 1000, HOST)
 
 
 def test_a_server_that_dies_in_the_middle_is_an_error() -> None:
-    server = Iperf3Server(HOST)
+    server = Iperf3Server(HOST, HOST)
     errors: list[OSError] = []
 
     def measure() -> None:
         try:
-            measure_iperf3(*server.address, 1 << 50)
+            measure_iperf3(*server.address, 1 << 50, HOST)
         except OSError as error:
             errors.append(error)
 
@@ -108,7 +108,7 @@ def num_connections(port: int) -> int:
 def test_a_server_that_does_not_answer_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iperf3_probe, "ANSWER_TIMEOUT_S", 0.5)
     with socket.create_server((HOST, 0)) as silent, pytest.raises(TimeoutError, match=r"took longer than 0\.5 s"):
-        measure_iperf3(HOST, silent.getsockname()[1], 1000)
+        measure_iperf3(HOST, silent.getsockname()[1], 1000, HOST)
 
 
 def test_libiperf_that_ends_its_process_is_an_error() -> None:
@@ -124,7 +124,7 @@ def test_a_server_with_a_wrong_answer_is_an_error_and_ends(
     program = f"import time; print({line!r}, flush=True); time.sleep(60)"
     monkeypatch.setattr(iperf3_probe, "_start", lambda *words: piped([sys.executable, "-c", program]))
     with pytest.raises(OSError, match=f"iperf3 server on {HOST}: its process answered .*{cause}"):
-        Iperf3Server(HOST)
+        Iperf3Server(HOST, HOST)
 
 
 def piped(argv: list[str]) -> subprocess.Popen[bytes]:
@@ -169,9 +169,9 @@ def test_a_parent_that_is_killed_takes_its_processes_along() -> None:
 _PARENT = """
 import sys
 from cgx_ray.monitors.iperf3_probe import Iperf3Server, measure_iperf3
-server = Iperf3Server(sys.argv[1])
+server = Iperf3Server(sys.argv[1], sys.argv[1])
 print("serving", flush=True)
-measure_iperf3(sys.argv[1], int(sys.argv[2]), 1000)
+measure_iperf3(sys.argv[1], int(sys.argv[2]), 1000, sys.argv[1])
 """
 
 
@@ -193,7 +193,7 @@ _WITHOUT = """
 import json, sys
 from cgx_ray.monitors.probe import Prober
 here, there = Prober(sys.argv[1]), Prober(sys.argv[1])
-served = [there.start_iperf3(), there.start_iperf3()]
+served = [there.start_iperf3(sys.argv[1]) for _ in range(2)]
 # A node that has libiperf serves it nevertheless.
 tools = [here.probe(*there.addresses(), (sys.argv[1], 1)).tool for _ in range(2)]
 print(json.dumps({"served": served, "tools": tools}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors import probe
+from cgx_ray.monitors.guarded_server import WELCOME, Address, connect
 from cgx_ray.monitors.probe import (
     BulkServer,
     Prober,
@@ -58,12 +60,12 @@ def test_all_probes_of_a_minute_keep_to_the_budget(
     sent: list[int] = []
     rate = mbit_per_s * 125e3
 
-    def send(host: str, port: int, num_bytes: int) -> float:
+    def send(host: str, port: int, token: str, num_bytes: int) -> float:
         sent.append(num_bytes)
         return rate if num_bytes >= least_bytes else 0.0
 
     monkeypatch.setattr(probe, "_send_bulk", send)
-    left, found = probe.measure_bulk((HOST, 1))
+    left, found = probe.measure_bulk(Address(HOST, 1, ""))
     assert [one.bytes_per_s for one in found] == [rate] * (2 if left else 1)
     # If a rate needs half a megabyte, it cannot be measured with less.
     allowed = max(budget_bytes(rate), (1 << 18) + ((1 << 19) if least_bytes > 1 << 18 else 0))
@@ -117,35 +119,30 @@ def test_a_window_smaller_than_the_path_does_not_hide_the_rate_of_the_link() -> 
     assert probe._fast_rate(arrivals) == pytest.approx(12.5e6, rel=0.01)
 
 
-def test_probes_into_one_node_take_turns(bulk: BulkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    under_way: list[int] = []
-    most: list[int] = []
-    receive = probe._receive_bulk
-
-    def watched(client: socket.socket) -> float:
-        under_way.append(1)
-        most.append(len(under_way))
-        rate = receive(client)
-        under_way.pop()
-        return rate
-
-    monkeypatch.setattr(probe, "_receive_bulk", watched)
+def test_probes_into_one_node_take_turns(bulk: BulkServer) -> None:
+    under_way = threading.Semaphore()
     found: list[float] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(measure_tcp(*bulk.address, 20_000_000).bytes_per_s))
-        for _ in range(4)
-    ]
+
+    def measure() -> None:
+        with connect(*bulk.address, timeout_s=20) as client:
+            assert under_way.acquire(blocking=False), "two have their turn"
+            client.sendall(bytes(20_000_000))
+            # The next one has its turn at once when this one is done.
+            under_way.release()
+            client.shutdown(socket.SHUT_WR)
+            found.append(struct.unpack("<d", client.recv(8, socket.MSG_WAITALL))[0])
+
+    threads = [threading.Thread(target=measure) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(found) == 4
     assert all(rate > 0 for rate in found), found
-    assert most == [1] * 4
 
 
 def test_a_client_that_vanishes_leaves_the_server_at_work(bulk: BulkServer) -> None:
-    with socket.create_connection(bulk.address) as client:
+    with connect(*bulk.address, timeout_s=20) as client:
         client.sendall(bytes(100_000))
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closes with a reset
     assert measure_tcp(*bulk.address, 10_000_000).bytes_per_s > 0
@@ -160,6 +157,7 @@ def test_a_closed_server_refuses_and_one_that_hangs_up_is_an_error(bulk: BulkSer
     def hang_up(listener: socket.socket) -> None:
         client, _ = listener.accept()
         with client:
+            client.sendall(WELCOME)
             while client.recv(1 << 16):
                 pass
 
@@ -167,7 +165,7 @@ def test_a_closed_server_refuses_and_one_that_hangs_up_is_an_error(bulk: BulkSer
         thread = threading.Thread(target=hang_up, args=(listener,))
         thread.start()
         with pytest.raises(ConnectionError, match="hung up"):
-            measure_tcp(HOST, listener.getsockname()[1], 1000)
+            measure_tcp(HOST, listener.getsockname()[1], "", 1000)
         thread.join()
 
 
@@ -179,7 +177,7 @@ def test_too_little_to_say_a_rate_is_an_error(bulk: BulkServer) -> None:
 def test_a_prober_finds_its_way_to_another() -> None:
     here, there = Prober(HOST), Prober(HOST)
     echo, bulk_address = there.addresses()
-    way = here.probe(echo, bulk_address, there.start_iperf3(), counts_hops=True)
+    way = here.probe(echo, bulk_address, there.start_iperf3(HOST), counts_hops=True)
     here.close()
     there.close()
     assert way.hops == 1
@@ -189,7 +187,7 @@ def test_a_prober_finds_its_way_to_another() -> None:
 
 
 def test_where_iperf3_receives_nothing_tcp_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "measure_iperf3", lambda host, port, num_bytes: 0.0)
+    monkeypatch.setattr(probe, "measure_iperf3", lambda host, port, num_bytes, source: 0.0)
     here, there = Prober(HOST), Prober(HOST)
     way = here.probe(*there.addresses(), (HOST, 1))
     here.close()
@@ -207,7 +205,7 @@ def test_a_failed_iperf3_leaves_the_rate_of_tcp(
     monkeypatch.setattr(probe, "measure_iperf3", fail)
     monkeypatch.setattr(probe, "Iperf3Server", fail)
     here, there = Prober(HOST), Prober(HOST)
-    assert there.start_iperf3() is None
+    assert there.start_iperf3(HOST) is None
     way = here.probe(*there.addresses(), (HOST, 1))
     here.close()
     there.close()
@@ -244,12 +242,12 @@ def test_hops_to_a_port_where_nobody_listens_are_refused() -> None:
 @pytest.mark.skipif(Lab.available() is not None, reason=Lab.available() or "")
 def test_probes_find_the_rate_of_the_lab() -> None:
     with Lab(2, rate_bit_per_s=1e8) as lab:
-        address = lab.hosts[1].address
+        own, address = (host.address for host in lab.hosts)
         server = lab.popen(
-            1, [sys.executable, "-c", _SERVE, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            1, [sys.executable, "-c", _SERVE, address, own], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         ports = server.stdout.readline().split()
-        client = lab.popen(0, [sys.executable, "-c", _PROBE, address, *ports], stdout=subprocess.PIPE, text=True)
+        client = lab.popen(0, [sys.executable, "-c", _PROBE, address, *ports, own], stdout=subprocess.PIPE, text=True)
         rates = [float(rate) for rate in client.communicate()[0].split()]
         server.communicate("")
     assert len(rates) == 2
@@ -261,14 +259,14 @@ _SERVE = """
 import sys
 from cgx_ray.monitors.iperf3_probe import Iperf3Server
 from cgx_ray.monitors.probe import BulkServer
-bulk, iperf3 = BulkServer(sys.argv[1]), Iperf3Server(sys.argv[1])
-print(bulk.address[1], iperf3.address[1], flush=True)
+bulk, iperf3 = BulkServer(sys.argv[1]), Iperf3Server(*sys.argv[1:])
+print(*bulk.address[1:], iperf3.address[1], flush=True)
 sys.stdin.read()
 """
 _PROBE = """
 import sys
 from cgx_ray.monitors.iperf3_probe import measure_iperf3
 from cgx_ray.monitors.probe import measure_tcp
-print(measure_tcp(sys.argv[1], int(sys.argv[2]), 7_500_000).bytes_per_s)
-print(measure_iperf3(sys.argv[1], int(sys.argv[3]), 7_500_000))
+print(measure_tcp(sys.argv[1], int(sys.argv[2]), sys.argv[3], 7_500_000).bytes_per_s)
+print(measure_iperf3(sys.argv[1], int(sys.argv[4]), 7_500_000, sys.argv[5]))
 """

@@ -1,43 +1,86 @@
-"""The examples without Ray, started under torchrun as their docstrings say."""
+"""The examples where a job does not reach: a checkpoint is continued, a node is lost, a script before and after."""
 
 from __future__ import annotations
 
-import os
+import difflib
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
-import pytest
+from support.ray_processes import ENV, RayNodes, end_with_children
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            ("torchrun_fsdp2.py", "--steps", "5", "--batch-size", "1"),
-            r"step 5: loss \d\.\d+, sent (?P<less>[\d.]+) MB of (?P<more>[\d.]+) MB\n",
-        ),
-        (("backend_cgx.py", "--steps", "2", "--batch-size", "1"), r"cgx: loss \d\.\d+ after [\d.]+ s\n"),
-        (
-            ("digits_accuracy.py", "--steps", "100"),
-            r"none: accuracy [789]\d\.\d%, (?P<more>[\d,]+) bytes sent per step and rank\n"
-            r"qsgd:bits=3: accuracy [789]\d\.\d%, (?P<less>[\d,]+) bytes sent per step and rank\n",
-        ),
-    ],
-    ids=["torchrun_fsdp2", "backend_cgx", "digits_accuracy"],
-)
-def test_an_example_trains_and_says_what_it_sent(arguments: tuple[str, ...], says: str) -> None:
-    script, *rest = arguments
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    argv += [f"examples/{script}", *rest]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = re.fullmatch(says, done.stdout)
-    assert found, done.stdout
-    numbers = {name: float(text.replace(",", "")) for name, text in found.groupdict().items()}
-    if numbers:
-        assert numbers["less"] < 0.2 * numbers["more"]
+def test_three_lines_make_an_existing_script_compress_and_the_readme_shows_them() -> None:
+    before, after = (
+        (EXAMPLES / name).read_text().splitlines() for name in ("existing_script.py", "existing_script_cgx.py")
+    )
+    changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-" and line[2:]]
+    (shown,) = re.findall(r"```diff\n(.*?)```", (EXAMPLES / "README.md").read_text(), re.DOTALL)
+    assert len(changed) == 3
+    assert [f"{line[0]}{line[2:]}" for line in changed] == [line for line in shown.splitlines() if line[0] == "+"]
+    context = [line[1:] for line in shown.splitlines() if line[0] == " "]
+    assert set(context) <= set(before)
+    assert not any(line[0] == "-" for line in shown.splitlines())
+
+
+def test_the_example_under_torchrun_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    def train(num_steps: int, *arguments: str) -> str:
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        argv += ["examples/torchrun_gpt_bytes.py", "--steps", str(num_steps), "--batch-size", "2", *arguments]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    arguments = ["--checkpoint", str(tmp_path / "state.pt"), "--codec", "topk:density=0.05", "--scheme", "allgather"]
+    first, resumed = train(5, *arguments), train(10, *arguments)
+    assert re.fullmatch(r"step 5: loss [\d.]+\n", first)
+    assert re.fullmatch(r"step 10: loss [\d.]+\n", resumed)
+    assert float(resumed.split()[-1]) < float(first.split()[-1])
+
+
+def test_the_elastic_example_goes_on_without_a_node_that_is_lost(tmp_path: Path) -> None:
+    """3 -> 2 workers: the second group begins at a checkpoint of the first and has its residuals."""
+    with tempfile.TemporaryDirectory(prefix="cgx-", dir="/tmp", ignore_cleanup_errors=True) as temp_dir:
+        nodes = RayNodes(tmp_path, temp_dir, num_cpus=2)
+        try:
+            lost = nodes.add(num_cpus=1)
+            said = _train_until_a_node_is_lost(nodes.address, lost, tmp_path)
+        finally:
+            nodes.end()
+    groups = re.findall(r"(\d) workers begin at step (\d+)", said)
+    assert groups[0] == ("3", "0")
+    size, first = groups[-1]
+    assert size == "2"
+    assert 10 <= int(first) < 60
+    steps = [tuple(map(int, found)) for found in re.findall(r"step (\d+): (\d) workers, loss", said)]
+    assert steps[0] == (5, 3)
+    assert steps[-1] == (60, 2)
+    assert "done: 60 steps, 2 workers at the end" in said
+
+
+def _train_until_a_node_is_lost(address: str, lost: subprocess.Popen[bytes], folder: Path) -> str:
+    """Run the example to its end, and end a node once it has checkpoints. Return what it said."""
+    argv = [sys.executable, "examples/elastic_nodes.py", "--min-workers", "1", "--max-workers", "3", "--steps", "60"]
+    argv += ["--checkpoint-every", "5", "--storage", str(folder), "--name", "elastic"]
+    env = {**ENV, "RAY_ADDRESS": address, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20", "OMP_NUM_THREADS": "1"}
+    path = folder / "driver.log"
+    with path.open("w") as log:
+        driver = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 240
+        while not re.search(r"step 1\d: 3 workers", path.read_text()):
+            assert driver.poll() is None, path.read_text()
+            assert time.monotonic() < deadline, path.read_text()
+            time.sleep(0.2)
+        end_with_children(lost)
+        assert driver.wait(timeout=240) == 0, path.read_text()
+    finally:
+        driver.kill()
+        driver.wait()
+    return path.read_text()

@@ -1,43 +1,76 @@
-"""The examples, started as a user starts them: as a job on a running Ray cluster, and under torchrun."""
+"""The examples as jobs on a Ray cluster that does not have cgx_ray: each job brings the wheel with it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
+import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
-from support.ray_processes import end_with_children, free_ports
+from support.ray_processes import ENV, RAY, end_with_children, free_ports
+from support.wheels import ROOT, make_environment
 
-ROOT = Path(__file__).resolve().parents[2]
-RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-# A job finds `python` as in an activated environment. Without "disabled" Ray writes a token file to the user's home.
-PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-ENV = {**os.environ, "PATH": PATH, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node 2"
+SENT = r"(?P<less>[\d.,]+) MB of (?P<more>[\d.,]+) MB"
+DIGITS = r"accuracy [789]\d\.\d%, (?P<{}>[\d,]+) bytes sent per step and rank\n"
 
 
-@pytest.fixture
-def cluster(tmp_path) -> Iterator[str]:
-    """A Ray head of our own, as the address for jobs. Its processes are ended by their ids."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jobs:
+    """A Ray head of our own, and the folder that its jobs get as their working directory."""
+
+    address: str
+    folder: Path
+    head: subprocess.Popen[bytes]
+
+    @property
+    def runtime_env(self) -> dict[str, object]:
+        (wheel,) = self.folder.glob("*.whl")
+        # As in examples/README.md: Ray copies the working directory to each node, and pip installs the wheel from it.
+        return {"pip": [f"${{RAY_RUNTIME_ENV_CREATE_WORKING_DIR}}/{wheel.name}"]}
+
+    def submit(self, entrypoint: str, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Submit a job and return when it has ended."""
+        runtime_env = {**self.runtime_env, "env_vars": {"OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1", **env}}
+        argv = ["submit", *options, "--working-dir", str(self.folder), "--runtime-env-json", json.dumps(runtime_env)]
+        return self.call(*argv, "--", *entrypoint.split())
+
+    def call(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of `ray job`."""
+        command = [*RAY, "job", argv[0], "--address", self.address, *argv[1:]]
+        return subprocess.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def jobs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    python = make_environment(tmp_path_factory.mktemp("cluster"))
+    folder = tmp_path_factory.mktemp("working_dir")
+    shutil.copy(wheel, folder)
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     gcs, dashboard, client, agent = free_ports(4)
-    argv = [*RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={gcs}", "--num-cpus=2"]
-    argv += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"]
-    argv += [f"--dashboard-agent-listen-port={agent}", f"--object-store-memory={128 << 20}", "--disable-usage-stats"]
+    argv = [str(python), *RAY[1:], "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={gcs}"]
+    argv += ["--num-cpus=2", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", "--disable-usage-stats"]
+    argv += [f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"]
+    argv += [f"--object-store-memory={128 << 20}"]
+    env = {**ENV, "PATH": f"{python.parent}:{ENV['PATH']}", "HOME": str(folder.parent)}
     # Not tmp_path: paths of Ray's sockets must be shorter than 107 characters.
     with tempfile.TemporaryDirectory(prefix="cgx-", dir="/tmp", ignore_cleanup_errors=True) as temp_dir:
-        log_path = tmp_path / "head.log"
+        log_path = folder.parent / "head.log"
         with log_path.open("w") as log:
-            head = subprocess.Popen([*argv, f"--temp-dir={temp_dir}"], env=ENV, stdout=log, stderr=log)
+            head = subprocess.Popen([*argv, f"--temp-dir={temp_dir}"], env=env, stdout=log, stderr=log)
         try:
             wait_for_jobs_api(head, dashboard, log_path)
-            yield f"http://127.0.0.1:{dashboard}"
+            yield Jobs(address=f"http://127.0.0.1:{dashboard}", folder=folder, head=head)
         finally:
             end_with_children(head)
 
@@ -54,31 +87,118 @@ def wait_for_jobs_api(head: subprocess.Popen[bytes], port: int, log_path: Path) 
             time.sleep(0.2)
 
 
-def test_the_example_runs_as_a_submitted_job(cluster, tmp_path):
-    argv = [*RAY, "job", "submit", "--address", cluster, "--working-dir", ".", "--"]
-    argv += ["python", "examples/train_gpt_bytes.py", "--steps", "5", "--workers", "2"]
-    argv += ["--storage", str(tmp_path / "runs"), "--name", "job"]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False, timeout=200)
+def test_every_example_is_submitted_here() -> None:
+    here = Path(__file__).read_text()
+    missing = [path.name for path in (ROOT / "examples").glob("*.py") if f"examples/{path.name}" not in here]
+    assert missing == []
+    readme = (ROOT / "examples" / "README.md").read_text()
+    assert [path.name for path in (ROOT / "examples").glob("*.py") if f"`{path.name}`" not in readme] == []
+
+
+# The first job waits until its environment is made, 20 s.
+@pytest.mark.parametrize(
+    ("entrypoint", "says"),
+    [
+        ("python examples/existing_script.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
+        ("python examples/existing_script_cgx.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
+        ("python examples/lightning_digits.py --epochs 3", r"epoch 3: accuracy [89]\d\.\d%\n"),
+        (f"{TORCHRUN} examples/torchrun_gpt_bytes.py --steps 5 --batch-size 1", r"step 5: loss \d\.\d+\n"),
+        (f"{TORCHRUN} examples/torchrun_fsdp2.py --steps 5 --batch-size 1", rf"step 5: loss \d\.\d+, sent {SENT}\n"),
+        (f"{TORCHRUN} examples/backend_cgx.py --steps 2 --batch-size 1", r"cgx: loss \d\.\d+ after [\d.]+ s\n"),
+        (
+            f"{TORCHRUN} examples/digits_accuracy.py --steps 100",
+            rf"none: {DIGITS.format('more')}qsgd:bits=3: {DIGITS.format('less')}",
+        ),
+        (
+            "python examples/elastic_nodes.py --max-workers 2 --steps 10 --checkpoint-every 5 --storage runs",
+            r"2 workers begin at step 0\n(.*\n)*.*step 5: 2 workers, loss \d\.\d+\n(.*\n)*done: 10 steps, 2 workers",
+        ),
+    ],
+    ids=lambda value: value.partition("examples/")[2].partition(".py")[0] or "log",
+)
+def test_an_example_runs_as_a_job_with_the_wheel(jobs: Jobs, entrypoint: str, says: str) -> None:
+    done = jobs.submit(entrypoint)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "succeeded" in done.stdout
+    found = re.search(says, done.stdout)
+    assert found, done.stdout
+    numbers = {name: float(text.replace(",", "")) for name, text in found.groupdict().items()}
+    if numbers:
+        assert numbers["less"] < 0.2 * numbers["more"]
+
+
+def test_a_job_leaves_checkpoints_with_residuals_and_a_journal(jobs: Jobs, tmp_path: Path) -> None:
+    arguments = f"--steps 5 --workers 2 --storage {tmp_path} --name job"
+    done = jobs.submit(f"python examples/train_gpt_bytes.py {arguments}")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "done: {'step': 5, 'loss':" in done.stdout
-    files = sorted(path.name for path in (tmp_path / "runs" / "job").glob("checkpoint_*/*"))
+    files = sorted(path.name for path in (tmp_path / "job").glob("checkpoint_*/*"))
     assert sum(name.startswith("cgx_ray-rank") for name in files) == 2, f"one state per rank: {files}"
     assert "state.pt" in files
-    for line in (tmp_path / "runs" / "job" / "decisions.jsonl").read_text().splitlines():
+    for line in (tmp_path / "job" / "decisions.jsonl").read_text().splitlines():
         assert json.loads(line)["event"] in ("start", "decision", "outcome", "progress", "end")
 
 
-def test_the_example_under_torchrun_goes_on_from_its_checkpoint(tmp_path):
-    def train(num_steps: int, *arguments: str) -> str:
-        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        argv += ["examples/torchrun_gpt_bytes.py", "--steps", str(num_steps), "--batch-size", "2", *arguments]
-        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+def test_a_job_with_a_wrong_argument_fails_with_our_message(jobs: Jobs) -> None:
+    done = jobs.submit("python examples/train_gpt_bytes.py --codec zip")
+    assert done.returncode == 1
+    assert "unknown codec 'zip'; known: none, fp16" in done.stdout
+    assert "failed" in done.stdout
 
-    arguments = ["--checkpoint", str(tmp_path / "state.pt"), "--codec", "topk:density=0.05", "--scheme", "allgather"]
-    first, resumed = train(5, *arguments), train(10, *arguments)
-    assert re.fullmatch(r"step 5: loss [\d.]+\n", first)
-    assert re.fullmatch(r"step 10: loss [\d.]+\n", resumed)
-    assert float(resumed.split()[-1]) < float(first.split()[-1])
+
+def test_a_stopped_job_leaves_nothing_behind(jobs: Jobs, tmp_path: Path) -> None:
+    before, segments = running(jobs), our_segments()
+    (port,) = free_ports(1)
+    arguments = f"--steps 1000000 --workers 2 --batch-size 1 --storage {tmp_path} --name stopped"
+    options = ("--no-wait", "--submission-id", "stopped")
+    entrypoint = f"python examples/train_gpt_bytes.py {arguments} --checkpoint-every 5"
+    done = jobs.submit(entrypoint, *options, CGX_PORTS=f"{port}-{port + 9}")
+    assert done.returncode == 0, done.stderr
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("stopped/checkpoint_*")):
+        assert time.monotonic() < deadline, jobs.call("logs", "stopped").stdout
+        time.sleep(0.5)
+    assert {"ray::NodeAgent", "ray::Controller"} <= running(jobs)
+    assert listening(port), "its monitors listen while it trains"
+    done = jobs.call("stop", "stopped")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "stopped" in jobs.call("status", "stopped").stdout.lower()
+    deadline = time.monotonic() + 60
+    while left := (running(jobs) - before) | (our_segments() - segments) | alive_actors(jobs) | listening(port):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
+
+
+def running(jobs: Jobs) -> set[str]:
+    """Names of the cluster's actors and drivers that run: Ray names a process after its class. Idle workers stay."""
+    names = set()
+    for process in psutil.Process(jobs.head.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = " ".join(process.cmdline())
+            if command.startswith("ray::") and not command.startswith(("ray::IDLE", "ray::JobSupervisor")):
+                names.add(command.partition(".")[0].split()[0])
+            elif "examples/" in command:
+                names.add(command)
+    return names
+
+
+def alive_actors(jobs: Jobs) -> set[str]:
+    """Classes of the cluster's actors that live, as `ray list actors` asks for them."""
+    with urllib.request.urlopen(f"{jobs.address}/api/v0/actors?limit=10000") as answer:
+        actors = json.load(answer)["data"]["result"]["result"]
+    assert actors
+    return {actor["class_name"] for actor in actors if actor["state"] != "DEAD"} - {"JobSupervisor"}
+
+
+def our_segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("cgx-ray-*")}
+
+
+def listening(port: int) -> set[str]:
+    """The ports, of ten from `port` on, at which somebody listens."""
+    found = set()
+    for each in range(port, port + 10):
+        with socket.socket() as sock:
+            if sock.connect_ex(("127.0.0.1", each)) == 0:
+                found.add(str(each))
+    return found

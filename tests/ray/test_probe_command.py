@@ -83,7 +83,7 @@ def test_a_failed_probe_is_one_clear_error_with_the_pair(address: str, monkeypat
 def test_a_prober_that_is_killed_takes_its_iperf3_along(address: str) -> None:
     host = "127.0.0.7"  # no other test uses it
     prober = ray.remote(Prober).options(num_cpus=0).remote(host)
-    ray.get(prober.start_iperf3.remote())
+    ray.get(prober.start_iperf3.remote(host))
     servers = [process for process in psutil.process_iter() if is_server(process, host)]
     assert len(servers) == 1, servers
     ray.kill(prober)
@@ -93,7 +93,7 @@ def test_a_prober_that_is_killed_takes_its_iperf3_along(address: str) -> None:
 
 def is_server(process: psutil.Process, host: str) -> bool:
     try:
-        return process.cmdline()[-3:] == [iperf3_process.__file__, "server", host]
+        return process.cmdline()[-6:-2] == [iperf3_process.__file__, "server", host, "0"]
     except psutil.Error:
         return False
 

@@ -121,6 +121,17 @@ def test_a_static_run_keeps_the_users_choice(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+def test_ranks_with_different_weights_end_the_training_and_the_journal_says_why(tmp_path: Path) -> None:
+    config = cgx_ray.CGXConfig(weight_check_steps=5)
+    with pytest.raises(Exception, match="before step 10 the weights of rank 1 differ from those of rank 0"):
+        fit(tmp_path, steps=20, flip_at=7, torch_config=config)
+    faults = [entry for entry in journal_of(tmp_path) if entry["event"] == "fault"]
+    assert sorted((fault["rank"], fault["kind"], fault["step"]) for fault in faults) == [
+        (rank, "weights_differ", 11) for rank in range(2)
+    ]
+
+
+@pytest.mark.usefixtures("cluster")
 def test_residuals_come_back_after_a_worker_died(tmp_path: Path) -> None:
     config = cgx_ray.CGXConfig(policy="static", codec="topk:density=0.05", scheme="allgather")
     fit(tmp_path, steps=12, die_at=8, report_at=(5, 12), failures=1, torch_config=config)
@@ -212,6 +223,7 @@ def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(tmp_path: Pa
         ({"seed": "a"}, "seed 'a' is not allowed"),
         ({"min_gain": 2}, "min_gain 2 is not in [0, 1]"),
         ({"num_streams": 0}, "num_streams 0 is not allowed; give 1 or more"),
+        ({"replay_bytes": -1}, "replay_bytes -1 is not allowed; give 0 or more"),
     ],
 )
 def test_a_wrong_config_fails_where_it_is_written(arguments: dict[str, Any], says: str) -> None:

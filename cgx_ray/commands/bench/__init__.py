@@ -11,7 +11,7 @@ _BENCHES = {
         "cgx_ray.commands.bench.accuracy:accuracy",
         "Train small models with each codec and dense, and compare the losses.",
     ),
-    "adapt": ("cgx_ray.commands.bench.adapt:adapt", "Drive the control loop in a cluster that is simulated."),
+    "adapt": ("cgx_ray.commands.bench.adapt:adapt", "Drive the control loop in a simulated cluster, or in a lab."),
     "collectives": ("cgx_ray.commands.bench.collectives:collectives", "Time schemes against Gloo and the bound."),
     "kernels": ("cgx_ray.commands.bench.kernels:kernels", "Measure throughput, latency and error of codecs."),
     "lab": ("cgx_ray.commands.bench.lab:lab", "Compare the lab with the alpha-beta model."),

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <unordered_map>
 
 #include "clock.h"
 #include "errors.h"
@@ -16,6 +17,10 @@ namespace {
 
 constexpr size_t kHalfToken = kTokenBytes / 2;
 constexpr char kMagic[4] = {'c', 'g', 'x', '3'};
+// A hello comes right after its connection, so this is time enough to send it again twice if it was lost.
+constexpr double kHelloS = 2;
+// Connections without a hello at a time: a part of the 1,024 files that a process may usually have open.
+constexpr size_t kMaxStrangers = 256;
 
 // The first bytes on a connection, from the rank that dialled.
 struct Hello {
@@ -28,17 +33,28 @@ struct Hello {
 // Has connected, and not said all of its hello yet.
 struct Stranger {
     FileDescriptor socket;
+    std::string address;
+    double end;  // when it is hung up on
     Hello hello{};
     size_t num_received = 0;
 
-    // Reads more of the hello. False if the stranger has hung up.
+    bool is_done() const { return num_received == sizeof(Hello); }
+
+    // Reads more of the hello. False if the stranger has hung up, or had its time.
     bool read_hello() {
         char* const bytes = reinterpret_cast<char*>(&hello);
         const ssize_t got = recv(socket.get(), bytes + num_received, sizeof(Hello) - num_received, 0);
         if (got > 0) num_received += static_cast<size_t>(got);
-        return got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
+        return is_done() || (now_s() < end && (got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR))));
     }
 };
+
+// Compares half tokens in a time that does not tell how much of them is the same.
+bool is_half_token(const char* shown, const char* expected) {
+    volatile unsigned char difference = 0;
+    for (size_t i = 0; i < kHalfToken; ++i) difference = difference | (shown[i] ^ expected[i]);
+    return difference == 0;
+}
 
 class Handshake {
   public:
@@ -64,24 +80,15 @@ class Handshake {
 
     // Waits for all higher ranks.
     void accept_peers(int listen_fd) {
-        std::vector<Stranger> strangers;
         num_missing_.assign(self_.world_size, 0);
         std::fill(num_missing_.begin() + self_.rank + 1, num_missing_.end(), 1);
-        while (!missing_ranks().empty() && now_s() < deadline_) {
-            await_strangers(listen_fd, strangers);
-            std::vector<Stranger> still;
-            for (Stranger& stranger : strangers) {
-                if (!stranger.read_hello()) continue;
-                if (stranger.num_received < sizeof(Hello)) {
-                    still.push_back(std::move(stranger));
-                } else {
-                    admit(std::move(stranger));
-                }
+        while (is_waiting()) {
+            await_strangers(listen_fd);
+            for (Stranger& stranger : std::exchange(strangers_, {})) hear(std::move(stranger));
+            while (is_waiting() && accept_stranger(listen_fd)) {
             }
-            strangers = std::move(still);
-            for (FileDescriptor fd; (fd = accept_one(listen_fd)).is_open();)
-                strangers.push_back({std::move(fd)});
         }
+        strangers_.clear();
         const std::string missing = missing_ranks();
         if (!missing.empty()) fail("ranks that did not connect: " + missing);
     }
@@ -91,7 +98,7 @@ class Handshake {
         for (const FileDescriptor& socket : connections_[peer]) {
             char answer[kHalfToken];
             if (!read_all(socket.get(), answer, sizeof answer, deadline_) ||
-                std::memcmp(answer, self_.token.data() + kHalfToken, kHalfToken) != 0) {
+                !is_half_token(answer, self_.token.data() + kHalfToken)) {
                 fail("rank " + std::to_string(peer) + " at " + address + " did not answer");
             }
         }
@@ -111,16 +118,59 @@ class Handshake {
         return write_all(fd, &hello, sizeof hello, deadline_);
     }
 
-    void await_strangers(int listen_fd, const std::vector<Stranger>& strangers) const {
+    bool is_waiting() const { return !missing_ranks().empty() && now_s() < deadline_; }
+
+    void await_strangers(int listen_fd) const {
         std::vector<pollfd> entries{{listen_fd, POLLIN, 0}};
-        for (const Stranger& stranger : strangers) entries.push_back({stranger.socket.get(), POLLIN, 0});
-        if (poll(entries.data(), entries.size(), left_ms(deadline_)) < 0 && errno != EINTR)
-            fail_errno("poll");
+        for (const Stranger& stranger : strangers_) entries.push_back({stranger.socket.get(), POLLIN, 0});
+        const double end = strangers_.empty() ? deadline_ : std::min(deadline_, strangers_.front().end);
+        // A millisecond more, because poll takes whole ones.
+        if (poll(entries.data(), entries.size(), left_ms(end) + 1) < 0 && errno != EINTR) fail_errno("poll");
+    }
+
+    // Accepts one connection that waits. False if there is none.
+    bool accept_stranger(int listen_fd) {
+        std::string address;
+        FileDescriptor socket = accept_one(listen_fd, address);
+        if (socket.is_open()) {
+            hear({std::move(socket), address, now_s() + kHelloS});
+            return true;
+        }
+        const int error = errno;
+        if (error == ECONNABORTED || error == EINTR) return true;
+        const bool is_short = error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+        if (is_short && strangers_.empty()) fail_socket("cannot accept another rank's connection", error);
+        // The strangers may have taken what is missing.
+        if (is_short) strangers_.clear();
+        return is_short;
+    }
+
+    // Reads what has come of the hello, and admits, keeps or hangs up on the stranger.
+    void hear(Stranger stranger) {
+        if (!stranger.read_hello()) return;
+        if (stranger.is_done()) {
+            admit(std::move(stranger));
+            return;
+        }
+        if (strangers_.size() == kMaxStrangers) make_room();
+        strangers_.push_back(std::move(stranger));
+    }
+
+    // Hangs up on the oldest stranger of the address that has most, so that others are not affected.
+    void make_room() {
+        std::unordered_map<std::string, int> counts;
+        for (const Stranger& stranger : strangers_) ++counts[stranger.address];
+        const auto most =
+            std::max_element(counts.begin(), counts.end(),
+                             [](const auto& one, const auto& other) { return one.second < other.second; });
+        strangers_.erase(std::find_if(strangers_.begin(), strangers_.end(), [&](const Stranger& stranger) {
+            return stranger.address == most->first;
+        }));
     }
 
     bool is_peer(const Hello& hello) const {
         if (std::memcmp(hello.magic, kMagic, sizeof kMagic) != 0 ||
-            std::memcmp(hello.token, self_.token.data(), kHalfToken) != 0) {
+            !is_half_token(hello.token, self_.token.data())) {
             return false;
         }
         const auto rank = static_cast<int>(hello.rank);
@@ -163,12 +213,13 @@ class Handshake {
     const std::vector<bool>& is_local_;
     const double deadline_;
     Connections connections_;
-    std::vector<int> num_missing_;  // connections, by peer
+    std::vector<int> num_missing_;     // connections, by peer
+    std::vector<Stranger> strangers_;  // in the order of arrival
 };
 
 }  // namespace
 
-Connections shake_hands(const Identity& self, FileDescriptor& listener,
+Connections shake_hands(const Identity& self, FileDescriptor listener,
                         const std::vector<std::pair<std::string, int>>& addresses,
                         const std::vector<bool>& is_local, double deadline) {
     Handshake handshake(self, is_local, deadline);

@@ -27,10 +27,10 @@ using Connections = std::vector<std::vector<FileDescriptor>>;
 // Connects to every other rank. Hangs up on everyone who does not show the token. Throws std::runtime_error
 // that names the ranks that did not come by `deadline`.
 //
-// listener   closed once all higher ranks have come
+// listener   closed once all higher ranks have come, and after an error: nobody waits for an answer in vain
 // addresses  (address, port) by rank
 // is_local   by rank: shares memory with this one, so that a single connection will do
-Connections shake_hands(const Identity& self, FileDescriptor& listener,
+Connections shake_hands(const Identity& self, FileDescriptor listener,
                         const std::vector<std::pair<std::string, int>>& addresses,
                         const std::vector<bool>& is_local, double deadline);
 

@@ -28,9 +28,9 @@ Identity checked(const Identity& self) {
 }  // namespace
 
 Mesh::Mesh(int rank, int world_size, int num_streams, const std::string& address, const std::string& token,
-           double far_s)
+           double far_s, std::pair<int, int> ports)
     : self_(checked({rank, world_size, num_streams, far_s, token})),
-      listener_(listen_at(address)),
+      listener_(listen_at(address, ports.first, ports.second)),
       port_(port_of(listener_.get())),
       tickets_(world_size),
       meter_(world_size),
@@ -50,7 +50,7 @@ void Mesh::connect(const std::vector<std::pair<std::string, int>>& addresses, do
         tickets_.ring_also(&segment_->rank(own_place_).waiter_bell);
         for (int rank : sharers) is_local[rank] = true;
     }
-    add_streams(shake_hands(self_, listener_, addresses, is_local, deadline), sharers);
+    add_streams(shake_hands(self_, std::move(listener_), addresses, is_local, deadline), sharers);
     socket_thread_ = std::thread([this] { socket_loop_.run(); });
     if (ring_loop_) ring_thread_ = std::thread([this] { ring_loop_->run(); });
 }
@@ -151,6 +151,7 @@ void Mesh::close() {
     if (is_copy_) return;
     std::lock_guard closing(close_mutex_);
     tickets_.close();
+    listener_.close();
     socket_loop_.stop();
     if (ring_loop_) ring_loop_->stop();
     if (socket_thread_.joinable()) socket_thread_.join();

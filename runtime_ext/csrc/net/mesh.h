@@ -36,13 +36,13 @@ class Mesh {
         int64_t num_bytes;
     };
 
-    // Listens on `address`, a numeric IP address, at a port that the kernel picks. Throws std::runtime_error
-    // if the address is not one of this machine.
+    // Listens on `address`, a numeric IP address, at a port of `ports`, as `listen_at`. Throws
+    // std::runtime_error if it cannot.
     //
     // token        (kTokenBytes,): half of it is what a peer shows, the other half what it gets in return
     // num_streams  connections to each peer whose round trip takes `far_s` or more; one goes to the others
     Mesh(int rank, int world_size, int num_streams, const std::string& address, const std::string& token,
-         double far_s);
+         double far_s, std::pair<int, int> ports);
     ~Mesh();
     Mesh(const Mesh&) = delete;
     Mesh& operator=(const Mesh&) = delete;

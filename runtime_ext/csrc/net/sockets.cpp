@@ -5,6 +5,7 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -69,14 +70,22 @@ void FileDescriptor::close() {
     if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
-FileDescriptor listen_at(const std::string& address) {
-    const AddressInfo target(address, 0);
-    FileDescriptor listener = target.make_socket();
-    if (!listener.is_open() || bind(listener.get(), target.info->ai_addr, target.info->ai_addrlen) != 0 ||
-        listen(listener.get(), SOMAXCONN) != 0) {
-        fail_errno("cannot listen on " + address);
+FileDescriptor listen_at(const std::string& address, int first_port, int last_port) {
+    for (int port = first_port; port <= last_port; ++port) {
+        const AddressInfo target(address, port);
+        FileDescriptor listener = target.make_socket();
+        const int on = 1;
+        // Without it, connections that were accepted at this port keep it in use, also for a minute after
+        // their end. The kernel's own choice needs no such thing.
+        if (port != 0) setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+        if (listener.is_open() && bind(listener.get(), target.info->ai_addr, target.info->ai_addrlen) == 0 &&
+            listen(listener.get(), SOMAXCONN) == 0) {
+            return listener;
+        }
+        if (errno != EADDRINUSE) fail_errno("cannot listen on " + address);
     }
-    return listener;
+    fail("all ports from " + std::to_string(first_port) + " to " + std::to_string(last_port) +
+         " are in use on " + address);
 }
 
 int port_of(int fd) {
@@ -90,7 +99,7 @@ int port_of(int fd) {
 FileDescriptor dial(const std::string& address, int port, double deadline, int& error) {
     const AddressInfo target(address, port);
     FileDescriptor connection = target.make_socket();
-    if (!connection.is_open()) fail_errno("cannot make a socket");
+    if (!connection.is_open()) fail_socket("cannot make a socket", errno);
     const int fd = connection.get();
     set_stream_options(fd);
     error = 0;
@@ -103,8 +112,26 @@ FileDescriptor dial(const std::string& address, int port, double deadline, int& 
     return connection;
 }
 
-FileDescriptor accept_one(int listen_fd) {
-    return FileDescriptor(accept4(listen_fd, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+FileDescriptor accept_one(int listen_fd, std::string& address) {
+    sockaddr_storage from{};
+    socklen_t size = sizeof from;
+    auto* const name = reinterpret_cast<sockaddr*>(&from);
+    FileDescriptor connection(accept4(listen_fd, name, &size, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!connection.is_open()) return connection;
+    char text[NI_MAXHOST] = "";
+    getnameinfo(name, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
+    address = text;
+    return connection;
+}
+
+void fail_socket(const std::string& what, int error) {
+    std::string advice;
+    rlimit limit{};
+    if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+        advice = "; this process may have " + std::to_string(limit.rlim_cur) +
+                 " files open: raise that limit with ulimit -n";
+    }
+    fail(what + ": " + std::strerror(error) + advice);
 }
 
 void set_stream_options(int fd) {

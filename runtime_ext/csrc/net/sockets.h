@@ -30,9 +30,10 @@ class FileDescriptor {
     int fd_ = -1;
 };
 
-// Listens on `address`, a numeric IP address, at a port that the kernel picks. Throws std::runtime_error if
-// the address is not one of this machine.
-FileDescriptor listen_at(const std::string& address);
+// Listens on `address`, a numeric IP address, at the first port from `first_port` to `last_port` where nobody
+// else does; 0 to 0: at any. Throws std::runtime_error if the address is not one of this machine, or if all
+// ports are in use.
+FileDescriptor listen_at(const std::string& address, int first_port, int last_port);
 
 // The local port of a socket.
 int port_of(int fd);
@@ -40,8 +41,12 @@ int port_of(int fd);
 // Connects to a numeric IP address. `error` becomes 0, or the value of errno that says why it failed.
 FileDescriptor dial(const std::string& address, int port, double deadline, int& error);
 
-// A connection that waits at `listen_fd`, or none.
-FileDescriptor accept_one(int listen_fd);
+// A connection that waits at `listen_fd`, and the IP address that it comes from. None with errno if there is
+// none, or if it cannot be accepted.
+FileDescriptor accept_one(int listen_fd, std::string& address);
+
+// Throws as fail_errno, and says how many files may be open if that is the reason.
+[[noreturn]] void fail_socket(const std::string& what, int error);
 
 // Sends at once what is written, and asks the kernel for time stamps of received bytes.
 void set_stream_options(int fd);

@@ -1,0 +1,91 @@
+"""Lines of the journal beside decisions and outcomes: start and end, silent ranks, waits for dense steps, faults."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from cgx_ray.control.guard import BASELINE_STEPS
+from cgx_ray.control.history import Registration
+from cgx_ray.control.joined_steps import SILENT_S
+from cgx_ray.control.journal import Journal, end_entry, fault_entry, silence_entry, start_entry, wait_entry
+from cgx_ray.control.policy import Policy, Replace
+from cgx_ray.control.worker_group import WorkerGroupState
+from cgx_ray.errors import listed
+from cgx_ray.monitors.sample import Fault
+
+logger = logging.getLogger(__name__)
+
+# Faults per worker group that are written down. One rank's error makes all others fail too, a moment later.
+MAX_FAULTS = 8
+
+
+class Notes:
+    """Writes each of these lines once per cause. All times are in seconds since 1970.
+
+    num_faults  errors that ended the training on a rank, by rank and kind, over all worker groups
+    """
+
+    def __init__(self, journal: Journal, nodes: Sequence[str], num_faults: Mapping[tuple[int, str], int]) -> None:
+        """
+        nodes       address of each rank's node
+        num_faults  those of the controllers before
+        """
+        self.num_faults: Counter[tuple[int, str]] = Counter(num_faults)
+        self._journal = journal
+        self._nodes = tuple(nodes)
+        self._named_silent: frozenset[int] = frozenset()
+        self.start_group()
+
+    def start_group(self) -> None:
+        """Begin with a new worker group."""
+        self._is_started = self._is_waiting = False
+        self._num_fault_lines = 0
+
+    def start(self, policy: Policy, state: WorkerGroupState, told: Registration, time_s: float) -> None:
+        """Write the first line of a worker group, once."""
+        if self._is_started:
+            return
+        self._is_started = True
+        entry = start_entry(
+            policy, state.layers, state.plan, told.codec_costs, told.encodes_on, nodes=self._nodes, time_s=time_s
+        )
+        self._journal.write(entry)
+
+    def silence(self, state: WorkerGroupState, time_s: float) -> None:
+        """Write down which ranks are silent now, and log each rank the first time."""
+        self._journal.write(silence_entry(state.silent_ranks, step=state.last_step, time_s=time_s))
+        new = state.silent_ranks - self._named_silent
+        if new:
+            self._named_silent |= new
+            logger.warning(
+                "no samples of ranks %s for %g s: decisions are made from the other ranks' until they report again. "
+                "Their monitor, or its way to the controller, is slow or gone",
+                listed([str(rank) for rank in sorted(new)]),
+                SILENT_S,
+            )
+
+    def wait(self, decision: Replace, *, num_dense: int, step: int, time_s: float) -> None:
+        """Write down that `decision` waits for dense steps, of which `num_dense` are known; once until `decided`."""
+        if self._is_waiting:
+            return
+        self._is_waiting = True
+        entry = wait_entry(decision, num_dense=num_dense, needed=BASELINE_STEPS, step=step, time_s=time_s)
+        self._journal.write(entry)
+
+    def decided(self) -> None:
+        """Note that nothing waits any more."""
+        self._is_waiting = False
+
+    def fault(self, fault: Fault, time_s: float) -> None:
+        """Count an error that ended the training on a rank; write down the first MAX_FAULTS of a worker group."""
+        self.num_faults[fault.rank, fault.kind] += 1
+        self._num_fault_lines += 1
+        if self._num_fault_lines <= MAX_FAULTS:
+            self._journal.write(fault_entry(fault, time_s=time_s))
+
+    def end(self, step: int | None, time_s: float) -> None:
+        """Write the last line of a worker group, if it has a first one. `step`: the last one that was joined."""
+        if self._is_started:
+            self._journal.write(end_entry(step=step, time_s=time_s))

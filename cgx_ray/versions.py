@@ -1,0 +1,27 @@
+"""The oldest torch and Ray that cgx_ray works with. pyproject.toml has the same, which a test compares."""
+
+from __future__ import annotations
+
+import re
+
+from cgx_ray.errors import ConfigError
+
+OLDEST = {"torch": "2.13", "ray": "2.54"}
+_INSTALL = {"torch": "torch", "ray": "ray[default,train]"}
+
+
+def check_version(package: str, version: str) -> None:
+    """Raise ConfigError with the command that helps if `version` of `package` is older than cgx_ray works with.
+
+    Without it, an old version fails somewhere inside, with the name of an attribute that it lacks.
+    """
+    if _numbers(version) < _numbers(OLDEST[package]):
+        raise ConfigError(
+            f"{package} {version} is older than the oldest that cgx_ray works with, {OLDEST[package]}; "
+            f"run: pip install '{_INSTALL[package]}>={OLDEST[package]}'"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return (2, 13) of "2.13.0+cpu": major and minor release."""
+    return tuple(int(number) for number in re.findall(r"[0-9]+", version)[:2])

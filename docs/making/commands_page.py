@@ -1,0 +1,45 @@
+"""`python docs/making/commands_page.py` writes docs/commands.md, the page of commands, from the help of click."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from cgx_ray.cli import main
+
+PAGE = Path(__file__).resolve().parents[1] / "commands.md"
+_HEAD = """# Commands
+
+Made from the commands' own help by `.venv/bin/python docs/making/commands_page.py`; change it there. Pages about them:
+[first run](first-run.md), [planning](planning.md), [watching](watching.md), [the lab](lab.md),
+[performance](performance.md).
+"""
+_WIDTH = 110
+
+
+def commands_page() -> str:
+    """Return the page: a section per command, and one per subcommand."""
+    return "\n".join([_HEAD, *_sections(main, "cgx-ray")])
+
+
+def _sections(group: click.Group, path: str) -> Iterator[str]:
+    context = click.Context(group, info_name=path)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield _section(command, f"{path} {name}")
+        if isinstance(command, click.Group):
+            yield from _sections(command, f"{path} {name}")
+
+
+def _section(command: click.Command, path: str) -> str:
+    # The parent is in `path` already, so the context has none.
+    context = click.Context(command, info_name=path, terminal_width=_WIDTH, max_content_width=_WIDTH)
+    return f"## {path}\n\n```text\n{context.get_help().rstrip()}\n```\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(commands_page())
+    print(PAGE)

@@ -1,0 +1,60 @@
+"""Lines of the journal about waits and faults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from support.control_runs import COSTS, LAYERS, WORLD, journal, start
+
+from cgx_ray.control.guard import BASELINE_STEPS
+from cgx_ray.control.journal import MAX_TEXT, Journal
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.notes import MAX_FAULTS
+from cgx_ray.control.policy import StaticPolicy
+from cgx_ray.monitors.sample import Fault
+from cgx_ray.plan import make_plan
+from cgx_ray.report.live_view import view_of_record
+from cgx_ray.report.record import JOURNAL_SCHEMA, load_run
+
+
+def check_schema(folder: Path) -> None:
+    validator = jsonschema.Draft202012Validator(json.loads(JOURNAL_SCHEMA.read_text()))
+    for line in journal(folder, "wait", "fault"):
+        validator.validate(line)
+
+
+@pytest.mark.parametrize("gbps", [1.5, 3.0])
+def test_a_plan_that_waits_for_dense_steps_is_written_down_once(tmp_path: Path, gbps: float) -> None:
+    run = start(tmp_path)
+    run.gbps = gbps
+    run.run(BASELINE_STEPS + 10)
+    check_schema(tmp_path)
+    (wait,), (first, *_) = journal(tmp_path, "wait"), journal(tmp_path, "decision")
+    assert wait["step"] < first["step"]
+    assert wait["num_dense_steps"] < wait["needed_dense_steps"] == BASELINE_STEPS
+    assert wait["predicted_step_s"] < wait["predicted_dense_s"]
+    # In the end the plan that has waited is taken up.
+    assert first["kind"] == "replace"
+    assert wait["plan"] == first["new"]["plan"]
+
+
+def test_the_first_faults_are_written_down_and_all_are_counted_over_restarts(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.run(2)
+    text = "the weights of rank 1 differ"
+    for rank in range(20):
+        run.loop.add_fault(Fault(rank=rank, step=2, kind="weights_differ", text=text + "." * MAX_TEXT), time_s=3.0)
+    lines = journal(tmp_path, "fault")
+    assert [line["rank"] for line in lines] == list(range(MAX_FAULTS))
+    assert {len(line["text"]) for line in lines} == {MAX_TEXT}
+    check_schema(tmp_path)
+    assert run.loop.facts().num_faults == {(rank, "weights_differ"): 1 for rank in range(20)}
+    again = ControlLoop(StaticPolicy(), Journal(tmp_path / "decisions.jsonl"), run.loop.history())
+    again.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
+    again.add_fault(Fault(rank=1, step=5, kind="time_out", text="late"), time_s=4.0)
+    assert again.facts().num_faults[1, "weights_differ"] == again.facts().num_faults[1, "time_out"] == 1
+    assert journal(tmp_path, "fault")[-1]["kind"] == "time_out"
+    assert any(text in note for note in view_of_record(load_run(tmp_path)).notes)

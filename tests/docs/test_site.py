@@ -1,0 +1,98 @@
+"""The site of the documentation: it builds without a warning, holds every page, and its links and references work."""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from making.commands_page import PAGE, commands_page
+from making.docstrings import with_lists
+from making.links import ELSEWHERE, with_site_links
+
+import cgx_ray
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    # A line of advertising by the theme is no warning of the build.
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return folder
+
+
+def test_every_page_is_in_the_site(site: Path) -> None:
+    pages = {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")}
+    pages |= {Path(name).with_suffix(".html").name for name in ELSEWHERE.values()}
+    assert pages - {path.name for path in site.glob("*.html")} == set()
+    assert not (site / "making").exists()
+
+
+def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
+    for page in site.glob("*.html"):
+        loaded = re.findall(r'<(?:script|link|img)[^>]*\s(?:src|href)="(https?://[^"]*)"', page.read_text())
+        assert [url for url in loaded if not url.startswith("https://example.org/")] == [], page.name
+
+
+def test_the_reference_has_every_public_name_with_its_docstring(site: Path) -> None:
+    page = html.unescape(re.sub(r"<[^>]+>", "", (site / "api.html").read_text()))
+    for name in cgx_ray.__all__:
+        first_line = (getattr(cgx_ray, name).__doc__ or "").strip().partition("\n")[0]
+        assert name in page
+        assert first_line.replace("`", "") in page, name
+
+
+def test_pictures_that_pages_show_exist_and_every_picture_is_shown() -> None:
+    shown = set()
+    for path in [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in ELSEWHERE)]:
+        for target in re.findall(r"\]\((?!https?:)([^()\s#]+\.(?:png|svg))\)", path.read_text()):
+            shown.add((path.parent / target).resolve())
+    assert shown == set((ROOT / "docs" / "img").iterdir())
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    assert PAGE.read_text() == commands_page(), "run: .venv/bin/python docs/making/commands_page.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "made"),
+    [
+        ("[a](docs/codecs.md#accuracy)", "README.md", "[a](codecs.md#accuracy)"),
+        ("![a](../docs/img/boards.png)", "dashboards/README.md", "![a](img/boards.png)"),
+        ("[boards](../../dashboards)", "deploy/k8s/README.md", "[boards](boards.md)"),
+        ("[`f`](../examples/torchrun_fsdp2.py)", "docs/fsdp2.md", "`f`"),
+        ("[a](https://x.org/b.md) and [b](#c)", "README.md", "[a](https://x.org/b.md) and [b](#c)"),
+        # MkDocs is left to find it.
+        ("[a](nothing.md)", "docs/faq.md", "[a](nothing.md)"),
+    ],
+)
+def test_links_of_the_checkout_become_links_of_the_site(text: str, source: str, made: str) -> None:
+    assert with_site_links(text, source) == made
+
+
+def test_aligned_arguments_become_a_list_and_other_text_stays() -> None:
+    docstring = """Do it.
+
+    Plain text stays
+    as it is.
+
+    model          a model,
+                   of any size
+    transport, shared_memory
+                   see `Settings`
+
+    Raises ConfigError."""
+    text = "\n".join(line.removeprefix("    ") for line in docstring.splitlines())
+    assert with_lists(text) == (
+        "Do it.\n\nPlain text stays\nas it is.\n\n- `model`: a model, of any size\n"
+        "- `transport`, `shared_memory`: see `Settings`\n\nRaises ConfigError."
+    )
