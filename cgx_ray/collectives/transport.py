@@ -235,12 +235,15 @@ class Transport:
         """Send a byte to each partner, and note in `lag_s` when those of the last greeting came. Nothing waits for it.
 
         Call it between steps, on all ranks: no gradients queue in front of the bytes then, so the lags of two ranks to
-        each other add up to one round trip of an idle link.
+        each other add up to one round trip of an idle link. A partner that has hung up ends the greetings and nothing
+        else: it may have ended training.
         """
         if self._mesh is None or self._delay is not None:
             return
         with self.reporting("a greeting between steps"):
             if self._greeting is not None:
+                if self._mesh.has_failed(self._greeting):
+                    return
                 arrived_s = self._mesh.wait(self._greeting, self.timeout_s)
                 self.lag_s = {peer: arrived_s[peer] for peer in self._partners}
             received = {peer: torch.empty(1, dtype=torch.uint8) for peer in self._partners}

@@ -405,3 +405,25 @@ def test_the_lags_of_two_ranks_to_each_other_add_up_to_a_round_trip_whichever_wa
         if at > 0:
             assert late[0] < 0 < early[1]
             assert 0 < early[1] + late[0] < 0.05
+
+
+def _greet_one_who_has_left(rank: int) -> bool:
+    """Greet three times after rank 1 has ended training. Return whether the lags of before are kept."""
+    assert dist.group.WORLD is not None
+    transport = Transport(dist.group.WORLD, mesh=connect(shared_memory=False), timeout_s=TIMEOUT_S)
+    for _ in range(2):
+        transport.greet()
+    before = dict(transport.lag_s)
+    if rank == 1:
+        transport.close()
+    dist.barrier()
+    for _ in range(3 if rank == 0 else 0):
+        transport.greet()
+        time.sleep(0.1)
+    dist.barrier()
+    transport.close()
+    return transport.lag_s.keys() == before.keys() == {1 - rank}
+
+
+def test_a_rank_that_has_ended_training_fails_no_greeting() -> None:
+    assert run_ranks(2, _greet_one_who_has_left) == [True, True]
