@@ -48,7 +48,10 @@ def train_fn(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
         with torch.no_grad():
             right = model(images[TRAIN_IMAGES:]).argmax(1) == labels[TRAIN_IMAGES:]
-        ray.train.report({"epoch": epoch + 1, "accuracy": right.float().mean().item()})
+        accuracy = right.float().mean().item()
+        ray.train.report({"epoch": epoch + 1, "accuracy": accuracy})
+    if ray.train.get_context().get_world_rank() == 0:
+        print(f"epoch {config['epochs']}: accuracy {accuracy:.1%}", flush=True)
 
 
 def main() -> None:
@@ -56,14 +59,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
-    result = TorchTrainer(
+    TorchTrainer(
         train_fn,
         train_loop_config={"epochs": args.epochs},
         torch_config=cgx_ray.CGXConfig(),
         scaling_config=ScalingConfig(num_workers=args.workers),
     ).fit()
-    assert result.metrics is not None
-    print(f"epoch {result.metrics['epoch']}: accuracy {result.metrics['accuracy']:.1%}")
 
 
 if __name__ == "__main__":

@@ -57,24 +57,25 @@ def test_the_elastic_example_goes_on_without_a_node_that_is_lost(tmp_path: Path)
     assert groups[0] == ("3", "0")
     size, first = groups[-1]
     assert size == "2"
-    assert 10 <= int(first) < 60
+    assert 10 <= int(first) < 200
     steps = [tuple(map(int, found)) for found in re.findall(r"step (\d+): (\d) workers, loss", said)]
-    assert steps[0] == (5, 3)
-    assert steps[-1] == (60, 2)
-    assert "done: 60 steps, 2 workers at the end" in said
+    assert steps[0] == (10, 3)
+    assert steps[-1] == (200, 2)
+    assert "done: 200 steps, 2 workers at the end" in said
 
 
 def _train_until_a_node_is_lost(address: str, lost: subprocess.Popen[bytes], folder: Path) -> str:
     """Run the example to its end, and end a node once it has checkpoints. Return what it said."""
-    argv = [sys.executable, "examples/elastic_nodes.py", "--min-workers", "1", "--max-workers", "3", "--steps", "60"]
-    argv += ["--checkpoint-every", "5", "--storage", str(folder), "--name", "elastic"]
+    argv = [sys.executable, "examples/elastic_nodes.py", "--min-workers", "1", "--max-workers", "3", "--steps", "200"]
+    argv += ["--checkpoint-every", "10", "--storage", str(folder), "--name", "elastic"]
     env = {**ENV, "RAY_ADDRESS": address, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20", "OMP_NUM_THREADS": "1"}
     path = folder / "driver.log"
     with path.open("w") as log:
         driver = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 240
-        while not re.search(r"step 1\d: 3 workers", path.read_text()):
+        # Ray Train asks its workers for their reports every two seconds, and notes checkpoints here.
+        while not list(folder.glob("elastic/checkpoint_manager_snapshot.json")):
             assert driver.poll() is None, path.read_text()
             assert time.monotonic() < deadline, path.read_text()
             time.sleep(0.2)

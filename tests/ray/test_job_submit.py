@@ -21,6 +21,8 @@ from support.ray_processes import ENV, RAY, end_with_children, free_ports
 from support.wheels import ROOT, make_environment
 
 TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node 2"
+# Actors of Ray Train that Ray leaves to end by themselves, minutes later.
+RAYS_OWN = {"JobSupervisor", "PlacementGroupCleaner", "_AutoscalingCoordinatorActor"}
 SENT = r"(?P<less>[\d.,]+) MB of (?P<more>[\d.,]+) MB"
 DIGITS = r"accuracy [789]\d\.\d%, (?P<{}>[\d,]+) bytes sent per step and rank\n"
 
@@ -175,11 +177,11 @@ def running(jobs: Jobs) -> set[str]:
     for process in psutil.Process(jobs.head.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             command = " ".join(process.cmdline())
-            if command.startswith("ray::") and not command.startswith(("ray::IDLE", "ray::JobSupervisor")):
+            if command.startswith("ray::"):
                 names.add(command.partition(".")[0].split()[0])
             elif "examples/" in command:
                 names.add(command)
-    return names
+    return names - {"ray::IDLE", *(f"ray::{name}" for name in RAYS_OWN)}
 
 
 def alive_actors(jobs: Jobs) -> set[str]:
@@ -187,7 +189,7 @@ def alive_actors(jobs: Jobs) -> set[str]:
     with urllib.request.urlopen(f"{jobs.address}/api/v0/actors?limit=10000") as answer:
         actors = json.load(answer)["data"]["result"]["result"]
     assert actors
-    return {actor["class_name"] for actor in actors if actor["state"] != "DEAD"} - {"JobSupervisor"}
+    return {actor["class_name"] for actor in actors if actor["state"] != "DEAD"} - RAYS_OWN
 
 
 def our_segments() -> set[str]:
@@ -195,10 +197,6 @@ def our_segments() -> set[str]:
 
 
 def listening(port: int) -> set[str]:
-    """The ports, of ten from `port` on, at which somebody listens."""
-    found = set()
-    for each in range(port, port + 10):
-        with socket.socket() as sock:
-            if sock.connect_ex(("127.0.0.1", each)) == 0:
-                found.add(str(each))
-    return found
+    """The ports, of ten from `port` on, at which somebody listens, on any address."""
+    found = {str(one.laddr.port) for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+    return found & set(map(str, range(port, port + 10)))
