@@ -116,13 +116,16 @@ class _OrderedRank:
             register_hook(model, "noop")
             yield
         elif way.kind == "static":
-            attachment = cgx_ray.attach(model, codec=way.codec, scheme=way.scheme, shared_memory=False)
+            # Nobody trains these weights.
+            attachment = cgx_ray.attach(
+                model, codec=way.codec, scheme=way.scheme, shared_memory=False, weight_check_steps=0
+            )
             yield
             attachment.close()
         else:
             # Without the attachment of a model that was trained before.
             process.session, process.attachment = self._session, None
-            attachment = cgx_ray.attach(model)
+            attachment = cgx_ray.attach(model, weight_check_steps=0)
             yield
             # The last step is reported once the engine's thread has ended.
             attachment.close()

@@ -111,11 +111,13 @@ class _Rank:
             gradient_as_bucket_view=True,
         )
         attachment = None
-        # Without shared memory between ranks, which would go around the links of a lab.
+        # Without shared memory between ranks, which would go around the links of a lab. Nobody trains these weights.
         if way.kind == "engine":
-            attachment = cgx_ray.attach(model, codec=way.codec, scheme=way.scheme, shared_memory=False)
+            attachment = cgx_ray.attach(
+                model, codec=way.codec, scheme=way.scheme, shared_memory=False, weight_check_steps=0
+            )
         elif way.kind == "joint":
-            attachment = cgx_ray.attach(model, plan=self._joint_plan(way), shared_memory=False)
+            attachment = cgx_ray.attach(model, plan=self._joint_plan(way), shared_memory=False, weight_check_steps=0)
         elif way.kind != "ddp":
             register_hook(model, way.kind)
         if attachment is not None and attachment.plan is not None:

@@ -89,7 +89,7 @@ def test_hierarchical_sums_that_are_slower_than_dense_are_taken_back(tmp_path: P
     """The link inside nodes is assumed, so their plans are judged like others. They leave the bandwidth unmeasured."""
     run = start(tmp_path, options=[Option(codec=NONE, scheme=Scheme.DENSE, intra=Intra.DENSE)])
     run.num_local, run.latency_s, run.slowdown = 2, 0.02, 3.0
-    first, second = run.run(BASELINE_STEPS + 1 + WARM_UP_STEPS + JUDGED_STEPS + 2)
+    first, second, *_ = run.run(BASELINE_STEPS + 1 + WARM_UP_STEPS + JUDGED_STEPS + 2)
     assert isinstance(first, Replace)
     assert first.plan.describe() == "dense, dense inside nodes"
     assert isinstance(second, Disable)
@@ -104,7 +104,7 @@ def test_an_option_that_keeps_less_in_use_is_left_and_not_tried_again_but_its_co
     run.gain["topk:density=0.01"] = 0.7
     run.run(10)
     left = run.loop.plans[-1].describe()
-    assert left == "topk:density=0.01 over artopk_tree"
+    assert left == "topk:density=0.01 over artopk_ring"
     run.kept = {left: 0.2}
     assert run.run(20) == [], "one measurement is not enough"
     decision, *_ = run.run(20)
@@ -171,7 +171,7 @@ def test_a_plan_clearly_under_min_gain_is_left_even_for_a_slower_one(tmp_path: P
     run.gain["topk:density=0.01"] = 0.9
     run.run(10)
     chosen = run.loop.plans[-1].describe()
-    assert chosen == "topk:density=0.01 over artopk_tree"
+    assert chosen == "topk:density=0.01 over artopk_ring"
     run.gain["topk:density=0.01"] = 0.79
     run.run(200)
     assert run.loop.plans[-1].describe() == chosen, "a little under min_gain, as noise is"
@@ -195,7 +195,7 @@ def test_while_gradients_change_fast_only_options_with_a_large_gain_are_taken_up
         run.norm /= 2
     assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
     run.run(120)
-    assert run.loop.plans[-1].describe() == "topk:density=0.01 over artopk_tree"
+    assert run.loop.plans[-1].describe() == "topk:density=0.01 over artopk_ring"
     assert any("gain of topk:density=0.01 is known now" in one.get("reason", "") for one in journal(tmp_path))
 
 
