@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.runtime_ext import ops
+from cgx_ray.runtime_ext.checks import check_sized
 
 # torch converts a whole operand before it adds it to another type. A converted piece of this size stays in the cache.
 _PIECE_NUMEL = 1 << 18
@@ -22,6 +23,7 @@ class _Cast(Codec):
         payload.view(self.wire_dtype).copy_(grad_N)
 
     def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+        check_sized("payload", payload, torch.uint8, self.payload_bytes(out_N.numel()), out_N.device)
         values_N = payload.view(self.wire_dtype)
         if not add:
             out_N.copy_(values_N)
@@ -67,6 +69,7 @@ class Prefix(Codec):
         ops.add_poison(grad_N[sent_K.numel() :], sent_K)
 
     def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+        check_sized("payload", payload, torch.uint8, self.payload_bytes(out_N.numel()), out_N.device)
         sent_K = payload.view(torch.float32)
         if add:
             out_N[: sent_K.numel()] += sent_K

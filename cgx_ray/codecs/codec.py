@@ -133,7 +133,7 @@ class Codec:
     def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
         """Write the decoded `payload` to `out_N`, float32, or add it. `key` as in `encode`; only randomk uses it.
 
-        Raises WireError if the payload is broken.
+        Raises WireError if the payload is broken, and ValueError if it has another size. `out_N` is unchanged then.
         """
         raise NotImplementedError
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from cgx_ray.codec_spec import near_square
 from cgx_ray.codecs.codec import POWERSGD_Q, Codec, Memory
 from cgx_ray.plan import CodecSpec, Layer
+from cgx_ray.runtime_ext.checks import check_sized
 
 
 class Shape(NamedTuple):
@@ -103,6 +104,7 @@ class PowerSgd(Codec):
         return grad_N.float(), first_M.to(grad_N.device)
 
     def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+        check_sized("payload", payload, torch.uint8, self.payload_bytes(out_N.numel()), out_N.device)
         if not add:
             out_N.zero_()
         self.expand(*self.split(payload, out_N.numel()), out_N, sign=1)

@@ -12,6 +12,7 @@ from cgx_ray.codec_spec import COUNT_BYTES, VALUE_BUCKET_SIZE
 from cgx_ray.codecs.codec import MOMENTUM, RESIDUALS, Codec, Memory
 from cgx_ray.errors import WireError
 from cgx_ray.runtime_ext import ops, sparse
+from cgx_ray.runtime_ext.checks import check_sized
 
 
 class Selection:
@@ -101,6 +102,7 @@ class Sparse(Codec):
             except ValueError as error:
                 raise selection.broken(numel, error) from error
             return
+        check_sized("payload", payload, torch.uint8, self.payload_bytes(numel), out_N.device)
         index_bytes = self.spec.index_bytes(numel)
         selection.unpack(numel, payload[:index_bytes])
         value_K = self._read_values(payload[index_bytes:], selection.num_kept)
@@ -145,6 +147,7 @@ class RandomK(Codec):
             sparse.scatter_zero(selection.index_K, selection.count_1, memory.next_N)
 
     def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+        check_sized("payload", payload, torch.uint8, self.payload_bytes(out_N.numel()), out_N.device)
         if not add:
             out_N.zero_()
         selection = self._choose(out_N, key)

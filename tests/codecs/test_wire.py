@@ -41,6 +41,7 @@ def sealed(spec: CodecSpec, numel: int) -> Message:
     return message
 
 
+@pytest.mark.fault("a bit of a message flips", "`WireError`; nothing of it is decoded")
 @settings(deadline=None)
 @given(spec=st.sampled_from(SPECS), numel=st.integers(0, 700), data=st.data())
 def test_any_flipped_bit_is_noticed(spec: CodecSpec, numel: int, data: st.DataObject) -> None:
@@ -53,6 +54,7 @@ def test_any_flipped_bit_is_noticed(spec: CodecSpec, numel: int, data: st.DataOb
         message.check(stamp, numel, sender=1)
 
 
+@pytest.mark.fault("a message of another plan or step", "`WireError`; nothing of it is decoded")
 @pytest.mark.parametrize(
     ("change", "says"),
     [

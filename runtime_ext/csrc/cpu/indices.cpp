@@ -82,6 +82,7 @@ bool unpack_ones(const uint8_t* words, int64_t num_words, bool unary, int64_t co
 
 void pack_indices(const int32_t* index, const int32_t* count_1, int64_t num_kept, int64_t numel,
                   uint8_t* out) {
+    if (num_kept == 0) return;  // memcpy may be given no null pointer, not even for 0 bytes
     const IndexLayout layout = index_layout(numel, num_kept);
     const int64_t count = clamp_count(*count_1, num_kept);
     if (layout.kind == IndexKind::kRaw) {
@@ -100,6 +101,7 @@ bool unpack_indices(const uint8_t* packed, const int32_t* count_1, int64_t num_k
     const IndexLayout layout = index_layout(numel, num_kept);
     const int64_t count = *count_1;
     if (count < 0 || count > num_kept) return false;
+    if (num_kept == 0) return true;
     uint32_t* block = reinterpret_cast<uint32_t*>(index);
     if (layout.kind == IndexKind::kRaw) {
         memcpy(block, packed, 4 * count);
@@ -160,6 +162,7 @@ void scatter_zero(const int32_t* index, const int32_t* count_1, int64_t num_kept
 void pack_message(const int32_t* index, const float* value, const int32_t* count_1, int64_t num_kept,
                   int64_t numel, uint8_t* payload) {
     memcpy(payload, count_1, kCountBytes);
+    if (num_kept == 0) return;
     payload += kCountBytes;
     pack_indices(index, count_1, num_kept, numel, payload);
     memcpy(payload + 4 * index_layout(numel, num_kept).num_words, value, 4 * num_kept);

@@ -151,6 +151,7 @@ int64_t count_pieces(const LocalGroup::Bounds& bounds, int64_t piece_numel) {
 
 template <typename T>
 void copy(const T* from, T* to, int64_t numel) {
+    if (numel == 0) return;  // the pointers may be null
     std::memcpy(to, from, static_cast<size_t>(numel) * sizeof(T));
 }
 

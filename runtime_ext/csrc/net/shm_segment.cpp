@@ -84,6 +84,11 @@ void remove_leftovers() {
     closedir(folder);
 }
 
+// memcpy may be given no null pointer, and an empty message is one.
+void copy_bytes(uint8_t* to, const uint8_t* from, size_t num_bytes) {
+    if (num_bytes > 0) std::memcpy(to, from, num_bytes);
+}
+
 }  // namespace
 
 void Counter::set(uint32_t to) {
@@ -190,21 +195,23 @@ void Segment::map(int fd) {
 
 size_t Segment::put(int from, int to, const iovec* pieces, int num_pieces) {
     Ring& ring = this->ring(from, to);
-    uint64_t written = ring.written.load(std::memory_order_relaxed);
-    size_t room = ring_bytes_ - (written - ring.read.load());
-    if (room == 0) {
+    const uint64_t written = ring.written.load(std::memory_order_relaxed);
+    size_t used = written - ring.read.load();
+    if (used == ring_bytes_) {
         ring.writer_waits.store(1);
-        room = ring_bytes_ - (written - ring.read.load());
-        if (room == 0) return 0;
+        used = written - ring.read.load();
+        if (used == ring_bytes_) return 0;
         ring.writer_waits.store(0);
     }
+    if (used > ring_bytes_) return kBroken;
+    const size_t room = ring_bytes_ - used;
     size_t moved = 0;
     for (int i = 0; i < num_pieces && moved < room; ++i) {
         const size_t count = std::min(pieces[i].iov_len, room - moved);
         const size_t at = (written + moved) % ring_bytes_, before_end = std::min(count, ring_bytes_ - at);
         const auto* data = static_cast<const uint8_t*>(pieces[i].iov_base);
-        std::memcpy(ring_data(from, to) + at, data, before_end);
-        std::memcpy(ring_data(from, to), data + before_end, count - before_end);
+        copy_bytes(ring_data(from, to) + at, data, before_end);
+        copy_bytes(ring_data(from, to), data + before_end, count - before_end);
         moved += count;
     }
     ring.written.store(written + moved);
@@ -222,10 +229,11 @@ size_t Segment::take(int from, int to, void* data, size_t num_bytes) {
         if (there == 0) return 0;
         ring.reader_waits.store(0);
     }
+    if (there > ring_bytes_) return kBroken;
     const size_t count = std::min(num_bytes, there);
     const size_t at = read % ring_bytes_, before_end = std::min(count, ring_bytes_ - at);
-    std::memcpy(data, ring_data(from, to) + at, before_end);
-    std::memcpy(static_cast<uint8_t*>(data) + before_end, ring_data(from, to), count - before_end);
+    copy_bytes(static_cast<uint8_t*>(data), ring_data(from, to) + at, before_end);
+    copy_bytes(static_cast<uint8_t*>(data) + before_end, ring_data(from, to), count - before_end);
     ring.read.store(read + count);
     // Do not ring for every bit of room. A reader that lacks data has emptied the ring, so half of it becomes
     // free in any case.

@@ -74,7 +74,9 @@ class Segment {
     uint8_t* slot(int rank, uint32_t piece) const;
 
     // `put` moves as many bytes as there is room for, `take` as many as there are, and both return how many.
-    // After 0 the bell of `from` (put) or `to` (take) rings when it is worth trying again.
+    // After 0 the bell of `from` (put) or `to` (take) rings when it is worth trying again. kBroken: the other
+    // rank has written positions that cannot be.
+    static constexpr size_t kBroken = SIZE_MAX;
     size_t put(int from, int to, const iovec* pieces, int num_pieces);
     size_t take(int from, int to, void* data, size_t num_bytes);
     void ring_bell(int rank);

@@ -93,7 +93,7 @@ bool Stream::send_some() {
         if (sent < 0 && errno == EINTR) continue;
         if (sent < 0 && errno == EAGAIN) return false;
         if (sent < 0) {
-            break_off("rank " + std::to_string(peer_) + " hung up: " + std::strerror(errno));
+            break_off(why_ended(errno));
             return false;
         }
         part.num_moved += static_cast<size_t>(sent);
@@ -117,8 +117,7 @@ bool Stream::receive_some() {
         if (got < 0 && errno == EINTR) continue;
         if (got < 0 && errno == EAGAIN) return false;
         if (got <= 0) {
-            const std::string why = got < 0 ? std::string(": ") + std::strerror(errno) : "";
-            break_off("rank " + std::to_string(peer_) + " hung up" + why);
+            break_off(why_ended(got < 0 ? errno : 0));
             return false;
         }
         try {
@@ -151,6 +150,14 @@ void Stream::count_received(size_t num_bytes, double at) {
         meter_.add(peer_, at, static_cast<int64_t>(num_bytes) - num_stale, progress.begins, progress.ends);
     }
     if (progress.ticket) tickets_.finish(*progress.ticket, peer_, at);
+}
+
+// `error`: value of errno, 0 if the peer has closed its end.
+std::string Stream::why_ended(int error) const {
+    const std::string rank = "rank " + std::to_string(peer_);
+    if (rings_ && error == RingPair::kBrokenError)
+        return rank + " broke the ring of shared memory: its positions cannot be";
+    return rank + " hung up" + (error != 0 ? std::string(": ") + std::strerror(error) : "");
 }
 
 void Stream::break_off(const std::string& why) {

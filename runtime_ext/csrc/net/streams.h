@@ -71,6 +71,7 @@ class Stream {
     ssize_t send(iovec* pieces, int num_pieces);
     ssize_t receive(void* data, size_t num_bytes, double& at);
     void count_received(size_t num_bytes, double at);
+    std::string why_ended(int error) const;
     void break_off(const std::string& why);
 
     FileDescriptor socket_;

@@ -1,0 +1,201 @@
+// Drives the mesh, the rings, LocalGroup and the kernels' threads from many threads, in a build with
+// ThreadSanitizer (`make test-sanitize`). All ranks are threads of this process and share one mapping of the
+// segment: in several processes the sanitizer would see one end of each hand-over only.
+//
+//     races ROUNDS
+//
+// Ends with status 0 if every message and every sum was right. Whatever is random comes from fixed seeds.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "mesh.h"
+#include "shm_group.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int kRanks = 3;
+constexpr int kChannels = 2;
+constexpr double kTimeoutS = 120;
+// Empty, shorter than a frame, one part, several parts on two connections, and longer than a ring.
+constexpr int64_t kSizes[] = {0, 1, 15, 1000, 40'000, 300'000};
+
+using Bytes = std::vector<uint8_t>;
+
+void check(bool is_right, const std::string& what) {
+    if (is_right) return;
+    std::fprintf(stderr, "wrong: %s\n", what.c_str());
+    std::exit(1);
+}
+
+// Calls f(0), f(1), ... at the same time. An error that leaves one of them ends the program with its text.
+void in_threads(int count, const std::function<void(int)>& f) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < count; ++i) threads.emplace_back(f, i);
+    for (std::thread& thread : threads) thread.join();
+}
+
+// Returns the error that f throws, or an empty text.
+std::string error_of(const std::function<void()>& f) {
+    try {
+        f();
+    } catch (const std::runtime_error& error) {
+        return error.what();
+    }
+    return "";
+}
+
+// What rank `from` sends to `to` as its number-th message on a channel.
+Bytes message(int from, int to, uint32_t channel, int number) {
+    std::seed_seq seed{from, to, static_cast<int>(channel), number};
+    std::minstd_rand random(seed);
+    Bytes bytes(kSizes[random() % std::size(kSizes)]);
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random() >> 8);
+    return bytes;
+}
+
+class Run {
+  public:
+    // With `shares_memory` messages go through rings, else over two connections between each pair of ranks.
+    explicit Run(bool shares_memory) {
+        std::vector<std::pair<std::string, int>> addresses;
+        for (int rank = 0; rank < kRanks; ++rank) {
+            meshes_.push_back(std::make_unique<cgx::Mesh>(
+                rank, kRanks, 2, "127.0.0.1", std::string(cgx::kTokenBytes, 't'), 0.0, std::pair{0, 0}));
+            addresses.emplace_back("127.0.0.1", meshes_.back()->port());
+        }
+        const auto segment = shares_memory ? std::make_shared<cgx::Segment>(kRanks) : nullptr;
+        const std::vector<int> sharers = shares_memory ? std::vector{0, 1, 2} : std::vector<int>{};
+        in_threads(kRanks, [&](int rank) { meshes_[rank]->connect(addresses, kTimeoutS, segment, sharers); });
+    }
+
+    // Each rank exchanges messages with all others on each channel, a thread per channel, while another
+    // thread wakes and asks.
+    void exchange(int num_messages) {
+        in_threads(kRanks, [&](int rank) {
+            std::atomic<bool> is_done = false;
+            std::thread meddler([&] {
+                while (!is_done) {
+                    meshes_[rank]->wake();
+                    meshes_[rank]->take_bursts();
+                    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                }
+            });
+            in_threads(kChannels, [&](int channel) {
+                for (int number = 0; number < num_messages; ++number) exchange_one(rank, channel, number);
+            });
+            is_done = true;
+            meddler.join();
+        });
+    }
+
+    // Hangs up while all ranks wait for a message that never comes.
+    void hang_up() {
+        in_threads(kRanks + 1, [&](int rank) {
+            if (rank == kRanks) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(5));
+                meshes_[0]->close();
+                return;
+            }
+            uint8_t byte;
+            const std::string error = error_of([&] {
+                const int64_t ticket = meshes_[rank]->post({}, {{(rank + 1) % kRanks, &byte, 1}}, 9);
+                meshes_[rank]->wait(ticket, kTimeoutS, 0);
+            });
+            check(!error.empty(), "rank " + std::to_string(rank) + " got a message that nobody sent");
+        });
+    }
+
+  private:
+    void exchange_one(int rank, int channel, int number) {
+        std::vector<Bytes> sent(kRanks), received(kRanks);
+        std::vector<cgx::Mesh::Message> sends, receives;
+        for (int peer = 0; peer < kRanks; ++peer) {
+            if (peer == rank) continue;
+            sent[peer] = message(rank, peer, channel, number);
+            received[peer].resize(message(peer, rank, channel, number).size());
+            sends.push_back({peer, sent[peer].data(), std::ssize(sent[peer])});
+            receives.push_back({peer, received[peer].data(), std::ssize(received[peer])});
+        }
+        cgx::Mesh& mesh = *meshes_[rank];
+        const int64_t ticket = mesh.post(sends, receives, channel);
+        if (number % 2 == 1) {
+            while (!mesh.wait_any({ticket}, 0.01)) check(!mesh.has_failed(ticket), "a message failed");
+            check(mesh.is_over(ticket), "a ticket that wait_any returned is not over");
+        }
+        mesh.wait(ticket, kTimeoutS, 0);
+        for (int peer = 0; peer < kRanks; ++peer) {
+            if (peer == rank) continue;
+            check(received[peer] == message(peer, rank, channel, number),
+                  "message " + std::to_string(number) + " of rank " + std::to_string(peer));
+        }
+    }
+
+    std::vector<std::unique_ptr<cgx::Mesh>> meshes_;
+};
+
+// Sums and gathers of ranks that come at different times; then one rank calls another operation.
+void drive_group(int num_operations) {
+    const auto segment = std::make_shared<cgx::Segment>(kRanks);
+    constexpr auto kType = cgx::LocalGroup::Type::kFloat32;
+    constexpr int64_t kNumels[] = {0, 1, 1000, 40'000, 200'000};  // up to several slots
+    in_threads(kRanks, [&](int rank) {
+        cgx::LocalGroup group(segment, rank, {0, 1, 2}, kTimeoutS);
+        for (int i = 0; i < num_operations; ++i) {
+            const int64_t numel = kNumels[i % std::size(kNumels)], third = numel / kRanks;
+            const cgx::LocalGroup::Bounds bounds = {{0, third}, {third, 2 * third}, {2 * third, 3 * third}};
+            std::vector<float> values(numel, static_cast<float>(rank + 1));
+            group.reduce_scatter(values.data(), kType, bounds);
+            group.all_gather(values.data(), kType, bounds);
+            for (int64_t k = 0; k < 3 * third; ++k) check(values[k] == 6, "a sum by reduce_scatter");
+            std::fill(values.begin(), values.end(), static_cast<float>(rank + 1));
+            group.all_reduce(values.data(), numel, kType);
+            for (const float value : values) check(value == 6, "a sum by all_reduce");
+        }
+        std::vector<float> values(10 + rank);
+        const std::string error = error_of([&] { group.all_reduce(values.data(), 10 + rank, kType); });
+        check(error.find("called another operation") != std::string::npos ||
+                  error.find("hung up") != std::string::npos,
+              "other sizes were summed: " + error);
+    });
+}
+
+// Several threads hand parts to the kernels' workers at the same time.
+void drive_workers(int num_calls) {
+    constexpr int64_t kNumel = 4 * cgx::kMinOnePassPart + 5;
+    in_threads(3, [&](int caller) {
+        std::vector<int> values(kNumel);
+        for (int i = 0; i < num_calls; ++i) {
+            cgx::parallel_for(1 + (caller + i) % 4, kNumel, 8, [&](int64_t begin, int64_t end) {
+                for (int64_t k = begin; k < end; ++k) ++values[k];
+            });
+        }
+        for (const int value : values) check(value == num_calls, "a part was left out or done twice");
+    });
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+    const int num_rounds = std::atoi(arguments[1]);
+    for (int round = 0; round < num_rounds; ++round) {
+        for (const bool shares_memory : {false, true}) {
+            Run run(shares_memory);
+            run.exchange(12);
+            run.hang_up();
+        }
+        drive_group(10);
+        drive_workers(20);
+    }
+    std::printf("no data race in %d rounds\n", num_rounds);
+}
