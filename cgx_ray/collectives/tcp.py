@@ -26,12 +26,13 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 import torch.distributed as dist
 
+from cgx_ray.collectives.gathered import Gather
 from cgx_ray.errors import ConfigError, TransportError
 from cgx_ray.ports import ANY, REMEDY, port_range
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
@@ -46,29 +47,33 @@ MAX_CONNECT_S = 60.0
 # time.
 NUM_STREAMS = 4
 
-# Returns the values that all ranks gave, in rank order. Values are text, integers, None and lists of them.
-Gather = Callable[[Any], list[Any]]
-
 
 def connect_mesh(
-    group: dist.ProcessGroup, timeout_s: float, num_streams: int = NUM_STREAMS, *, shared_memory: bool = True
+    group: dist.ProcessGroup,
+    timeout_s: float,
+    num_streams: int = NUM_STREAMS,
+    *,
+    shared_memory: bool = True,
+    gather: Gather | None = None,
 ) -> Mesh:
     """Connect every rank of `group` with every other, by addresses that travel through the group. Call it on all ranks.
 
     timeout_s      also of `Mesh.local`; connecting takes at most a minute of it
     num_streams    connections to a rank that is far
     shared_memory  let this rank share memory with other ranks of its host that may too; a failure is logged
+    gather         over `group`; by default an error of one rank is not told to the others
 
     Raises TransportError if a rank cannot be reached, ConfigError if one has no usable address or port; on all ranks.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    def gather(value: Any) -> list[Any]:
+    def gather_alone(value: Any) -> list[Any]:
         values = [None] * world_size
         dist.all_gather_object(values, value, group=group)
         return values
 
     way_out = 'go through torch.distributed with transport="gloo"'
+    gather = gather or gather_alone
     return _connect(rank, gather, timeout_s, num_streams, shared_memory=shared_memory, way_out=way_out)
 
 

@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cgx_ray.collectives.minimum import MeshMinimum, partners
+from cgx_ray.collectives.gloo_sockets import GlooSockets
+from cgx_ray.collectives.greeting import Greetings
+from cgx_ray.collectives.lifeline import WORDS_S, Lifeline
+from cgx_ray.collectives.minimum import MeshMinimum
 from cgx_ray.collectives.simulated_link import LinkDelay, SimulatedLink
 from cgx_ray.collectives.transport_like import Handle, Held, VendorCall
 from cgx_ray.errors import CGXError, PeerTimeoutError, TransportError
@@ -26,6 +29,9 @@ DEFAULT_TIMEOUT_S = 1800.0
 # at once may go through their rounds in different orders.
 _AGREEMENT_CHANNEL, _STEP_CHANNEL, _GREETING_CHANNEL = 2**32 - 1, 2**32 - 2, 2**32 - 3
 
+# Seconds after a step in which links send what it has left in their queues: at 100 Mbit/s 60 KB.
+DRAIN_S = 5e-3
+
 
 class Transport:
     """A `TransportLike` of all ranks of one engine. Only the engine's communication thread uses it, except `wake`.
@@ -36,8 +42,7 @@ class Transport:
     local              collectives among the ranks of this node; None if it has one rank, or with a simulated link
     step, group_index  the exchange that runs, for error messages; its messages go on a channel of the group's number
     timeout_s          seconds after which a peer that does not answer counts as gone
-    lag_s              by partner in the last greeting but one, seconds from greeting it until its greeting came; empty
-                       without a mesh
+    has_given_up       True after `abort`: because of an error of this rank, or of another one
     """
 
     def __init__(
@@ -47,16 +52,25 @@ class Transport:
         mesh: Mesh | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         cuda_group: dist.ProcessGroup | None = None,
+        *,
+        lifeline: Lifeline | None = None,
+        sockets: GlooSockets | None = None,
     ) -> None:
         """Build on a group of this engine alone.
 
         group       Gloo's, with a time-out of its own; without `mesh` messages go through it as well
         cuda_group  has the same ranks and sums CUDA tensors; left out, `group` does, by way of the host
+        lifeline    tells when another rank has failed, and tells others; left out, each rank finds out by itself
+        sockets     those of `group`; left out, its collectives cannot be interrupted
         """
         self._group = group
         self._cuda_group = cuda_group if cuda_group is not None else group
         self._delay = LinkDelay(link) if link is not None else None
         self._mesh = mesh
+        self._lifeline, self._sockets = lifeline, sockets
+        self.has_given_up = False
+        if lifeline is not None:
+            lifeline.call_on_verdict(self.abort)
         self.timeout_s = timeout_s
         self.takes_many = mesh is not None
         self.rank = dist.get_rank(group)
@@ -68,9 +82,7 @@ class Transport:
         self.local = mesh.local if mesh is not None and shares else None
         self.step = 0
         self.group_index = 0
-        self.lag_s: Mapping[int, float] = {}
-        self._partners = [peer for peers in partners(self.rank, self.world_size) for peer in peers]
-        self._greeting: int | None = None
+        self._greetings = Greetings(mesh, self.rank, self.world_size, _GREETING_CHANNEL) if mesh is not None else None
         self._card_bytes = 0
         # Held back by the simulated link, in the order of calls.
         self._held: list[Held] = []
@@ -141,7 +153,11 @@ class Transport:
 
         Returns None after `timeout_s` or sooner, if `wake` is called meanwhile or was called since the last return.
         Over Gloo, whose messages cannot be asked, it returns 0 at once: there `finish` waits. Minima go on meanwhile.
+
+        Raises TransportError after `abort`.
         """
+        if self.has_given_up:
+            raise self._broken("the exchange", RuntimeError("the connections are closed"))
         if self._mesh is None:
             return 0
         timeout_s = min(timeout_s, self._post_due() - time.perf_counter())
@@ -231,24 +247,26 @@ class Transport:
             future.add_done_callback(lambda done: mesh.wake())
         return VendorCall(name, work, future)
 
-    def greet(self) -> None:
-        """Send a byte to each partner, and note in `lag_s` when those of the last greeting came. Nothing waits for it.
+    @property
+    def lag_s(self) -> Mapping[int, float]:
+        """Return the lags of the last greeting but one, see `Greetings`; none without a mesh."""
+        return self._greetings.lag_s if self._greetings is not None else {}
+
+    def greet(self, is_urgent: Callable[[], bool]) -> None:
+        """Greet other ranks, see `Greetings.greet`.
+
+        is_urgent  the next step begins; `wake` was called after that. Else this waits for DRAIN_S before it sends
 
         Call it between steps, on all ranks: no gradients queue in front of the bytes then, so the lags of two ranks to
-        each other add up to one round trip of an idle link. A partner that has hung up ends the greetings and nothing
-        else: it may have ended training.
+        each other add up to one round trip of an idle link.
         """
-        if self._mesh is None or self._delay is not None:
+        if self._greetings is None or self._delay is not None:
             return
+        send_s = time.perf_counter() + DRAIN_S
+        while not is_urgent() and (left_s := send_s - time.perf_counter()) > 0:
+            self.wait_any([], left_s)
         with self.reporting("a greeting between steps"):
-            if self._greeting is not None:
-                if self._mesh.has_failed(self._greeting):
-                    return
-                arrived_s = self._mesh.wait(self._greeting, self.timeout_s)
-                self.lag_s = {peer: arrived_s[peer] for peer in self._partners}
-            received = {peer: torch.empty(1, dtype=torch.uint8) for peer in self._partners}
-            sent = dict.fromkeys(received, torch.zeros(1, dtype=torch.uint8))
-            self._greeting = self._mesh.post(sent, received, channel=_GREETING_CHANNEL)
+            self._greetings.greet(self.timeout_s)
 
     def start_minimum(self, values_K: Tensor, *, within_step: bool = False) -> Callable[[], Tensor]:
         """Begin an element-wise minimum over ranks and return a function that waits for it, see `MeshMinimum`.
@@ -304,9 +322,28 @@ class Transport:
         return taken
 
     def close(self) -> None:
-        """Hang up. Peers that still wait for this rank fail at once."""
+        """Hang up. Peers that still wait for this rank fail at once, except in collectives of the vendor."""
         if self._mesh is not None:
             self._mesh.close()
+
+    def give_up(self, why: str) -> None:
+        """Tell all ranks why, then `abort`."""
+        if self._lifeline is not None:
+            self._lifeline.tell(why)
+        self.abort()
+
+    def abort(self) -> None:
+        """Hang up on all ranks, also in collectives of the vendor. What is under way fails. Call it from any thread."""
+        self.has_given_up = True
+        self.close()
+        if self._sockets is not None:
+            self._sockets.shut_down()
+        if self._cuda_group is not self._group:
+            self._cuda_group.abort()
+
+    def explained(self, error: RuntimeError) -> TransportError:
+        """Return the error that stands for `error`, which came after `abort`: with the first error of all ranks."""
+        return self._broken("the exchange", error)
 
     def _is_away(self, peer: int) -> bool:
         return self.nodes[peer] != self.nodes[self.rank]
@@ -315,9 +352,15 @@ class Transport:
         """Return the error to raise. `began_s`: when this rank began to wait, by `time.perf_counter`, if it did."""
         # Gloo and NCCL raise the same type whatever has failed. Clocks of other libraries differ a little.
         is_late = time.perf_counter() - began_s >= 0.99 * self.timeout_s
+        cause = self._lifeline.wait(WORDS_S) if self._lifeline is not None else None
+        told = (
+            f"the first error: {cause}"
+            if cause is not None
+            else "look at the log of the other ranks for the first error"
+        )
         return (PeerTimeoutError if is_late else TransportError)(
             f"rank {self.rank}, step {self.step}, group {self.group_index}: {what} did not get through ({error}); "
-            "look at the log of the other ranks for the first error"
+            f"{told}"
         )
 
 

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
-from cgx_ray.demo.run_request import RunRequest
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.namespaces import Lab, uninterrupted
 from cgx_ray.lab.ray_nodes import RayNodes, ray_env
@@ -25,6 +25,12 @@ _END_TIMEOUT_S = 10.0
 
 class DemoError(CGXError, RuntimeError):
     """The demo's training ended early; the message holds the driver's last lines."""
+
+
+class Submitted(Protocol):
+    """A run, as a line for the driver."""
+
+    def to_json(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,7 @@ class Cluster:
     def is_simulated(self) -> bool:
         return self.set_rate is None
 
-    def submit(self, run: RunRequest) -> None:
+    def submit(self, run: Submitted) -> None:
         assert self.driver.stdin is not None
         try:
             self.driver.stdin.write(run.to_json() + "\n")
@@ -69,20 +75,23 @@ def lab_cluster(num_workers: int, rate_bit_per_s: float, out: Path) -> Iterator[
     """Run one host per worker, with all processes inside the lab."""
     with Lab(num_workers, rate_bit_per_s=rate_bit_per_s) as lab, RayNodes(lab, out / "logs") as nodes:
         log_path = out / "logs" / "driver.log"
-        with log_path.open("w") as log:
-            driver = lab.popen(
-                0,
-                _driver_argv(nodes.address, num_workers),
-                ray_env(),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                text=True,
-            )
-        assert driver.stdin is not None
-        with driver.stdin:
-            nodes.wait()  # while the driver imports PyTorch
+        with driver_in_lab(lab, nodes, _driver_argv(nodes.address, num_workers), log_path) as driver:
             yield Cluster(driver=driver, driver_log=log_path, set_rate=lab.set_rate)
+
+
+@contextmanager
+def driver_in_lab(
+    lab: Lab, nodes: RayNodes, argv: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Start the driver in host 0, and wait for `nodes` meanwhile. It is told to end, by the end of its input, after."""
+    with log_path.open("w") as log:
+        driver = lab.popen(
+            0, argv, {**(env or {}), **ray_env()}, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True
+        )
+    assert driver.stdin is not None
+    with driver.stdin:
+        nodes.wait()  # while the driver imports PyTorch
+        yield driver
 
 
 @contextmanager

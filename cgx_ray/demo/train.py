@@ -35,7 +35,7 @@ def train_fn(config: Mapping[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config["steps"]))
 
-    with _StepLog(Path(config["run_dir"]), rank) as log:
+    with StepLog(Path(config["run_dir"]), rank) as log:
         for step in range(config["steps"]):
             batch = data.train_batch(seed=config["seed"], step=step, rank=rank, batch_size=config["batch_size"])
             loss = model(*batch)
@@ -44,7 +44,7 @@ def train_fn(config: Mapping[str, Any]) -> None:
             optimizer.zero_grad()
             schedule.step()
             log.step(step, loss.item(), handle)
-        log.end(_validate(model, data), _weight_hashes(model))
+        log.end(validation_loss(model, data), weight_hashes(model))
 
 
 def learning_rate_factor(step: int, num_steps: int) -> float:
@@ -56,14 +56,14 @@ def learning_rate_factor(step: int, num_steps: int) -> float:
     return min((step + 1) / WARMUP_STEPS, (num_steps - step) / max(1, num_steps - WARMUP_STEPS), 1.0)
 
 
-class _StepLog:
+class StepLog:
     """The file `steps.jsonl` of rank 0; other ranks write nothing."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._path = run_dir / "steps.jsonl" if rank == 0 else None
         self._file: TextIO | None = None
 
-    def __enter__(self) -> _StepLog:
+    def __enter__(self) -> StepLog:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Each line is one write, so a reader sees whole steps.
@@ -104,7 +104,7 @@ class _StepLog:
 
 
 @torch.no_grad()
-def _validate(model: nn.Module, data: StdlibBytes) -> float:
+def validation_loss(model: nn.Module, data: StdlibBytes) -> float:
     """Return the mean loss over the validation set, of which each rank computes a part. A collective call."""
     rank, world_size = _rank_and_size()
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -116,7 +116,7 @@ def _validate(model: nn.Module, data: StdlibBytes) -> float:
     return sum(sum(part) for part in everyone) / len(batches)
 
 
-def _weight_hashes(model: nn.Module) -> list[str]:
+def weight_hashes(model: nn.Module) -> list[str]:
     """Return the SHA-256 of each rank's weights. A collective call."""
     digest = hashlib.sha256()
     for parameter in model.parameters():

@@ -5,9 +5,10 @@ Ranks whose weights differ are found on the way.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
@@ -18,13 +19,16 @@ from cgx_ray.errors import ReplicaError, WireError, listed
 
 _LARGEST = torch.iinfo(torch.int64).max
 
+logger = logging.getLogger(__name__)
+
 
 class Agreement:
     """Starts, in each step, a minimum over ranks of the newest plan version held, and reads that of the step before.
 
-    The 80 bytes travel beside the gradients, in ceil(log3 N) rounds among N > 17 ranks (`collectives.minimum`). They
+    The 96 bytes travel beside the gradients, in ceil(log3 N) rounds among N > 17 ranks (`collectives.minimum`). They
     have a whole step to arrive, so no rank waits. A plan takes effect in the second step after the last rank received
-    it.
+    it; in the third if some ranks hold a newer one as well, because they may lack this one. Until all ranks hold the
+    same one, the plan in force stays.
 
     The message also carries the step, the plan in force, the loss scale and a hash of the weights, as they are and
     negated, so that ranks that differ are found. Its last number is the step from which this rank can afford to measure
@@ -38,27 +42,53 @@ class Agreement:
         self._transport = transport
         self._pending: Callable[[], Tensor] | None = None
         self._hash = NO_HASH
+        # Version that was the newest on some ranks, but not on all: all say in the next step whether they hold it.
+        self._asked: int | None = None
+        self._named: int | None = None
+        self._sure: int | None = None
 
     def post(
-        self, *, step: int, in_force: int, held: int, affordable_from: int, loss_scale: float, weights: int = NO_HASH
+        self,
+        *,
+        step: int,
+        in_force: int,
+        held: int,
+        affordable_from: int,
+        loss_scale: float,
+        versions: Container[int] = (),
+        sure: int | None = None,
+        weights: int = NO_HASH,
     ) -> None:
         """Send the state of this rank at the start of `step`; see `settle` for the numbers.
 
-        weights  hash of the weights, see `WeightCheck.hash_at`
+        held      newest version that this rank holds
+        versions  all that it holds and that are not in force yet
+        sure      one that all ranks are known to hold: a lease has ended
+        weights   hash of the weights, see `WeightCheck.hash_at`
         """
         assert self._pending is None
-        self._hash = weights
+        self._sure, self._hash = sure, weights
+        is_held = self._asked is None or self._asked <= in_force or self._asked in versions
+        if not is_held and self._named != self._asked:
+            self._named = self._asked
+            logger.warning(
+                "rank %d, step %d: other ranks hold plan %d, which this rank never got: plan %d stays in force until "
+                "all ranks hold the same newer one",
+                self._transport.rank,
+                step,
+                self._asked,
+                in_force,
+            )
         # The bits of positive numbers are in the order of the numbers.
         (scale,) = struct.unpack("<q", struct.pack("<d", loss_scale))
-        self._pending = self._transport.start_minimum(
-            torch.tensor([held, step, -step, in_force, -in_force, scale, -scale, weights, -weights, -affordable_from])
-        )
+        both = [sign * value for value in (held, step, in_force, scale, weights) for sign in (1, -1)]
+        self._pending = self._transport.start_minimum(torch.tensor([*both, int(is_held), -affordable_from]))
 
     def settle(self) -> tuple[int, int] | None:
         """Read the result of the previous step. Return None before the first step.
 
-        Returns the newest plan version that every rank held when that step started, and the first step in which all
-        ranks can afford to measure gains.
+        Returns a plan version that every rank held when that step started, at least that in force, and the first step
+        in which all ranks can afford to measure gains.
 
         Raises WireError if ranks are at different steps or plans: their messages would not match. Also if gradients of
         the previous step had different loss scales: their sum, and the memory that is left of it, have none.
@@ -67,10 +97,10 @@ class Agreement:
         """
         if self._pending is None:
             return None
-        values_10 = self._pending()
+        values_12 = self._pending()
         self._pending = None
-        held, step, minus_step, in_force, minus_in_force, scale, minus_scale, *rest = values_10.tolist()
-        weights, minus_weights, minus_affordable_from = rest
+        held, minus_held, step, minus_step, in_force, minus_in_force, *rest = values_12.tolist()
+        scale, minus_scale, weights, minus_weights, is_held, minus_affordable_from = rest
         if step != -minus_step or in_force != -minus_in_force:
             raise WireError(
                 f"rank {self._transport.rank}: ranks are at steps {step} to {-minus_step} and plans {in_force} to "
@@ -87,7 +117,12 @@ class Agreement:
             raise self._differing(step)
         if weights != NO_HASH:
             self.same_weights_at = step
-        return int(held), -int(minus_affordable_from)
+        is_same = held in (-minus_held, self._sure)
+        asked, self._asked = self._asked, None if is_same else held
+        agreed = held if self._asked is None else in_force
+        if self._asked is not None and asked is not None and is_held:
+            agreed = max(asked, in_force)
+        return int(agreed), -int(minus_affordable_from)
 
     def _differing(self, step: int) -> ReplicaError:
         """Ask all ranks for their hashes and return the error that names the ranks. All ranks come here together."""

@@ -26,8 +26,8 @@ from cgx_ray.engine.step_clock import StepClock
 from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import Telemetry
-from cgx_ray.engine.thread import Inbox, WorkThread, follow_num_threads
-from cgx_ray.errors import CGXError, PlanError, StateError, listed
+from cgx_ray.engine.thread import CLOSE_S, Inbox, WorkThread, follow_num_threads, noting_more, overdue_at_close
+from cgx_ray.errors import CGXError, PlanError, ReplicaError, StateError, listed
 from cgx_ray.monitors.sample import InsideLink, StepSample
 from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
@@ -167,9 +167,11 @@ class Engine:
         self._memories.load(memories, loss_scale)
         self._groups = self._make_groups()
 
-    def close(self) -> None:
-        """Stop the thread after it has finished all submitted buckets."""
-        self._thread.end()
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Stop the thread after it has finished all submitted buckets. After `timeout_s` seconds, hang up on them."""
+        if not self._thread.end(timeout_s):
+            self._transport.give_up(overdue_at_close(self._transport.rank, self.step, timeout_s))
+            self._thread.end(timeout_s)
         self._transport.close()
         self._failure = self._failure or CGXError("the engine is closed; attach again to train on")
 
@@ -200,7 +202,7 @@ class Engine:
                     self._end(step)
                     step.release()
                     step = None
-                    self._transport.greet()
+                    self._transport.greet(lambda: not inbox.is_empty)
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the futures
                 new = [arrived] if isinstance(arrived, PendingBucket) else []
                 self._fail(error, [*new, *(step.buckets if step is not None else [])])
@@ -259,15 +261,19 @@ class Engine:
                 self._groups = self._make_groups()
         with self._lock:
             lease = self.plan.lease
+            sure: int | None = None
             if lease is not None and self.step > lease.last_step:
                 # All ranks are at the same step and plan, so all hold the fallback from this step on.
-                self._held[lease.fallback.version] = lease.fallback
-            held = max(self._held, default=self.plan.version)
+                sure = lease.fallback.version
+                self._held[sure] = lease.fallback
+            versions = frozenset(self._held)
         self._follow_scale(arrived)
         self._agreement.post(
             step=self.step,
             in_force=self.plan.version,
-            held=held,
+            held=max(versions, default=self.plan.version),
+            versions=versions,
+            sure=sure,
             affordable_from=self._gains.affordable_from,
             loss_scale=self._memories.scale,
             weights=arrived.weights,
@@ -330,16 +336,21 @@ class Engine:
         self.step += 1
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket]) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, CGXError) and self._transport.has_given_up:
+            error = self._transport.explained(error)
         if isinstance(error, CGXError):
             failure = error
         else:
             failure = CGXError(f"rank {self._transport.rank}, step {self.step}: the engine stopped: {error!r}")
             failure.__cause__ = error
-        # Before the training thread can raise it, and the process may end.
-        self.telemetry.note_fault(failure, self.step)
+        with noting_more(failure):
+            # All ranks find for themselves that weights differ. To hang up could forestall them.
+            if not isinstance(failure, ReplicaError):
+                self._transport.give_up(str(failure))
+            logger.error("%s", failure, exc_info=error)
+            # Before the training thread can raise it, and the process may end.
+            self.telemetry.note_fault(failure, self.step)
         self._failure = failure
-        logger.error("%s", self._failure, exc_info=error)
-        self._transport.close()
         for bucket in buckets:
             if not bucket.future.done():
-                bucket.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
+                bucket.future.set_exception(failure)  # type: ignore[arg-type]  # torch's stub says Tensor

@@ -59,6 +59,11 @@ class ShardExchange:
         for transport in self.transports:
             transport.close()
 
+    def give_up(self, why: str) -> None:
+        """Tell all ranks why, and hang up on all of them."""
+        for transport in self.transports:
+            transport.give_up(why)
+
     def reduce_scatter(self, unit: Unit, rows_RT: Tensor, out_T: Tensor, *, is_average: bool) -> Phases:
         """Fill `out_T` with the sum or average of this rank's row over ranks; see `ShardedEngine.reduce_scatter`."""
         rank, num_ranks = self._shards.rank, self._shards.world_size

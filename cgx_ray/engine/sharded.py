@@ -22,7 +22,7 @@ from cgx_ray.engine.shard_memory import ShardMemory
 from cgx_ray.engine.shards import Unit
 from cgx_ray.engine.step_sample import sample_of_shards
 from cgx_ray.engine.telemetry import Telemetry
-from cgx_ray.engine.thread import WorkThread, follow_num_threads
+from cgx_ray.engine.thread import CLOSE_S, WorkThread, follow_num_threads, noting_more, overdue_at_close
 from cgx_ray.errors import CGXError, PlanError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import Plan
@@ -143,9 +143,11 @@ class ShardedEngine:
         self._memory.check(memories, self.plan.describe())
         self._submit("", lambda: self._load(step, memories[RESIDUALS], loss_scale)).result()
 
-    def close(self) -> None:
-        """Stop the thread after it has finished all submitted calls."""
-        self._thread.end()
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Stop the thread after it has finished all submitted calls. After `timeout_s` seconds, hang up on them."""
+        if not self._thread.end(timeout_s):
+            self._exchange.give_up(overdue_at_close(self._rank, self.step, timeout_s))
+            self._thread.end(timeout_s)
         self._exchange.close()
         self._failure = self._failure or CGXError("the engine is closed; attach again to compress")
 
@@ -225,11 +227,12 @@ class ShardedEngine:
         kind = type(error) if isinstance(error, CGXError) else CGXError
         failure = kind(f"{where}: {error if isinstance(error, CGXError) else repr(error)}")
         failure.__cause__ = error
-        self.telemetry.note_fault(failure, self.step)
+        with noting_more(failure):
+            logger.error("%s", failure, exc_info=error)
+            self._exchange.give_up(str(failure))
+            self.telemetry.note_fault(failure, self.step)
         self._failure = failure
-        logger.error("%s", self._failure, exc_info=error)
-        self._exchange.close()
-        return self._failure
+        return failure
 
 
 def _as_it_is(average_T: Tensor) -> Tensor:

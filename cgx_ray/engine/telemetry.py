@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cgx_ray.errors import DamagedMessageError, PeerTimeoutError, ReplicaError, TransportError
@@ -27,13 +27,16 @@ class Telemetry:
 
     num_failures  measurements that failed on this rank
     last_step     newest sample; None before the first one
+    fault         the error that has stopped the engine; None while it works
+    tell_fault    is given the fault before anyone can raise the error
     """
 
     def __init__(self, rank: int) -> None:
         self.num_failures = 0
         self.last_step: StepSample | None = None
         self._rank = rank
-        self._fault: Fault | None = None
+        self.fault: Fault | None = None
+        self.tell_fault: Callable[[Fault], None] | None = None
         self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
         self._logged: set[tuple[str, type[Exception]]] = set()
 
@@ -50,14 +53,12 @@ class Telemetry:
         return taken
 
     def note_fault(self, error: Exception, step: int) -> None:
-        """Keep `error`, which has stopped the engine in `step`."""
+        """Keep `error`, which has stopped the engine in `step`, and tell of it, which may take seconds."""
         kind: FaultKind = next((kind for of_type, kind in _KINDS if isinstance(error, of_type)), "other")
-        self._fault = Fault(rank=self._rank, step=step, kind=kind, text=str(error))
-
-    def take_fault(self) -> Fault | None:
-        """Return the error that has stopped the engine, once."""
-        fault, self._fault = self._fault, None
-        return fault
+        self.fault = Fault(rank=self._rank, step=step, kind=kind, text=str(error))
+        if self.tell_fault is not None:
+            with self.optional("the report of an error", step):
+                self.tell_fault(self.fault)
 
     @contextmanager
     def optional(self, numbers: str, step: int) -> Iterator[None]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from cgx_ray.errors import CGXError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 # Time to finish queued work when Python ends and the script has not closed the engine.
 EXIT_GRACE_S = 1.0
+# Seconds in which work that is queued when an engine is closed should end. Ranks that close together are hardly apart.
+CLOSE_S = 60.0
 
 
 class Inbox(Iterator[T]):
@@ -102,12 +108,14 @@ class WorkThread(Generic[T]):
                 "of the one that attached; attach in the process that trains, and finish training before Python ends"
             )
 
-    def end(self) -> None:
-        """Return once the thread has finished everything in its inbox."""
+    def end(self, timeout_s: float | None = None) -> bool:
+        """Return True once the thread has finished everything in its inbox; False after `timeout_s`."""
         self._inbox.put(None)
         self._wake()
-        self._thread.join()
-        self._end_at_exit.detach()
+        self._thread.join(timeout_s)
+        if self.has_ended:
+            self._end_at_exit.detach()
+        return self.has_ended
 
 
 def _end(thread: threading.Thread, inbox: Inbox[Any], hang_up: Callable[[], None], wake: Callable[[], None]) -> None:
@@ -126,3 +134,19 @@ def follow_num_threads(num_threads: int) -> None:
     """
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def noting_more(failure: CGXError) -> Iterator[None]:
+    """Note an error within the block on `failure` and go on: memory may be short, and training waits for the thread."""
+    try:
+        yield
+    except BaseException as another:  # noqa: BLE001 - noted, and raised with `failure`
+        failure.add_note(f"an error followed while it was reported: {another!r}")
+
+
+def overdue_at_close(rank: int, step: int, timeout_s: float) -> str:
+    """Log that an engine hangs up because its work does not end; return it for the other ranks."""
+    said = f"rank {rank}, step {step}: closed, and {timeout_s:g} s later other ranks had not taken part in the exchange"
+    logger.warning("%s: it hangs up. Close on all ranks after the same step", said)
+    return said

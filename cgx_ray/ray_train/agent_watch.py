@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import ray
@@ -25,6 +25,8 @@ OTHER_CALLS = 8
 WATCH_S = 2.0
 # Longest wait for an answer while watching, in seconds. Calls to an agent that Ray starts again wait until it has.
 ANSWER_S = 10.0
+# Longest wait for an agent's process to start, in seconds. It takes some seconds on a busy machine.
+START_S = 60.0
 
 
 def node_addresses() -> dict[str, str]:
@@ -65,37 +67,62 @@ class AgentWatch:
         self._controller = controller
         self._probes = probes
         self._ending = threading.Event()
+        # Nodes whose agent did not answer the last call.
+        self._unwatched: set[str] = set()
         self._thread = threading.Thread(target=self._watch, name="cgx-ray-agent-watch", daemon=True)
 
     def start(self) -> None:
-        """Start all agents, then watch them until `end`. Raises RayError if one cannot start."""
-        self._start(list(self.agents), None)
+        """Start all agents, then watch them until `end`. A node whose agent cannot start goes without monitors."""
+        self._start(list(self.agents), START_S)
         self._thread.start()
 
     def end(self) -> None:
         """Stop watching, before the agents are ended on purpose. Does not wait: an agent may not answer any more."""
         self._ending.set()
 
-    def _start(self, node_ids: list[str], timeout_s: float | None) -> None:
-        """Start the agents of `node_ids`, and tell the others their addresses."""
+    def _start(self, node_ids: list[str], timeout_s: float) -> list[str]:
+        """Start the agents of `node_ids`, and tell the others their addresses. Return the nodes that have started."""
         echoes = self._ask("address", timeout_s)
-        bulk = self._ask("bulk_address", timeout_s) if self._probes else {}
-        calls = [self.agents[node_id].start.remote(echoes, self._controller, bulk) for node_id in node_ids]
-        calls += [agent.meet.remote(echoes, bulk) for node_id, agent in self.agents.items() if node_id not in node_ids]
-        ray.get(calls, timeout=timeout_s)
+        # Those that have not answered are not waited for again.
+        bulk = self._ask("bulk_address", timeout_s, echoes) if self._probes else {}
+        known = {node_id: agent for node_id, agent in self.agents.items() if node_id in echoes}
+        others = {node_id: agent for node_id, agent in known.items() if node_id not in node_ids}
+        calls = {
+            node_id: known[node_id].start.remote(echoes, self._controller, bulk)
+            for node_id in node_ids
+            if node_id in known
+        }
+        started = self._results(calls, timeout_s)
+        self._results({node_id: agent.meet.remote(echoes, bulk) for node_id, agent in others.items()}, timeout_s)
+        return list(started)
 
-    def _ask(self, method: str, timeout_s: float | None) -> dict[str, Any]:
-        """Return what `method` of each agent returns, by node id."""
-        calls = [getattr(agent, method).remote() for agent in self.agents.values()]
-        return dict(zip(self.agents, ray.get(calls, timeout=timeout_s), strict=True))
+    def _ask(self, method: str, timeout_s: float, nodes: Collection[str] | None = None) -> dict[str, Any]:
+        """Return what `method` of the agents of `nodes`, or of all, returns, without those that do not answer."""
+        asked = {node: agent for node, agent in self.agents.items() if nodes is None or node in nodes}
+        return self._results({node: getattr(agent, method).remote() for node, agent in asked.items()}, timeout_s)
+
+    def _results(self, calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Return the results of `calls` by node id, without those that fail or do not come within `timeout_s`."""
+        if calls:
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
+        results = {}
+        for node_id, call in calls.items():
+            try:
+                results[node_id] = ray.get(call, timeout=0)
+                self._unwatched.discard(node_id)
+            except RayError as error:
+                # Said once until it answers. Ray may be starting it again, or the node is gone.
+                if node_id not in self._unwatched and not self._ending.is_set():
+                    self._unwatched.add(node_id)
+                    logger.warning(
+                        "the monitors of node %s do not answer: training goes on, without its loads and latencies (%s)",
+                        node_id,
+                        str(error).strip().rpartition("\n")[2] or type(error).__name__,
+                    )
+        return results
 
     def _watch(self) -> None:
         while not self._ending.wait(WATCH_S):
-            try:
-                new = [node_id for node_id, is_started in self._ask("is_started", ANSWER_S).items() if not is_started]
-                if new and not self._ending.is_set():
-                    self._start(new, ANSWER_S)
-                    logger.warning("the monitors of nodes %s have ended and were started again", ", ".join(new))
-            except RayError as error:
-                # Ray is starting an agent again, or its node is gone and the worker group will end.
-                logger.debug("agents could not be asked: %s", error)
+            new = [node_id for node_id, is_started in self._ask("is_started", ANSWER_S).items() if not is_started]
+            if new and not self._ending.is_set() and (started := self._start(new, ANSWER_S)):
+                logger.warning("the monitors of nodes %s have ended and were started again", ", ".join(started))

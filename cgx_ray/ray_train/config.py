@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 import ray.train
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cgx_ray.control.controller import Controller
@@ -25,16 +24,19 @@ from cgx_ray.errors import StateError
 from cgx_ray.planner.options import codec_options
 from cgx_ray.ray_train.agent_watch import MAX_RESTARTS, OTHER_CALLS, AgentWatch, node_addresses, start_agents
 from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
-from cgx_ray.ray_train.worker import close_ray_session, open_ray_session, state_file
+from cgx_ray.ray_train.state_files import write_state
+from cgx_ray.ray_train.worker import close_ray_session, open_ray_session
 from cgx_ray.session.attachment import process
+from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 # Longest wait for workers to hear that the controller ends; a dead worker never answers.
 CLOSE_TIMEOUT_S = 5.0
-# Longest wait for the controller's history, in seconds. It takes milliseconds unless the machine is overloaded.
-HISTORY_TIMEOUT_S = 30.0
+# Longest wait for the controller's history, in seconds. It takes milliseconds. A controller that stands still must not
+# hold up the end of the training, and its last snapshot is a minute old at most.
+HISTORY_TIMEOUT_S = 4.0
 
 
 @dataclass
@@ -67,7 +69,7 @@ class CGXBackend(TorchBackend):
         super().__init__()
         self._controller: Any = None
         self._history: History | None = None
-        self._snapshot: Snapshot | None = None
+        self._folder: OwnFolder | None = None
         self._watch: AgentWatch | None = None
 
     def on_start(self, worker_group: Any, backend_config: CGXConfig) -> None:
@@ -75,7 +77,7 @@ class CGXBackend(TorchBackend):
         super().on_start(worker_group, backend_config)
         facts = run_facts(worker_group)
         settings = backend_config.settings()
-        self._snapshot = Snapshot(Path(tempfile.mkdtemp(prefix="cgx_ray-")) / "controller")
+        self._folder = OwnFolder()
         self._controller = _start_controller(settings, facts, self._snapshot, self._history)
         self._watch = start_agents(facts, self._controller, probes=settings.simulated_link is None)
         worker_group.execute(open_ray_session, settings, self._controller, self._watch.agents, facts.folder)
@@ -103,7 +105,8 @@ class CGXBackend(TorchBackend):
                 calls = worker_group.execute_async(close_ray_session)
                 ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)
             with _warning("the controller's snapshot could not be read"):
-                self._history = self._last_snapshot() or self._history
+                if self._folder is not None:
+                    self._history = self._snapshot.read() or self._history
             with _warning("the controller did not hand over its history: the next one starts with its last snapshot"):
                 self._history = ray.get(self._controller.history.remote(), timeout=HISTORY_TIMEOUT_S)
         finally:
@@ -111,14 +114,14 @@ class CGXBackend(TorchBackend):
             for actor in actors:
                 with _warning("an actor of cgx_ray may not have ended"):
                     ray.kill(actor)
+            if self._folder is not None:
+                self._folder.remove()
 
-    def _last_snapshot(self) -> History | None:
-        """Return the history in the controller's file, and remove the file."""
-        if self._snapshot is None:
-            return None
-        history = self._snapshot.read()
-        shutil.rmtree(self._snapshot.path.parent, ignore_errors=True)
-        return history
+    @property
+    def _snapshot(self) -> Snapshot:
+        """The file of the controller's history."""
+        assert self._folder is not None
+        return Snapshot(self._folder.path / "controller")
 
 
 @contextmanager
@@ -131,11 +134,19 @@ def _warning(event: str) -> Iterator[None]:
 
 
 def _start_controller(settings: Settings, facts: RunFacts, snapshot: Snapshot, history: History | None) -> Any:
-    # Not detached, so Ray's train controller owns it: if that dies, our controller ends too.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # Not detached, so Ray's train controller owns it: if that dies, our controller ends too. The snapshot is on this
+    # node; with `soft=True` Ray has chosen other nodes.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # Each node has a report and a long poll under way. While its agent is started again, each of its ranks has a poll.
     num_calls = 2 * len(set(facts.node_ids)) + len(facts.node_ids) + OTHER_CALLS
-    options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": num_calls, "max_restarts": MAX_RESTARTS}
+    # An event per report would cost the controller of many nodes a tenth of its time, and fill Ray's list of tasks.
+    options = {
+        "num_cpus": 0,
+        "scheduling_strategy": here,
+        "max_concurrency": num_calls,
+        "max_restarts": MAX_RESTARTS,
+        "enable_task_events": False,
+    }
     addresses = node_addresses()
     # `cgx-ray top` finds the run by the name.
     return (
@@ -170,10 +181,11 @@ def make_policy(settings: Settings) -> Policy:
 
 def _new_folder() -> str:
     """Make a folder for a checkpoint, and remove all but the two newest earlier ones."""
-    process.state_folder = process.state_folder or tempfile.TemporaryDirectory(prefix="cgx_ray-")
-    parent = process.state_folder.name
+    process.state_folder = process.state_folder or OwnFolder()
+    parent = process.state_folder.path
     # A new folder each time: an asynchronous upload may still read the last one, or may have removed it.
-    for old in sorted(Path(parent).iterdir(), key=lambda path: path.stat().st_mtime)[:-2]:
+    made = [path for path in parent.iterdir() if path.is_dir()]
+    for old in sorted(made, key=lambda path: path.stat().st_mtime)[:-2]:
         shutil.rmtree(old, ignore_errors=True)
     return tempfile.mkdtemp(dir=parent)
 
@@ -185,7 +197,8 @@ def add_state(checkpoint: ray.train.Checkpoint | None = None) -> ray.train.Check
                 residuals, and Ray Train merges the files of all ranks
 
     Returns `checkpoint` as it is if no model is attached, or at world size 1 without residuals of a larger worker group
-    before. Raises StateError if it is not local.
+    before. Files of another world size, of a checkpoint whose folder is used again, are removed. Raises StateError if
+    it is not local.
     """
     attachment = process.attachment
     if attachment is None or not attachment.has_state:
@@ -195,8 +208,7 @@ def add_state(checkpoint: ray.train.Checkpoint | None = None) -> ray.train.Check
     folder = Path(checkpoint.path)
     if not folder.is_dir():
         raise StateError(f"checkpoint {checkpoint.path} is not a local folder; call add_state before you upload it")
-    state = attachment.state_dict()
-    torch.save(state, folder / state_file(state["rank"], state["world_size"]))
+    write_state(attachment.state_dict(), folder)
     return checkpoint
 
 

@@ -13,25 +13,26 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from cgx_ray.errors import PlanError
 from cgx_ray.monitors.plan_relay import POLL_TIMEOUT_S
+from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.legs import EncodesOn
+from cgx_ray.ray_train.state_files import read_state
 from cgx_ray.session.attachment import Attachment, process
 from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-STATE_FILES = "cgx_ray-rank*.pt"
 # Seconds between two reports to the agent. Between them the thread waits for a plan.
 CARRY_INTERVAL_S = 0.5
-
-
-def state_file(rank: int, world_size: int) -> str:
-    return f"cgx_ray-rank{rank:05d}-of-{world_size:05d}.pt"
+# Longest wait for the controller's first plan, in seconds. It takes milliseconds, and some seconds after a resize.
+REGISTER_S = 60.0
+# Longest time for which an error is held back so that the controller can write it down, in seconds.
+FAULT_S = 5.0
 
 
 class RaySession:
@@ -45,7 +46,9 @@ class RaySession:
         self._agent = agent
         # Set before controller and agents are ended on purpose: then their end is no reason for a warning.
         self.closing = threading.Event()
-        self._states: list[dict[str, Any]] | None = None
+        # What the checkpoint holds for this rank, once it was read.
+        self._state: dict[str, Any] | None = None
+        self._has_read = False
 
     def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
@@ -57,51 +60,53 @@ class RaySession:
         while True:
             try:
                 call = self._controller.register.remote(layers, fresh, costs, encodes_on, self._restored_step())
-                plan: Plan = ray.get(call)
+                plan: Plan = ray.get(call, timeout=REGISTER_S)
                 return plan
             except ActorUnavailableError:
                 # Its process has died, and Ray starts it again.
                 time.sleep(CARRY_INTERVAL_S)
-            except RayActorError as error:
+            except (RayActorError, GetTimeoutError) as error:
                 logger.warning("no controller (%s): training starts with %s and keeps it", error, fresh.describe())
                 return fresh
 
     def start(self, attachment: Attachment) -> None:
         """Restore the state in a checkpoint, if there is one, then start to carry plans and samples."""
-        states, self._states = self._checkpoint_states(), None
-        if states:
-            attachment.load_state_dict(states[0] if len(states) == 1 else states)
+        state = self._checkpoint_state()
+        self._state, self._has_read = None, False
+        if state is not None:
+            attachment.load_state_dict(state)
         if attachment.plan is None:
             return
         if self.settings.trace_steps is not None:
             first, last = self.settings.trace_steps
             rank = torch.distributed.get_rank()
             attachment.trace(self._folder / f"trace-rank{rank:05d}.json", first_step=first, last_step=last)
+        attachment.call_on_fault(self._report_fault)
         threading.Thread(target=self._carry, args=(attachment,), name="cgx-ray-carrier", daemon=True).start()
 
     def _restored_step(self) -> int:
-        states = self._checkpoint_states()
-        return max((state.get("step", 0) for state in states), default=0)
+        state = self._checkpoint_state()
+        return int(state.get("step", 0)) if state is not None else 0
 
-    def _checkpoint_states(self) -> list[dict[str, Any]]:
-        """Return the states in the checkpoint that Ray Train resumes from, which is read once.
-
-        It is this rank's own state, or those of all ranks if the world size has changed.
-        """
-        if self._states is None:
-            self._states = read_states()
-        return self._states
+    def _checkpoint_state(self) -> dict[str, Any] | None:
+        """Return what the checkpoint that Ray Train resumes from holds for this rank. It is read once per attach."""
+        if not self._has_read:
+            self._state, self._has_read = _read_checkpoint(), True
+        return self._state
 
     def _carry(self, attachment: Attachment) -> None:
         plans = _Plans(self._controller, self._agent, attachment, self.closing)
         samples = _Samples(self._agent, attachment, self.closing)
-        while (plans.is_alive or samples.is_alive) and not self.closing.is_set():
+        while (plans.is_alive or samples.is_alive) and not (self.closing.is_set() or attachment.is_closed):
             plans.wait(CARRY_INTERVAL_S)
             samples.send()
-            fault = attachment.take_fault()
-            if fault is not None:
-                # At once: the train controller ends all actors of this run when it hears of the error.
-                self._controller.report_fault.remote(fault)
+
+    def _report_fault(self, fault: Fault) -> None:
+        """Wait until the controller has the error: once it is raised, Ray Train ends all actors of this run."""
+        try:
+            ray.get(self._controller.report_fault.remote(fault), timeout=FAULT_S)
+        except RayError as error:
+            logger.warning("the error is not in the journal, as the controller does not answer: %s", error)
 
 
 class _Plans:
@@ -228,18 +233,21 @@ def open_ray_session(settings: Settings, controller: Any, agents: Mapping[str, A
 
 
 def close_ray_session() -> None:
-    """Announce the end of controller and agents. The backend calls it in every worker before it ends them."""
+    """Announce the end of controller and agents. The backend calls it in every worker before it ends them.
+
+    Checkpoints have been uploaded by now, so what `add_state` has made is removed: Ray kills the worker next.
+    """
     if isinstance(process.session, RaySession):
         process.session.closing.set()
+    if process.state_folder is not None:
+        process.state_folder.remove()
+        process.state_folder = None
 
 
-def read_states() -> list[dict[str, Any]]:
-    """Return the states in the checkpoint that Ray Train resumes from: this rank's own, or those of all ranks."""
+def _read_checkpoint() -> dict[str, Any] | None:
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
-        return []
+        return None
     context = ray.train.get_context()
     with checkpoint.as_directory() as folder:
-        files = sorted(Path(folder).glob(STATE_FILES))
-        own = Path(folder) / state_file(context.get_world_rank(), context.get_world_size())
-        return [torch.load(file, weights_only=True) for file in ([own] if own in files else files)]
+        return read_state(Path(folder), context.get_world_rank(), context.get_world_size())

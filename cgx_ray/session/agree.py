@@ -2,48 +2,81 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.collectives.gathered import Gatherer
+from cgx_ray.collectives.gloo_sockets import GlooSockets
+from cgx_ray.collectives.lifeline import TOKEN_BYTES, Lifeline
+from cgx_ray.collectives.tcp import MAX_CONNECT_S, connect_mesh, node_address
 from cgx_ray.collectives.transport import Transport
 from cgx_ray.errors import CGXError, ConfigError, PlanError
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.session.settings import Settings
 
 
-def connect(group: dist.ProcessGroup, settings: Settings, cuda_group: dist.ProcessGroup | None = None) -> Transport:
-    """Return a transport between the ranks of `group`; call it on all of them. `cuda_group` as in `Transport`."""
+@dataclass(slots=True, kw_only=True)
+class GatheredGroup:
+    """A Gloo group of an engine, what its ranks tell each other over it while they attach, and its connections.
+
+    listeners  where the group may listen on this rank, see `noted_listeners`
+    sockets    its connections; None before the listeners of all ranks are known
+    """
+
+    group: dist.ProcessGroup
+    gather: Gatherer
+    listeners: Sequence[tuple[str, int]]
+    sockets: GlooSockets | None = None
+
+
+def watch(world: GatheredGroup, silent_s: float, timeout_s: float) -> Lifeline:
+    """Connect all ranks for signs of life and last words; call it on all of them.
+
+    From then on a rank that falls silent ends what `world` gathers.
+    """
+    rank, world_size = dist.get_rank(world.group), dist.get_world_size(world.group)
+    lifeline = Lifeline(rank, world_size, node_address(), silent_s)
+    try:
+        token = secrets.token_bytes(TOKEN_BYTES) if rank == 0 else b""
+        addresses, listeners, tokens = zip(*world.gather((lifeline.address, list(world.listeners), token)), strict=True)
+        lifeline.connect(addresses, tokens[0], min(timeout_s, MAX_CONNECT_S))
+        world.sockets = GlooSockets(listeners, rank)
+        world.gather.lifeline = lifeline
+        lifeline.call_on_verdict(world.sockets.shut_down)
+    except BaseException:
+        lifeline.close()
+        raise
+    return lifeline
+
+
+def connect(
+    by: GatheredGroup, settings: Settings, lifeline: Lifeline, cuda_group: dist.ProcessGroup | None = None
+) -> Transport:
+    """Return a transport between the ranks of a group; call it on all of them. `cuda_group` as in `Transport`."""
+    sockets = by.sockets or GlooSockets(by.gather(list(by.listeners)), dist.get_rank(by.group))
     mesh = None
     if settings.transport == "tcp":
-        mesh = connect_mesh(group, settings.timeout_s, settings.num_streams, shared_memory=settings.shared_memory)
-    return Transport(group, settings.simulated_link, mesh, settings.timeout_s, cuda_group)
+        mesh = connect_mesh(
+            by.group,
+            settings.timeout_s,
+            settings.num_streams,
+            shared_memory=settings.shared_memory,
+            gather=by.gather,
+        )
+    link, timeout_s = settings.simulated_link, settings.timeout_s
+    return Transport(by.group, link, mesh, timeout_s, cuda_group, lifeline=lifeline, sockets=sockets)
 
 
-def as_own(error: Exception) -> CGXError:
-    """Return `error`, or a CGXError caused by it, which can be sent to all ranks."""
-    if isinstance(error, CGXError):
-        return error
-    own = CGXError(f"rank {dist.get_rank()} cannot attach: {error!r}")
-    own.__cause__ = error
-    return own
-
-
-def agree_on_settings(settings: Settings | CGXError, group: dist.ProcessGroup) -> Settings:
+def agree_on_settings(settings: Settings | CGXError, gather: Gatherer) -> Settings:
     """Return `settings` if they are the same on all ranks and no error; else raise one error on all ranks.
 
     settings  or the error that this rank met in making them
     """
-    own = settings.texts() if isinstance(settings, Settings) else settings
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, own, group=group)
-    # The cause of this rank's own error does not travel, so keep the original.
-    everyones[dist.get_rank(group)] = own
-    for other in everyones:
-        if isinstance(other, CGXError):
-            raise other
+    everyones = gather(settings.texts() if isinstance(settings, Settings) else settings)
     for rank, other in enumerate(everyones):
         for name, value in everyones[0].items():
             if other[name] != value:
@@ -55,22 +88,13 @@ def agree_on_settings(settings: Settings | CGXError, group: dist.ProcessGroup) -
     return settings
 
 
-def agree(
-    layers: Sequence[Layer], offer: str | CGXError | None, group: dist.ProcessGroup, parameters: str = ""
-) -> Plan:
+def agree(layers: Sequence[Layer], offer: str | CGXError | None, gather: Gatherer, parameters: str = "") -> Plan:
     """Return the plan of rank 0 if all ranks have the same layers and no error; else raise one error on all ranks.
 
     offer       a plan as JSON, or the error of this rank; None accepts rank 0's plan
     parameters  must be the same on all ranks
     """
-    offers: list[tuple[Sequence[Layer], str | CGXError | None, str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(offers, (layers, offer, parameters), group=group)
-    # The cause of this rank's own error does not travel, so keep the original.
-    offers[dist.get_rank(group)] = layers, offer, parameters
-    known = [entry for entry in offers if entry is not None]
-    for _, other, _ in known:
-        if isinstance(other, CGXError):
-            raise other
+    known: list[Any] = gather(offer if isinstance(offer, CGXError) else (layers, offer, parameters))
     if len({entry[2] for entry in known}) > 1:
         raise PlanError("ranks were given different `parameters`; give every rank the same")
     if any(entry[0] != known[0][0] for entry in known):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from cgx_ray.collectives.gathered import Gatherer, as_own
+from cgx_ray.collectives.gloo_sockets import noted_listeners
+from cgx_ray.collectives.lifeline import Lifeline
 from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scaler
@@ -17,7 +21,7 @@ from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import CodecSpec, Plan, Scheme, preferred_scheme
 from cgx_ray.session import ddp
-from cgx_ray.session.agree import agree_on_settings, as_own
+from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
 from cgx_ray.session.settings import Settings
 
@@ -33,6 +37,7 @@ def attach(
     shared_memory: bool | None = None,
     timeout_s: float | None = None,
     weight_check_steps: int | None = None,
+    silent_s: float | None = None,
     parameters: CodecSpec | str | None = None,
     scaler: Scaler | None = None,
 ) -> Attachment:
@@ -45,9 +50,9 @@ def attach(
                    worker; elsewhere qsgd 4/128 over sra
     intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`. Default: CGXConfig's;
                    elsewhere "flat"
-    transport, shared_memory, timeout_s, weight_check_steps
-                   see `Settings`. Default: CGXConfig's; elsewhere "tcp", True, half an hour and 500. As codec, scheme
-                   and intra, the same on all ranks
+    transport, shared_memory, timeout_s, silent_s, weight_check_steps
+                   see `Settings`. Default: CGXConfig's; elsewhere "tcp", True, half an hour, a minute and 500. As
+                   codec, scheme and intra, the same on all ranks
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with the decoded parameters. Each rank updates its own shard, which stays exact
     scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks. It is asked during
@@ -58,14 +63,17 @@ def attach(
     powersgd, ef_signsgd, ...) raises CGXError: losses of one backward pass have several scales; a scale is 0, Inf or
     NaN; or a GradScaler is updated although no loss that its `scale()` returned went through backward.
 
-    Raises ConfigError or PlanError, on all ranks, before training starts. Raises StateError on a rank that cannot
-    restore its state from Ray Train's checkpoint. The model is not attached then.
+    An error that one rank meets is raised on all ranks, before training starts, and nothing of the attachment is left,
+    except that DDP keeps the hook if the error comes late, such as StateError. Build DDP anew to attach again then:
+    ConfigError, PlanError, TransportError if ranks cannot connect, StateError if a rank cannot restore its state from
+    Ray Train's checkpoint, CGXError for what no one expected.
     """
     others = {
         "transport": transport,
         "shared_memory": shared_memory,
         "timeout_s": timeout_s,
         "weight_check_steps": weight_check_steps,
+        "silent_s": silent_s,
     }
     given = {name: value for name, value in others.items() if value is not None}
 
@@ -115,32 +123,50 @@ def _attach(
         if process.session is not None:
             process.session.start(alone)
         return alone
-    session = process.session
-    engine: Engine | ShardedEngine
-    detach: Callable[[], None]
-    with own_groups() as groups:
-        settings = _agreed_settings(make_settings, groups)
-        # Found by a method of FSDP2's class: importing the class takes 0.7 s.
-        if hasattr(model, "set_custom_reduce_scatter"):
-            from cgx_ray.session import fsdp  # noqa: PLC0415 - it imports FSDP2
-
-            engine, detach = fsdp.make_engine(model, plan, settings, parameters, scaler, groups[0])
-        else:
-            first_plan = session.first_plan if session is not None and asks_controller else settings.first_plan
-            engine, detach = ddp.make_engine(model, plan, settings, parameters, scaler, groups, first_plan)
-        attachment = Attachment(engine, groups, detach)
-        if session is not None:
-            try:
-                session.start(attachment)
-            except BaseException:
+    with own_groups() as groups, ExitStack() as undo:
+        settings, world = _agreed_settings(make_settings, groups)
+        with world.gather.telling():
+            lifeline = watch(world, settings.silent_s, settings.timeout_s)
+            undo.callback(lifeline.close)
+            engine, detach = _make_engine(
+                model, plan, settings, parameters, scaler, world, lifeline, groups, asks_controller=asks_controller
+            )
+            attachment = Attachment(engine, groups, detach, lifeline)
+            undo.callback(attachment.close)
+            if process.session is not None:
                 # The state of a checkpoint may not fit the model. The engine's thread must not outlive the error.
-                attachment.close()
-                raise
+                process.session.start(attachment)
+            world.gather(None)
+        undo.pop_all()
     return attachment
 
 
-def _agreed_settings(make_settings: Callable[[], Settings], groups: list[dist.ProcessGroup]) -> Settings:
-    """Return the settings, the same on all ranks, and add a group of all ranks to `groups`, with their time-out.
+def _make_engine(
+    model: nn.Module,
+    plan: Plan | None,
+    settings: Settings,
+    parameters: CodecSpec | str | None,
+    scaler: Scaler | None,
+    world: GatheredGroup,
+    lifeline: Lifeline,
+    groups: list[dist.ProcessGroup],
+    *,
+    asks_controller: bool,
+) -> tuple[Engine | ShardedEngine, Callable[[], None]]:
+    # Found by a method of FSDP2's class: importing the class takes 0.7 s.
+    if hasattr(model, "set_custom_reduce_scatter"):
+        from cgx_ray.session import fsdp  # noqa: PLC0415 - it imports FSDP2
+
+        return fsdp.make_engine(model, plan, settings, parameters, scaler, world, lifeline, groups)
+    session = process.session
+    first_plan = session.first_plan if session is not None and asks_controller else settings.first_plan
+    return ddp.make_engine(model, plan, settings, parameters, scaler, world, lifeline, groups, first_plan)
+
+
+def _agreed_settings(
+    make_settings: Callable[[], Settings], groups: list[dist.ProcessGroup]
+) -> tuple[Settings, GatheredGroup]:
+    """Return the settings, the same on all ranks, and a group of all ranks with their time-out, which `groups` gets.
 
     Raises one ConfigError on all ranks if an argument of one rank is not allowed, or if the ranks' settings differ.
     """
@@ -151,6 +177,8 @@ def _agreed_settings(make_settings: Callable[[], Settings], groups: list[dist.Pr
         settings = as_own(error)
     # Ranks need a group to tell each other of an error, so also without a valid time-out.
     timeout_s = settings.timeout_s if isinstance(settings, Settings) else DEFAULT_TIMEOUT_S
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    with noted_listeners() as listeners:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     groups.append(group)
-    return agree_on_settings(settings, group)
+    gather = Gatherer(group)
+    return agree_on_settings(settings, gather), GatheredGroup(group=group, gather=gather, listeners=listeners)

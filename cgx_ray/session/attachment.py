@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,21 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.codecs.codec import KINDS
+from cgx_ray.collectives.lifeline import Lifeline
 from cgx_ray.collectives.tcp import node_address
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.engine.step_sample import Span
 from cgx_ray.engine.step_trace import StepTrace
-from cgx_ray.errors import ConfigError, PlanError, StateError
+from cgx_ray.engine.thread import CLOSE_S
+from cgx_ray.errors import ConfigError, PlanError
 from cgx_ray.monitors.sample import Fault, StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
+from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.served_metrics import ServedMetrics
 from cgx_ray.session.settings import Settings
-from cgx_ray.session.states import check_complete, merge_states
+from cgx_ray.session.states import STATE_FORMAT, check_format, state_of
 from cgx_ray.torch_compat import is_registered
-
-STATE_FORMAT = 3
 
 
 class Session(Protocol):
@@ -38,7 +38,7 @@ class Session(Protocol):
         """Return the plan to start with, where a bucket of DDP has `bucket_bytes`. Called on rank 0 only."""
 
     def start(self, attachment: Attachment) -> None:
-        """Restore the state in a checkpoint, then carry plans in and samples out until the process ends.
+        """Restore the state in a checkpoint, then carry plans in and samples out until `attachment` is closed.
 
         At world size 1 only the state counts.
         """
@@ -46,6 +46,8 @@ class Session(Protocol):
 
 class Attachment:
     """An engine at work behind a model.
+
+    is_closed  True once `close` was called
 
     At world size 1 it exchanges nothing. The state of more ranks that it loads is kept for the next checkpoint, so that
     what they still owed is not lost if there are more workers again.
@@ -56,11 +58,18 @@ class Attachment:
         engine: Engine | ShardedEngine | None,
         groups: Sequence[dist.ProcessGroup] = (),
         detach: Callable[[], None] | None = None,
+        lifeline: Lifeline | None = None,
     ) -> None:
-        """`groups` are the engine's own process groups, which `close` destroys. `detach` removes the model's hooks."""
+        """
+        groups    the engine's own process groups, which `close` destroys
+        detach    removes the model's hooks
+        lifeline  watches the ranks of the engine
+        """
         self._engine = engine
         self._groups = groups
         self._detach = detach
+        self._lifeline = lifeline
+        self.is_closed = False
         self._served: ServedMetrics | None = None
         self._kept: dict[str, Any] | None = None
 
@@ -169,9 +178,15 @@ class Attachment:
         """Return the samples since the last call; see `Engine.take_samples`."""
         return self._engine.take_samples() if self._engine is not None else []
 
-    def take_fault(self) -> Fault | None:
-        """Return the error that has stopped the exchange of gradients, once; None if there is none."""
-        return self._engine.telemetry.take_fault() if self._engine is not None else None
+    @property
+    def fault(self) -> Fault | None:
+        """The error that has stopped the exchange of gradients; None if there is none."""
+        return self._engine.telemetry.fault if self._engine is not None else None
+
+    def call_on_fault(self, told: Callable[[Fault], None]) -> None:
+        """Call `told`, in the engine's thread, with the error that stops the exchange, before it is raised."""
+        if self._engine is not None:
+            self._engine.telemetry.tell_fault = told
 
     def serve_metrics(self, run_name: str, *, host: str | None = None, port: int = 0) -> tuple[str, int] | None:
         """Serve this rank's metrics for Prometheus until `close`; return host and port. For runs without Ray.
@@ -208,41 +223,46 @@ class Attachment:
         }
 
     def load_state_dict(self, states: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> None:
-        """Load this rank's `state_dict`, or a list with those of all ranks in any order.
+        """Load this rank's `state_dict`, or those of all ranks in any order: a list, or an iterator that loads them.
 
-        Call it on every rank before training goes on. From a list each rank takes its own state, or the mean of all if
-        the world size has changed. The loss scale may have changed since. Raises StateError if a state is of another
-        format or model, or if the states' loss scales differ.
+        Call it on every rank before training goes on. From those of all, each rank takes its own state, or the mean of
+        all if the world size has changed. An iterator is asked for one state at a time, and no other is in memory then.
+        The loss scale may have changed since. Raises StateError if a state is of another format or model, or if the
+        states are not those of all ranks of one run at one step.
         """
-        given = [states] if isinstance(states, Mapping) else check_complete(list(states))
-        for state in given:
-            if state.get("format") != STATE_FORMAT:
-                raise StateError(f"state has format {state.get('format')!r}, this version reads {STATE_FORMAT}")
         if self._engine is None:
-            self._keep(given)
+            rank, world_size = 0, 1
+        else:
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        if isinstance(states, Mapping):
+            check_format(states)
+            state = dict(states)
+        else:
+            state = state_of(rank, world_size, states)
+        if self._engine is None:
+            # From now on it is the state of this rank, which is alone.
+            self._kept = {**state, "rank": rank, "world_size": world_size}
             return
-        if len(given) == dist.get_world_size():
-            given = [state for state in given if state["rank"] == dist.get_rank()]
-        self._engine.load_state(*merge_states(given), loss_scale=_loss_scale(given))
+        self._engine.load_state(state["step"], {kind: state[kind] for kind in KINDS}, loss_scale=state["loss_scale"])
 
-    def _keep(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the states of an earlier worker group as that of one rank."""
-        step, memories = merge_states(states)
-        scale = {"step": step, "loss_scale": _loss_scale(states)}
-        self._kept = {"format": STATE_FORMAT, "rank": 0, "world_size": 1, **scale, **memories}
-
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Stop the engine's thread and destroy its process groups.
 
-        Afterwards a DDP model cannot be trained; an FSDP2 model trains uncompressed.
+        timeout_s  seconds for the step under way to end. Then this rank hangs up on the others, which get an error if
+                   they are still in the step
+
+        Afterwards a DDP model cannot be trained; an FSDP2 model trains uncompressed. A new model can be attached.
         """
+        self.is_closed = True
         if self._served is not None:
             self._served.close()
             self._served = None
         if self._detach is not None:
             self._detach()
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(timeout_s)
+        if self._lifeline is not None:
+            self._lifeline.close()
         groups, self._groups = self._groups, ()
         _destroy(groups)
 
@@ -252,29 +272,23 @@ class ProcessState:
 
     session       set by a Ray Train worker before the training function runs; None elsewhere
     attachment    the newest result of `attach`
-    state_folder  holds the checkpoints that `add_state` makes; removed when the process ends
+    state_folder  holds the checkpoints that `add_state` makes; removed at the end of the worker group
     """
 
     def __init__(self) -> None:
         self.session: Session | None = None
         self.attachment: Attachment | None = None
-        self.state_folder: tempfile.TemporaryDirectory[str] | None = None
+        self.state_folder: OwnFolder | None = None
 
     def check_first_model(self) -> None:
-        """Raise ConfigError if this is a Ray Train worker that has attached a model already."""
-        if self.session is not None and self.attachment is not None:
-            raise ConfigError("this worker has attached a model already; attach one model per Ray Train run")
+        """Raise ConfigError if this is a Ray Train worker with an attached model."""
+        if self.session is not None and self.attachment is not None and not self.attachment.is_closed:
+            raise ConfigError(
+                "this worker has attached a model already; `close` its attachment before you attach another model"
+            )
 
 
 process = ProcessState()
-
-
-def _loss_scale(states: Sequence[Mapping[str, Any]]) -> float:
-    """Return the loss scale that all `states` have. Raises StateError if they differ."""
-    scales: set[float] = {state["loss_scale"] for state in states}
-    if len(scales) > 1:
-        raise StateError(f"the states have loss scales {sorted(scales)}; give states of one run at one step")
-    return scales.pop()
 
 
 def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:

@@ -11,13 +11,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.codecs.codec import HOST
+from cgx_ray.collectives import Transport
+from cgx_ray.collectives.gathered import Gatherer, as_own
+from cgx_ray.collectives.lifeline import Lifeline
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.engine.layers import averaged_parameters, layers_of, sparse_modules
 from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.errors import CGXError, ConfigError, listed
 from cgx_ray.plan import CodecSpec, Layer, Plan
-from cgx_ray.session.agree import agree, as_own, connect
+from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.inside import measure_inside
 from cgx_ray.session.settings import Settings
@@ -30,6 +33,8 @@ def make_engine(
     settings: Settings,
     parameters: CodecSpec | str | None,
     scaler: Scaler | None,
+    world: GatheredGroup,
+    lifeline: Lifeline,
     groups: list[dist.ProcessGroup],
     first_plan: Callable[[Sequence[Layer], int, int], Plan],
 ) -> tuple[Engine, Callable[[], None]]:
@@ -37,12 +42,13 @@ def make_engine(
 
     The arguments that are not listed are those of `attach`.
 
-    groups      holds a Gloo group of all ranks, and gets the group made here; both go with the attachment
+    world       of all ranks
+    lifeline    watches all ranks
+    groups      gets the group made here, which goes with the attachment
     first_plan  makes the plan from layers, world size and bytes of a bucket if `plan` is None; called on rank 0 only
 
     Raises ConfigError or PlanError, on all ranks.
     """
-    (group,) = groups
     layers: list[Layer] = []
     offer: str | CGXError | None
     try:
@@ -55,43 +61,67 @@ def make_engine(
         offer = plan.to_json() if plan is not None else None
     except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
         offer = as_own(error)
-    plan = agree(layers, offer, group)
+    plan = agree(layers, offer, world.gather)
     device = next((parameter.device for parameter in averaged_parameters(model).values()), HOST)
-    cuda_group = _make_cuda_group(device, group, settings)
+    cuda_group = _make_cuda_group(device, world.gather, settings)
     if cuda_group is not None:
         groups.append(cuda_group)
-    transport = connect(group, settings, cuda_group)
+    transport = connect(world, settings, lifeline, cuda_group)
+    engine = _start_engine(layers, plan, transport, settings, device)
+    try:
+        assert isinstance(model, DistributedDataParallel)
+        buckets = DdpBuckets(model, engine, loss_scale, weight_check_steps=settings.weight_check_steps)
+        return engine, _hook_up(model, buckets, world.gather)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _start_engine(
+    layers: Sequence[Layer], plan: Plan, transport: Transport, settings: Settings, device: torch.device
+) -> Engine:
     local = transport.local
     is_planned_with = settings.decides and local is not None and local.size < transport.world_size
-    engine = Engine(
-        layers,
-        plan,
-        transport,
-        seed=settings.seed,
-        candidates=settings.gain_codecs(),
-        by_layer=settings.codecs_by_layer(),
-        device=device,
-        inside=measure_inside(local) if local is not None and is_planned_with else None,
-    )
-    assert isinstance(model, DistributedDataParallel)
-    buckets = DdpBuckets(model, engine, loss_scale, weight_check_steps=settings.weight_check_steps)
     try:
-        model.register_comm_hook(buckets, cgx_hook)
-    except RuntimeError as error:
+        return Engine(
+            layers,
+            plan,
+            transport,
+            seed=settings.seed,
+            candidates=settings.gain_codecs(),
+            by_layer=settings.codecs_by_layer(),
+            device=device,
+            inside=measure_inside(local) if local is not None and is_planned_with else None,
+        )
+    except BaseException:
+        transport.close()
+        raise
+
+
+def _hook_up(model: DistributedDataParallel, buckets: DdpBuckets, gather: Gatherer) -> Callable[[], None]:
+    """Give `model` the hook of `buckets`, and return a function that removes the parameters' hooks."""
+    try:
+        # DDP cannot forget a hook, so it gets one only if no rank has failed. Then the model can be attached again.
+        gather(None)
+        try:
+            model.register_comm_hook(buckets, cgx_hook)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"this model already has a communication hook ({error}); attach once per model"
+            ) from error
+    except BaseException:
         buckets.close()
-        engine.close()
-        raise ConfigError(f"this model already has a communication hook ({error}); attach once per model") from error
-    return engine, buckets.close
+        raise
+    return buckets.close
 
 
-def _make_cuda_group(device: torch.device, group: dist.ProcessGroup, settings: Settings) -> dist.ProcessGroup | None:
+def _make_cuda_group(device: torch.device, gather: Gatherer, settings: Settings) -> dist.ProcessGroup | None:
     """Return an NCCL group of all ranks if each has a GPU of its own, since NCCL refuses two ranks on one GPU.
 
     Raises ConfigError, on all ranks, if some are on the CPU and others are not.
     """
     place = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-    places = [place] * dist.get_world_size(group)
-    dist.all_gather_object(places, place, group=group)
+    places = gather(place)
     if set(places) == {"cpu"}:
         return None
     if "cpu" in places:

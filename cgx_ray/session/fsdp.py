@@ -9,13 +9,16 @@ import torch.distributed as dist
 from torch import nn
 
 from cgx_ray.collectives import Transport
+from cgx_ray.collectives.gathered import Gatherer, as_own
+from cgx_ray.collectives.gloo_sockets import noted_listeners
+from cgx_ray.collectives.lifeline import Lifeline
 from cgx_ray.engine import fsdp_hook, fsdp_layout
 from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.engine.sharded import ShardedEngine
 from cgx_ray.engine.shards import plan_of
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Intra, Layer, Plan, Scheme
-from cgx_ray.session.agree import agree, as_own, connect
+from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
@@ -28,11 +31,15 @@ def make_engine(
     settings: Settings,
     parameters: CodecSpec | str | None,
     scaler: Scaler | None,
-    world: dist.ProcessGroup,
+    world: GatheredGroup,
+    lifeline: Lifeline,
+    groups: list[dist.ProcessGroup],
 ) -> tuple[ShardedEngine, Callable[[], None]]:
     """Return an engine at work behind `model`, and a function that removes its hooks.
 
-    world  a Gloo group of all ranks. The other arguments are those of `attach`
+    world     of all ranks
+    lifeline  watches all ranks
+    groups    gets the groups made here, which go with the attachment. The other arguments are those of `attach`
 
     Raises ConfigError or PlanError, on all ranks.
     """
@@ -47,22 +54,46 @@ def make_engine(
         offer = plan_of(units, dist.get_world_size()).to_json()
     except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
         offer = as_own(error)
-    plan = agree(layers, offer, world, str(parameters))
+    plan = agree(layers, offer, world.gather, str(parameters))
     shard_ranks, replica_ranks = fsdp_layout.ranks_of_mesh(next(iter(param_groups.values())))
-    shards = _connect(shard_ranks, world, settings)
-    replicas = _connect(replica_ranks, world, settings) if len(replica_ranks) > 1 else None
-    engine = ShardedEngine(units, plan, dist.get_rank(), shards, replicas, seed=settings.seed)
-    return engine, fsdp_hook.install(model, engine, param_groups, units, loss_scale)
+    shards = _connect(shard_ranks, world, settings, lifeline, groups)
+    replicas = _connect(replica_ranks, world, settings, lifeline, groups) if len(replica_ranks) > 1 else None
+    try:
+        engine = ShardedEngine(units, plan, dist.get_rank(), shards, replicas, seed=settings.seed)
+    except BaseException:
+        for transport in (shards, replicas):
+            if transport is not None:
+                transport.close()
+        raise
+    try:
+        return engine, fsdp_hook.install(model, engine, param_groups, units, loss_scale)
+    except BaseException:
+        engine.close()
+        raise
 
 
-def _connect(ranks: Sequence[int], world: dist.ProcessGroup, settings: Settings) -> Transport:
-    group = world
-    if len(ranks) < dist.get_world_size():
-        # Every rank makes only the groups that it is in. They are never destroyed: torch would give the next group of
-        # the same ranks the same name, which would then find this group's addresses in the store.
-        timeout = timedelta(seconds=settings.timeout_s)
-        group = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
-    return connect(group, settings)
+def _connect(
+    ranks: Sequence[int],
+    world: GatheredGroup,
+    settings: Settings,
+    lifeline: Lifeline,
+    groups: list[dist.ProcessGroup],
+) -> Transport:
+    """Return a transport between `ranks`, of which this one is one. Call it on all ranks; `groups` gets a new group."""
+    if len(ranks) == dist.get_world_size():
+        return connect(world, settings, lifeline)
+    timeout = timedelta(seconds=settings.timeout_s)
+    # Every rank makes the groups of all: torch names those that only members make by how many groups there are. After
+    # some were destroyed it would give another one an old name, by which it would find old addresses in the store.
+    for members in sorted({tuple(others) for others in world.gather(tuple(ranks))}):
+        with noted_listeners() as new_listeners:
+            made = dist.new_group(list(members), timeout, "gloo")
+        if members == tuple(ranks):
+            group, listeners = made, new_listeners
+    groups.append(group)
+    gather = Gatherer(group)
+    with gather.telling():
+        return connect(GatheredGroup(group=group, gather=gather, listeners=listeners), settings, lifeline)
 
 
 def _check(

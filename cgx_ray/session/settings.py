@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from cgx_ray.collectives.lifeline import SILENT_S
 from cgx_ray.collectives.simulated_link import SimulatedLink
 from cgx_ray.collectives.tcp import NUM_STREAMS
 from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
@@ -87,6 +88,9 @@ class Settings:
     shared_memory   with "tcp": ranks of one host talk through shared memory where they can
     timeout_s       seconds until a peer that does not answer counts as gone; also the longest time between two
                     buckets of a step
+    silent_s        seconds without a sign of life after which a rank counts as stopped, and the others raise an error.
+                    A rank that computes, or waits, gives signs of life; one that is paused, or whose host is cut off
+                    or gone, does not, nor one that holds Python's lock in a call of an extension
     weight_check_steps
                     DDP models: steps between two comparisons of the ranks' weights; 0 for none. Ranks that hold other
                     weights than the others train another model, so all ranks then raise ReplicaError. It hashes all
@@ -117,6 +121,7 @@ class Settings:
     num_streams: int = NUM_STREAMS
     shared_memory: bool = True
     timeout_s: float = DEFAULT_TIMEOUT_S
+    silent_s: float = SILENT_S
     weight_check_steps: int = WEIGHT_CHECK_STEPS
     simulated_link: SimulatedLink | None = None
     trace_steps: tuple[int, int] | None = None
@@ -284,11 +289,12 @@ class Settings:
     def _check_transport(self) -> None:
         if not isinstance(self.shared_memory, bool):
             raise ConfigError(f"shared_memory {self.shared_memory!r} is not allowed; give True or False")
-        if not is_timeout(self.timeout_s):
-            raise ConfigError(
-                f"timeout_s {self.timeout_s!r} is not allowed; give seconds above 0 and at most {MAX_TIMEOUT_S:g}, "
-                f"such as {DEFAULT_TIMEOUT_S:g}"
-            )
+        for name, usual in (("timeout_s", DEFAULT_TIMEOUT_S), ("silent_s", SILENT_S)):
+            if not is_timeout(getattr(self, name)):
+                raise ConfigError(
+                    f"{name} {getattr(self, name)!r} is not allowed; give seconds above 0 and at most "
+                    f"{MAX_TIMEOUT_S:g}, such as {usual:g}"
+                )
         if self.intra != Intra.FLAT:
             self._check_shared_memory(f"intra {self.intra!r}")
 
@@ -315,6 +321,7 @@ class Settings:
             "intra": str(self.intra),
             "fidelity": str(self.fidelity),
             "timeout_s": float(self.timeout_s),
+            "silent_s": float(self.silent_s),
         }
         return {field.name: repr(plain.get(field.name, getattr(self, field.name))) for field in fields(Settings)}
 

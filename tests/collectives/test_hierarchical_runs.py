@@ -136,7 +136,7 @@ def test_gains_are_those_of_a_ranks_gradient_without_what_it_owes_of_its_nodes()
 
 def test_hierarchical_transfers_tell_nothing_of_the_link() -> None:
     flat = Transfer(group=0, scheme="sra", numel=1000, wire_bytes=4000, seconds=0.1)
-    inside = replace(flat, seconds=9.0, intra="dense")
+    inside = flat._replace(seconds=9.0, intra="dense")
     seen = [
         join(node_steps(replace(step_sample(rank, 0), transfers=transfers) for rank in range(2)), 2).traffic.exchanges
         for transfers in ((flat, inside), (flat,))

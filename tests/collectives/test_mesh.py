@@ -210,6 +210,7 @@ def _connect_where_two_cannot_reach_each_other(rank: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.fault("two ranks cannot reach each other", "all ranks name the pair, within a minute")
 def test_all_ranks_say_which_cannot_reach_each_other() -> None:
     """Rank 1, which reaches both, must not wait for them until the time-out of the group."""
     for message in run_ranks(3, _connect_where_two_cannot_reach_each_other):
@@ -271,6 +272,7 @@ def _exchange_then_die(rank: int, folder: Path, shared_memory: bool) -> None:
         (folder / f"rank{rank}").write_text(str(error))
 
 
+@pytest.mark.fault("SIGKILL of a rank that has forked a child", "named all the same")
 @pytest.mark.parametrize("shared_memory", [False, True])
 def test_a_killed_process_that_leaves_a_forked_child_is_named_by_the_others(
     shared_memory: bool, tmp_path: Path

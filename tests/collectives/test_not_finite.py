@@ -37,6 +37,9 @@ def _poisoned(rank: int, codec: str, scheme: str) -> list[tuple[bool, bool]]:
     return outcomes
 
 
+@pytest.mark.fault(
+    "NaN or Inf on one rank, for every codec and scheme", "the average is not finite on any rank; no memory changes"
+)
 @pytest.mark.parametrize(("codec", "scheme"), PAIRS)
 def test_a_non_finite_gradient_is_non_finite_on_all_ranks_and_leaves_no_trace(codec: str, scheme: str) -> None:
     for outcomes in run_ranks(2, _poisoned, codec, scheme):
@@ -98,6 +101,7 @@ def _train_scaled(rank: int, codec: str, scheme: str) -> tuple[list[str], list[f
     return hashes, scales
 
 
+@pytest.mark.fault("the same with GradScaler", "all ranks skip the same step")
 @pytest.mark.parametrize(
     ("codec", "scheme"),
     [

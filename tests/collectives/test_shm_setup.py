@@ -48,6 +48,7 @@ def test_segments_for_8_ranks_are_far_smaller_than_what_docker_gives() -> None:
     segment.unlink()
 
 
+@pytest.mark.fault("SIGKILL between a segment of shared memory and its removal", "the next start removes it")
 def test_the_next_start_removes_what_a_killed_process_left_and_no_more() -> None:
     script = "from cgx_ray.runtime_ext.shm import Segment; s = Segment(2); print(s.name, flush=True); input()"
     maker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

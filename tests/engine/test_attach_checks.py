@@ -118,6 +118,7 @@ def _wait_for_a_layer_in_no_bucket(rank: int) -> tuple[str, str]:
     return said[0], said[1]
 
 
+@pytest.mark.fault("a layer whose gradient never comes", "named after `timeout_s`")
 def test_backward_ends_with_an_error_if_some_layers_never_come() -> None:
     for rank, (in_backward, later) in enumerate(run_ranks(2, _wait_for_a_layer_in_no_bucket)):
         for said in (in_backward, later):
@@ -198,6 +199,7 @@ def _submit_after_end(rank: int, is_sharded: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fault("training goes on after the engine's thread has ended", "an error at once")
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_nothing_is_given_to_a_thread_that_has_ended(is_sharded: bool) -> None:
     for rank, said in enumerate(run_ranks(2, _submit_after_end, is_sharded)):

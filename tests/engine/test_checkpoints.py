@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.codecs.codec import KINDS
-from cgx_ray.session.attachment import STATE_FORMAT
-from cgx_ray.session.states import merge_states
+from cgx_ray.session.states import STATE_FORMAT, state_of
 
 
 def _bad_states(rank: int) -> list[str]:
@@ -77,23 +76,49 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(codec: str, sch
     assert run_ranks(2, _resume, codec, scheme, True, True) == uninterrupted
 
 
+def _state(number: int, **changed: Any) -> dict[str, Any]:
+    memories = {
+        "residuals": {"w": torch.full((3,), float(number))},
+        "momentum": {"w": torch.full((3,), -float(number))},
+        "powersgd_q": {},
+    }
+    head = {"format": STATE_FORMAT, "rank": number, "world_size": 4, "step": 7, "loss_scale": 2.0}
+    return {**head, **memories, **changed}
+
+
 def test_memories_keep_their_mean_when_the_world_size_changes() -> None:
-    states = [
-        {
-            "step": 7,
-            "residuals": {"w": torch.full((3,), float(rank))},
-            "momentum": {"w": torch.full((3,), -float(rank))},
-            "powersgd_q": {},
-        }
-        for rank in range(4)
-    ]
-    step, merged = merge_states(states)
-    assert step == 7
+    merged = state_of(1, 3, (_state(rank) for rank in (2, 0, 3, 1)))
+    assert [merged[key] for key in ("rank", "world_size", "step", "loss_scale")] == [1, 3, 7, 2.0]
     assert torch.equal(merged["residuals"]["w"], torch.full((3,), 1.5))
     assert torch.equal(merged["momentum"]["w"], torch.full((3,), -1.5))
     assert merged["powersgd_q"] == {}
-    with pytest.raises(cgx_ray.StateError, match="not every rank's state has momentum of 'w'"):
-        merge_states([states[0], {**states[1], "momentum": {}}])
+
+
+def test_states_given_in_a_list_are_not_changed() -> None:
+    states = [_state(rank) for rank in range(4)]
+    state_of(0, 2, states)
+    own = state_of(2, 4, states)
+    own["residuals"]["w"] += 1
+    assert [float(state["residuals"]["w"].sum()) for state in states] == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"momentum": {}}, "not every rank's state has momentum of 'w', of the same size"),
+        ({"residuals": {"w": torch.zeros(2)}}, "not every rank's state has residuals of 'w', of the same size"),
+        ({"step": 8}, r"ranks \[0, 1, 2, 3\] with .* \[\(4, 7, 2.0\), \(4, 8, 2.0\)\]; give the states of all"),
+        ({"loss_scale": 1.0}, r"\[\(4, 7, 1.0\), \(4, 7, 2.0\)\]"),
+        ({"world_size": 3}, r"\[\(3, 7, 2.0\), \(4, 7, 2.0\)\]"),
+        ({"rank": 3}, r"got states of ranks \[0, 2, 3, 3\]"),
+        ({"format": 2}, "state has format 2, this version reads 3"),
+    ],
+)
+def test_states_that_do_not_belong_together_are_refused(changed: dict[str, Any], says: str) -> None:
+    # Of as many ranks each takes its own state, and does not look at the others' layers.
+    for world_size in [3] if says.startswith("not every") else [3, 4]:
+        with pytest.raises(cgx_ray.StateError, match=says):
+            state_of(0, world_size, [_state(0), _state(1, **changed), _state(2), _state(3)])
 
 
 def test_a_worker_that_is_alone_keeps_what_more_ranks_still_owed_for_the_next_checkpoint() -> None:

@@ -69,6 +69,7 @@ def _attach_wrong(rank: int, case: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fault("other plans, models or arguments on one rank", "one `ConfigError` or `PlanError` on all ranks")
 @pytest.mark.parametrize(
     ("case", "says"),
     [

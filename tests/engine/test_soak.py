@@ -124,6 +124,7 @@ def _train_until_killed(rank: int, seed: int, folder: Path) -> None:
         (folder / f"rank{rank}").write_text(str(error))
 
 
+@pytest.mark.fault("SIGKILL at any moment, while plans change", "an error on the others; none hangs")
 @pytest.mark.parametrize("seed", range(10))
 def test_when_a_rank_is_killed_at_any_moment_the_others_raise_and_none_hangs(seed: int, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"rank \d ended with exit code -9"):

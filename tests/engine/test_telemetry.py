@@ -132,6 +132,7 @@ def _train_with_each(rank: int) -> dict[str | None, Any]:
     return {fault: _train_with(rank, fault if rank == 1 else None) for fault in (None, *FAULTS)}
 
 
+@pytest.mark.fault("an exception in telemetry on one rank", "a warning; no bit of the training changes")
 def test_an_error_of_what_is_measured_is_said_once_and_changes_no_bit() -> None:
     healthy, broken = run_ranks(2, _train_with_each)
     hashes, said, failures, steps = healthy[None]

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,7 @@ class FakeTraining:
             dense_bytes=1,
             ready_s=(self.compute_s * (1 + self.noise),) * len(plan.groups),
             num_local=self.num_local,
-            transfers=tuple(replace(transfer, seconds=transfer.seconds + late_s) for transfer in transfers),
+            transfers=tuple(transfer._replace(seconds=transfer.seconds + late_s) for transfer in transfers),
             gain=self.gain if is_measured else {},
             kept=self.kept if is_measured else {},
             norm=self.norm if is_measured else None,

@@ -51,7 +51,7 @@ class RayNodes:
         (gcs,) = free_ports(1)
         self.address = f"127.0.0.1:{gcs}"
         head = ["--head", f"--port={gcs}", f"--temp-dir={temp_dir}", "--include-dashboard=false"]
-        self._start([*head, f"--num-cpus={num_cpus}"])
+        self.head = self._start([*head, f"--num-cpus={num_cpus}"])
 
     def add(self, num_cpus: int) -> subprocess.Popen[bytes]:
         """Start another node."""

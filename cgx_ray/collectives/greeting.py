@@ -1,0 +1,53 @@
+"""Greetings: one byte to some other ranks between two steps, which tells latencies without any probe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from cgx_ray.collectives.minimum import MAX_DIRECT
+from cgx_ray.runtime_ext.mesh import Mesh
+
+
+def greeted(rank: int, world_size: int) -> list[int]:
+    """Return the ranks that `rank` greets, which are those that greet it.
+
+    All of up to MAX_DIRECT others. Of more ranks, those that are a third and a half of all ranks away: most are on
+    other nodes, and a latency is a quantile over all ranks, so more pairs would tell no more.
+    """
+    if world_size <= 1 + MAX_DIRECT:
+        return [(rank + distance) % world_size for distance in range(1, world_size)]
+    distances = [sign * (world_size // part) for part in (3, 2) for sign in (1, -1)]
+    return list(dict.fromkeys((rank + distance) % world_size for distance in distances))
+
+
+class Greetings:
+    """Greetings of one rank, each of which is read at the next one, so nobody waits.
+
+    lag_s  by greeted rank, of the last greeting but one: seconds from greeting it until its own greeting came. It may
+           be negative. The lags of two ranks to each other add up to one round trip, whichever rank was late
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, world_size: int, channel: int) -> None:
+        """`channel`: used by nothing else."""
+        self.lag_s: Mapping[int, float] = {}
+        self._mesh = mesh
+        self._channel = channel
+        # By other rank, room for its greeting, and what it is sent.
+        self._heard = {peer: torch.empty(1, dtype=torch.uint8) for peer in greeted(rank, world_size)}
+        self._said = dict.fromkeys(self._heard, torch.zeros(1, dtype=torch.uint8))
+        self._ticket: int | None = None
+
+    def greet(self, timeout_s: float) -> None:
+        """Send a byte to each of the others, and note in `lag_s` when those of the last greeting came.
+
+        A rank that has hung up ends the greetings and nothing else: it may have ended training. Raises RuntimeError as
+        `Mesh.wait`.
+        """
+        if self._ticket is not None:
+            if self._mesh.has_failed(self._ticket):
+                return
+            arrived_s = self._mesh.wait(self._ticket, timeout_s)
+            self.lag_s = {peer: arrived_s[peer] for peer in self._heard}
+        self._ticket = self._mesh.post(self._said, self._heard, channel=self._channel)

@@ -1,0 +1,82 @@
+"""Files with the memory of codecs in a checkpoint: one per rank. Imports no Ray."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgx_ray.errors import StateError, listed
+from cgx_ray.session.states import state_of
+
+_NAME = re.compile(r"cgx_ray-rank(\d{5,})-of-(\d{5,})\.pt")
+_NAMES = "cgx_ray-rank*-of-*.pt"
+
+
+def state_file(rank: int, world_size: int) -> str:
+    return f"cgx_ray-rank{rank:05d}-of-{world_size:05d}.pt"
+
+
+def write_state(state: Mapping[str, Any], folder: Path) -> None:
+    """Write this rank's `state`. Removes files of another world size: a script may reuse a checkpoint's folder."""
+    for (_, world_size), file in _state_files(folder).items():
+        if world_size != state["world_size"]:
+            file.unlink(missing_ok=True)  # another rank may have been faster
+    torch.save(dict(state), folder / state_file(state["rank"], state["world_size"]))
+
+
+def read_state(folder: Path, rank: int, world_size: int) -> dict[str, Any] | None:
+    """Return the state that this rank begins with, from the files in `folder`; None if there are none.
+
+    It is the rank's own, or the mean of all if the world size has changed: see `state_of`. One file is read at a time.
+    Raises StateError that names the folder if it has files of several world sizes, or not those of all ranks.
+    """
+    files = _state_files(folder)
+    if not files:
+        return None
+    sizes = sorted({size for _, size in files})
+    if len(sizes) > 1:
+        counts = ", ".join(f"{sum(size == each for _, size in files)} of {each} ranks" for each in sizes)
+        raise StateError(
+            f"checkpoint {folder} has states of several runs: {counts} ({_NAMES}); keep the files of the run "
+            "that wrote the checkpoint last, and delete the others"
+        )
+    if sizes[0] == world_size and (rank, world_size) in files:
+        return _load(files[rank, world_size])
+    missing = [str(other) for other in range(sizes[0]) if (other, sizes[0]) not in files]
+    if missing:
+        raise StateError(
+            f"checkpoint {folder} lacks the states of ranks {listed(missing)} of {sizes[0]} ({_NAMES}); add "
+            "them, or delete those of the other ranks to go on without what is still owed"
+        )
+    return state_of(rank, world_size, map(_load, files.values()))
+
+
+def _state_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """Return the files by (rank, world size), in that order."""
+    found = {}
+    for file in sorted(folder.iterdir()):
+        match = _NAME.fullmatch(file.name)
+        if match:
+            found[int(match[1]), int(match[2])] = file
+    return found
+
+
+def _load(file: Path) -> dict[str, Any]:
+    """Return the state in `file`. Raises StateError if it is cut, or has changed: torch ignores the checksums."""
+    try:
+        with zipfile.ZipFile(file) as parts:
+            damaged = parts.testzip()
+        if damaged is None:
+            state: dict[str, Any] = torch.load(file, weights_only=True)
+            return state
+    except (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, EOFError, ValueError, OSError) as error:
+        # A flipped bit in the directory of the file may look like an encryption, an unknown method or a wrong offset.
+        damaged = str(error)
+    raise StateError(f"{file} is damaged ({damaged}); start from another checkpoint")
