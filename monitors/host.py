@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import psutil
 
 from cgx_ray.monitors.sample import HostLoad
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Seconds over which a neighbour's rate is averaged. Own bytes are known at the end of a step, the cards' bytes at once;
 # over a long window this difference is small.
@@ -52,6 +58,23 @@ def _speeds() -> dict[str, float]:
         for name, card in psutil.net_if_stats().items()
         if "loopback" not in card.flags.split(",")
     }
+
+
+class Readings:
+    """Readings that a kernel, a container or a card's driver may refuse, each by itself."""
+
+    def __init__(self) -> None:
+        self._refused: set[str] = set()
+
+    def take(self, name: str, read: Callable[[], T], otherwise: T) -> T:
+        """Return what `read` returns, or `otherwise` if it fails. The first error of each name is logged."""
+        try:
+            return read()
+        except (OSError, psutil.Error, ValueError, LookupError) as error:
+            if name not in self._refused:
+                self._refused.add(name)
+                logger.warning("this node does not tell its %s (%r): it is left out from the metrics", name, error)
+            return otherwise
 
 
 class NicRates:
@@ -118,24 +141,31 @@ class HostMonitor:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last_s = clock()
-        self._nics = NicRates(clock=clock)
+        self._readings = Readings()
+        self._nics = NicRates(clock=clock, read_nics=lambda: self._readings.take("network counters", read_nics, {}))
         self._neighbours = Neighbours()
-        psutil.cpu_percent()  # the first call only sets the start of the interval
+        # The first call only sets the start of the interval.
+        self._readings.take("processor load", psutil.cpu_percent, 0.0)
 
     def read(self, own_bytes: int | None) -> HostLoad:
-        """Return the load. `own_bytes`: bytes that this training sent from the node since the last call, or None."""
+        """Return the load, without what this node does not tell.
+
+        own_bytes  that this training sent from the node since the last call, None if unknown
+        """
+        take = self._readings.take
         sent, received = self._nics.read()
+        pressure = {name: take(f"{name} pressure", partial(read_pressure, name), None) for name in ("cpu", "memory")}
         now_s = self._clock()
         passed_s, self._last_s = now_s - self._last_s, now_s
         return HostLoad(
             sent_bytes_per_s=sent,
             received_bytes_per_s=received,
             neighbour_bytes_per_s=self._neighbours.add(max(sent, received) * passed_s, own_bytes, passed_s),
-            nic_speed_bits_per_s=nic_speed_bits_per_s(),
+            nic_speed_bits_per_s=take("speed of network cards", nic_speed_bits_per_s, 0.0),
             num_nic_errors=self._nics.num_errors,
-            cpu_share=psutil.cpu_percent() / 100,
-            memory_share=psutil.virtual_memory().percent / 100,
-            pressure={name: share for name in ("cpu", "memory") if (share := read_pressure(name)) is not None},
+            cpu_share=take("processor load", psutil.cpu_percent, 0.0) / 100,
+            memory_share=take("memory in use", lambda: psutil.virtual_memory().percent, 0.0) / 100,
+            pressure={name: share for name, share in pressure.items() if share is not None},
         )
 
 

@@ -32,6 +32,9 @@ _MAX_ARRIVALS = 1 << 17
 # Seconds of a window over which a rate is measured. After a stall queues deliver some 80 KB at once, which must be a
 # small part of a window.
 _WINDOW_S = 0.05
+# Fewest arrivals in a window, if they are further apart than _MIN_PAUSE_S. On a long path each of the first ones may be
+# all that TCP's window allowed in a round trip, and the pauses between them look like a slow link.
+_MIN_ARRIVALS = 4
 # A gap ends a train of packets if it lasts this many seconds and this many usual gaps.
 _MIN_PAUSE_S = 2e-3
 _PAUSE_GAPS = 8
@@ -162,18 +165,23 @@ def _fast_rate(arrivals: list[tuple[float, int]]) -> float:
 
 
 def _windows(train: list[tuple[float, int]]) -> list[tuple[int, float]]:
-    """Return (bytes, seconds) of windows after the first _SKIPPED_BYTES, _WINDOW_S each except the last."""
-    windows, start_s, received, skipped = [], 0.0, 0, 0
+    """Return (bytes, seconds) of windows after the first _SKIPPED_BYTES, at least _WINDOW_S each except the last."""
+    windows, start_s, received, num_arrivals, skipped = [], 0.0, 0, 0, 0
+
+    def is_rate(seconds: float) -> bool:
+        return seconds > 0 and (num_arrivals >= _MIN_ARRIVALS or seconds <= num_arrivals * _MIN_PAUSE_S)
+
     for at_s, num_bytes in train:
         if skipped < _SKIPPED_BYTES:
             skipped += num_bytes
             start_s = at_s
             continue
         received += num_bytes
-        if at_s - start_s >= _WINDOW_S:
+        num_arrivals += 1
+        if at_s - start_s >= _WINDOW_S and is_rate(at_s - start_s):
             windows.append((received, at_s - start_s))
-            start_s, received = at_s, 0
-    if received and train[-1][0] > start_s:
+            start_s, received, num_arrivals = at_s, 0, 0
+    if received and is_rate(train[-1][0] - start_s):
         windows.append((received, train[-1][0] - start_s))
     return windows
 

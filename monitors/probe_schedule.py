@@ -20,8 +20,8 @@ def budget_bytes(bytes_per_s: float | None) -> int:
 def round_of(turn: int, num_nodes: int) -> list[tuple[int, int]]:
     """Return the ordered pairs of round `turn`: no node twice, and each pair once in all rounds (circle method).
 
-    Each round is followed by its reverse, so that both directions of a link are soon measured. After
-    `rounds` they begin again.
+    Each round is followed by its reverse, so that both directions of a link are soon measured. After `rounds` they
+    begin again.
     """
     others: list[int | None] = [*range(1, num_nodes), *[None] * (num_nodes % 2)]
     shift = turn // 2 % len(others)

@@ -21,8 +21,7 @@ def counted_offsets(step: int, world_size: int) -> Sequence[int]:
     return [1 + (turn + index * farthest // COUNTED_OFFSETS) % farthest for index in range(COUNTED_OFFSETS)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One exchange of one group, observed by one rank.
 
     codec        as in `CodecSpec.parse`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from random import Random
 
 import torch
 from torch import Tensor
@@ -18,13 +19,31 @@ SAMPLE_NUMEL = 1 << 16
 CURVE_SAMPLE_NUMEL = 1 << 18
 
 
-def sample_blocks(grad_N: Tensor, max_numel: int = SAMPLE_NUMEL) -> Tensor:
-    """Return about `max_numel` elements of `grad_N` in evenly spaced whole blocks; all elements if it has fewer."""
+def sample_blocks(grad_N: Tensor, max_numel: int = SAMPLE_NUMEL, key: int = 0) -> Tensor:
+    """Return about `max_numel` elements of `grad_N` in evenly spaced whole blocks; all elements if it has fewer.
+
+    key  another one begins at another block
+    """
     num_blocks = grad_N.numel() // SAMPLE_BLOCK
     stride = num_blocks * SAMPLE_BLOCK // max_numel
     if stride <= 1:
         return grad_N
-    return grad_N[: num_blocks * SAMPLE_BLOCK].view(num_blocks, SAMPLE_BLOCK)[::stride].reshape(-1)
+    first = Random(key).randrange(stride) if key else 0
+    return grad_N[: num_blocks * SAMPLE_BLOCK].view(num_blocks, SAMPLE_BLOCK)[first::stride].reshape(-1)
+
+
+def squared_ranges(grad_N: Tensor, bucket_size: int) -> float:
+    """Return the sum over elements of (max - min)^2 of their quantization bucket, in float64.
+
+    The error of a grid from min to max is about proportional to it, whatever the number of bits.
+    """
+    num_whole = grad_N.numel() // bucket_size * bucket_size
+    whole_BS, rest_S = grad_N[:num_whole].view(-1, bucket_size), grad_N[num_whole:]
+    range_B = whole_BS.amax(1).double() - whole_BS.amin(1).double()
+    total = bucket_size * float(range_B.square().sum())
+    if rest_S.numel():
+        total += rest_S.numel() * (float(rest_S.max()) - float(rest_S.min())) ** 2
+    return total
 
 
 def squared_error(codec: Codec, grad_N: Tensor, key: int) -> float:

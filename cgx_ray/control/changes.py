@@ -27,6 +27,8 @@ MEMORY_S = 10.0
 MAX_SAMPLE_S = 3.0
 # Samples that an alarm needs at least, whatever they cover: one may always be an outlier.
 MIN_SAMPLES = 2
+# Ratios to the level that add no evidence for a rise, for sure: less than the exponential of DRIFT.
+_NO_EVIDENCE = 1.1
 
 
 class ChangeDetector:
@@ -117,6 +119,9 @@ class SlowRanks:
         """Add compute times over their median by rank; return whether `ranks` has changed."""
         before = self.ranks
         for rank, ratio in ratios.items():
+            if ratio < _NO_EVIDENCE and not self._evidence[rank]:
+                # Nearly all ranks, nearly always: nothing changes.
+                continue
             deviation = max(-CLIP, min(math.log(ratio), CLIP)) if ratio > 0 else -CLIP
             step = (deviation - DRIFT) * min(seconds, MAX_SAMPLE_S)
             self._evidence[rank] = min(ALARM, max(0.0, self._evidence[rank] + step))

@@ -9,6 +9,7 @@
 | `wait` | when a plan is wanted, but dense is not known well enough to judge it; once until the next decision |
 | `silence` | when other ranks than before are silent |
 | `fault` | with each of the first errors that end the training on a rank |
+| `no_samples` | when no rank's samples have come for a minute; once until they come again |
 | `end` | when the controller is told to end; a controller that was killed leaves none |
 """
 
@@ -17,6 +18,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
+import threading
+import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -40,6 +44,8 @@ FORMAT = 1
 KEPT_LINES = 20
 # Characters of an error's text that are kept.
 MAX_TEXT = 1000
+# Lines that wait for a slow file system: hours of them, some megabytes.
+MAX_WAITING_LINES = 1000
 # Part of the control loop that made a decision: the policy; a codec timed in one layer; dense measured anew; the end of
 # such an excursion; the guard of the promise.
 MadeBy = Literal["policy", "codec_trial", "dense_trial", "return", "guard"]
@@ -60,15 +66,61 @@ class Journal:
     def write(self, entry: dict[str, Any]) -> None:
         """Append `entry` on a line of its own. A failure loses the line; all are counted and the first is logged."""
         self.recent.append(entry)
+        self._put(json.dumps(entry).encode())
+
+    def _put(self, line: bytes) -> None:
+        self._append(line)
+
+    def _append(self, line: bytes) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+") as file:
                 # A write that failed, or a killed process, leaves half a line. It must cost no other line.
-                file.write(b"\n" * _ends_in_mid_line(file.fileno()) + json.dumps(entry).encode() + b"\n")
+                file.write(b"\n" * _ends_in_mid_line(file.fileno()) + line + b"\n")
         except OSError as error:
-            if self.num_errors == 0:
-                logger.warning("decisions are no longer written to %s: %s; training goes on", self.path, error)
-            self.num_errors += 1
+            self._lose(str(error))
+
+    def _lose(self, why: str) -> None:
+        if self.num_errors == 0:
+            logger.warning("decisions are no longer written to %s: %s; training goes on", self.path, why)
+        self.num_errors += 1
+
+
+class QueuedJournal(Journal):
+    """A journal with a thread of its own, so that nobody waits for a file system that hangs.
+
+    Lines wait in memory. Once MAX_WAITING_LINES do, further ones are lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._waiting: queue.Queue[bytes | threading.Event] = queue.Queue(MAX_WAITING_LINES)
+        self._thread = threading.Thread(target=self._work, name="cgx-ray-journal", daemon=True)
+        self._thread.start()
+
+    def _put(self, line: bytes) -> None:
+        """Have `line` appended. Returns at once."""
+        try:
+            self._waiting.put_nowait(line)
+        except queue.Full:
+            self._lose(f"{MAX_WAITING_LINES} lines wait for the file system")
+
+    def flush(self, timeout_s: float) -> bool:
+        """Return True once all lines so far are written or lost; False after `timeout_s` seconds."""
+        end_s, is_done = time.monotonic() + timeout_s, threading.Event()
+        try:
+            self._waiting.put(is_done, timeout=timeout_s)
+        except queue.Full:
+            return False
+        return is_done.wait(max(end_s - time.monotonic(), 0.0))
+
+    def _work(self) -> None:
+        while True:
+            item = self._waiting.get()
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                self._append(item)
 
 
 def _ends_in_mid_line(file: int) -> bool:
@@ -179,6 +231,17 @@ def fault_entry(fault: Fault, *, time_s: float) -> dict[str, Any]:
         "rank": fault.rank,
         "kind": fault.kind,
         "text": fault.text[:MAX_TEXT],
+    }
+
+
+def no_samples_entry(seconds: float, quiet_nodes: Sequence[str], *, step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for a time without samples. `quiet_nodes`: those whose monitor does not report."""
+    return {
+        "event": "no_samples",
+        "time": time_s,
+        "step": step,
+        "seconds": round(seconds, 1),
+        "quiet_nodes": list(quiet_nodes),
     }
 
 

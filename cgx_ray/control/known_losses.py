@@ -4,6 +4,10 @@ Rounding to 2^b - 1 equal steps loses energy as 1 / (2^b - 1)^2; on gradients of
 layer has one level, the lost share times (2^b - 1)^2, and a ratio to it for each number of bits. Ranks measure one
 number of bits per measurement, in turn: each of them renews the level, so no number of bits is behind the others while
 gradients change.
+
+Gradients of the steps to come are others than those that bits were chosen on. So each measurement under a plan with
+bits by layer also tells by how much the error of these bits exceeds what was expected of them, both over that of 4
+bits. The next bits are chosen for an error that is smaller by that factor, and at once if those in force lose too much.
 """
 
 from __future__ import annotations
@@ -11,15 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.monitors.sample import CURVE_DENSITIES
 from cgx_ray.plan import Layer
-from cgx_ray.planner.bits import QSGD, WIDTHS, LayerErrors
+from cgx_ray.planner.bits import QSGD, STATIC_BITS, WIDTHS, LayerErrors
 
-# Weight of the newest measurement: that of about three. A single one is off by 3 to 20 % with small batches, and early
-# in training gradients change within some tens of steps.
-NEWEST = 0.5
+# Weights of the newest measurement. A layer's error is measured within some 5 %, and changes within some tens of steps:
+# smaller weights cost more than they save. A gain curve is of one sample, and excesses are noisy.
+NEWEST_ERROR, NEWEST = 0.8, 0.5
+# Share by which the error of bits in force may exceed the allowed one before others are chosen, since it scatters.
+MAX_EXCESS = 0.05
 
 
 class KnownLosses:
@@ -32,20 +39,39 @@ class KnownLosses:
         self._level: dict[str, float] = {}
         self._ratio: dict[str, dict[int, float]] = {}
         self._curve: tuple[float, ...] = ()
+        self._excess = 1.0
 
-    def add(self, step: JoinedStep) -> None:
-        """Add what a step measured, if it did."""
+    def add(self, step: JoinedStep, bits: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Add what a step measured, if it did. `bits`: of the layers that were encoded with qsgd."""
         if step.gain_curve and all(0 < gain < math.inf for gain in step.gain_curve):
-            self._curve = tuple(map(_mean, self._curve or step.gain_curve, step.gain_curve))
+            curve = self._curve or step.gain_curve
+            self._curve = tuple(_mean(*pair, NEWEST) for pair in zip(curve, step.gain_curve, strict=True))
         if step.error_bits is None:
             return
+        expected, newest = self._unit_errors(), {}
         for name, (energy, lost) in step.layer_errors.items():
             ratios, level = self._ratio.setdefault(name, {}), lost_share({step.error_bits: lost}, 1)
             before = ratios.get(step.error_bits, 1.0)
+            newest[name] = energy * level / before
             self._level[name] = _mean(self._level.get(name, level / before), level / before)
             if self._level[name] > 0:
                 ratios[step.error_bits] = _mean(before, level / self._level[name])
             self._energy[name] = _mean(self._energy.get(name, energy), energy)
+        then, now = self._over_static(expected, bits), self._over_static(newest, bits)
+        if then is not None and now is not None:
+            self._excess = _mean(self._excess, now / then, NEWEST)
+
+    @property
+    def error_excess(self) -> float:
+        """Error of bits in force over what was expected of them, at least 1."""
+        return math.sqrt(max(1.0, self._excess))
+
+    def too_large_error(self, bits: Mapping[str, int], allowed: float) -> str | None:
+        """Return in words by how much the error of `bits` exceeds `allowed` times that of 4 bits, or None."""
+        square = self._over_static(self._unit_errors(), bits)
+        if square is None or math.sqrt(square) <= allowed * (1 + MAX_EXCESS):
+            return None
+        return f"the error of the bits is {math.sqrt(square):.2f} times that of 4 bits, allowed {allowed:g}"
 
     @property
     def gain_curve(self) -> dict[float, float]:
@@ -76,6 +102,24 @@ class KnownLosses:
             for name in self._level
         }
 
+    def _unit_errors(self) -> dict[str, float]:
+        """Return the squared error of each layer with one bit, as it follows from those with more."""
+        return {name: self._energy[name] * level for name, level in self._level.items()}
+
+    def _over_static(self, unit_errors: Mapping[str, float], bits: Mapping[str, int]) -> float | None:
+        """Return the squared error with `bits` over that with 4 bits; None if nothing is known of these layers."""
+        known = {name: error for name, error in unit_errors.items() if name in bits and error > 0}
+        if not known:
+            return None
+
+        def total(bits_of: Mapping[str, int]) -> float:
+            return math.fsum(
+                error * self._ratio[name].get(bits_of[name], 1.0) * lost_share({1: 1.0}, bits_of[name])
+                for name, error in known.items()
+            )
+
+        return total(bits) / total(dict.fromkeys(known, STATIC_BITS))
+
     def _lost(self, name: str, bits: int) -> float:
         return self._ratio[name].get(bits, 1.0) * lost_share({1: self._level[name]}, bits)
 
@@ -87,5 +131,5 @@ def lost_share(known: Mapping[int, float], bits: int) -> float:
     return known[nearest] * (others / steps) ** 2
 
 
-def _mean(before: float, newest: float) -> float:
-    return before + NEWEST * (newest - before)
+def _mean(before: float, newest: float, weight: float = NEWEST_ERROR) -> float:
+    return before + weight * (newest - before)

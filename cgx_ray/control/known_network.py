@@ -26,6 +26,7 @@ from typing import TypeVar
 from cgx_ray.control.estimate import Estimate
 from cgx_ray.control.link_estimate import PassiveLink
 from cgx_ray.control.network_change import is_other_latency
+from cgx_ray.control.node_latencies import NodeLatencies
 from cgx_ray.control.rate_ceiling import RateCeiling
 from cgx_ray.control.rate_estimates import slowest_rate
 from cgx_ray.control.topology import SilentNodes, slow_links
@@ -62,8 +63,8 @@ class KnownNetwork:
         self._ceiling = RateCeiling()
         self._silent_nodes = SilentNodes()
         self._probes = ProbeSchedule()
-        # By node, the time of its last report and the median latency in it.
-        self._probed_latency_s: dict[str, tuple[float, float]] = {}
+        # Of each node, the median latency in its last report.
+        self._latencies = NodeLatencies()
         # By path (source node, target node), the time of the probe and its rate.
         self._probed_rates: dict[tuple[str, str], tuple[float, float]] = {}
         self._ranks: dict[str, set[int]] = defaultdict(set)
@@ -87,7 +88,7 @@ class KnownNetwork:
         self._probed_rates |= {(sample.node_id, other): (now_s, rate) for other, rate in sample.bandwidth.items()}
         if not self._is_probed:
             return False
-        before_s, self.probed_s = self.probed_s, median(found_s for _, found_s in self._probed_latency_s.values())
+        before_s, self.probed_s = self.probed_s, self._latencies.median_s
         if self._link.latency_s is not None or not is_other_latency(before_s, self.probed_s):
             return False
         self._link = PassiveLink()
@@ -101,15 +102,15 @@ class KnownNetwork:
             return
         self._expired_s = now_s
         self._probed_rates = _newer(self._probed_rates, now_s - RATE_HOLDS_S)
-        self._probed_latency_s = _newer(self._probed_latency_s, now_s - PROBE_HOLDS_S)
+        self._latencies.forget_before(now_s - PROBE_HOLDS_S)
 
     def _add_latencies(self, sample: NodeSample, now_s: float) -> None:
-        self._probed_latency_s.pop(sample.node_id, None)
+        self._latencies.remove(sample.node_id)
         self._reported_s[sample.node_id] = sample.latency_s
         outdated_s = self._outdated_s.get(sample.node_id, {})
         anew_s = {node: latency_s for node, latency_s in sample.latency_s.items() if latency_s != outdated_s.get(node)}
         if anew_s:
-            self._probed_latency_s[sample.node_id] = now_s, median(anew_s.values())
+            self._latencies.add(sample.node_id, now_s, median(anew_s.values()))
         if len(anew_s) == len(sample.latency_s):
             self._outdated_s.pop(sample.node_id, None)
         if now_s - self._changed_at_s > PROBE_HOLDS_S:
@@ -125,7 +126,7 @@ class KnownNetwork:
         if self._link.num_changes > num_changes:
             self.num_changes += self._link.num_changes - num_changes
             self._probed_rates.clear()
-            self._probed_latency_s.clear()
+            self._latencies.clear()
             self._outdated_s = {node: reported for node, reported in self._reported_s.items() if reported}
             self._changed_at_s = now_s
 
@@ -194,7 +195,7 @@ class KnownNetwork:
     @property
     def _is_probed(self) -> bool:
         """True if all nodes that answer have measured latencies since the last change."""
-        return bool(self._probed_latency_s) and not self._outdated_s.keys() - self.silent_nodes
+        return bool(self._latencies) and not self._outdated_s.keys() - self.silent_nodes
 
 
 def _newer(found: Mapping[K, tuple[float, T]], since_s: float) -> dict[K, tuple[float, T]]:

@@ -6,7 +6,7 @@ observations: high quantiles of rates, low quantiles of times. The observations 
 - A burst (`Burst`) is some 20 to 50 ms of long messages at one receiver, or 2 MiB of them, by the kernel's time stamps.
   Bursts are added up over trains of packets. A pause ends a train, because then the sender was encoding or TCP's window
   was full. The first bytes of each train are left out, as they come from queues in front of the link.
-- At the end of every step, when nothing else is under way, ranks greet each other. Each notes when the others'
+- Some milliseconds after a step, when nothing else is under way, ranks greet each other. Each notes when the others'
   greetings arrived. The delays that two ranks note add up to one round trip, whichever rank was late and whatever their
   clocks say.
 - An exchange is the wall time of one group, on any transport.
@@ -218,7 +218,7 @@ class PassiveLink:
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
         steps = [step.exchanges for step in self._window]
         found = (
-            estimate_from_bursts(bursts, self._down.all, self.slow)
+            estimate_from_bursts(bursts, pairs, self._down.all, self.slow)
             # The mesh pushes messages, and those that were already there would make the slope of sizes too small.
             or (None if trips else fit_exchanges(list(itertools.chain(*steps))))
             or estimate_at_latency(latency_s, steps, is_pushed=bool(trips))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan
+from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
@@ -32,6 +33,18 @@ def compressing_options(plan: Plan) -> frozenset[Option]:
 def codecs_in_use(plan: Plan) -> frozenset[CodecSpec]:
     """Return the codecs of `plan` except those of plain dense, with those of fixed groups."""
     return frozenset(group.option.codec for group in plan.groups if group.option != DENSE)
+
+
+def bits_by_layer(plan: Plan) -> dict[str, int]:
+    """Return the bits of each layer whose codec is that of bits by layer. Fixed groups are left out."""
+    return {
+        name: group.option.codec.bits
+        for group in plan.groups
+        if group.option.codec.bits is not None
+        and not group.is_fixed
+        and replace(group.option.codec, bits=QSGD.bits) == QSGD
+        for name in group.layers
+    }
 
 
 def is_dense(plan: Plan) -> bool:

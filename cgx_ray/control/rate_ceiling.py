@@ -47,12 +47,11 @@ class RateCeiling:
         """
         card = {rank: MARGIN * self._card(node_of.get(rank)) for rank in traffic.bursts}
         bursts = {
-            rank: [burst for burst in found if burst.rate <= card[rank]] for rank, found in traffic.bursts.items()
+            rank: found if card[rank] == math.inf else [burst for burst in found if burst.rate <= card[rank]]
+            for rank, found in traffic.bursts.items()
         }
-        limit = MARGIN * probed if probed is not None else math.inf
-        seconds = [(burst.seconds, burst.rate > limit) for found in bursts.values() for burst in found]
-        if sum(one for one, is_above in seconds if is_above) < MAX_SHARE * sum(one for one, _ in seconds):
-            bursts = {rank: [burst for burst in found if burst.rate <= limit] for rank, found in bursts.items()}
+        if probed is not None:
+            bursts = _under(bursts, MARGIN * probed)
         num_dropped = _count(traffic.bursts) - _count(bursts)
         self.num_dropped += num_dropped
         return replace(traffic, bursts=bursts) if num_dropped else traffic
@@ -61,6 +60,14 @@ class RateCeiling:
         """Return the bytes per second of a node's fastest card; infinite if they are unknown."""
         reported = self._reported.get(node_id, 0.0) if node_id is not None else 0.0
         return reported if node_id is not None and reported > self._shown[node_id] else math.inf
+
+
+def _under(bursts: Mapping[int, Sequence[Burst]], limit: float) -> dict[int, Sequence[Burst]]:
+    """Return `bursts` without those above `limit`, or all if those are most of the time."""
+    seconds = [(burst.seconds, burst.rate > limit) for found in bursts.values() for burst in found]
+    if sum(one for one, is_above in seconds if is_above) >= MAX_SHARE * sum(one for one, _ in seconds):
+        return dict(bursts)
+    return {rank: [burst for burst in found if burst.rate <= limit] for rank, found in bursts.items()}
 
 
 def _count(bursts: Mapping[int, Sequence[Burst]]) -> int:

@@ -77,7 +77,10 @@ def slowest_rate(rate: Mapping[K, float], slow: Mapping[K, float]) -> float:
 
 
 def estimate_from_bursts(
-    bursts: Mapping[int, Sequence[Burst]], down: Mapping[int, float], slow: Mapping[int, float]
+    bursts: Mapping[int, Sequence[Burst]],
+    pair_rates: Mapping[tuple[int, int], Sequence[float]],
+    down: Mapping[int, float],
+    slow: Mapping[int, float],
 ) -> Estimate | None:
     """Return the bandwidth from bursts by rank, or None if there are fewer than MIN_BURSTS.
 
@@ -85,11 +88,19 @@ def estimate_from_bursts(
     slow  rates of ranks with a slow link
 
     The interval reaches down to the median burst: where messages do not fill the link, most bursts are far slower than
-    the fastest, and the estimate is not sure. With fewer than MIN_SURE_BURSTS it is twice as wide on either side.
+    the fastest, and the estimate is not sure. With fewer than MIN_SURE_BURSTS it is twice as wide on either side. If a
+    link is slow, only what came through that link says how sure its rate is.
     """
     rates = [burst.rate for found in bursts.values() for burst in found]
     if len(rates) < MIN_BURSTS:
         return None
+    if slow:
+        slowest = min(slow, key=slow.__getitem__)
+        if down.get(slowest) == slow[slowest]:
+            own = [burst.rate for burst in bursts.get(slowest, ())]
+        else:
+            own = [rate for (sender, _), found in pair_rates.items() if sender == slowest for rate in found]
+        rates = own or rates
     _, fast, high = quantile_interval(rates, FAST_RATE)
     value, chance = slowest_rate(down, slow), 1 if len(rates) >= MIN_SURE_BURSTS else 2
     low = value * min(median(rates) / fast, 1) / chance

@@ -19,7 +19,14 @@ from cgx_ray.control.known_gains import KnownGains
 from cgx_ray.control.known_losses import KnownLosses
 from cgx_ray.control.known_network import KnownNetwork
 from cgx_ray.control.loss_trend import LossTrend
-from cgx_ray.control.measured import compressing_options, is_dense, layer_times, network_of, non_dense_options
+from cgx_ray.control.measured import (
+    bits_by_layer,
+    compressing_options,
+    is_dense,
+    layer_times,
+    network_of,
+    non_dense_options,
+)
 from cgx_ray.control.network_change import network_cause
 from cgx_ray.control.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Disable, Keep, Replace
@@ -28,6 +35,7 @@ from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.control.tally import Cause, Tally
 from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import NONE, Layer, Option, Plan
+from cgx_ray.planner.bits import ALPHA
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
@@ -83,6 +91,7 @@ class WorkerGroupState:
         self.links = RecentLinks()
         self.gains = KnownGains(plan, gain_ratios, learned.measured.gain if learned is not None else {})
         self.losses = KnownLosses(layers)
+        self._bits = bits_by_layer(plan)
         self.loss = LossTrend()
         self._encodes_on: EncodesOn = encodes_on
         self._joiner = StepJoiner(plan.world_size)
@@ -168,7 +177,9 @@ class WorkerGroupState:
             return False
         same_plan = [one for one in self._recent if one.plan_version in self._versions]
         self._recent = [*same_plan[1 - LINK_STEPS :], step]
-        self.losses.add(step)
+        self.losses.add(step, self._bits)
+        if step.error_bits is not None and (text := self.losses.too_large_error(self._bits, ALPHA)) is not None:
+            self._news = Cause("gain", text)
         if self.gains.add(step):
             # Another learning rate has another trend.
             self.loss.restart()
@@ -211,6 +222,7 @@ class WorkerGroupState:
         self._innovations.restart_ratio()
         self._slow_s = 0.0
         self.gains.start_plan(plan)
+        self._bits = bits_by_layer(plan)
 
     def learn(self, now_s: float) -> None:
         """Learn the errors of the plan in force from its steps so far."""
@@ -355,6 +367,7 @@ class WorkerGroupState:
             encodes_on=self._encodes_on,
             fixed=self._fixed,
             layer_errors=self.losses.layer_errors,
+            error_excess=self.losses.error_excess,
             gain_curve=self.losses.gain_curve,
         )
 

@@ -21,6 +21,8 @@ from cgx_ray.plan import CodecSpec
 
 QSGD = CodecSpec(name="qsgd")
 STATIC_BITS = 4
+# Error of chosen bits over that of 4 bits everywhere. CGX uses 1.5 to 3.
+ALPHA = 2.0
 # Of policies that choose bits during training: with one bit 128 elements have two levels, and the error explodes.
 WIDTHS = tuple(range(2, 9))
 # Largest relative difference of sums in another order; a bound that is exceeded by less holds.

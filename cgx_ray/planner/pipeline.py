@@ -32,6 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Option
 from cgx_ray.planner.cost import Network, check_seconds
@@ -256,12 +258,15 @@ def group_cost(
 
 def undominated(costs: Sequence[GroupCost]) -> list[int]:
     """Return the indices of `costs` that no other cost beats or equals at every size; the first one of equals."""
-    terms = [(*cost.terms, cost.toll_b_s_per_element) for cost in costs]
+    terms = np.array([(*cost.terms, cost.toll_b_s_per_element) for cost in costs])
+    # A cost that beats another one comes before it.
+    order = np.lexsort(terms.T[::-1])
+    ordered = terms[order]
     kept: list[int] = []
-    for index in sorted(range(len(costs)), key=terms.__getitem__):
-        if not any(all(a <= b for a, b in zip(terms[other], terms[index], strict=True)) for other in kept):
-            kept.append(index)
-    return kept
+    for place, own in enumerate(ordered):
+        if not (ordered[kept] <= own).all(axis=1).any():
+            kept.append(place)
+    return [int(order[place]) for place in kept]
 
 
 def cheapest(costs: Sequence[GroupCost], numel: int) -> int:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple, get_args
 
 from cgx_ray.errors import ConfigError
@@ -15,7 +16,7 @@ from cgx_ray.planner.bits import LayerErrors
 from cgx_ray.planner.cost import Network
 from cgx_ray.planner.legs import EncodesOn, exchange_stages, legs
 from cgx_ray.planner.options import CodecCost, codec_cost_of, efficiency
-from cgx_ray.planner.timeline import StepPart, Timeline, simulate
+from cgx_ray.planner.timeline import Stage, StepPart, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Measured:
                  both; "thread" if they work beside it
     fixed        groups that every plan has, since layer rules of the user have chosen them
     layer_errors of qsgd with 2 to 8 bits, by layer; empty unless the policy chooses bits per layer
+    error_excess error of bits in force over what was expected of them, 1 or more
     gain_curve   gain of top-k by density; empty before it is measured
     """
 
@@ -44,6 +46,7 @@ class Measured:
     encodes_on: EncodesOn = "thread"
     fixed: tuple[PlannedGroup, ...] = ()
     layer_errors: Mapping[str, LayerErrors] = field(default_factory=dict)
+    error_excess: float = 1.0
     gain_curve: Mapping[float, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -193,22 +196,54 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         ready = max(passed_s, *(ready_s[name] for name in group.layers))
         waits_s.append(ready - passed_s)
         passed_s = ready
-    stages, codec_s = [], 0.0
-    for group in groups:
-        cost, item_bytes = measured.cost_of(group.option.codec), group.dense_bytes // group.numel
-        work = (group.option, measured.network)
-        stages.append(exchange_stages(*work, cost, group.numel, item_bytes, measured.encodes_on))
-        codec_s += sum(leg.encode_s(cost) + leg.decode_s(cost) for leg in legs(*work, group.numel, item_bytes))
-    kept = [(1.0 if group.is_fixed else measured.efficiency(group.option), group.numel) for group in groups]
+    options = {group.option for group in groups}
+    costs = {option: measured.cost_of(option.codec) for option in options}
+    efficiencies = {option: measured.efficiency(option) for option in options}
+    works = [
+        _work(
+            group.option,
+            measured.network,
+            costs[group.option],
+            group.numel,
+            group.dense_bytes // group.numel,
+            measured.encodes_on,
+        )
+        for group in groups
+    ]
+    kept = [(1.0 if group.is_fixed else efficiencies[group.option], group.numel) for group in groups]
     known = [(share, numel) for share, numel in kept if share is not None]
     return Prediction(
         groups=tuple(groups),
-        timeline=simulate(waits_s, stages),
+        timeline=simulate(waits_s, [work.stages for work in works]),
         compute_s=measured.compute_s,
         after_s=measured.after_s,
-        codec_s=codec_s,
+        codec_s=sum(work.codec_s for work in works),
         efficiency=_weighted(known) if len(known) == len(kept) else None,
     )
+
+
+class _GroupWork(NamedTuple):
+    """Stages of a group, and seconds in which a rank encodes and decodes it."""
+
+    stages: tuple[Stage, ...]
+    codec_s: float
+
+
+# A search for a plan predicts some dozens of plans, and the next one many of the same groups.
+@lru_cache(maxsize=4096)
+def _work(
+    option: Option, network: Network, cost: CodecCost, numel: int, item_bytes: int, encodes_on: EncodesOn
+) -> _GroupWork:
+    parts = legs(option, network, numel, item_bytes)
+    return _GroupWork(
+        stages=exchange_stages(option, network, cost, numel, item_bytes, encodes_on),
+        codec_s=sum(leg.encode_s(cost) + leg.decode_s(cost) for leg in parts),
+    )
+
+
+def forget_work() -> None:
+    """Forget the work of groups that is known from earlier predictions, for benches: the first search has none."""
+    _work.cache_clear()
 
 
 def _weighted(shares: Sequence[tuple[float, int]]) -> float:

@@ -166,7 +166,7 @@ def _artopk(scheme: Scheme) -> SchemeCost:
         work=_one_message,
         overlap=Overlap.NOTHING,
         crossing=_from_all if scheme.by_tree else _once,
-        num_raw=(lambda N: _tree_work(N, 0).decode[0]) if scheme.by_tree else (lambda N: 0.0),
+        num_raw=lambda N: _tree_work(N, 0).decode[0] * scheme.by_tree,
         is_vendor_ring=not scheme.by_tree,
     )
 

@@ -50,8 +50,7 @@ class Stage:
         return max(self.busy_s.values(), default=0.0) + self.latency_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSpan:
+class StageSpan(NamedTuple):
     """Start and end of a stage, in seconds from the start of the step."""
 
     group: int
@@ -128,17 +127,13 @@ def _before(end: _Moment, time_s: float) -> _Moment:
     return at._replace(time_s=time_s, spent_s=time_s - at.after.time_s)
 
 
-def _latest(moments: Sequence[_Moment]) -> _Moment:
-    return max(moments, key=lambda moment: moment.time_s)
-
-
 @dataclass(slots=True)
 class _Simulation:
     """The state of `simulate`.
 
     chains    stages by group, backward first
     spans     stages that have started
-    free      by resource, when it has done its work so far
+    free      by resource, when it has done its work so far; free_s: the time of that
     arriving  (time, group, stage) of stages that the stage before has yet to let start
     waiting   by the resources that they need: (group, stage) of the stages that may start
     allowed   of these stages, the moment from which they may start
@@ -149,6 +144,7 @@ class _Simulation:
     chains: Sequence[Sequence[Stage]]
     spans: list[StageSpan] = field(default_factory=list)
     free: dict[Resource, _Moment] = field(default_factory=dict)
+    free_s: dict[Resource, float] = field(default_factory=dict)
     arriving: list[tuple[float, int, int]] = field(default_factory=list)
     waiting: dict[tuple[Resource, ...], list[tuple[int, int]]] = field(default_factory=dict)
     allowed: dict[tuple[int, int], _Moment] = field(default_factory=dict)
@@ -158,21 +154,28 @@ class _Simulation:
     def run(self) -> Timeline:
         self._allow(0, 0, _Moment(0.0))
         while self.arriving or any(self.waiting.values()):
-            starts_s = {needed: self._start_s(needed) for needed, queue in self.waiting.items() if queue}
-            next_s = min(starts_s.values(), default=math.inf)
+            next_s, first = self._next_start()
             if self.arriving and self.arriving[0][0] <= next_s:
                 self.now_s, group, index = heapq.heappop(self.arriving)
                 needed = tuple(self.chains[group][index].busy_s)
                 heapq.heappush(self.waiting.setdefault(needed, []), (group, index))
                 continue
             self.now_s = next_s
-            queues = [self.waiting[needed] for needed, start_s in starts_s.items() if start_s == next_s]
-            self._start(*heapq.heappop(min(queues)))
+            self._start(*heapq.heappop(first))
         return self._timeline()
 
-    def _start_s(self, needed: Sequence[Resource]) -> float:
-        """Return when a waiting stage that needs these resources can start."""
-        return max([self.now_s, *(self.free[resource].time_s for resource in needed if resource in self.free)])
+    def _next_start(self) -> tuple[float, list[tuple[int, int]]]:
+        """Return when the next waiting stage can start, and the queue whose first stage that is, the oldest group's."""
+        next_s, first = math.inf, list[tuple[int, int]]()
+        for needed, queue in self.waiting.items():
+            if not queue:
+                continue
+            start_s = self.now_s
+            for resource in needed:
+                start_s = max(start_s, self.free_s.get(resource, 0.0))
+            if start_s < next_s or (start_s == next_s and queue[0] < first[0]):
+                next_s, first = start_s, queue
+        return next_s, first
 
     def _allow(self, group: int, index: int, moment: _Moment) -> None:
         self.allowed[group, index] = moment
@@ -180,16 +183,20 @@ class _Simulation:
 
     def _start(self, group: int, index: int) -> None:
         stage, here = self.chains[group][index], len(self.spans)
-        held = [self.free[resource] for resource in stage.busy_s if resource in self.free]
-        start = _latest([self.allowed.pop((group, index)), *held])
+        start = self.allowed.pop((group, index))
+        for resource in stage.busy_s:
+            if self.free_s.get(resource, 0.0) > start.time_s:
+                start = self.free[resource]
         done = start
         for resource, seconds in stage.busy_s.items():
-            self.free[resource] = _Moment(start.time_s + seconds, start, _part(stage, resource), seconds, here)
-            done = _latest([done, self.free[resource]])
-        if stage.overlaps:
-            done = _latest([self.ends[group], done])
+            moment = _Moment(start.time_s + seconds, start, _part(stage, resource), seconds, here)
+            self.free[resource], self.free_s[resource] = moment, moment.time_s
+            if moment.time_s > done.time_s:
+                done = moment
+        if stage.overlaps and self.ends[group].time_s >= done.time_s:
+            done = self.ends[group]
         end = _Moment(done.time_s + stage.latency_s, done, "latency", stage.latency_s, here)
-        self.spans.append(StageSpan(group=group, stage=stage, start_s=start.time_s, end_s=end.time_s))
+        self.spans.append(StageSpan(group, stage, start.time_s, end.time_s))
         self.ends[group] = end
         if index == 0 and group + 1 < len(self.chains):
             self._allow(group + 1, 0, end)
@@ -200,7 +207,7 @@ class _Simulation:
             self._allow(group, index + 1, _before(end, from_s) if later.overlaps else end)
 
     def _timeline(self) -> Timeline:
-        last = _latest(list(self.ends.values()))
+        last = max(self.ends.values(), key=lambda moment: moment.time_s)
         parts_s: dict[StepPart, float] = {"compute": 0.0, "codec": 0.0, "bandwidth": 0.0, "latency": 0.0}
         path: dict[int, StageSpan] = {}
         moment: _Moment | None = last

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.table import Table
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.report.show import write_json
+from cgx_ray.report.show import new_table, write_json
 
 _GOAL = re.compile(r"(<=|>=|==) ([-+.\de]+)")
 
@@ -71,6 +72,17 @@ def write_result(bench: str, rows: Sequence[Row], path: str) -> None:
         "rows": [asdict(row) for row in rows],
     }
     write_json(path, result)
+
+
+def result_table(title: str, rows: Sequence[Row]) -> Table:
+    """Return the numbers beside their goals."""
+    table = new_table(title, "", "value", "unit", "baseline", "goal", "met")
+    for row in rows:
+        value, baseline = ("" if number is None else f"{number:.4g}" for number in (row.value, row.baseline))
+        colour = {"yes": "green", "no": "red"}.get(row.verdict)
+        verdict = f"[{colour}]{row.verdict}[/]" if colour else ""
+        table.add_row(row.name.replace("_", " "), value, row.unit, baseline, row.goal or "", verdict)
+    return table
 
 
 def commit() -> str | None:

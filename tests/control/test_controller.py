@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -56,8 +58,14 @@ class _Sink:
 
 
 @pytest.fixture(autouse=True)
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A controller has a process of its own, and tunes it. Here other tests follow."""
     monkeypatch.setattr(controller_module, "RaySink", _Sink)
+    turn_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    yield
+    sys.setswitchinterval(turn_s)
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
 
 
 def make_controller(tmp_path: Path, policy: AdaptivePolicy) -> Controller:

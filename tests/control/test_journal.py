@@ -110,6 +110,9 @@ def test_progress_has_the_mean_of_the_losses_that_are_reported(tmp_path: Path) -
     assert [line["loss"] for line in lines] == [4.0, None]
 
 
+@pytest.mark.fault(
+    "killed in the middle of a line of the journal", "the next line is whole; readers name the broken one"
+)
 def test_a_line_after_a_half_written_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     path.write_text('{"event": "decis')  # killed in mid-line
@@ -123,6 +126,7 @@ def test_a_line_after_a_half_written_one_is_whole(tmp_path: Path) -> None:
     assert broken.startswith(f"{path}, line 1 is broken (Invalid control character")
 
 
+@pytest.mark.fault("the journal's disk is full", "lines are lost and counted; training goes on")
 def test_a_disk_that_fills_up_and_is_cleared_costs_the_lines_in_between(tmp_path: Path) -> None:
     # The limit on a file's size acts as a full disk: part of a line is written, then an error is raised.
     script = f"""
@@ -154,6 +158,7 @@ assert log.num_errors == 2, log.num_errors
     assert "line 2 is broken" in record.broken[0]
 
 
+@pytest.mark.fault("a journal with broken lines", "readers skip, count and name them")
 @pytest.mark.parametrize(
     "line",
     [

@@ -10,7 +10,7 @@ import pytest
 
 from cgx_ray.control.estimate import quantile_interval
 from cgx_ray.control.link_estimate import PassiveLink
-from cgx_ray.control.rate_estimates import fit_exchanges
+from cgx_ray.control.rate_estimates import estimate_from_bursts, fit_exchanges
 from cgx_ray.control.traffic import ObservedExchange, StepTraffic
 from cgx_ray.monitors.sample import Burst
 
@@ -319,6 +319,19 @@ def test_a_slow_downlink_stays_named_while_only_other_links_show_their_rates() -
     network.slow_down.clear()
     watch(link, network, 20)
     assert link.slow == {}
+
+
+def test_a_slow_link_that_fills_most_of_the_bursts_is_sure() -> None:
+    """All others wait for it, so their messages make few bursts."""
+    bursts = {
+        rank: [Burst(num_bytes=round(rate * 0.03), seconds=0.03)] * count
+        for rank, (rate, count) in enumerate([(25e6, 4), (6e6, 40), (25e6, 4), (25e6, 4)])
+    }
+    down = {0: 25e6, 1: 6e6, 2: 25e6, 3: 25e6}
+    found = estimate_from_bursts(bursts, {}, down, {1: 6e6})
+    assert found is not None
+    assert found.is_sure
+    assert found.value == 6e6
 
 
 def test_a_link_is_named_slow_if_it_is_the_only_one_that_messages_fill_after_a_change() -> None:

@@ -72,6 +72,7 @@ def test_too_few_or_no_losses_are_not_judged_and_others_than_finite_ones_are_lef
     assert trend.worse is None
 
 
+@pytest.mark.fault("the loss, if reported, gets worse after a change", "the option that keeps the least is banned")
 def test_a_plan_under_which_the_loss_rises_gives_way_to_one_that_keeps_more(tmp_path: Path) -> None:
     run = start(tmp_path, min_gain=0.6)
     run.gain |= {"topk:density=0.1": 0.8}

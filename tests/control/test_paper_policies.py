@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from support.control_runs import COST, LAYERS, WORLD, FakeTraining
 
-from cgx_ray.control.joined_steps import join
+from cgx_ray.control.joined_steps import JoinedStep, join
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.known_losses import KnownLosses, lost_share
 from cgx_ray.control.loop import ControlLoop
@@ -129,6 +130,50 @@ def test_bits_keep_the_error_within_alpha_times_that_of_4_bits() -> None:
     problem = BitsProblem(layers=tuple(errors.values()), widths=WIDTHS, alpha=2.0)
     best_bytes = sum(CodecSpec(name="qsgd", bits=best[name]).payload_bytes(one.numel) for name, one in errors.items())
     assert best_bytes < 0.8 * problem.static_bytes
+
+
+def _measured(run: MeteredTraining, energies: dict[str, float], bits: int = 4) -> JoinedStep:
+    errors = {name: LayerError(energy, lost_share({4: 0.01}, bits)) for name, energy in energies.items()}
+    samples = [replace(run.sample(rank), error_bits=bits, layer_errors=errors) for rank in range(WORLD)]
+    return join(node_steps(samples), WORLD)
+
+
+def test_the_error_of_bits_in_force_is_compared_with_what_was_expected_of_them(tmp_path: Path) -> None:
+    run, losses, bits = start(tmp_path, CgxPolicy("dp")), KnownLosses(LAYERS), {"embed": 2, "head": 4}
+    losses.add(_measured(run, {"embed": 1.0, "head": 99.0}))
+    # (25 * 1 + 99) / 100 is the square of 1.11.
+    assert losses.too_large_error(bits, 2.0) is None
+    assert losses.error_excess == 1
+    for _ in range(4):
+        losses.add(_measured(run, {"embed": 50.0, "head": 50.0}), bits)
+    said = losses.too_large_error(bits, 2.0)
+    assert said is not None
+    assert said.endswith("times that of 4 bits, allowed 2")
+    assert losses.too_large_error({"embed": 4, "head": 4}, 2.0) is None
+    after_surprise = losses.error_excess
+    assert after_surprise > 1.2
+    for _ in range(10):
+        losses.add(_measured(run, {"embed": 50.0, "head": 50.0}), bits)
+    assert 1 <= losses.error_excess < 1.05 < after_surprise, "what stays the same is expected"
+
+
+def test_bits_are_chosen_anew_at_once_if_those_in_force_lose_too_much(tmp_path: Path) -> None:
+    run = start(tmp_path, CgxPolicy("dp", review_s=1e6))
+    run.error = {"embed": 0.04, "head": 0.0001}
+    run.run(60)
+    before = codecs(run.loop.plans[-1])
+    assert before["head"].bits == 2
+    run.error = {"embed": 0.0001, "head": 0.04}
+    run.run(200)
+    after = codecs(run.loop.plans[-1])
+    assert after["head"].bits is not None
+    assert after["head"].bits >= 3
+    assert any("the error of the bits is" in str(decision) for decision in journal_reasons(tmp_path))
+
+
+def journal_reasons(folder: Path) -> list[str]:
+    lines = map(json.loads, (folder / "decisions.jsonl").read_text().splitlines())
+    return [line["reason"] for line in lines if "reason" in line]
 
 
 @pytest.mark.parametrize("num_workers", [2, 4, 8, 16])

@@ -17,6 +17,7 @@ from cgx_ray.monitors.round_trip import EchoServer
 HOST = "127.0.0.1"
 
 
+@pytest.mark.fault("an unexpected error in an agent's thread", "logged once; the thread goes on")
 def test_an_unexpected_error_is_logged_once_and_both_threads_go_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -107,7 +107,7 @@ def test_groups_of_an_earlier_plan_become_zero_and_bytes_belong_to_their_codec()
     metrics = NodeMetrics(sink, "run")
     first = step_sample(0, 0)
     (transfer,) = first.transfers
-    dense = replace(transfer, codec="none", scheme="dense", sent_bytes=8000, wire_bytes=4000)
+    dense = transfer._replace(codec="none", scheme="dense", sent_bytes=8000, wire_bytes=4000)
     metrics.export_steps([first])
     metrics.export_steps([replace(first, step=1, transfers=(dense, dense))])
     assert sink.of("cgx_ray_groups") == {"topk": 0, "none": 2}
@@ -119,7 +119,7 @@ def test_density_and_bits_are_means_over_elements() -> None:
     sink = _Recorded()
     sample = step_sample(0, 0)
     (sparse,) = sample.transfers
-    quantized = replace(sparse, codec="qsgd:bits=4", numel=3000, wire_bytes=1500)
+    quantized = sparse._replace(codec="qsgd:bits=4", numel=3000, wire_bytes=1500)
     NodeMetrics(sink, "run").export_steps([replace(sample, transfers=(sparse, quantized), is_finite=False)])
     values = {name: value for (name, _), value in sink.values.items()}
     assert values["cgx_ray_density"] == pytest.approx((1000 * 0.1 + 3000) / 4000)

@@ -1,4 +1,4 @@
-"""What a node's monitor reads of cards, processors and memory, and what it takes for other traffic."""
+"""A node's monitor: its readings of cards, processors and memory, and the traffic that it takes for others'."""
 
 from __future__ import annotations
 

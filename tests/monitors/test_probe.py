@@ -119,6 +119,13 @@ def test_a_window_smaller_than_the_path_does_not_hide_the_rate_of_the_link() -> 
     assert probe._fast_rate(arrivals) == pytest.approx(12.5e6, rel=0.01)
 
 
+def test_whole_trains_of_a_slow_start_are_no_rate() -> None:
+    # 256 KiB over a round trip of 100 ms, read by a busy receiver: each train has one time stamp.
+    sizes = [14_480, 28_960, 57_920, 115_840, 44_944]
+    assert sum(sizes) == 1 << 18
+    assert probe._fast_rate([(0.1 * turn, size) for turn, size in enumerate(sizes)]) == 0.0
+
+
 def test_probes_into_one_node_take_turns(bulk: BulkServer) -> None:
     under_way = threading.Semaphore()
     found: list[float] = []

@@ -14,6 +14,7 @@ import numpy as np
 
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.bits import (
+    ALPHA,
     QSGD,
     WIDTHS,
     BitsChoice,
@@ -28,9 +29,6 @@ from cgx_ray.planner.bits import (
 )
 from cgx_ray.planner.papers.groups import uniform_groups
 from cgx_ray.planner.prediction import Measured, PlannedGroup
-
-# Error of the chosen bits over that of 4 bits everywhere. CGX uses 1.5 to 3.
-ALPHA = 2.0
 
 
 def kmeans(problem: BitsProblem) -> BitsChoice:
@@ -176,7 +174,8 @@ def layer_bits(errors: Mapping[str, LayerErrors], method: str, alpha: float = AL
 def cgx_groups(measured: Measured, method: str) -> tuple[PlannedGroup, ...] | None:
     """Return CGX's plan: qsgd over sra with bits by layer. None before any error is known.
 
-    A layer whose gradient is 0 has no error and keeps the usual bits.
+    A layer whose gradient is 0 has no error and keeps the usual bits. Departure: if bits in force had a larger error
+    than expected of them, the next ones are chosen for an error that is smaller by that factor.
     Neighbours with the same bits share a group, up to the usual size.
     """
     fixed = {name for group in measured.fixed for name in group.layers}
@@ -186,5 +185,6 @@ def cgx_groups(measured: Measured, method: str) -> tuple[PlannedGroup, ...] | No
     known = {name: measured.layer_errors[name] for name in large if name in measured.layer_errors}
     if not known:
         return None
-    bits = layer_bits(known, method)
+    # With alpha 1, 4 bits everywhere are within the error.
+    bits = layer_bits(known, method, max(1.0, ALPHA / measured.error_excess))
     return uniform_groups(measured, QSGD, Scheme.SRA, bits)
