@@ -20,13 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from cgx_ray.bench.accuracy_cases import AccuracyOptions
+from cgx_ray.bench.accuracy_cases import CGX, POLICIES, AccuracyOptions, read_option
 from cgx_ray.bench.ranks import run_ranks
 from cgx_ray.plan import DENSE
 from cgx_ray.report.result import Row
 
 # A time to dense's last loss is the time to this multiple of it: a codec may end a little above it and be good enough.
 NEAR_LOSS = 1.01
+# 4 bits everywhere, which bits by layer are compared with.
+STATIC = str(read_option("qsgd:bits=4"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,11 @@ class TrainingRun:
     points          (steps done, seconds of training, validation loss), ten of them; fewer if it has diverged
     wire_bytes      that one rank sends per step
     relative_error  largest of rank 0's messages at the points: squared error over |g|^2, without error feedback. NaN
-                    for adaptive runs
+                    for policies
+    bytes_over_static, error_over_static
+                    wire bytes, and error of the average over ranks, of the bits in force over those of 4 bits in the
+                    same layers and steps; NaN if there were none
+    step_s          median of the seconds of the steps in the second half of the training
     """
 
     workload: str
@@ -47,6 +53,9 @@ class TrainingRun:
     has_diverged: bool
     wire_bytes: float
     relative_error: float
+    bytes_over_static: float = math.nan
+    error_over_static: float = math.nan
+    step_s: float = math.nan
 
     @property
     def loss(self) -> float:
@@ -136,8 +145,36 @@ class CodecAccuracy:
         yield Row(name=f"{name}: wire", value=wire_bytes, unit="bytes", baseline=dense_bytes, ratio=self.wire_share)
         error = self.relative_error if math.isfinite(self.relative_error) else None
         yield Row(name=f"{name}: relative error", value=error, unit="share")
+        if all(math.isfinite(run.bytes_over_static) for run in self.runs):
+            # The goals are for bits that a policy has chosen.
+            goals = ("<= 0.7", "<= 2") if self.option in CGX else (None, None)
+            share, ratio = (fmean(values) for values in zip(*map(_over_static, self.runs), strict=True))
+            yield Row(name=f"{name}: wire over 4 bits", value=share, unit="x", goal=goals[0])
+            yield Row(name=f"{name}: error over 4 bits", value=ratio, unit="x", goal=goals[1])
         if is_timed:
             yield Row(name=f"{name}: time to dense's loss, faster by", value=self.speedup, unit="x")
+
+
+def _over_static(run: TrainingRun) -> tuple[float, float]:
+    return run.bytes_over_static, run.error_over_static
+
+
+def rows_beside_static(accuracies: Sequence[CodecAccuracy], *, is_timed: bool) -> Iterator[Row]:
+    """Yield loss, and in a lab time, of each policy over those of 4 bits everywhere after the same steps."""
+    static = {one.workload: one for one in accuracies if one.option == STATIC}
+    for one in accuracies:
+        four = static.get(one.workload)
+        if four is None or four.num_diverged or one.num_diverged or one.option not in POLICIES:
+            continue
+        pairs = list(zip(one.runs, four.runs, strict=True))
+        name = f"{one.workload} {one.option}"
+        loss = fmean(run.loss / other.loss for run, other in pairs)
+        yield Row(name=f"{name}: loss over 4 bits", value=loss, unit="x", goal="<= 1.01")
+        if is_timed:
+            seconds = fmean(run.points[-1][1] / other.points[-1][1] for run, other in pairs)
+            yield Row(name=f"{name}: seconds over 4 bits", value=seconds, unit="x", goal="<= 1")
+            step = fmean(run.step_s / other.step_s for run, other in pairs)
+            yield Row(name=f"{name}: step over 4 bits", value=step, unit="x", goal="<= 1")
 
 
 def measure_accuracy(options: AccuracyOptions, on_run: Callable[[TrainingRun, float], None]) -> list[TrainingRun]:
@@ -181,9 +218,11 @@ def accuracies_of(runs: Sequence[TrainingRun]) -> list[CodecAccuracy]:
 
 def rows_of(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]) -> list[Row]:
     """Return the numbers as rows, after those that say what was run."""
+    is_timed = options.rate_bit_per_s is not None
     return [
         Row(name="ranks", value=options.num_ranks, unit="processes"),
         Row(name="steps", value=options.num_steps, unit="steps"),
         Row(name="seeds", value=options.num_seeds, unit="seeds"),
-        *(row for one in accuracies for row in one.rows(is_timed=options.rate_bit_per_s is not None)),
+        *(row for one in accuracies for row in one.rows(is_timed=is_timed)),
+        *rows_beside_static(accuracies, is_timed=is_timed),
     ]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, preferred_scheme
 from cgx_ray.planner.fidelity import Fidelity
+from cgx_ray.planner.papers.cgx import METHODS as CGX_METHODS
+from cgx_ray.session.settings import Settings
 
 WORKLOADS = ("gpt_adamw", "gpt_sgd", "digits")
 # Every codec family whose accuracy the documents state, and what the adaptive policy may choose.
@@ -29,6 +31,11 @@ CODECS = (
 )
 # The policy with its defaults, and with each other level of fidelity.
 ADAPTIVE = ("adaptive", *(f"adaptive {level}" for level in Fidelity if level is not Fidelity.STRICT))
+# Bits by layer as CGX chooses them during training, by each of its methods.
+CGX = tuple(f"cgx {method}" for method in CGX_METHODS)
+POLICIES = (*ADAPTIVE, *CGX)
+# Seconds between two choices of bits: a training of the bench takes seconds.
+_CGX_REVIEW_S = 5.0
 _QUICK_CODECS = ("qsgd:bits=2,bucket_size=128", "topk:density=0.01")
 _QUICK_STEPS = 60
 # The learning rate warms up for 10 steps, and the loss is validated after each tenth of the steps.
@@ -46,11 +53,19 @@ def read_option(text: str) -> Option:
     return Option(codec=spec, scheme=Scheme(scheme.strip()) if has_scheme else preferred_scheme(spec))
 
 
+def policy_settings(way: str, *, shared_memory: bool) -> Settings:
+    """Return the settings of one of POLICIES."""
+    policy, _, given = way.partition(" ")
+    if way in CGX:
+        return Settings(policy=policy, method=given, review_s=_CGX_REVIEW_S, shared_memory=shared_memory)
+    return Settings(policy=policy, fidelity=given or str(Fidelity.STRICT), shared_memory=shared_memory)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyOptions:
     """Options of the bench.
 
-    codecs          as `read_option` reads them, and those of ADAPTIVE; dense always runs too
+    codecs          as `read_option` reads them, and those of POLICIES; dense always runs too
     num_seeds       of weights and batches: 0, 1, ...
     rate_bit_per_s  of the lab's links; None: loopback, where times mean nothing
     """
@@ -78,8 +93,8 @@ class AccuracyOptions:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Dense, then the codecs over their schemes and the adaptive policies, each once, as text."""
-        given = (text if text in ADAPTIVE else str(read_option(text)) for text in map(str.strip, self.codecs))
+        """Dense, then the codecs over their schemes and the policies, each once, as text."""
+        given = (text if text in POLICIES else str(read_option(text)) for text in map(str.strip, self.codecs))
         return tuple(dict.fromkeys([str(DENSE), *given]))
 
 

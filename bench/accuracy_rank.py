@@ -9,19 +9,21 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.bench.accuracy import TrainingRun
-from cgx_ray.bench.accuracy_cases import ADAPTIVE, read_option
+from cgx_ray.bench.accuracy_bits import BitsBesideStatic
+from cgx_ray.bench.accuracy_cases import POLICIES, policy_settings, read_option
 from cgx_ray.bench.accuracy_workloads import Batch, TrainingTask, load_task
 from cgx_ray.bench.gathered_control import GatheredControl
 from cgx_ray.bench.rank_process import run_rank
@@ -29,8 +31,6 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.gain import squared_error
 from cgx_ray.demo.train import learning_rate_factor
 from cgx_ray.plan import SMALL_LAYER_NUMEL
-from cgx_ray.planner.fidelity import Fidelity
-from cgx_ray.session.settings import Settings
 
 _MAX_NORM = 1.0
 _NUM_POINTS = 10
@@ -55,10 +55,10 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, num_steps: in
     shared_memory  between ranks; in a lab it would go around the links
     """
     model = DistributedDataParallel(task.build(seed))
-    has_momentum = way in ADAPTIVE or read_option(way).codec.name != "dgc"
+    has_momentum = way in POLICIES or read_option(way).codec.name != "dgc"
     optimizer = task.make_optimizer(model.parameters(), has_momentum)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, num_steps))
-    points, errors, seconds, wire_bytes = [], [], 0.0, 0
+    points, errors, steps_s, wire_bytes, beside = [], [], [], 0, BitsBesideStatic()
     with _attached(model, way, shared_memory) as (attachment, after_step):
         for step in range(num_steps):
             began_s = time.perf_counter()
@@ -67,7 +67,7 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, num_steps: in
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            seconds += time.perf_counter() - began_s
+            steps_s.append(time.perf_counter() - began_s)
             after_step(step)
             sample = attachment.last_step
             wire_bytes += sample.wire_bytes if sample is not None else 0
@@ -75,9 +75,12 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, num_steps: in
                 loss = _validate(model.module, task.validation)
                 if not math.isfinite(loss):
                     break
-                points.append((step + 1, seconds, loss))
-                if way not in ADAPTIVE:
-                    errors.append(_relative_error(model.module, task.batch(seed, step, dist.get_rank()), way))
+                points.append((step + 1, math.fsum(steps_s), loss))
+                gradients = _gradients(model.module, task.batch(seed, step, dist.get_rank()))
+                if way not in POLICIES:
+                    errors.append(_relative_error(gradients, way))
+                assert attachment.plan is not None
+                beside.add(attachment.plan, gradients, step)
     return TrainingRun(
         workload=workload,
         option=way,
@@ -86,6 +89,9 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, num_steps: in
         has_diverged=len(points) < _NUM_POINTS,
         wire_bytes=wire_bytes / (step + 1),
         relative_error=max(errors, default=math.nan),
+        bytes_over_static=beside.bytes_share,
+        error_over_static=beside.error_ratio,
+        step_s=median(steps_s[len(steps_s) // 2 :]),
     )
 
 
@@ -94,9 +100,8 @@ def _attached(
     model: DistributedDataParallel, way: str, shared_memory: bool
 ) -> Iterator[tuple[cgx_ray.Attachment, Callable[[int], None]]]:
     """Attach the codec or the policy; yield the attachment, and what is to be called with each step's number."""
-    if way in ADAPTIVE:
-        fidelity = way.partition(" ")[2] or str(Fidelity.STRICT)
-        settings = Settings(policy="adaptive", fidelity=fidelity, shared_memory=shared_memory)
+    if way in POLICIES:
+        settings = policy_settings(way, shared_memory=shared_memory)
         with GatheredControl(settings) as control, closing(cgx_ray.attach(model)) as attachment:
             yield attachment, control.after_step
     else:
@@ -115,15 +120,22 @@ def _validate(model: nn.Module, batches: tuple[Batch, ...]) -> float:
     return total.item() / len(batches)
 
 
-def _relative_error(model: nn.Module, batch: Batch, way: str) -> float:
+def _relative_error(gradients: Mapping[str, Tensor], way: str) -> float:
     """Return |g - decode(encode(g))|^2 / |g|^2 of this rank's gradient g of the layers that are encoded."""
-    # Not by `backward`, which would call DDP's hooks.
-    gradients = torch.autograd.grad(model(*batch), list(model.parameters()))
     large = [
-        gradient.flatten() for gradient in gradients if gradient.ndim > 1 and gradient.numel() >= SMALL_LAYER_NUMEL
+        gradient.flatten()
+        for gradient in gradients.values()
+        if gradient.ndim > 1 and gradient.numel() >= SMALL_LAYER_NUMEL
     ]
     grad_N = torch.cat(large)
     return squared_error(make_codec(read_option(way).codec), grad_N, key=0) / float(grad_N.double().square().sum())
+
+
+def _gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return this rank's gradients by layer."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    # Not by `backward`, which would call DDP's hooks.
+    return dict(zip(names, torch.autograd.grad(model(*batch), parameters), strict=True))
 
 
 def _own(batches: tuple[Batch, ...]) -> Iterator[Batch]:

@@ -1,5 +1,7 @@
 """Processes that agree, for `cgx-ray bench scale`: `python -m cgx_ray.bench.agreeing_ranks 256`.
 
+They greet each other too, as engines do once per step: what both cost a rank grows with the number of ranks.
+
 One process per rank, forked after the imports: each would need 200 MB of its own otherwise. All are on one machine and
 talk by TCP over loopback, as ranks of many nodes do.
 """
@@ -21,6 +23,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from cgx_ray.collectives.greeting import Greetings
 from cgx_ray.collectives.minimum import MeshMinimum
 from cgx_ray.errors import CGXError
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
@@ -71,7 +74,11 @@ def _run_rank(rank: int, num_ranks: int, token: bytes, link: socket.socket) -> N
     with link.makefile("rw") as parent:
         _tell(parent, mesh.port)
         mesh.connect([(_HOST, port) for port in _told(parent)], TIMEOUT_S)
-        ways = {"in_rounds_ms": _agree_in_rounds, "to_all_ms": _agree_with_all}
+        greetings = Greetings(mesh, rank, num_ranks, channel=2)
+        ways: dict[str, Callable[..., Tensor]] = {
+            "in_rounds_ms": partial(_greet_and_agree, greetings),
+            "to_all_ms": _agree_with_all,
+        }
         _tell(parent, {name: _cpu_s(partial(way, mesh, rank, num_ranks)) for name, way in ways.items()})
         # The others may still need this rank.
         _agree_with_all(mesh, rank, num_ranks, torch.zeros(8, dtype=torch.int64))
@@ -89,8 +96,9 @@ def _cpu_s(agree: Callable[[Tensor], Tensor]) -> float:
     return (time.process_time() - start_s) / NUM_STEPS
 
 
-def _agree_in_rounds(mesh: Mesh, rank: int, num_ranks: int, values_K: Tensor) -> Tensor:
-    """Agree as the engine does: its thread passes the minimum on while it waits for something else."""
+def _greet_and_agree(greetings: Greetings, mesh: Mesh, rank: int, num_ranks: int, values_K: Tensor) -> Tensor:
+    """Greet others, and agree as the engine does: its thread passes the minimum on while it waits."""
+    greetings.greet(TIMEOUT_S)
     minimum = MeshMinimum(mesh, rank, num_ranks, values_K, channel=0)
     while (ticket := minimum.pass_on()) is not None:
         mesh.wait_any([ticket], TIMEOUT_S)

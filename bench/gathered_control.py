@@ -14,7 +14,8 @@ import torch.distributed as dist
 import cgx_ray
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import AdaptivePolicy
+from cgx_ray.control.paper_policies import CgxPolicy
+from cgx_ray.control.policy import AdaptivePolicy, Policy
 from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import NodeSample
@@ -29,7 +30,7 @@ REPORT_STEPS = 5
 
 
 class GatheredControl:
-    """A `Session` with policy "adaptive" that decides on rank 0. All ranks call `after_step` after each step.
+    """A `Session` with policy "adaptive" or "cgx" that decides on rank 0. All ranks call `after_step` after each step.
 
     Every rank counts as a node. No probes run: messages alone tell the network.
     """
@@ -38,9 +39,7 @@ class GatheredControl:
         self.settings = settings
         self._host = HostMonitor()
         self._folder = tempfile.TemporaryDirectory()
-        options = codec_options(settings.candidate_codecs())
-        policy = AdaptivePolicy(options, min_gain=settings.min_gain, review_s=settings.review_s)
-        self._loop = ControlLoop(policy, Journal(Path(self._folder.name) / "decisions.jsonl"))
+        self._loop = ControlLoop(_policy(settings), Journal(Path(self._folder.name) / "decisions.jsonl"))
         self._num_told = 0
         self._attachment: cgx_ray.Attachment | None = None
 
@@ -86,3 +85,10 @@ class GatheredControl:
     def __exit__(self, *error: object) -> None:
         process.session = process.attachment = None
         self._folder.cleanup()
+
+
+def _policy(settings: Settings) -> Policy:
+    if settings.policy == "cgx":
+        return CgxPolicy(settings.used_method, review_s=settings.review_s)
+    options = codec_options(settings.candidate_codecs())
+    return AdaptivePolicy(options, min_gain=settings.min_gain, review_s=settings.review_s)

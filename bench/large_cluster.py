@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from cgx_ray.collectives.minimum import partners
+from cgx_ray.collectives.greeting import greeted
 from cgx_ray.engine.counted import MAX_BURSTS, counted_lags, counted_peers, tells_rates
 from cgx_ray.engine.gain_schedule import is_measured
 from cgx_ray.monitors.agent import measured_nodes
@@ -176,7 +176,7 @@ class Reports:
         return [
             (rank, peer)
             for rank in range(node * size, (node + 1) * size)
-            for peer in counted_lags(rank, nodes, {peer: 0.0 for peers in partners(rank, len(nodes)) for peer in peers})
+            for peer in counted_lags(rank, nodes, dict.fromkeys(greeted(rank, len(nodes)), 0.0))
         ]
 
     def _noise(self) -> float:

@@ -189,7 +189,7 @@ def measure_scale(options: ScaleOptions, on_turn: Callable[[str, float], None]) 
     with tempfile.TemporaryDirectory() as folder:
         controller = (
             ray.remote(TimedController)
-            .options(num_cpus=0, max_concurrency=4 * options.num_nodes)
+            .options(num_cpus=0, max_concurrency=4 * options.num_nodes, enable_task_events=False)
             .remote(
                 AdaptivePolicy(OPTIONS, min_gain=0.8),
                 str(Path(folder) / "decisions.jsonl"),

@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from rich.table import Table
 
-from cgx_ray.bench.accuracy import CodecAccuracy
-from cgx_ray.bench.accuracy_cases import ADAPTIVE, AccuracyOptions, read_option
+from cgx_ray.bench.accuracy import CodecAccuracy, rows_beside_static
+from cgx_ray.bench.accuracy_cases import POLICIES, AccuracyOptions, read_option
 from cgx_ray.plan import DENSE
 from cgx_ray.report.show import new_table
 from cgx_ray.report.style import (
@@ -43,6 +43,7 @@ _COLORS = {
     "ef_signsgd": YELLOW,
     "powersgd": GREEN,
     "adaptive": INK,
+    "cgx": SKY,
 }
 _DASHES = ("-", "--", ":", "-.", (0, (1, 3)))
 # Losses over dense that the levels of fidelity allow.
@@ -71,6 +72,22 @@ def _cell(one: CodecAccuracy, *, is_timed: bool) -> str:
         return f"loss {sum(run.loss for run in one.runs) / len(one.runs):.4f}"
     speedup = f", {one.speedup:.1f}x as fast" if is_timed and one.speedup is not None else ""
     return f"{one.ratio:.4f} ({min(one.ratios):.3f}..{max(one.ratios):.3f}){speedup}"
+
+
+def beside_static_table(accuracies: Sequence[CodecAccuracy], *, is_timed: bool) -> Table | None:
+    """Return a table of what bits by layer save over 4 bits everywhere; None if no codec has bits."""
+    found = [one for one in accuracies if all(math.isfinite(run.bytes_over_static) for run in one.runs)]
+    if not found:
+        return None
+    rows = {row.name: row for one in found for row in one.rows(is_timed=is_timed)}
+    rows |= {row.name: row for row in rows_beside_static(accuracies, is_timed=is_timed)}
+    columns = ("wire", "error", "loss", *(("seconds", "step") if is_timed else ()))
+    table = new_table("over 4 bits everywhere, after the same steps", "", *columns, gap=0)
+    for one in found:
+        name = f"{one.workload} {_short(one.option)}"
+        cells = (rows.get(f"{one.workload} {one.option}: {column} over 4 bits") for column in columns)
+        table.add_row(name, *("" if row is None else f"{row.value:.3f}" for row in cells))
+    return table
 
 
 def plot_accuracy(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy], path: Path) -> None:
@@ -110,7 +127,7 @@ def _styles(accuracies: Sequence[CodecAccuracy]) -> dict[str, dict[str, Any]]:
 
 def _short(option: str) -> str:
     """Return an option without the scheme that its codec usually has."""
-    if option in ADAPTIVE:
+    if option in POLICIES:
         return option
     codec = option.partition(" over ")[0]
     return codec if option != codec and option == str(read_option(codec)) else option

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from click.testing import CliRunner
 from matplotlib.image import imread
 
 from cgx_ray.bench.accuracy import CodecAccuracy, TrainingRun, accuracies_of, rows_of
-from cgx_ray.bench.accuracy_cases import ADAPTIVE, CODECS, WORKLOADS, AccuracyOptions, quick_options, read_option
+from cgx_ray.bench.accuracy_cases import CODECS, POLICIES, WORKLOADS, AccuracyOptions, quick_options, read_option
 from cgx_ray.bench.accuracy_workloads import load_task
-from cgx_ray.bench.show_accuracy import accuracy_table, plot_accuracy
+from cgx_ray.bench.show_accuracy import accuracy_table, beside_static_table, plot_accuracy
 from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
@@ -40,7 +41,7 @@ def _run(option: str, *losses: float, seed: int = 0, has_diverged: bool = False)
 
 def test_a_small_run_trains_with_every_codec_and_writes_rows_table_and_picture(tmp_path: Path) -> None:
     out, plot = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
-    codecs = "bf16; qsgd:bits=2; topk:density=0.01 over artopk_ring; prefix:ratio=4; adaptive; adaptive fast"
+    codecs = "bf16; qsgd:bits=2; topk:density=0.01 over artopk_ring; prefix:ratio=4; adaptive; adaptive fast; cgx dp"
     done = _bench(
         *("--workloads", "digits", "--codecs", codecs, "--seeds", "1", "--steps", "30", "--ranks", "2"),
         *("--json", str(out), "--plot", str(plot)),
@@ -51,7 +52,7 @@ def test_a_small_run_trains_with_every_codec_and_writes_rows_table_and_picture(t
     rows = {row["name"]: row for row in written["rows"]}
     assert len(rows) == len(written["rows"])
     given = [text.strip() for text in codecs.split(";")]
-    names = [text if text in ADAPTIVE else str(read_option(text)) for text in ("dense", *given)]
+    names = [text if text in POLICIES else str(read_option(text)) for text in ("dense", *given)]
     losses = {name: rows[f"digits {name}: loss"] for name in names}
     assert {row["baseline"] for row in losses.values()} == {losses["dense"]["value"]}
     assert losses["dense"]["ratio"] == 1
@@ -108,6 +109,23 @@ def test_where_links_have_a_rate_times_are_shown_and_drawn(tmp_path: Path) -> No
     plot_accuracy(options, accuracies, tmp_path / "timed.png")
     plot_accuracy(AccuracyOptions(workloads=("digits",), codecs=(), num_seeds=1), accuracies, tmp_path / "plain.png")
     assert imread(tmp_path / "timed.png").shape[0] > imread(tmp_path / "plain.png").shape[0]
+
+
+def test_policies_are_compared_with_4_bits_everywhere() -> None:
+    four = replace(_run("qsgd:bits=4,bucket_size=128 over sra", 3.0, 2.0), bytes_over_static=1.0, error_over_static=1.0)
+    four, chosen = replace(four, step_s=0.1), replace(_run("cgx dp", 3.0, 2.1), step_s=0.08)
+    chosen = replace(chosen, bytes_over_static=0.65, error_over_static=2.5)
+    accuracies = accuracies_of([_run("dense", 3.0, 2.0), four, chosen])
+    options = AccuracyOptions(workloads=("digits",), codecs=(), num_seeds=1, rate_bit_per_s=1e8)
+    rows = {row.name: row for row in rows_of(options, accuracies)}
+    found = {what: rows[f"digits cgx dp: {what} over 4 bits"] for what in ("wire", "error", "loss", "seconds", "step")}
+    assert [row.value for row in found.values()] == pytest.approx([0.65, 2.5, 1.05, 1.0, 0.8])
+    assert [row.met for row in found.values()] == [True, False, False, True, True]
+    assert "digits dense: wire over 4 bits" not in rows
+    table = beside_static_table(accuracies, is_timed=True)
+    assert table is not None
+    assert list(table.columns[1].cells) == ["1.000", "0.650"]
+    assert beside_static_table(accuracies[:1], is_timed=True) is None
 
 
 def test_a_rate_needs_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ _BENCHES = {
         "Train small models with each codec and dense, and compare the losses.",
     ),
     "adapt": ("cgx_ray.commands.bench.adapt:adapt", "Drive the control loop in a simulated cluster, or in a lab."),
+    "chaos": ("cgx_ray.commands.bench.chaos:chaos", "Train beside random faults, and compare with a quiet run."),
     "collectives": ("cgx_ray.commands.bench.collectives:collectives", "Time schemes against Gloo and the bound."),
     "kernels": ("cgx_ray.commands.bench.kernels:kernels", "Measure throughput, latency and error of codecs."),
     "lab": ("cgx_ray.commands.bench.lab:lab", "Compare the lab with the alpha-beta model."),

@@ -9,7 +9,7 @@ import click
 from cgx_ray.bench.accuracy import TrainingRun, accuracies_of, measure_accuracy, rows_of
 from cgx_ray.bench.accuracy_cases import CODECS, WORKLOADS, AccuracyOptions, quick_options
 from cgx_ray.bench.accuracy_workloads import check_workload
-from cgx_ray.bench.show_accuracy import accuracy_table, plot_accuracy
+from cgx_ray.bench.show_accuracy import accuracy_table, beside_static_table, plot_accuracy
 from cgx_ray.commands.options import console_for, json_option, plot_option
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
@@ -23,8 +23,8 @@ from cgx_ray.units import parse_rate
 @click.option(
     "--codecs",
     metavar="TEXT;...",
-    help='Compare these with dense, such as "qsgd:bits=2; topk:density=0.01 over artopk_ring"; "adaptive" and '
-    '"adaptive fast" are policies.  [default: 14 codecs]',
+    help='Compare these with dense, such as "qsgd:bits=2; topk:density=0.01 over artopk_ring"; "adaptive", '
+    '"adaptive fast" and "cgx dp" are policies.  [default: 14 codecs]',
 )
 @click.option("--seeds", default=3, show_default=True, help="Trainings per codec and workload.")
 @click.option("--steps", default=300, show_default=True, help="Steps per training.")
@@ -73,6 +73,9 @@ def _run(options: AccuracyOptions, json_path: str | None, plot: Path) -> None:
 
         accuracies = accuracies_of(measure_accuracy(options, on_run))
     console.print(accuracy_table(options, accuracies))
+    beside = beside_static_table(accuracies, is_timed=options.rate_bit_per_s is not None)
+    if beside is not None:
+        console.print(beside)
     if json_path:
         write_result("accuracy", rows_of(options, accuracies), json_path)
     plot_accuracy(options, accuracies, plot)

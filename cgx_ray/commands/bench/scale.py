@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import click
-from rich.table import Table
 
 from cgx_ray.bench.monitor_cost import local_ray
 from cgx_ray.bench.scale import QUICK, ScaleOptions, measure_scale
 from cgx_ray.commands.options import console_for, json_option
-from cgx_ray.report.result import Row, write_result
-from cgx_ray.report.show import new_table, print_line, progress_bar
+from cgx_ray.report.result import result_table, write_result
+from cgx_ray.report.show import print_line, progress_bar
 
 
 @click.command()
@@ -36,18 +35,7 @@ def scale(minutes: float, nodes: int, ranks_per_node: int, agreeing: int, json_p
         numbers = measure_scale(options, on_turn)
     rows = numbers.rows(options)
     num_ranks = options.num_nodes * options.ranks_per_node
-    console.print(scale_table(f"{num_ranks:,} ranks on {options.num_nodes:,} nodes", rows))
+    console.print(result_table(f"{num_ranks:,} ranks on {options.num_nodes:,} nodes", rows))
     print_line(console, f"agreement: {options.num_agreeing} processes on this machine; baseline: each sends to all")
     if json_path:
         write_result("scale", rows, json_path)
-
-
-def scale_table(title: str, rows: list[Row]) -> Table:
-    """Return the numbers beside their goals."""
-    table = new_table(title, "", "value", "unit", "baseline", "goal", "met")
-    for row in rows:
-        value, baseline = ("" if number is None else f"{number:.4g}" for number in (row.value, row.baseline))
-        colour = {"yes": "green", "no": "red"}.get(row.verdict)
-        verdict = f"[{colour}]{row.verdict}[/]" if colour else ""
-        table.add_row(row.name.replace("_", " "), value, row.unit, baseline, row.goal or "", verdict)
-    return table
