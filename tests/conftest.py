@@ -12,9 +12,13 @@ from support.cuda_emulator import Emulator
 
 from cgx_ray.runtime_ext import cuda_launch, ops, sparse
 
-# Folders whose tests start Ray, or look at the rates and latencies of links: one after the other, on one worker of
-# pytest-xdist. All other tests of one file stay together, for the sake of what they share.
-ONE_AT_A_TIME = {"ray", "lab", "monitors", "bench"}
+# Tests that run one after the other on one worker of pytest-xdist, by folder or file. The first ones look at rates and
+# latencies, or start a Ray that other programs of this machine may find; the others start Ray clusters that only they
+# know. All other tests of one file stay together, for the sake of what they share.
+_SCOPES = {
+    "rates and Ray": {"ray", "lab", "monitors", "bench", "test_failing_controller", "test_network_cut"},
+    "own clusters of Ray": {"test_job_submit", "test_wheel", "test_elastic", "test_driver_ends"},
+}
 
 
 @pytest.hookimpl(optionalhook=True)  # `make test-gpu` does without pytest-xdist
@@ -25,7 +29,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = Path(nodeid.partition("::")[0])
-            return "one at a time" if file.parent.name in ONE_AT_A_TIME else str(file)
+            scopes = {name: scope for scope, names in _SCOPES.items() for name in names}
+            return scopes.get(file.stem) or scopes.get(file.parent.name) or str(file)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            # They take the longest, so they begin first.
+            for name in reversed(_SCOPES):
+                if name in self.workqueue:
+                    self.workqueue.move_to_end(name, last=False)
+            super()._assign_work_unit(node)
 
     return ByFolder(config, log)
 

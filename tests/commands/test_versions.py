@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -60,3 +61,16 @@ def test_the_old_ray_train_is_one_error_that_names_the_remedy() -> None:
 
     with pytest.raises(ConfigError, match=r"^cgx_ray needs Ray Train v2; leave out RAY_TRAIN_V2_ENABLED=0"):
         run_facts(SimpleNamespace())
+
+
+def test_the_bounds_are_the_oldest_versions_that_were_run() -> None:
+    """docs/versions.md, which `.ci/versions` writes, against pyproject.toml."""
+    page = (ROOT / "docs" / "versions.md").read_text()
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+)\S* \| ([\d.]+) \| \d+ passed \|", page, re.MULTILINE)
+    assert rows
+    for column, name in ((1, "torch"), (2, "ray")):
+        oldest = min(tuple(map(int, row[column].split(".")[:2])) for row in rows)
+        assert ".".join(map(str, oldest)) == OLDEST[name], name
+    pythons = {row[0] for row in rows}
+    bound = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert bound == f">={min(pythons, key=lambda version: tuple(map(int, version.split('.'))))}"

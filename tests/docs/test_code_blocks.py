@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -108,9 +109,11 @@ def find_command(words: list[str]) -> tuple[click.Command, list[str]]:
 
 def check_command(text: str) -> None:
     """Raise UsageError if `text` has an unknown command or option, or an option without its value."""
-    for part in re.split(r"[;|]", text.partition(" #")[0]):
-        words = shlex.split(part)
-        if words[:1] != ["cgx-ray"]:
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";|")
+    lexer.whitespace_split = True
+    for is_end, part in itertools.groupby(lexer, lambda word: word in (";", "|")):
+        words = list(part)
+        if is_end or words[:1] != ["cgx-ray"]:
             continue
         command, rest = find_command(words[1:])
         if isinstance(command, click.Group) and rest[:1] == ["..."]:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from making import fault_tables
 from making.commands_page import PAGE, commands_page
 from making.docstrings import with_lists
 from making.links import ELSEWHERE, with_site_links
@@ -61,6 +62,12 @@ def test_pictures_that_pages_show_exist_and_every_picture_is_shown() -> None:
 
 def test_the_page_of_commands_is_up_to_date() -> None:
     assert PAGE.read_text() == commands_page(), "run: .venv/bin/python docs/making/commands_page.py"
+
+
+def test_the_tables_of_faults_are_up_to_date_and_have_every_marked_test() -> None:
+    assert fault_tables.PAGE.read_text() == fault_tables.page(), "run: .venv/bin/python docs/making/fault_tables.py"
+    listed = [name for names in fault_tables.THEMES.values() for name in names]
+    assert sorted(listed) == sorted(fault_tables.marked_files())
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def exchange(meshes: list[Mesh]) -> None:
     assert torch.equal(received, sent)
 
 
+@pytest.mark.fault("1,000 silent connections where ranks exchange gradients", "the ranks connect all the same")
 @pytest.mark.parametrize("says", [b"", b"cgx3", HELLO + TOKEN[: TOKEN_BYTES // 2 - 1]])
 def test_a_thousand_strangers_before_the_ranks_do_not_stop_them(says: bytes) -> None:
     meshes, addresses = two_meshes()
@@ -82,6 +83,7 @@ def free_descriptors(count: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.fault("no file descriptors are left while ranks connect", "an error that names the limit to raise")
 def test_a_rank_without_file_descriptors_says_so_at_once() -> None:
     meshes, addresses = two_meshes()
     with rank_1(addresses) as other:
@@ -160,6 +162,7 @@ CLEAN = (
 )
 
 
+@pytest.mark.fault("random frames of one who knows the token", "one clean error")
 @pytest.mark.parametrize("seed", range(40))
 def test_random_bytes_of_a_token_holder_are_one_clean_error(seed: int) -> None:
     chance = random.Random(seed)

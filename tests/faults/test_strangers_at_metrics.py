@@ -30,6 +30,7 @@ def read(endpoint: Endpoint) -> int:
     return status
 
 
+@pytest.mark.fault("1,000 silent connections to `serve_metrics`", "Prometheus still reads")
 @pytest.mark.parametrize("says", [b"", b"GET /metrics HTTP/1.1\r\nHost: a"])
 def test_a_thousand_silent_connections_take_few_threads_and_do_not_stop_prometheus(
     endpoint: Endpoint, says: bytes

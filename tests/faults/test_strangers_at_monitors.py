@@ -36,6 +36,7 @@ def honest(server: GuardedServer) -> float:
     return ASK[type(server)](server.address)
 
 
+@pytest.mark.fault("1,000 silent connections to echo and bulk servers", "honest probes get through")
 def test_a_thousand_silent_connections_do_not_stop_honest_probes_and_are_hung_up_on(
     server: GuardedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,6 +137,7 @@ def test_who_crowds_the_server_makes_the_room(monkeypatch: pytest.MonkeyPatch) -
             one.close()
 
 
+@pytest.mark.fault("a server may open no more files", "it pauses, says so, and goes on")
 def test_without_file_descriptors_the_server_pauses_and_then_goes_on(
     server: GuardedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,6 +176,7 @@ def flood(client: socket.socket) -> None:
         client.sendall(bytes(1 << 16))
 
 
+@pytest.mark.fault("a byte now and then into the bulk server", "hung up on; honest probes get through")
 def test_a_byte_now_and_then_holds_the_bulk_server_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MAX_PROBE_S", 0.5)
     with closing(BulkServer(HOST)) as bulk, connect(*bulk.address, timeout_s=20) as slow:
@@ -199,6 +202,7 @@ def test_who_sends_before_its_turn_is_hung_up_on_and_not_read() -> None:
         assert measure_tcp(*bulk.address, NUM_BYTES).bytes_per_s > 0
 
 
+@pytest.mark.fault("a flood into the bulk server", "not read, and hung up on")
 def test_a_flood_of_strangers_is_not_read() -> None:
     with closing(BulkServer(HOST)) as bulk:
         stranger = socket.create_connection(bulk.address[:2], timeout=20)
@@ -207,6 +211,7 @@ def test_a_flood_of_strangers_is_not_read() -> None:
         assert measure_tcp(*bulk.address, NUM_BYTES).bytes_per_s > 0
 
 
+@pytest.mark.fault("a flood of small packets with the token", "memory stays bounded")
 def test_a_flood_of_small_packets_takes_bounded_memory_and_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_MAX_ARRIVALS", 50)
     with closing(BulkServer(HOST)) as bulk:

@@ -14,14 +14,18 @@ import pytest
 import torch
 from support.ray_processes import ENV, RayNodes, end_with_children
 
-from cgx_ray.session.states import merge_states
-
 SIZES = (4, 3, 1, 4)
 
 
 def _states(log: Path, group: int, end: str) -> list[dict[str, Any]]:
     paths = [log / f"group{group}-{end}-rank{rank}-of-{SIZES[group]}.pt" for rank in range(SIZES[group])]
     return [torch.load(path, weights_only=True) for path in paths]
+
+
+def _owed(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return the mean of the residuals by layer, which is the gradient that is still owed."""
+    names = states[0]["residuals"]
+    return {name: torch.stack([state["residuals"][name] for state in states]).mean(0) for name in names}
 
 
 def _wait_for(log: Path, group: int) -> None:
@@ -68,6 +72,8 @@ def _train_elastically(nodes: RayNodes, tmp_path: Path, log: Path) -> list[BaseE
 
 
 # Four worker groups start one after the other, each in 20 to 60 s.
+@pytest.mark.slow
+@pytest.mark.fault("nodes leave and come: 4, 3, 1 and 4 workers with Ray", "the mean of what is owed stays the same")
 @pytest.mark.timeout(900)
 def test_residuals_keep_their_sum_while_workers_leave_and_come(tmp_path: Path) -> None:
     """4 -> 3 -> 1 -> 4 workers: nodes are killed, then one joins. The mean of residuals is the gradient still owed."""
@@ -81,11 +87,11 @@ def test_residuals_keep_their_sum_while_workers_leave_and_come(tmp_path: Path) -
             nodes.end()
     assert errors == []
     for group in range(1, len(SIZES)):
-        _, before = merge_states(_states(log, group - 1, "end"))
-        _, after = merge_states(_states(log, group, "begin"))
-        assert set(after["residuals"]) == {"0.weight", "2.weight"}
-        for name, residual in before["residuals"].items():
+        before = _owed(_states(log, group - 1, "end"))
+        after = _owed(_states(log, group, "begin"))
+        assert set(after) == {"0.weight", "2.weight"}
+        for name, residual in before.items():
             assert residual.norm() > 0
-            torch.testing.assert_close(after["residuals"][name], residual, rtol=0, atol=1e-6)
+            torch.testing.assert_close(after[name], residual, rtol=0, atol=1e-6)
     # Alone, a worker exchanges nothing and owes what it has taken over.
     assert [_states(log, group, "begin")[0]["step"] for group in range(4)] == [0, 6, 12, 12]

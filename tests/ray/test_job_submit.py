@@ -17,12 +17,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.endings import RAYS_OWN, actors_below, listening
 from support.ray_processes import ENV, RAY, end_with_children, free_ports
 from support.wheels import ROOT, make_environment
 
 TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node 2"
-# Actors of Ray Train that Ray leaves to end by themselves, minutes later.
-RAYS_OWN = {"JobSupervisor", "PlacementGroupCleaner", "_AutoscalingCoordinatorActor"}
 SENT = r"(?P<less>[\d.,]+) MB of (?P<more>[\d.,]+) MB"
 DIGITS = r"accuracy [789]\d\.\d%, (?P<{}>[\d,]+) bytes sent per step and rank\n"
 
@@ -172,16 +171,13 @@ def test_a_stopped_job_leaves_nothing_behind(jobs: Jobs, tmp_path: Path) -> None
 
 
 def running(jobs: Jobs) -> set[str]:
-    """Names of the cluster's actors and drivers that run: Ray names a process after its class. Idle workers stay."""
-    names = set()
+    """Names of the cluster's actors and drivers that run. Idle workers stay, and so do Ray's own actors."""
+    drivers = set()
     for process in psutil.Process(jobs.head.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            command = " ".join(process.cmdline())
-            if command.startswith("ray::"):
-                names.add(command.partition(".")[0].split()[0])
-            elif "examples/" in command:
-                names.add(command)
-    return names - {"ray::IDLE", *(f"ray::{name}" for name in RAYS_OWN)}
+            if "examples/" in (command := " ".join(process.cmdline())):
+                drivers.add(command)
+    return drivers | actors_below(jobs.head.pid)
 
 
 def alive_actors(jobs: Jobs) -> set[str]:
@@ -194,9 +190,3 @@ def alive_actors(jobs: Jobs) -> set[str]:
 
 def our_segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("cgx-ray-*")}
-
-
-def listening(port: int) -> set[str]:
-    """The ports, of ten from `port` on, at which somebody listens, on any address."""
-    found = {str(one.laddr.port) for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
-    return found & set(map(str, range(port, port + 10)))

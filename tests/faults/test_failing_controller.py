@@ -1,0 +1,117 @@
+"""A controller that stands still, or whose policy raises: training goes on, and ends in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.util.state import list_actors
+from support import train_functions
+from support.failing_control import RaisingConfig
+from support.failing_ranks import WITHIN_S
+
+import cgx_ray
+from cgx_ray.ray_train import config as ray_config
+
+pytestmark = [
+    # Ray's own: it leaves sockets and files open until its processes end, and calls its own deprecated APIs.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+]
+NUM_STEPS = 300
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Path]:
+    """A Ray cluster, as the folder of its session."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env_vars = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    context = ray.init(
+        num_cpus=4, include_dashboard=True, dashboard_port=0, log_to_driver=False, runtime_env={"env_vars": env_vars}
+    )
+    yield Path(context.address_info["session_dir"])
+    ray.shutdown()
+
+
+def fit(tmp_path: Path, config: Any) -> None:
+    (tmp_path / "log").mkdir()
+    TorchTrainer(
+        train_functions.train,
+        train_loop_config={"log": str(tmp_path / "log"), "steps": NUM_STEPS, "pace": True},
+        torch_config=config,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    ).fit()
+
+
+def hashes_of(tmp_path: Path, rank: int) -> list[str]:
+    lines = (tmp_path / "log" / f"rank{rank}-from0.jsonl").read_text().splitlines()[1:]
+    return [json.loads(line)["hash"] for line in lines]
+
+
+def controller_pid() -> int:
+    address = ray.get_runtime_context().gcs_address
+    actors = list_actors(address=address, filters=[("state", "=", "ALIVE"), ("class_name", "=", "Controller")])
+    (pid,) = [actor.pid for actor in actors]
+    return int(pid)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.fault("the controller stands still (SIGSTOP)", "training goes on; the end waits for it for 9 s at most")
+def test_a_stopped_controller_holds_up_neither_the_training_nor_its_end(tmp_path: Path) -> None:
+    stopped, stopped_s = list[int](), list[float]()
+
+    def stop_after_decision() -> None:
+        path = tmp_path / "run" / "decisions.jsonl"
+        end_s = time.monotonic() + 60
+        while not path.exists() or '"decision"' not in path.read_text():
+            assert time.monotonic() < end_s, "no decision"
+            time.sleep(0.2)
+        stopped.append(controller_pid())
+        os.kill(stopped[0], signal.SIGSTOP)
+        stopped_s.append(time.time())
+
+    thread = threading.Thread(target=stop_after_decision)
+    thread.start()
+    link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 2e7),))
+    fit(tmp_path, cgx_ray.CGXConfig(simulated_link=link))
+    ended_s = time.time()
+    thread.join()
+    assert len(hashes_of(tmp_path, 0)) == NUM_STEPS
+    assert hashes_of(tmp_path, 0) == hashes_of(tmp_path, 1)
+    assert ray_config.CLOSE_TIMEOUT_S + ray_config.HISTORY_TIMEOUT_S < 10
+    last_step_s = max(path.stat().st_mtime for path in (tmp_path / "log").iterdir())
+    assert stopped_s[0] < last_step_s, "it was stopped too late to hold up anything"
+    assert ended_s - last_step_s < WITHIN_S
+    # Ray takes some seconds to kill a process that does not answer.
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in stopped if psutil.pid_exists(pid)], timeout=60)
+    for process in alive:
+        process.kill()
+    assert alive == []
+
+
+@pytest.mark.slow
+@pytest.mark.fault("the controller raises at every decision", "training goes on with its first plan; the log says why")
+def test_a_controller_that_raises_does_not_hold_up_the_training(cluster: Path, tmp_path: Path) -> None:
+    link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 2e7),))
+    fit(tmp_path, RaisingConfig(simulated_link=link))
+    assert len(hashes_of(tmp_path, 0)) == NUM_STEPS
+    assert hashes_of(tmp_path, 0) == hashes_of(tmp_path, 1)
+    logs = [path.read_text() for path in (cluster / "logs").glob("worker-*.err")]
+    assert any("could not be used (ZeroDivisionError('no plan can be found'))" in text for text in logs)
+    events = [json.loads(line)["event"] for line in (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()]
+    assert (events[0], events[-1]) == ("start", "end")
+    assert "decision" not in events

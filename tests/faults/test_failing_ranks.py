@@ -1,0 +1,163 @@
+"""A rank that fails, stops or stands still while it trains: the others say which, and do not wait for half an hour.
+
+Errors must come long before the time-out of the engine, which is that of torch: half an hour. `run_ranks` waits for two
+minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from support.branches import Branches, train
+from support.ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.engine.group import Group
+from cgx_ray.engine.step import StepRun
+
+NUM_RANKS = 3
+FAILING = 1
+WAYS: dict[str, dict[str, Any]] = {
+    "tcp": {"shared_memory": False},
+    "shared memory": {},
+    "gloo": {"transport": "gloo"},
+}
+
+
+def _fail_in(step: int) -> None:
+    """Let this rank find a damaged message in `step`."""
+    begin = StepRun._begin
+
+    def fail(self: StepRun, group: Group) -> None:
+        if self.number == step:
+            raise cgx_ray.WireError(f"step {step}, group {group.index}: message of rank 0 was damaged (CRC-32C)")
+        begin(self, group)
+
+    StepRun._begin = fail  # type: ignore[method-assign]
+
+
+def _train_until_error(model: DistributedDataParallel, rank: int) -> str:
+    with pytest.raises((cgx_ray.CGXError, RuntimeError)) as caught:
+        train(model, rank, range(1000))
+    return str(caught.value)
+
+
+def _others_wait(rank: int, way: str, codec: str) -> str:
+    model = DistributedDataParallel(Branches())
+    arguments = {"codec": codec, "scheme": "dense" if codec == "none" else "sra", **WAYS[way]}
+    attachment = cgx_ray.attach(model, **arguments)
+    if rank == FAILING:
+        _fail_in(2)
+    said = _train_until_error(model, rank)
+    attachment.close()
+    return said
+
+
+@pytest.mark.fault("a damaged message, over TCP, shared memory or Gloo", "that error, on all ranks")
+@pytest.mark.parametrize("codec", ["none", "qsgd"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_of_one_rank_ends_the_exchange_on_all_and_is_named(way: str, codec: str) -> None:
+    results = run_ranks(NUM_RANKS, _others_wait, way, codec)
+    for said in results:
+        assert "message of rank 0 was damaged (CRC-32C)" in said
+    assert all(
+        f"the first error: rank {FAILING}: step 2" in said for rank, said in enumerate(results) if rank != FAILING
+    )
+
+
+def _stopped_for_ever(rank: int, way: str) -> str:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="none", scheme="dense", silent_s=5, **WAYS[way])
+    pids: list[int] = [0] * NUM_RANKS
+    dist.all_gather_object(pids, os.getpid())
+    train(model, rank, range(2))
+    # Else the rank may be stopped in these steps.
+    dist.barrier()
+    if rank == 0:
+        os.kill(pids[FAILING], signal.SIGSTOP)
+    said = _train_until_error(model, rank)
+    if rank == 0:
+        # For the end of the test. The rank then hears that the others have given up.
+        os.kill(pids[FAILING], signal.SIGCONT)
+    attachment.close()
+    return said
+
+
+@pytest.mark.fault("SIGSTOP for ever", "named by all after `silent_s`")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_is_stopped_for_ever_is_named_by_all(way: str) -> None:
+    for said in run_ranks(NUM_RANKS, _stopped_for_ever, way):
+        assert f"rank {FAILING} has been silent for 5 s" in said
+
+
+def _continue_after(stopped: psutil.Process, seconds: float) -> None:
+    while stopped.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.05)
+    time.sleep(seconds)
+    stopped.resume()
+
+
+def _stopped_for_a_while(rank: int) -> tuple[list[str], float]:
+    """Return the hashes of the weights, and the longest time that this rank reports for its compute."""
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="qsgd", scheme="sra", shared_memory=False)
+    pids: list[int] = [0] * NUM_RANKS
+    dist.all_gather_object(pids, os.getpid())
+    hashes = train(model, rank, range(2))
+    if rank == 0:
+        threading.Thread(target=_continue_after, args=(psutil.Process(pids[FAILING]), 5)).start()
+    if rank == FAILING:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    hashes += train(model, rank, range(2, 6))
+    longest_s = max(sample.compute_s for sample in attachment.take_samples())
+    attachment.close()
+    return hashes, longest_s
+
+
+@pytest.mark.fault("SIGSTOP for 5 s", "training goes on; the rank is reported as slow")
+def test_a_rank_that_is_stopped_for_a_while_is_reported_as_slow_and_all_go_on() -> None:
+    results = run_ranks(NUM_RANKS, _stopped_for_a_while)
+    assert len({tuple(hashes) for hashes, _ in results}) == 1
+    # The controller compares these times, see `JoinedStep.slowness`.
+    assert results[FAILING][1] == max(longest_s for _, longest_s in results) > 1
+
+
+def _close_in_a_step(rank: int) -> str:
+    """Rank 0 closes while its own backward waits for others, which never begin the step."""
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="none", scheme="dense", shared_memory=False)
+    train(model, rank, range(2))
+    if rank > 0:
+        dist.barrier()
+        return _train_until_error(model, rank)
+    said, has_begun = list[str](), threading.Event()
+    begin = StepRun._begin
+
+    def note(self: StepRun, group: Group) -> None:
+        begin(self, group)
+        has_begun.set()
+
+    StepRun._begin = note  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: said.append(_train_until_error(model, rank)))
+    thread.start()
+    assert has_begun.wait(60)
+    attachment.close(timeout_s=1)
+    thread.join()
+    dist.barrier()
+    return said[0]
+
+
+@pytest.mark.fault(
+    "one rank closes in the middle of a step", "it hangs up after `timeout_s` of `close`; the others say so"
+)
+def test_close_hangs_up_on_a_step_that_does_not_end() -> None:
+    for said in run_ranks(NUM_RANKS, _close_in_a_step):
+        assert "rank 0, step 2: closed, and 1 s later other ranks had not taken part in the exchange" in said

@@ -1,0 +1,51 @@
+"""Restarts with other numbers of ranks: what ranks owe, and what they remember of momentum, keeps its mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.branches import Branches, train
+from support.ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+
+SIZES = (4, 2, 3, 4)
+NUM_STEPS = 4
+
+
+def _states(checkpoint: Path) -> list[dict[str, Any]]:
+    return [torch.load(path, weights_only=True) for path in sorted(checkpoint.glob("*"))]
+
+
+def _train_on(rank: int, number: int, folder: Path) -> dict[str, Any]:
+    """Train as worker group `number`, from the checkpoint of the one before; return the memory at the beginning."""
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="dgc:density=0.05", scheme="allgather")
+    if number > 0:
+        attachment.load_state_dict(_states(folder / f"{number - 1}"))
+    begin = attachment.state_dict()
+    train(model, rank, range(NUM_STEPS * number, NUM_STEPS * (number + 1)))
+    torch.save(attachment.state_dict(), folder / f"{number}" / f"{rank}.pt")
+    attachment.close()
+    return begin
+
+
+@pytest.mark.fault("restarts with 4, 2, 3 and 4 ranks", "the mean of what is owed, and of momentum, stays the same")
+def test_the_mean_of_all_memory_is_kept_over_restarts_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    for number, size in enumerate(SIZES):
+        (tmp_path / f"{number}").mkdir()
+        begins = run_ranks(size, _train_on, number, tmp_path)
+        assert [begin["step"] for begin in begins] == [NUM_STEPS * number] * size
+        ended = _states(tmp_path / f"{number - 1}") if number > 0 else begins
+        for kind in ("residuals", "momentum"):
+            assert begins[0][kind].keys() == ended[0][kind].keys() != set()
+            for name in begins[0][kind]:
+                before_N, after_N = (
+                    torch.stack([state[kind][name] for state in states]).mean(0) for states in (ended, begins)
+                )
+                assert float(before_N.norm()) > 0 or number == 0
+                torch.testing.assert_close(after_N, before_N, rtol=0, atol=1e-6)
