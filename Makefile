@@ -1,4 +1,5 @@
-# make demo | test | check | bench | bare | test-gpu; each but test-gpu first makes .venv if it is missing or out of date.
+# make demo | test | test-faults | check | bench | bare | test-gpu | test-sanitize; each but test-gpu first makes .venv
+# if it is missing or out of date.
 # More arguments: make demo ARGS="--workers 2 --json out.json", make test ARGS="-k codec",
 # make bench BENCH=kernels ARGS="--json kernels.json"
 
@@ -10,14 +11,18 @@ BIN := .venv/bin
 CSRC := $(wildcard $(foreach e,c cpp hpp h cu cuh,runtime_ext/csrc/*.$(e) runtime_ext/csrc/*/*.$(e)))
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check bench bare test-gpu system
+.PHONY: demo test test-faults check bench bare test-gpu test-sanitize system
 .DELETE_ON_ERROR:
 
 demo: system .venv/.installed
 	@$(BIN)/cgx-ray demo $(ARGS)
 
 test: system .venv/.installed
-	@$(BIN)/pytest -m "not gpu" -n 2 $(ARGS)
+	@$(BIN)/pytest -m "not gpu and not slow" -n 2 $(ARGS)
+
+# Every fault of docs/reliability.md.
+test-faults: system .venv/.installed
+	@$(BIN)/pytest -m fault -n 2 $(ARGS)
 
 # Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
 # pytest-timeout and hypothesis, and cmake. -P keeps ./cgx_ray, which lacks the native module, off the path.
@@ -28,6 +33,24 @@ test-gpu:
 	cmake --build build/gpu/native --parallel
 	@cp build/gpu/native/_native*.so build/gpu/cgx_ray/runtime_ext/
 	PYTHONPATH=build/gpu $(PYTHON) -P -m pytest -m gpu -W default::DeprecationWarning tests/kernels/test_cuda_*.py tests/kernels/test_kernel_arguments.py tests/engine/test_cuda_engine.py $(ARGS)
+
+# Decoders of all codecs, and what strangers write, under AddressSanitizer and UBSan; mesh, rings, LocalGroup and the
+# kernels' threads under ThreadSanitizer. QUICK=1 takes about a minute, as in CI.
+BROKEN := tests/codecs/test_fuzzed_messages.py tests/collectives/test_broken_rings.py tests/faults/test_strangers_at_mesh.py
+ASAN_TESTS := $(if $(QUICK),$(BROKEN),tests/kernels tests/codecs tests/collectives $(lastword $(BROKEN)))
+SANITIZE := $(BIN)/cmake -S . -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=None
+test-sanitize: system .venv/.installed
+	$(SANITIZE) -B build/address -DCGX_RAY_SANITIZE=address
+	$(BIN)/cmake --build build/address --target _native --parallel $$(nproc)
+	$(SANITIZE) -B build/thread -DCGX_RAY_SANITIZE=thread
+	$(BIN)/cmake --build build/thread --target races --parallel $$(nproc)
+	@# ThreadSanitizer of g++ 12 wants addresses that are not random.
+	$$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/races $(if $(QUICK),1,20)
+	@# In C++ exceptions AddressSanitizer looks for libstdc++, which python does not link. Python does not free all memory.
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	PYTHONPATH=tests/sanitize CGX_RAY_NATIVE="$$(echo $(CURDIR)/build/address/_native*.so)" \
+	FUZZ_ROUNDS=$(if $(QUICK),1,50) $(BIN)/pytest -n 0 --capture=no --ignore-glob="*cuda*" $(ASAN_TESTS) $(ARGS)
 
 bench: .venv/.installed
 	$(if $(and $(ARGS),$(word 2,$(BENCH))),$(error ARGS are those of one bench: make bench BENCH=kernels ARGS="$(ARGS)"))
@@ -59,5 +82,5 @@ check: .venv/.installed
 system:
 	@command -v $(PYTHON) >/dev/null && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is missing or older than 3.11; give another one: make PYTHON=python3.12"; exit 1; }
-	@missing=$$(PYTHON=$(PYTHON) ./missing-packages $(if $(filter test,$(MAKECMDGOALS)),,--without-tests)); [ -z "$$missing" ] || \
+	@missing=$$(PYTHON=$(PYTHON) ./missing-packages $(if $(filter test test-faults,$(MAKECMDGOALS)),,--without-tests)); [ -z "$$missing" ] || \
 		{ echo "system packages are missing; run: apt-get install $$missing"; exit 1; }
