@@ -31,7 +31,7 @@ from cgx_ray.plan import Plan
 logger = logging.getLogger(__name__)
 
 # Rises when a record changes.
-FORMAT = 1
+FORMAT = 2
 # Files in a run's folder, oldest first.
 OLD_NAME, NAME = "steps.ring.old", "steps.ring"
 # Fraction of its bound at which a file is full, so that hardly any record finds no room.
@@ -49,6 +49,7 @@ _ADMITTED = {
     "collections": {"Counter", "defaultdict", "deque", "OrderedDict"},
     "cgx_ray.monitors.probe_schedule": {"ProbeSchedule"},
     "cgx_ray.monitors.sample": {
+        "Bandwidth",
         "Burst",
         "HostLoad",
         "InsideLink",
