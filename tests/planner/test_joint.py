@@ -114,6 +114,15 @@ def test_a_layer_with_little_error_gets_few_bits_and_one_with_much_error_keeps_m
     assert best.efficiency == pytest.approx(1 - 0.01 * lost[0] - 0.99 * lost[1])
 
 
+def test_layers_with_known_errors_divide_their_elements_and_the_others_keep_theirs() -> None:
+    layers = tuple(Layer(name=name, numel=numel, ndim=2) for name, numel in (("a", 100), ("b", 300), ("c", 50)))
+    run = measured(layers, (0.0,) * 3, network(1), squared_errors={4: {"a": 3.0, "b": 1.0}, 3: {"a": 0.0, "b": 0.0}})
+    assert run.counted_numel(QSGD.codec) == {"a": 300, "b": 100, "c": 50}
+    assert run.counted_numel(CodecSpec(name="qsgd", bucket_size=64)) == {"a": 300, "b": 100, "c": 50}
+    for codec in ("qsgd:bits=3", "qsgd:bits=2", "topk", "none"):
+        assert run.counted_numel(CodecSpec.parse(codec)) == {}, codec
+
+
 def test_codecs_that_lose_different_layers_may_lose_all_progress_and_are_not_mixed_then() -> None:
     layers = (Layer(name="wide", numel=9_000_000, ndim=2), Layer(name="loud", numel=1_000_000, ndim=2))
     few = replace(QSGD, codec=CodecSpec(name="qsgd", bits=2))

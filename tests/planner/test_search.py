@@ -164,6 +164,21 @@ def test_a_step_without_time_has_no_gap() -> None:
     assert (plan.finish_s, plan.gap) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("tolls_s", "message"),
+    [
+        (((1.0, 1.0),) * 2, "2 rows of tolls"),
+        (((1.0,),), "1 rows of tolls"),
+        (((1.0, -0.5),), "the least toll of option 0"),
+        (((1.0, math.nan),), "the sum of the tolls of option 0"),
+    ],
+)
+def test_impossible_tolls_are_refused(tolls_s: tuple[tuple[float, ...], ...], message: str) -> None:
+    cost = GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=1, network_b_s_per_element=0)
+    with pytest.raises(ConfigError, match=message):
+        Pipeline(backward_s=(0, 0), numel=(1, 1), costs=(cost,), tolls_s=tolls_s)
+
+
 @pytest.mark.parametrize("changes", [{"max_gap": -0.1}, {"max_gap": 1.0}, {"max_labels": 0}])
 def test_impossible_limits_are_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
