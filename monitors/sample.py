@@ -101,7 +101,7 @@ class StepSample:
                has memory
     layer_errors
                by layer worth compressing, |g|^2 and the share of it that qsgd with `error_bits` bits loses, on the same
-               steps; empty unless the policy chooses bits per layer
+               steps; empty if no plan needs them, and on all but the first ranks
     loss, lr   newest loss and learning rate that the training has reported since the sample before; None if it has not,
                or if they are not finite
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each

@@ -40,6 +40,9 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
         "after_s": now.after_s,
         "codec_s": cost_fields(now.codec_costs),
         "gain": dict(now.gain),
+        "squared_errors": {
+            str(bits): [errors.get(layer.name) for layer in now.layers] for bits, errors in now.squared_errors.items()
+        },
         "encodes_on": now.encodes_on,
         "errors": outlook.errors.recorded(),
         "dwell_s": situation.dwell_s if math.isfinite(situation.dwell_s) else None,
@@ -83,6 +86,11 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         network=between,
         codec_costs=_read_costs(fields["codec_s"]),
         gain=fields["gain"],
+        # Earlier journals have none.
+        squared_errors={
+            int(bits): {layer.name: error for layer, error in zip(layers, errors, strict=True) if error is not None}
+            for bits, errors in fields.get("squared_errors", {}).items()
+        },
         encodes_on=fields["encodes_on"],
         # Every plan has them, so that in force too.
         fixed=tuple(group for group in groups_of(plan, layers) if group.is_fixed),
