@@ -49,6 +49,7 @@ _ADMITTED = {
     "collections": {"Counter", "defaultdict", "deque", "OrderedDict"},
     "cgx_ray.monitors.probe_schedule": {"ProbeSchedule"},
     "cgx_ray.monitors.sample": {
+        "Bandwidth",
         "Burst",
         "HostLoad",
         "InsideLink",
