@@ -22,9 +22,9 @@ from cgx_ray.monitors.agent import LATENCY_INTERVAL_S
 from cgx_ray.monitors.guarded_server import Address
 from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.probe import Prober, measure_bulk
+from cgx_ray.monitors.probe import Prober, measure_beside_training
 from cgx_ray.monitors.round_trip import Peers
-from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.monitors.sample import Bandwidth, NodeSample
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
@@ -48,7 +48,7 @@ class PipeSession:
         self._attachment: cgx_ray.Attachment | None = None
         self._reporting = threading.Lock()
         self._targets: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._found: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[tuple[str, Bandwidth]] = queue.SimpleQueue()
         for work in (self._report_always, self._measure, self._probe):
             threading.Thread(target=work, daemon=True).start()
 
@@ -103,11 +103,11 @@ class PipeSession:
         while True:
             target = self._targets.get()
             try:
-                _, found = measure_bulk(self._bulk[target])
+                found = measure_beside_training(self._bulk[target])
             except OSError as error:
                 print(f"{target} could not be probed: {error}", file=sys.stderr)
                 continue
-            self._found.put((target, max(one.bytes_per_s for one in found)))
+            self._found.put((target, found))
 
 
 def send(message: Any) -> None:

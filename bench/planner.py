@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -23,25 +24,28 @@ from cgx_ray.bench.planner_cases import (
     RANKS_PER_NODE,
     cluster,
     earliest_finish_s,
+    longer,
     model_pipeline,
     random_pipeline,
     read_table,
     repeated,
     resnet101,
+    with_bits,
     with_hosts,
 )
 from cgx_ray.bench.planner_numbers import ModelPlan, PlannerNumbers, Scaling, SearchTime
 from cgx_ray.plan import CodecSpec, Option
 from cgx_ray.planner.cost import Link
+from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.joint import MAX_GAP, BestPlan, best_plan
 from cgx_ray.planner.models import MODEL_NAMES
-from cgx_ray.planner.options import candidate_options, offloaded
+from cgx_ray.planner.options import candidate_options, codec_options, offloaded
 from cgx_ray.planner.papers.bytecomp import CodecDevice, Path, bytecomp, option_of, path_cost, paths
 from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.pipeline import GroupCost, Pipeline, cheapest, group_cost, undominated
-from cgx_ray.planner.prediction import Measured, forget_work
+from cgx_ray.planner.prediction import Measured, forget_work, predict
 from cgx_ray.planner.search import search
 from cgx_ray.planner.strategies import named_strategies
 from cgx_ray.planner.what_if import compare_schemes
@@ -190,11 +194,28 @@ def _times(numbers: PlannerNumbers) -> None:
     on_gpus = with_hosts(resnet101(cluster(64, gbps=10, ranks_per_node=1)))
     offload_ms = _milliseconds(partial(_first_plan, on_gpus, (*options, *offloaded(options))), num_rounds=3)
     numbers.add("joint_314_offload_ms", offload_ms, "ms", "<= 200")
+    _times_with_bits(numbers)
     network = cluster(64, gbps=10)
     costs = [group_cost(option, network=network, codec_cost=GPU) for option in options]
     calls: list[Call] = [partial(cheapest, costs, 1 << 20)]
     (choice_s,) = best_seconds(calls, torch.device("cpu"), num_rounds=5)
     numbers.add("scheme_choice_us", 1e6 * choice_s, "us", "<= 50")
+
+
+def _times_with_bits(numbers: PlannerNumbers) -> None:
+    """Measure planning with errors by layer and the codecs of fidelity "balanced": qsgd with 2, 3 and 4 bits, bf16."""
+    options = codec_options(codecs_of(Fidelity.BALANCED))
+    numbers.add("bits_options", len(options), "options")
+    for num_layers, most_ms in ((314, 200), (2000, 1000)):
+        for gbps in JOINT_GBPS:
+            measured = with_bits(longer(resnet101(cluster(64, gbps=gbps)), num_layers))
+            name = f"bits_{num_layers}_{gbps:g}gbps"
+            planning_ms = _milliseconds(partial(_first_plan, measured, options), num_rounds=3)
+            numbers.add(f"{name}_ms", planning_ms, "ms", f"<= {most_ms}")
+            found = best_plan(measured, options)
+            numbers.add(f"{name}_gap", found.gap, "share", "<= 0.01")
+            by_elements = best_plan(replace(measured, squared_errors={}), options).best.groups
+            numbers.add(f"{name}_score", found.best.score / predict(measured, by_elements).score, "x by elements")
 
 
 def _sweep_layers(numbers: PlannerNumbers) -> None:

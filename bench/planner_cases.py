@@ -16,7 +16,7 @@ from cgx_ray.planner.models import load_model
 from cgx_ray.planner.options import FREE, CodecCost, candidate_codecs, host_name, offloaded
 from cgx_ray.planner.papers.bytecomp import twins
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.planner.pipeline import GroupCost, Pipeline, group_cost
+from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, group_cost
 from cgx_ray.planner.prediction import Measured
 
 _QSGD = Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
@@ -95,6 +95,32 @@ def with_hosts(measured: Measured) -> Measured:
     return replace(measured, codec_costs=costs, bus=BUS)
 
 
+def with_bits(measured: Measured) -> Measured:
+    """Return `measured` with gains of qsgd with 2 and 3 bits, and with errors that differ by layer over two decades."""
+    rng = random.Random(0)
+    scale = {layer.name: layer.numel * 10 ** rng.uniform(-1, 1) for layer in measured.layers if not layer.is_small}
+    gain = {"qsgd:bits=3,bucket_size=128": 0.95, "qsgd:bits=2,bucket_size=128": 0.6, "qsgd:bits=2,bucket_size=64": 0.7}
+    return replace(
+        measured,
+        gain={**measured.gain, **gain},
+        codec_costs={**measured.codec_costs, "qsgd": GPU},
+        squared_errors={
+            bits: {name: value / ((1 << bits) - 1) ** 2 * rng.uniform(0.9, 1.1) for name, value in scale.items()}
+            for bits in (2, 3, 4)
+        },
+    )
+
+
+def longer(measured: Measured, num_layers: int) -> Measured:
+    """Return a model of `num_layers` layers, those of `measured` again and again."""
+    layers = itertools.islice(itertools.cycle(measured.layers), num_layers)
+    return replace(
+        measured,
+        layers=tuple(replace(layer, name=f"{index} {layer.name}") for index, layer in enumerate(layers)),
+        backward_s=tuple(itertools.islice(itertools.cycle(measured.backward_s), num_layers)),
+    )
+
+
 def random_pipeline(rng: random.Random, num_layers: int, num_options: int) -> Pipeline:
     """Return a pipeline with sizes over four decades, and times of like magnitude, some of them 0.
 
@@ -135,14 +161,26 @@ def earliest_finish_s(pipeline: Pipeline) -> float:
         compute, network, done, toll = [], [], [], []
         for start in range(end):
             numel, backward_s = sum(pipeline.numel[start:end]), sum(pipeline.backward_s[start:end])
-            for cost in pipeline.costs:
+            for option, cost in enumerate(pipeline.costs):
                 before, own_s = finishes[start], cost.network_s(numel)
                 compute.append(before[0] + backward_s + cost.compute_s(numel))
                 network.append(np.maximum(before[1], compute[-1] + cost.lead_s(numel)) + own_s)
                 by_network, by_itself = before[1] + own_s + cost.tail_s(numel), compute[-1] + cost.alone_s(numel)
                 done.append(np.maximum(before[2], np.maximum(by_network, by_itself)))
-                toll.append(before[3] + cost.toll_b_s_per_element * numel)
+                toll.append(before[3] + sum(pipeline.tolls_s[option][start:end] if pipeline.tolls_s else ()))
         finishes.append((np.concatenate(compute), np.concatenate(network), np.concatenate(done), np.concatenate(toll)))
     assert len(finishes[-1][0]) == len(pipeline.costs) * (1 + len(pipeline.costs)) ** (pipeline.num_layers - 1)
     _, network_s, done_s, toll_s = finishes[-1]
     return float((np.maximum(network_s + pipeline.after_s, done_s) + toll_s).min())
+
+
+def with_random_tolls(rng: random.Random, pipeline: Pipeline) -> Pipeline:
+    """Return `pipeline` with tolls of at most its finish in each option, by elements or in any other proportion."""
+    scale_s = pipeline.finish_s([GroupEnd(pipeline.num_layers, 0)]) * 10 ** rng.uniform(-3, 0)
+    tolls = []
+    for _ in pipeline.costs:
+        weights = [rng.choice((0.0, 1.0, 1.0)) * 10 ** rng.uniform(-3, 0) for _ in pipeline.numel]
+        row = rng.choice((pipeline.numel, weights))
+        whole_s = scale_s * rng.choice((0, rng.random()))
+        tolls.append(tuple(whole_s * weight / (sum(row) or 1.0) for weight in row))
+    return replace(pipeline, tolls_s=tuple(tolls))

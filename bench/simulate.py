@@ -13,7 +13,7 @@ from cgx_ray.bench.simulated_cluster import WORLD, ClusterState, SimulatedCluste
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import Decision
 from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample
+from cgx_ray.monitors.sample import Bandwidth, HostLoad, NodeSample, StepSample
 from cgx_ray.plan import Plan
 from cgx_ray.planner.prediction import groups_of, predict
 
@@ -46,7 +46,7 @@ class SimulatedRun:
     decisions: list[tuple[float, Decision]] = field(default_factory=list)
     now_s: float = 0.0
     _unsent: dict[int, list[StepSample]] = field(default_factory=lambda: {rank: [] for rank in range(WORLD)})
-    _probed: dict[int, dict[str, float]] = field(default_factory=dict)
+    _probed: dict[int, dict[str, Bandwidth]] = field(default_factory=dict)
 
     def run(self, *, until_s: float = math.inf, num_steps: int | None = None) -> None:
         """Train until either limit."""
@@ -105,4 +105,5 @@ class SimulatedRun:
         self.decisions += [(time_s, decision) for decision in self.loop.observe(report, time_s)]
         target = self.loop.next_probe(names[rank], time_s)
         if target is not None:
-            self._probed[rank] = {target: min(state.rate(rank), state.rate(int(target)))}
+            rate = min(state.rate(rank), state.rate(int(target)))
+            self._probed[rank] = {target: Bandwidth(bytes_per_s=rate)}

@@ -77,7 +77,8 @@ class ClusterErrors:
 class SimulatedCluster:
     """Workers that train `model`. `costs` and `gain` are the true ones, by codec.
 
-    layer_errors  energy of each layer, and its lost share with 4 bits; empty: ranks measure no errors by layer
+    layer_errors  energy of each layer, and its lost share with 4 bits; empty: layers lose alike, and ranks measure no
+                  errors by layer
     """
 
     def __init__(
@@ -103,6 +104,10 @@ class SimulatedCluster:
             network=Network.flat(WORLD, state.link),
             codec_costs=self._costs,
             gain={**self._gain, **dict(state.gain)},
+            squared_errors={
+                bits: {name: one.energy * lost_share({4: one.lost}, bits) for name, one in self._layer_errors.items()}
+                for bits in WIDTHS
+            },
         )
 
     def bias(self, groups: tuple[PlannedGroup, ...]) -> float:

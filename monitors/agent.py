@@ -17,10 +17,10 @@ from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.node_metrics import NodeMetrics
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.plan_relay import PlanRelay
-from cgx_ray.monitors.probe import BulkServer, measure_bulk
+from cgx_ray.monitors.probe import BulkServer, measure_beside_training
 from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.round_trip import EchoServer, Peers
-from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample, counted_offsets
+from cgx_ray.monitors.sample import Bandwidth, HostLoad, NodeSample, StepSample, counted_offsets
 from cgx_ray.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class NodeAgent:
         self._metrics = NodeMetrics(RaySink(), run_name, run_id)
         self._outbox = _Outbox(None)
         self._relay = PlanRelay()
-        self._found: deque[tuple[str, float]] = deque()
+        self._found: deque[tuple[str, Bandwidth]] = deque()
         self._logged: set[tuple[str, type[Exception]]] = set()
         self._stopping = threading.Event()
         self._threads = [
@@ -163,11 +163,11 @@ class NodeAgent:
             if target not in bulk:
                 continue
             try:
-                _, found = measure_bulk(bulk[target])
+                found = measure_beside_training(bulk[target])
             except OSError as error:
                 logger.warning("node %s could not be probed: %s", target, error)
             else:
-                self._found.append((target, max(one.bytes_per_s for one in found)))
+                self._found.append((target, found))
 
     def _publish(self) -> None:
         steps = tuple(self._steps.popleft() for _ in range(len(self._steps)))
@@ -181,7 +181,7 @@ class NodeAgent:
         steps: Sequence[StepSample],
         latency_s: Mapping[str, float],
         host: HostLoad,
-        bandwidth: Mapping[str, float],
+        bandwidth: Mapping[str, Bandwidth],
     ) -> NodeSample:
         return NodeSample(
             node_id=self._node_id,

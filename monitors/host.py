@@ -25,6 +25,8 @@ NEIGHBOUR_WINDOW_S = 30.0
 # Bytes on the card per byte of payload: headers of TCP, IP and Ethernet on 1448 bytes of payload are 5 %, and as much
 # again is allowed for acknowledgements and Ray.
 OVERHEAD = 1.1
+# Bytes on the card per byte of a long message's payload: Ethernet, IP and TCP.
+HEADERS = 1.05
 _PRESSURE = Path("/proc/pressure")
 
 
@@ -109,6 +111,36 @@ class NicRates:
             self.num_errors += max(0, now[name].errors - self._last[name].errors)
         self._last_s, self._last = now_s, now
         return sent / passed_s, received / passed_s
+
+
+class CardMeter:
+    """What the node's busiest card carries from construction on. Bridges and bonds count the same bytes as their cards,
+    so the sum over cards would be too much."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start_s = clock()
+        self._start = _read_or_none()
+
+    def read(self) -> tuple[float, float]:
+        """Return the payload bytes per second that were sent and received; 0 if the node does not tell them."""
+        now, passed_s = _read_or_none(), self._clock() - self._start_s
+        grown = [
+            (now[name].sent - self._start[name].sent, now[name].received - self._start[name].received)
+            for name in now.keys() & self._start.keys()
+        ]
+        if passed_s <= 0 or not grown:
+            return 0.0, 0.0
+        sent, received = (max(0, *column) / HEADERS / passed_s for column in zip(*grown, strict=True))
+        return sent, received
+
+
+def _read_or_none() -> Mapping[str, NicBytes]:
+    """Return `read_nics`, empty where a container or a driver refuses it."""
+    try:
+        return read_nics()
+    except (OSError, psutil.Error, ValueError):
+        return {}
 
 
 class Neighbours:

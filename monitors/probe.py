@@ -11,13 +11,16 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import fmean
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors import iperf3_probe
 from cgx_ray.monitors.guarded_server import WELCOME, Address, GuardedServer, connect
+from cgx_ray.monitors.host import CardMeter
 from cgx_ray.monitors.iperf3_probe import Iperf3Server, measure_iperf3
 from cgx_ray.monitors.probe_schedule import budget_bytes
 from cgx_ray.monitors.round_trip import EchoServer, round_trip_s
+from cgx_ray.monitors.sample import Bandwidth
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_PROBE_S = 5.0
 MAX_HOPS = 30
 _PIECE_BYTES = 1 << 18
-_RESULT = struct.Struct("<d")
+# Rate of a probe's bytes, and what the receiver's card carried meanwhile.
+_RESULT = struct.Struct("<dd")
 # Arrivals of a probe that are kept apart. A link of 10 Gbit/s has half as many, and a client that sends single bytes
 # would fill the memory.
 _MAX_ARRIVALS = 1 << 17
@@ -50,14 +54,6 @@ _SO_TIMESTAMPNS = 35  # Python has no name for it
 _TIMESPEC = struct.Struct("@qq")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bandwidth:
-    """Payload bytes per second into a node, and the tool that measured them: iperf3 or tcp."""
-
-    bytes_per_s: float
-    tool: str
-
-
 class BulkServer(GuardedServer):
     """Receives the bytes of `measure_tcp` and answers with their rate, one probe at a time.
 
@@ -68,6 +64,7 @@ class BulkServer(GuardedServer):
         """Listen on `host`, at a port as `ports.listen` chooses it. Raises OSError if it is no address of this node."""
         self._turns: deque[socket.socket] = deque()  # the first one sends
         self._arrivals: list[tuple[float, int]] = []
+        self._card = CardMeter()
         self._end_s = 0.0  # of its turn, in the time of time.monotonic
         super().__init__(host, "cgx-ray-bulk")
 
@@ -84,8 +81,10 @@ class BulkServer(GuardedServer):
             return False  # it has given up, or sends before its turn
         at_s, num_bytes = _receive(client)
         if num_bytes == 0:
-            client.send(_RESULT.pack(_fast_rate(self._arrivals)))
+            client.send(_RESULT.pack(_fast_rate(self._arrivals), self._card.read()[1]))
             return False
+        if not self._arrivals:
+            self._card = CardMeter()
         self.allow(client, min(MAX_PROBE_S, self._end_s - time.monotonic()))
         if len(self._arrivals) == _MAX_ARRIVALS:
             num_bytes += self._arrivals.pop()[1]
@@ -115,26 +114,29 @@ def measure_tcp(host: str, port: int, token: str, num_bytes: int) -> Bandwidth:
 
     Raises OSError if it does not answer, or if other probes keep it busy for longer than 2 * MAX_PROBE_S.
     """
-    bytes_per_s = _send_bulk(host, port, token, num_bytes)
-    if bytes_per_s == 0:
+    found = _send_bulk(host, port, token, num_bytes)
+    if found.bytes_per_s == 0:
         raise ConnectionError(
             f"too few bytes reached {host}:{port} to measure a rate; send more than {_SKIPPED_BYTES} bytes"
         )
-    return Bandwidth(bytes_per_s=bytes_per_s, tool="tcp")
+    return found
 
 
-def _send_bulk(host: str, port: int, token: str, num_bytes: int) -> float:
-    """Return the rate that a `BulkServer` answers; 0 if there were too few bytes to measure it."""
+def _send_bulk(host: str, port: int, token: str, num_bytes: int) -> Bandwidth:
+    """Return what a `BulkServer` answers; its rate is 0 if there were too few bytes to measure it."""
     piece = bytes(_PIECE_BYTES)
     with connect(host, port, token, 2 * MAX_PROBE_S) as sock:
+        card = CardMeter()
         end_s = time.perf_counter() + MAX_PROBE_S
         while num_bytes > 0 and time.perf_counter() < end_s:
             num_bytes -= sock.send(memoryview(piece)[:num_bytes])
         sock.shutdown(socket.SHUT_WR)
         answer = sock.recv(_RESULT.size, socket.MSG_WAITALL)
+        sent, _ = card.read()
     if len(answer) < _RESULT.size:
         raise ConnectionError(f"{host}:{port} hung up before it answered with a rate")
-    return float(_RESULT.unpack(answer)[0])
+    bytes_per_s, received = _RESULT.unpack(answer)
+    return Bandwidth(bytes_per_s=bytes_per_s, tool="tcp", sent=sent, received=received)
 
 
 def _receive(client: socket.socket) -> tuple[float, int]:
@@ -218,17 +220,27 @@ def measure_bulk(bulk: Address) -> tuple[int, list[Bandwidth]]:
     14 Mbit/s nothing remains: then it returns 0 and the last result of step 1. At least _FIRST_BYTES are sent, three
     times as many on a long path. Raises OSError as `measure_tcp`.
     """
-    spent, num_bytes, bytes_per_s = 0, _FIRST_BYTES, 0.0
+    spent, num_bytes, last = 0, _FIRST_BYTES, Bandwidth(bytes_per_s=0.0)
     # Spend at most a fifth of the budget, and no more than that of the assumed rate, which suffices on fast links.
-    while num_bytes <= min(budget_bytes(None), budget_bytes(bytes_per_s)) // 5:
-        bytes_per_s = _send_bulk(*bulk, num_bytes) or bytes_per_s
+    while num_bytes <= min(budget_bytes(None), budget_bytes(last.bytes_per_s)) // 5:
+        found = _send_bulk(*bulk, num_bytes)
+        last = found if found.bytes_per_s > 0 else last
         spent, num_bytes = spent + num_bytes, 2 * num_bytes
-    if bytes_per_s == 0:
+    if last.bytes_per_s == 0:
         raise ConnectionError(f"{spent} bytes to {bulk!r} were too few to measure a rate")
-    left = budget_bytes(bytes_per_s) - spent
+    left = budget_bytes(last.bytes_per_s) - spent
     if left // 3 < num_bytes // 2:
-        return 0, [Bandwidth(bytes_per_s=bytes_per_s, tool="tcp")]
+        return 0, [last]
     return left, [measure_tcp(*bulk, left // 3) for _ in range(2)]
+
+
+def measure_beside_training(bulk: Address) -> Bandwidth:
+    """Return the mean of the results of `measure_bulk`. Raises OSError as `measure_tcp`."""
+    _, found = measure_bulk(bulk)
+    bytes_per_s, sent, received = (
+        fmean(column) for column in zip(*((one.bytes_per_s, one.sent, one.received) for one in found), strict=True)
+    )
+    return Bandwidth(bytes_per_s=bytes_per_s, sent=sent, received=received)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,7 @@ class StepSample:
                has memory
     layer_errors
                by layer worth compressing, |g|^2 and the share of it that qsgd with `error_bits` bits loses, on the same
-               steps; empty unless the policy chooses bits per layer
+               steps; empty if no plan needs them, and on all but the first ranks
     loss, lr   newest loss and learning rate that the training has reported since the sample before; None if it has not,
                or if they are not finite
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
@@ -247,12 +247,27 @@ class HostLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidth:
+    """Payload bytes per second from one node to another, by a probe.
+
+    tool            iperf3 or tcp
+    sent, received  payload bytes per second through the sender's and the receiver's card meanwhile, 0 if unknown: a
+                    probe gets only its share of a link that others use
+    """
+
+    bytes_per_s: float
+    tool: str = "tcp"
+    sent: float = 0.0
+    received: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSample:
     """One node's measurements since its last report.
 
     steps      oldest first, one record per step. Ranks that report a step later are in another record of it
     latency_s  one-way latency to the other nodes that this one measures, by node id: half the smallest TCP round trip
-    bandwidth  payload bytes per second to other nodes by node id, from active probes since the last report
+    bandwidth  to other nodes by node id, from active probes since the last report
     """
 
     node_id: str
@@ -260,4 +275,4 @@ class NodeSample:
     steps: tuple[NodeStep, ...]
     latency_s: Mapping[str, float]
     host: HostLoad
-    bandwidth: Mapping[str, float] = field(default_factory=dict)
+    bandwidth: Mapping[str, Bandwidth] = field(default_factory=dict)

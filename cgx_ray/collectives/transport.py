@@ -29,8 +29,8 @@ DEFAULT_TIMEOUT_S = 1800.0
 # at once may go through their rounds in different orders.
 _AGREEMENT_CHANNEL, _STEP_CHANNEL, _GREETING_CHANNEL = 2**32 - 1, 2**32 - 2, 2**32 - 3
 
-# Seconds after a step in which links send what it has left in their queues: at 100 Mbit/s 60 KB.
-DRAIN_S = 5e-3
+# Seconds after a step in which links send what it has left in their queues: at 30 Mbit/s 110 KB.
+DRAIN_S = 3e-2
 
 
 class Transport:

@@ -15,7 +15,7 @@ from cgx_ray.planner.cost import terms
 
 # Seconds after its first report in which all ranks report a step. On a quiet machine they take up to 2 s: a rank tells
 # its agent every 0.5 s, and the agent tells the controller every second.
-SILENT_S = 3.0
+AWAITED_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class _OpenStep:
 class StepJoiner:
     """Collects the records of all nodes and returns each step when all ranks have reported it.
 
-    Steps do not wait for a rank that has not reported one within SILENT_S. The rank counts again from the next step
+    Steps do not wait for a rank that has not reported one within AWAITED_S. The rank counts again from the next step
     that it reports in time.
 
     silent          ranks that steps do not wait for
@@ -95,7 +95,7 @@ class StepJoiner:
         # Number of ranks by their newest step, without the silent ones: no step waits for a rank that is past it.
         self._num_at: Counter[int] = Counter()
         self._count()
-        # When the first sample came, of steps that were joined less than SILENT_S after it.
+        # When the first sample came, of steps that were joined less than AWAITED_S after it.
         self._joined_s: dict[int, float] = {}
 
     def add(self, parts: Iterable[NodeStep], now_s: float) -> list[JoinedStep]:
@@ -109,7 +109,7 @@ class StepJoiner:
                 self._joined_s[step], self.last_step = one.first_s, step
                 self.num_incomplete += sum(len(part.ranks) for part in one.parts) < self._world_size
                 joined.append(join(one.parts, self._world_size))
-        self._joined_s = {step: first_s for step, first_s in self._joined_s.items() if now_s < first_s + SILENT_S}
+        self._joined_s = {step: first_s for step, first_s in self._joined_s.items() if now_s < first_s + AWAITED_S}
         return joined
 
     def _take(self, part: NodeStep, now_s: float) -> None:
@@ -129,7 +129,7 @@ class StepJoiner:
             first_s = one.first_s
         else:
             first_s = self._joined_s.get(step, -math.inf)
-        if now_s < first_s + SILENT_S:
+        if now_s < first_s + AWAITED_S:
             self._heard_s.update(dict.fromkeys(part.ranks, now_s))
             if not self.silent.isdisjoint(part.ranks):
                 self.silent -= frozenset(part.ranks)
@@ -140,10 +140,10 @@ class StepJoiner:
         if min(self._num_at, default=math.inf) >= step:
             # The samples that are missing are lost: their ranks have reported a later step.
             return True
-        if now_s < one.first_s + SILENT_S:
+        if now_s < one.first_s + AWAITED_S:
             return False
         missing = set(range(self._world_size)) - self.silent - one.ranks
-        self.silent |= {rank for rank in missing if now_s >= self._heard_s.get(rank, -math.inf) + SILENT_S}
+        self.silent |= {rank for rank in missing if now_s >= self._heard_s.get(rank, -math.inf) + AWAITED_S}
         self._count()
         return True
 

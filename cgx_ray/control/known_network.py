@@ -6,7 +6,8 @@ Messages and probes are combined as follows:
    probed latencies count again when all nodes have measured anew.
 2. Bandwidth is that of the messages. Where it is not sure, probed bandwidths replace it until they are RATE_HOLDS_S old
    or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end may be
-   the slow one. The same for receiving.
+   the slow one. The same for receiving. A probe shares the link with the training, so what the node's card carried
+   meanwhile counts if that was more; what other programs usually take does not.
 3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. A node takes
    part in one probe per minute, of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and
    a node that has sent receives next.
@@ -65,8 +66,11 @@ class KnownNetwork:
         self._probes = ProbeSchedule()
         # Of each node, the median latency in its last report.
         self._latencies = NodeLatencies()
-        # By path (source node, target node), the time of the probe and its rate.
-        self._probed_rates: dict[tuple[str, str], tuple[float, float]] = {}
+        # By path (source node, target node), the time of the probe, and the rates at which the one's link sent and the
+        # other's received.
+        self._probed_rates: dict[tuple[str, str], tuple[float, tuple[float, float]]] = {}
+        # What other programs take of each node's link, infinite if it is unknown.
+        self._neighbours: dict[str, float] = {}
         self._ranks: dict[str, set[int]] = defaultdict(set)
         self._reported_s: dict[str, Mapping[str, float]] = {}
         # Latencies that were reported before the last change, by node, until the node has measured all of them anew.
@@ -85,7 +89,12 @@ class KnownNetwork:
         self._expire(now_s)
         self._add_latencies(sample, now_s)
         self._ranks[sample.node_id].update(ranks)
-        self._probed_rates |= {(sample.node_id, other): (now_s, rate) for other, rate in sample.bandwidth.items()}
+        neighbour = sample.host.neighbour_bytes_per_s
+        self._neighbours[sample.node_id] = math.inf if neighbour is None else neighbour
+        for other, found in sample.bandwidth.items():
+            cards = (found.sent, sample.node_id), (found.received, other)
+            sent, received = (max(found.bytes_per_s, rate - self._neighbours.get(node, 0.0)) for rate, node in cards)
+            self._probed_rates[sample.node_id, other] = now_s, (sent, received)
         if not self._is_probed:
             return False
         before_s, self.probed_s = self.probed_s, self._latencies.median_s
@@ -121,7 +130,7 @@ class KnownNetwork:
         """Add what all ranks observed in a step. If the network has changed, forget the probes before the change."""
         num_changes = self._link.num_changes
         node_of = {rank: node for node, ranks in self._ranks.items() for rank in ranks}
-        probed = max((rate for _, rate in self._probed_rates.values()), default=None)
+        probed = max((max(rates) for _, rates in self._probed_rates.values()), default=None)
         self._link.add(self._ceiling.possible(traffic, node_of, probed), self.probed_s)
         if self._link.num_changes > num_changes:
             self.num_changes += self._link.num_changes - num_changes
@@ -187,8 +196,8 @@ class KnownNetwork:
     def _probed_links(self) -> dict[tuple[str, str], float]:
         """Highest probed rate at which each node sends, by ("from", node), and receives, by ("to", node)."""
         links: dict[tuple[str, str], float] = defaultdict(float)
-        for (source, target), (_, rate) in self._probed_rates.items():
-            for link in (("from", source), ("to", target)):
+        for (source, target), (_, (sent, received)) in self._probed_rates.items():
+            for link, rate in ((("from", source), sent), (("to", target), received)):
                 links[link] = max(links[link], rate)
         return links
 

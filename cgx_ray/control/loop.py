@@ -163,6 +163,7 @@ class ControlLoop:
             told.dense_plan,
             told.codec_costs,
             told.encodes_on,
+            self._policy,
             self._earlier.gain_ratios,
             self._earlier.learned,
             told.bus,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.history import Registration
-from cgx_ray.control.joined_steps import SILENT_S
+from cgx_ray.control.joined_steps import AWAITED_S
 from cgx_ray.control.journal import Journal, end_entry, fault_entry, silence_entry, start_entry, wait_entry
 from cgx_ray.control.policy import Policy, Replace
 from cgx_ray.control.worker_group import WorkerGroupState
@@ -63,7 +63,7 @@ class Notes:
                 "no samples of ranks %s for %g s: decisions are made from the other ranks' until they report again. "
                 "Their monitor, or its way to the controller, is slow or gone",
                 listed([str(rank) for rank in sorted(new)]),
-                SILENT_S,
+                AWAITED_S,
             )
 
     def wait(self, decision: Replace, *, num_dense: int, step: int, time_s: float) -> None:

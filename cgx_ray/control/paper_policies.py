@@ -11,6 +11,7 @@ from typing import Any
 
 from cgx_ray.control.policy import REVIEW_S, Decision, Keep, Replace, Situation, describe_options
 from cgx_ray.plan import CodecSpec, Option
+from cgx_ray.planner.bits import ALPHA
 from cgx_ray.planner.papers.cgx import cgx_groups
 from cgx_ray.planner.papers.flexible import FlexibleLoop
 from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
@@ -26,6 +27,7 @@ class PaperPolicy:
 
     options: Sequence[Option] = ()
     is_guarded = False
+    max_error: float | None = None
 
     def __init__(self, name: str, groups: Callable[[Measured], Groups | None], *, review_s: float = REVIEW_S) -> None:
         self.review_s = review_s
@@ -60,6 +62,8 @@ class PaperPolicy:
 
 class CgxPolicy(PaperPolicy):
     """CGX, section 5: bits by layer, chosen anew every `review_s`."""
+
+    max_error = ALPHA
 
     def __init__(self, method: str, *, review_s: float = REVIEW_S) -> None:
         self._method = method

@@ -126,6 +126,10 @@ class Policy(Protocol):
     def is_guarded(self) -> bool:
         """True if the loop takes back plans that are slower than dense, and compares with dense where it is unsure."""
 
+    @property
+    def max_error(self) -> float | None:
+        """Largest error of bits by layer over that of 4 bits, above which it is asked at once; None: it has no such."""
+
     def decide(self, situation: Situation) -> Decision | None:
         """Return a decision, or None if this policy never decides."""
 
@@ -142,6 +146,7 @@ class StaticPolicy:
     options: Sequence[Option] = ()
     review_s = REVIEW_S
     is_guarded = False
+    max_error = None
 
     def decide(self, situation: Situation) -> Decision | None:
         return None
@@ -161,6 +166,7 @@ class AdaptivePolicy:
     """
 
     is_guarded = True
+    max_error = None
 
     def __init__(self, options: Sequence[Option], *, min_gain: float, review_s: float = REVIEW_S) -> None:
         self.options: Sequence[Option] = tuple(options)

@@ -40,6 +40,9 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
         "after_s": now.after_s,
         "codec_s": cost_fields(now.codec_costs),
         "gain": dict(now.gain),
+        "squared_errors": {
+            str(bits): [errors.get(layer.name) for layer in now.layers] for bits, errors in now.squared_errors.items()
+        },
         "encodes_on": now.encodes_on,
         "bus": _link_fields(now.bus) if now.bus is not None else None,
         "errors": outlook.errors.recorded(),
@@ -84,6 +87,11 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         network=between,
         codec_costs=_read_costs(fields["codec_s"]),
         gain=fields["gain"],
+        # Earlier journals have none.
+        squared_errors={
+            int(bits): {layer.name: error for layer, error in zip(layers, errors, strict=True) if error is not None}
+            for bits, errors in fields.get("squared_errors", {}).items()
+        },
         encodes_on=fields["encodes_on"],
         bus=Link(**fields["bus"]) if fields.get("bus") is not None else None,
         # Every plan has them, so that in force too.

@@ -30,7 +30,7 @@ from cgx_ray.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-# Rises when a record changes.
+# Rises when a record or the loop's state changes.
 FORMAT = 2
 # Files in a run's folder, oldest first.
 OLD_NAME, NAME = "steps.ring.old", "steps.ring"
@@ -49,6 +49,7 @@ _ADMITTED = {
     "collections": {"Counter", "defaultdict", "deque", "OrderedDict"},
     "cgx_ray.monitors.probe_schedule": {"ProbeSchedule"},
     "cgx_ray.monitors.sample": {
+        "Bandwidth",
         "Burst",
         "HostLoad",
         "InsideLink",

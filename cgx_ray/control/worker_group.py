@@ -29,13 +29,13 @@ from cgx_ray.control.measured import (
 )
 from cgx_ray.control.network_change import network_cause
 from cgx_ray.control.outcome import PendingOutcome, PlanRecord
-from cgx_ray.control.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Disable, Keep, Replace
+from cgx_ray.control.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Disable, Keep, Policy, Replace
 from cgx_ray.control.recent_links import RecentLinks
 from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.control.tally import Cause, Tally
 from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import NONE, Layer, Option, Plan
-from cgx_ray.planner.bits import ALPHA
+from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
@@ -70,12 +70,14 @@ class WorkerGroupState:
         dense_plan: Plan,
         codec_costs: Mapping[str, CodecCost],
         encodes_on: EncodesOn,
+        policy: Policy,
         gain_ratios: Mapping[str, float],
         learned: Learned | None = None,
         bus: Link | None = None,
     ) -> None:
         """
         dense_plan   compared with until another dense plan is in force
+        policy       which errors by layer it needs, and how it is bound by them
         gain_ratios  learned in earlier worker groups, see `GainWatch`
         learned      in earlier worker groups, of any size
         bus          as in `Measured`
@@ -92,7 +94,8 @@ class WorkerGroupState:
         self.network = KnownNetwork()
         self.links = RecentLinks()
         self.gains = KnownGains(plan, gain_ratios, learned.measured.gain if learned is not None else {})
-        self.losses = KnownLosses(layers)
+        self.losses = KnownLosses(layers, bits_of(option.codec for option in policy.options))
+        self._max_error = policy.max_error
         self._bits = bits_by_layer(plan)
         self.loss = LossTrend()
         self._encodes_on: EncodesOn = encodes_on
@@ -182,8 +185,9 @@ class WorkerGroupState:
         same_plan = [one for one in self._recent if one.plan_version in self._versions]
         self._recent = [*same_plan[1 - LINK_STEPS :], step]
         self.losses.add(step, self._bits)
-        if step.error_bits is not None and (text := self.losses.too_large_error(self._bits, ALPHA)) is not None:
-            self._news = Cause("gain", text)
+        if step.error_bits is not None and self._max_error is not None:
+            text = self.losses.too_large_error(self._bits, self._max_error)
+            self._news = Cause("gain", text) if text is not None else self._news
         if self.gains.add(step):
             # Another learning rate has another trend.
             self.loss.restart()
@@ -361,17 +365,20 @@ class WorkerGroupState:
         inside = Link(alpha_s=told.alpha_s, beta_s_per_byte=told.beta_s_per_byte) if told is not None else None
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
         backward_s = layer_times(self.layers, self.plan, ready_s)
+        chooses_bits = self._max_error is not None
+        before = self.decided.squared_errors if self.decided is not None else {}
         return Measured(
             layers=self.layers,
             backward_s=backward_s,
             after_s=max(0.0, median(one.compute_s for one in recent) - sum(backward_s)),
             network=network_of(self.plan.world_size, recent[-1].num_local, between, inside),
             codec_costs=self.experience.codec_costs,
-            gain=self.losses.gain | self.gains.usable,
+            gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
             encodes_on=self._encodes_on,
             bus=self._bus,
             fixed=self._fixed,
-            layer_errors=self.losses.layer_errors,
+            layer_errors=self.losses.layer_errors if chooses_bits else {},
+            squared_errors=self.losses.squared_errors or before,
             error_excess=self.losses.error_excess,
             gain_curve=self.losses.gain_curve,
         )

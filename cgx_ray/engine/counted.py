@@ -1,8 +1,8 @@
-"""Ranks whose rates and lags are told in a step: the controller's work must not grow with the square of the ranks.
+"""Ranks whose rates, lags and errors are told: the controller's work must not grow with the square of the ranks.
 
 Each rank is in 16 of the pairs whose rates count. In large runs one rank per node tells rates, of four others, as the
 other ranks receive over the same link, and some of its bursts. Of the lags those count whose first rank is such a rank
-on one of four nodes: the estimates are quantiles over all.
+on one of four nodes: the estimates are quantiles over all. Errors by layer are told by the first ranks alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ MAX_TELLING = 512
 # of a step.
 FEWER = 4
 MAX_BURSTS = 4
+# Ranks that measure errors by layer. Each tells two numbers per layer, and the mean over more ranks says little more.
+MAX_MEASURING = 16
 
 
 def tells_rates(rank: int, nodes: Sequence[int]) -> bool:

@@ -5,6 +5,7 @@ def search(
     backward_s: Sequence[float],
     numel: Sequence[float],
     costs: Sequence[tuple[float, ...]],
+    tolls: Sequence[Sequence[float]],
     after_s: float,
     max_gap: float,
     max_labels: int,

@@ -10,7 +10,7 @@ Shapes: L layers, W widths to choose from
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,6 +32,11 @@ MAX_LABELS = 1 << 14
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+
+def bits_of(codecs: Iterable[CodecSpec]) -> tuple[int, ...]:
+    """Return the numbers of bits of the qsgd codecs among `codecs`, ascending."""
+    return tuple(sorted({codec.bits for codec in codecs if codec.name == QSGD.name and codec.bits is not None}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

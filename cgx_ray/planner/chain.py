@@ -7,7 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, Layer, Option, Scheme
+import numpy as np
+from numpy.typing import NDArray
+
+from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, CodecSpec, Layer, Option, Scheme
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 from cgx_ray.planner.search import search
@@ -90,16 +93,20 @@ class LayerChain:
     def solve(
         self, options: Sequence[Option], max_gap: float, tolls: Mapping[Option, float] | None = None
     ) -> FoundGroups:
-        """Return the groups with the earliest finish under `options`. `tolls`: seconds per element, to be added."""
+        """Return the groups with the earliest finish under `options`.
+
+        tolls  seconds per element that a layer counts as (`Measured.counted_numel`), to be added
+        """
         rest, rest_s = self._rest_of(options)
-        toll = tolls or {}
-        costs = [replace(self._cost(option), toll_b_s_per_element=toll.get(option, 0.0)) for option in options]
-        kept = undominated(costs)
+        costs = [self._cost(option) for option in options]
+        toll_CL = self._tolls({option: tolls[option] for option in options}) if tolls else None
+        kept = undominated(costs, toll_CL)
         pipeline = Pipeline(
             backward_s=tuple(self._backward_s),
             numel=tuple(layer.numel for layer in self.layers),
             costs=tuple(costs[index] for index in kept),
             after_s=rest_s,
+            tolls_s=tuple(map(tuple, toll_CL[kept].tolist())) if toll_CL is not None else (),
         )
         ends = self._unit_ends()
         joint = search(_joined(pipeline, ends), max_gap=max_gap)
@@ -110,7 +117,7 @@ class LayerChain:
         for group in cut:
             groups.append(PlannedGroup.of(self.layers[start : group.end], chosen[group.option]))
             start = group.end
-        toll_s = math.fsum(toll.get(group.option, 0.0) * group.numel for group in groups)
+        toll_s = pipeline.toll_s(cut)
         finish_s = (joint.finish_s if cut == uncut else pipeline.finish_s(cut)) - toll_s
         after_s = self._measured.after_s
         # The rest is ready when the last group is, at the end of backward. Short messages must not queue behind its
@@ -121,6 +128,19 @@ class LayerChain:
             toll_s=toll_s,
             bound_s=joint.bound_s + after_s,
         )
+
+    def most_toll_s(self, tolls: Mapping[Option, float]) -> float:
+        """Return the most that groups can add up to, each layer under its worst option. `tolls`: as in `solve`."""
+        return float(self._tolls(tolls).max(axis=0).sum())
+
+    def _tolls(self, tolls: Mapping[Option, float]) -> NDArray[np.float64]:
+        """Return the seconds of each option, in the order of `tolls`, and each layer."""
+        counted: dict[CodecSpec, NDArray[np.float64]] = {}
+        for option in tolls:
+            if option.codec not in counted:
+                numels = self._measured.counted_numel(option.codec)
+                counted[option.codec] = np.array([numels.get(layer.name, layer.numel) for layer in self.layers])
+        return np.array([toll * counted[option.codec] for option, toll in tolls.items()])
 
     def _unit_ends(self) -> list[int]:
         """Return the places at which groups may end: after each layer, or after each unit if there are too many."""
@@ -194,6 +214,7 @@ def _joined(pipeline: Pipeline, ends: Sequence[int]) -> Pipeline:
         pipeline,
         backward_s=tuple(math.fsum(pipeline.backward_s[span]) for span in spans),
         numel=tuple(sum(pipeline.numel[span]) for span in spans),
+        tolls_s=tuple(tuple(math.fsum(row[span]) for span in spans) for row in pipeline.tolls_s),
     )
 
 

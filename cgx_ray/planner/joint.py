@@ -68,17 +68,17 @@ def best_plan(
     max_gap   largest gap, as a share; 0 is exact
 
     The score is that of GraVAC, throughput times gain. The efficiency of a plan is that of its options, weighted by
-    elements, so what it loses is a sum over its groups:
+    the elements that layers count as (`Measured.counted_numel`), so what it loses is a sum over its layers:
 
-    1. For a score s, at first a guess, `search` finds the least finish + s x lost share: each element has a toll for
-       the share that its option loses.
+    1. For a score s, at first a guess, `search` finds the least finish + s x lost share: each layer has a toll for the
+       share that its option loses in it.
     2. If that is no less than s, no plan has a smaller score than s, since finish / (1 - lost) < s means finish + s x
        lost < s. Else the search is repeated with the score of the plan that was found (Dinkelbach 1967), until no plan
        can be better by more than `max_gap`: one to four times.
     3. Nothing is searched if a lower bound of the finish of all plans (compute and the cheapest last exchange, or the
        cheapest network time) is no better than a plan without loss.
-    4. Options that another one beats or equals in all costs (`GroupCost.terms`) are left out. So `_var` and `_auto`
-       need gains of their own.
+    4. Options that another one beats or equals in all costs (`GroupCost.terms`) and tolls are left out. So `_var` and
+       `_auto` need gains of their own.
     5. Dense and all plans found so are simulated as the engine's thread runs them (`predict`), also
        with their groups cut into smaller ones. The best of these counts. The model knows one busiest resource per
        group. Where groups need different ones in turns, the simulated step may be longer than the model's. If it is by
@@ -198,27 +198,33 @@ def _search_plans(
         found = chain.solve(lossless, max_gap)
         plans.append(found)
         score, same_s = min(score, found.finish_s), found.bound_s
-    # Fixed groups may be sent meanwhile, so all that is sure is that they make no step shorter.
-    bound, hidden_s = min(bound, same_s), chain.fixed_s / min(kept.values())
+    bound = min(bound, same_s)
     if not large.layers or len(lossless) == len(kept):
-        return _Found(plans, score, bound - hidden_s)
+        # Fixed groups may be sent meanwhile, so all that is sure is that they make no step shorter.
+        return _Found(plans, score, bound - chain.fixed_s)
     least_s = lossy = large.bound_s(list(kept))
     numel = sum(layer.numel for layer in measured.layers)
+    lost = {option: (1 - share) / numel for option, share in kept.items()}
+    # By all plans. Layers may count as more elements under one option than under another one.
+    least_kept = 1 - large.most_toll_s(lost)
     tried = min(score, _guess(large, kept))
     while lossy < score * (1 - max(TIE, max_gap)):
-        tolls = {option: tried * (1 - share) / numel for option, share in kept.items()}
-        found = large.solve(list(kept), max_gap, tolls)
+        found = large.solve(list(kept), max_gap, {option: tried * share for option, share in lost.items()})
         # A plan with a smaller score keeps more than this, so it is better by no more than the lack over it.
-        least_kept = max(least_s / score, min(kept.values()))
         lack = found.bound_s - tried
-        lossy = max(lossy, tried + min(lack, lack / least_kept))
+        lossy = max(lossy, tried + min(lack, lack / max(least_s / score, least_kept)))
         if found.groups not in [plan.groups for plan in plans]:
             plans.append(found)
-        found_score = found.finish_s / (1 - found.toll_s / tried)
+        share = 1 - found.toll_s / tried
+        found_score = found.finish_s / share if share > 0 else math.inf
         if tried == score and found_score >= score * (1 - TIE):
             break
         tried = score = min(score, found_score)
-    return _Found(plans, score, min(bound, lossy) - hidden_s)
+    bound = min(bound, lossy)
+    if chain.fixed_s:
+        share = max((least_s - chain.fixed_s) / score, least_kept)
+        bound = max(0.0, bound - chain.fixed_s / share) if share > 0 else 0.0
+    return _Found(plans, score, bound)
 
 
 def _guess(large: LayerChain, kept: Mapping[Option, float]) -> float:

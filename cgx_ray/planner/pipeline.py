@@ -20,8 +20,8 @@ thread, the links inside nodes, and those between them. Other groups use the res
     tail   how much later the group is done than `network` after that resource began: hops, and what is decoded last
     gap    time between, in which the resource waits for the group; it is part of lead and of tail
 
-A toll is what a group's lost progress counts as, in seconds per element. Nothing hides it: all tolls are added to the
-end of the step.
+A toll is what a group's lost progress counts as, in seconds: the sum of its layers', which differ by option. Nothing
+hides it: all tolls are added to the end of the step.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Option
@@ -67,7 +68,6 @@ class GroupCost:
     tail_b_s_per_element: float = 0.0
     gap_a_s: float = 0.0
     gap_b_s_per_element: float = 0.0
-    toll_b_s_per_element: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -77,7 +77,7 @@ class GroupCost:
     def terms(self) -> tuple[float, ...]:
         """Return a and b of compute, network, lead, tail and alone.
 
-        A cost with larger terms is never better, unless its toll is smaller.
+        A cost with larger terms is never better, unless its toll is smaller for some layer.
         """
         return (
             *(self.compute_a_s, self.compute_b_s_per_element),
@@ -116,12 +116,14 @@ class Pipeline:
     numel       elements of each layer
     costs       of the options that every group may choose
     after_s     seconds that the step takes at least after the network is done with the last layer: groups that follow
+    tolls_s     by option, the toll of each layer; empty if there are none
     """
 
     backward_s: tuple[float, ...]
     numel: tuple[int, ...]
     costs: tuple[GroupCost, ...]
     after_s: float = 0.0
+    tolls_s: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.numel or len(self.backward_s) != len(self.numel):
@@ -131,6 +133,12 @@ class Pipeline:
         if not self.costs:
             raise ConfigError("no option to choose from; give at least one, such as dense")
         check_seconds("after_s", self.after_s)
+        if self.tolls_s and [len(row) for row in self.tolls_s] != [len(self.numel)] * len(self.costs):
+            raise ConfigError(f"{len(self.tolls_s)} rows of tolls; give one toll per layer for each of the options")
+        for option, row in enumerate(self.tolls_s):
+            # There may be 100,000 tolls, so they are not looked at one by one.
+            check_seconds(f"the sum of the tolls of option {option}", math.fsum(row))
+            check_seconds(f"the least toll of option {option}", min(row))
         for index, (backward_s, numel) in enumerate(zip(self.backward_s, self.numel, strict=True)):
             check_seconds(f"backward_s of layer {index}", backward_s)
             if numel < 1:
@@ -148,15 +156,25 @@ class Pipeline:
         ends = [0, *(group.end for group in groups)]
         if ends[-1] != self.num_layers or any(end <= start for start, end in itertools.pairwise(ends)):
             raise ConfigError(f"groups end before {ends[1:]}; give rising ends, the last of them {self.num_layers}")
-        compute_s = network_s = done_s = toll_s = 0.0
+        compute_s = network_s = done_s = 0.0
         for start, group in zip(ends, groups, strict=False):
             cost, numel = self.costs[group.option], sum(self.numel[start : group.end])
             compute_s += math.fsum(self.backward_s[start : group.end]) + cost.compute_s(numel)
             own_s = cost.network_s(numel)
-            toll_s += cost.toll_b_s_per_element * numel
             done_s = max(done_s, network_s + own_s + cost.tail_s(numel), compute_s + cost.alone_s(numel))
             network_s = max(network_s, compute_s + cost.lead_s(numel)) + own_s
-        return max(done_s, network_s + self.after_s) + toll_s
+        return max(done_s, network_s + self.after_s) + self.toll_s(groups)
+
+    def toll_s(self, groups: Sequence[GroupEnd]) -> float:
+        """Return the tolls of `groups`."""
+        if not self.tolls_s:
+            return 0.0
+        starts = [0, *(group.end for group in groups)]
+        return math.fsum(
+            toll_s
+            for start, group in zip(starts, groups, strict=False)
+            for toll_s in self.tolls_s[group.option][start : group.end]
+        )
 
 
 class _Elapsed(NamedTuple):
@@ -266,12 +284,16 @@ def group_cost(
     )
 
 
-def undominated(costs: Sequence[GroupCost]) -> list[int]:
-    """Return the indices of `costs` that no other cost beats or equals at every size; the first one of equals."""
-    terms = np.array([(*cost.terms, cost.toll_b_s_per_element) for cost in costs])
+def undominated(costs: Sequence[GroupCost], toll_CL: NDArray[np.float64] | None = None) -> list[int]:
+    """Return the indices of `costs` that no other one beats or equals at every size and in every layer's toll.
+
+    Of equals it is the first one. `toll_CL`: of C costs in L layers, if there are any.
+    """
+    terms = np.array([cost.terms for cost in costs])
+    toll_CL = np.zeros((len(costs), 0)) if toll_CL is None else toll_CL
     # A cost that beats another one comes before it.
-    order = np.lexsort(terms.T[::-1])
-    ordered = terms[order]
+    order = np.lexsort((toll_CL.sum(axis=1), *terms.T[::-1]))
+    ordered = np.hstack([terms, toll_CL])[order]
     kept: list[int] = []
     for place, own in enumerate(ordered):
         if not (ordered[kept] <= own).all(axis=1).any():

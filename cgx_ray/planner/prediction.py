@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple, get_args
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DENSE, NONE, GroupPlan, Layer, Option, Plan
+from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.bits import LayerErrors
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
@@ -39,7 +39,9 @@ class Measured:
     encodes_on   "backward" if encoding and decoding take the processor from backward, as they do where few cores do
                  both; "thread" if they work beside it
     fixed        groups that every plan has, since layer rules of the user have chosen them
-    layer_errors of qsgd with 2 to 8 bits, by layer; empty unless the policy chooses bits per layer
+    layer_errors of qsgd with 2 to 8 bits, by layer, for policy "cgx"; else empty
+    squared_errors
+                 of qsgd by number of bits and by layer, in any unit; empty before they are measured
     error_excess error of bits in force over what was expected of them, 1 or more
     gain_curve   gain of top-k by density; empty before it is measured
     """
@@ -53,6 +55,7 @@ class Measured:
     encodes_on: EncodesOn = "thread"
     fixed: tuple[PlannedGroup, ...] = ()
     layer_errors: Mapping[str, LayerErrors] = field(default_factory=dict)
+    squared_errors: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     error_excess: float = 1.0
     gain_curve: Mapping[float, float] = field(default_factory=dict)
     bus: Link | None = None
@@ -90,6 +93,20 @@ class Measured:
         """Return the gain of `option`; None if it is unknown."""
         names = (str(option), str(option.flat()), str(option.codec))
         return next((self.gain[name] for name in names if name in self.gain), None)
+
+    def counted_numel(self, codec: CodecSpec) -> dict[str, float]:
+        """Return the elements that each layer counts as in what `codec` loses; empty if each counts as its own.
+
+        What qsgd loses of a step's progress are its errors. So layers whose errors with as many bits are known count as
+        all their elements together, divided by squared error. The quantization buckets of both may differ.
+        """
+        errors = self.squared_errors.get(codec.bits, {}) if codec.name == "qsgd" and codec.bits is not None else {}
+        total = math.fsum(errors.values())
+        if not 0 < total < math.inf:
+            return {}
+        counted = {layer.name: float(layer.numel) for layer in self.layers}
+        scale = sum(counted[name] for name in errors) / total
+        return counted | {name: scale * error for name, error in errors.items()}
 
     def slowed(self, factor: float) -> Measured:
         """Return the measurements with `factor` times the times of links and codecs."""
@@ -149,8 +166,8 @@ class Prediction:
     compute_s   seconds of the step without any exchange
     after_s     the part of `compute_s` after the last exchange
     codec_s     seconds of encoding and decoding on one rank, hidden or not
-    efficiency  share of a dense step's progress: that of the groups' options, weighted by elements, as if each layer
-                had so much of the gradient's energy; None if one of the gains is unknown. Fixed groups count as dense:
+    efficiency  share of a dense step's progress: that of the groups' options, weighted by the elements that layers
+                count as (`Measured.counted_numel`); None if one of the gains is unknown. Fixed groups count as dense:
                 what they lose is the user's choice
     """
 
@@ -167,8 +184,8 @@ class Prediction:
 
     @property
     def score(self) -> float:
-        """Seconds for the progress of one dense step, infinite if the efficiency is unknown. Smaller is better."""
-        return self.step_s / self.efficiency if self.efficiency is not None else math.inf
+        """Seconds for the progress of one dense step, infinite without any known progress. Smaller is better."""
+        return self.step_s / self.efficiency if self.efficiency else math.inf
 
     @property
     def bound_by(self) -> StepPart:
@@ -236,7 +253,11 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         )
         for group in groups
     ]
-    kept = [(1.0 if group.is_fixed else efficiencies[group.option], group.numel) for group in groups]
+    counted = {option: measured.counted_numel(option.codec) for option in options}
+    kept = [
+        (1.0, group.numel) if group.is_fixed else (efficiencies[group.option], _counted(group, counted[group.option]))
+        for group in groups
+    ]
     known = [(share, numel) for share, numel in kept if share is not None]
     return Prediction(
         groups=tuple(groups),
@@ -244,7 +265,7 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         compute_s=measured.compute_s,
         after_s=measured.after_s,
         codec_s=sum(work.codec_s for work in works),
-        efficiency=_weighted(known) if len(known) == len(kept) else None,
+        efficiency=_efficiency(known, sum(group.numel for group in groups)) if len(known) == len(kept) else None,
     )
 
 
@@ -279,9 +300,17 @@ def forget_work() -> None:
     _work.cache_clear()
 
 
-def _weighted(shares: Sequence[tuple[float, int]]) -> float:
-    """Return the mean of shares with their weights. Sums what is missing, so that shares of 1 give exactly 1."""
-    return 1 - math.fsum((1 - share) * numel for share, numel in shares) / sum(numel for _, numel in shares)
+def _counted(group: PlannedGroup, counted: Mapping[str, float]) -> float:
+    """Return the elements that `group` counts as. `counted`: those of each layer; empty if each counts as its own."""
+    return math.fsum(counted[name] for name in group.layers) if counted else group.numel
+
+
+def _efficiency(shares: Sequence[tuple[float, float]], numel: int) -> float:
+    """Return what is left of `numel` elements when each share keeps so much of the elements that it counts for.
+
+    Sums what is missing, so that shares of 1 give exactly 1. Different codecs may lose more than there is.
+    """
+    return max(0.0, 1 - math.fsum((1 - share) * counted for share, counted in shares) / numel)
 
 
 def groups_of(plan: Plan, layers: Iterable[Layer]) -> tuple[PlannedGroup, ...]:

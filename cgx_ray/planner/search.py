@@ -61,12 +61,13 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
     only at kinks. If s is longer than the remaining compute and leads, the network never waits, and V_k(s) = s + W_k,
     where W_k is the least over end and option of n + max(tail, W_end), and W_N = after_s. The passes have 64, 256,
     1,024 and 4,096 multiples. Each drops labels that cannot be part of a plan better than the one found before it: by
-    the bound, and because, for w in [0, 1], w C + (1 - w) D of the first k layers is at least that of one group under
-    the cheapest option for w. (Costs are affine in the elements, so splitting a group never makes w compute_s +
-    (1 - w) network_s less.)
+    the bound, and because, for w in [0, 1], w C + (1 - w) D of the first k layers is at least the sum of w compute_s +
+    (1 - w) network_s over the groups that are the cheapest for w. (Their costs are sums over layers, so one pass over
+    these finds them.)
 
     A toll moves C, D and E by as much, as if device and network both stood still for so long, so all of this holds with
-    tolls. Only an E is moved by the tolls of later groups: it may end the step if it is after the bound less these.
+    tolls, whichever they are for a layer and an option. Only an E is moved by the tolls of later groups: it may end the
+    step if it is after the bound less the largest of these, layer by layer.
 
     Finishes that differ by less than 1e-12 of their value count as equal.
     """
@@ -77,7 +78,8 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
     _, bound_s, found, num_labels = _search.search(
         pipeline.backward_s,
         pipeline.numel,
-        [(*cost.terms, cost.toll_b_s_per_element) for cost in pipeline.costs],
+        [cost.terms for cost in pipeline.costs],
+        pipeline.tolls_s,
         pipeline.after_s,
         max_gap,
         max_labels,

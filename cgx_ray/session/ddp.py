@@ -14,6 +14,7 @@ from cgx_ray.codecs.codec import HOST
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.gathered import Gatherer, as_own
 from cgx_ray.collectives.lifeline import Lifeline
+from cgx_ray.engine.counted import MAX_MEASURING
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.engine.layers import averaged_parameters, layers_of, sparse_modules
@@ -89,7 +90,7 @@ def _start_engine(
             transport,
             seed=settings.seed,
             candidates=settings.gain_codecs(),
-            by_layer=settings.codecs_by_layer(),
+            by_layer=settings.codecs_by_layer() if transport.rank < MAX_MEASURING else (),
             device=device,
             inside=measure_inside(local) if local is not None and is_planned_with else None,
         )

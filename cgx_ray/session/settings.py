@@ -27,7 +27,7 @@ from cgx_ray.plan import (
     as_option,
     make_plan,
 )
-from cgx_ray.planner.bits import QSGD, WIDTHS
+from cgx_ray.planner.bits import QSGD, WIDTHS, bits_of
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.papers.cgx import METHODS as CGX_METHODS
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
@@ -219,8 +219,11 @@ class Settings:
         return self.method or METHODS[self.policy][0]
 
     def codecs_by_layer(self) -> tuple[CodecSpec, ...]:
-        """Return the codecs whose errors policy "cgx" needs by layer."""
-        return tuple(replace(QSGD, bits=bits) for bits in WIDTHS) if self.policy == "cgx" else ()
+        """Return the codecs whose errors the policy needs by layer: qsgd with each number of bits to choose from."""
+        if self.policy not in ("adaptive", "cgx"):
+            return ()
+        widths = WIDTHS if self.policy == "cgx" else bits_of(self.candidate_codecs())
+        return tuple(replace(QSGD, bits=bits) for bits in widths)
 
     def gain_codecs(self) -> tuple[CodecSpec, ...]:
         """Return the codecs whose gains the policy needs; those of bits by layer follow from the errors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,11 @@ from support.control_runs import QUIET, start
 from cgx_ray.control.known_network import PROBE_HOLDS_S, RATE_HOLDS_S, KnownNetwork
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.monitors.sample import Bandwidth, NodeSample
+
+
+def _probed(rates: Mapping[str, float]) -> dict[str, Bandwidth]:
+    return {node: Bandwidth(bytes_per_s=rate) for node, rate in rates.items()}
 
 
 def test_probes_are_asked_for_and_used_only_while_messages_are_not_sure(tmp_path: Path) -> None:
@@ -22,7 +26,9 @@ def test_probes_are_asked_for_and_used_only_while_messages_are_not_sure(tmp_path
     def report(node_id: str, time_s: float, bandwidth: dict[str, float]) -> None:
         others = {other: 1e-3 for other in "ab" if other != node_id}
         run.loop.observe(
-            NodeSample(node_id=node_id, time_s=time_s, steps=(), latency_s=others, host=QUIET, bandwidth=bandwidth),
+            NodeSample(
+                node_id=node_id, time_s=time_s, steps=(), latency_s=others, host=QUIET, bandwidth=_probed(bandwidth)
+            ),
             time_s,
         )
 
@@ -70,7 +76,9 @@ def test_probes_count_with_a_slow_node_and_name_it_once_the_other_end_was_fast_e
 
     def report(node: str, found: dict[str, float]) -> None:
         latency_s = {other: 1e-3 for other in "abcd" if other != node}
-        sample = NodeSample(node_id=node, time_s=0.0, steps=(), latency_s=latency_s, host=QUIET, bandwidth=found)
+        sample = NodeSample(
+            node_id=node, time_s=0.0, steps=(), latency_s=latency_s, host=QUIET, bandwidth=_probed(found)
+        )
         network.add_report(sample, ["abcd".index(node)], 0.0)
 
     for node in "abcd":
@@ -83,12 +91,49 @@ def test_probes_count_with_a_slow_node_and_name_it_once_the_other_end_was_fast_e
     assert network.slow == dict.fromkeys(named, 1.25e6)
 
 
+@pytest.mark.parametrize(("neighbour", "expected"), [(0.0, 10e6), (2e6, 8e6), (9e6, 2.5e6), (None, 2.5e6)])
+def test_a_probe_beside_messages_finds_what_the_cards_carried_without_the_neighbours(
+    neighbour: float | None, expected: float
+) -> None:
+    network = KnownNetwork()
+    host = replace(QUIET, neighbour_bytes_per_s=neighbour)
+    found = {"b": Bandwidth(bytes_per_s=2.5e6, sent=10e6, received=10e6)}
+    for node, bandwidth in (("b", {}), ("a", found)):
+        latency_s = {other: 1e-3 for other in "ab" if other != node}
+        sample = NodeSample(node_id=node, time_s=0.0, steps=(), latency_s=latency_s, host=host, bandwidth=bandwidth)
+        network.add_report(sample, [], 0.0)
+    assert network.bandwidth is not None
+    assert network.bandwidth.value == expected
+
+
+def test_a_slow_uplink_is_not_hidden_by_what_others_send_to_the_probed_node() -> None:
+    network = KnownNetwork()
+
+    def report(node: str, found: Mapping[str, Bandwidth]) -> None:
+        latency_s = {other: 1e-3 for other in "abc" if other != node}
+        sample = NodeSample(node_id=node, time_s=0.0, steps=(), latency_s=latency_s, host=host, bandwidth=found)
+        network.add_report(sample, ["abc".index(node)], 0.0)
+
+    host = replace(QUIET, neighbour_bytes_per_s=0.0)
+    for node in "abc":
+        report(node, {})
+    report("a", {"b": Bandwidth(bytes_per_s=1e6, sent=2e6, received=12e6)})
+    report("b", {"c": Bandwidth(bytes_per_s=12e6, sent=12e6, received=12e6)})
+    report("c", {"a": Bandwidth(bytes_per_s=5e6, sent=11e6, received=12e6)})
+    assert network.slow == {0: 2e6}
+
+
 def test_what_a_node_probed_counts_no_longer_once_it_is_silent(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.latency_s = 1e-3
     run.run(1)
     far = NodeSample(
-        node_id="far", time_s=0.0, steps=(), latency_s={"node": 0.101}, host=QUIET, bandwidth={"node": 1e6}
+        node_id="far",
+        time_s=0.0,
+        steps=(),
+        latency_s={"node": 0.101},
+        host=QUIET,
+        bandwidth=_probed({"node": 1e6}),
     )
     run.loop.observe(far, 1.0)
     assert run.loop.facts().latency_s == pytest.approx(0.051)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.control_runs import COST, LAYERS, WORLD, FakeTraining
+from support.control_runs import COST, LAYERS, WORLD, MeteredTraining
 
 from cgx_ray.control.joined_steps import JoinedStep, join
 from cgx_ray.control.journal import Journal
@@ -19,7 +18,7 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy, PaperPolicy
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError, StepSample
+from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError
 from cgx_ray.plan import CodecSpec, Plan, Scheme
 from cgx_ray.planner.bits import WIDTHS, BitsProblem, LayerErrors
 from cgx_ray.planner.cost import Link, Network, terms
@@ -30,29 +29,6 @@ from cgx_ray.ray_train.config import make_policy
 from cgx_ray.session.settings import Settings
 
 COSTS = {"qsgd": COST, "topk": COST}
-
-
-class MeteredTraining(FakeTraining):
-    """A fake training with errors by layer, one number of bits at a time, and a gain curve.
-
-    error  lost share of a layer with 4 bits
-    """
-
-    error: dict[str, float]
-    curve: Callable[[float], float] = staticmethod(lambda density: density**0.3)
-
-    def sample(self, rank: int) -> StepSample:
-        sample = super().sample(rank)
-        if not sample.gain:
-            return sample
-        bits = WIDTHS[self.step % len(WIDTHS)]
-        known = {4: 1.0}
-        return replace(
-            sample,
-            error_bits=bits,
-            layer_errors={name: LayerError(1.0, lost * lost_share(known, bits)) for name, lost in self.error.items()},
-            gain_curve=tuple(map(self.curve, CURVE_DENSITIES)),
-        )
 
 
 def start(folder: Path, policy: PaperPolicy, **rules: Any) -> MeteredTraining:

@@ -25,6 +25,7 @@ from cgx_ray.monitors.probe import (
     measure_tcp,
 )
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule, budget_bytes, rounds
+from cgx_ray.monitors.sample import Bandwidth
 
 HOST = "127.0.0.1"
 
@@ -60,9 +61,9 @@ def test_all_probes_of_a_minute_keep_to_the_budget(
     sent: list[int] = []
     rate = mbit_per_s * 125e3
 
-    def send(host: str, port: int, token: str, num_bytes: int) -> float:
+    def send(host: str, port: int, token: str, num_bytes: int) -> Bandwidth:
         sent.append(num_bytes)
-        return rate if num_bytes >= least_bytes else 0.0
+        return Bandwidth(bytes_per_s=rate if num_bytes >= least_bytes else 0.0)
 
     monkeypatch.setattr(probe, "_send_bulk", send)
     left, found = probe.measure_bulk(Address(HOST, 1, ""))
@@ -137,7 +138,7 @@ def test_probes_into_one_node_take_turns(bulk: BulkServer) -> None:
             # The next one has its turn at once when this one is done.
             under_way.release()
             client.shutdown(socket.SHUT_WR)
-            found.append(struct.unpack("<d", client.recv(8, socket.MSG_WAITALL))[0])
+            found.append(struct.unpack("<dd", client.recv(16, socket.MSG_WAITALL))[0])
 
     threads = [threading.Thread(target=measure) for _ in range(4)]
     for thread in threads:
@@ -260,6 +261,50 @@ def test_probes_find_the_rate_of_the_lab() -> None:
     assert len(rates) == 2
     # 1448 of 1514 bytes are payload. Only a busy machine can make the rate lower.
     assert all(0.5 * 0.956e8 < 8 * rate < 1.05 * 0.956e8 for rate in rates), rates
+
+
+@pytest.mark.skipif(Lab.available() is not None, reason=Lab.available() or "")
+def test_a_probe_that_shares_a_link_tells_what_the_card_carries() -> None:
+    """Host 2 sends to host 0 all the time, and host 1 probes it."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with Lab(3, rate_bit_per_s=1e8) as lab:
+        address = lab.hosts[0].address
+        server = lab.popen(0, [sys.executable, "-c", _SINK, address], **pipes)
+        sink, *bulk = server.stdout.readline().split()
+        flood = lab.popen(2, [sys.executable, "-c", _FLOOD, address, sink])
+        client = lab.popen(1, [sys.executable, "-c", _PROBE_BESIDE, address, *bulk], stdout=subprocess.PIPE, text=True)
+        sent, received = (8 * float(rate) / 0.956e8 for rate in client.communicate()[0].split())
+        flood.kill()
+        flood.wait()
+        server.kill()
+        server.communicate()
+    assert sent < 0.7
+    assert 0.8 < received < 1.05
+
+
+_SINK = """
+import socket, sys
+from cgx_ray.monitors.probe import BulkServer
+bulk, listener = BulkServer(sys.argv[1]), socket.create_server((sys.argv[1], 0))
+print(listener.getsockname()[1], *bulk.address[1:], flush=True)
+client, _ = listener.accept()
+while client.recv(1 << 16):
+    pass
+"""
+_FLOOD = """
+import socket, sys
+client = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)  # no more under way, so that the probe has its share
+while True:
+    client.sendall(bytes(1 << 16))
+"""
+_PROBE_BESIDE = """
+import sys, time
+from cgx_ray.monitors.probe import measure_tcp
+time.sleep(0.5)
+found = measure_tcp(sys.argv[1], int(sys.argv[2]), sys.argv[3], 2_500_000)
+print(found.sent, found.received)
+"""
 
 
 _SERVE = """

@@ -14,7 +14,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, make_plan
 from cgx_ray.planner import chain
 from cgx_ray.planner.cost import Link, Network, hierarchical_terms, terms
-from cgx_ray.planner.joint import MAX_ERROR, best_plan
+from cgx_ray.planner.joint import MAX_ERROR, MAX_GAP, best_plan
 from cgx_ray.planner.legs import MESSAGE_S, THREAD_S, exchange_stages
 from cgx_ray.planner.models import MODEL_NAMES, load_model
 from cgx_ray.planner.options import CodecCost, candidate_options
@@ -73,6 +73,75 @@ def test_joint_plan_equals_brute_force_over_all_groupings_options_and_gains(rank
         assert found.best.score * (1 - found.gap) <= least * (1 + MAX_ERROR), (case, found.gap, least)
 
 
+def test_joint_plan_with_errors_by_layer_equals_brute_force_and_one_option_keeps_what_it_keeps_without_them() -> None:
+    rng = random.Random(11)
+    options_of_qsgd = [replace(QSGD, codec=CodecSpec(name="qsgd", bits=bits)) for bits in (2, 3, 4, 8)]
+    num_mixed = 0
+    for case in range(40):
+        layers = tuple(
+            Layer(name=f"l{i}", numel=int(10 ** rng.uniform(4, 7)), ndim=2) for i in range(rng.randint(1, 4))
+        )
+        known = [layer.name for layer in layers if rng.random() < 0.8]
+        run = measured(
+            layers,
+            tuple(rng.expovariate(20) for _ in layers),
+            network(10 ** rng.uniform(-1.5, 1), num_nodes=rng.choice((2, 5))),
+            gain={**GAIN, **{str(option.codec): rng.uniform(0.2, 1.0) for option in options_of_qsgd}},
+            squared_errors={bits: {name: 10 ** rng.uniform(-6, 0) for name in known} for bits in (2, 3, 4)},
+        )
+        options = [DENSE, TOPK, *options_of_qsgd]
+        least = min(predict(run, groups).score for groups in all_plans(layers, options))
+        found = best_plan(run, options, max_gap=0)
+        assert found.best.score <= least * (1 + MAX_ERROR), (case, found.best.score, least, found.best.describe())
+        assert found.best.score * (1 - found.gap) <= least * (1 + MAX_ERROR), (case, found.gap, least)
+        num_mixed += len({group.option.codec.bits for group in found.best.groups if group.option.codec.bits}) > 1
+        for option in options_of_qsgd:
+            uniform = predict(run, [PlannedGroup.of(layers[::-1], option)]).efficiency
+            assert uniform == pytest.approx(run.efficiency(option), rel=1e-12), (case, option)
+    assert num_mixed >= 5, "too few cases have other bits in other layers"
+
+
+def test_a_layer_with_little_error_gets_few_bits_and_one_with_much_error_keeps_more() -> None:
+    layers = tuple(Layer(name=name, numel=4_000_000, ndim=2) for name in ("loud", "quiet"))
+    few, more = (replace(QSGD, codec=CodecSpec(name="qsgd", bits=bits)) for bits in (2, 4))
+    run = measured(layers, (0.2, 0.2), network(0.05), gain={str(few.codec): 0.08, str(more.codec): 0.98})
+    assert {group.option for group in best_plan(run, (few, more)).best.groups} == {more}
+    errors = {"loud": 99.0, "quiet": 1.0}
+    run = replace(run, squared_errors={2: errors, 4: errors})
+    best = best_plan(run, (few, more)).best
+    assert {name: group.option for group in best.groups for name in group.layers} == {"loud": more, "quiet": few}
+    lost = [1 - (run.efficiency(option) or 0.0) for option in (few, more)]
+    assert best.efficiency == pytest.approx(1 - 0.01 * lost[0] - 0.99 * lost[1])
+
+
+def test_layers_with_known_errors_divide_their_elements_and_the_others_keep_theirs() -> None:
+    layers = tuple(Layer(name=name, numel=numel, ndim=2) for name, numel in (("a", 100), ("b", 300), ("c", 50)))
+    run = measured(layers, (0.0,) * 3, network(1), squared_errors={4: {"a": 3.0, "b": 1.0}, 3: {"a": 0.0, "b": 0.0}})
+    assert run.counted_numel(QSGD.codec) == {"a": 300, "b": 100, "c": 50}
+    assert run.counted_numel(CodecSpec(name="qsgd", bucket_size=64)) == {"a": 300, "b": 100, "c": 50}
+    for codec in ("qsgd:bits=3", "qsgd:bits=2", "topk", "none"):
+        assert run.counted_numel(CodecSpec.parse(codec)) == {}, codec
+
+
+def test_codecs_that_lose_different_layers_may_lose_all_progress_and_are_not_mixed_then() -> None:
+    layers = (Layer(name="wide", numel=9_000_000, ndim=2), Layer(name="loud", numel=1_000_000, ndim=2))
+    few = replace(QSGD, codec=CodecSpec(name="qsgd", bits=2))
+    run = measured(
+        layers,
+        (0.0, 0.0),
+        network(0.001),
+        gain={str(few.codec): 0.05, str(TOPK.codec): 0.1},
+        squared_errors={2: {"loud": 1.0, "wide": 0.001}},
+    )
+    worst = predict(run, [PlannedGroup.of(layers[1:], few), PlannedGroup.of(layers[:1], TOPK)])
+    assert (worst.efficiency, worst.score) == (0.0, math.inf)
+    found = best_plan(run, (few, TOPK), max_gap=0)
+    least = min(predict(run, groups).score for groups in all_plans(layers, [DENSE, few, TOPK]))
+    assert 0 < found.best.score <= least * (1 + MAX_ERROR)
+    fixed = (PlannedGroup.of(layers[1:], DENSE, is_fixed=True),)
+    assert 0 <= best_plan(replace(run, fixed=fixed), (few, TOPK)).gap <= 1
+
+
 def test_a_plan_mixes_options_where_that_takes_less_time_per_progress_than_any_of_them() -> None:
     """Backward hides the dense sums of one layer. Nothing hides those of the other, which loses 30 % instead."""
     layers = tuple(Layer(name=name, numel=4_000_000, ndim=2) for name in ("last", "first"))
@@ -86,7 +155,10 @@ def test_a_plan_mixes_options_where_that_takes_less_time_per_progress_than_any_o
 
 @pytest.mark.parametrize("model", ["resnet50", "resnet18", "bert_base"])
 def test_the_last_group_has_no_hops_that_another_option_would_save(model: str) -> None:
-    """Hops of the last group seem hidden to the search, behind the small layers that it counts as sent later."""
+    """Hops of the last group seem hidden to the search, behind the small layers that it counts as sent later.
+
+    Two hops are 0.3 % of the step or more; the search ends within MAX_GAP.
+    """
     run = of_model(model, Network.flat(4, Link.from_rates(bandwidth_gbps=1, latency_ms=0.5)), 0.25)
     run = replace(run, gain={**GAIN, "topk:density=0.1": 0.95})
     options = [option for option in OPTIONS if option.intra is Intra.FLAT]
@@ -95,7 +167,7 @@ def test_the_last_group_has_no_hops_that_another_option_would_save(model: str) -
     lossless = [option for option in options if option.codec.name == "none"]
     scores = {str(option): predict(run, (*others, last._replace(option=option))).score for option in lossless}
     assert len(lossless) > 2
-    assert best.score <= min(scores.values()), (str(last.option), scores)
+    assert best.score <= min(scores.values()) * (1 + MAX_GAP), (str(last.option), scores)
 
 
 @pytest.mark.parametrize("model", MODEL_NAMES)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from cgx_ray.bench.planner_cases import earliest_finish_s, random_pipeline
+from cgx_ray.bench.planner_cases import earliest_finish_s, random_pipeline, with_random_tolls
 from cgx_ray.errors import ConfigError
 from cgx_ray.planner.papers.bytecomp import bytecomp
 from cgx_ray.planner.papers.cupcake import cupcake
@@ -29,13 +29,11 @@ def test_joint_search_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_op
         assert plan.gap == 0, (case, plan)
 
 
-def test_joint_search_with_tolls_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_options() -> None:
+def test_joint_search_with_tolls_by_layer_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_options() -> None:
     rng = random.Random(8)
     for case in range(300):
         pipeline = random_pipeline(rng, rng.randint(1, 8), 6)
-        scale = pipeline.finish_s([GroupEnd(pipeline.num_layers, 0)]) / sum(pipeline.numel) * 10 ** rng.uniform(-3, 0)
-        costs = [replace(cost, toll_b_s_per_element=scale * rng.choice((0, rng.random()))) for cost in pipeline.costs]
-        pipeline = replace(pipeline, costs=tuple(costs))
+        pipeline = with_random_tolls(rng, pipeline)
         plan = search(pipeline)
         assert plan.finish_s == pytest.approx(earliest_finish_s(pipeline), rel=ROUNDING), (case, pipeline)
         assert plan.gap == 0, (case, plan)
@@ -43,13 +41,14 @@ def test_joint_search_with_tolls_equals_brute_force_in_300_cases_of_up_to_8_laye
 
 def earliest_finish_by_fronts_s(pipeline: Pipeline) -> float:
     """Return the earliest finish of all plans, dropping partial plans that another equals or beats."""
-    # Finish of compute and of the network, and when all groups so far are done.
+    # Finish of compute and of the network, and when all groups so far are done. A toll delays all of them.
     fronts: list[list[tuple[float, float, float]]] = [[(0.0, 0.0, 0.0)]]
     for end in range(1, pipeline.num_layers + 1):
         found = []
         for start in range(end):
             numel, backward_s = sum(pipeline.numel[start:end]), sum(pipeline.backward_s[start:end])
-            for cost in pipeline.costs:
+            for option, cost in enumerate(pipeline.costs):
+                toll_s = sum(pipeline.tolls_s[option][start:end]) if pipeline.tolls_s else 0.0
                 compute_s, network_s = backward_s + cost.compute_s(numel), cost.network_s(numel)
                 lead_s, tail_s, alone_s = cost.lead_s(numel), cost.tail_s(numel), cost.alone_s(numel)
                 for c, d, done in fronts[start]:
@@ -57,7 +56,7 @@ def earliest_finish_by_fronts_s(pipeline: Pipeline) -> float:
                     sent = max(d, ready + lead_s) + network_s
                     # The step does not end before the network is done with this group and what follows.
                     ends = max(done, d + network_s + tail_s, ready + alone_s, sent + pipeline.after_s)
-                    found.append((ready, sent, ends))
+                    found.append((ready + toll_s, sent + toll_s, ends + toll_s))
         fronts.append(undominated_labels(found))
     return min(done for _, _, done in fronts[-1])
 
@@ -80,10 +79,12 @@ def undominated_labels(labels: list[tuple[float, float, float]]) -> list[tuple[f
     return kept
 
 
-def test_joint_search_equals_label_setting_without_bounds_on_25_layers() -> None:
+@pytest.mark.parametrize(("has_tolls", "num_cases"), [(False, 20), (True, 5)])
+def test_joint_search_equals_label_setting_without_bounds_on_25_layers(has_tolls: bool, num_cases: int) -> None:
     rng = random.Random(7)
-    for case in range(20):
+    for case in range(num_cases):
         pipeline = random_pipeline(rng, 25, 3)
+        pipeline = with_random_tolls(rng, pipeline) if has_tolls else pipeline
         plan = search(pipeline)
         assert plan.finish_s == pytest.approx(earliest_finish_by_fronts_s(pipeline), rel=ROUNDING), (case, pipeline)
         assert plan.gap == 0, (case, plan)
@@ -94,6 +95,7 @@ def test_bound_holds_and_the_gap_is_kept_when_the_search_may_end_early() -> None
     rng = random.Random(1)
     for case in range(200):
         pipeline = random_pipeline(rng, rng.randint(4, 7), 6)
+        pipeline = with_random_tolls(rng, pipeline) if case % 2 else pipeline
         best_s = earliest_finish_s(pipeline)
         for max_gap, max_labels in ((0.0, 1), (0.05, 30_000), (0.05, 10)):
             plan = search(pipeline, max_gap=max_gap, max_labels=max_labels)
@@ -118,6 +120,8 @@ def test_every_dropped_option_is_a_loss_or_nothing() -> None:
 def test_314_layers_with_6_options_are_planned_exactly_or_within_1_percent() -> None:
     rng = random.Random(3)
     gaps = [search(random_pipeline(rng, 314, 6)).gap for _ in range(10)]
+    assert max(gaps) <= 0.01, gaps
+    gaps = [search(with_random_tolls(rng, random_pipeline(rng, 314, 6))).gap for _ in range(10)]
     assert max(gaps) <= 0.01, gaps
 
 
@@ -158,6 +162,21 @@ def test_a_step_without_time_has_no_gap() -> None:
     nothing = GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0, network_b_s_per_element=0)
     plan = search(Pipeline(backward_s=(0, 0), numel=(1, 1), costs=(nothing,)))
     assert (plan.finish_s, plan.gap) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("tolls_s", "message"),
+    [
+        (((1.0, 1.0),) * 2, "2 rows of tolls"),
+        (((1.0,),), "1 rows of tolls"),
+        (((1.0, -0.5),), "the least toll of option 0"),
+        (((1.0, math.nan),), "the sum of the tolls of option 0"),
+    ],
+)
+def test_impossible_tolls_are_refused(tolls_s: tuple[tuple[float, ...], ...], message: str) -> None:
+    cost = GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=1, network_b_s_per_element=0)
+    with pytest.raises(ConfigError, match=message):
+        Pipeline(backward_s=(0, 0), numel=(1, 1), costs=(cost,), tolls_s=tolls_s)
 
 
 @pytest.mark.parametrize("changes", [{"max_gap": -0.1}, {"max_gap": 1.0}, {"max_labels": 0}])

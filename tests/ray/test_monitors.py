@@ -22,7 +22,7 @@ from cgx_ray.monitors.export import LABELS, METRICS, RUN, served_name
 from cgx_ray.monitors.probe import BulkServer
 from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.round_trip import EchoServer, Peers, round_trip_s
-from cgx_ray.monitors.sample import CURVE_DENSITIES, NodeSample
+from cgx_ray.monitors.sample import CURVE_DENSITIES, Bandwidth, NodeSample
 
 HOST = "127.0.0.1"
 
@@ -206,7 +206,7 @@ def test_an_agent_probes_the_node_that_the_controller_names_and_no_other(agent: 
         ray.get(controller.probe.remote("gone"))
         wait_until(lambda: ray.get(controller.next_order.remote()) is None, "order gone")
 
-        def rates() -> list[Mapping[str, float]]:
+        def rates() -> list[Mapping[str, Bandwidth]]:
             # Order again: a probe finds no rate if a busy machine hands its bytes over at once.
             ray.get(controller.probe.remote("b"))
             return [one.bandwidth for one in ray.get(controller.taken.remote()) if one.bandwidth]
@@ -214,7 +214,7 @@ def test_an_agent_probes_the_node_that_the_controller_names_and_no_other(agent: 
         found = wait_until(rates, "a rate")
         agent.stop()
     assert {node_id for rates in found for node_id in rates} == {"b"}
-    assert found[0]["b"] > 1e6
+    assert found[0]["b"].bytes_per_s > 1e6
 
 
 def test_a_node_that_falls_silent_again_is_named_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,18 +6,20 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cgx_ray.control.history import History
 from cgx_ray.control.journal import Journal
+from cgx_ray.control.known_losses import lost_share
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.measured import is_dense
 from cgx_ray.control.policy import AdaptivePolicy, Decision
 from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import HostLoad, InsideLink, NodeSample, StepSample, Transfer
+from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, InsideLink, LayerError, NodeSample, StepSample, Transfer
 from cgx_ray.plan import Layer, Option, Plan, make_plan
+from cgx_ray.planner.bits import WIDTHS
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.planner.options import CodecCost, candidate_options
 
@@ -161,6 +163,36 @@ class FakeTraining:
             loss=self._loss(rank),
             lr=self.lr,
             inside=self.inside.get(rank),
+        )
+
+
+class MeteredTraining(FakeTraining):
+    """A fake training with errors by layer, one number of bits at a time, and a gain curve.
+
+    error   lost share of a layer with 4 bits
+    widths  numbers of bits that are measured in turn
+    scatter of the errors, as a standard deviation of their logarithm
+    """
+
+    error: dict[str, float]
+    widths: Sequence[int] = WIDTHS
+    scatter: float = 0.0
+    curve: Callable[[float], float] = staticmethod(lambda density: density**0.3)
+
+    def sample(self, rank: int) -> StepSample:
+        sample = super().sample(rank)
+        if not sample.gain:
+            return sample
+        bits = self.widths[self.step % len(self.widths)]
+        noise = random.Random(f"{self.step} {rank}")
+        return replace(
+            sample,
+            error_bits=bits,
+            layer_errors={
+                name: LayerError(1.0, lost * lost_share({4: 1.0}, bits) * math.exp(noise.gauss(0, self.scatter)))
+                for name, lost in self.error.items()
+            },
+            gain_curve=tuple(map(self.curve, CURVE_DENSITIES)),
         )
 
 

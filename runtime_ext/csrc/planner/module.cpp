@@ -12,13 +12,10 @@ NB_MODULE(_search, m) {
     m.def(
         "search",
         [](const std::vector<double>& backward_s, const std::vector<double>& numel,
-           const std::vector<std::array<double, 11>>& costs, double after_s, double max_gap,
-           int64_t max_labels) {
-            std::vector<cgx::planner::Option> options;
-            for (const auto& c : costs)
-                options.push_back({c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10]});
+           const std::vector<std::array<double, 10>>& costs, const std::vector<std::vector<double>>& tolls,
+           double after_s, double max_gap, int64_t max_labels) {
             cgx::planner::Answer answer =
-                cgx::planner::search(backward_s, numel, options, after_s, max_gap, max_labels);
+                cgx::planner::search(backward_s, numel, costs, tolls, after_s, max_gap, max_labels);
             std::vector<std::pair<int, int>> groups;
             for (const cgx::planner::PlannedGroup& group : answer.groups)
                 groups.emplace_back(group.end, group.option);

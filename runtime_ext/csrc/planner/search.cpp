@@ -14,31 +14,35 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Largest rounding error of a sum of a few thousand doubles, relative to the finish.
 constexpr double kRounding = 1e-12;
 constexpr int kNumCells[] = {64, 256, 1024, 4096};
+// `Problem::least` knows the least w * compute + (1 - w) * network for each w that is a multiple of 1 /
+// kNumWeights.
+constexpr int kNumWeights = 8;
 
 struct Problem {
     int num_layers;
     std::vector<double> backward, numel;  // of the first k layers
-    const std::vector<Option>& options;
+    std::vector<Option> options;
     double after_s;
     // Of the layers from k on, if the network never waits: the least seconds that it takes to the end of the
     // step, and the compute time of a plan that attains them.
     std::vector<double> least_rest, least_rest_compute;
-    double most_toll_b = 0;
+    // The largest tolls that layers from k on can have.
+    std::vector<double> most_toll;
+    // By weight, the least w * compute + (1 - w) * network that the first k layers can take.
+    std::vector<std::vector<double>> least;
 
     // A toll holds up device and network alike. So it is part of compute and of network, and the network has
     // it behind compute, after the lead.
+    double toll_s(int k, int end, const Option& option) const { return option.tolls[end] - option.tolls[k]; }
     double compute_s(int k, int end, const Option& option) const {
-        return backward[end] - backward[k] + option.compute_a +
-               (option.compute_b + option.toll_b) * (numel[end] - numel[k]);
+        return backward[end] - backward[k] + option.compute_a + option.compute_b * (numel[end] - numel[k]) +
+               toll_s(k, end, option);
     }
     double network_s(int k, int end, const Option& option) const {
-        return option.network_a + (option.network_b + option.toll_b) * (numel[end] - numel[k]);
+        return option.network_a + option.network_b * (numel[end] - numel[k]) + toll_s(k, end, option);
     }
     double lead_s(int k, int end, const Option& option) const {
-        return option.lead_a + (option.lead_b - option.toll_b) * (numel[end] - numel[k]);
-    }
-    double toll_s(int k, int end, const Option& option) const {
-        return option.toll_b * (numel[end] - numel[k]);
+        return option.lead_a + option.lead_b * (numel[end] - numel[k]) - toll_s(k, end, option);
     }
     double tail_s(int k, int end, const Option& option) const {
         return option.tail_a + option.tail_b * (numel[end] - numel[k]);
@@ -46,16 +50,34 @@ struct Problem {
     double alone_s(int k, int end, const Option& option) const {
         return option.alone_a + option.alone_b * (numel[end] - numel[k]);
     }
-    // The least w * compute + (1 - w) * network that layers k to end can take. A single group attains it,
-    // since every further group costs another compute_a and network_a.
-    double least_s(int k, int end, double w) const {
-        double least = kInfinity;
-        for (const Option& option : options)
-            least = std::min(least, w * compute_s(k, end, option) + (1 - w) * network_s(k, end, option));
-        return k == end ? 0 : least;
+    void find_most_toll() {
+        most_toll.assign(num_layers + 1, 0);
+        for (int k = num_layers - 1; k >= 0; --k) {
+            double most = 0;
+            for (const Option& option : options) most = std::max(most, toll_s(k, k + 1, option));
+            most_toll[k] = most_toll[k + 1] + most;
+        }
     }
-    // The largest tolls that layers from k on can have.
-    double most_toll_s(int k) const { return most_toll_b * (numel[num_layers] - numel[k]); }
+    // Tolls differ by layer, so the least may need several groups.
+    void find_least() {
+        for (int i = 0; i <= kNumWeights; ++i) {
+            double w = static_cast<double>(i) / kNumWeights;
+            // under: by option, the least with the last layer so far in a group under it, which may go on.
+            std::vector<double> row{0}, under(options.size(), kInfinity);
+            for (int k = 0; k < num_layers; ++k) {
+                double ended = kInfinity;
+                for (size_t o = 0; o < options.size(); ++o) {
+                    const Option& option = options[o];
+                    double begin = w * option.compute_a + (1 - w) * option.network_a;
+                    double layer = w * compute_s(k, k + 1, option) + (1 - w) * network_s(k, k + 1, option);
+                    under[o] = std::min(under[o], row[k] + begin) + layer - begin;
+                    ended = std::min(ended, under[o]);
+                }
+                row.push_back(ended);
+            }
+            least.push_back(std::move(row));
+        }
+    }
     void find_least_rest() {
         least_rest.assign(num_layers + 1, kInfinity);
         least_rest_compute.assign(num_layers + 1, 0);
@@ -114,8 +136,9 @@ class Bound {
         if (k == n) return;
         // Let compute be done with k layers at time C, and the network at time D. Then w * C + (1 - w) * D is
         // at least least_s, since no group is sent before the backward of the first layer.
-        for (double w = 0; w <= 1; w += 0.125) {
-            double least_s = problem_.least_s(0, k, w) + (1 - w) * problem_.backward[std::min(k, 1)];
+        for (int weight = 0; weight <= kNumWeights; ++weight) {
+            double w = static_cast<double>(weight) / kNumWeights;
+            double least_s = problem_.least[weight][k] + (1 - w) * problem_.backward[std::min(k, 1)];
             for (int i = 0; i <= num_cells_; ++i)
                 row[i] = std::min(row[i], finish_s - least_s + (1 - w) * i * cell_s_);
         }
@@ -204,7 +227,7 @@ class Search {
                     double rest = to.compute_s + bound.at(end, to.network_s - to.compute_s);
                     double f = std::max({top.bound_s, rest, to.done_s});
                     // The tolls of later groups delay the end of this one, too.
-                    to.may_end = to.done_s > rest - problem_.most_toll_s(end);
+                    to.may_end = to.done_s > rest - problem_.most_toll[end];
                     if (f >= best_.finish_s * (1 - kRounding) || !add(fronts[end], to)) continue;
                     to.parent = top.label;
                     labels_.push_back(to);
@@ -301,11 +324,19 @@ class Search {
 }  // namespace
 
 Answer search(const std::vector<double>& backward_s, const std::vector<double>& numel,
-              const std::vector<Option>& options, double after_s, double max_gap, int64_t max_labels) {
+              const std::vector<std::array<double, 10>>& costs, const std::vector<std::vector<double>>& tolls,
+              double after_s, double max_gap, int64_t max_labels) {
     int n = static_cast<int>(backward_s.size());
-    Problem problem{n, prefix_sums(backward_s), prefix_sums(numel), options, after_s, {}, {}};
-    for (const Option& option : options) problem.most_toll_b = std::max(problem.most_toll_b, option.toll_b);
+    std::vector<Option> options;
+    for (size_t o = 0; o < costs.size(); ++o) {
+        const auto& c = costs[o];
+        std::vector<double> sums = prefix_sums(tolls.empty() ? std::vector<double>(n) : tolls[o]);
+        options.push_back({c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], std::move(sums)});
+    }
+    Problem problem{n, prefix_sums(backward_s), prefix_sums(numel), options, after_s, {}, {}, {}, {}};
     problem.find_least_rest();
+    problem.find_most_toll();
+    problem.find_least();
     Answer best{kInfinity, 0, {}, 0};
     for (int o = 0; o < std::ssize(options); ++o) {
         double network = problem.lead_s(0, n, options[o]) + problem.network_s(0, n, options[o]);
