@@ -95,7 +95,7 @@ def _pipeline(measured: Measured, options: list[Option]) -> tuple[Pipeline, list
         group_cost(
             option,
             network=measured.network,
-            codec_cost=measured.cost_of(option.codec),
+            codec_cost=measured.cost_of(option),
             # As the papers do, which know no thread beside backward and dense sums that take no compute.
             encodes_on="backward",
         )

@@ -31,6 +31,7 @@ from cgx_ray.bench.planner_cases import (
     repeated,
     resnet101,
     with_bits,
+    with_hosts,
 )
 from cgx_ray.bench.planner_numbers import ModelPlan, PlannerNumbers, Scaling, SearchTime
 from cgx_ray.plan import CodecSpec, Option
@@ -39,7 +40,7 @@ from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.joint import MAX_GAP, BestPlan, best_plan
 from cgx_ray.planner.models import MODEL_NAMES
-from cgx_ray.planner.options import candidate_options, codec_options
+from cgx_ray.planner.options import candidate_options, codec_options, offloaded
 from cgx_ray.planner.papers.bytecomp import CodecDevice, Path, bytecomp, option_of, path_cost, paths
 from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
@@ -190,6 +191,9 @@ def _times(numbers: PlannerNumbers) -> None:
                 f"{name}_ms", _milliseconds(partial(_first_plan, measured, options), num_rounds=3), "ms", "<= 200"
             )
             numbers.add(f"{name}_gap", best_plan(measured, options).gap, "share", "<= 0.01")
+    on_gpus = with_hosts(resnet101(cluster(64, gbps=10, ranks_per_node=1)))
+    offload_ms = _milliseconds(partial(_first_plan, on_gpus, (*options, *offloaded(options))), num_rounds=3)
+    numbers.add("joint_314_offload_ms", offload_ms, "ms", "<= 200")
     _times_with_bits(numbers)
     network = cluster(64, gbps=10)
     costs = [group_cost(option, network=network, codec_cost=GPU) for option in options]

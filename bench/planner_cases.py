@@ -13,7 +13,8 @@ import numpy as np
 from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.models import load_model
-from cgx_ray.planner.options import FREE, CodecCost, candidate_codecs
+from cgx_ray.planner.options import FREE, CodecCost, candidate_codecs, host_name, offloaded
+from cgx_ray.planner.papers.bytecomp import twins
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, group_cost
 from cgx_ray.planner.prediction import Measured
@@ -21,13 +22,15 @@ from cgx_ray.planner.prediction import Measured
 _QSGD = Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
 _TOPK = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER)
 _BF16 = Option(codec=CodecSpec(name="bf16"), scheme=Scheme.SRA)
-# Dense, three options that encode where backward runs, and two of these beside it: ByteComp's GPU and CPU.
-MODEL_OPTIONS = (DENSE, _BF16, _QSGD, _TOPK, _QSGD, _TOPK)
+# Dense, three options that encode where backward runs, and two of these on the host: ByteComp's GPU and CPU.
+MODEL_OPTIONS = (DENSE, _BF16, _QSGD, _TOPK, *offloaded((_QSGD, _TOPK)))
 # Arguments of `named_strategies`.
-DENSE_INDEX, COMPRESSING, OFFLOADED = 0, (1, 2, 3), {2: 4, 3: 5}
+DENSE_INDEX, COMPRESSING, OFFLOADED = 0, (1, 2, 3), twins(MODEL_OPTIONS)
 QSGD_INDEX = 2
 GPU = CodecCost(encode_a_s=3e-5, encode_b_s_per_element=4e-11, decode_a_s=1e-5, decode_b_s_per_element=2e-11)
 CPU = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=1e-9, decode_a_s=2e-5, decode_b_s_per_element=3e-10)
+# PCIe 4.0 x16, pinned memory.
+BUS = Link.from_rates(bandwidth_gbps=200, latency_ms=0.02)
 RANKS_PER_NODE = 8
 # Gains of `candidate_codecs(CANDIDATE_DENSITIES)`: none, bf16, qsgd, top-k from 10 % to 0.1 %.
 GAINS = (1.0, 0.99999, 0.99, 0.9, 0.8, 0.65, 0.5, 0.35)
@@ -46,7 +49,7 @@ def model_pipeline(model: str, gbps: float, compute_s: float = 0.2, num_workers:
     costs += [
         group_cost(option, network=network, codec_cost=GPU, encodes_on="backward") for option in MODEL_OPTIONS[1:4]
     ]
-    costs += [group_cost(option, network=network, codec_cost=CPU) for option in MODEL_OPTIONS[4:]]
+    costs += [group_cost(option, network=network, codec_cost=CPU, bus=BUS) for option in MODEL_OPTIONS[4:]]
     description = load_model(model)
     return Pipeline(
         backward_s=description.backward_s(compute_s),
@@ -84,6 +87,12 @@ def resnet101(network: Network, compute_s: float = 0.2) -> Measured:
         codec_costs={str(codec): GPU for codec in candidate_codecs(CANDIDATE_DENSITIES)},
         gain={str(codec): gain for codec, gain in zip(candidate_codecs(CANDIDATE_DENSITIES), GAINS, strict=True)},
     )
+
+
+def with_hosts(measured: Measured) -> Measured:
+    """Return `measured` with hosts that codecs can be offloaded to."""
+    costs = {**measured.codec_costs, **{host_name(codec): CPU for codec in measured.codec_costs}}
+    return replace(measured, codec_costs=costs, bus=BUS)
 
 
 def with_bits(measured: Measured) -> Measured:

@@ -1,4 +1,4 @@
-"""Options: a codec, the scheme that carries it, and the work inside nodes; and which of them fit together."""
+"""Options: a codec, the scheme that carries it, the work inside nodes, and the device; and which fit together."""
 
 from __future__ import annotations
 
@@ -51,6 +51,13 @@ class Intra(StrEnum):
     COMPRESSED = "compressed"
 
 
+class Device(StrEnum):
+    """Where codecs work: the device that holds the gradients, or the host, which encodes what a GPU has computed."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+
+
 _REENCODED = frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"})
 _SELECTED = frozenset({"topk", "lwtopk", "mstopk", "dgc", "sidco"})
 # Codecs that a node may sum encoded. prefix is not one: it would keep other elements inside a node than between nodes.
@@ -67,29 +74,54 @@ CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
 
 
 NONE = CodecSpec(name="none")
+_ON_HOST = " on cpu"
 _Word = TypeVar("_Word", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """Codec, the scheme that carries it, and the work inside nodes. Raises ConfigError if they do not fit."""
+    """Codec, the scheme that carries it, the work inside nodes, and the device of the codec.
+
+    Device "cpu" is offload. Where the host holds the gradients it changes nothing. Plain dense has no codec, and ranks
+    of a node always sum on the host, so neither is offloaded. Raises ConfigError if the parts do not fit.
+    """
 
     codec: CodecSpec
     scheme: Scheme
     intra: Intra = Intra.FLAT
+    device: Device = Device.AUTO
 
     def __post_init__(self) -> None:
         problem = _problem(self.codec, self.scheme, self.intra)
         if problem is not None:
             raise ConfigError(problem)
+        if _member(Device, self.device, str(self)) is Device.CPU and not self.has_choice_of_device:
+            raise ConfigError(f"device 'cpu' says nothing with {self.scheme}, intra {self.intra}; leave it out")
+
+    @property
+    def has_choice_of_device(self) -> bool:
+        """True unless it is plain dense or hierarchical."""
+        return self.scheme is not Scheme.DENSE and self.intra is Intra.FLAT
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if the host encodes, sums and decodes, wherever the gradients are."""
+        return self.device == Device.CPU or self.intra is not Intra.FLAT
 
     def flat(self) -> Option:
-        """Return the same codec over the same scheme, without work inside nodes."""
-        return replace(self, intra=Intra.FLAT)
+        """Return the same codec over the same scheme, without work inside nodes, and not offloaded."""
+        return replace(self, intra=Intra.FLAT, device=Device.AUTO)
+
+    def on(self, device: Device | str) -> Option:
+        """Return the same option with its codec on `device`; plain dense and hierarchical options as they are."""
+        device = _member(Device, device, str(self))
+        return replace(self, device=device) if self.has_choice_of_device else self
 
     @classmethod
     def parse(cls, text: str) -> Option:
         """Read the text of an option, such as `"qsgd:bits=4 over sra, dense inside nodes"`."""
+        if text.endswith(_ON_HOST):
+            return replace(cls.parse(text.removesuffix(_ON_HOST)), device=Device.CPU)
         flat, inside, intra = text.removesuffix(" inside nodes"), text.endswith(" inside nodes"), Intra.FLAT
         if inside:
             flat, _, word = flat.rpartition(", ")
@@ -100,8 +132,13 @@ class Option:
         return cls(codec=CodecSpec.parse(codec), scheme=_member(Scheme, scheme, text), intra=intra)
 
     def __str__(self) -> str:
-        """Return `"dense"` or `"qsgd:bits=4,bucket_size=128 over sra"`, with `", dense inside nodes"` if not flat."""
+        """Return `"dense"` or `"qsgd:bits=4,bucket_size=128 over sra"`.
+
+        Followed by `" on cpu"` if offloaded, by `", dense inside nodes"` if not flat.
+        """
         text = "dense" if self.scheme is Scheme.DENSE else f"{self.codec} over {self.scheme}"
+        if self.device == Device.CPU:
+            return text + _ON_HOST
         return text if self.intra is Intra.FLAT else f"{text}, {self.intra} inside nodes"
 
 

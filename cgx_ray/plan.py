@@ -1,4 +1,4 @@
-"""Plans: which layers share a group, and the codec, scheme, work inside nodes and device of each group."""
+"""Plans: which layers share a group, and the option of each group."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from cgx_ray.option import (
     CODECS_OF_SCHEME,
     DENSE,
     NONE,
+    Device,
     Intra,
     Option,
     Scheme,
@@ -25,11 +26,10 @@ from cgx_ray.option import (
 
 __all__ = [
     "CODECS_OF_SCHEME", "CODEC_DEFAULTS", "DEFAULT_GROUP_BYTES", "DENSE", "MAX_INDEXED_NUMEL", "MAX_PAYLOAD_BYTES",
-    "NONE", "PIECE_BYTES", "CodecSpec", "Given", "GroupPlan", "Intra", "Layer", "Lease", "Option", "Plan", "Scheme",
-    "as_option", "make_plan", "options_of", "preferred_scheme",
+    "NONE", "PIECE_BYTES", "CodecSpec", "Device", "Given", "GroupPlan", "Intra", "Layer", "Lease", "Option", "Plan",
+    "Scheme", "as_option", "make_plan", "options_of", "preferred_scheme",
 ]  # fmt: skip
 
-DEVICES = ("auto", "cpu")
 # Elements: compressing a smaller layer saves less than 4 KB.
 SMALL_LAYER_NUMEL = 1024
 FIRST_GROUP_BYTES = 1 << 20
@@ -77,21 +77,16 @@ _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 class GroupPlan:
     """Layers that are encoded and sent together, and how.
 
-    device    where codecs work: "auto" is the device of the gradients; "cpu" is the host, which then encodes what a
-              CUDA device has computed
     is_fixed  a layer rule has chosen the option (`overrides` of `make_plan`), so later plans keep the group
     """
 
     layers: tuple[str, ...]
     option: Option = DENSE
-    device: str = "auto"
     is_fixed: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("a group needs at least one layer")
-        if self.device not in DEVICES:
-            raise PlanError(f"device {self.device!r} is not allowed; known: {', '.join(DEVICES)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +186,7 @@ class Plan:
         return json.dumps(self._fields())
 
     def _fields(self) -> dict[str, Any]:
-        groups = [
-            {"layers": group.layers, **asdict(group.option), "device": group.device, "is_fixed": group.is_fixed}
-            for group in self.groups
-        ]
+        groups = [{"layers": group.layers, **asdict(group.option), "is_fixed": group.is_fixed} for group in self.groups]
         fields: dict[str, Any] = {"version": self.version, "world_size": self.world_size, "groups": groups}
         if self.lease is not None:
             fields["lease"] = {"last_step": self.lease.last_step, "fallback": self.lease.fallback._fields()}
@@ -219,8 +211,7 @@ class Plan:
                     codec=CodecSpec(**group["codec"]),
                     scheme=Scheme(group["scheme"]),
                     intra=Intra(group.get("intra", Intra.FLAT)),
-                ),
-                device=group["device"],
+                ).on(group.get("device", Device.AUTO)),
                 is_fixed=group.get("is_fixed", False),
             )
             for group in raw["groups"]
@@ -253,7 +244,7 @@ def make_plan(
     overrides: Mapping[str, Given] | None = None,
     bits: Mapping[str, int] | None = None,
     uniform: bool = False,
-    device: str = "auto",
+    device: Device | str = Device.AUTO,
 ) -> Plan:
     """Make a plan with one codec and scheme for all layers except small ones, which go uncompressed.
 
@@ -276,7 +267,7 @@ def make_plan(
     uniform    for comparison: one group per dtype that includes small layers, whatever `group_bytes` is. QNCL
                compresses the whole model as one buffer like this (CGX, section 6). Nothing is sent before backward
                ends, and norms and biases share quantization buckets with their neighbours.
-    device     "auto" or "cpu", see `GroupPlan`
+    device     "cpu": the host encodes what a GPU has computed (offload), all but plain dense, see `Option`
 
     Raises ConfigError if a scheme cannot carry a codec, PlanError if a pattern or `bits` names no layer.
     """
@@ -298,8 +289,8 @@ def make_plan(
         groups = _fill_groups(large, group_bytes, first_bytes)
         # The last groups of both are ready when backward ends. The short messages must not queue behind the long ones.
         groups[-1:-1] = _fill_groups(small, group_bytes, first_bytes)
-    on_device = tuple(replace(group, device=device) for group in groups)
-    return Plan(version=version, world_size=world_size, groups=on_device)
+    groups = groups if device == Device.AUTO else [replace(one, option=one.option.on(device)) for one in groups]
+    return Plan(version=version, world_size=world_size, groups=tuple(groups))
 
 
 class _Choice(NamedTuple):

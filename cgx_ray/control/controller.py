@@ -23,6 +23,7 @@ from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Plan
+from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 
@@ -124,13 +125,14 @@ class Controller:
         codec_costs: Mapping[str, CodecCost],
         encodes_on: EncodesOn,
         step: int,
+        bus: Link | None = None,
     ) -> Plan:
         """Start the worker group; return its first plan. See `ControlLoop.register`."""
         now_s = time.monotonic()
 
         def work() -> Plan:
             plan = self._loop.register(
-                layers, first_plan, codec_costs, encodes_on, step=step, now_s=now_s, time_s=time.time()
+                layers, first_plan, codec_costs, encodes_on, bus=bus, step=step, now_s=now_s, time_s=time.time()
             )
             self._keep(now_s)
             return plan

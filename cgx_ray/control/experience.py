@@ -12,9 +12,9 @@ from cgx_ray.control.evidence import MIN_STEPS, Evidence, evidence
 from cgx_ray.control.excursion import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned_errors import LATE_NOTICE_S, LearnedErrors
-from cgx_ray.control.measured import at_compute, codecs_in_use, is_dense
+from cgx_ray.control.measured import at_compute, is_dense, timed_options
 from cgx_ray.control.outcome import PairedStep, PlanRecord
-from cgx_ray.plan import NONE, CodecSpec, Layer, Plan
+from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
@@ -110,8 +110,11 @@ class Experience:
         self.errors.undo(now_s)
         return True
 
-    def learn(self, measured: Measured, now_s: float) -> list[CodecSpec]:
-        """Learn the errors of the plan in force; return the codecs that were never timed in steps before."""
+    def learn(self, measured: Measured, now_s: float) -> list[str]:
+        """Learn the errors of the plan in force; return the codecs that were never timed in steps before.
+
+        A codec on a GPU is another one than on the host, see `Measured.cost_name`.
+        """
         window = self.record.window
         # Of dense, which all plans are compared with, each step counts.
         if len(window) < (1 if is_dense(self.plan) else MIN_STEPS):
@@ -119,7 +122,7 @@ class Experience:
         self.errors.forget_old(now_s)
         before = predict(measured, self._groups)
         codec_s = median(step.codec_s for step in window)
-        codecs = codecs_in_use(self.plan) - {NONE}
+        codecs = {measured.cost_name(option) for option in timed_options(self.plan)}
         untimed = [codec for codec in codecs if not self.errors.is_timed(codec)]
         if before.codec_s > 0 and codec_s > 0 and codecs:
             self.errors.learn_codecs(codecs, codec_s / before.codec_s)
@@ -136,7 +139,7 @@ class Experience:
         told_s = predict(measured, self._groups).codec_s - others_s
         codec_s = median(step.codec_s for step in self.record.window) - others_s
         if told_s > 0:
-            self.errors.learn_codecs([codec], max(codec_s, MIN_CODEC_S) / told_s)
+            self.errors.learn_codecs([str(codec)], max(codec_s, MIN_CODEC_S) / told_s)
 
     def learn_switch(self) -> None:
         """Learn what the change to the plan in force has cost."""

@@ -14,6 +14,7 @@ from cgx_ray.control.baseline import DenseBaseline
 from cgx_ray.control.learned_errors import LearnedErrors
 from cgx_ray.control.setbacks import Setbacks
 from cgx_ray.plan import Layer, Plan
+from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured
@@ -28,11 +29,12 @@ KEPT_PLANS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """Codec times, and where codecs run, as the ranks told when they began. `dense_plan` is that of DDP."""
+    """Codec times, where codecs run, and the bus, as the ranks told when they began. `dense_plan` is that of DDP."""
 
     codec_costs: Mapping[str, CodecCost]
     encodes_on: EncodesOn
     dense_plan: Plan
+    bus: Link | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from cgx_ray.control.gains import GainWatch
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learning_phase import LEARNING_GAIN, LearningPhase
 from cgx_ray.control.measured import non_dense_options
-from cgx_ray.plan import Plan
+from cgx_ray.plan import Device, Option, Plan
 
 
 class KnownGains:
@@ -17,7 +17,7 @@ class KnownGains:
     def __init__(self, plan: Plan, ratios: Mapping[str, float], gain: Mapping[str, float]) -> None:
         """`ratios`, `gain`: from earlier worker groups, see `GainWatch`."""
         self._plan = plan
-        self._watch = GainWatch(map(str, non_dense_options(plan)), ratios, gain)
+        self._watch = GainWatch(map(_name, non_dense_options(plan)), ratios, gain)
         self._learning = LearningPhase()
         self._plan_step: int | None = None
         # Names of the gains that a decision has known.
@@ -47,7 +47,7 @@ class KnownGains:
         num_steps = step.step - self._plan_step
         # The residuals of an option no longer grow once each element has been sent once, on average.
         settled = {
-            str(option) for option in non_dense_options(self._plan) if num_steps * (option.codec.density or 1.0) >= 1
+            _name(option) for option in non_dense_options(self._plan) if num_steps * (option.codec.density or 1.0) >= 1
         }
         self._learning.add(step.norm)
         self._watch.add(step.gain, step.kept, settled)
@@ -67,4 +67,9 @@ class KnownGains:
     def start_plan(self, plan: Plan) -> None:
         """Begin with `plan`."""
         self._plan, self._plan_step = plan, None
-        self._watch.start_plan(map(str, non_dense_options(plan)))
+        self._watch.start_plan(map(_name, non_dense_options(plan)))
+
+
+def _name(option: Option) -> str:
+    """Return the name of the option's gain, which is the same on every device."""
+    return str(option.on(Device.AUTO))

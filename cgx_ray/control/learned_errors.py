@@ -8,7 +8,7 @@ from statistics import fmean, median_low
 from typing import Any
 
 from cgx_ray.control.measured import dense_shares
-from cgx_ray.plan import DENSE, NONE, CodecSpec, Option
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import PlannedGroup, Prediction
 
@@ -28,8 +28,8 @@ class LearnedErrors:
     """Factors that predictions are multiplied with.
 
     A plan's error is the mean of its options' (of logarithms, by dense bytes). An option that was never tried has the
-    mean error of those with its codec, else the median of dense, which has none, and of the codecs: one codec that
-    failed says little of the others, but two say that the machine is slower than the model.
+    mean error of those with its codec on its device, else the median of dense, which has none, and of the codecs: one
+    codec that failed says little of the others, but two say that the machine is slower than the model.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class LearnedErrors:
         self._steps: dict[Option, tuple[float, float]] = {}
         # Errors before each time that something was learned, oldest first, for as long as that may be undone.
         self._before: list[tuple[float, dict[Option, tuple[float, float]]]] = []
-        # By codec, the logarithm of its measured over its told time.
+        # By name of a codec's cost, see `Measured.cost_name`, the logarithm of its measured over its told time.
         self._codecs: dict[str, float] = {}
 
     @classmethod
@@ -87,16 +87,16 @@ class LearnedErrors:
             self._steps = recent[0]
         self._before = []
 
-    def learn_codecs(self, codecs: Iterable[CodecSpec], ratio: float) -> None:
+    def learn_codecs(self, codecs: Iterable[str], ratio: float) -> None:
         """Correct the times of `codecs`, which took `ratio` times as long as predicted with the present correction."""
         limit = math.log(MAX_CODEC_CORRECTION)
-        before = {str(codec): self._codec_log(str(codec)) for codec in codecs}
+        before = {codec: self._codec_log(codec) for codec in codecs}
         for codec, log in before.items():
             self._codecs[codec] = log + min(max(math.log(ratio), -limit), limit)
 
-    def is_timed(self, codec: CodecSpec) -> bool:
+    def is_timed(self, codec: str) -> bool:
         """Return whether `codec` was timed in steps of this training."""
-        return str(codec) in self._codecs
+        return codec in self._codecs
 
     def corrected(self, told: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
         """Return codec times as they are in steps. Codecs that were not timed there have nearly the mean correction."""
@@ -114,13 +114,15 @@ class LearnedErrors:
             return self._steps[option][0]
         if option == DENSE:
             return 0.0
-        if any(other.codec == option.codec for other in self._steps):
-            return self._mean_log(option.codec)
-        codecs = {other.codec for other in self._steps} - {NONE}
-        return median_low([0.0, *(self._mean_log(codec) for codec in codecs)])
+        tried = {(other.codec, other.device) for other in self._steps}
+        if (option.codec, option.device) in tried:
+            return self._mean_log(option.codec, option.device)
+        return median_low([0.0, *(self._mean_log(codec, device) for codec, device in tried if codec != NONE)])
 
-    def _mean_log(self, codec: CodecSpec) -> float:
-        return fmean(log for option, (log, _) in self._steps.items() if option.codec == codec)
+    def _mean_log(self, codec: CodecSpec, device: Device) -> float:
+        return fmean(
+            log for option, (log, _) in self._steps.items() if (option.codec, option.device) == (codec, device)
+        )
 
     def _codec_log(self, codec: str) -> float:
         if codec in self._codecs:

@@ -42,6 +42,7 @@ from cgx_ray.control.tally import CauseKind
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Lease, Plan
+from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
@@ -110,6 +111,7 @@ class ControlLoop:
         codec_costs: Mapping[str, CodecCost],
         encodes_on: EncodesOn = "thread",
         *,
+        bus: Link | None = None,
         step: int = 0,
         now_s: float = 0.0,
         time_s: float = 0.0,
@@ -119,6 +121,7 @@ class ControlLoop:
         That is the newest plan if it still fits layers and world size. For another number of workers it is the
         policy's, by what was learned before. Else it is `first_plan` under the next version.
 
+        bus            as in `Measured`
         step           that the workers begin with
         now_s, time_s  as those of `observe`
         """
@@ -133,7 +136,7 @@ class ControlLoop:
             self.plans.append(lease.fallback)
         self.layers = tuple(layers)
         dense = first_plan if is_dense(first_plan) else dense_groups(first_plan)
-        self._registration = Registration(codec_costs=codec_costs, encodes_on=encodes_on, dense_plan=dense)
+        self._registration = Registration(codec_costs=codec_costs, encodes_on=encodes_on, dense_plan=dense, bus=bus)
         state = self._new_state(self._registration)
         if state.decided is not None and not fits:
             at = _When(step, now_s, time_s)
@@ -163,6 +166,7 @@ class ControlLoop:
             self._policy,
             self._earlier.gain_ratios,
             self._earlier.learned,
+            told.bus,
         )
         self._progress, self._last_step = Progress(), None
         self._notes.start_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan
+from cgx_ray.plan import DENSE, NONE, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, PlannedGroup
@@ -30,9 +30,9 @@ def compressing_options(plan: Plan) -> frozenset[Option]:
     return frozenset(option for option in non_dense_options(plan) if option.codec != NONE)
 
 
-def codecs_in_use(plan: Plan) -> frozenset[CodecSpec]:
-    """Return the codecs of `plan` except those of plain dense, with those of fixed groups."""
-    return frozenset(group.option.codec for group in plan.groups if group.option != DENSE)
+def timed_options(plan: Plan) -> frozenset[Option]:
+    """Return the options of `plan` with a codec that takes time, with those of fixed groups."""
+    return frozenset(group.option for group in plan.groups if group.option.codec != NONE)
 
 
 def bits_by_layer(plan: Plan) -> dict[str, int]:

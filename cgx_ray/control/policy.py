@@ -30,6 +30,7 @@ from cgx_ray.control.choice import Outlook
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Option, Plan
 from cgx_ray.planner.fidelity import describe_costs
 from cgx_ray.planner.joint import BestPlan, best_plan
+from cgx_ray.planner.options import codec_cost_of, offloaded
 from cgx_ray.planner.prediction import Prediction, groups_of, predict
 
 # Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
@@ -160,7 +161,7 @@ class StaticPolicy:
 class AdaptivePolicy:
     """Chooses the plan with the smallest score, as the module's docstring describes.
 
-    options   all that may be chosen, besides dense
+    options   all that may be chosen, besides dense; where a GPU holds the gradients also offloaded
     min_gain  least gain that an option must have, up to GAIN_MARGIN
     """
 
@@ -203,11 +204,15 @@ class AdaptivePolicy:
         return {"kind": "adaptive", "options": list(map(str, self.options)), "min_gain": self._min_gain}
 
     def _allowed(self, situation: Situation) -> list[Option]:
-        """Return the options that are not banned and keep enough: those in force may keep a little less."""
+        """Return the options that are not banned and keep enough: those in force may keep a little less.
+
+        Where a GPU holds the gradients, with the same ones offloaded.
+        """
         in_force, measured = {group.option for group in situation.plan.groups}, situation.outlook.now
+        moved = offloaded(self.options) if measured.bus is not None else ()
         return [
             option
-            for option in situation.allowed(self.options)
+            for option in situation.allowed([*self.options, *moved])
             if option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain
         ]
 
@@ -233,10 +238,10 @@ class AdaptivePolicy:
         measured, errors = situation.outlook.now, situation.outlook.errors
         allowed = self._allowed(situation)
         codecs = {option.codec for option in allowed} - {NONE}
-        untimed = {codec for codec in codecs if not errors.is_timed(codec)}
+        untimed = {codec for codec in codecs if not errors.is_timed(str(codec))}
         costs = dict(measured.codec_costs)
         for codec in untimed:
-            costs[str(codec)] = measured.cost_of(codec).slowed(1 / MAX_OVERSTATED)
+            costs[str(codec)] = codec_cost_of(costs, codec).slowed(1 / MAX_OVERSTATED)
         best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._least_gain).best
         kept_s = errors.factor(kept.predicted.groups) * kept.predicted.score
         if errors.factor(best.groups) * best.score >= kept_s * (1 - MIN_IMPROVEMENT):

@@ -44,6 +44,7 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
             str(bits): [errors.get(layer.name) for layer in now.layers] for bits, errors in now.squared_errors.items()
         },
         "encodes_on": now.encodes_on,
+        "bus": _link_fields(now.bus) if now.bus is not None else None,
         "errors": outlook.errors.recorded(),
         "dwell_s": situation.dwell_s if math.isfinite(situation.dwell_s) else None,
         "switch_s": situation.switch_s,
@@ -92,6 +93,7 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
             for bits, errors in fields.get("squared_errors", {}).items()
         },
         encodes_on=fields["encodes_on"],
+        bus=Link(**fields["bus"]) if fields.get("bus") is not None else None,
         # Every plan has them, so that in force too.
         fixed=tuple(group for group in groups_of(plan, layers) if group.is_fixed),
     )
@@ -117,7 +119,7 @@ def group_fields(plan: Plan, layers: Sequence[Layer]) -> list[dict[str, Any]]:
         {
             "layers": [place[name] for name in group.layers],
             "option": str(group.option),
-            "device": group.device,
+            "device": str(group.option.device),
             "fixed": group.is_fixed,
         }
         for group in plan.groups
@@ -129,8 +131,8 @@ def read_groups(fields: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) ->
     return tuple(
         GroupPlan(
             layers=tuple(layers[index].name for index in group["layers"]),
-            option=Option.parse(group["option"]),
-            device=group["device"],
+            # Texts of options did not say the device at first.
+            option=Option.parse(group["option"]).on(group["device"]),
             is_fixed=group.get("fixed", False),
         )
         for group in fields

@@ -73,12 +73,14 @@ class WorkerGroupState:
         policy: Policy,
         gain_ratios: Mapping[str, float],
         learned: Learned | None = None,
+        bus: Link | None = None,
     ) -> None:
         """
         dense_plan   compared with until another dense plan is in force
         policy       which errors by layer it needs, and how it is bound by them
         gain_ratios  learned in earlier worker groups, see `GainWatch`
         learned      in earlier worker groups, of any size
+        bus          as in `Measured`
         """
         self.layers = tuple(layers)
         self._fixed = tuple(group for group in groups_of(plan, layers) if group.is_fixed)
@@ -97,6 +99,7 @@ class WorkerGroupState:
         self._bits = bits_by_layer(plan)
         self.loss = LossTrend()
         self._encodes_on: EncodesOn = encodes_on
+        self._bus = bus
         self._joiner = StepJoiner(plan.world_size)
         self._slow_ranks = SlowRanks(plan.world_size)
         self._innovations = Innovations()
@@ -128,6 +131,7 @@ class WorkerGroupState:
             network=network_of(num_workers, num_local, before.between, before.inside),
             codec_costs=self.experience.codec_costs,
             encodes_on=self._encodes_on,
+            bus=self._bus,
             fixed=self._fixed,
         )
 
@@ -232,7 +236,7 @@ class WorkerGroupState:
         """Learn the errors of the plan in force from its steps so far."""
         untimed = self.experience.learn(self.known(), now_s)
         if untimed:
-            self._news = Cause("step_time", f"{', '.join(sorted(map(str, untimed)))} timed in steps")
+            self._news = Cause("step_time", f"{', '.join(sorted(untimed))} timed in steps")
         # Predictions are made in another way from now on.
         self._innovations.restart_ratio()
 
@@ -371,6 +375,7 @@ class WorkerGroupState:
             codec_costs=self.experience.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
             encodes_on=self._encodes_on,
+            bus=self._bus,
             fixed=self._fixed,
             layer_errors=self.losses.layer_errors if chooses_bits else {},
             squared_errors=self.losses.squared_errors or before,

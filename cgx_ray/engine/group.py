@@ -45,14 +45,12 @@ class Group:
         self._is_dense = plan.option.scheme is Scheme.DENSE
         self._transport = transport
         self._is_compressible = not all(layer.is_small for layer in self._layers)
-        # Sums inside a node are made on the host.
-        if plan.device == "cpu" or plan.option.intra is not Intra.FLAT:
-            device = HOST
-        self._device = device
+        self._device = HOST if plan.option.is_on_host else device
         self._use(plan.option.codec)
         # Groups whose layers lie side by side in a bucket do not use this buffer. The system gives it no memory before
-        # it is first written.
-        self._flat_N = torch.empty(self.numel, dtype=self._working_dtype(), device=device)
+        # it is first written. A CUDA device copies at full speed from and to pinned memory only.
+        is_pinned = self._device == HOST and device.type == "cuda"
+        self._flat_N = torch.empty(self.numel, dtype=self._working_dtype(), device=self._device, pin_memory=is_pinned)
         self._memories = memories
         self._memory = memories.of_group(self._codec)
         # With a hierarchical scheme a residual belongs to the gradient of the whole node, so gains are measured without
@@ -112,12 +110,8 @@ class Group:
         if self._owes_float32():
             # Residuals are added in float32: once, after a plan switch.
             flat_N = torch.empty(self.numel)
-        in_place_N = self._joint_memory(views, flat_N)
-        parts = views if in_place_N is not None else flat_N.split(self._numels)
-        if in_place_N is None:
-            for view, part in zip(views, parts, strict=True):
-                part.copy_(view.view(-1))
-        grad_N = in_place_N if in_place_N is not None else flat_N
+        grad_N, parts, copies = self._places(views, flat_N)
+        copy_each(copies)
         layers = dict(zip(self.plan.layers, parts, strict=True))
         if self._memory is None:
             self._pay_residuals(layers)
@@ -125,13 +119,11 @@ class Group:
         energy = metered.measure(self.index, lambda: self._gradients(grad_N, layers)) if metered is not None else 0.0
         phases.lap("encode")
         yield from self.exchange.turns(grad_N, self._memory, stamp, seed, phases)
-        if in_place_N is None:
-            for view, part in zip(views, parts, strict=True):
-                view.view(-1).copy_(part)
+        copy_each([(ours, theirs) for theirs, ours in copies])
         self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
             left_N = self._own_memory.next_N
-            metered.correct(self.index, str(self.plan.option), lambda: 1 - float(left_N.norm()) ** 2 / energy)
+            metered.correct(self.index, str(self.plan.option.flat()), lambda: 1 - float(left_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
 
@@ -155,8 +147,21 @@ class Group:
         large = {layer.name: layers[layer.name].view(-1) for layer in self._layers if not layer.is_small}
         return GroupGradients(fresh=grad_N, fed=fed_N, layers={} if self._paid else large)
 
-    def _joint_memory(self, views: Sequence[Tensor], flat_N: Tensor) -> Tensor | None:
-        """Return one tensor over the memory of all `views` if the exchange can work there, not in `flat_N`, else None.
+    def _places(
+        self, views: Sequence[Tensor], flat_N: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Return where the exchange works, the part of each layer there, and pairs of what to copy and where to."""
+        joint_N = self._joint_memory(views)
+        if joint_N is not None and (joint_N.dtype, joint_N.device) == (flat_N.dtype, flat_N.device):
+            return joint_N, views, []
+        parts = flat_N.split(self._numels)
+        if joint_N is None or self._is_dense:
+            return flat_N, parts, list(zip(views, parts, strict=True))
+        # One copy for all layers: with a GPU each one is a launch.
+        return flat_N, parts, [(joint_N, flat_N)]
+
+    def _joint_memory(self, views: Sequence[Tensor]) -> Tensor | None:
+        """Return one tensor over the memory of all `views`, or None if they lie apart.
 
         They must lie side by side, as in a bucket of DDP: in the order of the layers, because each element has its
         place in the codec's memory, or in any order if they are only summed. DDP lays out its buckets alike on all
@@ -170,7 +175,7 @@ class Group:
         for view in views:
             is_next = view.storage_offset() == offset and view.is_contiguous()
             is_same = view.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            if not (is_next and is_same and view.dtype == flat_N.dtype and view.device == flat_N.device):
+            if not (is_next and is_same):
                 return None
             offset += view.numel()
         return first.as_strided((self.numel,), (1,), first.storage_offset())
@@ -188,6 +193,18 @@ class Group:
             if owed is not None:
                 gradient.view(-1).add_(owed.to(gradient.device))
                 self._paid.append(name)
+
+
+def copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the first of each pair to the second, on any device and of any type.
+
+    It waits for copies to the host; those to a GPU are done in the order of its stream, and until then the host's
+    memory must stay as it is. Copies are fast from and to pinned memory.
+    """
+    for source, target in pairs:
+        target.view(-1).copy_(source.view(-1), non_blocking=True)
+    if pairs and pairs[0][0].is_cuda and pairs[0][1].is_cpu:
+        torch.cuda.current_stream(pairs[0][0].device).synchronize()
 
 
 def _delivered(grad_N: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:

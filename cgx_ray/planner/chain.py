@@ -196,10 +196,11 @@ class LayerChain:
             self._costs[option, item_bytes] = group_cost(
                 option,
                 network=self._measured.network,
-                codec_cost=self._measured.cost_of(option.codec),
+                codec_cost=self._measured.cost_of(option),
                 item_bytes=item_bytes,
                 encodes_on=self._measured.encodes_on,
                 shares_time=self._shares_time,
+                bus=self._measured.bus,
             )
         return self._costs[option, item_bytes]
 

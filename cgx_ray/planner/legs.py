@@ -124,6 +124,19 @@ def thread_s(parts: Sequence[Leg]) -> float:
     return THREAD_S + MESSAGE_S * sum(leg.num_messages for leg in parts)
 
 
+def copy_s(option: Option, network: Network, num_bytes: float, bus: Link | None) -> float:
+    """Return the seconds for which the engine's thread copies a group from a GPU to the host, and as long back.
+
+    0 if the codec works where the gradients are. `bus` as in `Measured`.
+    """
+    return bus.seconds(1, num_bytes) if bus is not None and option.is_on_host and network.num_workers > 1 else 0.0
+
+
+def works_on(option: Option, encodes_on: EncodesOn, bus: Link | None) -> EncodesOn:
+    """Return where the codec of `option` works. On the host of a GPU it takes nothing from backward."""
+    return "thread" if bus is not None and option.is_on_host else encodes_on
+
+
 def exchange_stages(
     option: Option,
     network: Network,
@@ -131,6 +144,7 @@ def exchange_stages(
     numel: int,
     item_bytes: int = 4,
     encodes_on: EncodesOn = "thread",
+    bus: Link | None = None,
 ) -> tuple[Stage, ...]:
     """Return the stages of a group under `option` for `timeline.simulate`, overlapped as the engine overlaps them.
 
@@ -142,12 +156,17 @@ def exchange_stages(
     The first encoding includes `thread_s`. With one worker a group takes no time at all.
 
     encodes_on  "backward": encoding and decoding take the codec and compute at once
+    bus         as in `Measured`. The engine's thread copies what the host encodes, before and after all else
     """
     stages: list[Stage] = []
     parts = legs(option, network, numel, item_bytes)
     for leg in parts:
-        stages += _stages(leg, cost, 0.0 if stages else thread_s(parts), encodes_on)
-    return tuple(stages)
+        stages += _stages(leg, cost, 0.0 if stages else thread_s(parts), works_on(option, encodes_on, bus))
+    copied_s = copy_s(option, network, numel * item_bytes, bus)
+    if copied_s == 0:
+        return tuple(stages)
+    copy = Stage(name="copy", busy_s={Resource.CODEC: copied_s})
+    return copy, *stages, copy
 
 
 def _stages(leg: Leg, cost: CodecCost, first_s: float, encodes_on: EncodesOn) -> tuple[Stage, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DENSE, NONE, CodecSpec, Option, options_of
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option, options_of
 from cgx_ray.planner.cost import check_seconds
 from cgx_ray.planner.fidelity import measured_progress
 
@@ -25,6 +25,12 @@ def candidate_options(densities: Iterable[float]) -> tuple[Option, ...]:
 def codec_options(codecs: Iterable[CodecSpec]) -> tuple[Option, ...]:
     """Return dense, then each of `codecs` over every scheme that can carry it, flat and hierarchical."""
     return DENSE, *(option for codec in codecs for option in options_of(codec) if option != DENSE)
+
+
+def offloaded(options: Iterable[Option]) -> tuple[Option, ...]:
+    """Return those of `options` that the host can take over from a GPU, offloaded."""
+    moved = (option.on(Device.CPU) for option in options)
+    return tuple(dict.fromkeys(option for option in moved if option.device == Device.CPU))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +60,26 @@ class CodecCost:
 FREE = CodecCost(encode_a_s=0, encode_b_s_per_element=0, decode_a_s=0, decode_b_s_per_element=0)
 
 
-def codec_cost_of(costs: Mapping[str, CodecCost], codec: CodecSpec) -> CodecCost:
+def host_name(codec: CodecSpec | str) -> str:
+    """Return the name of a codec's cost on the host, where another device holds the gradients."""
+    return f"{codec} on cpu"
+
+
+def codec_cost_of(costs: Mapping[str, CodecCost], codec: CodecSpec, *, on_host: bool = False) -> CodecCost:
     """Return the cost under `str(codec)`, else under its name; "none" is free by default.
+
+    on_host  the cost under `host_name` of either
 
     Raises ConfigError if there is neither.
     """
-    cost = costs.get(str(codec)) or costs.get(codec.name)
+    names = [str(codec), codec.name]
+    names = [host_name(name) for name in names] if on_host else names
+    cost = costs.get(names[0]) or costs.get(names[1])
     if cost is None and codec.name == "none":
         return FREE
     if cost is None:
         known = ", ".join(sorted(costs)) or "none"
-        raise ConfigError(f"no measured time for codec {codec}; known: {known}; measure it first")
+        raise ConfigError(f"no measured time for codec {names[0]}; known: {known}; measure it first")
     return cost
 
 

@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Option
-from cgx_ray.planner.cost import Network, check_seconds
-from cgx_ray.planner.legs import EncodesOn, Leg, legs, thread_s
+from cgx_ray.planner.cost import Link, Network, check_seconds
+from cgx_ray.planner.legs import EncodesOn, Leg, copy_s, legs, thread_s, works_on
 from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.scheme_costs import Overlap
 from cgx_ray.planner.timeline import Resource
@@ -196,8 +196,11 @@ class _Use:
     last: _Elapsed
 
 
-def _uses(parts: Sequence[Leg], codec_cost: CodecCost) -> tuple[dict[Resource, _Use], _Elapsed]:
-    """Return the use of each resource by a group alone, and when the group is done."""
+def _uses(parts: Sequence[Leg], codec_cost: CodecCost, copied_s: float) -> tuple[dict[Resource, _Use], _Elapsed]:
+    """Return the use of each resource by a group alone, and when the group is done.
+
+    copied_s  seconds of one copy between a GPU and the host, before and after all else
+    """
     uses: dict[Resource, _Use] = {}
 
     def use(resource: Resource, seconds: float, first: _Elapsed, last: _Elapsed) -> None:
@@ -205,7 +208,8 @@ def _uses(parts: Sequence[Leg], codec_cost: CodecCost) -> tuple[dict[Resource, _
             found = uses.setdefault(resource, _Use(0.0, first, last))
             found.seconds, found.last = found.seconds + seconds, last
 
-    hops_s = work_s = 0.0
+    hops_s, work_s = 0.0, copied_s
+    use(Resource.CODEC, copied_s, _Elapsed(0.0, 0.0), _Elapsed(0.0, copied_s))
     for leg in parts:
         encode_s, decode_s = codec_cost.encode_s(0, leg.encode[1]), codec_cost.decode_s(0, leg.decode[1])
         link_s = leg.num_bytes * leg.link.beta_s_per_byte
@@ -221,7 +225,9 @@ def _uses(parts: Sequence[Leg], codec_cost: CodecCost) -> tuple[dict[Resource, _
         if leg.overlap is Overlap.DECODING:
             # Nothing hides the decoding of the last message.
             work_s += decode_s / leg.decode[0]
-    return uses, _Elapsed(hops_s, work_s)
+    done = _Elapsed(hops_s, work_s + copied_s)
+    use(Resource.CODEC, copied_s, _Elapsed(hops_s, work_s), done)
+    return uses, done
 
 
 def group_cost(
@@ -233,6 +239,7 @@ def group_cost(
     encodes_on: EncodesOn = "thread",
     shares_time: bool = True,
     numel: int = 1 << 24,
+    bus: Link | None = None,
 ) -> GroupCost:
     """Return the cost of `option` for groups of any size. With one worker it is 0.
 
@@ -242,6 +249,7 @@ def group_cost(
                  use different resources at the same time
     numel        elements for which the cost is exact. Wire bytes count as proportional to the elements. That ignores
                  rounding up, and powersgd, whose bytes grow with the square root.
+    bus          as in `Measured`
 
     The time of one piece, which nothing hides, is left out. `thread_s` and the calls of the codec count as network time
     even if a link is the busiest resource.
@@ -251,8 +259,10 @@ def group_cost(
     parts = legs(option, network, numel, item_bytes)
     calls_s = sum(codec_cost.encode_s(leg.encode[0], 0) + codec_cost.decode_s(leg.decode[0], 0) for leg in parts)
     coded_s = sum(codec_cost.encode_s(0, leg.encode[1]) + codec_cost.decode_s(0, leg.decode[1]) for leg in parts)
-    is_beside = encodes_on == "thread"
-    uses, done = _uses(parts, codec_cost if is_beside else FREE)
+    is_beside = works_on(option, encodes_on, bus) == "thread"
+    copy_a_s = copy_s(option, network, 0, bus)
+    copied_s = copy_s(option, network, numel * item_bytes, bus) - copy_a_s
+    uses, done = _uses(parts, codec_cost if is_beside else FREE, copied_s)
     start = _Elapsed(0.0, 0.0)
     busiest = max(uses.values(), key=lambda use: use.seconds, default=_Use(0.0, start, start))
     if not shares_time:
@@ -263,7 +273,7 @@ def group_cost(
     return GroupCost(
         compute_a_s=0.0 if is_beside else calls_s,
         compute_b_s_per_element=0.0 if is_beside else coded_s / numel,
-        network_a_s=thread_s(parts) + (calls_s if is_beside else 0.0),
+        network_a_s=thread_s(parts) + 2 * copy_a_s + (calls_s if is_beside else 0.0),
         network_b_s_per_element=busiest.seconds / numel,
         lead_a_s=lead.hops_s,
         lead_b_s_per_element=max(lead.work_s, 0.0) / numel,

@@ -13,10 +13,14 @@ from typing import NamedTuple, get_args
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.bits import LayerErrors
-from cgx_ray.planner.cost import Network
-from cgx_ray.planner.legs import EncodesOn, exchange_stages, legs
-from cgx_ray.planner.options import CodecCost, codec_cost_of, efficiency
+from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
+from cgx_ray.planner.options import CodecCost, codec_cost_of, efficiency, host_name
+from cgx_ray.planner.scheme_costs import cost_of_scheme
 from cgx_ray.planner.timeline import Stage, StepPart, Timeline, simulate
+
+# Elements of a group whose encoded size stands for those of all.
+_SAMPLE_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +29,10 @@ class Measured:
 
     layers       in registration order
     backward_s   of each layer, in the order of backward, the reverse of `layers`; the first includes forward
-    codec_costs  by `str(CodecSpec)`, else by codec name; "none" is free by default
+    codec_costs  by `str(CodecSpec)`, else by codec name; "none" is free by default. With `bus` also those on the host,
+                 by `options.host_name` of these
+    bus          link by which the host gets gradients from a GPU and gives them back; None if the host holds them. Only
+                 then is the host's work with a codec not that of the device that runs backward
     gain         compression gain by `str(Option)`, else of the flat option, else by `str(CodecSpec)`; options without
                  one are not chosen
     after_s      seconds of a step after the last exchange: the optimizer
@@ -51,6 +58,7 @@ class Measured:
     squared_errors: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     error_excess: float = 1.0
     gain_curve: Mapping[float, float] = field(default_factory=dict)
+    bus: Link | None = None
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.layers) != len(self.backward_s):
@@ -103,10 +111,27 @@ class Measured:
     def slowed(self, factor: float) -> Measured:
         """Return the measurements with `factor` times the times of links and codecs."""
         costs = {name: cost.slowed(factor) for name, cost in self.codec_costs.items()}
-        return replace(self, network=self.network.slowed(factor), codec_costs=costs)
+        bus = self.bus.slowed(factor) if self.bus is not None else None
+        return replace(self, network=self.network.slowed(factor), codec_costs=costs, bus=bus)
 
-    def cost_of(self, codec: CodecSpec) -> CodecCost:
-        return codec_cost_of(self.codec_costs, codec)
+    def cost_of(self, option: Option) -> CodecCost:
+        """Return the codec's times under `option`. Each message of a codec on a GPU crosses the bus."""
+        if self.bus is None or option.is_on_host:
+            return codec_cost_of(self.codec_costs, option.codec, on_host=self.bus is not None)
+        cost = codec_cost_of(self.codec_costs, option.codec)
+        if cost_of_scheme(option.scheme).is_vendor_ring:
+            return cost
+        copy_b_s = self.bus.beta_s_per_byte * option.codec.payload_bytes(_SAMPLE_NUMEL) / _SAMPLE_NUMEL
+        return CodecCost(
+            encode_a_s=cost.encode_a_s + self.bus.alpha_s,
+            encode_b_s_per_element=cost.encode_b_s_per_element + copy_b_s,
+            decode_a_s=cost.decode_a_s + self.bus.alpha_s,
+            decode_b_s_per_element=cost.decode_b_s_per_element + copy_b_s,
+        )
+
+    def cost_name(self, option: Option) -> str:
+        """Return the name of the option's codec in `codec_costs`."""
+        return host_name(option.codec) if self.bus is not None and option.is_on_host else str(option.codec)
 
 
 class PlannedGroup(NamedTuple):
@@ -214,7 +239,7 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         waits_s.append(ready - passed_s)
         passed_s = ready
     options = {group.option for group in groups}
-    costs = {option: measured.cost_of(option.codec) for option in options}
+    costs = {option: measured.cost_of(option) for option in options}
     efficiencies = {option: measured.efficiency(option) for option in options}
     works = [
         _work(
@@ -224,6 +249,7 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
             group.numel,
             group.dense_bytes // group.numel,
             measured.encodes_on,
+            measured.bus,
         )
         for group in groups
     ]
@@ -253,12 +279,19 @@ class _GroupWork(NamedTuple):
 # A search for a plan predicts some dozens of plans, and the next one many of the same groups.
 @lru_cache(maxsize=4096)
 def _work(
-    option: Option, network: Network, cost: CodecCost, numel: int, item_bytes: int, encodes_on: EncodesOn
+    option: Option,
+    network: Network,
+    cost: CodecCost,
+    numel: int,
+    item_bytes: int,
+    encodes_on: EncodesOn,
+    bus: Link | None,
 ) -> _GroupWork:
     parts = legs(option, network, numel, item_bytes)
     return _GroupWork(
-        stages=exchange_stages(option, network, cost, numel, item_bytes, encodes_on),
-        codec_s=sum(leg.encode_s(cost) + leg.decode_s(cost) for leg in parts),
+        stages=exchange_stages(option, network, cost, numel, item_bytes, encodes_on, bus),
+        codec_s=sum(leg.encode_s(cost) + leg.decode_s(cost) for leg in parts)
+        + 2 * copy_s(option, network, numel * item_bytes, bus),
     )
 
 

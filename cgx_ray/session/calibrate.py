@@ -6,12 +6,17 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import fmean
 
 import torch
+from torch import Tensor
 
 from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.codec import HOST
+from cgx_ray.engine.group import copy_each
 from cgx_ray.plan import CodecSpec
-from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.cost import Link
+from cgx_ray.planner.options import CodecCost, host_name
 from cgx_ray.planner.profile import fit_cost
 from cgx_ray.session.settings import Settings
 
@@ -64,6 +69,8 @@ def _turn_s_cuda(call: Call, num_repeats: int) -> float:
 # From sizes where the call takes most of the time to sizes where the elements do.
 CALIBRATION_NUMELS = (1 << 10, 1 << 14, 1 << 18)
 NUM_ROUNDS = 5
+# Elements of float32: a copy that shows the latency of the bus, and one that shows its rate.
+BUS_NUMELS = (1 << 10, 1 << 22)
 
 
 def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecCost]:
@@ -73,6 +80,37 @@ def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecC
     """
     costs = {str(codec): measure_codec(codec, device=device) for codec in settings.timed_codecs()}
     return costs if settings.policy != "flexible" else costs | {"topk": next(reversed(costs.values()))}
+
+
+def measure_offload(settings: Settings, device: torch.device) -> tuple[dict[str, CodecCost], Link | None]:
+    """Return codec times on the host, by their names there, and the bus, if plans may offload codecs from `device`.
+
+    That is if it is no host, and the policy is "adaptive"; those of papers do not offload.
+    """
+    if device.type == "cpu" or settings.policy != "adaptive":
+        return {}, None
+    costs = measure_codecs(settings, HOST)
+    return {host_name(codec): cost for codec, cost in costs.items()}, measure_bus(device)
+
+
+def measure_bus(device: torch.device) -> Link:
+    """Return the link between `device` and the host, as the engine copies gradients: one copy, and wait for it."""
+    times = []
+    for numel in BUS_NUMELS:
+        grad_N = torch.zeros(numel, device=device)
+        host_N = torch.zeros(numel, pin_memory=device.type == "cuda")
+        copies = partial(_copy_and_wait, grad_N, host_N), partial(_copy_and_wait, host_N, grad_N)
+        times.append(fmean(best_seconds(copies, HOST, num_rounds=NUM_ROUNDS, turn_s=0.0)))
+    small_s, large_s = times
+    num_bytes = 4 * (BUS_NUMELS[1] - BUS_NUMELS[0])
+    # No copy is instantaneous: where the two readings say so, other work was in the way of the first.
+    return Link(alpha_s=small_s, beta_s_per_byte=max(large_s - small_s, 0.1 * large_s) / num_bytes)
+
+
+def _copy_and_wait(source_N: Tensor, target_N: Tensor) -> None:
+    copy_each([(source_N, target_N)])
+    if target_N.is_cuda:
+        torch.cuda.current_stream(target_N.device).synchronize()
 
 
 def measure_codec(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+from support.groupings import all_plans
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, make_plan
@@ -153,16 +153,6 @@ def test_a_plan_mixes_options_where_that_takes_less_time_per_progress_than_any_o
     assert found.best.score < 0.9 * min(whole.score, found.dense.score)
 
 
-def all_plans(layers: Sequence[Layer], options: Sequence[Option]) -> Iterator[list[PlannedGroup]]:
-    """Yield all groupings of `layers` with all options of each group."""
-    in_backward_order = layers[::-1]
-    for cuts in itertools.product((False, True), repeat=len(layers) - 1):
-        ends = [end for end, is_end in enumerate((*cuts, True), start=1) if is_end]
-        members = [in_backward_order[start:end] for start, end in itertools.pairwise((0, *ends))]
-        for chosen in itertools.product(options, repeat=len(ends)):
-            yield [PlannedGroup.of(part, option) for part, option in zip(members, chosen, strict=True)]
-
-
 @pytest.mark.parametrize("model", ["resnet50", "resnet18", "bert_base"])
 def test_the_last_group_has_no_hops_that_another_option_would_save(model: str) -> None:
     """Hops of the last group seem hidden to the search, behind the small layers that it counts as sent later.
@@ -199,7 +189,7 @@ def test_joint_plan_is_behind_neither_dense_nor_a_named_strategy_on_a_model(mode
         pipeline = Pipeline(
             backward_s=run.backward_s,
             numel=tuple(layer.numel for layer in reversed(layers)),
-            costs=tuple(group_cost(o, network=net, codec_cost=run.cost_of(o.codec)) for o in options),
+            costs=tuple(group_cost(o, network=net, codec_cost=run.cost_of(o)) for o in options),
         )
         for name, ends in named_strategies(pipeline, dense=0, compressing=(1, 2), offloaded={}).items():
             borders = itertools.pairwise((0, *(group.end for group in ends)))

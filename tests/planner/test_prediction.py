@@ -106,7 +106,7 @@ def test_more_bandwidth_is_never_slower(
 
 def model_finish_s(run: Measured, options: Sequence[Option]) -> float:
     """Return the finish of one group per layer by `Pipeline`."""
-    costs = tuple(group_cost(one, network=run.network, codec_cost=run.cost_of(one.codec)) for one in options)
+    costs = tuple(group_cost(one, network=run.network, codec_cost=run.cost_of(one)) for one in options)
     numels = tuple(layer.numel for layer in reversed(run.layers))
     pipeline = Pipeline(backward_s=run.backward_s, numel=numels, costs=costs)
     return pipeline.finish_s([GroupEnd(index + 1, index) for index in range(len(options))])

@@ -17,8 +17,9 @@ decompress. It is a sequence of moves (one collective routine in one scope) with
                   compressed; what arrives compressed may go on as it is, or be decompressed, summed and compressed
     start, end    uncompressed
 
-That makes 4,341 paths, the number that the paper states. The engine runs 18 of them, for 15 options with a codec that
-all schemes carry; ring, trees and AR-Topk are not in the tree. Moves of these paths cost what they do for the option.
+That makes 4,341 paths, the number that the paper states. The engine runs 18 of them, one for each option with a codec
+that all schemes carry; ring, trees and AR-Topk are not in the tree. Moves of these paths cost what they do for the
+option.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme
+from cgx_ray.plan import NONE, CodecSpec, Device, Intra, Option, Scheme
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Groups, Pipeline
@@ -51,7 +52,7 @@ def bytecomp(
 
     dense        option of layers that are not compressed
     compressing  options that compress where backward runs (the paper's GPU options)
-    offloaded    for such an option, the one that does the same on the CPU
+    offloaded    for such an option, the one that does the same on the CPU, see `twins`
 
     Departure: if algorithm 2 has more than `max_trials` combinations, it decides one set of layers after the other.
     """
@@ -59,6 +60,12 @@ def bytecomp(
         raise ConfigError(f"option {dense} takes compute time, dense does not; give the option that encodes nothing")
     chosen = _offload(pipeline, _compress(pipeline, dense, compressing), offloaded, max_trials)
     return _one_by_one(chosen)
+
+
+def twins(options: Sequence[Option]) -> dict[int, int]:
+    """Return for each of `options` whose codec the engine can move to the CPU the place of the one that does so."""
+    moved = ((index, option.on(Device.CPU)) for index, option in enumerate(options) if option.device == Device.AUTO)
+    return {index: options.index(twin) for index, twin in moved if twin.device == Device.CPU and twin in options}
 
 
 def _one_by_one(options: Sequence[int]) -> Groups:
@@ -231,7 +238,10 @@ def option_of(path: Path, codec: CodecSpec) -> Option | None:
         return None
     used = codec if devices else NONE
     if all(isinstance(task, CodecTask) or task.scope is MoveScope.FLAT for task in path):
-        return Option(codec=used, scheme=_SCHEMES[names]) if names in _SCHEMES else None
+        if names not in _SCHEMES:
+            return None
+        option = Option(codec=used, scheme=_SCHEMES[names])
+        return option.on(Device.CPU) if devices == {CodecDevice.CPU} else option
     for intra, (head, tail) in _INSIDE.items():
         middle = names[len(head) : -len(tail)]
         is_one = middle in _SCHEMES and names == (*head, *middle, *tail) and devices != {CodecDevice.GPU}

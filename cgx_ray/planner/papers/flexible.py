@@ -32,7 +32,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link, Network, check_exchange
 from cgx_ray.planner.legs import legs
-from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.options import CodecCost, codec_cost_of
 from cgx_ray.planner.papers.groups import uniform_groups
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
@@ -273,7 +273,7 @@ def choose(measured: Measured, method: str = "knee") -> Trial:
     gain = interpolate_gain(sorted(curve), [curve[density] for density in sorted(curve)])
     fixed = {name for group in measured.fixed for name in group.layers}
     numels = [layer.numel for layer in measured.layers if not layer.is_small and layer.name not in fixed]
-    network, cost = measured.network, measured.cost_of(CodecSpec(name="topk"))
+    network, cost = measured.network, codec_cost_of(measured.codec_costs, CodecSpec(name="topk"))
 
     def trial(density: float) -> Trial:
         scheme = collective(network.num_workers, 4 * density * sum(numels), network.between)
