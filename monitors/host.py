@@ -113,34 +113,50 @@ class NicRates:
         return sent / passed_s, received / passed_s
 
 
-class CardMeter:
-    """What the node's busiest card carries from construction on. Bridges and bonds count the same bytes as their cards,
-    so the sum over cards would be too much."""
+# Of all meters, so that an error is logged once.
+_readings = Readings()
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._start_s = clock()
-        self._start = _read_or_none()
+
+def card_with(address: str) -> str | None:
+    """Return the name of the card that has an address; None if none has, or only loopback."""
+    cards = _speeds()
+    return next(
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if name in cards and any(one.address.partition("%")[0] == address for one in addresses)
+        ),
+        None,
+    )
+
+
+class CardMeter:
+    """What the card with `address` carries from construction on."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        read_nics: Callable[[], Mapping[str, NicBytes]] = read_nics,
+    ) -> None:
+        self._clock, self._read_nics = clock, read_nics
+        self._card: str | None = _readings.take("network cards", partial(card_with, address), None)
+        self._start_s, self._start = clock(), self._count()
 
     def read(self) -> tuple[float, float]:
         """Return the payload bytes per second that were sent and received; 0 if the node does not tell them."""
-        now, passed_s = _read_or_none(), self._clock() - self._start_s
-        grown = [
-            (now[name].sent - self._start[name].sent, now[name].received - self._start[name].received)
-            for name in now.keys() & self._start.keys()
-        ]
-        if passed_s <= 0 or not grown:
+        now, passed_s = self._count(), self._clock() - self._start_s
+        if now is None or self._start is None or passed_s <= 0:
             return 0.0, 0.0
-        sent, received = (max(0, *column) / HEADERS / passed_s for column in zip(*grown, strict=True))
+        # A card that was reset starts at 0 again.
+        grown = now.sent - self._start.sent, now.received - self._start.received
+        sent, received = (max(0, num_bytes) / HEADERS / passed_s for num_bytes in grown)
         return sent, received
 
-
-def _read_or_none() -> Mapping[str, NicBytes]:
-    """Return `read_nics`, empty where a container or a driver refuses it."""
-    try:
-        return read_nics()
-    except (OSError, psutil.Error, ValueError):
-        return {}
+    def _count(self) -> NicBytes | None:
+        nothing: Mapping[str, NicBytes] = {}
+        return _readings.take("network counters", self._read_nics, nothing).get(self._card or "")
 
 
 class Neighbours:

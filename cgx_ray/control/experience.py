@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -23,6 +23,8 @@ from cgx_ray.planner.prediction import Measured, groups_of, predict
 SURPRISE = 1.2
 # Ratio of bandwidths from which a link has drifted. Estimates of the same link differ by less (`SURE_FACTOR`).
 DRIFT = 1.25
+# Least share of a dense step's progress that a plan counts as keeping.
+MIN_KEPT = 1e-3
 # Least seconds that a codec is taken to need: a clock cannot tell less.
 MIN_CODEC_S = 1e-7
 
@@ -84,7 +86,9 @@ class Experience:
         if predicted.is_dense:
             self.baseline.add(log_ratio, measured.network.between)
         else:
-            score = step.step_s / (predicted.efficiency or 1.0)
+            # Errors by layer may say that the plan in force keeps nothing.
+            kept = 1.0 if predicted.efficiency is None else max(predicted.efficiency, MIN_KEPT)
+            score = step.step_s / kept
             over_dense = math.log(score / predict(own, self._dense_groups).step_s)
         self.record.window.append(PairedStep(step.step_s, step.codec_s, log_ratio, over_dense))
         return step.step_s / predicted.step_s
@@ -124,13 +128,21 @@ class Experience:
         codec_s = median(step.codec_s for step in window)
         codecs = {measured.cost_name(option) for option in timed_options(self.plan)}
         untimed = [codec for codec in codecs if not self.errors.is_timed(codec)]
-        if before.codec_s > 0 and codec_s > 0 and codecs:
-            self.errors.learn_codecs(codecs, codec_s / before.codec_s)
+        told_s, took_s = (seconds - self._copies_s(measured, codecs) for seconds in (before.codec_s, codec_s))
+        if told_s > 0 and codec_s > 0 and codecs:
+            self.errors.learn_codecs(codecs, max(took_s, MIN_CODEC_S) / told_s)
             corrected = predict(replace(measured, codec_costs=self.codec_costs), self._groups)
             self.record.shift(math.log(corrected.step_s / before.step_s))
         self._learned.append((now_s, measured.network.between))
         self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, len(window), now_s)
         return untimed
+
+    def _copies_s(self, measured: Measured, codecs: Collection[str]) -> float:
+        """Return the seconds of copies between a GPU and the host in the plan in force, which uses `codecs`."""
+        if measured.bus is None:
+            return 0.0
+        free = {**measured.codec_costs, **dict.fromkeys(codecs, FREE)}
+        return predict(replace(measured, codec_costs=free), self._groups).codec_s
 
     def learn_trial(self, codec: CodecSpec, measured: Measured) -> None:
         """Learn the times of `codec` from the steps of an excursion with one layer under it."""

@@ -68,9 +68,9 @@ class KnownLosses:
         if then is not None and now is not None:
             self._excess = _mean(self._excess, now / then, NEWEST)
         self.squared_errors = {
-            number: {name: float(f"{self._energy[name] * self._lost(name, number):.4g}") for name in self._level}
+            number: {name: float(f"{self._energy[name] * self._lost(name, number):.4g}") for name in newest}
             for number in self._known_bits
-            if self._level
+            if newest
         }
 
     @property

@@ -93,7 +93,9 @@ class KnownNetwork:
         self._neighbours[sample.node_id] = math.inf if neighbour is None else neighbour
         for other, found in sample.bandwidth.items():
             cards = (found.sent, sample.node_id), (found.received, other)
-            sent, received = (max(found.bytes_per_s, rate - self._neighbours.get(node, 0.0)) for rate, node in cards)
+            sent, received = (
+                max(found.bytes_per_s, rate - self._neighbours.get(node, math.inf)) for rate, node in cards
+            )
             self._probed_rates[sample.node_id, other] = now_s, (sent, received)
         if not self._is_probed:
             return False

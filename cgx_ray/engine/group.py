@@ -48,7 +48,7 @@ class Group:
         self._device = HOST if plan.option.is_on_host else device
         self._use(plan.option.codec)
         # Groups whose layers lie side by side in a bucket do not use this buffer. The system gives it no memory before
-        # it is first written. A CUDA device copies at full speed from and to pinned memory only.
+        # it is first written, unless it is pinned: a CUDA device copies at full speed from and to such memory only.
         is_pinned = self._device == HOST and device.type == "cuda"
         self._flat_N = torch.empty(self.numel, dtype=self._working_dtype(), device=self._device, pin_memory=is_pinned)
         self._memories = memories
@@ -198,13 +198,13 @@ class Group:
 def copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy the first of each pair to the second, on any device and of any type.
 
-    It waits for copies to the host; those to a GPU are done in the order of its stream, and until then the host's
-    memory must stay as it is. Copies are fast from and to pinned memory.
+    It waits for copies between a GPU and the host, which are fast from and to pinned memory.
     """
     for source, target in pairs:
         target.view(-1).copy_(source.view(-1), non_blocking=True)
-    if pairs and pairs[0][0].is_cuda and pairs[0][1].is_cpu:
-        torch.cuda.current_stream(pairs[0][0].device).synchronize()
+    for source, target in pairs[:1]:
+        if source.is_cuda != target.is_cuda:
+            torch.cuda.current_stream(source.device if source.is_cuda else target.device).synchronize()
 
 
 def _delivered(grad_N: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:

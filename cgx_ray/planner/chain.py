@@ -78,7 +78,7 @@ class LayerChain:
 
     def soonest(self, options: Sequence[Option], numel: int) -> list[Option]:
         """Return the `options` that can carry a group of `numel` elements, first the one that takes least alone."""
-        able = [option for option in options if numel <= _max_numel(option)]
+        able = [option for option in options if self.layers and numel <= _max_numel(option)]
         return sorted(able, key=lambda option: self._cost(option).alone_s(numel))
 
     def bound_s(self, options: Sequence[Option]) -> float:

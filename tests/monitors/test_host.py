@@ -9,8 +9,18 @@ import psutil
 import pytest
 from support.samples import step_sample
 
+from cgx_ray.monitors import host
 from cgx_ray.monitors.agent import OwnBytes
-from cgx_ray.monitors.host import HostMonitor, Neighbours, NicBytes, NicRates, read_nics, read_pressure
+from cgx_ray.monitors.host import (
+    CardMeter,
+    HostMonitor,
+    Neighbours,
+    NicBytes,
+    NicRates,
+    card_with,
+    read_nics,
+    read_pressure,
+)
 
 HOST = "127.0.0.1"
 
@@ -30,6 +40,38 @@ def test_nic_rates_are_bytes_a_second_of_all_cards_between_two_reads() -> None:
     assert rates.read() == (1250.0, 75.0)
     assert rates.read() == (0.0, 0.0)
     assert rates.read() == (100.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ({"eth0": NicBytes(10**9, 10**9), "bond0": NicBytes(2200, 1150)}, (500.0, 250.0)),
+        ({"bond0": NicBytes(7, 1150)}, (0.0, 250.0)),
+        ({"eth0": NicBytes(10**9, 10**9)}, (0.0, 0.0)),
+    ],
+    ids=["other cards", "reset", "gone"],
+)
+def test_a_meter_reads_the_card_with_the_address(
+    after: dict[str, NicBytes], expected: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "card_with", {"10.0.0.1": "bond0"}.get)
+    counters = iter([{"eth0": NicBytes(0, 0), "bond0": NicBytes(100, 100)}, after])
+    times_s = iter([10.0, 14.0])
+    meter = CardMeter("10.0.0.1", clock=lambda: next(times_s), read_nics=lambda: next(counters))
+    assert meter.read() == pytest.approx(expected)
+
+
+def test_a_node_whose_cards_cannot_be_read_has_a_meter_that_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> dict[str, NicBytes]:
+        raise PermissionError("no /proc/net/dev")
+
+    monkeypatch.setattr(psutil, "net_if_addrs", refuse)
+    assert CardMeter("10.0.0.1", read_nics=refuse).read() == (0.0, 0.0)
+
+
+def test_loopback_and_unknown_addresses_have_no_card() -> None:
+    assert card_with(HOST) is None
+    assert card_with("192.0.2.77") is None
 
 
 def test_a_node_with_nothing_but_loopback_has_no_traffic() -> None:

@@ -201,6 +201,14 @@ def test_joint_plan_is_behind_neither_dense_nor_a_named_strategy_on_a_model(mode
             assert found.best.score <= predict(run, groups).score * (1 + MAX_ERROR), name
 
 
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_model_whose_large_layers_are_all_fixed_or_that_has_none_is_planned(is_fixed: bool) -> None:
+    layers = (Layer(name="bias", numel=100, ndim=1), Layer(name="weight", numel=1 << 20 if is_fixed else 100, ndim=2))
+    fixed = (PlannedGroup.of(layers[1:], QSGD, is_fixed=True),) if is_fixed else ()
+    found = best_plan(measured(layers, (0.01, 0.02), network(1), fixed=fixed), OPTIONS)
+    assert sorted(name for group in found.best.groups for name in group.layers) == ["bias", "weight"]
+
+
 def test_small_layers_and_those_of_another_dtype_are_sent_before_the_last_group_uncompressed() -> None:
     layers = (
         Layer(name="embed", numel=4_000_000, ndim=2),
