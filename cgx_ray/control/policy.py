@@ -246,7 +246,8 @@ class AdaptivePolicy:
         kept_s = errors.factor(kept.predicted.groups) * kept.predicted.score
         if errors.factor(best.groups) * best.score >= kept_s * (1 - MIN_IMPROVEMENT):
             return None
-        return next((option.codec for option in best.options if option.codec in untimed), None)
+        slowed = set(map(str, untimed))
+        return next((option.codec for option in best.options if measured.cost_name(option) in slowed), None)
 
 
 def describe_options(prediction: Prediction) -> str:
