@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 
@@ -42,12 +43,15 @@ class Greetings:
     def greet(self, timeout_s: float) -> None:
         """Send a byte to each of the others, and note in `lag_s` when those of the last greeting came.
 
-        A rank that has hung up ends the greetings and nothing else: it may have ended training. Raises RuntimeError as
-        `Mesh.wait`.
+        A rank that has hung up ends the greetings and nothing else: it may have ended training, and if it has failed,
+        the next exchange says so. Raises RuntimeError as `Mesh.wait`.
         """
         if self._ticket is not None:
             if self._mesh.has_failed(self._ticket):
                 return
             arrived_s = self._mesh.wait(self._ticket, timeout_s)
             self.lag_s = {peer: arrived_s[peer] for peer in self._heard}
-        self._ticket = self._mesh.post(self._said, self._heard, channel=self._channel)
+            self._ticket = None
+        # Connections that were closed meanwhile raise it.
+        with suppress(RuntimeError):
+            self._ticket = self._mesh.post(self._said, self._heard, channel=self._channel)

@@ -169,9 +169,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_scale_that_cannot_be_known_is_one_error_on_all_ranks_if_the_codec_has_memory(case: str) -> None:
-    for rank, said in enumerate(run_ranks(2, _unknown, case, *FED_BACK[0])):
+    for said in run_ranks(2, _unknown, case, *FED_BACK[0]):
         assert said is not None
-        assert CASES[case].format(rank) in said
+        # A rank that hears of the other's error first has that one's words.
+        assert any(CASES[case].format(rank) in said for rank in (0, 1))
         assert "attach(..., scaler=)" in said
     assert run_ranks(2, _unknown, case, "qsgd", "sra") == [None, None]
 
