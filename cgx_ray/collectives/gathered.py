@@ -24,6 +24,14 @@ def as_own(error: Exception) -> CGXError:
     return own
 
 
+def unreachable(error: RuntimeError, why: str | None = None) -> TransportError:
+    """Return what to raise for an error of torch.distributed while ranks attach. `why`: the cause, if it is known."""
+    return TransportError(
+        f"rank {dist.get_rank()} cannot attach: {why or 'another rank has ended or does not answer'} ({error}); look "
+        "at the log of the other ranks for the first error"
+    )
+
+
 class Gatherer:
     """Gathers over a group that all its ranks use for nothing else meanwhile.
 
@@ -48,10 +56,7 @@ class Gatherer:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
             why = self.lifeline.wait(WORDS_S) if self.lifeline is not None else None
-            self._raised = TransportError(
-                f"rank {dist.get_rank()} cannot attach: {why or 'another rank has ended or does not answer'} "
-                f"({error}); look at the log of the other ranks for the first error"
-            )
+            self._raised = unreachable(error, why)
             raise self._raised from error
         # The cause of this rank's own error does not travel, so keep the original.
         values[dist.get_rank(self._group)] = value

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from cgx_ray.collectives.gathered import Gatherer, as_own
+from cgx_ray.collectives.gathered import Gatherer, as_own, unreachable
 from cgx_ray.collectives.gloo_sockets import noted_listeners
 from cgx_ray.collectives.lifeline import Lifeline
 from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
@@ -168,7 +168,8 @@ def _agreed_settings(
 ) -> tuple[Settings, GatheredGroup]:
     """Return the settings, the same on all ranks, and a group of all ranks with their time-out, which `groups` gets.
 
-    Raises one ConfigError on all ranks if an argument of one rank is not allowed, or if the ranks' settings differ.
+    Raises one ConfigError on all ranks if an argument of one rank is not allowed, or if the ranks' settings differ;
+    TransportError if a rank has ended.
     """
     settings: Settings | CGXError
     try:
@@ -178,7 +179,10 @@ def _agreed_settings(
     # Ranks need a group to tell each other of an error, so also without a valid time-out.
     timeout_s = settings.timeout_s if isinstance(settings, Settings) else DEFAULT_TIMEOUT_S
     with noted_listeners() as listeners:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        try:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise unreachable(error) from error
     groups.append(group)
     gather = Gatherer(group)
     return agree_on_settings(settings, gather), GatheredGroup(group=group, gather=gather, listeners=listeners)

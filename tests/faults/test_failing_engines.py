@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support.branches import Branches, train
 from support.ranks import run_ranks
 from support.sharded import make_mesh, shard
@@ -35,6 +36,8 @@ def _raise(*args: object, **kwargs: object) -> Any:
 
 
 def _error_of(rank: int, step: Any, model: Any) -> str:
+    # A rank that fails hangs up, also on ranks that are still in the step before.
+    dist.barrier()
     with pytest.raises((cgx_ray.CGXError, RuntimeError)) as caught:
         step(model, rank, range(2, 1000))
     return str(caught.value)
