@@ -130,8 +130,8 @@ def card_with(address: str) -> str | None:
     )
 
 
-class CardMeter:
-    """What the card with `address` carries from construction on."""
+class CardMeter(NicRates):
+    """Payload bytes per second through the card with `address`, between two calls of `read`."""
 
     def __init__(
         self,
@@ -140,23 +140,19 @@ class CardMeter:
         clock: Callable[[], float] = time.monotonic,
         read_nics: Callable[[], Mapping[str, NicBytes]] = read_nics,
     ) -> None:
-        self._clock, self._read_nics = clock, read_nics
-        self._card: str | None = _readings.take("network cards", partial(card_with, address), None)
-        self._start_s, self._start = clock(), self._count()
+        card: str | None = _readings.take("network cards", partial(card_with, address), None)
+
+        def read_card() -> Mapping[str, NicBytes]:
+            nothing: Mapping[str, NicBytes] = {}
+            counts = _readings.take("network counters", read_nics, nothing)
+            return {name: count for name, count in counts.items() if name == card}
+
+        super().__init__(clock=clock, read_nics=read_card)
 
     def read(self) -> tuple[float, float]:
-        """Return the payload bytes per second that were sent and received; 0 if the node does not tell them."""
-        now, passed_s = self._count(), self._clock() - self._start_s
-        if now is None or self._start is None or passed_s <= 0:
-            return 0.0, 0.0
-        # A card that was reset starts at 0 again.
-        grown = now.sent - self._start.sent, now.received - self._start.received
-        sent, received = (max(0, num_bytes) / HEADERS / passed_s for num_bytes in grown)
-        return sent, received
-
-    def _count(self) -> NicBytes | None:
-        nothing: Mapping[str, NicBytes] = {}
-        return _readings.take("network counters", self._read_nics, nothing).get(self._card or "")
+        """Return what was sent and received since the last call; 0 if the node does not tell it."""
+        sent, received = super().read()
+        return sent / HEADERS, received / HEADERS
 
 
 class Neighbours:

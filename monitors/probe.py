@@ -64,7 +64,7 @@ class BulkServer(GuardedServer):
         """Listen on `host`, at a port as `ports.listen` chooses it. Raises OSError if it is no address of this node."""
         self._turns: deque[socket.socket] = deque()  # the first one sends
         self._arrivals: list[tuple[float, int]] = []
-        self._host, self._card = host, CardMeter(host)
+        self._card = CardMeter(host)
         self._end_s = 0.0  # of its turn, in the time of time.monotonic
         super().__init__(host, "cgx-ray-bulk")
 
@@ -84,7 +84,7 @@ class BulkServer(GuardedServer):
             client.send(_RESULT.pack(_fast_rate(self._arrivals), self._card.read()[1]))
             return False
         if not self._arrivals:
-            self._card = CardMeter(self._host)
+            self._card.read()  # count from here on
         self.allow(client, min(MAX_PROBE_S, self._end_s - time.monotonic()))
         if len(self._arrivals) == _MAX_ARRIVALS:
             num_bytes += self._arrivals.pop()[1]

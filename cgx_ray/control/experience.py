@@ -128,7 +128,9 @@ class Experience:
         codec_s = median(step.codec_s for step in window)
         codecs = {measured.cost_name(option) for option in timed_options(self.plan)}
         untimed = [codec for codec in codecs if not self.errors.is_timed(codec)]
-        told_s, took_s = (seconds - self._copies_s(measured, codecs) for seconds in (before.codec_s, codec_s))
+        # Without a GPU there is nothing else.
+        others_s = self._others_s(measured, codecs) if measured.bus is not None else 0.0
+        told_s, took_s = before.codec_s - others_s, codec_s - others_s
         if told_s > 0 and codec_s > 0 and codecs:
             self.errors.learn_codecs(codecs, max(took_s, MIN_CODEC_S) / told_s)
             corrected = predict(replace(measured, codec_costs=self.codec_costs), self._groups)
@@ -137,17 +139,14 @@ class Experience:
         self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, len(window), now_s)
         return untimed
 
-    def _copies_s(self, measured: Measured, codecs: Collection[str]) -> float:
-        """Return the seconds of copies between a GPU and the host in the plan in force, which uses `codecs`."""
-        if measured.bus is None:
-            return 0.0
+    def _others_s(self, measured: Measured, codecs: Collection[str]) -> float:
+        """Return the predicted seconds of all codecs but `codecs`, and of copies between a GPU and the host."""
         free = {**measured.codec_costs, **dict.fromkeys(codecs, FREE)}
         return predict(replace(measured, codec_costs=free), self._groups).codec_s
 
     def learn_trial(self, codec: CodecSpec, measured: Measured) -> None:
         """Learn the times of `codec` from the steps of an excursion with one layer under it."""
-        costs = {**measured.codec_costs, str(codec): FREE}
-        others_s = predict(replace(measured, codec_costs=costs), self._groups).codec_s
+        others_s = self._others_s(measured, [str(codec)])
         told_s = predict(measured, self._groups).codec_s - others_s
         codec_s = median(step.codec_s for step in self.record.window) - others_s
         if told_s > 0:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from torch import nn
 
 from cgx_ray.collectives.gathered import Gatherer, as_own, unreachable
 from cgx_ray.collectives.gloo_sockets import noted_listeners
-from cgx_ray.collectives.lifeline import Lifeline
 from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scaler
@@ -24,6 +24,9 @@ from cgx_ray.session import ddp
 from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
 from cgx_ray.session.settings import Settings
+
+# Returns an engine at work behind a model, and a function that removes its hooks.
+EngineMaker = Callable[..., tuple[Engine | ShardedEngine, Callable[[], None]]]
 
 
 def attach(
@@ -128,9 +131,8 @@ def _attach(
         with world.gather.telling():
             lifeline = watch(world, settings.silent_s, settings.timeout_s)
             undo.callback(lifeline.close)
-            engine, detach = _make_engine(
-                model, plan, settings, parameters, scaler, world, lifeline, groups, asks_controller=asks_controller
-            )
+            make_engine = _engine_maker(model, settings, asks_controller=asks_controller)
+            engine, detach = make_engine(model, plan, settings, parameters, scaler, world, lifeline, groups)
             attachment = Attachment(engine, groups, detach, lifeline)
             undo.callback(attachment.close)
             if process.session is not None:
@@ -141,26 +143,16 @@ def _attach(
     return attachment
 
 
-def _make_engine(
-    model: nn.Module,
-    plan: Plan | None,
-    settings: Settings,
-    parameters: CodecSpec | str | None,
-    scaler: Scaler | None,
-    world: GatheredGroup,
-    lifeline: Lifeline,
-    groups: list[dist.ProcessGroup],
-    *,
-    asks_controller: bool,
-) -> tuple[Engine | ShardedEngine, Callable[[], None]]:
+def _engine_maker(model: nn.Module, settings: Settings, *, asks_controller: bool) -> EngineMaker:
+    """Return the `make_engine` for the kind of `model`."""
     # Found by a method of FSDP2's class: importing the class takes 0.7 s.
     if hasattr(model, "set_custom_reduce_scatter"):
         from cgx_ray.session import fsdp  # noqa: PLC0415 - it imports FSDP2
 
-        return fsdp.make_engine(model, plan, settings, parameters, scaler, world, lifeline, groups)
+        return fsdp.make_engine
     session = process.session
     first_plan = session.first_plan if session is not None and asks_controller else settings.first_plan
-    return ddp.make_engine(model, plan, settings, parameters, scaler, world, lifeline, groups, first_plan)
+    return partial(ddp.make_engine, first_plan=first_plan)
 
 
 def _agreed_settings(
