@@ -2,7 +2,7 @@
 
 Each second adds log(value / level) - DRIFT to the evidence for a rise, and the same with the other sign for a fall;
 evidence never falls below 0. An alarm is raised when it reaches ALARM. A change by 2x adds log 2 - log 1.2 = 0.51 per
-second, so it is noticed after 2.1 s, and a neighbour's burst of 2 s that takes half of the link is not.
+second, so it is noticed after 2.1 s, and one of 2 s is not.
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ class ChangeDetector:
         self._up = _Evidence()
         self._down = _Evidence()
 
-    def add(self, value: float, seconds: float) -> float | None:
+    def add(self, value: float, seconds: float, patience: float = 1.0) -> float | None:
         """Add a sample; return the seconds since the level changed if that is now certain, else None.
+
+        patience  factor on the evidence that this sample needs for an alarm
 
         Raises ValueError if `value` is not a positive number.
         """
@@ -71,9 +73,9 @@ class ChangeDetector:
             self._learn(log_value, seconds)
             return None
         for evidence, sign in ((self._up, 1), (self._down, -1)):
-            evidence.add(sign * (log_value - self._level), log_value, seconds)
-            alarm = self._relief_alarm if sign == self._better else self._alarm
-            if evidence.num_samples >= MIN_SAMPLES and evidence.amount >= alarm:
+            has_grown = evidence.add(sign * (log_value - self._level), log_value, seconds)
+            alarm = patience * (self._relief_alarm if sign == self._better else self._alarm)
+            if has_grown and evidence.num_samples >= MIN_SAMPLES and evidence.amount >= alarm:
                 since_s = evidence.seconds
                 # Some of these samples may be from before the change, so the level goes on learning.
                 self._level, self._seconds = evidence.sum / since_s, min(since_s, LEARN_S)
@@ -98,14 +100,16 @@ class _Evidence:
         self.seconds = 0.0
         self.sum = 0.0
 
-    def add(self, deviation: float, log_value: float, seconds: float) -> None:
+    def add(self, deviation: float, log_value: float, seconds: float) -> bool:
+        """Add a sample; return whether there is more evidence than before."""
         self.amount = max(0.0, self.amount + (min(deviation, CLIP) - DRIFT) * seconds)
         if not self.amount:
             self.num_samples, self.seconds, self.sum = 0, 0.0, 0.0
-            return
+            return False
         self.num_samples += 1
         self.seconds += seconds
         self.sum += log_value * seconds
+        return deviation > DRIFT
 
 
 class SlowRanks:

@@ -69,8 +69,9 @@ class KnownNetwork:
         # By path (source node, target node), the time of the probe, and the rates at which the one's link sent and the
         # other's received.
         self._probed_rates: dict[tuple[str, str], tuple[float, tuple[float, float]]] = {}
-        # What other programs take of each node's link, infinite if it is unknown.
+        # What other programs take of each node's link, and what its cards carry, infinite if it is unknown.
         self._neighbours: dict[str, float] = {}
+        self._carried: dict[str, float] = {}
         self._ranks: dict[str, set[int]] = defaultdict(set)
         self._reported_s: dict[str, Mapping[str, float]] = {}
         # Latencies that were reported before the last change, by node, until the node has measured all of them anew.
@@ -91,6 +92,7 @@ class KnownNetwork:
         self._ranks[sample.node_id].update(ranks)
         neighbour = sample.host.neighbour_bytes_per_s
         self._neighbours[sample.node_id] = math.inf if neighbour is None else neighbour
+        self._carried[sample.node_id] = max(sample.host.sent_bytes_per_s, sample.host.received_bytes_per_s) or math.inf
         for other, found in sample.bandwidth.items():
             cards = (found.sent, sample.node_id), (found.received, other)
             sent, received = (
@@ -133,7 +135,8 @@ class KnownNetwork:
         num_changes = self._link.num_changes
         node_of = {rank: node for node, ranks in self._ranks.items() for rank in ranks}
         probed = max((max(rates) for _, rates in self._probed_rates.values()), default=None)
-        self._link.add(self._ceiling.possible(traffic, node_of, probed), self.probed_s)
+        carried = max(self._carried.values(), default=math.inf)
+        self._link.add(self._ceiling.possible(traffic, node_of, probed), self.probed_s, carried)
         if self._link.num_changes > num_changes:
             self.num_changes += self._link.num_changes - num_changes
             self._probed_rates.clear()

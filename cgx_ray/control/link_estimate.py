@@ -25,9 +25,10 @@ The estimates over a window of ten seconds:
    (`link_rates`).
 
 A CUSUM test (`changes.ChangeDetector`) watches these quantities. After a change all observations older than the change
-are dropped. A rate that falls to half is noticed after 2.1 s, a rate that doubles after 1.5 s, and a latency that
-changes by 2x after 1 s. One step alone is never enough, and a neighbour's burst of 2 s that takes half of the link is
-not a change. Exchanges tell a change only while there are no bursts.
+are dropped. A rate that falls to half is noticed after 1.5 s, a rate that doubles after 1.1 s, and a latency that
+changes by 2x after 1 s. One step alone is never enough. While a card carries more than the bursts show, another program
+uses the link too, and a change of the rate needs 2.1 or 1.5 s: so a neighbour's burst of 2 s that takes half of the
+link is not a change. Exchanges tell a change only while there are no bursts, and need as long.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain.
@@ -41,8 +42,9 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
-from cgx_ray.control.changes import ChangeDetector
+from cgx_ray.control.changes import ALARM, ChangeDetector
 from cgx_ray.control.estimate import NOT_SURE_FACTOR, Estimate, quantile, quantile_interval
 from cgx_ray.control.link_rates import LinkRates
 from cgx_ray.control.rate_estimates import (
@@ -69,12 +71,27 @@ MIN_WATCHED_BURSTS = 2
 QUIET_S = 0.5
 # Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
 LATENCY_FLOOR_S = 5e-4
+# Evidence for a change of the bursts' rate, for the worse and for the better, while nobody else uses the link: 1.5 and
+# 1.1 s of a change by 2x.
+BURST_ALARM, BURST_RELIEF_ALARM = 0.75, 0.55
+# The same as a factor, while a card carries more than SHARED times the rate that bursts show.
+SHARED_PATIENCE = ALARM / BURST_ALARM
+SHARED = 1.2
 # Evidence (`changes.ALARM`) for another latency. Lower than for rates: the lesser of two latencies is watched, which
 # already ignores single steps, and a step's latency is only known one step later.
 LATENCY_ALARM = 0.45
 # Evidence for another ratio of the slowest link to the usual one. Higher than for rates, since a neighbour's burst, and
 # the queues it leaves, slow one link for longer than all links together.
 SLOW_ALARM = 2.0
+
+
+class _Watched(NamedTuple):
+    """A value for a detector, see `ChangeDetector.add`."""
+
+    detector: ChangeDetector
+    value: float
+    seconds: float
+    patience: float = 1.0
 
 
 class PassiveLink:
@@ -94,7 +111,7 @@ class PassiveLink:
         self._window: deque[StepTraffic] = deque()
         self._detectors = {
             "latency": ChangeDetector(better=-1, alarm=LATENCY_ALARM, relief_alarm=LATENCY_ALARM),
-            "bursts": ChangeDetector(better=1),
+            "bursts": ChangeDetector(better=1, alarm=BURST_ALARM, relief_alarm=BURST_RELIEF_ALARM),
             "slowest": ChangeDetector(better=1, alarm=SLOW_ALARM),
         }
         # By bytes of a step's largest exchange. Rates of exchanges are compared only if they carry about as much.
@@ -108,22 +125,23 @@ class PassiveLink:
         self._far: frozenset[tuple[int, int]] = frozenset()
         self._estimate_age_s = 0.0
 
-    def add(self, traffic: StepTraffic, probed_latency_s: float) -> None:
+    def add(self, traffic: StepTraffic, probed_latency_s: float, carried: float = math.inf) -> None:
         """Add a step. If the network has changed, forget the steps before the change.
 
         probed_latency_s  one way, used if there are no round trips
+        carried           bytes per second through the busiest card, infinite if unknown
         """
         self._window.append(traffic)
         self._trim(WINDOW_S, MIN_STEPS)
         self._estimate_age_s += traffic.seconds
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
-        watched = self._watched_latency(traffic) + self._watched_bursts(traffic)
+        watched = self._watched_latency(traffic) + self._watched_bursts(traffic, carried)
         exchanges = self._watched_exchanges(traffic, latency_s)
-        found = [detector.add(value, seconds) for detector, value, seconds in watched + exchanges]
+        found = [one.detector.add(one.value, one.seconds, one.patience) for one in watched + exchanges]
         # The exchanges' level is learned all the time, so that a change is known when bursts end.
         changed_s = [since_s for since_s in found[: None if self._is_quiet else len(watched)] if since_s is not None]
         if changed_s:
-            self._forget_before(min(changed_s), {detector for detector, _, _ in exchanges})
+            self._forget_before(min(changed_s), {one.detector for one in exchanges})
         if self._estimate_age_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
             self._estimate_age_s = 0.0
             self._refresh(probed_latency_s)
@@ -144,8 +162,8 @@ class PassiveLink:
         self._trim(since_s, 1)
         self._estimate_age_s = REFRESH_S
 
-    def _watched_latency(self, traffic: StepTraffic) -> list[tuple[ChangeDetector, float, float]]:
-        """Return (detector, value, seconds covered) for the round trips, if there are any."""
+    def _watched_latency(self, traffic: StepTraffic) -> list[_Watched]:
+        """Return what the round trips show, if there are any."""
         if not traffic.round_trip_s:
             return []
         trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
@@ -153,10 +171,10 @@ class PassiveLink:
         # Queues and busy processors rarely delay two greetings in a row.
         watched = min(value, self._last_latency_s)
         self._last_latency_s = value
-        return [(self._detectors["latency"], watched, traffic.seconds)]
+        return [_Watched(self._detectors["latency"], watched, traffic.seconds)]
 
-    def _watched_bursts(self, traffic: StepTraffic) -> list[tuple[ChangeDetector, float, float]]:
-        """Return (detector, value, seconds covered) for the usual rate and for the slowest link's share of it."""
+    def _watched_bursts(self, traffic: StepTraffic, carried: float) -> list[_Watched]:
+        """Return the usual rate and the slowest link's share of it. `carried`: as in `add`."""
         self._quiet_s = 0.0 if any(traffic.bursts.values()) else self._quiet_s + traffic.seconds
         # Steps with few bursts are collected until there are enough.
         self._unwatched.append(traffic)
@@ -173,13 +191,15 @@ class PassiveLink:
         slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
         seconds = sum(one.seconds for one in self._unwatched)
         self._unwatched.clear()
+        usual = median(new_down.values())
+        patience = SHARED_PATIENCE if carried > SHARED * usual else 1.0
         return [
-            (self._detectors["bursts"], median(new_down.values()), seconds),
-            (self._detectors["slowest"], slowest / median(down.values()), seconds),
+            _Watched(self._detectors["bursts"], usual, seconds, patience),
+            _Watched(self._detectors["slowest"], slowest / median(down.values()), seconds),
         ]
 
-    def _watched_exchanges(self, traffic: StepTraffic, latency_s: float) -> list[tuple[ChangeDetector, float, float]]:
-        """Return (detector, value, seconds covered) for the rate of the step's largest exchanges, if it had any."""
+    def _watched_exchanges(self, traffic: StepTraffic, latency_s: float) -> list[_Watched]:
+        """Return the rate of the step's largest exchanges, if it had any."""
         if not traffic.exchanges:
             return []
         largest = max(one.num_bytes for one in traffic.exchanges)
@@ -190,7 +210,7 @@ class PassiveLink:
         # A plan may change while evidence gathers, so the detectors of plans that are not in force are kept.
         size = next((size for size in self._exchange_detectors if 1 / 2 < size / largest < 2), largest)
         detector = self._exchange_detectors.setdefault(size, ChangeDetector(better=1))
-        return [(detector, rate.value, traffic.seconds)]
+        return [_Watched(detector, rate.value, traffic.seconds)]
 
     def _trim(self, seconds: float, num_steps: int) -> None:
         """Forget the oldest steps, as long as at least `num_steps` are left and cover `seconds`."""

@@ -47,6 +47,13 @@ def test_a_change_for_the_better_is_noticed_within_2_s_and_one_for_the_worse_is_
         assert allowed_s - 1.0 < noticed_s <= allowed_s, (better, factor, noticed_s)
 
 
+def test_evidence_that_no_longer_grows_raises_no_alarm_when_less_is_needed_again() -> None:
+    detector = ChangeDetector(alarm=0.75)
+    assert [detector.add(7.0, 0.5) for _ in range(20)] == [None] * 20
+    assert [detector.add(3.5, 0.5, patience=1.4) for _ in range(4)] == [None] * 4
+    assert [detector.add(7.0, 0.5) for _ in range(20)] == [None] * 20
+
+
 def test_one_sample_says_as_much_as_several_that_cover_the_same_time() -> None:
     coarse, fine = ChangeDetector(), ChangeDetector()
     for _ in range(5):

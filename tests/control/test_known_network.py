@@ -11,9 +11,10 @@ import pytest
 from support.control_runs import QUIET, start
 
 from cgx_ray.control.known_network import PROBE_HOLDS_S, RATE_HOLDS_S, KnownNetwork
+from cgx_ray.control.traffic import StepTraffic
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import Bandwidth, NodeSample
+from cgx_ray.monitors.sample import Bandwidth, Burst, HostLoad, NodeSample
 
 
 def _probed(rates: Mapping[str, float]) -> dict[str, Bandwidth]:
@@ -121,6 +122,25 @@ def test_a_slow_uplink_is_not_hidden_by_what_others_send_to_the_probed_node() ->
     report("b", {"c": Bandwidth(bytes_per_s=12e6, sent=12e6, received=12e6)})
     report("c", {"a": Bandwidth(bytes_per_s=5e6, sent=11e6, received=12e6)})
     assert network.slow == {0: 2e6}
+
+
+@pytest.mark.parametrize(("carried", "num_changes"), [(4e6, 1), (9e6, 0), (0.0, 0)])
+def test_a_fall_is_a_change_sooner_unless_a_card_carries_more_or_does_not_tell(
+    carried: float, num_changes: int
+) -> None:
+    network = KnownNetwork()
+
+    def steps(rate: float, num_steps: int, host: HostLoad) -> None:
+        for node in "ab":
+            sample = NodeSample(node_id=node, time_s=0.0, steps=(), latency_s={}, host=host, bandwidth={})
+            network.add_report(sample, ["ab".index(node)], 0.0)
+        bursts = {rank: [Burst(1 << 20, (1 << 20) / rate)] * 4 for rank in range(2)}
+        for _ in range(num_steps):
+            network.add_step(StepTraffic(seconds=0.25, bursts=bursts), 0.0)
+
+    steps(1e7, 80, QUIET)
+    steps(5e6, 7, replace(QUIET, received_bytes_per_s=carried))
+    assert network.num_changes == num_changes
 
 
 def test_what_a_node_probed_counts_no_longer_once_it_is_silent(tmp_path: Path) -> None:

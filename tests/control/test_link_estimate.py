@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -61,10 +62,15 @@ class NoisyNetwork:
 
 
 def watch(
-    link: PassiveLink, network: NoisyNetwork, num_steps: int, probed_latency_s: float = 1e-3, **step: bool
+    link: PassiveLink,
+    network: NoisyNetwork,
+    num_steps: int,
+    probed_latency_s: float = 1e-3,
+    carried: float = math.inf,
+    **step: bool,
 ) -> None:
     for _ in range(num_steps):
-        link.add(network.step(**step), probed_latency_s)
+        link.add(network.step(**step), probed_latency_s, carried)
 
 
 @pytest.mark.parametrize("rate", [12.5e6, 125e6, 250e6])
@@ -172,6 +178,18 @@ def test_a_bandwidth_that_changes_by_2x_is_noticed_within_3_s(factor: float, has
     assert link.bandwidth.value == pytest.approx(network.rate, rel=0.15)
 
 
+@pytest.mark.parametrize(("factor", "allowed_s"), [(0.5, 1.75), (2.0, 1.25)])
+def test_a_change_by_2x_is_noticed_sooner_while_cards_carry_no_more_than_this_training(
+    factor: float, allowed_s: float
+) -> None:
+    for carried, is_noticed in ((0.4, True), (2.5, False)):
+        network, link = NoisyNetwork(rate=125e6, latency_s=1e-3, step_s=0.25), PassiveLink()
+        watch(link, network, 80)
+        network.rate *= factor
+        watch(link, network, round(allowed_s / 0.25), carried=carried * network.rate)
+        assert link.num_changes == is_noticed
+
+
 def test_a_bandwidth_that_falls_while_plans_change_every_second_is_noticed() -> None:
     network, link = NoisyNetwork(rate=12.5e6, latency_s=1e-4, step_s=0.05), PassiveLink()
     plans = itertools.cycle([(25_000, 25_000), (33_000, 33_000), (25_000, 25_000), (264_000,)])
@@ -196,8 +214,10 @@ def test_a_latency_that_changes_by_2x_is_noticed_within_3_s(factor: float) -> No
     assert link.latency_s.value == pytest.approx(network.latency_s, rel=0.1)
 
 
+@pytest.mark.parametrize("duty", [None, 0.3, 0.8])
 @pytest.mark.parametrize("seed", range(2))
-def test_ten_minutes_beside_a_bursty_neighbour_are_no_change(seed: int) -> None:
+def test_ten_minutes_beside_a_bursty_neighbour_are_no_change(seed: int, duty: float | None) -> None:
+    """`duty`: share of the time in which this training uses the link; None: the cards do not tell what they carry."""
     network, link = NoisyNetwork(rate=125e6, latency_s=1e-3, seed=seed), PassiveLink()
     chance = random.Random(seed)
     passed_s = 0.0
@@ -205,7 +225,9 @@ def test_ten_minutes_beside_a_bursty_neighbour_are_no_change(seed: int) -> None:
         # The neighbour takes up to half of the link, as fair queues give one more flow, for up to 2 s every 5 to 15 s.
         for steps, share in ((chance.randint(10, 30), 0.0), (chance.randint(1, 4), chance.uniform(0.2, 0.5))):
             network.neighbour = share
-            watch(link, network, steps)
+            # The neighbour fills the pauses of this training.
+            carried = network.rate * (1 if share else duty) if duty is not None else math.inf
+            watch(link, network, steps, carried=carried)
             passed_s += steps * network.step_s
     assert link.num_changes == 0
 
