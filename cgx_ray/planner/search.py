@@ -37,8 +37,8 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
     """Decide where groups end and which option each takes. No published system computes this joint optimum.
 
     max_gap     allowed gap, as a share of the finish; the search ends as soon as it is proven
-    max_labels  partial plans that the last of four passes may keep; the others may keep a quarter of it each. When a
-                pass runs out, the next one has a finer bound; after the last pass the best plan is returned with its
+    max_labels  partial plans that the last of four passes may keep; the others may keep a hundredth of it each. When
+                a pass runs out, the next one has a finer bound; after the last pass the best plan is returned with its
                 gap
 
     A label is a plan of the first k layers: compute finish C, network finish D, and E, when its last group is done. Of
