@@ -16,6 +16,7 @@ from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.report.picture import plot_runs
 from cgx_ray.report.result import write_result
 from cgx_ray.report.show import print_line
+from cgx_ray.session.settings import DECIDING
 from cgx_ray.units import format_rate, parse_rate
 
 
@@ -25,6 +26,13 @@ from cgx_ray.units import format_rate, parse_rate
 @click.option("--rate", default="1gbit", show_default=True, help="Rate of every link in the first half.")
 @click.option("--slow-rate", default="100mbit", show_default=True, help="Rate of every link in the second half.")
 @click.option("--seed", default=0, show_default=True, help="Seed of weights, batches and rounding.")
+@click.option(
+    "--policy",
+    type=click.Choice(DECIDING),
+    default=DECIDING[0],
+    show_default=True,
+    help="Policy of the run beside the dense one; cgx and flexible decide as these papers do.",
+)
 @click.option(
     "--fidelity",
     type=click.Choice([str(level) for level in Fidelity]),
@@ -49,6 +57,7 @@ def demo(
     rate: str,
     slow_rate: str,
     seed: int,
+    policy: str,
     fidelity: str,
     dense_only: bool,
     simulated_link: bool,
@@ -56,7 +65,7 @@ def demo(
     bench_rounds: int,
     out: Path | None,
 ) -> None:
-    """Train a small GPT, dense and adaptive, on a network that slows down."""
+    """Train a small GPT, dense and under a policy, on a network that slows down."""
     options = DemoOptions(
         out=out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"),
         workers=workers,
@@ -64,6 +73,7 @@ def demo(
         rate=parse_rate("rate", rate, needs_unit=False),
         slow_rate=parse_rate("slow rate", slow_rate, needs_unit=False),
         seed=seed,
+        policy=policy,
         fidelity=fidelity,
         dense_only=dense_only,
         force_simulated=simulated_link,
@@ -75,9 +85,9 @@ def _run(options: DemoOptions, json_path: str | None, *, num_bench_rounds: int) 
     """Run the demo, print and draw its numbers, and write the rows if `json_path` is given."""
     console = console_for(json_path)
     result = run_demo(options, console)
-    print_summary(console, result.dense, result.adaptive, result.link)
+    print_summary(console, result.dense, result.decided, result.link)
     picture = options.out / "demo.png"
-    records = [result.dense] if result.adaptive is None else [result.dense, result.adaptive]
+    records = [result.dense] if result.decided is None else [result.dense, result.decided]
     title = (
         f"{options.workers} workers, {result.link} from {format_rate(options.rate)} to {format_rate(options.slow_rate)}"
     )
@@ -86,6 +96,6 @@ def _run(options: DemoOptions, json_path: str | None, *, num_bench_rounds: int) 
     print_line(console, f"picture: {picture}; report: {options.out / 'report.html'}")
     if json_path is None:
         return
-    rows = make_rows(result.dense, result.adaptive) if result.adaptive is not None else []
+    rows = make_rows(result.dense, result.decided) if result.decided is not None else []
     print_line(console, "measuring the cost of the engine with dense gradients")
     write_result("demo", [*rows, *measure_overhead(num_rounds=num_bench_rounds)], json_path)

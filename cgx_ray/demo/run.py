@@ -1,4 +1,4 @@
-"""The demo: the same training twice, dense and adaptive, on a network that slows down after half of the steps."""
+"""The demo: the same training twice, dense and under a policy, on a network that slows down after half of the steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.lab.events import LinkEvent
 from cgx_ray.lab.link import LinkChange
 from cgx_ray.lab.namespaces import Lab
-from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.report.live_screen import Screen, make_screen
 from cgx_ray.report.live_view import LiveView, view_of_record
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.show import print_line
+from cgx_ray.session.settings import DECIDING, Settings
 from cgx_ray.units import format_rate
 
 # Per worker. With 128 bytes of context a step of 4 workers on 2 cores takes about 0.3 s of compute.
@@ -38,7 +38,8 @@ class DemoOptions:
 
     out             folder for both runs and the picture
     rate, slow_rate rate of every link in the first and in the second half of the steps, bit/s
-    fidelity        of the adaptive run, as in CGXConfig
+    policy          of the second run, as in CGXConfig, but not "static"
+    fidelity        of policy "adaptive", as in CGXConfig
     force_simulated use the simulated link even where a lab works
     """
 
@@ -48,6 +49,7 @@ class DemoOptions:
     rate: float = 1e9
     slow_rate: float = 1e8
     seed: int = 0
+    policy: str = "adaptive"
     fidelity: str = "strict"
     dense_only: bool = False
     force_simulated: bool = False
@@ -57,8 +59,8 @@ class DemoOptions:
             raise ConfigError(f"workers {self.workers} is not allowed; give 1 to 16")
         if self.steps < 4:
             raise ConfigError(f"steps {self.steps} is not allowed; give at least 4, half of them on the slow network")
-        if self.fidelity not in set(Fidelity):
-            raise ConfigError(f"unknown fidelity {self.fidelity!r}; known: {', '.join(Fidelity)}")
+        if not Settings(policy=self.policy, fidelity=self.fidelity).decides:
+            raise ConfigError(f"policy {self.policy!r} decides nothing; give {', '.join(DECIDING)}")
         if min(self.rate, self.slow_rate) < 1e6:
             raise ConfigError(f"rates {self.rate:g} and {self.slow_rate:g} bit/s: give at least 1mbit")
 
@@ -70,11 +72,11 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """Records of both runs. `adaptive` is None with `dense_only`."""
+    """Records of the dense run, and of that under the policy, which is None with `dense_only`."""
 
     link: str
     dense: RunRecord
-    adaptive: RunRecord | None
+    decided: RunRecord | None
 
 
 def run_demo(options: DemoOptions, console: Console) -> DemoResult:
@@ -94,7 +96,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
             for run in _runs(options, out, cluster):
                 _train(run, cluster, options, scene, screen)
     records = {record.name: record for record in scene.records}
-    return DemoResult(link=link, dense=records["dense"], adaptive=records.get("adaptive"))
+    return DemoResult(link=link, dense=records["dense"], decided=records.get(options.policy))
 
 
 @dataclass(slots=True)
@@ -130,7 +132,7 @@ def _runs(options: DemoOptions, out: Path, cluster: Cluster) -> list[RunRequest]
     if cluster.is_simulated:
         link = (SIMULATED_LATENCY_S, ((0, options.rate), (options.half, options.slow_rate)))
     # On a real network the baseline is plain DDP. A simulated link needs our transport, so there it is dense gradients.
-    policies = {"dense": "static" if cluster.is_simulated else None, "adaptive": "adaptive"}
+    policies = {"dense": "static" if cluster.is_simulated else None, options.policy: options.policy}
     return [
         RunRequest(
             name=name,

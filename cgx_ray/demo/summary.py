@@ -78,19 +78,19 @@ def decision_delay(record: RunRecord) -> tuple[int, float] | None:
     return None
 
 
-def make_rows(dense: RunRecord, adaptive: RunRecord) -> list[Row]:
+def make_rows(dense: RunRecord, decided: RunRecord) -> list[Row]:
     """Return one row per number of the demo."""
-    rows = _phase_rows(dense, adaptive)
-    rows += _loss_rows(dense, adaptive)
-    rows += _delay_rows(adaptive)
-    assert adaptive.end is not None
-    identical = float(adaptive.end["weights_identical"])
+    rows = _phase_rows(dense, decided)
+    rows += _loss_rows(dense, decided)
+    rows += _delay_rows(decided)
+    assert decided.end is not None
+    identical = float(decided.end["weights_identical"])
     rows.append(Row(name="weights_identical", value=identical, unit="bool", goal="== 1"))
     return rows
 
 
-def _phase_rows(dense: RunRecord, adaptive: RunRecord) -> list[Row]:
-    ours, theirs = NetworkPhases.of(adaptive), NetworkPhases.of(dense)
+def _phase_rows(dense: RunRecord, decided: RunRecord) -> list[Row]:
+    ours, theirs = NetworkPhases.of(decided), NetworkPhases.of(dense)
     slow, slow_dense, slow_free = median_step_s(ours.slow), median_step_s(theirs.slow), _compute_s(ours.slow)
     fast, fast_dense, fast_free = median_step_s(ours.fast), median_step_s(theirs.fast), _compute_s(ours.fast)
     return [
@@ -115,12 +115,12 @@ def _phase_rows(dense: RunRecord, adaptive: RunRecord) -> list[Row]:
     ]
 
 
-def _loss_rows(dense: RunRecord, adaptive: RunRecord) -> list[Row]:
+def _loss_rows(dense: RunRecord, decided: RunRecord) -> list[Row]:
     assert dense.end is not None
-    assert adaptive.end is not None
-    loss, loss_dense = adaptive.end["validation_loss"], dense.end["validation_loss"]
+    assert decided.end is not None
+    loss, loss_dense = decided.end["validation_loss"], dense.end["validation_loss"]
     target = loss_target(dense)
-    seconds, seconds_dense = time_to_loss_s(adaptive, target), time_to_loss_s(dense, target)
+    seconds, seconds_dense = time_to_loss_s(decided, target), time_to_loss_s(dense, target)
     return [
         Row(name="validation_loss", value=loss, unit="nats/byte", baseline=loss_dense),
         Row(name="validation_loss_ratio", value=loss / loss_dense, unit="x", baseline=1.0, goal="<= 1.01"),
@@ -129,9 +129,9 @@ def _loss_rows(dense: RunRecord, adaptive: RunRecord) -> list[Row]:
     ]
 
 
-def _delay_rows(adaptive: RunRecord) -> list[Row]:
+def _delay_rows(decided: RunRecord) -> list[Row]:
     """Return the delay of the decision. The goal is 20 steps or 5 s, whichever is later, so meeting one is enough."""
-    steps, seconds = decision_delay(adaptive) or (None, None)
+    steps, seconds = decision_delay(decided) or (None, None)
     met = steps is not None and seconds is not None and (steps <= _DELAY_STEPS or seconds <= _DELAY_S)
     return [
         Row(name="decision_delay_steps", value=steps, unit="steps", goal=f"<= {_DELAY_STEPS}", met=met),
@@ -149,20 +149,20 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
 
 
-def print_summary(console: Console, dense: RunRecord, adaptive: RunRecord | None, link: str) -> None:
+def print_summary(console: Console, dense: RunRecord, decided: RunRecord | None, link: str) -> None:
     """Print a table of both runs, then the decisions and the ratios."""
     change = dense.changes[0]
-    records = [dense] if adaptive is None else [dense, adaptive]
+    records = [dense] if decided is None else [dense, decided]
     title = f"byte-level GPT, {len(dense.steps)} steps, {link}"
     table = new_table(title, "", *(record.name for record in records), wrap=True)
     for label, cells in _table_rows(records, change):
         table.add_row(label, *cells)
     console.print(table)
-    if adaptive is None:
+    if decided is None:
         return
-    for line in adaptive.decisions:
+    for line in decided.decisions:
         print_line(console, describe_decision(line))
-    by_name = {row.name: row for row in make_rows(dense, adaptive)}
+    by_name = {row.name: row for row in make_rows(dense, decided)}
     print_line(
         console,
         f"time to the same loss ({loss_target(dense):.3f}): {_times(by_name['time_to_loss_ratio'].value)} faster; "

@@ -36,6 +36,8 @@ from cgx_ray.planner.papers.flexible import METHODS as FLEXIBLE_METHODS
 POLICIES = ("adaptive", "cgx", "flexible", "static")
 # Of the papers' policies, the default first.
 METHODS = {"cgx": tuple(CGX_METHODS), "flexible": FLEXIBLE_METHODS}
+# Policies that decide during training.
+DECIDING = tuple(policy for policy in POLICIES if policy != "static")
 TRANSPORTS = ("tcp", "gloo")
 # Seconds. As `control.policy.REVIEW_S`, which is not imported here: sessions know no controller.
 REVIEW_S = 60.0
@@ -258,7 +260,7 @@ class Settings:
     @property
     def decides(self) -> bool:
         """True if the policy decides during training, so that it needs gains and codec times."""
-        return self.policy != "static"
+        return self.policy in DECIDING
 
     def timed_codecs(self) -> tuple[CodecSpec, ...]:
         """Return the codecs whose times the policy needs: candidates, and those of layer rules."""
