@@ -13,6 +13,8 @@ def search(
     max_gap: float,
     max_labels: int,
 ) -> tuple[float, float, list[tuple[int, int]], int]: ...
+
+# Returns finish_s, parts_s in the order of `StepPart`, `Timeline.started` and `Timeline.path`.
 def simulate(
     backward_s: Sequence[float], stages: Sequence[Sequence[Stage]]
 ) -> tuple[float, list[float], list[tuple[int, int, float, float]], list[int]]: ...

@@ -117,6 +117,8 @@ def simulate(backward_s: Sequence[float], stages: Sequence[Sequence[Stage]]) -> 
 
     A resource does one stage at a time. When it is free it takes, of the stages that can start, that of the oldest
     group, as the engine's thread does. So encoding on `compute` delays the backward of the next group.
+
+    The loop is C++, in runtime_ext/csrc/planner/simulation.cpp; test_plain_simulation.py has it in plain Python.
     """
     if not stages or len(stages) != len(backward_s) or not all(stages):
         raise ConfigError(

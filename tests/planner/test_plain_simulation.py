@@ -47,7 +47,7 @@ class PlainStep(NamedTuple):
 
 
 def simulate_plainly(backward_s: Sequence[float], stages: Sequence[Sequence[Stage]]) -> PlainStep:
-    """Return what `simulate` returns for the same arguments, which are taken as they are."""
+    """Return what `simulate` returns for the same arguments. It checks none of them."""
     chains = [
         (Stage(name=BACKWARD, busy_s={Resource.COMPUTE: seconds}), *rest)
         for seconds, rest in zip(backward_s, stages, strict=True)
