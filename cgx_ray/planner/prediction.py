@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple, get_args
 
 from cgx_ray.errors import ConfigError
@@ -23,7 +23,7 @@ from cgx_ray.planner.timeline import Stage, StepPart, Timeline, simulate
 _SAMPLE_NUMEL = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """Measurements that a plan depends on.
 
@@ -82,6 +82,12 @@ class Measured:
         """Seconds of a step without any exchange."""
         return math.fsum(self.backward_s) + self.after_s
 
+    @cached_property
+    def ready_s(self) -> dict[str, float]:
+        """Seconds from the start of a step without any exchange to each layer's gradient, by its name."""
+        names = (layer.name for layer in reversed(self.layers))
+        return dict(zip(names, itertools.accumulate(self.backward_s), strict=True))
+
     def efficiency(self, option: Option) -> float | None:
         """Return the progress under `option` as a share of a dense step's; None if its gain was not measured."""
         if option.codec.name == "none":
@@ -100,13 +106,20 @@ class Measured:
         What qsgd loses of a step's progress are its errors. So layers whose errors with as many bits are known count as
         all their elements together, divided by squared error. The quantization buckets of both may differ.
         """
-        errors = self.squared_errors.get(codec.bits, {}) if codec.name == "qsgd" and codec.bits is not None else {}
-        total = math.fsum(errors.values())
-        if not 0 < total < math.inf:
+        if codec.name != "qsgd" or codec.bits is None:
             return {}
-        counted = {layer.name: float(layer.numel) for layer in self.layers}
-        scale = sum(counted[name] for name in errors) / total
-        return counted | {name: scale * error for name, error in errors.items()}
+        return self._counted_by_bits.get(codec.bits, {})
+
+    @cached_property
+    def _counted_by_bits(self) -> dict[int, dict[str, float]]:
+        found = {}
+        for bits, errors in self.squared_errors.items():
+            total = math.fsum(errors.values())
+            if 0 < total < math.inf:
+                counted = {layer.name: float(layer.numel) for layer in self.layers}
+                scale = sum(counted[name] for name in errors) / total
+                found[bits] = counted | {name: scale * error for name, error in errors.items()}
+        return found
 
     def slowed(self, factor: float) -> Measured:
         """Return the measurements with `factor` times the times of links and codecs."""
@@ -230,34 +243,18 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
 
     So a step of many groups tends to the longest of compute, codec and network, plus what nothing hides of one group.
     """
-    ready_s = dict(
-        zip((layer.name for layer in reversed(measured.layers)), itertools.accumulate(measured.backward_s), strict=True)
-    )
-    waits_s, passed_s = [], 0.0
+    under = {option: _Under.of(option, measured) for option in {group.option for group in groups}}
+    waits_s: list[float] = []
+    works: list[_GroupWork] = []
+    kept: list[tuple[float | None, float]] = []
+    passed_s = 0.0
     for group in groups:
-        ready = max(passed_s, *(ready_s[name] for name in group.layers))
+        ready = max(passed_s, *(measured.ready_s[name] for name in group.layers))
         waits_s.append(ready - passed_s)
         passed_s = ready
-    options = {group.option for group in groups}
-    costs = {option: measured.cost_of(option) for option in options}
-    efficiencies = {option: measured.efficiency(option) for option in options}
-    works = [
-        _work(
-            group.option,
-            measured.network,
-            costs[group.option],
-            group.numel,
-            group.dense_bytes // group.numel,
-            measured.encodes_on,
-            measured.bus,
-        )
-        for group in groups
-    ]
-    counted = {option: measured.counted_numel(option.codec) for option in options}
-    kept = [
-        (1.0, group.numel) if group.is_fixed else (efficiencies[group.option], _counted(group, counted[group.option]))
-        for group in groups
-    ]
+        work, efficiency, counted = under[group.option]
+        works.append(work(group.numel, group.dense_bytes // group.numel))
+        kept.append((1.0, group.numel) if group.is_fixed else (efficiency, _counted(group, counted)))
     known = [(share, numel) for share, numel in kept if share is not None]
     return Prediction(
         groups=tuple(groups),
@@ -276,28 +273,44 @@ class _GroupWork(NamedTuple):
     codec_s: float
 
 
-# A search for a plan predicts some dozens of plans, and the next one many of the same groups.
-@lru_cache(maxsize=4096)
-def _work(
-    option: Option,
-    network: Network,
-    cost: CodecCost,
-    numel: int,
-    item_bytes: int,
-    encodes_on: EncodesOn,
-    bus: Link | None,
-) -> _GroupWork:
-    parts = legs(option, network, numel, item_bytes)
-    return _GroupWork(
-        stages=exchange_stages(option, network, cost, numel, item_bytes, encodes_on, bus),
-        codec_s=sum(leg.encode_s(cost) + leg.decode_s(cost) for leg in parts)
-        + 2 * copy_s(option, network, numel * item_bytes, bus),
-    )
+class _Under(NamedTuple):
+    """Groups under one option: their work by elements and bytes of an element, efficiency, and `counted_numel`."""
+
+    work: Callable[[int, int], _GroupWork]
+    efficiency: float | None
+    counted: Mapping[str, float]
+
+    @classmethod
+    def of(cls, option: Option, measured: Measured) -> _Under:
+        return cls(
+            _work_under(option, measured.network, measured.cost_of(option), measured.encodes_on, measured.bus),
+            measured.efficiency(option),
+            measured.counted_numel(option.codec),
+        )
+
+
+# A search for a plan predicts some dozens of plans under some options, and the next plan has many of the same groups.
+@lru_cache(maxsize=32)
+def _work_under(
+    option: Option, network: Network, cost: CodecCost, encodes_on: EncodesOn, bus: Link | None
+) -> Callable[[int, int], _GroupWork]:
+    """Return a function that returns the work of a group, and knows it from then on."""
+
+    @lru_cache(maxsize=1024)
+    def work(numel: int, item_bytes: int) -> _GroupWork:
+        parts = legs(option, network, numel, item_bytes)
+        return _GroupWork(
+            stages=exchange_stages(option, network, cost, numel, item_bytes, encodes_on, bus),
+            codec_s=sum(leg.encode_s(cost) + leg.decode_s(cost) for leg in parts)
+            + 2 * copy_s(option, network, numel * item_bytes, bus),
+        )
+
+    return work
 
 
 def forget_work() -> None:
     """Forget the work of groups that is known from earlier predictions, for benches: the first search has none."""
-    _work.cache_clear()
+    _work_under.cache_clear()
 
 
 def _counted(group: PlannedGroup, counted: Mapping[str, float]) -> float:

@@ -5,8 +5,27 @@
 #include <nanobind/stl/vector.h>
 
 #include "search.h"
+#include "simulation.h"
 
 namespace nb = nanobind;
+
+namespace {
+
+using GivenStage = std::tuple<std::vector<std::pair<int, double>>, double, bool>;
+
+auto simulate(const std::vector<double>& backward_s, std::vector<std::vector<GivenStage>> given) {
+    std::vector<std::vector<cgx::planner::Stage>> stages(given.size());
+    for (size_t group = 0; group < given.size(); ++group)
+        for (auto& [busy_s, latency_s, overlaps] : given[group])
+            stages[group].push_back({std::move(busy_s), latency_s, overlaps});
+    cgx::planner::Step step = cgx::planner::simulate(backward_s, stages);
+    std::vector<std::tuple<int, int, double, double>> spans;
+    for (const auto& [group, stage, start_s, end_s] : step.spans)
+        spans.emplace_back(group, stage, start_s, end_s);
+    return std::tuple(step.finish_s, step.parts_s, spans, step.critical);
+}
+
+}  // namespace
 
 NB_MODULE(_search, m) {
     m.def(
@@ -22,4 +41,5 @@ NB_MODULE(_search, m) {
             return std::tuple(answer.finish_s, answer.bound_s, groups, answer.num_labels);
         },
         nb::call_guard<nb::gil_scoped_release>());
+    m.def("simulate", &simulate, nb::call_guard<nb::gil_scoped_release>());
 }
