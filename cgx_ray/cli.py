@@ -14,7 +14,10 @@ from cgx_ray.errors import CGXError
 _COMMANDS = {
     "bench": ("cgx_ray.commands.bench:bench", "Measure a part of cgx_ray."),
     "collective": ("cgx_ray.commands.collective:collective", "Compare collectives for a top-k gradient on a link."),
-    "demo": ("cgx_ray.commands.demo:demo", "Train a small GPT, dense and under a policy, on a network that slows down."),
+    "demo": (
+        "cgx_ray.commands.demo:demo",
+        "Train a small GPT, dense and under a policy, on a network that slows down.",
+    ),
     "doctor": ("cgx_ray.commands.doctor:doctor", "Say what this machine has, what is missing, and how to get it."),
     "lab": ("cgx_ray.commands.lab:lab", "Emulate hosts and links on this machine; needs root."),
     "plan": ("cgx_ray.commands.plan:plan", "Predict the best plan of a model on a network, and its step time."),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
 from cgx_ray.control.baseline import DenseBaseline
-from cgx_ray.control.evidence import MIN_STEPS, Evidence, evidence
+from cgx_ray.control.evidence import MAX_STEPS, MIN_STEPS, Evidence, evidence
 from cgx_ray.control.excursion import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned_errors import LATE_NOTICE_S, LearnedErrors
 from cgx_ray.control.measured import at_compute, is_dense, timed_options
 from cgx_ray.control.outcome import PairedStep, PlanRecord
+from cgx_ray.control.stretch import ADJACENT_STEPS, LEAST_AFTER, LEAST_BEFORE
 from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import FREE, CodecCost
@@ -54,6 +56,12 @@ class Experience:
         self._told_costs = dict(told_costs)
         self._comparisons = ComparisonBudget()
         self._switch_s: list[float] = []
+        # Compute of the newest steps under the plan in force; and of the last ones before a switch between dense and
+        # another plan, until steps after it are known.
+        self._recent_s: deque[float] = deque(maxlen=ADJACENT_STEPS)
+        self._before_s: list[float] = []
+        # Whether the steps of a plan with codecs were paired before the newest stretch was known.
+        self._has_old_pairs = False
         # When something was learned, and for which link, for as long as that may be undone.
         self._learned: list[tuple[float, Link]] = []
 
@@ -64,12 +72,23 @@ class Experience:
 
     def start_plan(self, plan: Plan, before: PlanRecord | None, *, is_excursion: bool) -> None:
         """Begin with `plan`. `before`: its steps before an excursion that ends now."""
+        was_dense = is_dense(self.plan)
         self.plan, self._groups = plan, groups_of(plan, self.layers)
         if before is None and not is_excursion:
             self._comparisons.start_plan()
+        # An excursion to another plan than dense times one codec in one layer.
+        is_comparable = before is None and (is_dense(plan) or not is_excursion)
+        crosses = is_comparable and is_dense(plan) != was_dense and len(self._recent_s) >= LEAST_BEFORE
+        self._before_s = list(self._recent_s) if crosses else []
+        self._recent_s.clear()
         self.record = PlanRecord(window=before.window) if before is not None else PlanRecord()
         if is_dense(plan):
             self.dense_plan, self._dense_groups = plan, self._groups
+
+    @property
+    def stretch(self) -> float:
+        """Compute of steps under the plan in force over that of dense steps."""
+        return 1.0 if is_dense(self.plan) else self.errors.stretch.factor
 
     def add(self, step: JoinedStep, measured: Measured | None) -> float | None:
         """Compare a step with the predictions under `measured`; return measured over predicted seconds.
@@ -78,20 +97,38 @@ class Experience:
         """
         self.trained_s += step.step_s
         is_warm = self.record.is_warm(step.step_s)
+        if is_warm and step.compute_s > 0:
+            self._recent_s.append(step.compute_s)
         if not is_warm or measured is None or min(step.step_s, step.compute_s, measured.compute_s) <= 0:
             return None
-        own = at_compute(measured, step.compute_s)
+        paired = self._paired(step.step_s, step.compute_s, step.codec_s, measured)
+        self.record.window.append(paired)
+        if is_dense(self.plan):
+            self.baseline.add(paired.over_plan, measured.network.between)
+        if self._before_s and len(self._recent_s) >= LEAST_AFTER:
+            self._learn_stretch()
+        if self._has_old_pairs and not is_dense(self.plan):
+            anew = (self._paired(one.step_s, one.compute_s, one.codec_s, measured) for one in self.record.window)
+            self.record.window = deque(anew, maxlen=MAX_STEPS)
+            self._has_old_pairs = False
+        return math.exp(self.record.window[-1].over_plan)
+
+    def _paired(self, step_s: float, compute_s: float, codec_s: float, measured: Measured) -> PairedStep:
+        own = at_compute(measured, compute_s / self.stretch)
         predicted = predict(own, self._groups)
-        log_ratio, over_dense = math.log(step.step_s / predicted.step_s), 0.0
-        if predicted.is_dense:
-            self.baseline.add(log_ratio, measured.network.between)
-        else:
+        over_plan, over_dense = math.log(step_s / predicted.step_s), 0.0
+        if not predicted.is_dense:
             # Errors by layer may say that the plan in force keeps nothing.
             kept = 1.0 if predicted.efficiency is None else max(predicted.efficiency, MIN_KEPT)
-            score = step.step_s / kept
-            over_dense = math.log(score / predict(own, self._dense_groups).step_s)
-        self.record.window.append(PairedStep(step.step_s, step.codec_s, log_ratio, over_dense))
-        return step.step_s / predicted.step_s
+            over_dense = math.log(step_s / kept / predict(own, self._dense_groups).step_s)
+        return PairedStep(step_s, compute_s, codec_s, over_plan, over_dense)
+
+    def _learn_stretch(self) -> None:
+        """Compare compute before and after a switch between dense and another plan."""
+        before_s, after_s = self._before_s, list(self._recent_s)
+        dense_s, others_s = (after_s, before_s) if is_dense(self.plan) else (before_s, after_s)
+        self.errors.stretch.add(dense_s, others_s)
+        self._before_s, self._has_old_pairs = [], True
 
     def network_changed(self, now_s: float) -> None:
         """Forget what steps said in the last seconds, while predictions were made for the network before."""
@@ -168,7 +205,8 @@ class Experience:
 
     def slowdown(self, record: PlanRecord, measured: Measured) -> Evidence:
         """Return the logarithm of the seconds per progress in `record` over those of dense."""
-        return evidence([step.over_dense for step in record.window]).less(self.baseline.on(measured.network.between))
+        over_dense = evidence([step.over_dense for step in record.window])
+        return over_dense.less(self.baseline.on(measured.network.between)).also(self.errors.stretch.error)
 
     def grants_comparison(self, slowdown: Evidence, measured: Measured) -> bool:
         """Return whether to compare the plan with dense now, and count the time that this takes."""

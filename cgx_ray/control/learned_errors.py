@@ -8,6 +8,7 @@ from statistics import fmean, median_low
 from typing import Any
 
 from cgx_ray.control.measured import dense_shares
+from cgx_ray.control.stretch import ComputeStretch
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import PlannedGroup, Prediction
@@ -30,6 +31,8 @@ class LearnedErrors:
     A plan's error is the mean of its options' (of logarithms, by dense bytes). An option that was never tried has the
     mean error of those with its codec on its device, else the median of dense, which has none, and of the codecs: one
     codec that failed says little of the others, but two say that the machine is slower than the model.
+
+    stretch  of compute beside codecs
     """
 
     def __init__(self) -> None:
@@ -38,6 +41,7 @@ class LearnedErrors:
         self._steps: dict[Option, tuple[float, float]] = {}
         # Errors before each time that something was learned, oldest first, for as long as that may be undone.
         self._before: list[tuple[float, dict[Option, tuple[float, float]]]] = []
+        self.stretch = ComputeStretch()
         # By name of a codec's cost, see `Measured.cost_name`, the logarithm of its measured over its told time.
         self._codecs: dict[str, float] = {}
 

@@ -71,6 +71,9 @@ MIN_WATCHED_BURSTS = 2
 QUIET_S = 0.5
 # Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
 LATENCY_FLOOR_S = 5e-4
+# Ratio of the largest exchanges of two plans up to which they tell the rate equally well. Smaller ones tell more of
+# processors and less of the link.
+SAME_SIZE = 1.5
 # Evidence for a change of the bursts' rate, for the worse and for the better, while nobody else uses the link: 1.5 and
 # 1.1 s of a change by 2x.
 BURST_ALARM, BURST_RELIEF_ALARM = 0.75, 0.55
@@ -121,6 +124,8 @@ class PassiveLink:
         self._down, self._up = LinkRates(), LinkRates()
         # Newest bandwidth since the last change that bursts were sure of.
         self._known: Estimate | None = None
+        # The same of exchanges that are not sure, with the bytes of the largest exchange.
+        self._guess: tuple[float, Estimate] | None = None
         self._last_latency_s = math.inf
         self._far: frozenset[tuple[int, int]] = frozenset()
         self._estimate_age_s = 0.0
@@ -158,7 +163,7 @@ class PassiveLink:
         }
         self._down.forget()
         self._up.forget()
-        self._known = None
+        self._known = self._guess = None
         self._trim(since_s, 1)
         self._estimate_age_s = REFRESH_S
 
@@ -247,9 +252,21 @@ class PassiveLink:
             self._known = found
         elif found is not None and self._known is not None:
             found = _not_sure(self._known, found)
+        elif found is not None and found.source == "exchanges" and not found.is_sure:
+            found = self._guessed(found)
         if found is not None and (self._down.is_outdated or self._up.is_outdated):
             found = _not_sure(found, found)
         self.bandwidth = found
+
+    def _guessed(self, found: Estimate) -> Estimate:
+        """Return what larger exchanges have shown before if `found` does not contradict it, else `found`."""
+        num_bytes = max(one.num_bytes for step in self._window for one in step.exchanges)
+        if self._guess is not None:
+            before_bytes, before = self._guess
+            if num_bytes < before_bytes / SAME_SIZE and found.low <= before.value <= found.high:
+                return _not_sure(before, found)
+        self._guess = num_bytes, found
+        return found
 
 
 def _not_sure(known: Estimate, found: Estimate) -> Estimate:

@@ -20,11 +20,13 @@ JUDGED_STEPS = MIN_STEPS
 class PairedStep(NamedTuple):
     """Measured step beside the predictions for its own compute on the network of its time.
 
+    compute_s   as it was measured
     over_plan   logarithm of its seconds over those predicted for its plan
     over_dense  logarithm of its seconds per progress over those predicted for a dense step
     """
 
     step_s: float
+    compute_s: float
     codec_s: float
     over_plan: float
     over_dense: float

@@ -195,7 +195,7 @@ class WorkerGroupState:
         measured = self.measured() or self.decided
         ratio = self.experience.add(step, measured)
         if measured is not None and ratio is not None:
-            self._innovations.add(step.compute_s, ratio, step.step_s)
+            self._innovations.add(step.compute_s / self.experience.stretch, ratio, step.step_s)
             self.links.add(measured.network.between, step.step_s)
             if self.experience.link_drifted(measured.network.between, now_s):
                 self._news = Cause("network", "the link has drifted since errors were learned")
@@ -364,13 +364,15 @@ class WorkerGroupState:
         told = recent[-1].inside
         inside = Link(alpha_s=told.alpha_s, beta_s_per_byte=told.beta_s_per_byte) if told is not None else None
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
-        backward_s = layer_times(self.layers, self.plan, ready_s)
+        # As of a dense step, see `ComputeStretch`.
+        compute_s = median(one.compute_s for one in recent) / self.experience.stretch
+        backward_s = [one / self.experience.stretch for one in layer_times(self.layers, self.plan, ready_s)]
         chooses_bits = self._max_error is not None
         before = self.decided.squared_errors if self.decided is not None else {}
         return Measured(
             layers=self.layers,
-            backward_s=backward_s,
-            after_s=max(0.0, median(one.compute_s for one in recent) - sum(backward_s)),
+            backward_s=tuple(backward_s),
+            after_s=max(0.0, compute_s - sum(backward_s)),
             network=network_of(self.plan.world_size, recent[-1].num_local, between, inside),
             codec_costs=self.experience.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,

@@ -69,7 +69,10 @@ def test_dense_is_measured_only_if_that_can_tell_whether_the_plan_is_slow(
 
 
 def test_comparisons_take_half_a_percent_of_the_time_and_become_rarer() -> None:
-    budget, record = ComparisonBudget(), PlanRecord(num_steps=10_000, window=deque([PairedStep(10.0, 0.0, 0.0, 0.0)]))
+    budget, record = (
+        ComparisonBudget(),
+        PlanRecord(num_steps=10_000, window=deque([PairedStep(10.0, 1.0, 0.0, 0.0, 0.0)])),
+    )
     slowdown = Evidence(math.log(1 / 1.25), 0.1)
     # Each costs a quarter of 4 steps of 10 s and of 2 s.
     granted = [seconds for seconds in range(0, 100_000, 10) if budget.grant(slowdown, record, 10.0, seconds)]

@@ -58,6 +58,7 @@ class FakeTraining:
     """A training whose steps take as long as flat schemes do by the cost model, times `slowdown` except when dense.
 
     slowdown_of  by codec name, another factor for plans that use it
+    stretch      factor on compute except when dense
     returns      the ranks run the fallback of a plan on trial
     loss, lr     reported on all ranks, the loss by step; `report` replaces the loss, by step and rank
     clock        of the nodes, by step
@@ -70,6 +71,7 @@ class FakeTraining:
     compute_s: float = 0.3
     slowdown: float = 1.0
     slowdown_of: dict[str, float] = field(default_factory=dict)
+    stretch: float = 1.0
     gain: dict[str, float] = field(default_factory=lambda: dict(GAIN))
     kept: dict[str, float] = field(default_factory=dict)
     norm: float | None = None
@@ -140,6 +142,7 @@ class FakeTraining:
                 )
             )
         exchange = sum(transfer.seconds for transfer in transfers)
+        compute_s = self.compute_s * (1.0 if is_dense(plan) else self.stretch)
         late_s = self.late_rank_s if rank else 0.0
         # Sparse codecs need two measurements that agree. Step 2 has the second one, before the first decision.
         is_measured = self.step % 20 == 1 or self.step == 2
@@ -147,14 +150,14 @@ class FakeTraining:
             rank=rank,
             step=self.step,
             plan_version=plan.version,
-            step_s=(self.compute_s + exchange) * self._factor(plan),
-            compute_s=self.compute_s * (1 + self.noise),
+            step_s=(compute_s + exchange) * self._factor(plan),
+            compute_s=compute_s * (1 + self.noise),
             encode_s=0.002,
             exchange_s=exchange + late_s,
             decode_s=0.002,
             wire_bytes=1,
             dense_bytes=1,
-            ready_s=(self.compute_s * (1 + self.noise),) * len(plan.groups),
+            ready_s=(compute_s * (1 + self.noise),) * len(plan.groups),
             num_local=self.num_local,
             transfers=tuple(transfer._replace(seconds=transfer.seconds + late_s) for transfer in transfers),
             gain=self.gain if is_measured else {},
