@@ -124,7 +124,7 @@ class PassiveLink:
         self._down, self._up = LinkRates(), LinkRates()
         # Newest bandwidth since the last change that bursts were sure of.
         self._known: Estimate | None = None
-        # The same of exchanges that are not sure, with the bytes of the largest exchange.
+        # The same of exchanges that are not sure, with the bytes of a step's largest one.
         self._guess: tuple[float, Estimate] | None = None
         self._last_latency_s = math.inf
         self._far: frozenset[tuple[int, int]] = frozenset()
@@ -260,7 +260,7 @@ class PassiveLink:
 
     def _guessed(self, found: Estimate) -> Estimate:
         """Return what larger exchanges have shown before if `found` does not contradict it, else `found`."""
-        num_bytes = max(one.num_bytes for step in self._window for one in step.exchanges)
+        num_bytes = median(max(one.num_bytes for one in step.exchanges) for step in self._window if step.exchanges)
         if self._guess is not None:
             before_bytes, before = self._guess
             if num_bytes < before_bytes / SAME_SIZE and found.low <= before.value <= found.high:
