@@ -19,7 +19,8 @@ The estimates over a window of ten seconds:
    burst. Without bursts it is fitted to exchanges of different sizes. If all groups have similar sizes, or if messages
    go over the mesh, it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has these three
    estimators. If none is sure, the last bandwidth that bursts were sure of since the last change stands: short messages
-   do not fill the link, and what they seem to show is up to 10x too slow or too fast.
+   do not fill the link, and what they seem to show is up to 10x too slow or too fast. If bursts were never sure, what
+   the largest exchanges have shown stands as long as smaller ones do not contradict it.
 3. A rank whose link has less than 0.6 of the median rate, sending or receiving, is slow. Then the bandwidth is the
    slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate
    (`link_rates`).

@@ -37,7 +37,7 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
     """Decide where groups end and which option each takes. No published system computes this joint optimum.
 
     max_gap     allowed gap, as a share of the finish; the search ends as soon as it is proven
-    max_labels  partial plans that the last of four passes may keep; the others may keep a hundredth of it each. When
+    max_labels  partial plans that the last of three passes may keep; the others may keep a hundredth of it each. When
                 a pass runs out, the next one has a finer bound; after the last pass the best plan is returned with its
                 gap
 
@@ -59,8 +59,8 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
 
     and the recursion over these is a lower bound everywhere. It is exact where V_k is flat or has slope 1, and loses
     only at kinks. If s is longer than the remaining compute and leads, the network never waits, and V_k(s) = s + W_k,
-    where W_k is the least over end and option of n + max(tail, W_end), and W_N = after_s. The passes have 64, 256,
-    1,024 and 4,096 multiples. Each drops labels that cannot be part of a plan better than the one found before it: by
+    where W_k is the least over end and option of n + max(tail, W_end), and W_N = after_s. The passes have 64, 512
+    and 4,096 multiples. Each drops labels that cannot be part of a plan better than the one found before it: by
     the bound, and because, for w in [0, 1], w C + (1 - w) D of the first k layers is at least the sum of w compute_s +
     (1 - w) network_s over the groups that are the cheapest for w. (Their costs are sums over layers, so one pass over
     these finds them.)
