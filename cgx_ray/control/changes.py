@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 # Logarithm of the largest ratio to the level that adds no evidence: 1.2x is usual noise and slow drift.
 DRIFT = math.log(1.2)
-# Logarithm of the largest ratio that counts in full. A huge deviation must still last for 1.1 s.
+# Logarithm of the largest ratio that counts in full. A huge deviation must still last for 1.1 s until ALARM.
 CLIP = math.log(3)
 # Evidence that raises an alarm, in units of logarithm times seconds: 2.1 s of a change by 2x.
 ALARM = 1.05

@@ -13,7 +13,7 @@ from cgx_ray.planner.cost import Link
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
-# Searches per network, each of 3 to 90 ms.
+# Searches per network, each of 3 to 260 ms, with thousands of layers 400.
 MAX_SEARCHES = 4
 # Share of the score below which a better plan is not searched for.
 TOLERANCE = 0.05

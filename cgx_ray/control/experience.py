@@ -13,10 +13,10 @@ from cgx_ray.control.evidence import MAX_STEPS, MIN_STEPS, Evidence, evidence
 from cgx_ray.control.excursion import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned_errors import LATE_NOTICE_S, LearnedErrors
-from cgx_ray.control.measured import at_compute, is_dense, timed_options
+from cgx_ray.control.measured import at_compute, is_dense, non_dense_options, timed_options
 from cgx_ray.control.outcome import PairedStep, PlanRecord
-from cgx_ray.control.stretch import ADJACENT_STEPS, LEAST_AFTER, LEAST_BEFORE
-from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.control.stretch import SideBySide
+from cgx_ray.plan import CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
@@ -56,12 +56,14 @@ class Experience:
         self._told_costs = dict(told_costs)
         self._comparisons = ComparisonBudget()
         self._switch_s: list[float] = []
-        # Compute of the newest steps under the plan in force; and of the last ones before a switch between dense and
-        # another plan, until steps after it are known.
-        self._recent_s: deque[float] = deque(maxlen=ADJACENT_STEPS)
-        self._before_s: list[float] = []
-        # Whether the steps of a plan with codecs were paired before the newest stretch was known.
-        self._has_old_pairs = False
+        # Options of the plan that dense steps are compared with: that in force, or the last one before it.
+        self._options = non_dense_options(plan)
+        self._is_trial = False
+        self._sides = SideBySide(is_dense=is_dense(plan))
+        # Options whose stretch the steps under the plan in force have; None: that of dense steps.
+        self._stretched: frozenset[Option] | None = None if is_dense(plan) else self._options
+        # Whether the stretch is another one since steps of the plan with `_options` were paired; until its next step.
+        self.has_old_pairs = False
         # When something was learned, and for which link, for as long as that may be undone.
         self._learned: list[tuple[float, Link]] = []
 
@@ -72,15 +74,15 @@ class Experience:
 
     def start_plan(self, plan: Plan, before: PlanRecord | None, *, is_excursion: bool) -> None:
         """Begin with `plan`. `before`: its steps before an excursion that ends now."""
-        was_dense = is_dense(self.plan)
         self.plan, self._groups = plan, groups_of(plan, self.layers)
         if before is None and not is_excursion:
             self._comparisons.start_plan()
-        # An excursion to another plan than dense times one codec in one layer.
-        is_comparable = before is None and (is_dense(plan) or not is_excursion)
-        crosses = is_comparable and is_dense(plan) != was_dense and len(self._recent_s) >= LEAST_BEFORE
-        self._before_s = list(self._recent_s) if crosses else []
-        self._recent_s.clear()
+        # An excursion to another plan than dense times one codec in one layer, which says little of compute.
+        self._is_trial = is_excursion and not is_dense(plan)
+        if not self._is_trial:
+            self._sides.start_plan(is_dense=is_dense(plan), is_new=before is None)
+            self._stretched = None if is_dense(plan) else non_dense_options(plan)
+            self._options = self._stretched or self._options
         self.record = PlanRecord(window=before.window) if before is not None else PlanRecord()
         if is_dense(plan):
             self.dense_plan, self._dense_groups = plan, self._groups
@@ -88,7 +90,7 @@ class Experience:
     @property
     def stretch(self) -> float:
         """Compute of steps under the plan in force over that of dense steps."""
-        return 1.0 if is_dense(self.plan) else self.errors.stretch.factor
+        return 1.0 if self._stretched is None else math.exp(self.errors.stretch.under(self._stretched).mean)
 
     def add(self, step: JoinedStep, measured: Measured | None) -> float | None:
         """Compare a step with the predictions under `measured`; return measured over predicted seconds.
@@ -97,20 +99,18 @@ class Experience:
         """
         self.trained_s += step.step_s
         is_warm = self.record.is_warm(step.step_s)
-        if is_warm and step.compute_s > 0:
-            self._recent_s.append(step.compute_s)
+        if is_warm and step.compute_s > 0 and not self._is_trial:
+            self._learn_stretch(step.compute_s)
         if not is_warm or measured is None or min(step.step_s, step.compute_s, measured.compute_s) <= 0:
             return None
         paired = self._paired(step.step_s, step.compute_s, step.codec_s, measured)
         self.record.window.append(paired)
         if is_dense(self.plan):
             self.baseline.add(paired.over_plan, measured.network.between)
-        if self._before_s and len(self._recent_s) >= LEAST_AFTER:
-            self._learn_stretch()
-        if self._has_old_pairs and not is_dense(self.plan):
+        if self.has_old_pairs and self._stretched is not None and not self._is_trial:
             anew = (self._paired(one.step_s, one.compute_s, one.codec_s, measured) for one in self.record.window)
             self.record.window = deque(anew, maxlen=MAX_STEPS)
-            self._has_old_pairs = False
+            self.has_old_pairs = False
         return math.exp(self.record.window[-1].over_plan)
 
     def _paired(self, step_s: float, compute_s: float, codec_s: float, measured: Measured) -> PairedStep:
@@ -123,12 +123,13 @@ class Experience:
             over_dense = math.log(step_s / kept / predict(own, self._dense_groups).step_s)
         return PairedStep(step_s, compute_s, codec_s, over_plan, over_dense)
 
-    def _learn_stretch(self) -> None:
-        """Compare compute before and after a switch between dense and another plan."""
-        before_s, after_s = self._before_s, list(self._recent_s)
-        dense_s, others_s = (after_s, before_s) if is_dense(self.plan) else (before_s, after_s)
-        self.errors.stretch.add(dense_s, others_s)
-        self._before_s, self._has_old_pairs = [], True
+    def _learn_stretch(self, compute_s: float) -> None:
+        """Add a step's compute; compare dense steps with others once there are enough of both."""
+        both = self._sides.add(compute_s)
+        if both is not None:
+            before = self.errors.stretch.under(self._options)
+            self.errors.stretch.add(self._options, *both)
+            self.has_old_pairs |= self.errors.stretch.under(self._options).mean != before.mean
 
     def network_changed(self, now_s: float) -> None:
         """Forget what steps said in the last seconds, while predictions were made for the network before."""
@@ -205,8 +206,11 @@ class Experience:
 
     def slowdown(self, record: PlanRecord, measured: Measured) -> Evidence:
         """Return the logarithm of the seconds per progress in `record` over those of dense."""
-        over_dense = evidence([step.over_dense for step in record.window])
-        return over_dense.less(self.baseline.on(measured.network.between)).also(self.errors.stretch.error)
+        return evidence([step.over_dense for step in record.window]).less(self._dense_error(measured))
+
+    def _dense_error(self, measured: Measured) -> Evidence:
+        """Return the error of dense predictions beside the plan with `_options`; more dense steps make it smaller."""
+        return self.baseline.on(measured.network.between).also(self.errors.stretch.under(self._options).error)
 
     def grants_comparison(self, slowdown: Evidence, measured: Measured) -> bool:
         """Return whether to compare the plan with dense now, and count the time that this takes."""
@@ -214,7 +218,7 @@ class Experience:
         # A step unlike the others: something is changing, and the policy will soon be asked.
         if abs(window[-1].over_plan - median(step.over_plan for step in window)) > math.log(SURPRISE):
             return False
-        if not is_worth_comparing(slowdown, self.baseline.on(measured.network.between), len(window)):
+        if not is_worth_comparing(slowdown, self._dense_error(measured), len(window)):
             return False
         step_s = median(step.step_s for step in window)
         return self._comparisons.grant(slowdown, self.record, step_s, self.trained_s)

@@ -79,7 +79,7 @@ class Snapshot:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             new = self.path.with_suffix(".new")
-            new.write_bytes(pickle.dumps((SNAPSHOT_FORMAT, history)))
+            new.write_bytes(pickle.dumps(SNAPSHOT_FORMAT) + pickle.dumps(history))
             os.replace(new, self.path)
         except OSError as error:
             # A file system that has become read-only keeps it.
@@ -97,8 +97,11 @@ class Snapshot:
         """Return the history, or None if there is none of this version."""
         if not self.path.exists():
             return None
-        version, history = pickle.loads(self.path.read_bytes())
-        if version != SNAPSHOT_FORMAT or not isinstance(history, History):
+        with self.path.open("rb") as file:
+            # A history of another version cannot always be read.
+            version = pickle.load(file)
+            history = pickle.load(file) if version == SNAPSHOT_FORMAT else None
+        if not isinstance(history, History):
             logger.warning("%s has format %s, this version reads %s", self.path, version, SNAPSHOT_FORMAT)
             return None
         return history

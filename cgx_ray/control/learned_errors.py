@@ -32,7 +32,7 @@ class LearnedErrors:
     mean error of those with its codec on its device, else the median of dense, which has none, and of the codecs: one
     codec that failed says little of the others, but two say that the machine is slower than the model.
 
-    stretch  of compute beside codecs
+    stretch  factors that measured compute beside codecs is divided by
     """
 
     def __init__(self) -> None:

@@ -27,9 +27,9 @@ The estimates over a window of ten seconds:
 
 A CUSUM test (`changes.ChangeDetector`) watches these quantities. After a change all observations older than the change
 are dropped. A rate that falls to half is noticed after 1.5 s, a rate that doubles after 1.1 s, and a latency that
-changes by 2x after 1 s. One step alone is never enough. While a card carries more than the bursts show, another program
-uses the link too, and a change of the rate needs 2.1 or 1.5 s: so a neighbour's burst of 2 s that takes half of the
-link is not a change. Exchanges tell a change only while there are no bursts, and need as long.
+changes by 2x after 0.8 s. One step alone is never enough. While a node's cards carry more than the bursts show, as with
+several ranks or beside another program, a change of the rate needs 2.1 or 1.5 s: so a neighbour's burst of 2 s that
+fills the link is not a change. Exchanges tell a change only while there are no bursts, and need as long.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain.
@@ -75,15 +75,15 @@ LATENCY_FLOOR_S = 5e-4
 # Ratio of the largest exchanges of two plans up to which they tell the rate equally well. Smaller ones tell more of
 # processors and less of the link.
 SAME_SIZE = 1.5
-# Evidence for a change of the bursts' rate, for the worse and for the better, while nobody else uses the link: 1.5 and
-# 1.1 s of a change by 2x.
+# Evidence for a change of the bursts' rate, for the worse and for the better, while no card carries more than
+# SHARED times the rate that bursts show: 1.5 and 1.1 s of a change by 2x.
 BURST_ALARM, BURST_RELIEF_ALARM = 0.75, 0.55
-# The same as a factor, while a card carries more than SHARED times the rate that bursts show.
-SHARED_PATIENCE = ALARM / BURST_ALARM
 SHARED = 1.2
+# Factor on these while one does.
+SHARED_PATIENCE = ALARM / BURST_ALARM
 # Evidence (`changes.ALARM`) for another latency. Lower than for rates: the lesser of two latencies is watched, which
 # already ignores single steps, and a step's latency is only known one step later.
-LATENCY_ALARM = 0.45
+LATENCY_ALARM = 0.36
 # Evidence for another ratio of the slowest link to the usual one. Higher than for rates, since a neighbour's burst, and
 # the queues it leaves, slow one link for longer than all links together.
 SLOW_ALARM = 2.0
@@ -125,7 +125,7 @@ class PassiveLink:
         self._down, self._up = LinkRates(), LinkRates()
         # Newest bandwidth since the last change that bursts were sure of.
         self._known: Estimate | None = None
-        # The same of exchanges that are not sure, with the bytes of a step's largest one.
+        # Bandwidth that the largest exchanges since the last change have shown, with their bytes.
         self._guess: tuple[float, Estimate] | None = None
         self._last_latency_s = math.inf
         self._far: frozenset[tuple[int, int]] = frozenset()
@@ -135,7 +135,7 @@ class PassiveLink:
         """Add a step. If the network has changed, forget the steps before the change.
 
         probed_latency_s  one way, used if there are no round trips
-        carried           bytes per second through the busiest card, infinite if unknown
+        carried           bytes per second through the cards of the busiest node, infinite if unknown
         """
         self._window.append(traffic)
         self._trim(WINDOW_S, MIN_STEPS)
@@ -253,16 +253,17 @@ class PassiveLink:
             self._known = found
         elif found is not None and self._known is not None:
             found = _not_sure(self._known, found)
-        elif found is not None and found.source == "exchanges" and not found.is_sure:
+        elif found is not None and found.source != "bursts":
             found = self._guessed(found)
         if found is not None and (self._down.is_outdated or self._up.is_outdated):
             found = _not_sure(found, found)
         self.bandwidth = found
 
     def _guessed(self, found: Estimate) -> Estimate:
-        """Return what larger exchanges have shown before if `found` does not contradict it, else `found`."""
-        num_bytes = median(max(one.num_bytes for one in step.exchanges) for step in self._window if step.exchanges)
-        if self._guess is not None:
+        """Return `found`, or what larger exchanges have shown, if `found` is not sure and does not contradict that."""
+        # After a change of plan the window has steps of both for a while.
+        num_bytes = min(max(one.num_bytes for one in step.exchanges) for step in self._window if step.exchanges)
+        if self._guess is not None and not found.is_sure:
             before_bytes, before = self._guess
             if num_bytes < before_bytes / SAME_SIZE and found.low <= before.value <= found.high:
                 return _not_sure(before, found)

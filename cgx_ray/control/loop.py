@@ -288,17 +288,18 @@ class ControlLoop:
         if len(state.experience.record.window) < EXCURSION_STEPS or measured is None:
             return None
         state.excursion = None
-        if excursion.codec is None:
-            slowdown = state.experience.slowdown(excursion.record, measured)
-            if verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW:
-                return self._disable(state, excursion.home, slowdown, at)
-        else:
+        if excursion.codec is not None:
             state.experience.learn_trial(excursion.codec, measured)
             measured = state.known()
             asked = self._situation(state, f"{excursion.codec} is timed", excursion.home, measured, at)
             decision = self._ask(state, asked, at)
             if isinstance(decision, Replace):
                 return self._apply(state, decision, measured, at, "policy", "excursion_ended", asked=asked)
+        # With another stretch the steps at home must be paired anew, and then the guard judges them there.
+        elif not state.experience.has_old_pairs:
+            slowdown = state.experience.slowdown(excursion.record, measured)
+            if verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW:
+                return self._disable(state, excursion.home, slowdown, at)
         home = return_home(state, excursion)
         return self._apply(state, home, measured, at, "return", "excursion_ended", ended=excursion)
 

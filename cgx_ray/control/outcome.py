@@ -18,7 +18,7 @@ JUDGED_STEPS = MIN_STEPS
 
 
 class PairedStep(NamedTuple):
-    """Measured step beside the predictions for its own compute on the network of its time.
+    """Measured step beside the predictions for its own compute, on the network of the time when it was paired.
 
     compute_s   as it was measured
     over_plan   logarithm of its seconds over those predicted for its plan

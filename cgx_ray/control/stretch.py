@@ -5,39 +5,79 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
-from cgx_ray.control.evidence import evidence
+from cgx_ray.control.evidence import MAX_STEPS, Evidence, evidence
+from cgx_ray.plan import Option
 
-# Steps before a switch between dense and another plan that are compared, at most and at least: a training has two dense
-# steps without its first one when it decides for the first time.
-ADJACENT_STEPS, LEAST_BEFORE = 8, 2
-# Steps after the switch, as many as an excursion has.
-LEAST_AFTER = 3
-# Newest switches that count.
-NUM_SWITCHES = 3
+# Dense steps, and steps under another plan, that are compared, at most.
+ADJACENT_STEPS = 8
+# Fewest of those that came first: a training has two dense steps without its first one when it decides for the first
+# time. And of those that came after them: as many as an excursion has.
+LEAST_BEFORE, LEAST_AFTER = 2, 3
+# Newest comparisons that count for the same options.
+NUM_COMPARISONS = 8
 # Standard errors by which compute must be longer before that counts: compute is noisy.
 WORTH = 2.0
+_NONE = Evidence(0.0, 0.0)
 
 
 class ComputeStretch:
-    """Compute of steps with codecs over that of dense steps.
+    """Logarithm of compute of steps with codecs over that of dense steps, by the options of their plan.
 
     Predictions are made for the compute of dense steps. Otherwise the compute of a dense step would seem to be as long
     as it is beside codecs, and a plan that makes it longer would seem to save time.
-
-    factor  1 or more
-    error   standard error of its logarithm
     """
 
     def __init__(self) -> None:
-        self.factor, self.error = 1.0, 0.0
-        self._found: deque[tuple[float, float]] = deque(maxlen=NUM_SWITCHES)
+        self._found: dict[frozenset[Option], deque[Evidence]] = {}
+        self._newest: frozenset[Option] = frozenset()
 
-    def add(self, dense_s: Sequence[float], others_s: Sequence[float]) -> None:
-        """Add compute of dense steps, and of steps under another plan right before or after them."""
+    def add(self, options: frozenset[Option], dense_s: Sequence[float], others_s: Sequence[float]) -> None:
+        """Add compute of dense steps, and of steps under a plan with `options` soon before or after them."""
         dense, others = (evidence([math.log(seconds) for seconds in times]) for times in (dense_s, others_s))
-        self._found.append(others.less(dense))
-        mean, error = (median(column) for column in zip(*self._found, strict=True))
-        is_sure = mean > WORTH * error
-        self.factor, self.error = (math.exp(mean), error) if is_sure else (1.0, 0.0)
+        self._found.setdefault(options, deque(maxlen=NUM_COMPARISONS)).append(others.less(dense))
+        self._newest = options
+
+    def under(self, options: frozenset[Option]) -> Evidence:
+        """Return the logarithm under `options`; where they were never compared, under those compared last.
+
+        It is 0 without error if compute is not longer for sure.
+        """
+        found = self._found.get(options) or self._found.get(self._newest)
+        if not found:
+            return _NONE
+        # Compute may fall or rise by itself at a switch, as after a cold start: the median leaves such a one out.
+        mean = median(one.mean for one in found)
+        error = math.sqrt(fmean(one.error**2 for one in found) / len(found))
+        return Evidence(mean, error) if mean > WORTH * error else _NONE
+
+
+class SideBySide:
+    """Compute of the newest dense steps, and of those under another plan, until both are compared."""
+
+    def __init__(self, *, is_dense: bool) -> None:
+        """`is_dense`: the first steps are dense."""
+        self._dense_s: deque[float] = deque(maxlen=ADJACENT_STEPS)
+        self._others_s: deque[float] = deque(maxlen=ADJACENT_STEPS)
+        self._is_dense, self._is_open, self._since_dense = is_dense, False, 0
+
+    def start_plan(self, *, is_dense: bool, is_new: bool) -> None:
+        """Begin to compare a plan with the dense steps before it, or dense steps with the plan before them.
+
+        is_new  False after an excursion to dense, which was compared with the plan
+        """
+        self._is_dense, self._is_open = is_dense, is_new
+        if is_new:
+            (self._dense_s if is_dense else self._others_s).clear()
+
+    def add(self, compute_s: float) -> tuple[Sequence[float], Sequence[float]] | None:
+        """Add a step; return the compute of dense and of other steps if they can be compared now, once per plan."""
+        own_s, before_s = (self._dense_s, self._others_s) if self._is_dense else (self._others_s, self._dense_s)
+        own_s.append(compute_s)
+        self._since_dense = 0 if self._is_dense else self._since_dense + 1
+        is_far = self._since_dense > MAX_STEPS
+        if not self._is_open or is_far or len(own_s) < LEAST_AFTER or len(before_s) < LEAST_BEFORE:
+            return None
+        self._is_open = False
+        return self._dense_s, self._others_s

@@ -32,6 +32,7 @@ from cgx_ray.control.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Disable, Keep, Policy, Replace
 from cgx_ray.control.recent_links import RecentLinks
 from cgx_ray.control.setbacks import Setbacks
+from cgx_ray.control.stretch import ComputeStretch
 from cgx_ray.control.tally import Cause, Tally
 from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import NONE, Layer, Option, Plan
@@ -125,6 +126,9 @@ class WorkerGroupState:
         self.experience.errors, self.setbacks = learned.errors, learned.setbacks
         if before.num_workers == num_workers:
             self.experience.baseline = learned.baseline
+        else:
+            # Another number of ranks may share the processors of a node.
+            self.experience.errors.stretch = ComputeStretch()
         num_local = before.ranks_per_node if num_workers % before.ranks_per_node == 0 else 1
         self.decided = replace(
             learned.measured,

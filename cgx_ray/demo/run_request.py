@@ -11,7 +11,7 @@ from pathlib import Path
 class RunRequest:
     """One training run, as a line of JSON.
 
-    policy          "adaptive" or "static", as in CGXConfig; None: plain DDP
+    policy          as in CGXConfig; None: plain DDP
     fidelity        of policy "adaptive", as in CGXConfig
     simulated_link  (latency_s, ((step, bit/s), ...)); None on a real network
     """

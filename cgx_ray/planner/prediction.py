@@ -290,7 +290,7 @@ class _Under(NamedTuple):
 
 
 # A search for a plan predicts some dozens of plans under some options, and the next plan has many of the same groups.
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _work_under(
     option: Option, network: Network, cost: CodecCost, encodes_on: EncodesOn, bus: Link | None
 ) -> Callable[[int, int], _GroupWork]:

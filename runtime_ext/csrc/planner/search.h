@@ -25,8 +25,8 @@ struct Answer {
     int64_t num_labels;
 };
 
-// Ends once bound_s >= (1 - max_gap) * finish_s, or after four passes, of which the last keeps max_labels
-// partial plans and the others a quarter of that.
+// Ends once bound_s >= (1 - max_gap) * finish_s, or after three passes, of which the last keeps max_labels
+// partial plans and the others a hundredth of that.
 //
 // backward_s, numel: per layer, in backward order
 // costs: of each option, a and b of compute, network, lead, tail and alone
