@@ -20,9 +20,9 @@ demo: system .venv/.installed
 test: system .venv/.installed
 	@$(BIN)/pytest -m "not gpu and not slow" -n 2 $(ARGS)
 
-# Every fault of docs/reliability.md.
+# Every fault of docs/reliability.md, and all tests that are too slow for `make test`.
 test-faults: system .venv/.installed
-	@$(BIN)/pytest -m fault -n 2 $(ARGS)
+	@$(BIN)/pytest -m "(fault or slow) and not gpu" -n 2 $(ARGS)
 
 # Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
 # pytest-timeout and hypothesis, and cmake. -P keeps ./cgx_ray, which lacks the native module, off the path.

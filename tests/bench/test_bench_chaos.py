@@ -81,7 +81,8 @@ def test_goals_judge_loss_faults_and_what_is_left(tmp_path: Path) -> None:
     assert bad["faults_survived"].value == 49
 
 
-# Ray starts in two hosts, and then two trainings one after the other.
+# Ray starts in two hosts, and then two trainings one after the other. Each fault has a test of its own.
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @needs_lab(rates_only=False)
 def test_a_quick_run_survives_its_faults_and_leaves_nothing(tmp_path: Path) -> None:

@@ -192,7 +192,9 @@ def _attach_again_and_again(rank: int, transport: str, num_times: int) -> list[A
 
 
 @pytest.mark.fault("attach and close 100 times", "threads, files, shared memory and groups stay as before")
-@pytest.mark.parametrize(("transport", "num_times"), [("tcp", 100), ("gloo", 20)])
+@pytest.mark.parametrize(
+    ("transport", "num_times"), [("tcp", 20), pytest.param("tcp", 100, marks=pytest.mark.slow), ("gloo", 20)]
+)
 def test_attaching_and_closing_again_and_again_leaves_nothing(transport: str, num_times: int) -> None:
     for held in run_ranks(2, _attach_again_and_again, transport, num_times):
         # The first ones start threads of torch that stay.

@@ -56,7 +56,11 @@ def endless(address: str, log: Path, port: int) -> Iterator[tuple[subprocess.Pop
         driver.wait()
 
 
-@pytest.mark.parametrize("end", ["SIGINT", "SIGKILL", "exception"])
+# For `make test-faults`: ways to end that differ little from those that stay.
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("end", [pytest.param("SIGINT", marks=SLOW), "SIGKILL", pytest.param("exception", marks=SLOW)])
 def test_nothing_of_ours_is_left_on_a_cluster(end: str, nodes: RayNodes, tmp_path: Path) -> None:
     head, log = nodes.head.pid, tmp_path / "log"
     (port,) = free_ports(1)
@@ -79,7 +83,7 @@ def test_nothing_of_ours_is_left_on_a_cluster(end: str, nodes: RayNodes, tmp_pat
         assert SAID in (log / "driver.log").read_text()
 
 
-@pytest.mark.parametrize("end", ["SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("end", ["SIGINT", pytest.param("SIGKILL", marks=SLOW)])
 def test_nothing_of_ours_is_left_of_a_driver_that_has_started_ray_itself(end: str, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with endless("local", tmp_path / "log", port) as (driver, ranks):
