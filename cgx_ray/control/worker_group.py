@@ -369,8 +369,9 @@ class WorkerGroupState:
         inside = Link(alpha_s=told.alpha_s, beta_s_per_byte=told.beta_s_per_byte) if told is not None else None
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
         # As of a dense step, see `ComputeStretch`.
-        compute_s = median(one.compute_s for one in recent) / self.experience.stretch
-        backward_s = [one / self.experience.stretch for one in layer_times(self.layers, self.plan, ready_s)]
+        stretch = self.experience.stretch
+        compute_s = median(one.compute_s for one in recent) / stretch
+        backward_s = [seconds / stretch for seconds in layer_times(self.layers, self.plan, ready_s)]
         chooses_bits = self._max_error is not None
         before = self.decided.squared_errors if self.decided is not None else {}
         return Measured(
