@@ -19,8 +19,7 @@ The estimates over a window of ten seconds:
    burst. Without bursts it is fitted to exchanges of different sizes. If all groups have similar sizes, or if messages
    go over the mesh, it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has these three
    estimators. If none is sure, the last bandwidth that bursts were sure of since the last change stands: short messages
-   do not fill the link, and what they seem to show is up to 10x too slow or too fast. If bursts were never sure, what
-   the largest exchanges have shown stands as long as smaller ones do not contradict it.
+   do not fill the link, and what they seem to show is up to 10x too slow or too fast.
 3. A rank whose link has less than 0.6 of the median rate, sending or receiving, is slow. Then the bandwidth is the
    slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate
    (`link_rates`).
@@ -72,9 +71,6 @@ MIN_WATCHED_BURSTS = 2
 QUIET_S = 0.5
 # Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
 LATENCY_FLOOR_S = 5e-4
-# Ratio of the largest exchanges of two plans up to which they tell the rate equally well. Smaller ones tell more of
-# processors and less of the link.
-SAME_SIZE = 1.5
 # Evidence for a change of the bursts' rate, for the worse and for the better, while no card carries more than
 # SHARED times the rate that bursts show: 1.5 and 1.1 s of a change by 2x.
 BURST_ALARM, BURST_RELIEF_ALARM = 0.75, 0.55
@@ -125,8 +121,6 @@ class PassiveLink:
         self._down, self._up = LinkRates(), LinkRates()
         # Newest bandwidth since the last change that bursts were sure of.
         self._known: Estimate | None = None
-        # Bandwidth that the largest exchanges since the last change have shown, with their bytes.
-        self._guess: tuple[float, Estimate] | None = None
         self._last_latency_s = math.inf
         self._far: frozenset[tuple[int, int]] = frozenset()
         self._estimate_age_s = 0.0
@@ -164,7 +158,7 @@ class PassiveLink:
         }
         self._down.forget()
         self._up.forget()
-        self._known = self._guess = None
+        self._known = None
         self._trim(since_s, 1)
         self._estimate_age_s = REFRESH_S
 
@@ -253,22 +247,9 @@ class PassiveLink:
             self._known = found
         elif found is not None and self._known is not None:
             found = _not_sure(self._known, found)
-        elif found is not None and found.source != "bursts":
-            found = self._guessed(found)
         if found is not None and (self._down.is_outdated or self._up.is_outdated):
             found = _not_sure(found, found)
         self.bandwidth = found
-
-    def _guessed(self, found: Estimate) -> Estimate:
-        """Return `found`, or what larger exchanges have shown, if `found` is not sure and does not contradict that."""
-        # After a change of plan the window has steps of both for a while.
-        num_bytes = min(max(one.num_bytes for one in step.exchanges) for step in self._window if step.exchanges)
-        if self._guess is not None and not found.is_sure:
-            before_bytes, before = self._guess
-            if num_bytes < before_bytes / SAME_SIZE and found.low <= before.value <= found.high:
-                return _not_sure(before, found)
-        self._guess = num_bytes, found
-        return found
 
 
 def _not_sure(known: Estimate, found: Estimate) -> Estimate:

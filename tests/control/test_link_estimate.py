@@ -156,42 +156,6 @@ def test_three_exchanges_are_not_sure_of_a_slope() -> None:
     assert fit_exchanges(noisy) is None
 
 
-def _pushed(num_bytes: float, seconds: float) -> StepTraffic:
-    """Return a step on the mesh without bursts."""
-    exchanges = [ObservedExchange(hops=6, num_bytes=num_bytes, seconds=seconds)] * 2
-    return StepTraffic(seconds=0.5, exchanges=exchanges, round_trip_s=dict.fromkeys(PAIRS, 2e-4))
-
-
-def _values(link: PassiveLink, num_bytes: float, seconds: float, num_steps: int) -> list[float]:
-    values = []
-    for _ in range(num_steps):
-        link.add(_pushed(num_bytes, seconds), 1e-4)
-        assert link.bandwidth is not None
-        values.append(link.bandwidth.value)
-    return values
-
-
-def test_smaller_exchanges_do_not_replace_what_larger_ones_have_shown_until_they_contradict_it() -> None:
-    link = PassiveLink()
-    (*_, large) = _values(link, 2e6, 0.018, 30)
-    assert large == pytest.approx(2e6 / (0.018 - 6e-4), rel=0.01)
-    assert _values(link, 2e5, 0.003, 40) == pytest.approx([large] * 40), "processors take a part of short ones"
-    assert link.bandwidth is not None
-    assert not link.bandwidth.is_sure
-    (*_, again) = _values(link, 2e6, 0.02, 30)
-    assert again == pytest.approx(2e6 / (0.02 - 6e-4), rel=0.01), "as large ones are newer"
-
-
-def test_after_a_change_smaller_exchanges_tell_the_rate_alone() -> None:
-    link = PassiveLink()
-    _values(link, 2e6, 0.018, 30)
-    (*_, small) = _values(link, 2e5, 0.003, 40)
-    assert link.num_changes == 0
-    (*_, slow) = _values(link, 2e5, 0.03, 40)
-    assert link.num_changes == 1
-    assert slow < small / 5
-
-
 def test_nothing_seen_is_no_estimate() -> None:
     link = PassiveLink()
     link.add(StepTraffic(seconds=1.0), 1e-3)
