@@ -7,6 +7,8 @@
 #include <memory>
 #include <queue>
 
+#include "multiversion.h"
+
 namespace cgx::planner {
 namespace {
 
@@ -104,6 +106,22 @@ std::vector<double> prefix_sums(const std::vector<double>& values) {
     return sums;
 }
 
+struct Shifted {
+    double compute, back, cell_s, network, tail;
+};
+
+// Lowers out[first..last] to the time of a group after which V_end(i) seconds are left, where `next` has
+// V_end at the cells. The search spends most of its time here. `out` and `next` are rows of different layers.
+CGX_MULTIVERSION
+void lower_to_rest(double* __restrict out, const double* __restrict next, int first, int last, Shifted by) {
+    for (int i = first; i <= last; ++i) {
+        double after = next[i + 1] - by.back, rest = by.compute + (next[i] < after ? after : next[i]);
+        double own = i * by.cell_s + by.network + by.tail;
+        double found = rest < own ? own : rest;
+        out[i] = found < out[i] ? found : out[i];
+    }
+}
+
 // A lower bound on V_k(s): the seconds from the moment at which compute is done with the first k layers,
 // while the network has s seconds of work left, to the end of the step. It is tabulated at the multiples of a
 // cell. V_k never falls and never rises faster than s, which gives a lower bound between the multiples too.
@@ -170,9 +188,10 @@ class Bound {
         double shift = (network - compute) / cell_s_;
         int whole = static_cast<int>(std::floor(std::min(shift, 1e9)));
         double back = (1 - (shift - whole)) * cell_s_;
-        for (int inside = std::min(last, num_cells_ - 1 - whole); i <= inside; ++i) {
-            double rest = compute + std::max(next[i + whole], next[i + whole + 1] - back);
-            out[i] = std::min(out[i], std::max(rest, i * cell_s_ + network + tail));
+        int inside = std::min(last, num_cells_ - 1 - whole);
+        if (i <= inside) {
+            lower_to_rest(out, next + whole, i, inside, {compute, back, cell_s_, network, tail});
+            i = inside + 1;
         }
         double least = network + std::max(tail, problem_.least_rest[end]);
         for (; i <= last; ++i) out[i] = std::min(out[i], i * cell_s_ + least);
