@@ -98,7 +98,8 @@ def _cpu_s(agree: Callable[[Tensor], Tensor]) -> float:
 
 def _greet_and_agree(greetings: Greetings, mesh: Mesh, rank: int, num_ranks: int, values_K: Tensor) -> Tensor:
     """Greet others, and agree as the engine does: its thread passes the minimum on while it waits."""
-    greetings.greet(TIMEOUT_S)
+    greetings.hear(TIMEOUT_S)
+    greetings.greet()
     minimum = MeshMinimum(mesh, rank, num_ranks, values_K, channel=0)
     while (ticket := minimum.pass_on()) is not None:
         mesh.wait_any([ticket], TIMEOUT_S)

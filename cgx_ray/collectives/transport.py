@@ -249,7 +249,7 @@ class Transport:
 
     @property
     def lag_s(self) -> Mapping[int, float]:
-        """Return the lags of the last greeting but one, see `Greetings`; none without a mesh."""
+        """Return the lags of the last greeting heard, see `Greetings`; none without a mesh."""
         return self._greetings.lag_s if self._greetings is not None else {}
 
     def greet(self, is_urgent: Callable[[], bool]) -> None:
@@ -265,8 +265,13 @@ class Transport:
         send_s = time.perf_counter() + DRAIN_S
         while not is_urgent() and (left_s := send_s - time.perf_counter()) > 0:
             self.wait_any([], left_s)
-        with self.reporting("a greeting between steps"):
-            self._greetings.greet(self.timeout_s)
+        self._greetings.greet()
+
+    def hear_greetings(self) -> None:
+        """Take the greetings that were sent before this step, for `lag_s`. Call it after each step, on all ranks."""
+        if self._greetings is not None:
+            with self.reporting("a greeting between steps"):
+                self._greetings.hear(self.timeout_s)
 
     def start_minimum(self, values_K: Tensor, *, within_step: bool = False) -> Callable[[], Tensor]:
         """Begin an element-wise minimum over ranks and return a function that waits for it, see `MeshMinimum`.

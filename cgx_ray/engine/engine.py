@@ -199,6 +199,7 @@ class Engine:
                     step.work()
                 if step is not None and step.is_done:
                     step.settle()
+                    self._transport.hear_greetings()
                     self._end(step)
                     step.release()
                     step = None

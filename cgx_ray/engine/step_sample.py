@@ -76,7 +76,7 @@ def sample_of_step(
         error_bits=step.meter.bits if step.meter is not None else None,
         bursts=bursts,
         rate_from=rate_from,
-        # Of the greeting before the newest one, on all ranks.
+        # Of the greeting before this step, on all ranks.
         lag_s=counted_lags(rank, nodes, transport.lag_s),
         num_local=transport.num_local,
     )

@@ -48,24 +48,26 @@ class _Adaptive:
         pass
 
 
-def _adaptive_gain(rank: int, dtype: torch.dtype) -> tuple[float, int, list[str]]:
-    """Return the gain of top-k and the length of the curve at step 1, and the hashes of the weights."""
+def _adaptive_gain(rank: int, dtype: torch.dtype) -> tuple[float, int, list[str], list[list[int]]]:
+    """Return the gain of top-k and the length of the curve at step 1, hashes of weights, and peers of lags by step."""
     process.session = _Adaptive()
     model = DistributedDataParallel(Branches().to(dtype))
     attachment = cgx_ray.attach(model)
     hashes = train(model, rank, range(3))
     gains = {sample.step: sample for sample in attachment.take_samples()}
     attachment.close()
-    return gains[1].gain["topk:density=0.1"], len(gains[1].gain_curve), hashes
+    lags = [sorted(sample.lag_s) for _, sample in sorted(gains.items())]
+    return gains[1].gain["topk:density=0.1"], len(gains[1].gain_curve), hashes, lags
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gains_of_gradients_of_any_dtype_are_measured(dtype: torch.dtype) -> None:
-    (gain, num_densities, hashes), (_, _, other_hashes) = run_ranks(2, _adaptive_gain, dtype)
+    (gain, num_densities, hashes, lags), (_, _, other_hashes, _) = run_ranks(2, _adaptive_gain, dtype)
     # All types train the same model, except for rounding. The gain with float32 is 0.431, once feedback has settled.
     assert gain == pytest.approx(0.431, abs=0.05)
     assert num_densities == len(CURVE_DENSITIES)
     assert hashes == other_hashes
+    assert lags == [[], [1], [1]], "a step tells of the greetings right before it"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
