@@ -8,6 +8,7 @@ two cores that others use too.
 gpt_adamw  byte-level GPT with AdamW, weight decay and clipping
 gpt_sgd    the same with SGD and momentum
 digits     a CNN on scikit-learn's images of digits, with SGD and momentum
+gpt_demo   the demo's GPT, 4.9 million parameters, with AdamW; only if asked for
 
 dgc has a momentum of its own, so its optimizers have none (SGD: momentum, AdamW: beta1).
 """

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cgx_ray.bench.accuracy_cases import LARGE_WORKLOAD
 from cgx_ray.demo.gpt import GPTConfig, StdlibBytes, build_gpt
 from cgx_ray.errors import ConfigError
 
@@ -17,6 +18,8 @@ Batch = tuple[Tensor, Tensor]
 # 0.39 million parameters: small enough for hundreds of trainings on two cores.
 _GPT = GPTConfig(context=64, width=96, num_layers=3, num_heads=4)
 _GPT_BATCH_SIZE = 4
+# As in the demo.
+_LARGE_BATCH_SIZE = 2
 _GPT_VALIDATION_SEQUENCES = 256
 _DIGITS_BATCH_SIZE = 16
 # Noise on the digits, in units of their range. Without it the validation loss falls so low that a few images decide.
@@ -48,7 +51,9 @@ def load_task(name: str) -> TrainingTask:
     """Return a workload. Raises ConfigError if its data is not installed."""
     if name == "digits":
         return _digits()
-    return _gpt(_adamw if name == "gpt_adamw" else _sgd(0.1))
+    if name == LARGE_WORKLOAD:
+        return _gpt(GPTConfig(), _LARGE_BATCH_SIZE, _adamw)
+    return _gpt(_GPT, _GPT_BATCH_SIZE, _adamw if name == "gpt_adamw" else _sgd(0.1))
 
 
 def check_workload(name: str) -> None:
@@ -66,11 +71,15 @@ def _sgd(rate: float) -> Callable[[Iterable[nn.Parameter], bool], torch.optim.Op
     return lambda parameters, has_momentum: torch.optim.SGD(parameters, lr=rate, momentum=0.9 if has_momentum else 0.0)
 
 
-def _gpt(make_optimizer: Callable[[Iterable[nn.Parameter], bool], torch.optim.Optimizer]) -> TrainingTask:
-    data = StdlibBytes(context=_GPT.context)
+def _gpt(
+    config: GPTConfig,
+    batch_size: int,
+    make_optimizer: Callable[[Iterable[nn.Parameter], bool], torch.optim.Optimizer],
+) -> TrainingTask:
+    data = StdlibBytes(context=config.context)
     return TrainingTask(
-        build=lambda seed: build_gpt(seed, _GPT),
-        batch=lambda seed, step, rank: data.train_batch(seed=seed, step=step, rank=rank, batch_size=_GPT_BATCH_SIZE),
+        build=lambda seed: build_gpt(seed, config),
+        batch=lambda seed, step, rank: data.train_batch(seed=seed, step=step, rank=rank, batch_size=batch_size),
         validation=tuple(data.validation_batches(num_sequences=_GPT_VALIDATION_SEQUENCES, batch_size=32)),
         make_optimizer=make_optimizer,
     )

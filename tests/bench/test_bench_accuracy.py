@@ -14,7 +14,15 @@ from click.testing import CliRunner
 from matplotlib.image import imread
 
 from cgx_ray.bench.accuracy import CodecAccuracy, TrainingRun, accuracies_of, rows_of
-from cgx_ray.bench.accuracy_cases import CODECS, POLICIES, WORKLOADS, AccuracyOptions, quick_options, read_option
+from cgx_ray.bench.accuracy_cases import (
+    CODECS,
+    LARGE_WORKLOAD,
+    POLICIES,
+    WORKLOADS,
+    AccuracyOptions,
+    quick_options,
+    read_option,
+)
 from cgx_ray.bench.accuracy_workloads import load_task
 from cgx_ray.bench.show_accuracy import accuracy_table, beside_static_table, plot_accuracy
 from cgx_ray.cli import main
@@ -136,7 +144,7 @@ def test_a_rate_needs_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_batches_depend_on_seed_step_and_rank_alone() -> None:
-    for name in WORKLOADS:
+    for name in (*WORKLOADS, LARGE_WORKLOAD):
         first, again = load_task(name), load_task(name)
         given = (1, 2, 3)
         assert all(a.equal(b) for a, b in zip(first.batch(*given), again.batch(*given), strict=True))
@@ -162,7 +170,7 @@ def test_an_option_is_read_with_its_scheme_or_the_usual_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--workloads", "imagenet"], "unknown workload 'imagenet'; known: gpt_adamw, gpt_sgd, digits"),
+        (["--workloads", "imagenet"], "unknown workload 'imagenet'; known: gpt_adamw, gpt_sgd, digits, gpt_demo"),
         (["--codecs", "zip"], "unknown codec 'zip'"),
         (["--codecs", "qsgd over gossip"], "unknown scheme 'gossip'"),
         (["--codecs", "topk over sra"], "scheme sra cannot carry codec topk"),

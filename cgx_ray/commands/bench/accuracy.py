@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from cgx_ray.bench.accuracy import TrainingRun, accuracies_of, measure_accuracy, rows_of
-from cgx_ray.bench.accuracy_cases import CODECS, WORKLOADS, AccuracyOptions, quick_options
+from cgx_ray.bench.accuracy_cases import CODECS, LARGE_WORKLOAD, WORKLOADS, AccuracyOptions, quick_options
 from cgx_ray.bench.accuracy_workloads import check_workload
 from cgx_ray.bench.show_accuracy import accuracy_table, beside_static_table, plot_accuracy
 from cgx_ray.commands.options import console_for, json_option, plot_option
@@ -19,7 +19,13 @@ from cgx_ray.units import parse_rate
 
 
 @click.command()
-@click.option("--workloads", default=",".join(WORKLOADS), show_default=True, metavar="NAME,...")
+@click.option(
+    "--workloads",
+    default=",".join(WORKLOADS),
+    show_default=True,
+    metavar="NAME,...",
+    help=f"Trainings; {LARGE_WORKLOAD} has the demo's model.",
+)
 @click.option(
     "--codecs",
     metavar="TEXT;...",

@@ -31,8 +31,8 @@ from cgx_ray.report.show import print_line, progress_bar
 def adapt(cases: tuple[str, ...], is_in_lab: bool, json_path: str | None, quick: bool, plot: Path) -> None:
     """Drive the control loop in a simulated cluster, or in a lab.
 
-    Runs all cases in two minutes, or those named. Regret is over the best plan of each moment. A number that misses its
-    goal has an exclamation mark.
+    Runs all cases in six minutes, or those named. Regret is over the best plan of each moment. A number that misses
+    its goal has an exclamation mark.
     """
     if is_in_lab:
         if cases:
