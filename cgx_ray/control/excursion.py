@@ -23,6 +23,9 @@ EXCURSION_STEPS = 3
 SUSPECT_STEPS = 8
 # Standard errors within which the promise must be in doubt.
 WORTH = 2.0
+# Standard errors by which a plan must be over MAX_SLOWDOWN right after a comparison to be taken back. Less than
+# `evidence.SURE`: dense is what was promised, and costs little if the two are that near.
+COMPARED = 1.0
 # Largest ratio of a dense step to the plan's with which it is compared: a faster plan has nothing to prove.
 MAX_SPEEDUP = 1.5
 # Share of the training that comparisons may take, and seconds of training whose share may be spent in advance.

@@ -34,10 +34,11 @@ MIN_CODEC_S = 1e-7
 class Experience:
     """Steps beside their predictions.
 
-    plan        in force
-    dense_plan  that plans are compared with: the last dense one
-    record      steps under the plan in force
-    trained_s   seconds of all steps
+    plan          in force
+    dense_plan    that plans are compared with: that of DDP
+    dense_groups  those of `dense_plan`
+    record        steps under the plan in force
+    trained_s     seconds of all steps
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Experience:
         self.errors = LearnedErrors()
         self.trained_s = 0.0
         self._groups = groups_of(plan, layers)
-        self._dense_groups = groups_of(dense_plan, layers)
+        self.dense_groups = groups_of(dense_plan, layers)
         self._told_costs = dict(told_costs)
         self._comparisons = ComparisonBudget()
         self._switch_s: list[float] = []
@@ -84,8 +85,6 @@ class Experience:
             self._stretched = None if is_dense(plan) else non_dense_options(plan)
             self._options = self._stretched or self._options
         self.record = PlanRecord(window=before.window) if before is not None else PlanRecord()
-        if is_dense(plan):
-            self.dense_plan, self._dense_groups = plan, self._groups
 
     @property
     def stretch(self) -> float:
@@ -120,7 +119,7 @@ class Experience:
         if not predicted.is_dense:
             # Errors by layer may say that the plan in force keeps nothing.
             kept = 1.0 if predicted.efficiency is None else max(predicted.efficiency, MIN_KEPT)
-            over_dense = math.log(step_s / kept / predict(own, self._dense_groups).step_s)
+            over_dense = math.log(step_s / kept / predict(own, self.dense_groups).step_s)
         return PairedStep(step_s, compute_s, codec_s, over_plan, over_dense)
 
     def _learn_stretch(self, compute_s: float) -> None:
@@ -173,7 +172,8 @@ class Experience:
             self.errors.learn_codecs(codecs, max(took_s, MIN_CODEC_S) / told_s)
             corrected = predict(replace(measured, codec_costs=self.codec_costs), self._groups)
             self.record.shift(math.log(corrected.step_s / before.step_s))
-        self._learned.append((now_s, measured.network.between))
+        recent = [one for one in self._learned if one[0] >= now_s - LATE_NOTICE_S]
+        self._learned = [*recent, (now_s, measured.network.between)]
         self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, len(window), now_s)
         return untimed
 
@@ -202,7 +202,7 @@ class Experience:
     def dense_s(self, measured: Measured) -> float:
         """Return the seconds of a dense step under `measured`."""
         dense = self.baseline.on(measured.network.between)
-        return math.exp(dense.mean) * predict(measured, self._dense_groups).step_s
+        return math.exp(dense.mean) * predict(measured, self.dense_groups).step_s
 
     def slowdown(self, record: PlanRecord, measured: Measured) -> Evidence:
         """Return the logarithm of the seconds per progress in `record` over those of dense."""

@@ -179,7 +179,7 @@ def decision_entry(
         "made_by": made_by,
         "old": _plan_fields(old, measured.layers),
         "new": _plan_fields(new, measured.layers),
-        "new_groups": [] if new is old else group_fields(new, measured.layers),
+        "new_groups": [] if new is old else group_fields(new.groups, measured.layers),
         "reason": decision.reason,
         "inputs": _measured_fields(measured),
         "predicted_step_s": decision.step_s,

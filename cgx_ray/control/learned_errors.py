@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median_low
 from typing import Any
@@ -21,6 +22,8 @@ MEMORY_S = 600.0
 LATE_NOTICE_S = 15.0
 # Steps that an earlier error counts as when new steps are added to it.
 EARLIER_STEPS = 1.0
+# Newest outcomes that tell how far predictions are off. One per minute, if nothing else happens.
+NUM_OUTCOMES = 8
 # Largest factor by which one outcome corrects a codec's times. They may be told 300 times too long.
 MAX_CODEC_CORRECTION = 1000.0
 
@@ -28,9 +31,11 @@ MAX_CODEC_CORRECTION = 1000.0
 class LearnedErrors:
     """Factors that predictions are multiplied with.
 
-    A plan's error is the mean of its options' (of logarithms, by dense bytes). An option that was never tried has the
-    mean error of those with its codec on its device, else the median of dense, which has none, and of the codecs: one
-    codec that failed says little of the others, but two say that the machine is slower than the model.
+    A plan's error is the mean of its options' (of logarithms, by dense bytes). Dense counts only in plans with nothing
+    else: dense steps tell its error, so the error of a mixture is that of the rest, however small its part is. An
+    option that was never tried has the mean error of those with its codec on its device, else the median of the codecs'
+    and of no error: one codec that failed says little of the others, but two say that the machine is slower than the
+    model.
 
     stretch  factors that measured compute beside codecs is divided by
     """
@@ -44,6 +49,8 @@ class LearnedErrors:
         self.stretch = ComputeStretch()
         # By name of a codec's cost, see `Measured.cost_name`, the logarithm of its measured over its told time.
         self._codecs: dict[str, float] = {}
+        # Time, and logarithm of measured over expected seconds, of the newest outcomes.
+        self._misses: deque[tuple[float, float]] = deque(maxlen=NUM_OUTCOMES)
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> LearnedErrors:
@@ -51,15 +58,30 @@ class LearnedErrors:
         errors = cls()
         errors._steps = {Option.parse(option): (log, 0.0) for option, log in fields["options"].items()}
         errors._codecs = dict(fields["codecs"])
+        # Earlier journals have none.
+        errors._misses.extend((0.0, miss) for miss in fields.get("misses", ()))
         return errors
 
     def recorded(self) -> dict[str, Any]:
-        """Return the logarithms of the errors by option and by codec, for the journal."""
-        return {"options": {str(option): log for option, (log, _) in self._steps.items()}, "codecs": dict(self._codecs)}
+        """Return the logarithms of the errors by option and by codec, and of the newest outcomes, for the journal."""
+        return {
+            "options": {str(option): log for option, (log, _) in self._steps.items()},
+            "codecs": dict(self._codecs),
+            "misses": [miss for _, miss in self._misses],
+        }
+
+    def add_outcome(self, ratio: float, now_s: float) -> None:
+        """Add the measured over the expected seconds of a decision's steps."""
+        self._misses.append((now_s, math.log(ratio)))
+
+    @property
+    def doubt(self) -> float:
+        """Logarithm of the ratio by which expected seconds have been off lately (root mean square)."""
+        return math.sqrt(fmean(miss**2 for _, miss in self._misses)) if self._misses else 0.0
 
     def factor(self, groups: Sequence[PlannedGroup]) -> float:
         """Return the seconds that a step with `groups` will take over those that are predicted."""
-        return math.exp(math.fsum(share * self._log(option) for option, share in dense_shares(groups).items()))
+        return math.exp(math.fsum(share * self._log(option) for option, share in _counted_shares(groups).items()))
 
     def step_s(self, predicted: Prediction) -> float:
         """Return the seconds that the predicted step will take."""
@@ -72,7 +94,7 @@ class LearnedErrors:
         """Add `num_steps` steps, whose measured over predicted seconds have the mean logarithm `log_ratio`."""
         recent = [one for one in self._before if one[0] >= now_s - LATE_NOTICE_S]
         self._before = [*recent, (now_s, dict(self._steps))]
-        shares = dense_shares(groups)
+        shares = _counted_shares(groups)
         before = {option: self._log(option) for option in shares}
         miss = log_ratio - math.fsum(share * before[option] for option, share in shares.items())
         weight = num_steps / (num_steps + EARLIER_STEPS) / math.fsum(share**2 for share in shares.values())
@@ -86,6 +108,7 @@ class LearnedErrors:
 
     def undo(self, now_s: float) -> None:
         """Undo what was learned in the last seconds, while predictions were made for the network before."""
+        self._misses = deque([one for one in self._misses if one[0] < now_s - LATE_NOTICE_S], maxlen=NUM_OUTCOMES)
         recent = [steps for learned_s, steps in self._before if learned_s >= now_s - LATE_NOTICE_S]
         if recent:
             self._steps = recent[0]
@@ -132,3 +155,9 @@ class LearnedErrors:
         if codec in self._codecs:
             return self._codecs[codec]
         return math.fsum(self._codecs.values()) / (len(self._codecs) + 1)
+
+
+def _counted_shares(groups: Sequence[PlannedGroup]) -> dict[Option, float]:
+    """Return each option's share of the dense bytes, without fixed groups; dense counts only where nothing else is."""
+    free = [group for group in groups if not group.is_fixed] or groups
+    return dense_shares([group for group in free if group.option != DENSE] or free)

@@ -19,7 +19,8 @@ The estimates over a window of ten seconds:
    burst. Without bursts it is fitted to exchanges of different sizes. If all groups have similar sizes, or if messages
    go over the mesh, it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has these three
    estimators. If none is sure, the last bandwidth that bursts were sure of since the last change stands: short messages
-   do not fill the link, and what they seem to show is up to 10x too slow or too fast.
+   do not fill the link, and what they seem to show is up to 10x too slow or too fast. If there are hardly any
+   bursts, what longer exchanges have shown since the last change stands, as long as shorter ones do not contradict it.
 3. A rank whose link has less than 0.6 of the median rate, sending or receiving, is slow. Then the bandwidth is the
    slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate
    (`link_rates`).
@@ -28,7 +29,8 @@ A CUSUM test (`changes.ChangeDetector`) watches these quantities. After a change
 are dropped. A rate that falls to half is noticed after 1.5 s, a rate that doubles after 1.1 s, and a latency that
 changes by 2x after 0.8 s. One step alone is never enough. While a node's cards carry more than the bursts show, as with
 several ranks or beside another program, a change of the rate needs 2.1 or 1.5 s: so a neighbour's burst of 2 s that
-fills the link is not a change. Exchanges tell a change only while there are no bursts, and need as long.
+fills the link is not a change. Exchanges tell a change only while there are no bursts, and need as long. On the mesh
+only what TURN_S per hop does not explain counts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain.
@@ -55,7 +57,7 @@ from cgx_ray.control.rate_estimates import (
     slowest_rate,
 )
 from cgx_ray.control.topology import clusters, slow_links
-from cgx_ray.control.traffic import StepTraffic, gather_rates
+from cgx_ray.control.traffic import ObservedExchange, StepTraffic, gather_rates
 
 # Seconds of steps that estimates are made from. Long enough for quantiles, short enough to follow a drift.
 WINDOW_S = 10.0
@@ -71,6 +73,14 @@ MIN_WATCHED_BURSTS = 2
 QUIET_S = 0.5
 # Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
 LATENCY_FLOOR_S = 5e-4
+# Ratio of two plans' bytes per hop up to which their exchanges tell the rate equally well.
+SAME_LENGTH = 1.5
+# Newest steps with the longest exchanges that are kept.
+LONG_STEPS = 20
+# Seconds per hop that a rank may wait for a processor, where ranks share them: a turn or two of the scheduler.
+TURN_S = 5e-3
+# Ratio of bytes and of hops up to which exchanges of two plans are compared, and the same on the mesh.
+ALIKE, ALIKE_ON_MESH = 2.0, 1.2
 # Evidence for a change of the bursts' rate, for the worse and for the better, while no card carries more than
 # SHARED times the rate that bursts show: 1.5 and 1.1 s of a change by 2x.
 BURST_ALARM, BURST_RELIEF_ALARM = 0.75, 0.55
@@ -78,7 +88,7 @@ SHARED = 1.2
 # Factor on these while one does.
 SHARED_PATIENCE = ALARM / BURST_ALARM
 # Evidence (`changes.ALARM`) for another latency. Lower than for rates: the lesser of two latencies is watched, which
-# already ignores single steps, and a step's latency is only known one step later.
+# already ignores single steps.
 LATENCY_ALARM = 0.36
 # Evidence for another ratio of the slowest link to the usual one. Higher than for rates, since a neighbour's burst, and
 # the queues it leaves, slow one link for longer than all links together.
@@ -114,13 +124,17 @@ class PassiveLink:
             "bursts": ChangeDetector(better=1, alarm=BURST_ALARM, relief_alarm=BURST_RELIEF_ALARM),
             "slowest": ChangeDetector(better=1, alarm=SLOW_ALARM),
         }
-        # By bytes of a step's largest exchange. Rates of exchanges are compared only if they carry about as much.
-        self._exchange_detectors: dict[float, ChangeDetector] = {}
+        # By bytes and hops of a step's largest exchange: only rates of exchanges that are alike are compared.
+        self._exchange_detectors: dict[tuple[float, float], ChangeDetector] = {}
+        # Whether ranks greet each other, as they do on the mesh.
+        self._has_mesh = False
         self._unwatched: list[StepTraffic] = []
         self._quiet_s = QUIET_S
         self._down, self._up = LinkRates(), LinkRates()
         # Newest bandwidth since the last change that bursts were sure of.
         self._known: Estimate | None = None
+        # Exchanges of the newest steps with the longest ones since the last change was noticed.
+        self._long: deque[Sequence[ObservedExchange]] = deque(maxlen=LONG_STEPS)
         self._last_latency_s = math.inf
         self._far: frozenset[tuple[int, int]] = frozenset()
         self._estimate_age_s = 0.0
@@ -132,6 +146,7 @@ class PassiveLink:
         carried           bytes per second through the cards of the busiest node, infinite if unknown
         """
         self._window.append(traffic)
+        self._add_long(traffic.exchanges)
         self._trim(WINDOW_S, MIN_STEPS)
         self._estimate_age_s += traffic.seconds
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
@@ -159,6 +174,8 @@ class PassiveLink:
         self._down.forget()
         self._up.forget()
         self._known = None
+        # The first step since the change may have exchanges of before it, and here one step counts for long.
+        self._long.clear()
         self._trim(since_s, 1)
         self._estimate_age_s = REFRESH_S
 
@@ -202,14 +219,30 @@ class PassiveLink:
         """Return the rate of the step's largest exchanges, if it had any."""
         if not traffic.exchanges:
             return []
-        largest = max(one.num_bytes for one in traffic.exchanges)
+        largest, hops = max((one.num_bytes, one.hops) for one in traffic.exchanges)
+        if traffic.round_trip_s and not self._has_mesh:
+            self._has_mesh = True
+            self._exchange_detectors.clear()
+        # On the mesh each hop may wait for a processor, which is no change of the network. With that, rates depend on
+        # the size.
+        turn_s, ratio = (TURN_S, ALIKE_ON_MESH) if self._has_mesh else (0.0, ALIKE)
         # The fastest single exchange counts: processors are rarely busy during all of them.
-        rate = estimate_at_latency(latency_s, [[one] for one in traffic.exchanges if 2 * one.num_bytes >= largest])
+        counted = [
+            [replace(one, seconds=one.seconds + turn_s * one.hops)]
+            for one in traffic.exchanges
+            if 2 * one.num_bytes >= largest
+        ]
+        rate = estimate_at_latency(latency_s, counted)
         if rate is None:
             return []
         # A plan may change while evidence gathers, so the detectors of plans that are not in force are kept.
-        size = next((size for size in self._exchange_detectors if 1 / 2 < size / largest < 2), largest)
-        detector = self._exchange_detectors.setdefault(size, ChangeDetector(better=1))
+        key = largest, hops
+        alike = (
+            other
+            for other in self._exchange_detectors
+            if all(a < ratio * b and b < ratio * a for a, b in zip(other, key, strict=True))
+        )
+        detector = self._exchange_detectors.setdefault(next(alike, key), ChangeDetector(better=1))
         return [_Watched(detector, rate.value, traffic.seconds)]
 
     def _trim(self, seconds: float, num_steps: int) -> None:
@@ -247,9 +280,43 @@ class PassiveLink:
             self._known = found
         elif found is not None and self._known is not None:
             found = _not_sure(self._known, found)
+        elif found is not None and found.source == "exchanges":
+            found = self._longest(found, latency_s, is_pushed=bool(trips))
         if found is not None and (self._down.is_outdated or self._up.is_outdated):
             found = _not_sure(found, found)
         self.bandwidth = found
+
+    def _add_long(self, exchanges: Sequence[ObservedExchange]) -> None:
+        """Keep a step's exchanges if none since the last change were much longer."""
+        length = _bytes_per_hop(exchanges)
+        longest = max(map(_bytes_per_hop, self._long), default=0.0)
+        if length > SAME_LENGTH * longest:
+            self._long.clear()
+        if length * SAME_LENGTH >= longest and length > 0:
+            self._long.append(exchanges)
+
+    def _longest(self, found: Estimate, latency_s: float, *, is_pushed: bool) -> Estimate:
+        """Return what the longest exchanges show if that is faster and the window does not contradict it, or `found`.
+
+        Shorter exchanges seem slower by what processors take of each hop. Of long exchanges in the window only these
+        count, as the older ones may be from before a change that was too small to notice.
+        """
+        steps = [step.exchanges for step in self._window]
+        now = set(map(id, steps))
+        long = [exchanges for exchanges in self._long if id(exchanges) in now] or self._long
+        longest = estimate_at_latency(latency_s, long, is_pushed=is_pushed)
+        fastest = estimate_at_latency(latency_s + TURN_S, steps, is_pushed=is_pushed)
+        if longest is None or fastest is None or found.is_sure or longest.value <= found.value:
+            return found
+        if longest.value <= fastest.value:
+            return _not_sure(longest, found)
+        self._long.clear()
+        return found
+
+
+def _bytes_per_hop(exchanges: Sequence[ObservedExchange]) -> float:
+    hops = sum(one.hops for one in exchanges)
+    return sum(one.num_bytes for one in exchanges) / hops if hops > 0 else 0.0
 
 
 def _not_sure(known: Estimate, found: Estimate) -> Estimate:

@@ -9,7 +9,8 @@ Then the loop does the first of these that has a cause:
    another compute or other errors (`innovation`), another gain (`gains`), a loss that got worse (`loss_trend`), an
    outcome unlike its prediction, a failure, or a regular review. If it changes nothing, a codec may be timed in a few
    steps with one layer (`excursion`).
-3. Where the steps do not tell whether a plan is slower than dense, a few dense steps are measured (`excursion`).
+3. Where the steps do not tell whether a plan is slower than dense, a few dense steps are measured (`excursion`). Right
+   after these one standard error instead of three is enough for 1.
 
 WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
 options and codecs are learned (`learned_errors`). Plans are chosen with these errors (`choice`). If the link goes back
@@ -27,7 +28,7 @@ from typing import NamedTuple
 
 from cgx_ray.control.choice import Outlook
 from cgx_ray.control.evidence import Evidence, Verdict, verdict
-from cgx_ray.control.excursion import EXCURSION_STEPS, Excursion, trial_of
+from cgx_ray.control.excursion import COMPARED, EXCURSION_STEPS, Excursion, trial_of
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.history import KEPT_PLANS, History, Registration
@@ -298,7 +299,7 @@ class ControlLoop:
         # With another stretch the steps at home must be paired anew, and then the guard judges them there.
         elif not state.experience.has_old_pairs:
             slowdown = state.experience.slowdown(excursion.record, measured)
-            if verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW:
+            if verdict(slowdown, MAX_SLOWDOWN, COMPARED) is Verdict.SLOW:
                 return self._disable(state, excursion.home, slowdown, at)
         home = return_home(state, excursion)
         return self._apply(state, home, measured, at, "return", "excursion_ended", ended=excursion)
@@ -354,7 +355,12 @@ class ControlLoop:
         return Situation(
             cause=cause,
             plan=plan,
-            outlook=Outlook(now=measured, states=state.states(measured), errors=state.experience.errors),
+            outlook=Outlook(
+                now=measured,
+                states=state.states(measured),
+                errors=state.experience.errors,
+                dense_groups=state.experience.dense_groups,
+            ),
             dwell_s=state.links.dwell_s,
             switch_s=state.experience.switch_s(measured.compute_s),
             banned=banned,

@@ -7,7 +7,8 @@ plan keeps. The plan in force is scored with the same measurements, then:
 1. If the plan in force clearly keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more
    than 3 % slower than dense, the best plan replaces it at once.
 2. Else the best plan replaces it only if its score is more than 5 % smaller, and the seconds saved until the network is
-   expected to change are more than the change of plan takes.
+   expected to change are more than the change of plan takes. Dense is left only for more than half of what predictions
+   have been wrong by lately, at most 20 %: where ranks share processors, plans often promise 10 % and take 50 % longer.
 
 On a network that changes too fast to follow, a score is the mean over the recent states of the network.
 
@@ -35,6 +36,8 @@ from cgx_ray.planner.prediction import Prediction, groups_of, predict
 
 # Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
 MIN_IMPROVEMENT = 0.05
+# The same for leaving dense while predictions are far off.
+MOST_IMPROVEMENT = 0.2
 # Seconds after a decision before a policy is asked again without any other cause. Rare enough to cost nothing, frequent
 # enough to follow slow trends.
 REVIEW_S = 60.0
@@ -54,7 +57,7 @@ class Keep:
     reason     one sentence for journal and dashboard: cause, change and prediction
     predicted  of the plan that is in force after the decision
     step_s     expected seconds of its steps: as predicted, with the errors learned so far
-    dense_s    the same of a dense step, in dense's own best groups
+    dense_s    the same of a dense step, in DDP's groups
     """
 
     reason: str
@@ -187,7 +190,7 @@ class AdaptivePolicy:
             kept, other = describe_options(current), describe_options(best)
             return Keep(
                 reason=f"{cause}: kept {kept}; {other if other != kept else 'another grouping'} would be less than "
-                f"{MIN_IMPROVEMENT:.0%} better",
+                f"{_least_improvement(current, outlook):.0%} better",
                 predicted=current,
                 step_s=current_s,
                 dense_s=dense_s,
@@ -228,10 +231,10 @@ class AdaptivePolicy:
         if not current.is_dense and current_s > MAX_SLOWDOWN * outlook.score(found.dense.groups):
             return True
         saved = 1 - best_s / current_s
-        return saved > MIN_IMPROVEMENT and saved * situation.dwell_s > situation.switch_s
+        return saved > _least_improvement(current, outlook) and saved * situation.dwell_s > situation.switch_s
 
     def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
-        """Return a codec that was never in use and that a plan better than `kept` by MIN_IMPROVEMENT would have.
+        """Return a codec that was never in use and that a plan so much better that it would replace `kept` would have.
 
         Such a plan exists if the codec's told times are MAX_OVERSTATED times too long.
         """
@@ -244,10 +247,18 @@ class AdaptivePolicy:
             costs[str(codec)] = codec_cost_of(costs, codec).slowed(1 / MAX_OVERSTATED)
         best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._least_gain).best
         kept_s = errors.factor(kept.predicted.groups) * kept.predicted.score
-        if errors.factor(best.groups) * best.score >= kept_s * (1 - MIN_IMPROVEMENT):
+        least = _least_improvement(kept.predicted, situation.outlook)
+        if errors.factor(best.groups) * best.score >= kept_s * (1 - least):
             return None
         slowed = set(map(str, untimed))
         return next((option.codec for option in best.options if measured.cost_name(option) in slowed), None)
+
+
+def _least_improvement(current: Prediction, outlook: Outlook) -> float:
+    """Return the share of the score of `current` that another plan must save."""
+    if not current.is_dense:
+        return MIN_IMPROVEMENT
+    return max(MIN_IMPROVEMENT, min(1 - math.exp(-outlook.errors.doubt / 2), MOST_IMPROVEMENT))
 
 
 def describe_options(prediction: Prediction) -> str:

@@ -16,7 +16,7 @@ from cgx_ray.control.policy import AdaptivePolicy, Policy, Situation, StaticPoli
 from cgx_ray.plan import GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import CodecCost
-from cgx_ray.planner.prediction import Measured, groups_of
+from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of
 
 
 def situation_fields(situation: Situation) -> dict[str, Any]:
@@ -26,7 +26,8 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
     links = [_link_fields(measured.network.between) for measured in outlook.states]
     return {
         "cause": situation.cause,
-        "groups": group_fields(situation.plan, now.layers),
+        "groups": group_fields(situation.plan.groups, now.layers),
+        "dense_groups": group_fields(outlook.dense_groups, now.layers),
         "version": situation.plan.version,
         "network": {
             "num_nodes": now.network.num_nodes,
@@ -97,6 +98,7 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         # Every plan has them, so that in force too.
         fixed=tuple(group for group in groups_of(plan, layers) if group.is_fixed),
     )
+    dense = read_groups(fields.get("dense_groups", ()), layers)
     links = [Link(**link) for link in fields["recent_links"]]
     return Situation(
         cause=fields["cause"],
@@ -105,6 +107,8 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
             now=now,
             states=[replace(now, network=replace(between, between=link)) for link in links] or [now],
             errors=LearnedErrors.read(fields["errors"]),
+            # Earlier journals have none.
+            dense_groups=groups_of(replace(plan, groups=dense), layers) if dense else (),
         ),
         dwell_s=fields["dwell_s"] if fields["dwell_s"] is not None else math.inf,
         switch_s=fields["switch_s"],
@@ -112,8 +116,8 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
     )
 
 
-def group_fields(plan: Plan, layers: Sequence[Layer]) -> list[dict[str, Any]]:
-    """Return the groups of `plan`. `layers`: in registration order."""
+def group_fields(groups: Sequence[GroupPlan | PlannedGroup], layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    """Return `groups` as JSON. `layers`: in registration order."""
     place = {layer.name: index for index, layer in enumerate(layers)}
     return [
         {
@@ -122,7 +126,7 @@ def group_fields(plan: Plan, layers: Sequence[Layer]) -> list[dict[str, Any]]:
             "device": str(group.option.device),
             "fixed": group.is_fixed,
         }
-        for group in plan.groups
+        for group in groups
     ]
 
 

@@ -77,7 +77,7 @@ class WorkerGroupState:
         bus: Link | None = None,
     ) -> None:
         """
-        dense_plan   compared with until another dense plan is in force
+        dense_plan   that plans are compared with
         policy       which errors by layer it needs, and how it is bound by them
         gain_ratios  learned in earlier worker groups, see `GainWatch`
         learned      in earlier worker groups, of any size
@@ -85,7 +85,7 @@ class WorkerGroupState:
         """
         self.layers = tuple(layers)
         self._fixed = tuple(group for group in groups_of(plan, layers) if group.is_fixed)
-        self.experience = Experience(layers, plan, plan if is_dense(plan) else dense_plan, codec_costs)
+        self.experience = Experience(layers, plan, dense_plan, codec_costs)
         self.excursion: Excursion | None = None
         self.failed: str | None = None
         self.decided: Measured | None = None
@@ -107,8 +107,8 @@ class WorkerGroupState:
         self._recent: list[JoinedStep] = []
         # Of the plan in force: its versions, on trial and permanent, and whether an outcome is known.
         self._versions, self._is_judged = {plan.version}, False
-        # Step after which the policy decided last, its time, and whether for a link that is followed.
-        self._decision_step, self._decision_s, self._follows_link = 0, 0.0, True
+        # Of the policy's last decision: step, time, number of network changes, whether the link is followed.
+        self._decision_step, self._decision_s, self._num_changes, self._follows_link = 0, 0.0, -1, True
         self._predicted_s: float | None = None
         self._predicted_dense_s: float | None = None
         self._prediction_error: float | None = None
@@ -200,9 +200,10 @@ class WorkerGroupState:
         ratio = self.experience.add(step, measured)
         if measured is not None and ratio is not None:
             self._innovations.add(step.compute_s / self.experience.stretch, ratio, step.step_s)
-            self.links.add(measured.network.between, step.step_s)
-            if self.experience.link_drifted(measured.network.between, now_s):
-                self._news = Cause("network", "the link has drifted since errors were learned")
+            if self.network.is_known:
+                self.links.add(measured.network.between, step.step_s)
+                if self.experience.link_drifted(measured.network.between, now_s):
+                    self._news = Cause("network", "the link has drifted since errors were learned")
         return True
 
     @property
@@ -254,6 +255,7 @@ class WorkerGroupState:
         self.learn(now_s)
         ratio = outcome.step_s / self._predicted_s
         self._prediction_error = ratio - 1
+        self.experience.errors.add_outcome(ratio, now_s)
         if not 1 / SURPRISE < ratio < SURPRISE:
             text = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
             self._news = Cause("step_time", text)
@@ -309,6 +311,9 @@ class WorkerGroupState:
             return f"link changes every {self.links.dwell_s:.0f} s" if self._follows_link else None
         if not self._follows_link:
             return "link is steady again"
+        if not self.network.is_known and self.network.num_changes == self._num_changes:
+            # Guesses of the bandwidth scatter.
+            now = replace(now, beta_s_per_byte=decided.beta_s_per_byte)
         cause = network_cause(decided, now)
         if cause is not None:
             self.setbacks.network_changed()
@@ -346,7 +351,7 @@ class WorkerGroupState:
         self._news = None
         if is_planned:
             self.decided, self._decision_step, self._decision_s = measured, step, now_s
-            self._follows_link = not self.links.is_unsteady
+            self._follows_link, self._num_changes = not self.links.is_unsteady, self.network.num_changes
         self._predicted_s, self._predicted_dense_s = decision.step_s, decision.dense_s
         self.pending = PendingOutcome(decision=decision)
 

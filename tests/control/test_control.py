@@ -13,11 +13,13 @@ from support.control_runs import COSTS, DENSITIES, LAYERS, WORLD, FakeTraining, 
 
 from cgx_ray.control.history import SNAPSHOT_FORMAT, History, Snapshot
 from cgx_ray.control.journal import Journal
+from cgx_ray.control.known_network import KnownNetwork
 from cgx_ray.control.loop import LEASE_S, LEASE_STEPS, ControlLoop
 from cgx_ray.control.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.policy import AdaptivePolicy, Keep, Replace, StaticPolicy
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.plan import CodecSpec, Intra, Plan, make_plan
+from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import candidate_options
 
 
@@ -294,3 +296,23 @@ def test_a_full_disk_costs_lines_and_says_so_once(tmp_path: Path, caplog: pytest
 def test_a_plan_survives_json() -> None:
     plan = make_plan(LAYERS, version=3, world_size=WORLD)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_guess_of_the_bandwidth_is_no_cause_unless_a_change_was_noticed_but_a_latency_is(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(LINK_STEPS)
+    state = run.loop._state
+    assert state is not None
+    state.network = KnownNetwork()
+    state._num_changes = 0
+    link = Link.from_rates(bandwidth_gbps=0.1, latency_ms=1)
+    slower, later = link.slowed(3), replace(link, alpha_s=0.02)
+    assert not state.network.is_known
+    assert state._link_cause(link, replace(slower, alpha_s=link.alpha_s), 0.0) is None
+    assert state._link_cause(link, later, 0.0) == "latency rose from 1.0 to 20.0 ms"
+    state.network.num_changes += 1
+    assert (
+        state._link_cause(link, replace(slower, alpha_s=link.alpha_s), 0.0)
+        == "bandwidth fell from 100 Mbit/s to 33 Mbit/s"
+    )

@@ -36,9 +36,19 @@ def test_a_plan_is_expected_to_take_as_long_over_its_prediction_as_it_did() -> N
 def test_the_error_of_a_mixture_is_shared_by_its_options_by_bytes() -> None:
     errors = LearnedErrors()
     for _ in range(20):
-        errors.learn_step(groups(SRA, DENSE), math.log(1.3), 40, 0.0)
-    assert errors.factor(groups(SRA, DENSE)) == pytest.approx(1.3, rel=1e-3)
-    assert errors.option_factor(SRA) > errors.option_factor(DENSE) > 1
+        errors.learn_step(groups(SRA, OTHER), math.log(1.3), 40, 0.0)
+    assert errors.factor(groups(SRA, OTHER)) == pytest.approx(1.3, rel=1e-3)
+    assert errors.option_factor(SRA) > errors.option_factor(OTHER) > 1
+
+
+def test_the_error_of_a_mixture_with_dense_is_that_of_the_rest() -> None:
+    errors = LearnedErrors()
+    errors.learn_step(groups(DENSE), math.log(1.1), 10_000, 0.0)
+    for plan in (groups(SRA, DENSE), groups(DENSE, SRA)):
+        errors.learn_step(plan, math.log(1.3), 10_000, 0.0)
+        assert errors.factor(plan) == pytest.approx(1.3, rel=1e-3)
+    assert errors.factor(groups(SRA)) == pytest.approx(1.3, rel=1e-3)
+    assert errors.factor(groups(DENSE)) == pytest.approx(1.1, rel=1e-3)
 
 
 def test_a_codec_that_failed_makes_its_other_schemes_suspect_but_no_other_codec() -> None:
@@ -81,3 +91,21 @@ def test_what_was_learned_just_before_another_network_was_noticed_is_undone() ->
     assert errors.factor(groups(DENSE)) == 1.0, "as if it had never been measured"
     errors.network_changed(104.0)
     assert errors.factor(groups(SRA)) == pytest.approx(1.1, rel=1e-3)
+
+
+def test_outcomes_just_before_another_network_was_noticed_raise_no_doubt() -> None:
+    errors = LearnedErrors()
+    errors.add_outcome(1.2, 50.0)
+    doubt = errors.doubt
+    errors.add_outcome(5.0, 100.0)
+    assert errors.doubt > doubt > 0
+    errors.network_changed(105.0)
+    assert errors.doubt == doubt
+
+
+def test_layer_rules_take_no_error_of_dense() -> None:
+    errors = LearnedErrors()
+    ruled = (PlannedGroup.of(LAYERS[:1], DENSE), PlannedGroup.of(LAYERS[1:], SRA, is_fixed=True))
+    errors.learn_step(ruled, math.log(1.3), 10_000, 0.0)
+    assert errors.option_factor(DENSE) == pytest.approx(1.3, rel=1e-3)
+    assert errors.option_factor(SRA) == 1.0
