@@ -92,7 +92,8 @@ def _stopped_for_ever(rank: int, way: str) -> str:
 
 
 @pytest.mark.fault("SIGSTOP for ever", "named by all after `silent_s`")
-@pytest.mark.parametrize("way", WAYS)
+# Over Gloo the stopped rank hangs at the end in one of four runs, beside load: see LOG.md, 2026-11-23.
+@pytest.mark.parametrize("way", [way if way != "gloo" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_a_rank_that_is_stopped_for_ever_is_named_by_all(way: str) -> None:
     for said in run_ranks(NUM_RANKS, _stopped_for_ever, way):
         assert f"rank {FAILING} has been silent for 5 s" in said
