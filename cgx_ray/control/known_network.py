@@ -146,7 +146,7 @@ class KnownNetwork:
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn."""
-        if self.is_sure:
+        if self._is_sure:
             return None
         return self._probes.grant(node_id, self._silent_nodes.known - self.silent_nodes, now_s)
 
@@ -190,18 +190,17 @@ class KnownNetwork:
         return self._silent_nodes.node_ids
 
     @property
-    def is_sure(self) -> bool:
-        """True if messages tell the bandwidth, so that no probes are needed."""
+    def _is_sure(self) -> bool:
         return self._link.bandwidth is not None and self._link.bandwidth.is_sure
 
     @property
     def is_known(self) -> bool:
         """True if messages or probes tell the bandwidth. Else it is a guess, which scatters by up to 3x."""
-        return self.is_sure or self._uses_probes
+        return self._is_sure or bool(self._probed_rates)
 
     @property
     def _uses_probes(self) -> bool:
-        return bool(self._probed_rates) and not self.is_sure
+        return bool(self._probed_rates) and not self._is_sure
 
     @property
     def _probed_links(self) -> dict[tuple[str, str], float]:

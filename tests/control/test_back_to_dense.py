@@ -1,4 +1,4 @@
-"""What counts as dense, when a plan is left for it, and when dense is left again."""
+"""Dense is DDP's plan: when others are left for it, and when it is left again."""
 
 from __future__ import annotations
 
