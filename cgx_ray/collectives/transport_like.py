@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,11 +14,11 @@ from cgx_ray.runtime_ext.mesh import Parts
 
 
 class VendorCall(NamedTuple):
-    """A collective of torch.distributed that is under way; `name` is for error messages."""
+    """A collective of torch.distributed that is under way; `name` is for error messages. `ended` is set at its end."""
 
     name: str
     work: dist.Work
-    future: torch.futures.Future[list[Tensor]]
+    ended: threading.Event
 
 
 @dataclass(slots=True, eq=False)
