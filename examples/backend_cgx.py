@@ -1,9 +1,9 @@
-"""Train a byte-level GPT with backend "cgx": a DDP script that does not import cgx_ray at all.
+"""Train a byte-level GPT with backend "cgx". A script like this need not import cgx_ray.
 
     torchrun --nproc-per-node 2 examples/backend_cgx.py --backend cgx
     torchrun --nproc-per-node 2 examples/backend_cgx.py --backend gloo     # the same, uncompressed
 
-CGX_COMPRESSION_QUANTIZATION_BITS and its like (docs/backend.md) choose the bits.
+The environment variable CGX_COMPRESSION_QUANTIZATION_BITS sets the bits; docs/backend.md lists the other variables.
 """
 
 from __future__ import annotations

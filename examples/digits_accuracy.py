@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """Return images (N, 1, 8, 8) in [0, 1] and labels (N,), in an order of their own."""
+    """Return images (N, 1, 8, 8) in [0, 1] and labels (N,), shuffled."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

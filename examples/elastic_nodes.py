@@ -1,4 +1,4 @@
-"""Train on as many workers as the cluster has room for, and go on when a node is lost or a new one comes.
+"""Train on as many workers as the cluster has room for, and continue when a node leaves or joins.
 
     python examples/elastic_nodes.py --min-workers 2 --max-workers 8
 
@@ -10,8 +10,8 @@ last two with Ctrl-C while it trains:
     ray start --block --address 127.0.0.1:6379 --num-cpus 1
     RAY_ADDRESS=127.0.0.1:6379 python examples/elastic_nodes.py --min-workers 1 --max-workers 3 --steps 200
 
-Compression owes the model what it has not sent yet, the residuals. They are in the checkpoint, and a worker group of
-another size starts with residuals of the same sum. So is all that the controller has learned about the network.
+Residuals are the part of the gradient that compression has not sent yet. The checkpoint holds them, and a worker group
+of another size starts with residuals of the same sum. It also starts with the controller's knowledge of the network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cgx_ray.demo.gpt import GPTConfig, StdlibBytes, build_gpt
 
 
 def train_fn(config: dict[str, Any]) -> None:
-    """Train from the newest checkpoint on; every new worker group begins here again."""
+    """Train from the newest checkpoint on; every new worker group starts here."""
     context = ray.train.get_context()
     rank, num_workers = context.get_world_rank(), context.get_world_size()
     model = build_gpt(seed=0, config=GPTConfig(num_layers=2))
@@ -47,7 +47,7 @@ def train_fn(config: dict[str, Any]) -> None:
         optimizer.load_state_dict(state["optimizer"])
         first_step = state["step"]
     wrapped = ray.train.torch.prepare_model(model)
-    cgx_ray.attach(wrapped)  # cgx_ray: takes the residuals from the checkpoint. Alone, a worker exchanges nothing
+    cgx_ray.attach(wrapped)  # cgx_ray: loads the residuals from the checkpoint; a single worker exchanges nothing
     if rank == 0:
         print(f"{num_workers} workers begin at step {first_step}", flush=True)
 
@@ -79,12 +79,12 @@ def main() -> None:
         train_fn,
         train_loop_config={name: getattr(args, name) for name in ("steps", "batch_size", "checkpoint_every")},
         torch_config=cgx_ray.CGXConfig(),  # cgx_ray
-        # From two numbers Ray Train makes an elastic run. It looks for new nodes once a minute by itself.
+        # Two numbers, smallest and largest, make the run elastic. Ray Train looks for new nodes once a minute.
         scaling_config=ScalingConfig(num_workers=(args.min_workers, args.max_workers)),
         run_config=RunConfig(
             name=args.name,
-            storage_path=str(args.storage.resolve()),  # that all nodes share
-            failure_config=FailureConfig(max_failures=-1),  # a lost node is a failure: go on after any number of them
+            storage_path=str(args.storage.resolve()),  # a folder that all nodes share
+            failure_config=FailureConfig(max_failures=-1),  # a lost node is a failure: allow any number of failures
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
     ).fit()

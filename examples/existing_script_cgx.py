@@ -4,7 +4,7 @@
     python examples/existing_script.py --workers 2
     python examples/existing_script_cgx.py --workers 2
 
-The first is an ordinary script. The second is the same with three more lines: its gradients are compressed.
+The first script is ordinary Ray Train. The second is the same with three more lines, and compresses its gradients.
 """
 
 from __future__ import annotations

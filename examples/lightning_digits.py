@@ -3,8 +3,8 @@
     pip install lightning scikit-learn
     python examples/lightning_digits.py --workers 2
 
-Lightning wraps the module in DDP itself, just before training starts. A callback of four lines attaches it then; the
-module and the training function are as they were.
+Lightning wraps the module in DDP itself, just before training starts. A callback of four lines then attaches the
+wrapped module. The module and the training function need no change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class CompressedGradients(pl.Callback):
-    """cgx_ray: attaches the DistributedDataParallel that Lightning has made of the module."""
+    """cgx_ray: attaches the DistributedDataParallel model that Lightning has made from the module."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         cgx_ray.attach(trainer.strategy.model)
@@ -67,7 +67,7 @@ def train_fn(config: dict[str, Any]) -> None:
         devices="auto",
         strategy=RayDDPStrategy(),
         plugins=[RayLightningEnvironment()],
-        callbacks=[CompressedGradients(), RayTrainReportCallback()],  # cgx_ray: the first of them
+        callbacks=[CompressedGradients(), RayTrainReportCallback()],  # cgx_ray: CompressedGradients
         enable_progress_bar=False,
         enable_checkpointing=False,
         logger=False,

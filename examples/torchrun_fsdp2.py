@@ -1,8 +1,8 @@
-"""Train a byte-level GPT that is sharded by FSDP2, with compressed gradients, without Ray.
+"""Train a byte-level GPT, sharded by FSDP2, with compressed gradients and without Ray.
 
     torchrun --nproc-per-node 2 examples/torchrun_fsdp2.py --steps 20
 
-On the CPU so far. An existing FSDP2 script needs only the line marked with `cgx_ray`.
+FSDP2 works on the CPU only so far. An existing FSDP2 script needs only the line marked with `cgx_ray`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     # cgx_ray: gradients in 4 bits, unbiased. With `parameters=` the gathered parameters are encoded too.
     attachment = cgx_ray.attach(model, codec="qsgd:bits=4", parameters=args.parameters)
-    # The optimizer comes after fully_shard, as the parameters are others now.
+    # Make the optimizer after fully_shard, which replaces the parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 
     data = StdlibBytes()

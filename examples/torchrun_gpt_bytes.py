@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/torchrun_gpt_bytes.py --steps 50
 
-Without --codec, gradients are sent as 4-bit qsgd over sra; try --codec topk:density=0.01. With --checkpoint FILE
-training goes on from that file if it exists, and writes it at the end. An existing DDP script needs only the lines
-marked with `cgx_ray` below.
+Without --codec, gradients are sent as 4-bit qsgd over the scheme sra; try also --codec topk:density=0.01. With
+--checkpoint FILE, training continues from FILE if it exists, and writes FILE at the end. An existing DDP script needs
+only the lines marked with `cgx_ray` below.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
         state = torch.load(args.checkpoint, weights_only=True)
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        # cgx_ray: the states of all ranks. The number of ranks may have changed since they were saved.
+        # cgx_ray: load the states of all ranks. The number of ranks may have changed since they were saved.
         attachment.load_state_dict(state["compression"])
         first_step = state["step"]
 
@@ -47,7 +47,7 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
 
     if args.checkpoint:
-        # cgx_ray: each rank has residuals, the gradient that compression has not sent yet. Save those of all ranks.
+        # cgx_ray: each rank has its own residuals, the gradient that compression has not sent yet. Save all of them.
         compression = [None] * dist.get_world_size()
         dist.all_gather_object(compression, attachment.state_dict())
         if rank == 0:

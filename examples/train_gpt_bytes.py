@@ -3,7 +3,7 @@
     python examples/train_gpt_bytes.py --workers 2 --steps 50
     ray job submit --working-dir . -- python examples/train_gpt_bytes.py --steps 50
 
-An existing TorchTrainer script needs only the lines marked with `cgx_ray` below. To go on from the last checkpoint,
+An existing TorchTrainer script needs only the lines marked with `cgx_ray` below. To continue from the last checkpoint,
 give the same --name and --storage again, with more --steps.
 """
 
@@ -32,7 +32,7 @@ def train_fn(config: dict[str, Any]) -> None:
     model = ray.train.torch.prepare_model(build_gpt(seed=config["seed"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     first_step = load_checkpoint(model, optimizer)
-    attachment = cgx_ray.attach(model)  # cgx_ray: backward compresses from now on; does nothing with one worker
+    attachment = cgx_ray.attach(model)  # cgx_ray: backward compresses from now on; with one worker it does nothing
 
     for step in range(first_step, config["steps"]):
         # B sequences per worker, T bytes
@@ -108,7 +108,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per worker")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--codec", help="none, bf16, qsgd:bits=4, topk:density=0.01; default: decided by measurements")
+    parser.add_argument("--codec", help="none, bf16, qsgd:bits=4, topk:density=0.01; default: chosen by measurements")
     parser.add_argument("--scheme", default="sra", help="dense, allgather, sra, artopk_ring; goes with --codec")
     parser.add_argument("--checkpoint-every", type=int, default=25, help="steps")
     parser.add_argument("--storage", type=Path, default=Path("runs"))
