@@ -135,7 +135,7 @@ class PassiveLink:
         self._known: Estimate | None = None
         # Exchanges of the newest steps with the longest ones since the last change was noticed.
         self._long: deque[Sequence[ObservedExchange]] = deque(maxlen=LONG_STEPS)
-        self._last_latency_s = math.inf
+        self._last_latency_s: float | None = None
         self._far: frozenset[tuple[int, int]] = frozenset()
         self._estimate_age_s = 0.0
 
@@ -185,10 +185,10 @@ class PassiveLink:
             return []
         trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
         value = quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
-        # Queues and busy processors rarely delay two greetings in a row.
-        watched = min(value, self._last_latency_s)
+        # Queues and busy processors rarely delay two greetings in a row. One alone could set a level that is too high.
+        watched = min(value, self._last_latency_s) if self._last_latency_s is not None else None
         self._last_latency_s = value
-        return [_Watched(self._detectors["latency"], watched, traffic.seconds)]
+        return [_Watched(self._detectors["latency"], watched, traffic.seconds)] if watched is not None else []
 
     def _watched_bursts(self, traffic: StepTraffic, carried: float) -> list[_Watched]:
         """Return the usual rate and the slowest link's share of it. `carried`: as in `add`."""

@@ -232,6 +232,14 @@ def test_ten_minutes_beside_a_bursty_neighbour_are_no_change(seed: int, duty: fl
     assert link.num_changes == 0
 
 
+def test_a_first_greeting_that_waited_in_a_queue_is_no_change() -> None:
+    network, link = NoisyNetwork(rate=25e6, latency_s=5e-3), PassiveLink()
+    first = network.step()
+    link.add(replace(first, round_trip_s={(0, 1): 44e-3}), 1e-3)
+    watch(link, network, 20)
+    assert link.num_changes == 0
+
+
 @pytest.mark.parametrize("direction", ["slow_up", "slow_down"])
 def test_the_one_slow_host_of_four_is_named_and_its_return_noticed(direction: str) -> None:
     network, link = NoisyNetwork(rate=125e6, latency_s=1e-3), PassiveLink()
@@ -297,6 +305,15 @@ def test_few_bursts_are_not_sure_however_much_they_agree() -> None:
         assert link.bandwidth is not None
         assert link.bandwidth.value == pytest.approx(125e6)
         assert link.bandwidth.is_sure == is_sure, num_bursts
+
+
+def test_bursts_of_a_link_that_processors_do_not_fill_are_not_sure() -> None:
+    """As 4 ranks on two cores showed a link of 994 Mbit/s, and one of 199 Mbit/s (LOG.md, 2026-11-24)."""
+    for mbit, is_sure in (([647, 690, 730, 761, 790, 833, 877, 929], False), ([171, 180, 186, 190, 192, 195], True)):
+        bursts = {0: [Burst(round(rate * 2500), 0.02) for rate in mbit] * 4}
+        found = estimate_from_bursts(bursts, {}, {0: max(mbit) / 8 * 1e6}, {})
+        assert found is not None
+        assert found.is_sure == is_sure, mbit
 
 
 def test_long_bursts_outweigh_short_ones_whose_time_stamps_bunch() -> None:
