@@ -46,27 +46,24 @@ class Experience:
     ) -> None:
         """`told_costs`: codec times as they were measured before training."""
         self.layers = tuple(layers)
-        self.plan = plan
         self.dense_plan = dense_plan
-        self.record = PlanRecord()
         self.baseline = DenseBaseline()
         self.errors = LearnedErrors()
         self.trained_s = 0.0
-        self._groups = groups_of(plan, layers)
         self.dense_groups = groups_of(dense_plan, layers)
         self._told_costs = dict(told_costs)
         self._comparisons = ComparisonBudget()
         self._switch_s: list[float] = []
         # Options of the plan that dense steps are compared with: that in force, or the last one before it.
-        self._options = non_dense_options(plan)
-        self._is_trial = False
-        self._sides = SideBySide(is_dense=is_dense(plan))
+        self._options: frozenset[Option] = frozenset()
         # Options whose stretch the steps under the plan in force have; None: that of dense steps.
-        self._stretched: frozenset[Option] | None = None if is_dense(plan) else self._options
+        self._stretched: frozenset[Option] | None = None
+        self._sides = SideBySide()
         # Whether the stretch is another one since steps of the plan with `_options` were paired; until its next step.
         self.has_old_pairs = False
         # When something was learned, and for which link, for as long as that may be undone.
         self._learned: list[tuple[float, Link]] = []
+        self.start_plan(plan, None, is_excursion=False)
 
     @property
     def codec_costs(self) -> dict[str, CodecCost]:
@@ -102,25 +99,25 @@ class Experience:
             self._learn_stretch(step.compute_s)
         if not is_warm or measured is None or min(step.step_s, step.compute_s, measured.compute_s) <= 0:
             return None
-        paired = self._paired(step.step_s, step.compute_s, step.codec_s, measured)
+        paired = self._paired(step, measured)
         self.record.window.append(paired)
         if is_dense(self.plan):
             self.baseline.add(paired.over_plan, measured.network.between)
         if self.has_old_pairs and self._stretched is not None and not self._is_trial:
-            anew = (self._paired(one.step_s, one.compute_s, one.codec_s, measured) for one in self.record.window)
-            self.record.window = deque(anew, maxlen=MAX_STEPS)
+            self.record.window = deque((self._paired(one, measured) for one in self.record.window), maxlen=MAX_STEPS)
             self.has_old_pairs = False
         return math.exp(self.record.window[-1].over_plan)
 
-    def _paired(self, step_s: float, compute_s: float, codec_s: float, measured: Measured) -> PairedStep:
-        own = at_compute(measured, compute_s / self.stretch)
+    def _paired(self, step: JoinedStep | PairedStep, measured: Measured) -> PairedStep:
+        """Return `step` beside the predictions under `measured` for its own compute."""
+        own = at_compute(measured, step.compute_s / self.stretch)
         predicted = predict(own, self._groups)
-        over_plan, over_dense = math.log(step_s / predicted.step_s), 0.0
+        over_plan, over_dense = math.log(step.step_s / predicted.step_s), 0.0
         if not predicted.is_dense:
             # Errors by layer may say that the plan in force keeps nothing.
             kept = 1.0 if predicted.efficiency is None else max(predicted.efficiency, MIN_KEPT)
-            over_dense = math.log(step_s / kept / predict(own, self.dense_groups).step_s)
-        return PairedStep(step_s, compute_s, codec_s, over_plan, over_dense)
+            over_dense = math.log(step.step_s / kept / predict(own, self.dense_groups).step_s)
+        return PairedStep(step.step_s, step.compute_s, step.codec_s, over_plan, over_dense)
 
     def _learn_stretch(self, compute_s: float) -> None:
         """Add a step's compute; compare dense steps with others once there are enough of both."""

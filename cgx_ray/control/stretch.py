@@ -56,11 +56,10 @@ class ComputeStretch:
 class SideBySide:
     """Compute of the newest dense steps, and of those under another plan, until both are compared."""
 
-    def __init__(self, *, is_dense: bool) -> None:
-        """`is_dense`: the first steps are dense."""
+    def __init__(self) -> None:
         self._dense_s: deque[float] = deque(maxlen=ADJACENT_STEPS)
         self._others_s: deque[float] = deque(maxlen=ADJACENT_STEPS)
-        self._is_dense, self._is_open, self._since_dense = is_dense, False, 0
+        self._since_dense = 0
 
     def start_plan(self, *, is_dense: bool, is_new: bool) -> None:
         """Begin to compare a plan with the dense steps before it, or dense steps with the plan before them.
