@@ -12,7 +12,7 @@ from cgx_ray.control.baseline import DenseBaseline
 from cgx_ray.control.evidence import MAX_STEPS, MIN_STEPS, Evidence, evidence
 from cgx_ray.control.excursion import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.control.learned_errors import LATE_NOTICE_S, LearnedErrors
+from cgx_ray.control.learned_errors import LearnedErrors, undoable
 from cgx_ray.control.measured import at_compute, is_dense, non_dense_options, timed_options
 from cgx_ray.control.outcome import PairedStep, PlanRecord
 from cgx_ray.control.stretch import SideBySide
@@ -139,7 +139,7 @@ class Experience:
         A change is noticed seconds late, and meanwhile slow steps look like errors of the options in use. Smaller
         changes than those that count as another network have this effect too.
         """
-        self._learned = [one for one in self._learned if one[0] >= now_s - LATE_NOTICE_S]
+        self._learned = undoable(self._learned, now_s)
         ratios = [link.beta_s_per_byte / before.beta_s_per_byte for _, before in self._learned]
         if all(1 / DRIFT < ratio < DRIFT for ratio in ratios):
             return False
@@ -169,8 +169,7 @@ class Experience:
             self.errors.learn_codecs(codecs, max(took_s, MIN_CODEC_S) / told_s)
             corrected = predict(replace(measured, codec_costs=self.codec_costs), self._groups)
             self.record.shift(math.log(corrected.step_s / before.step_s))
-        recent = [one for one in self._learned if one[0] >= now_s - LATE_NOTICE_S]
-        self._learned = [*recent, (now_s, measured.network.between)]
+        self._learned = [*undoable(self._learned, now_s), (now_s, measured.network.between)]
         self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, len(window), now_s)
         return untimed
 
