@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from cgx_ray.control.choice import Outlook
 from cgx_ray.control.evidence import Evidence, Verdict, verdict
-from cgx_ray.control.excursion import COMPARED, EXCURSION_STEPS, Excursion, trial_of
+from cgx_ray.control.excursion import COMPARED, EXCURSION_STEPS, Excursion, codec_trial
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.history import KEPT_PLANS, History, Registration
@@ -335,9 +335,11 @@ class ControlLoop:
             num_dense = state.experience.baseline.num_steps
             self._notes.wait(decision, num_dense=num_dense, step=at.step, time_s=at.time_s)
             return None
-        trial = self._codec_trial(state, decision, measured, at) if isinstance(decision, Keep) else None
+        trial = codec_trial(self._policy, asked, decision) if isinstance(decision, Keep) else None
         if trial is not None:
-            return self._apply(state, trial, measured, at, "codec_trial", cause.kind, asked=asked)
+            codec, decision = trial
+            state.excursion = Excursion(home=state.plan, record=state.experience.record, codec=codec)
+            return self._apply(state, decision, measured, at, "codec_trial", cause.kind, asked=asked)
         return self._apply(state, decision, measured, at, "policy", cause.kind, asked=asked)
 
     def _ask(self, state: WorkerGroupState, situation: Situation, at: _When) -> Decision | None:
@@ -364,21 +366,6 @@ class ControlLoop:
             dwell_s=state.links.dwell_s,
             switch_s=state.experience.switch_s(measured.compute_s),
             banned=banned,
-        )
-
-    def _codec_trial(self, state: WorkerGroupState, kept: Keep, measured: Measured, at: _When) -> Replace | None:
-        """Return a plan that times a codec that was never in use, if its told times may be what rules it out."""
-        codec = self._policy.codec_to_time(self._situation(state, kept.reason, state.plan, measured, at), kept)
-        trial = trial_of(codec, measured, kept.predicted) if codec is not None else None
-        if trial is None:
-            return None
-        state.excursion = Excursion(home=state.plan, record=state.experience.record, codec=codec)
-        return Replace(
-            plan=trial.plan(version=state.plan.last_version + 1, world_size=state.plan.world_size),
-            reason=f"{kept.reason}; time {codec} in one layer",
-            predicted=trial,
-            step_s=state.experience.errors.step_s(trial),
-            dense_s=kept.dense_s,
         )
 
     def _apply(
