@@ -21,7 +21,7 @@ from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predi
 EXCURSION_STEPS = 3
 # Steps from which a plan that seems slower than dense is compared with dense. Fewer are often slow by chance.
 SUSPECT_STEPS = 8
-# Standard errors within which the promise must be in doubt.
+# Standard errors from the promise's limit within which a plan is in doubt.
 WORTH = 2.0
 # Standard errors by which a plan must be over MAX_SLOWDOWN right after a comparison to be taken back. Less than
 # `evidence.SURE`: dense is what was promised, and costs little if the two are that near.

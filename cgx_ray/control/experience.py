@@ -59,9 +59,9 @@ class Experience:
         # Options whose stretch the steps under the plan in force have; None: that of dense steps.
         self._stretched: frozenset[Option] | None = None
         self._sides = SideBySide()
-        # Whether the stretch is another one since steps of the plan with `_options` were paired; until its next step.
+        # Whether the stretch has changed since the steps of the plan with `_options` were paired.
         self.has_old_pairs = False
-        # When something was learned, and for which link, for as long as that may be undone.
+        # Time and link of each time that something was learned, for as long as that may be undone.
         self._learned: list[tuple[float, Link]] = []
         self.start_plan(plan, None, is_excursion=False)
 
@@ -154,7 +154,7 @@ class Experience:
         A codec on a GPU is another one than on the host, see `Measured.cost_name`.
         """
         window = self.record.window
-        # Of dense, which all plans are compared with, each step counts.
+        # All plans are compared with dense, so a single dense step counts.
         if len(window) < (1 if is_dense(self.plan) else MIN_STEPS):
             return []
         self.errors.forget_old(now_s)
@@ -162,7 +162,7 @@ class Experience:
         codec_s = median(step.codec_s for step in window)
         codecs = {measured.cost_name(option) for option in timed_options(self.plan)}
         untimed = [codec for codec in codecs if not self.errors.is_timed(codec)]
-        # Without a GPU there is nothing else.
+        # Without a GPU these codecs take all of it.
         others_s = self._others_s(measured, codecs) if measured.bus is not None else 0.0
         told_s, took_s = before.codec_s - others_s, codec_s - others_s
         if told_s > 0 and codec_s > 0 and codecs:

@@ -296,7 +296,7 @@ class ControlLoop:
             decision = self._ask(state, asked, at)
             if isinstance(decision, Replace):
                 return self._apply(state, decision, measured, at, "policy", "excursion_ended", asked=asked)
-        # With another stretch the steps at home must be paired anew, and then the guard judges them there.
+        # With another stretch the steps of the plan at home are paired anew first; then the guard judges them.
         elif not state.experience.has_old_pairs:
             slowdown = state.experience.slowdown(excursion.record, measured)
             if verdict(slowdown, MAX_SLOWDOWN, COMPARED) is Verdict.SLOW:
@@ -346,7 +346,7 @@ class ControlLoop:
         """Return the policy's decision."""
         decision = self._policy.decide(situation)
         if isinstance(decision, Replace) and self._policy.is_guarded:
-            # What an option really keeps is only known while it is in use.
+            # Only steps under an option tell how much it really keeps.
             state.setbacks.add_gain_fall(state.fallen_options(situation.outlook.now), at.step, at.now_s)
         return decision
 

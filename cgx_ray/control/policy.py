@@ -131,7 +131,7 @@ class Policy(Protocol):
 
     @property
     def max_error(self) -> float | None:
-        """Largest error of bits by layer over that of 4 bits, above which it is asked at once; None: it has no such."""
+        """Error of bits by layer over that of 4 bits above which it is asked at once; None if it chooses no bits."""
 
     def decide(self, situation: Situation) -> Decision | None:
         """Return a decision, or None if this policy never decides."""
@@ -234,9 +234,9 @@ class AdaptivePolicy:
         return saved > _least_improvement(current, outlook) and saved * situation.dwell_s > situation.switch_s
 
     def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
-        """Return a codec that was never in use and that a plan so much better that it would replace `kept` would have.
+        """Return a codec that was never in use, if its told times may be all that keeps a plan from replacing `kept`.
 
-        Such a plan exists if the codec's told times are MAX_OVERSTATED times too long.
+        They may be MAX_OVERSTATED times too long.
         """
         measured, errors = situation.outlook.now, situation.outlook.errors
         allowed = self._allowed(situation)

@@ -105,16 +105,16 @@ class WorkerGroupState:
         self._slow_ranks = SlowRanks(plan.world_size)
         self._innovations = Innovations()
         self._recent: list[JoinedStep] = []
-        # Of the plan in force: its versions, on trial and permanent, and whether an outcome is known.
+        # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
-        # Of the policy's last decision: step, time, number of network changes, whether the link is followed.
+        # The policy's last decision: its step, time, number of network changes, and whether plans follow the link.
         self._decision_step, self._decision_s, self._num_changes, self._follows_link = 0, 0.0, -1, True
         self._predicted_s: float | None = None
         self._predicted_dense_s: float | None = None
         self._prediction_error: float | None = None
         self._news: Cause | None = None
         self._slow_s = 0.0
-        # By node, the time of its last report; and the time of the last report of any.
+        # Time of each node's last report, and of the last report of any node.
         self._reported_s: dict[str, float] = {}
         self._now_s = 0.0
         if learned is not None:
@@ -373,7 +373,7 @@ class WorkerGroupState:
         told = recent[-1].inside
         inside = Link(alpha_s=told.alpha_s, beta_s_per_byte=told.beta_s_per_byte) if told is not None else None
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
-        # As of a dense step, see `ComputeStretch`.
+        # Compute of a dense step, see `ComputeStretch`.
         stretch = self.experience.stretch
         compute_s = median(one.compute_s for one in recent) / stretch
         backward_s = [seconds / stretch for seconds in layer_times(self.layers, self.plan, ready_s)]
