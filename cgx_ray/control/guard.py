@@ -26,12 +26,12 @@ def needs_dense_steps(state: WorkerGroupState, decision: Replace) -> bool:
 
 def replace_by_dense(state: WorkerGroupState, reason: str) -> Replace:
     """Return the decision to measure dense steps."""
-    measured, dense = state.known(), state.experience.dense_plan
-    dense_s = state.experience.dense_s(measured)
+    measured, experience = state.known(), state.experience
+    dense_s = experience.dense_s(measured)
     return Replace(
-        plan=replace(dense, version=state.plan.last_version + 1, lease=None),
+        plan=replace(experience.dense_plan, version=state.plan.last_version + 1, lease=None),
         reason=reason,
-        predicted=predict(measured, groups_of(dense, state.layers)),
+        predicted=predict(measured, experience.dense_groups),
         step_s=dense_s,
         dense_s=dense_s,
     )

@@ -159,15 +159,7 @@ class ControlLoop:
     def _new_state(self, told: Registration) -> WorkerGroupState:
         """Start to measure anew, with what was learned before."""
         self._state = WorkerGroupState(
-            self.layers,
-            self.plans[-1],
-            told.dense_plan,
-            told.codec_costs,
-            told.encodes_on,
-            self._policy,
-            self._earlier.gain_ratios,
-            self._earlier.learned,
-            told.bus,
+            self.layers, self.plans[-1], told, self._policy, self._earlier.gain_ratios, self._earlier.learned
         )
         self._progress, self._last_step = Progress(), None
         self._notes.start_group()

@@ -12,7 +12,7 @@ from cgx_ray.control.excursion import Excursion
 from cgx_ray.control.experience import SURPRISE, Experience
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.gains import GAIN_CHANGE
-from cgx_ray.control.history import Learned
+from cgx_ray.control.history import Learned, Registration
 from cgx_ray.control.innovation import Innovations
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.known_gains import KnownGains
@@ -38,8 +38,6 @@ from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import NONE, Layer, Option, Plan
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.legs import EncodesOn
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of
 
 # Steps whose median is measured, and the least number of steps before the first decision: a median needs three.
@@ -68,24 +66,19 @@ class WorkerGroupState:
         self,
         layers: Sequence[Layer],
         plan: Plan,
-        dense_plan: Plan,
-        codec_costs: Mapping[str, CodecCost],
-        encodes_on: EncodesOn,
+        told: Registration,
         policy: Policy,
         gain_ratios: Mapping[str, float],
-        learned: Learned | None = None,
-        bus: Link | None = None,
+        learned: Learned | None,
     ) -> None:
         """
-        dense_plan   that plans are compared with
-        policy       which errors by layer it needs, and how it is bound by them
+        policy       tells which errors by layer it needs, and how it is bound by them
         gain_ratios  learned in earlier worker groups, see `GainWatch`
         learned      in earlier worker groups, of any size
-        bus          as in `Measured`
         """
         self.layers = tuple(layers)
         self._fixed = tuple(group for group in groups_of(plan, layers) if group.is_fixed)
-        self.experience = Experience(layers, plan, dense_plan, codec_costs)
+        self.experience = Experience(layers, plan, told.dense_plan, told.codec_costs)
         self.excursion: Excursion | None = None
         self.failed: str | None = None
         self.decided: Measured | None = None
@@ -99,8 +92,7 @@ class WorkerGroupState:
         self._max_error = policy.max_error
         self._bits = bits_by_layer(plan)
         self.loss = LossTrend()
-        self._encodes_on: EncodesOn = encodes_on
-        self._bus = bus
+        self._told = told
         self._joiner = StepJoiner(plan.world_size)
         self._slow_ranks = SlowRanks(plan.world_size)
         self._innovations = Innovations()
@@ -134,8 +126,8 @@ class WorkerGroupState:
             learned.measured,
             network=network_of(num_workers, num_local, before.between, before.inside),
             codec_costs=self.experience.codec_costs,
-            encodes_on=self._encodes_on,
-            bus=self._bus,
+            encodes_on=self._told.encodes_on,
+            bus=self._told.bus,
             fixed=self._fixed,
         )
 
@@ -144,10 +136,8 @@ class WorkerGroupState:
         measured = self.measured() or self.decided
         if measured is None:
             return None
-        experience = self.experience
-        return Learned(
-            measured=measured, errors=experience.errors, setbacks=self.setbacks, baseline=experience.baseline
-        )
+        own = self.experience
+        return Learned(measured=measured, errors=own.errors, setbacks=self.setbacks, baseline=own.baseline)
 
     def note(self, news: str) -> None:
         """Have the policy asked as soon as there are measurements, because of `news`."""
@@ -386,8 +376,8 @@ class WorkerGroupState:
             network=network_of(self.plan.world_size, recent[-1].num_local, between, inside),
             codec_costs=self.experience.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
-            encodes_on=self._encodes_on,
-            bus=self._bus,
+            encodes_on=self._told.encodes_on,
+            bus=self._told.bus,
             fixed=self._fixed,
             layer_errors=self.losses.layer_errors if chooses_bits else {},
             squared_errors=self.losses.squared_errors or before,
