@@ -8,7 +8,7 @@ from dataclasses import replace
 from cgx_ray.control.evidence import Evidence
 from cgx_ray.control.excursion import MAX_SPEEDUP, Excursion
 from cgx_ray.control.measured import is_dense
-from cgx_ray.control.policy import Disable, Replace, describe_options
+from cgx_ray.control.policy import Disable, Replace
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.planner.prediction import groups_of, predict
 
@@ -57,7 +57,7 @@ def return_home(state: WorkerGroupState, excursion: Excursion) -> Replace:
     what = "dense is measured" if excursion.codec is None else f"{excursion.codec} is timed"
     return Replace(
         plan=replace(excursion.home, version=state.plan.last_version + 1, lease=None),
-        reason=f"{what}: back to {describe_options(predicted)}",
+        reason=f"{what}: back to {predicted.describe_options()}",
         predicted=predicted,
         step_s=state.experience.errors.step_s(predicted),
         dense_s=state.experience.dense_s(measured),

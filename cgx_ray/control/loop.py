@@ -36,7 +36,7 @@ from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, MadeBy, decision_entry, outcome_entry
 from cgx_ray.control.measured import dense_groups, is_dense
 from cgx_ray.control.notes import Notes
-from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation
 from cgx_ray.control.progress import Progress
 from cgx_ray.control.step_ring import Decided, JoinedReport, StepRing
 from cgx_ray.control.tally import CauseKind
@@ -303,7 +303,7 @@ class ControlLoop:
         ban_s = state.setbacks.add_slow_plan(groups, at.step, at.now_s)
         # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
         measured = state.known()
-        state.failed = describe_options(predict(measured, groups))
+        state.failed = predict(measured, groups).describe_options()
         reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
         state.tally.add_revert("slower_than_dense")
         return self._apply(state, disable(state, reason), measured, at, "guard", "slower_than_dense")
@@ -315,8 +315,7 @@ class ControlLoop:
         if measured is None or cause is None:
             return None
         state.learn(at.now_s)
-        measured = state.measured()
-        assert measured is not None
+        measured = state.known()
         if self._policy.is_guarded:
             state.setbacks.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
         asked = self._situation(state, cause.text, state.plan, measured, at)
@@ -344,11 +343,9 @@ class ControlLoop:
 
     def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Situation:
         """Return the policy's input. `plan`: that in force, or the one before an excursion."""
-        banned = state.setbacks.banned(at.step, at.now_s)
-        plan = replace(plan, version=state.plan.last_version, lease=None)
         return Situation(
             cause=cause,
-            plan=plan,
+            plan=replace(plan, version=state.plan.last_version, lease=None),
             outlook=Outlook(
                 now=measured,
                 states=state.states(measured),
@@ -357,7 +354,7 @@ class ControlLoop:
             ),
             dwell_s=state.links.dwell_s,
             switch_s=state.experience.switch_s(measured.compute_s),
-            banned=banned,
+            banned=state.setbacks.banned(at.step, at.now_s),
         )
 
     def _apply(

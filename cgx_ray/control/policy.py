@@ -22,7 +22,6 @@ ranks share memory, hierarchical options equal flat ones, so the planner leaves 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -187,7 +186,7 @@ class AdaptivePolicy:
             reason = f"{cause}: {_describe_best(found, outlook)}"
             return Keep(reason=reason, predicted=current, step_s=current_s, dense_s=dense_s)
         if self._may_stay(situation, current) and not self._is_worth(situation, current, found):
-            kept, other = describe_options(current), describe_options(best)
+            kept, other = current.describe_options(), best.describe_options()
             return Keep(
                 reason=f"{cause}: kept {kept}; {other if other != kept else 'another grouping'} would be less than "
                 f"{_least_improvement(current, outlook):.0%} better",
@@ -261,14 +260,6 @@ def _least_improvement(current: Prediction, outlook: Outlook) -> float:
     return max(MIN_IMPROVEMENT, min(1 - math.exp(-outlook.errors.doubt / 2), MOST_IMPROVEMENT))
 
 
-def describe_options(prediction: Prediction) -> str:
-    """Return the options of a plan and their number of groups, such as "2x qsgd:bits=4 over sra, 1x dense"."""
-    if len(prediction.options) == 1:
-        return str(prediction.options[0])
-    counts = Counter(group.option for group in prediction.groups)
-    return ", ".join(f"{counts[option]}x {option}" for option in prediction.options)
-
-
 def _describe_best(found: BestPlan, outlook: Outlook) -> str:
     best = found.best
     best_s, dense_s = map(outlook.errors.step_s, (best, found.dense))
@@ -276,7 +267,7 @@ def _describe_best(found: BestPlan, outlook: Outlook) -> str:
         return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
     assert best.efficiency is not None
     text = (
-        f"{describe_options(best)}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
+        f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
         f"{best.efficiency:.1%} of its progress"
     )
     costs = describe_costs(option.codec for option in best.options)
