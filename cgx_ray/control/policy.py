@@ -110,10 +110,6 @@ class Situation:
     switch_s: float = 0.0
     banned: frozenset[Option] = field(default_factory=frozenset)
 
-    def allowed(self, options: Sequence[Option]) -> list[Option]:
-        """Return `options` without those that are banned."""
-        return [option for option in options if option.flat() not in self.banned]
-
 
 class Policy(Protocol):
     @property
@@ -214,8 +210,9 @@ class AdaptivePolicy:
         moved = offloaded(self.options) if measured.bus is not None else ()
         return [
             option
-            for option in situation.allowed([*self.options, *moved])
-            if option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain
+            for option in (*self.options, *moved)
+            if option.flat() not in situation.banned
+            and (option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain)
         ]
 
     def _may_stay(self, situation: Situation, current: Prediction) -> bool:
