@@ -355,7 +355,7 @@ class WorkerGroupState:
         """Return the current measurements in the planner's terms; None while some are missing."""
         recent, rate = self._recent, self.network.bandwidth
         if any(step.plan_version not in self._versions for step in recent):
-            # Until the first step of a new plan, the groups that were measured are others than its own.
+            # Before the first step of a new plan, the groups that were measured are those of the plan before.
             return None
         if len(recent) < LINK_STEPS or rate is None or not self.gains.gain:
             return None
