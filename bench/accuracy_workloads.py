@@ -11,15 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cgx_ray.bench.accuracy_cases import LARGE_WORKLOAD
-from cgx_ray.demo.gpt import GPTConfig, StdlibBytes, build_gpt
+from cgx_ray.demo.gpt import BATCH_SIZE, GPTConfig, StdlibBytes, build_gpt
 from cgx_ray.errors import ConfigError
 
 Batch = tuple[Tensor, Tensor]
 # 0.39 million parameters: small enough for hundreds of trainings on two cores.
 _GPT = GPTConfig(context=64, width=96, num_layers=3, num_heads=4)
 _GPT_BATCH_SIZE = 4
-# As in the demo.
-_LARGE_BATCH_SIZE = 2
 _GPT_VALIDATION_SEQUENCES = 256
 _DIGITS_BATCH_SIZE = 16
 # Noise on the digits, in units of their range. Without it the validation loss falls so low that a few images decide.
@@ -52,7 +50,7 @@ def load_task(name: str) -> TrainingTask:
     if name == "digits":
         return _digits()
     if name == LARGE_WORKLOAD:
-        return _gpt(GPTConfig(), _LARGE_BATCH_SIZE, _adamw)
+        return _gpt(GPTConfig(), BATCH_SIZE, _adamw)
     return _gpt(_GPT, _GPT_BATCH_SIZE, _adamw if name == "gpt_adamw" else _sgd(0.1))
 
 

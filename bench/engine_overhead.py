@@ -18,11 +18,10 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.demo.gpt import StdlibBytes, build_gpt
+from cgx_ray.demo.gpt import BATCH_SIZE, StdlibBytes, build_gpt
 from cgx_ray.report.result import Row
 
 NUM_PROCESSES = 4
-BATCH_SIZE = 2
 # DDP rebuilds its buckets after step 1, and the engine allocates residuals and buffers in step 2.
 _WARMUP_STEPS = 3
 

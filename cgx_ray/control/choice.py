@@ -51,7 +51,7 @@ class Outlook:
             between = self._between()
             for codec in dict.fromkeys(option.codec for option in options):
                 same = [option for option in options if option.codec == codec]
-                found.append(self._with_dense(best_plan(between, same, min_gain=min_gain), between))
+                found.append(best_plan(between, same, min_gain=min_gain, dense_groups=self.dense_groups))
         best = min(found, key=lambda plan: self.score(plan.best.groups))
         return replace(best, best=predict(self.now, best.best.groups), dense=predict(self.now, best.dense.groups))
 
@@ -73,7 +73,7 @@ class Outlook:
         errors, pool, plans = self.errors, list(options), []
         best_s = math.inf
         for _ in range(MAX_SEARCHES):
-            found = self._with_dense(best_plan(measured, pool, min_gain=min_gain), measured)
+            found = best_plan(measured, pool, min_gain=min_gain, dense_groups=self.dense_groups)
             for plan in (found, replace(found, best=found.dense, gap=0.0)):
                 plans.append(plan)
                 best_s = min(best_s, errors.factor(plan.best.groups) * plan.best.score)
@@ -84,14 +84,3 @@ class Outlook:
             worst = max(map(errors.option_factor, used))
             pool = [option for option in pool if errors.option_factor(option) < worst]
         return plans
-
-    def _with_dense(self, found: BestPlan, measured: Measured) -> BestPlan:
-        """Return `found` with `dense_groups` instead of those that are predicted to be the best for dense.
-
-        DDP's groups are what users had, and measured. Others that seem a little better were up to 1.8x slower, where
-        ranks share processors. A compressed plan that is better than DDP's dense alone is not found.
-        """
-        if not self.dense_groups:
-            return found
-        dense = predict(measured, self.dense_groups)
-        return replace(found, best=dense if found.best.is_dense else found.best, dense=dense)

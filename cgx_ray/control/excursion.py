@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cgx_ray.control.evidence import MAX_STEPS, Evidence, Verdict, verdict
 from cgx_ray.control.outcome import PlanRecord
-from cgx_ray.control.policy import MAX_SLOWDOWN
+from cgx_ray.control.policy import MAX_SLOWDOWN, Keep, Policy, Replace, Situation
 from cgx_ray.plan import CodecSpec, Option, Plan, preferred_scheme
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
@@ -21,7 +21,7 @@ from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predi
 EXCURSION_STEPS = 3
 # Steps from which a plan that seems slower than dense is compared with dense. Fewer are often slow by chance.
 SUSPECT_STEPS = 8
-# Standard errors within which the promise must be in doubt.
+# Standard errors from the promise's limit within which a plan is in doubt.
 WORTH = 2.0
 # Standard errors by which a plan must be over MAX_SLOWDOWN right after a comparison to be taken back. Less than
 # `evidence.SURE`: dense is what was promised, and costs little if the two are that near.
@@ -89,6 +89,21 @@ def is_worth_comparing(slowdown: Evidence, dense: Evidence, num_steps: int) -> b
         and slowdown.mean > -math.log(MAX_SPEEDUP)
         # With dense known better than the plan, only more steps of the plan help.
         and dense.error > own_error
+    )
+
+
+def codec_trial(policy: Policy, situation: Situation, kept: Keep) -> tuple[CodecSpec, Replace] | None:
+    """Return a codec whose told times may be what rules it out, and the decision to time it in one layer, or None."""
+    codec = policy.codec_to_time(situation, kept)
+    trial = trial_of(codec, situation.outlook.now, kept.predicted) if codec is not None else None
+    if codec is None or trial is None:
+        return None
+    return codec, Replace(
+        plan=trial.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
+        reason=f"{kept.reason}; time {codec} in one layer",
+        predicted=trial,
+        step_s=situation.outlook.errors.step_s(trial),
+        dense_s=kept.dense_s,
     )
 
 

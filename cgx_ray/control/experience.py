@@ -12,7 +12,7 @@ from cgx_ray.control.baseline import DenseBaseline
 from cgx_ray.control.evidence import MAX_STEPS, MIN_STEPS, Evidence, evidence
 from cgx_ray.control.excursion import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.control.learned_errors import LATE_NOTICE_S, LearnedErrors
+from cgx_ray.control.learned_errors import LearnedErrors, undoable
 from cgx_ray.control.measured import at_compute, is_dense, non_dense_options, timed_options
 from cgx_ray.control.outcome import PairedStep, PlanRecord
 from cgx_ray.control.stretch import SideBySide
@@ -46,27 +46,24 @@ class Experience:
     ) -> None:
         """`told_costs`: codec times as they were measured before training."""
         self.layers = tuple(layers)
-        self.plan = plan
         self.dense_plan = dense_plan
-        self.record = PlanRecord()
         self.baseline = DenseBaseline()
         self.errors = LearnedErrors()
         self.trained_s = 0.0
-        self._groups = groups_of(plan, layers)
         self.dense_groups = groups_of(dense_plan, layers)
         self._told_costs = dict(told_costs)
         self._comparisons = ComparisonBudget()
         self._switch_s: list[float] = []
         # Options of the plan that dense steps are compared with: that in force, or the last one before it.
-        self._options = non_dense_options(plan)
-        self._is_trial = False
-        self._sides = SideBySide(is_dense=is_dense(plan))
+        self._options: frozenset[Option] = frozenset()
         # Options whose stretch the steps under the plan in force have; None: that of dense steps.
-        self._stretched: frozenset[Option] | None = None if is_dense(plan) else self._options
-        # Whether the stretch is another one since steps of the plan with `_options` were paired; until its next step.
+        self._stretched: frozenset[Option] | None = None
+        self._sides = SideBySide()
+        # Whether the stretch has changed since the steps of the plan with `_options` were paired.
         self.has_old_pairs = False
-        # When something was learned, and for which link, for as long as that may be undone.
+        # Time and link of each time that something was learned, for as long as that may be undone.
         self._learned: list[tuple[float, Link]] = []
+        self.start_plan(plan, None, is_excursion=False)
 
     @property
     def codec_costs(self) -> dict[str, CodecCost]:
@@ -102,25 +99,25 @@ class Experience:
             self._learn_stretch(step.compute_s)
         if not is_warm or measured is None or min(step.step_s, step.compute_s, measured.compute_s) <= 0:
             return None
-        paired = self._paired(step.step_s, step.compute_s, step.codec_s, measured)
+        paired = self._paired(step, measured)
         self.record.window.append(paired)
         if is_dense(self.plan):
             self.baseline.add(paired.over_plan, measured.network.between)
         if self.has_old_pairs and self._stretched is not None and not self._is_trial:
-            anew = (self._paired(one.step_s, one.compute_s, one.codec_s, measured) for one in self.record.window)
-            self.record.window = deque(anew, maxlen=MAX_STEPS)
+            self.record.window = deque((self._paired(one, measured) for one in self.record.window), maxlen=MAX_STEPS)
             self.has_old_pairs = False
         return math.exp(self.record.window[-1].over_plan)
 
-    def _paired(self, step_s: float, compute_s: float, codec_s: float, measured: Measured) -> PairedStep:
-        own = at_compute(measured, compute_s / self.stretch)
+    def _paired(self, step: JoinedStep | PairedStep, measured: Measured) -> PairedStep:
+        """Return `step` beside the predictions under `measured` for its own compute."""
+        own = at_compute(measured, step.compute_s / self.stretch)
         predicted = predict(own, self._groups)
-        over_plan, over_dense = math.log(step_s / predicted.step_s), 0.0
+        over_plan, over_dense = math.log(step.step_s / predicted.step_s), 0.0
         if not predicted.is_dense:
             # Errors by layer may say that the plan in force keeps nothing.
             kept = 1.0 if predicted.efficiency is None else max(predicted.efficiency, MIN_KEPT)
-            over_dense = math.log(step_s / kept / predict(own, self.dense_groups).step_s)
-        return PairedStep(step_s, compute_s, codec_s, over_plan, over_dense)
+            over_dense = math.log(step.step_s / kept / predict(own, self.dense_groups).step_s)
+        return PairedStep(step.step_s, step.compute_s, step.codec_s, over_plan, over_dense)
 
     def _learn_stretch(self, compute_s: float) -> None:
         """Add a step's compute; compare dense steps with others once there are enough of both."""
@@ -142,7 +139,7 @@ class Experience:
         A change is noticed seconds late, and meanwhile slow steps look like errors of the options in use. Smaller
         changes than those that count as another network have this effect too.
         """
-        self._learned = [one for one in self._learned if one[0] >= now_s - LATE_NOTICE_S]
+        self._learned = undoable(self._learned, now_s)
         ratios = [link.beta_s_per_byte / before.beta_s_per_byte for _, before in self._learned]
         if all(1 / DRIFT < ratio < DRIFT for ratio in ratios):
             return False
@@ -157,7 +154,7 @@ class Experience:
         A codec on a GPU is another one than on the host, see `Measured.cost_name`.
         """
         window = self.record.window
-        # Of dense, which all plans are compared with, each step counts.
+        # All plans are compared with dense, so a single dense step counts.
         if len(window) < (1 if is_dense(self.plan) else MIN_STEPS):
             return []
         self.errors.forget_old(now_s)
@@ -165,15 +162,14 @@ class Experience:
         codec_s = median(step.codec_s for step in window)
         codecs = {measured.cost_name(option) for option in timed_options(self.plan)}
         untimed = [codec for codec in codecs if not self.errors.is_timed(codec)]
-        # Without a GPU there is nothing else.
+        # Without a GPU these codecs take all of it.
         others_s = self._others_s(measured, codecs) if measured.bus is not None else 0.0
         told_s, took_s = before.codec_s - others_s, codec_s - others_s
         if told_s > 0 and codec_s > 0 and codecs:
             self.errors.learn_codecs(codecs, max(took_s, MIN_CODEC_S) / told_s)
             corrected = predict(replace(measured, codec_costs=self.codec_costs), self._groups)
             self.record.shift(math.log(corrected.step_s / before.step_s))
-        recent = [one for one in self._learned if one[0] >= now_s - LATE_NOTICE_S]
-        self._learned = [*recent, (now_s, measured.network.between)]
+        self._learned = [*undoable(self._learned, now_s), (now_s, measured.network.between)]
         self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, len(window), now_s)
         return untimed
 

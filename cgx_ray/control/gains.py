@@ -105,7 +105,7 @@ class GainWatch:
 
     @property
     def usable(self) -> dict[str, float]:
-        """Those of `gain` that plans may be made with: sparse codecs once two measurements agree, or when in use."""
+        """Gains that plans may be made with: sparse codecs once two measurements agree, or when in use."""
         return {
             name: one.mean
             for name, one in self._known.items()

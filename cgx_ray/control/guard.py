@@ -8,7 +8,7 @@ from dataclasses import replace
 from cgx_ray.control.evidence import Evidence
 from cgx_ray.control.excursion import MAX_SPEEDUP, Excursion
 from cgx_ray.control.measured import is_dense
-from cgx_ray.control.policy import Disable, Replace, describe_options
+from cgx_ray.control.policy import Disable, Replace
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.planner.prediction import groups_of, predict
 
@@ -26,12 +26,12 @@ def needs_dense_steps(state: WorkerGroupState, decision: Replace) -> bool:
 
 def replace_by_dense(state: WorkerGroupState, reason: str) -> Replace:
     """Return the decision to measure dense steps."""
-    measured, dense = state.known(), state.experience.dense_plan
-    dense_s = state.experience.dense_s(measured)
+    measured, experience = state.known(), state.experience
+    dense_s = experience.dense_s(measured)
     return Replace(
-        plan=replace(dense, version=state.plan.last_version + 1, lease=None),
+        plan=replace(experience.dense_plan, version=state.plan.last_version + 1, lease=None),
         reason=reason,
-        predicted=predict(measured, groups_of(dense, state.layers)),
+        predicted=predict(measured, experience.dense_groups),
         step_s=dense_s,
         dense_s=dense_s,
     )
@@ -57,7 +57,7 @@ def return_home(state: WorkerGroupState, excursion: Excursion) -> Replace:
     what = "dense is measured" if excursion.codec is None else f"{excursion.codec} is timed"
     return Replace(
         plan=replace(excursion.home, version=state.plan.last_version + 1, lease=None),
-        reason=f"{what}: back to {describe_options(predicted)}",
+        reason=f"{what}: back to {predicted.describe_options()}",
         predicted=predicted,
         step_s=state.experience.errors.step_s(predicted),
         dense_s=state.experience.dense_s(measured),

@@ -6,8 +6,8 @@ from cgx_ray.control.changes import ALARM, ChangeDetector
 
 # Ratio of compute from which a change is a reason to decide anew.
 OTHER_COMPUTE = 1.2
-# Evidence (`changes.ALARM`) for steps that take another time than predicted: three times that for another network. That
-# is the usual cause, and is noticed first.
+# Evidence (`changes.ALARM`) for steps that take another time than predicted: three times that for another network,
+# which is the usual cause, so that the network is noticed first.
 RATIO_ALARM = 3 * ALARM
 
 

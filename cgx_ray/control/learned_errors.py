@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median_low
-from typing import Any
+from typing import Any, TypeVar
 
 from cgx_ray.control.measured import dense_shares
 from cgx_ray.control.stretch import ComputeStretch
@@ -26,6 +26,8 @@ EARLIER_STEPS = 1.0
 NUM_OUTCOMES = 8
 # Largest factor by which one outcome corrects a codec's times. They may be told 300 times too long.
 MAX_CODEC_CORRECTION = 1000.0
+
+T = TypeVar("T")
 
 
 class LearnedErrors:
@@ -92,8 +94,7 @@ class LearnedErrors:
 
     def learn_step(self, groups: Sequence[PlannedGroup], log_ratio: float, num_steps: int, now_s: float) -> None:
         """Add `num_steps` steps, whose measured over predicted seconds have the mean logarithm `log_ratio`."""
-        recent = [one for one in self._before if one[0] >= now_s - LATE_NOTICE_S]
-        self._before = [*recent, (now_s, dict(self._steps))]
+        self._before = [*undoable(self._before, now_s), (now_s, dict(self._steps))]
         shares = _counted_shares(groups)
         before = {option: self._log(option) for option in shares}
         miss = log_ratio - math.fsum(share * before[option] for option, share in shares.items())
@@ -109,9 +110,9 @@ class LearnedErrors:
     def undo(self, now_s: float) -> None:
         """Undo what was learned in the last seconds, while predictions were made for the network before."""
         self._misses = deque([one for one in self._misses if one[0] < now_s - LATE_NOTICE_S], maxlen=NUM_OUTCOMES)
-        recent = [steps for learned_s, steps in self._before if learned_s >= now_s - LATE_NOTICE_S]
+        recent = undoable(self._before, now_s)
         if recent:
-            self._steps = recent[0]
+            self._steps = recent[0][1]
         self._before = []
 
     def learn_codecs(self, codecs: Iterable[str], ratio: float) -> None:
@@ -155,6 +156,11 @@ class LearnedErrors:
         if codec in self._codecs:
             return self._codecs[codec]
         return math.fsum(self._codecs.values()) / (len(self._codecs) + 1)
+
+
+def undoable(learned: Iterable[tuple[float, T]], now_s: float) -> list[tuple[float, T]]:
+    """Return those of `learned`, with their time first, that another network would undo now."""
+    return [one for one in learned if one[0] >= now_s - LATE_NOTICE_S]
 
 
 def _counted_shares(groups: Sequence[PlannedGroup]) -> dict[Option, float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.progress import PARTS
 from cgx_ray.monitors.sample import NodeSample, NodeStep
 
 # Namespace of the controllers' actors.
@@ -70,8 +71,7 @@ class LiveState:
     def _rank_fields(self, rank: int) -> dict[str, Any]:
         step = self._ranks[rank]
         place = step.ranks.index(rank)
-        parts = ("step_s", "compute_s", "encode_s", "exchange_s", "decode_s", "wire_bytes", "dense_bytes")
-        own = {part: getattr(step, part)[place] for part in parts}
+        own = {part: getattr(step, part)[place] for part in PARTS}
         return {"rank": rank, "node": self._address(rank), "step": step.step, **own}
 
     def _node_fields(self, node_id: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from cgx_ray.control.choice import Outlook
 from cgx_ray.control.evidence import Evidence, Verdict, verdict
-from cgx_ray.control.excursion import COMPARED, EXCURSION_STEPS, Excursion, trial_of
+from cgx_ray.control.excursion import COMPARED, EXCURSION_STEPS, Excursion, codec_trial
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.history import KEPT_PLANS, History, Registration
@@ -36,7 +36,7 @@ from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal import Journal, MadeBy, decision_entry, outcome_entry
 from cgx_ray.control.measured import dense_groups, is_dense
 from cgx_ray.control.notes import Notes
-from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation, describe_options
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation
 from cgx_ray.control.progress import Progress
 from cgx_ray.control.step_ring import Decided, JoinedReport, StepRing
 from cgx_ray.control.tally import CauseKind
@@ -159,15 +159,7 @@ class ControlLoop:
     def _new_state(self, told: Registration) -> WorkerGroupState:
         """Start to measure anew, with what was learned before."""
         self._state = WorkerGroupState(
-            self.layers,
-            self.plans[-1],
-            told.dense_plan,
-            told.codec_costs,
-            told.encodes_on,
-            self._policy,
-            self._earlier.gain_ratios,
-            self._earlier.learned,
-            told.bus,
+            self.layers, self.plans[-1], told, self._policy, self._earlier.gain_ratios, self._earlier.learned
         )
         self._progress, self._last_step = Progress(), None
         self._notes.start_group()
@@ -296,7 +288,7 @@ class ControlLoop:
             decision = self._ask(state, asked, at)
             if isinstance(decision, Replace):
                 return self._apply(state, decision, measured, at, "policy", "excursion_ended", asked=asked)
-        # With another stretch the steps at home must be paired anew, and then the guard judges them there.
+        # With another stretch the steps of the plan at home are paired anew first; then the guard judges them.
         elif not state.experience.has_old_pairs:
             slowdown = state.experience.slowdown(excursion.record, measured)
             if verdict(slowdown, MAX_SLOWDOWN, COMPARED) is Verdict.SLOW:
@@ -311,7 +303,7 @@ class ControlLoop:
         ban_s = state.setbacks.add_slow_plan(groups, at.step, at.now_s)
         # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
         measured = state.known()
-        state.failed = describe_options(predict(measured, groups))
+        state.failed = predict(measured, groups).describe_options()
         reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
         state.tally.add_revert("slower_than_dense")
         return self._apply(state, disable(state, reason), measured, at, "guard", "slower_than_dense")
@@ -323,8 +315,7 @@ class ControlLoop:
         if measured is None or cause is None:
             return None
         state.learn(at.now_s)
-        measured = state.measured()
-        assert measured is not None
+        measured = state.known()
         if self._policy.is_guarded:
             state.setbacks.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
         asked = self._situation(state, cause.text, state.plan, measured, at)
@@ -335,26 +326,26 @@ class ControlLoop:
             num_dense = state.experience.baseline.num_steps
             self._notes.wait(decision, num_dense=num_dense, step=at.step, time_s=at.time_s)
             return None
-        trial = self._codec_trial(state, decision, measured, at) if isinstance(decision, Keep) else None
+        trial = codec_trial(self._policy, asked, decision) if isinstance(decision, Keep) else None
         if trial is not None:
-            return self._apply(state, trial, measured, at, "codec_trial", cause.kind, asked=asked)
+            codec, decision = trial
+            state.excursion = Excursion(home=state.plan, record=state.experience.record, codec=codec)
+            return self._apply(state, decision, measured, at, "codec_trial", cause.kind, asked=asked)
         return self._apply(state, decision, measured, at, "policy", cause.kind, asked=asked)
 
     def _ask(self, state: WorkerGroupState, situation: Situation, at: _When) -> Decision | None:
         """Return the policy's decision."""
         decision = self._policy.decide(situation)
         if isinstance(decision, Replace) and self._policy.is_guarded:
-            # What an option really keeps is only known while it is in use.
+            # Only steps under an option tell how much it really keeps.
             state.setbacks.add_gain_fall(state.fallen_options(situation.outlook.now), at.step, at.now_s)
         return decision
 
     def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Situation:
         """Return the policy's input. `plan`: that in force, or the one before an excursion."""
-        banned = state.setbacks.banned(at.step, at.now_s)
-        plan = replace(plan, version=state.plan.last_version, lease=None)
         return Situation(
             cause=cause,
-            plan=plan,
+            plan=replace(plan, version=state.plan.last_version, lease=None),
             outlook=Outlook(
                 now=measured,
                 states=state.states(measured),
@@ -363,22 +354,7 @@ class ControlLoop:
             ),
             dwell_s=state.links.dwell_s,
             switch_s=state.experience.switch_s(measured.compute_s),
-            banned=banned,
-        )
-
-    def _codec_trial(self, state: WorkerGroupState, kept: Keep, measured: Measured, at: _When) -> Replace | None:
-        """Return a plan that times a codec that was never in use, if its told times may be what rules it out."""
-        codec = self._policy.codec_to_time(self._situation(state, kept.reason, state.plan, measured, at), kept)
-        trial = trial_of(codec, measured, kept.predicted) if codec is not None else None
-        if trial is None:
-            return None
-        state.excursion = Excursion(home=state.plan, record=state.experience.record, codec=codec)
-        return Replace(
-            plan=trial.plan(version=state.plan.last_version + 1, world_size=state.plan.world_size),
-            reason=f"{kept.reason}; time {codec} in one layer",
-            predicted=trial,
-            step_s=state.experience.errors.step_s(trial),
-            dense_s=kept.dense_s,
+            banned=state.setbacks.banned(at.step, at.now_s),
         )
 
     def _apply(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cgx_ray.control.policy import REVIEW_S, Decision, Keep, Replace, Situation, describe_options
+from cgx_ray.control.policy import REVIEW_S, Decision, Keep, Replace, Situation
 from cgx_ray.plan import CodecSpec, Option
 from cgx_ray.planner.bits import ALPHA
 from cgx_ray.planner.papers.cgx import cgx_groups
@@ -42,7 +42,7 @@ class PaperPolicy:
         predicted = current if chosen is None or chosen == current.groups else predict(outlook.now, chosen)
         step_s, dense_s = map(outlook.errors.step_s, (predicted, dense))
         what = f"{self._name} keeps" if predicted is current else f"{self._name} chooses"
-        reason = f"{situation.cause}: {what} {describe_options(predicted)}; predicted {step_s:.3f} s per step"
+        reason = f"{situation.cause}: {what} {predicted.describe_options()}; predicted {step_s:.3f} s per step"
         if predicted is current:
             return Keep(reason=reason, predicted=current, step_s=step_s, dense_s=dense_s)
         return Replace(

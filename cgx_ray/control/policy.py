@@ -22,7 +22,6 @@ ranks share memory, hierarchical options equal flat ones, so the planner leaves 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -111,10 +110,6 @@ class Situation:
     switch_s: float = 0.0
     banned: frozenset[Option] = field(default_factory=frozenset)
 
-    def allowed(self, options: Sequence[Option]) -> list[Option]:
-        """Return `options` without those that are banned."""
-        return [option for option in options if option.flat() not in self.banned]
-
 
 class Policy(Protocol):
     @property
@@ -131,7 +126,7 @@ class Policy(Protocol):
 
     @property
     def max_error(self) -> float | None:
-        """Largest error of bits by layer over that of 4 bits, above which it is asked at once; None: it has no such."""
+        """Error of bits by layer over that of 4 bits above which it is asked at once; None if it chooses no bits."""
 
     def decide(self, situation: Situation) -> Decision | None:
         """Return a decision, or None if this policy never decides."""
@@ -187,7 +182,7 @@ class AdaptivePolicy:
             reason = f"{cause}: {_describe_best(found, outlook)}"
             return Keep(reason=reason, predicted=current, step_s=current_s, dense_s=dense_s)
         if self._may_stay(situation, current) and not self._is_worth(situation, current, found):
-            kept, other = describe_options(current), describe_options(best)
+            kept, other = current.describe_options(), best.describe_options()
             return Keep(
                 reason=f"{cause}: kept {kept}; {other if other != kept else 'another grouping'} would be less than "
                 f"{_least_improvement(current, outlook):.0%} better",
@@ -215,8 +210,9 @@ class AdaptivePolicy:
         moved = offloaded(self.options) if measured.bus is not None else ()
         return [
             option
-            for option in situation.allowed([*self.options, *moved])
-            if option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain
+            for option in (*self.options, *moved)
+            if option.flat() not in situation.banned
+            and (option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain)
         ]
 
     def _may_stay(self, situation: Situation, current: Prediction) -> bool:
@@ -234,9 +230,9 @@ class AdaptivePolicy:
         return saved > _least_improvement(current, outlook) and saved * situation.dwell_s > situation.switch_s
 
     def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
-        """Return a codec that was never in use and that a plan so much better that it would replace `kept` would have.
+        """Return a codec that was never in use, if its told times may be all that keeps a plan from replacing `kept`.
 
-        Such a plan exists if the codec's told times are MAX_OVERSTATED times too long.
+        They may be MAX_OVERSTATED times too long.
         """
         measured, errors = situation.outlook.now, situation.outlook.errors
         allowed = self._allowed(situation)
@@ -261,14 +257,6 @@ def _least_improvement(current: Prediction, outlook: Outlook) -> float:
     return max(MIN_IMPROVEMENT, min(1 - math.exp(-outlook.errors.doubt / 2), MOST_IMPROVEMENT))
 
 
-def describe_options(prediction: Prediction) -> str:
-    """Return the options of a plan and their number of groups, such as "2x qsgd:bits=4 over sra, 1x dense"."""
-    if len(prediction.options) == 1:
-        return str(prediction.options[0])
-    counts = Counter(group.option for group in prediction.groups)
-    return ", ".join(f"{counts[option]}x {option}" for option in prediction.options)
-
-
 def _describe_best(found: BestPlan, outlook: Outlook) -> str:
     best = found.best
     best_s, dense_s = map(outlook.errors.step_s, (best, found.dense))
@@ -276,7 +264,7 @@ def _describe_best(found: BestPlan, outlook: Outlook) -> str:
         return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
     assert best.efficiency is not None
     text = (
-        f"{describe_options(best)}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
+        f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
         f"{best.efficiency:.1%} of its progress"
     )
     costs = describe_costs(option.codec for option in best.options)

@@ -10,7 +10,8 @@ from cgx_ray.monitors.sample import NodeStep
 
 # Least seconds that a line stands for, and least share of the training so far: a week gives a thousand lines.
 LINE_S, LINE_SHARE = 2.0, 0.01
-_PARTS = ("step_s", "compute_s", "encode_s", "exchange_s", "decode_s", "wire_bytes", "dense_bytes")
+# Values of a rank's sample that a line has the means of.
+PARTS = ("step_s", "compute_s", "encode_s", "exchange_s", "decode_s", "wire_bytes", "dense_bytes")
 
 
 class Progress:
@@ -25,7 +26,7 @@ class Progress:
     def _start_over(self) -> None:
         self._num_samples = 0
         self._steps: set[int] = set()
-        self._sums = dict.fromkeys(_PARTS, 0.0)
+        self._sums = dict.fromkeys(PARTS, 0.0)
         self._loss_sum, self._num_losses = 0.0, 0
 
     def add(self, parts: Sequence[NodeStep], time_s: float, facts: Callable[[], LoopFacts]) -> Iterator[dict[str, Any]]:
@@ -44,7 +45,7 @@ class Progress:
             if part.plan_version == self._version:
                 self._num_samples += len(part.ranks)
                 self._steps.add(part.step)
-                for name in _PARTS:
+                for name in PARTS:
                     self._sums[name] += sum(getattr(part, name))
                 self._loss_sum += sum(part.losses)
                 self._num_losses += len(part.losses)

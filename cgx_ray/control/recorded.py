@@ -95,7 +95,7 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         },
         encodes_on=fields["encodes_on"],
         bus=Link(**fields["bus"]) if fields.get("bus") is not None else None,
-        # Every plan has them, so that in force too.
+        # Every plan has the fixed groups, so the plan in force has them too.
         fixed=tuple(group for group in groups_of(plan, layers) if group.is_fixed),
     )
     dense = read_groups(fields.get("dense_groups", ()), layers)

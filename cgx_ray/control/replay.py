@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cgx_ray.control.excursion import trial_of
+from cgx_ray.control.excursion import codec_trial
 from cgx_ray.control.journal import FORMAT
-from cgx_ray.control.policy import Decision, Keep, Policy, Replace, Situation, StaticPolicy
+from cgx_ray.control.policy import Decision, Keep, Policy, Situation, StaticPolicy
 from cgx_ray.control.recorded import read_groups, read_layers, read_policy, read_situation
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option, Plan
@@ -185,20 +185,9 @@ class Replay:
 
 def decide_again(policy: Policy, situation: Situation) -> Decision | None:
     """Return what the loop makes of the policy's answer: if that changes nothing, a codec may be timed in one layer."""
-    decision, now = policy.decide(situation), situation.outlook.now
-    if not isinstance(decision, Keep):
-        return decision
-    codec = policy.codec_to_time(situation, decision)
-    trial = trial_of(codec, now, decision.predicted) if codec is not None else None
-    if trial is None:
-        return decision
-    return Replace(
-        plan=trial.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
-        reason=f"{decision.reason}; time {codec} in one layer",
-        predicted=trial,
-        step_s=situation.outlook.errors.step_s(trial),
-        dense_s=decision.dense_s,
-    )
+    decision = policy.decide(situation)
+    trial = codec_trial(policy, situation, decision) if isinstance(decision, Keep) else None
+    return trial[1] if trial is not None else decision
 
 
 def _compare(

@@ -31,17 +31,17 @@ from cgx_ray.plan import Plan
 logger = logging.getLogger(__name__)
 
 # Rises when a record or the loop's state changes.
-FORMAT = 4
+FORMAT = 5
 # Files in a run's folder, oldest first.
 OLD_NAME, NAME = "steps.ring.old", "steps.ring"
 # Fraction of its bound at which a file is full, so that hardly any record finds no room.
 FULL = 0.95
 # Seconds after an error until the next attempt: a full disk may be cleared.
 RETRY_S = 60.0
-# Of one record, so that a broken length reads no gigabytes. A state of 2,000 layers takes 1 MB.
+# Largest record, so that a broken length reads no gigabytes. A state of 2,000 layers takes 1 MB.
 MAX_RECORD_BYTES = 256 << 20
 _HEAD = struct.Struct("<II")
-# Of a record that is decompressed.
+# Largest record after it is decompressed.
 MAX_VALUE_BYTES = 1 << 30
 _OWN_MODULES = ("cgx_ray.control.", "cgx_ray.planner.", "cgx_ray.plan", "cgx_ray.option", "cgx_ray.codec_spec")
 _ADMITTED = {
@@ -252,5 +252,5 @@ def read_ring(path: Path, on_byte: Callable[[int], None], on_broken: Callable[[s
             yield value
 
 
-# What a pickle of classes that have changed raises.
+# Raised by pickles of classes that have changed.
 _READ_ERRORS = (LookupError, TypeError, AttributeError, EOFError, ImportError, MemoryError)

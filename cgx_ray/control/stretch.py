@@ -12,8 +12,8 @@ from cgx_ray.plan import Option
 
 # Dense steps, and steps under another plan, that are compared, at most.
 ADJACENT_STEPS = 8
-# Fewest of those that came first: a training has two dense steps without its first one when it decides for the first
-# time. And of those that came after them: as many as an excursion has.
+# Fewest steps before a switch and after it. A training that decides for the first time has two dense steps without its
+# first one; an excursion has three.
 LEAST_BEFORE, LEAST_AFTER = 2, 3
 # Newest comparisons that count for the same options.
 NUM_COMPARISONS = 8
@@ -56,16 +56,15 @@ class ComputeStretch:
 class SideBySide:
     """Compute of the newest dense steps, and of those under another plan, until both are compared."""
 
-    def __init__(self, *, is_dense: bool) -> None:
-        """`is_dense`: the first steps are dense."""
+    def __init__(self) -> None:
         self._dense_s: deque[float] = deque(maxlen=ADJACENT_STEPS)
         self._others_s: deque[float] = deque(maxlen=ADJACENT_STEPS)
-        self._is_dense, self._is_open, self._since_dense = is_dense, False, 0
+        self._since_dense = 0
 
     def start_plan(self, *, is_dense: bool, is_new: bool) -> None:
         """Begin to compare a plan with the dense steps before it, or dense steps with the plan before them.
 
-        is_new  False after an excursion to dense, which was compared with the plan
+        is_new  False for the plan that goes on after an excursion to dense: the two were compared then
         """
         self._is_dense, self._is_open = is_dense, is_new
         if is_new:

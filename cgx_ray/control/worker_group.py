@@ -12,7 +12,7 @@ from cgx_ray.control.excursion import Excursion
 from cgx_ray.control.experience import SURPRISE, Experience
 from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.gains import GAIN_CHANGE
-from cgx_ray.control.history import Learned
+from cgx_ray.control.history import Learned, Registration
 from cgx_ray.control.innovation import Innovations
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.known_gains import KnownGains
@@ -38,8 +38,6 @@ from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import NONE, Layer, Option, Plan
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.legs import EncodesOn
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of
 
 # Steps whose median is measured, and the least number of steps before the first decision: a median needs three.
@@ -68,24 +66,19 @@ class WorkerGroupState:
         self,
         layers: Sequence[Layer],
         plan: Plan,
-        dense_plan: Plan,
-        codec_costs: Mapping[str, CodecCost],
-        encodes_on: EncodesOn,
+        told: Registration,
         policy: Policy,
         gain_ratios: Mapping[str, float],
-        learned: Learned | None = None,
-        bus: Link | None = None,
+        learned: Learned | None,
     ) -> None:
         """
-        dense_plan   that plans are compared with
-        policy       which errors by layer it needs, and how it is bound by them
+        policy       tells which errors by layer it needs, and how it is bound by them
         gain_ratios  learned in earlier worker groups, see `GainWatch`
         learned      in earlier worker groups, of any size
-        bus          as in `Measured`
         """
         self.layers = tuple(layers)
         self._fixed = tuple(group for group in groups_of(plan, layers) if group.is_fixed)
-        self.experience = Experience(layers, plan, dense_plan, codec_costs)
+        self.experience = Experience(layers, plan, told.dense_plan, told.codec_costs)
         self.excursion: Excursion | None = None
         self.failed: str | None = None
         self.decided: Measured | None = None
@@ -99,22 +92,21 @@ class WorkerGroupState:
         self._max_error = policy.max_error
         self._bits = bits_by_layer(plan)
         self.loss = LossTrend()
-        self._encodes_on: EncodesOn = encodes_on
-        self._bus = bus
+        self._told = told
         self._joiner = StepJoiner(plan.world_size)
         self._slow_ranks = SlowRanks(plan.world_size)
         self._innovations = Innovations()
         self._recent: list[JoinedStep] = []
-        # Of the plan in force: its versions, on trial and permanent, and whether an outcome is known.
+        # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
-        # Of the policy's last decision: step, time, number of network changes, whether the link is followed.
+        # The policy's last decision: its step, time, number of network changes, and whether plans follow the link.
         self._decision_step, self._decision_s, self._num_changes, self._follows_link = 0, 0.0, -1, True
         self._predicted_s: float | None = None
         self._predicted_dense_s: float | None = None
         self._prediction_error: float | None = None
         self._news: Cause | None = None
         self._slow_s = 0.0
-        # By node, the time of its last report; and the time of the last report of any.
+        # Time of each node's last report, and of the last report of any node.
         self._reported_s: dict[str, float] = {}
         self._now_s = 0.0
         if learned is not None:
@@ -134,8 +126,8 @@ class WorkerGroupState:
             learned.measured,
             network=network_of(num_workers, num_local, before.between, before.inside),
             codec_costs=self.experience.codec_costs,
-            encodes_on=self._encodes_on,
-            bus=self._bus,
+            encodes_on=self._told.encodes_on,
+            bus=self._told.bus,
             fixed=self._fixed,
         )
 
@@ -144,10 +136,8 @@ class WorkerGroupState:
         measured = self.measured() or self.decided
         if measured is None:
             return None
-        experience = self.experience
-        return Learned(
-            measured=measured, errors=experience.errors, setbacks=self.setbacks, baseline=experience.baseline
-        )
+        own = self.experience
+        return Learned(measured=measured, errors=own.errors, setbacks=self.setbacks, baseline=own.baseline)
 
     def note(self, news: str) -> None:
         """Have the policy asked as soon as there are measurements, because of `news`."""
@@ -365,7 +355,7 @@ class WorkerGroupState:
         """Return the current measurements in the planner's terms; None while some are missing."""
         recent, rate = self._recent, self.network.bandwidth
         if any(step.plan_version not in self._versions for step in recent):
-            # Until the first step of a new plan, the groups that were measured are others than its own.
+            # Before the first step of a new plan, the groups that were measured are those of the plan before.
             return None
         if len(recent) < LINK_STEPS or rate is None or not self.gains.gain:
             return None
@@ -373,7 +363,7 @@ class WorkerGroupState:
         told = recent[-1].inside
         inside = Link(alpha_s=told.alpha_s, beta_s_per_byte=told.beta_s_per_byte) if told is not None else None
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
-        # As of a dense step, see `ComputeStretch`.
+        # Compute of a dense step, see `ComputeStretch`.
         stretch = self.experience.stretch
         compute_s = median(one.compute_s for one in recent) / stretch
         backward_s = [seconds / stretch for seconds in layer_times(self.layers, self.plan, ready_s)]
@@ -386,8 +376,8 @@ class WorkerGroupState:
             network=network_of(self.plan.world_size, recent[-1].num_local, between, inside),
             codec_costs=self.experience.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
-            encodes_on=self._encodes_on,
-            bus=self._bus,
+            encodes_on=self._told.encodes_on,
+            bus=self._told.bus,
             fixed=self._fixed,
             layer_errors=self.losses.layer_errors if chooses_bits else {},
             squared_errors=self.losses.squared_errors or before,

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cgx_ray.demo.cluster import Cluster, DemoError, lab_cluster, local_cluster
+from cgx_ray.demo.gpt import BATCH_SIZE
 from cgx_ray.demo.run_request import RunRequest
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.events import LinkEvent
@@ -23,8 +24,6 @@ from cgx_ray.report.show import print_line
 from cgx_ray.session.settings import DECIDING, Settings
 from cgx_ray.units import format_rate
 
-# Per worker. With 128 bytes of context a step of 4 workers on 2 cores takes about 0.3 s of compute.
-BATCH_SIZE = 2
 SIMULATED_LATENCY_S = 1e-4
 _POLL_S = 0.05
 _STALL_S = 120.0

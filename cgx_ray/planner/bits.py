@@ -23,7 +23,7 @@ QSGD = CodecSpec(name="qsgd")
 STATIC_BITS = 4
 # Error of chosen bits over that of 4 bits everywhere. CGX uses 1.5 to 3.
 ALPHA = 2.0
-# Of policies that choose bits during training: with one bit 128 elements have two levels, and the error explodes.
+# Bits that policies choose from during training: with one bit 128 elements have two levels, and the error explodes.
 WIDTHS = tuple(range(2, 9))
 # Largest relative difference of sums in another order; a bound that is exceeded by less holds.
 ROUNDING = 1e-12

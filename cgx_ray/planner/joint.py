@@ -36,8 +36,7 @@ class BestPlan:
     """Best plan, compared with dense.
 
     best   prediction of the best plan
-    dense  nothing compressed except in fixed groups, summed by the vendor over all workers as in DDP, in the best
-           groups for that
+    dense  nothing compressed except in fixed groups, summed by the vendor over all workers as in DDP
     gap    largest share of the score that a better plan could save: the simulated score of `best` against a lower bound
            that is proven for the model of `Pipeline`
     """
@@ -58,14 +57,20 @@ class BestPlan:
 
 
 def best_plan(
-    measured: Measured, options: Iterable[Option], *, min_gain: float = 0.0, max_gap: float = MAX_GAP
+    measured: Measured,
+    options: Iterable[Option],
+    *,
+    min_gain: float = 0.0,
+    max_gap: float = MAX_GAP,
+    dense_groups: Sequence[PlannedGroup] = (),
 ) -> BestPlan:
     """Return the plan with the least step seconds / efficiency, over all groupings and all choices from `options`.
 
-    min_gain  leaves out options with a smaller efficiency. Also left out: options of unknown gain, options that cannot
-              carry the largest layer (4 GiB per payload, 2^31 elements of sparse codecs), and hierarchies if nodes
-              have one rank
-    max_gap   largest gap, as a share; 0 is exact
+    min_gain      leaves out options with a smaller efficiency. Also left out: options of unknown gain, options that
+                  cannot carry the largest layer (4 GiB per payload, 2^31 elements of sparse codecs), and hierarchies if
+                  nodes have one rank
+    max_gap       largest gap, as a share; 0 is exact
+    dense_groups  groups of dense, those of DDP; empty: the best ones for dense
 
     The score is that of GraVAC, throughput times gain. The efficiency of a plan is that of its options, weighted by
     the elements that layers count as (`Measured.counted_numel`), so what it loses is a sum over its layers:
@@ -89,6 +94,9 @@ def best_plan(
        measured, is longer by at most SLACK_COST.
     7. The last group takes the lossless or used option with which the simulated step is the best, of the NUM_ENDS that
        take the least time for it alone.
+    8. If dense in its best groups is the answer, dense in `dense_groups` is. DDP's groups are what users had, and
+       measured. Others that seem a little better were up to 1.8x slower, where ranks share processors. A compressed
+       plan that is better than DDP's dense alone is not found.
 
     Groups are made as in `make_plan`: small layers (`Layer.is_small`) are not compressed and go into groups of their
     own before the last one; so do layers of another dtype than most of the model. With nothing compressed, small layers
@@ -98,7 +106,7 @@ def best_plan(
     if not (math.isfinite(min_gain) and 0 <= min_gain <= 1):
         raise ConfigError(f"min_gain {min_gain!r} is not allowed; give a number from 0 to 1")
     if sum(len(group.layers) for group in measured.fixed) == len(measured.layers):
-        only = predict(measured, measured.fixed)
+        only = predict(measured, dense_groups or measured.fixed)
         return BestPlan(best=only, dense=only, gap=0.0)
     large = LayerChain(measured, keeps_small=False)
     kept = {DENSE: 1.0}
@@ -115,6 +123,9 @@ def best_plan(
         best = sooner
     ends = [option for option in kept if option.codec == NONE or option in used]
     best = _with_best_end(measured, best, large.soonest(ends, best.groups[-1].numel)[:NUM_ENDS])
+    if dense_groups:
+        dense = predict(measured, dense_groups)
+        best = dense if best.is_dense else best
     return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - bound / best.score) if best.score > 0 else 0.0)
 
 

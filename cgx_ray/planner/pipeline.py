@@ -13,7 +13,7 @@ The step ends when the last group is done. Without lead and tail, and with alone
 (Wang et al. 2023, section 4.1).
 
 Groups are under way side by side, so the network stands here for what a group cannot share: the busiest of the engine's
-thread, the links inside nodes, and those between them. Other groups use the rest meanwhile. Of a group by itself:
+thread, the links inside nodes, and those between them. Others use the rest meanwhile. Seconds of a group by itself:
 
     alone  all its seconds after C, hops included
     lead   how much later the busiest resource is done than `network` after C: for example, what is encoded first

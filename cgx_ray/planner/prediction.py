@@ -216,12 +216,17 @@ class Prediction:
         counts = Counter(group.option for group in self.groups)
         return tuple(sorted(counts, key=lambda option: (option.codec == NONE, -counts[option], str(option))))
 
-    def describe(self) -> str:
-        """Return `"7 groups: 5x qsgd:bits=4,bucket_size=128 over sra, 2x dense"`, `"7 groups: dense"` or `"dense"`."""
+    def describe_options(self) -> str:
+        """Return `"5x qsgd:bits=4,bucket_size=128 over sra, 2x dense"` or `"dense"`."""
         if len(self.options) == 1:
-            return f"{len(self.groups)} groups: {self.options[0]}" if len(self.groups) > 1 else str(self.options[0])
+            return str(self.options[0])
         counts = Counter(group.option for group in self.groups)
-        return f"{len(self.groups)} groups: " + ", ".join(f"{counts[option]}x {option}" for option in self.options)
+        return ", ".join(f"{counts[option]}x {option}" for option in self.options)
+
+    def describe(self) -> str:
+        """Return `describe_options` after the number of groups, such as `"7 groups: dense"`; of one group without."""
+        num_groups = f"{len(self.groups)} groups: " if len(self.groups) > 1 else ""
+        return num_groups + self.describe_options()
 
     def plan(self, *, version: int, world_size: int) -> Plan:
         """Return the plan for the ranks."""

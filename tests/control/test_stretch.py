@@ -61,7 +61,8 @@ def test_compute_that_falls_after_a_cold_start_is_no_stretch() -> None:
 
 
 def test_steps_on_both_sides_of_a_switch_are_compared_once_there_are_three_of_the_new_plan() -> None:
-    sides = SideBySide(is_dense=True)
+    sides = SideBySide()
+    sides.start_plan(is_dense=True, is_new=True)
     assert [sides.add(seconds) for seconds in (1.0, 1.1, 1.2)] == [None] * 3
     sides.start_plan(is_dense=False, is_new=True)
     assert [sides.add(seconds) for seconds in (2.0, 2.1)] == [None] * 2
@@ -82,7 +83,8 @@ def test_steps_on_both_sides_of_a_switch_are_compared_once_there_are_three_of_th
 def test_another_plan_soon_after_the_first_is_compared_with_the_dense_steps_before_both(
     num_steps: int, is_compared: bool
 ) -> None:
-    sides = SideBySide(is_dense=True)
+    sides = SideBySide()
+    sides.start_plan(is_dense=True, is_new=True)
     for _ in range(5):
         sides.add(1.0)
     sides.start_plan(is_dense=False, is_new=True)

@@ -15,7 +15,8 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Largest rounding error of a sum of a few thousand doubles, relative to the finish.
 constexpr double kRounding = 1e-12;
-constexpr int kNumCells[] = {64, 512, 4096};
+// Cells of the bound in each pass.
+constexpr int kLastNumCells = 4096, kNumCells[] = {64, 512, kLastNumCells};
 // Share of the labels that passes before the last may keep, as a divisor. A finer bound costs less than more
 // labels under a coarse one.
 constexpr int kEarlyShare = 100;
@@ -372,7 +373,7 @@ Answer search(const std::vector<double>& backward_s, const std::vector<double>& 
     for (int num_cells : kNumCells) {
         bound = std::make_unique<Bound>(problem, num_cells, best.finish_s, bound.get());
         // Most labels are kept for the last pass, since its bound is the best.
-        search.run(*bound, max_gap, num_cells == kNumCells[2] ? max_labels : max_labels / kEarlyShare);
+        search.run(*bound, max_gap, num_cells == kLastNumCells ? max_labels : max_labels / kEarlyShare);
         if (best.bound_s >= best.finish_s * (1 - max_gap)) break;
     }
     return best;
