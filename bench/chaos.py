@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from cgx_ray.bench.chaos_cluster import AGENT, CONTROLLER, OURS, WORKER, ChaosCluster, chaos_cluster
+from cgx_ray.bench.chaos_cluster import AGENT, CONTROLLER, LOOP, OURS, WORKER, ChaosCluster, chaos_cluster
 from cgx_ray.bench.chaos_driver import ChaosRun
 from cgx_ray.bench.chaos_faults import ChaosError, ChaosFault, ChaosOptions
 from cgx_ray.bench.chaos_harm import RESTART_S, harm
@@ -178,7 +178,7 @@ class _ChaosTraining:
 
     def _count(self, result: ChaosResult) -> None:
         """Count processes, threads and open files, once killed actors are back."""
-        wanted = {WORKER: self._options.num_ranks, AGENT: self._options.num_hosts, CONTROLLER: 1}
+        wanted = {WORKER: self._options.num_ranks, AGENT: self._options.num_hosts, CONTROLLER: 1, LOOP: 1}
         self._cluster.wait_until(
             lambda: all(len(self._cluster.actors(name)) == number for name, number in wanted.items()), RESTART_S
         )

@@ -22,10 +22,10 @@ from cgx_ray.lab.namespaces import Lab
 from cgx_ray.lab.ray_nodes import RayNodes
 from cgx_ray.lab.system import run
 
-# The classes of the actors that a training has, as Ray names their processes.
-WORKER, AGENT, CONTROLLER = "RayTrainWorker", "NodeAgent", "Controller"
-OURS = (WORKER, AGENT, CONTROLLER)
-_TITLE = re.compile(r"ray::(\w+)")
+# The classes of the actors that a training has, as Ray names their processes, and the process of the control loop.
+WORKER, AGENT, CONTROLLER, LOOP = "RayTrainWorker", "NodeAgent", "Controller", "loop_process"
+OURS = (WORKER, AGENT, CONTROLLER, LOOP)
+_TITLE = re.compile(r"(?:ray::|.* from cgx_ray\.control\.)(\w+)")
 # Shared memory, and folders of the controller's snapshot and of checkpoints.
 _LEFTOVERS = "ls -d /dev/shm/cgx-ray-* $TMPDIR/cgx_ray-* 2> /dev/null"
 RATE_BIT_PER_S, LATENCY_S = 2e8, 1e-3
@@ -40,7 +40,7 @@ class ChaosCluster(Cluster):
     lab: Lab
 
     def actors(self, name: str, host: int | None = None) -> list[psutil.Process]:
-        """Return the processes of the actors of class `name`, in one host or in all, oldest first."""
+        """Return the processes with this of the names OURS, in one host or in all, oldest first."""
         hosts = self.lab.hosts if host is None else (self.lab.hosts[host],)
         found = []
         for one in hosts:

@@ -21,7 +21,7 @@ from cgx_ray.monitors.agent import NodeAgent
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.node_metrics import NodeMetrics
 from cgx_ray.monitors.ray_sink import RaySink
-from cgx_ray.monitors.sample import Burst, HostLoad, NodeSample, StepSample, Transfer
+from cgx_ray.monitors.sample import Burst, HostLoad, StepSample, Transfer
 from cgx_ray.plan import Layer, make_plan
 from cgx_ray.report.result import Row
 
@@ -41,10 +41,9 @@ class _Agent(NodeAgent):
 
 
 class _Controller:
-    """Accepts samples and orders no probes: a probe sends 1 % of what its link carries, which is a lot on loopback."""
+    """Accepts reports and orders no probes: a probe sends 1 % of what its link carries, which is a lot on loopback."""
 
-    def observe(self, sample: NodeSample) -> None:
-        self._newest = sample
+    def observe(self, node_id: str, report: bytes, newest: int) -> None: ...
 
 
 def monitor_rows(seconds: float, *, warm_up_s: float = 3.0) -> list[Row]:

@@ -1,7 +1,7 @@
 """Measure the controller of thousands of ranks that are simulated, and the agreement of real processes.
 
-The controller is the real actor in a real Ray. Another actor sends it the reports and long polls of all nodes, each
-with its own turn in the second.
+The controller is the real actor in a real Ray, with the process of its loop. Another actor sends it the reports of all
+nodes, each with its own turn in the second, and gets the plans of all nodes.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -23,12 +24,11 @@ import psutil
 import ray
 
 from cgx_ray.bench.large_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
-from cgx_ray.control.controller import Controller
+from cgx_ray.bench.timed_loop import TimedLoop
+from cgx_ray.control.controller import ACTOR_OPTIONS, Controller
 from cgx_ray.control.estimate import quantile
-from cgx_ray.control.policy import AdaptivePolicy, Decision
+from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.errors import CGXError
-from cgx_ray.monitors.plan_relay import POLL_TIMEOUT_S
-from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Plan
 from cgx_ray.report.result import Row
 
@@ -56,11 +56,11 @@ QUICK = ScaleOptions(num_nodes=20, ranks_per_node=2, seconds=10.0, num_agreeing=
 class ScaleNumbers:
     """Measured numbers of one run.
 
-    cores       processor seconds of the controller per second
-    decision_s  seconds of its thread for each report that led to a decision
+    cores       processor seconds of the controller's two processes per second
+    decision_s  seconds of its loop for each report that led to a decision
     longest_s   the same for the longest report of all
     observe_s   seconds until each report was answered, as its sender saw it
-    memory      MiB of the controller, once per second
+    memory      MiB of the controller's two processes, once per second
     agreement   milliseconds of a rank's processor per agreement: as it is, and if each rank sends to all
     """
 
@@ -82,7 +82,7 @@ class ScaleNumbers:
             Row(name="controller", value=self.cores, unit="cores", goal=goal("<= 0.5")),
             Row(name="longest_decision", value=max(self.decision_s, default=None), unit="s", goal=goal("<= 1")),
             Row(name="decisions", value=len(self.decision_s), unit="", goal=">= 1"),
-            Row(name="longest_report_in_thread", value=self.longest_s, unit="s"),
+            Row(name="longest_report_in_loop", value=self.longest_s, unit="s"),
             Row(name="observe_p50", value=1e3 * quantile(self.observe_s, 0.5), unit="ms"),
             Row(name="observe_p99", value=1e3 * quantile(self.observe_s, 0.99), unit="ms", goal=goal("<= 50")),
             Row(
@@ -104,33 +104,22 @@ class ScaleNumbers:
 
 
 class TimedController(Controller):
-    """A controller that notes how long its thread takes for reports."""
+    """A controller whose loop notes how long reports take."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._decision_s: list[float] = []
-        self._longest_s = 0.0
+    _work = TimedLoop
 
-    async def timed(self) -> tuple[list[float], float]:
-        """Return the seconds of each report that led to a decision, and of the longest of all."""
-        return self._decision_s, self._longest_s
+    def timed(self) -> tuple[list[float], float]:
+        """See `TimedLoop.timed`."""
+        timed: tuple[list[float], float] = self._loop.ask("timed").result()
+        return timed
 
-    async def pid(self) -> int:
-        """Return the id of this process."""
-        return os.getpid()
-
-    def _decide(self, sample: NodeSample, now_s: float) -> list[Decision]:
-        start_s = time.perf_counter()
-        found = super()._decide(sample, now_s)
-        took_s = time.perf_counter() - start_s
-        self._longest_s = max(self._longest_s, took_s)
-        if found:
-            self._decision_s.append(took_s)
-        return found
+    def pids(self) -> tuple[int, int]:
+        """Return the ids of this process and of the loop's."""
+        return os.getpid(), self._loop.pid
 
 
 class Nodes:
-    """All agents in one actor: each sends one report per second, and polls for plans.
+    """All agents in one actor: each sends one report per second, and takes plans.
 
     As in a training, a plan is in force two steps after the last node has it.
     """
@@ -144,13 +133,10 @@ class Nodes:
         self._observe_s: list[float] = []
 
     async def run(self, seconds: float) -> list[float]:
-        """Report and poll for so long. Return the seconds until each report was answered."""
-        polls = [asyncio.create_task(self._poll(node)) for node in range(self._cluster.num_nodes)]
+        """Report for so long. Return the seconds until each report was answered."""
         start_s = time.monotonic()
         reports = [self._report(node, start_s, int(seconds)) for node in range(self._cluster.num_nodes)]
         await asyncio.gather(*reports)
-        for poll in polls:
-            poll.cancel()
         return self._observe_s
 
     async def _report(self, node: int, start_s: float, num_steps: int) -> None:
@@ -160,7 +146,10 @@ class Nodes:
             gbps = GBPS if step < num_steps / 2 else LATER_GBPS
             sample = self._reports.make(node, step, self._plan_of(step), gbps, time.time())
             sent_s = time.perf_counter()
-            await self._controller.observe.remote(sample)
+            report = pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)
+            answer = await self._controller.observe.remote(sample.node_id, report, self._newest[node])
+            if answer is not None:
+                self._take(node, answer[1])
             if step >= WARM_UP_S:
                 self._observe_s.append(time.perf_counter() - sent_s)
 
@@ -173,10 +162,32 @@ class Nodes:
             self._in_force[step] = plan
         return self._in_force[step]
 
-    async def _poll(self, node: int) -> None:
-        while True:
-            for plan in await self._controller.plans_after.remote(self._newest[node], POLL_TIMEOUT_S):
-                self._plans[plan.version], self._newest[node] = plan, plan.version
+    async def take_push(self, plans: Sequence[Plan]) -> None:
+        """Take plans that were pushed to all nodes."""
+        for node in range(self._cluster.num_nodes):
+            self._take(node, plans)
+
+    def _take(self, node: int, plans: Sequence[Plan]) -> None:
+        for plan in plans:
+            self._plans[plan.version] = plan
+            self._newest[node] = max(self._newest[node], plan.version)
+
+
+class Pushed:
+    """Takes the pushes to all agents: the controller has its handle once for each of them.
+
+    A push must not hold up the actor whose reports are timed. So that one hears of it once all agents have it.
+    """
+
+    def __init__(self, nodes: Any, num_nodes: int) -> None:
+        self._nodes, self._num_nodes = nodes, num_nodes
+        self._num_pushes = 0
+
+    def take_plans(self, plans: bytes, known: int) -> None:
+        """As of `NodeAgent`."""
+        self._num_pushes += 1
+        if self._num_pushes % self._num_nodes == 0:
+            self._nodes.take_push.remote(pickle.loads(plans))
 
 
 def measure_scale(options: ScaleOptions, on_turn: Callable[[str, float], None]) -> ScaleNumbers:
@@ -187,28 +198,26 @@ def measure_scale(options: ScaleOptions, on_turn: Callable[[str, float], None]) 
     agreement = measure_agreement(options.num_agreeing, on_turn)
     cluster = LargeCluster(options.num_nodes, options.ranks_per_node)
     with tempfile.TemporaryDirectory() as folder:
-        controller = (
-            ray.remote(TimedController)
-            .options(num_cpus=0, max_concurrency=4 * options.num_nodes, enable_task_events=False)
-            .remote(
-                AdaptivePolicy(OPTIONS, min_gain=0.8),
-                str(Path(folder) / "decisions.jsonl"),
-                "bench",
-                "bench",
-                str(Path(folder) / "snapshot"),
-            )
+        controller = ray.remote(**ACTOR_OPTIONS)(TimedController).remote(
+            AdaptivePolicy(OPTIONS, min_gain=0.8),
+            str(Path(folder) / "decisions.jsonl"),
+            "bench",
+            "bench",
+            str(Path(folder) / "snapshot"),
         )
         plan = cluster.first_plan()
         layers = cluster.truth(GBPS).layers
         ray.get(controller.register.remote(layers, plan, cluster.costs, "thread", 0))
-        process = psutil.Process(ray.get(controller.pid.remote()))
+        processes = [psutil.Process(pid) for pid in ray.get(controller.pids.remote())]
         nodes = ray.remote(Nodes).options(num_cpus=0).remote(controller, cluster)
+        pushed = ray.remote(Pushed).options(num_cpus=0).remote(nodes, options.num_nodes)
+        ray.get(controller.meet_agents.remote([pushed] * options.num_nodes))
         run = nodes.run.remote(WARM_UP_S + options.seconds)
-        memory, began = _watch(run, process, WARM_UP_S + options.seconds, on_turn)
-        used_s, passed_s = _cpu_s(process) - began[0], time.monotonic() - began[1]
+        memory, began = _watch(run, processes, WARM_UP_S + options.seconds, on_turn)
+        used_s, passed_s = _cpu_s(processes) - began[0], time.monotonic() - began[1]
         observe_s = ray.get(run)
         decision_s, longest_s = ray.get(controller.timed.remote())
-        for actor in (nodes, controller):
+        for actor in (pushed, nodes, controller):
             ray.kill(actor)
     return ScaleNumbers(
         cores=used_s / passed_s,
@@ -221,26 +230,26 @@ def measure_scale(options: ScaleOptions, on_turn: Callable[[str, float], None]) 
 
 
 def _watch(
-    run: Any, process: psutil.Process, seconds: float, on_turn: Callable[[str, float], None]
+    run: Any, processes: Sequence[psutil.Process], seconds: float, on_turn: Callable[[str, float], None]
 ) -> tuple[list[float], tuple[float, float]]:
-    """Wait for `run`. Return the memory of `process` each second after the warm-up, and its processor time and the time
-    at the end of the warm-up."""
+    """Wait for `run`. Return the memory of `processes` each second after the warm-up, and their processor time and the
+    time at the end of the warm-up."""
     start_s = time.monotonic()
     memory: list[float] = []
-    began = _cpu_s(process), start_s
+    began = _cpu_s(processes), start_s
     while not ray.wait([run], timeout=1.0)[0]:
         passed_s = time.monotonic() - start_s
         on_turn("reports of all nodes", min(passed_s / seconds, 1.0))
         if passed_s < WARM_UP_S:
-            began = _cpu_s(process), time.monotonic()
+            began = _cpu_s(processes), time.monotonic()
         else:
-            memory.append(process.memory_info().rss / 2**20)
+            memory.append(sum(process.memory_info().rss for process in processes) / 2**20)
     return memory, began
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(one.user + one.system for one in times)
 
 
 def measure_agreement(num_ranks: int, on_turn: Callable[[str, float], None]) -> tuple[float, float]:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from cgx_ray.bench.chaos import ChaosNumbers, ChaosResult, Survived
-from cgx_ray.bench.chaos_cluster import AGENT, CONTROLLER, WORKER
+from cgx_ray.bench.chaos_cluster import AGENT, CONTROLLER, LOOP, WORKER
 from cgx_ray.bench.chaos_faults import ChaosFault, ChaosKind, ChaosOptions
 from cgx_ray.report.result import Row
 from cgx_ray.report.show import new_table
 
-_WORDS = {WORKER: "worker", AGENT: "agent", CONTROLLER: "controller"}
+_WORDS = {WORKER: "worker", AGENT: "agent", CONTROLLER: "controller", LOOP: "loop"}
 # Threads and open files that an actor may have more than in a quiet run. Ray's own clients keep some connections and
 # threads per peer that was started again.
 _MAX_MORE = 12

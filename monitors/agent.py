@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 from collections import deque
@@ -36,7 +37,7 @@ MAX_KEPT_STEPS = 5000
 class NodeAgent:
     """A plain class. Its user makes it an actor that is pinned to its node and reserves no CPU.
 
-    The constructor starts the echo server, so that all addresses are known before any agent starts measuring. Three
+    The constructor starts the echo server, so that all addresses are known before any agent starts measuring. Two
     threads do all other work, so that `report` never waits for the network. `plans_after` does wait: the actor needs a
     thread for each rank of the node, and some for other calls (`max_concurrency`).
     """
@@ -63,8 +64,8 @@ class NodeAgent:
         self._bulk: Mapping[str, Address] = {}
         self._own = OwnBytes(has_peers=False)
         self._metrics = NodeMetrics(RaySink(), run_name, run_id)
-        self._outbox = _Outbox(None)
-        self._relay = PlanRelay()
+        self._relay = PlanRelay(has_controller=False)
+        self._outbox = _Outbox(None, node_id, self._relay)
         self._found: deque[tuple[str, Bandwidth]] = deque()
         self._logged: set[tuple[str, type[Exception]]] = set()
         self._stopping = threading.Event()
@@ -73,8 +74,6 @@ class NodeAgent:
             for name, work, every_s in (
                 ("cgx-ray-publish", self._publish, interval_s),
                 ("cgx-ray-latency", self._measure, latency_interval_s),
-                # It waits for the controller, or for a rank that asks.
-                ("cgx-ray-plans", self._relay.poll, 0.0),
             )
         ]
 
@@ -95,14 +94,13 @@ class NodeAgent:
         """Start measuring, or go on with other peers and another controller after a restart of the workers.
 
         peers       addresses by node id; this node's own is ignored
-        controller  handle of an actor with `observe(NodeSample)`, which answers with the id of the node that this one
-                    shall probe now, or None, and `plans_after` as here. None: samples are only exported
+        controller  handle of an actor with `observe` as that of `Controller`. None: samples are only exported
         bulk        `bulk_address` by id of each node that may be probed
         """
         self.meet(peers, bulk)
         self._metrics = NodeMetrics(RaySink(), self._run_name, self._run_id)
-        self._outbox = _Outbox(controller)
-        self._relay.follow(controller)
+        self._relay = PlanRelay(has_controller=controller is not None)
+        self._outbox = _Outbox(controller, self._node_id, self._relay)
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
@@ -123,6 +121,10 @@ class NodeAgent:
     def report(self, samples: Sequence[StepSample]) -> None:
         """Add samples of a rank on this node. Returns at once. The oldest are lost if `start` was never called."""
         self._steps.extend(samples)
+
+    def take_plans(self, plans: bytes, known: int) -> None:
+        """Keep new plans of the controller, pickled, for the ranks. See `PlanRelay.take_push`."""
+        self._relay.take_push(pickle.loads(plans), known)
 
     def plans_after(self, version: int, timeout_s: float) -> list[Plan] | None:
         """Return the controller's plans newer than `version`, see `PlanRelay.after`."""
@@ -224,10 +226,14 @@ class OwnBytes:
 
 
 class _Outbox:
-    """Sends reports to the controller, one at a time; steps are collected meanwhile. `orders` are its answers."""
+    """Sends reports to the controller, one at a time; steps are collected meanwhile.
 
-    def __init__(self, controller: Any) -> None:
+    orders  nodes to probe, of its answers. The plans in these go to the relay
+    """
+
+    def __init__(self, controller: Any, node_id: str, relay: PlanRelay) -> None:
         self._controller = controller
+        self._node_id, self._relay = node_id, relay
         self._pending: Any = None
         self._steps: deque[StepSample] = deque(maxlen=MAX_KEPT_STEPS)
         self._has_warned = False
@@ -241,7 +247,9 @@ class _Outbox:
         if not self._is_answered():
             return
         if self._controller is not None:
-            self._pending = self._controller.observe.remote(make(tuple(self._steps)))
+            # Pickled here, since the process that it is for is behind the controller's.
+            report = pickle.dumps(make(tuple(self._steps)), pickle.HIGHEST_PROTOCOL)
+            self._pending = self._controller.observe.remote(self._node_id, report, self._relay.newest)
             self._steps.clear()
 
     def _is_answered(self) -> bool:
@@ -252,14 +260,18 @@ class _Outbox:
             return False
         pending, self._pending = self._pending, None
         try:
-            order = ray.get(pending)
+            order, plans = ray.get(pending) or (None, ())
+            self._relay.take_answer(plans)
             if order is not None:
                 self.orders.append(order)
         except RayActorError as error:
+            # Ranks that ask the controller themselves meet the error too, and say so.
+            self._relay.take_answer(None)
             if not isinstance(error, ActorUnavailableError):
                 self._controller = None
             self._warn_once("the controller does not answer; ranks keep their plan and metrics go on", error)
         except RayError as error:
+            self._relay.take_answer(())
             # The text of a RayTaskError is the remote traceback.
             cause = error.cause if isinstance(error, RayTaskError) else error
             self._warn_once("the controller could not use a sample; sending goes on", cause)

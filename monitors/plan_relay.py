@@ -1,41 +1,50 @@
-"""Plans on their way from the controller to the ranks of a node: one long poll per node instead of one per rank."""
+"""Plans on their way from the controller to the ranks of a node, which ask their agent by long poll."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
-
-import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from collections.abc import Sequence
 
 from cgx_ray.plan import Plan
 
-# The controller answers a long poll without a new plan after this time.
+# Longest time for which a rank's long poll waits for a new plan, in seconds.
 POLL_TIMEOUT_S = 10.0
-# Longest wait within `poll`, so that its thread ends soon after it is told to.
-TURN_S = 0.5
 # Newest plans that are kept for ranks that ask late, as many as the controller keeps for its own next one.
 KEPT_PLANS = 8
 
 
 class PlanRelay:
-    """Takes plans from the controller by long poll, once a rank has asked for one, and keeps them for the ranks."""
+    """Keeps the plans that the controller has pushed, or has answered a report with, until ranks ask.
 
-    def __init__(self) -> None:
-        self._controller: Any = None
-        self._request: Any = None
+    No plan may be missing: all ranks wait for a plan until each of them holds it.
+    """
+
+    def __init__(self, *, has_controller: bool) -> None:
+        """`has_controller`: there is one that gets reports. Without it, ranks have to ask for plans themselves."""
         self._plans: list[Plan] = []
-        self._is_asked = False
-        # False before the agent was told of a controller.
-        self._has_answer = False
+        # Whether the controller has answered the last report.
+        self._has_answer = has_controller
         self._changed = threading.Condition()
 
-    def follow(self, controller: Any) -> None:
-        """Go on with another controller. None: ranks have to ask it themselves."""
+    @property
+    def newest(self) -> int:
+        """Version of the newest plan, -1 for none."""
+        return self._plans[-1].version if self._plans else -1
+
+    def take_push(self, plans: Sequence[Plan], known: int) -> None:
+        """Keep plans that come right after version `known`. If that one is missing, a push was lost: drop these too.
+
+        The answer to the next report has all that are missing.
+        """
         with self._changed:
-            self._controller, self._request, self._plans = controller, None, []
-            self._has_answer = controller is not None
-            self._changed.notify_all()
+            if self.newest >= known:
+                self._add(plans)
+
+    def take_answer(self, plans: Sequence[Plan] | None) -> None:
+        """Keep the plans of an answer to a report. None: the controller does not answer."""
+        with self._changed:
+            self._has_answer = plans is not None
+            self._add(plans or ())
 
     def after(self, version: int, timeout_s: float) -> list[Plan] | None:
         """Return the plans newer than `version`, oldest first; wait up to `timeout_s` for one, then return none.
@@ -43,47 +52,12 @@ class PlanRelay:
         Returns None if the controller does not answer this node: then ask it, it may answer others.
         """
         with self._changed:
-            self._is_asked = True
-            self._changed.notify_all()
             self._changed.wait_for(lambda: bool(self._newer(version)) or not self._has_answer, timeout_s)
             return self._newer(version) if self._has_answer else None
 
+    def _add(self, plans: Sequence[Plan]) -> None:
+        self._plans = [*self._plans, *(plan for plan in plans if plan.version > self.newest)][-KEPT_PLANS:]
+        self._changed.notify_all()
+
     def _newer(self, version: int) -> list[Plan]:
         return [plan for plan in self._plans if plan.version > version]
-
-    def poll(self) -> None:
-        """Go on with the long poll for at most TURN_S. Only one thread may call it."""
-        with self._changed:
-            if self._controller is None or not self._is_asked:
-                self._changed.wait(TURN_S)
-                return
-            if self._request is None:
-                # A new agent asks for all: a rank may lack a plan that others have, and it must hold each.
-                newest = self._plans[-1].version if self._plans else -1
-                self._request = self._controller.plans_after.remote(newest, POLL_TIMEOUT_S)
-            request = self._request
-        if not ray.wait([request], timeout=TURN_S)[0]:
-            return
-        try:
-            found = ray.get(request)
-        except RayError as error:
-            # Ranks that ask the controller themselves meet the error too, and say so.
-            is_gone = isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
-            self._note(request, None, is_gone=is_gone)
-        else:
-            self._note(request, found, is_gone=False)
-
-    def _note(self, request: Any, found: list[Plan] | None, *, is_gone: bool) -> None:
-        """Keep the plans of an answer. None: there was an error; `is_gone`: the controller will never answer."""
-        with self._changed:
-            if request is not self._request:
-                # There is another controller since then.
-                return
-            self._request, self._has_answer = None, found is not None
-            self._plans = [*self._plans, *(found or [])][-KEPT_PLANS:]
-            if is_gone:
-                self._controller = None
-            self._changed.notify_all()
-            if not self._has_answer:
-                # Ray starts it again.
-                self._changed.wait(TURN_S)

@@ -44,6 +44,8 @@ _HEAD = struct.Struct("<II")
 # Largest record after it is decompressed.
 MAX_VALUE_BYTES = 1 << 30
 _OWN_MODULES = ("cgx_ray.control.", "cgx_ray.planner.", "cgx_ray.plan", "cgx_ray.option", "cgx_ray.codec_spec")
+# Their classes start processes, or read the pickle of any file.
+_NO_VALUES = {f"cgx_ray.control.{name}" for name in ("controller", "loop_process", "loop_work")}
 _ADMITTED = {
     "builtins": {"dict", "float", "frozenset", "int", "list", "set"},
     "collections": {"Counter", "defaultdict", "deque", "OrderedDict"},
@@ -195,7 +197,7 @@ class _Reader(pickle.Unpickler):
         self._journal = journal
 
     def find_class(self, module: str, name: str) -> Any:
-        is_own = module.startswith(_OWN_MODULES) and module != "cgx_ray.control.controller"
+        is_own = module.startswith(_OWN_MODULES) and module not in _NO_VALUES
         if is_own or name in _ADMITTED.get(module, ()):
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == module:

@@ -15,14 +15,14 @@ import ray
 import ray.train
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cgx_ray.control.controller import Controller
+from cgx_ray.control.controller import ACTOR_OPTIONS, Controller
 from cgx_ray.control.history import History, Snapshot
 from cgx_ray.control.live_state import NAMESPACE, new_actor_name
 from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy
 from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError
 from cgx_ray.planner.options import codec_options
-from cgx_ray.ray_train.agent_watch import MAX_RESTARTS, OTHER_CALLS, AgentWatch, node_addresses, start_agents
+from cgx_ray.ray_train.agent_watch import MAX_RESTARTS, AgentWatch, node_addresses, start_agents
 from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
 from cgx_ray.ray_train.state_files import write_state
 from cgx_ray.ray_train.worker import close_ray_session, open_ray_session
@@ -137,21 +137,16 @@ def _start_controller(settings: Settings, facts: RunFacts, snapshot: Snapshot, h
     # Not detached, so Ray's train controller owns it: if that dies, our controller ends too. The snapshot is on this
     # node; with `soft=True` Ray has chosen other nodes.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    # Each node has a report and a long poll under way. While its agent is started again, each of its ranks has a poll.
-    num_calls = 2 * len(set(facts.node_ids)) + len(facts.node_ids) + OTHER_CALLS
-    # An event per report would cost the controller of many nodes a tenth of its time, and fill Ray's list of tasks.
-    options = {
-        "num_cpus": 0,
-        "scheduling_strategy": here,
-        "max_concurrency": num_calls,
-        "max_restarts": MAX_RESTARTS,
-        "enable_task_events": False,
-    }
     addresses = node_addresses()
     # `cgx-ray top` finds the run by the name.
     return (
-        ray.remote(Controller)
-        .options(name=new_actor_name(facts.name), namespace=NAMESPACE, **options)
+        ray.remote(**ACTOR_OPTIONS)(Controller)
+        .options(
+            name=new_actor_name(facts.name),
+            namespace=NAMESPACE,
+            scheduling_strategy=here,
+            max_restarts=MAX_RESTARTS,
+        )
         .remote(
             make_policy(settings),
             str(facts.folder / "decisions.jsonl"),

@@ -128,23 +128,28 @@ class _Plans:
         self._version = attachment.plan.version
         self.is_alive = True
         self._has_warned = False
-        self._asks_agent = True
-        self._ask()
+        self._ask(asks_agent=True)
 
-    def _ask(self) -> None:
-        actor = self._agent if self._asks_agent else self._controller
-        self._request = actor.plans_after.remote(self._version, POLL_TIMEOUT_S)
+    def _ask(self, *, asks_agent: bool) -> None:
+        self._asks_agent = asks_agent and self._agent is not None
+        if self._asks_agent:
+            self._request = self._agent.plans_after.remote(self._version, POLL_TIMEOUT_S)
+        else:
+            self._request = self._controller.plans_after.remote(self._version)
 
     def wait(self, timeout_s: float) -> None:
         """Hold the plans that arrive within `timeout_s`. If the controller is dead, warn once and ask no more."""
-        if self._asks_agent:
-            self._take_from_agent(timeout_s)
-        else:
-            self._take_from_controller(timeout_s)
+        if not self.is_alive:
+            time.sleep(timeout_s)
+        elif ray.wait([self._request], timeout=timeout_s)[0]:
+            if self._asks_agent:
+                self._take_from_agent()
+            else:
+                self._take_from_controller()
+                # It answers at once.
+                time.sleep(timeout_s)
 
-    def _take_from_agent(self, timeout_s: float) -> None:
-        if not ray.wait([self._request], timeout=timeout_s)[0]:
-            return
+    def _take_from_agent(self) -> None:
         plans: list[Plan] | None = None
         try:
             plans = ray.get(self._request)
@@ -154,8 +159,7 @@ class _Plans:
             self._agent = None
         if plans is not None:
             self._hold(plans)
-        self._asks_agent = plans is not None
-        self._ask()
+        self._ask(asks_agent=plans is not None)
 
     def _hold(self, plans: Sequence[Plan]) -> None:
         try:
@@ -165,26 +169,20 @@ class _Plans:
         except PlanError as error:
             logger.error("a plan of the controller was rejected; the plan in force stays: %s", error)
 
-    def _take_from_controller(self, timeout_s: float) -> None:
-        if not self.is_alive:
-            time.sleep(timeout_s)
-            return
-        if not ray.wait([self._request], timeout=timeout_s)[0]:
-            return
+    def _take_from_controller(self) -> None:
         try:
             self._hold(ray.get(self._request))
         except ActorUnavailableError as error:
             # Its process has died, and Ray starts it again.
             self._warn_once(f"the controller does not answer: training goes on with {self._in_force}", error)
-            time.sleep(timeout_s)
         except RayError as error:
             self.is_alive = False
-            if self._closing.is_set():
-                return
-            logger.warning("the controller is gone: training goes on with %s (%s)", self._in_force, _first_line(error))
+            if not self._closing.is_set():
+                logger.warning(
+                    "the controller is gone: training goes on with %s (%s)", self._in_force, _first_line(error)
+                )
             return
-        self._asks_agent = self._agent is not None
-        self._ask()
+        self._ask(asks_agent=True)
 
     @property
     def _in_force(self) -> str:

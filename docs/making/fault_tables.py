@@ -56,6 +56,7 @@ THEMES = {
         "faults/test_failing_controller.py",
         "ray/test_train.py",
         "ray/test_config.py",
+        "ray/test_plan_relay.py",
         "engine/test_plan_switches.py",
     ),
     "Monitors and journal": (

@@ -76,7 +76,7 @@ def test_goals_judge_loss_faults_and_what_is_left(tmp_path: Path) -> None:
     assert {name for name, row in good.items() if row.met is False} == {"journal_is_ended"}
     bad = rows_of(tmp_path, loss=2.03, back_s=[1.0] * (outside - 1), left=["a segment"] * 13)
     missed = {name for name, row in bad.items() if row.met is False}
-    files = {"worker_open_files", "agent_open_files", "controller_open_files"}
+    files = {"worker_open_files", "agent_open_files", "controller_open_files", "loop_open_files"}
     assert missed == {"validation_loss", "faults_survived", "left_behind", "journal_is_ended"} | files
     assert bad["faults_survived"].value == 49
 

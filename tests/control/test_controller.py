@@ -1,52 +1,36 @@
-"""The controller without Ray: its event loop answers while its thread searches for a plan."""
+"""The controller without Ray, and the process of its loop: one answers while the other searches for a plan."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
+import contextlib
 import itertools
-import json
+import os
+import pickle
+import signal
+import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
-from support.control_runs import COSTS, DENSITIES, LAYERS, QUIET, WORLD, FakeTraining, journal
+from support.control_runs import COSTS, DENSITIES, LAYERS, QUIET, journal
+from support.loop_policies import RaisingPolicy, SlowPolicy
+from support.loop_reports import FIRST, reports
 
 from cgx_ray.control import controller as controller_module
 from cgx_ray.control.controller import Controller
 from cgx_ray.control.history import Snapshot
-from cgx_ray.control.policy import AdaptivePolicy, Decision, Situation
-from cgx_ray.monitors.node_step import node_steps
+from cgx_ray.control.loop_work import LoopWork
+from cgx_ray.control.policy import AdaptivePolicy
+from cgx_ray.errors import CGXError
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Plan, make_plan
 from cgx_ray.planner.options import candidate_options
 
-FIRST = make_plan(LAYERS, version=0, world_size=WORLD)
-
-
-class SlowPolicy(AdaptivePolicy):
-    """Waits for `may_go_on` before it decides. `has_begun` is set while it does."""
-
-    def __init__(self) -> None:
-        super().__init__(candidate_options(DENSITIES), min_gain=0.8)
-        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
-
-    def decide(self, situation: Situation) -> Decision:
-        self.has_begun.set()
-        assert self.may_go_on.wait(60.0), "nobody let the policy go on"
-        return super().decide(situation)
-
-
-class FailingPolicy(AdaptivePolicy):
-    def __init__(self) -> None:
-        super().__init__(candidate_options(DENSITIES), min_gain=0.8)
-
-    def decide(self, situation: Situation) -> Decision:
-        raise ValueError("no plan can be found")
+TESTS = Path(__file__).parents[1]
+WITHIN_S = 30.0
 
 
 class _Sink:
@@ -57,62 +41,86 @@ class _Sink:
     def observe(self, name: str, value: float, labels: Mapping[str, str]) -> None: ...
 
 
-@pytest.fixture(autouse=True)
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A controller has a process of its own, and tunes it. Here other tests follow."""
+@pytest.fixture
+def ended() -> list[Controller]:
+    """Controllers that would have ended their process."""
+    return []
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Controller]
+) -> Iterator[Callable[..., Controller]]:
+    """Start a controller without Ray, whose loop has a real process, in a folder."""
     monkeypatch.setattr(controller_module, "RaySink", _Sink)
-    turn_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
-    yield
-    sys.setswitchinterval(turn_s)
-    gc.set_threshold(*thresholds)
-    gc.unfreeze()
+    started: list[Controller] = []
+
+    def end(self: Controller) -> None:
+        ended.append(self)
+
+    monkeypatch.setattr(Controller, "_end", end)
+
+    def start(policy: AdaptivePolicy, folder: Path = tmp_path) -> Controller:
+        controller = Controller(policy, str(folder / "decisions.jsonl"), "run", "id", str(folder / "snapshot"))
+        started.append(controller)
+        assert controller.register(LAYERS, FIRST, COSTS, "thread", 0) == FIRST
+        return controller
+
+    yield start
+    for controller in started:
+        controller._loop._process.kill()
+    wait_until(lambda: all(controller in ended for controller in started))
 
 
-def make_controller(tmp_path: Path, policy: AdaptivePolicy) -> Controller:
-    return Controller(policy, str(tmp_path / "decisions.jsonl"), "run", "id", str(tmp_path / "snapshot"))
+def observe(controller: Controller, report: NodeSample, newest: int = 0) -> tuple[str | None, list[int]]:
+    """Report; return the node to probe and the versions of the plans that came with it."""
+    order, plans = controller.observe(report.node_id, pickle.dumps(report), newest) or (None, [])
+    return order, [plan.version for plan in plans]
 
 
-def reports(controller: Controller) -> Iterator[NodeSample]:
-    """Yield the reports of a training under the controller's newest plan, one per step."""
-    run = FakeTraining(controller._loop)
-    for step in itertools.count(1):
-        run.step = step
-        samples = node_steps(map(run.sample, range(WORLD)))
-        yield NodeSample(node_id="node", time_s=float(step), steps=samples, latency_s={"other": 1e-4}, host=QUIET)
+def wait_until(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WITHIN_S
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
-async def feed_until_asked(controller: Controller, policy: SlowPolicy) -> None:
+def feed_until_asked(controller: Controller, policy: SlowPolicy) -> None:
     """Report steps until the policy is asked for its first decision."""
-    for report in reports(controller):
-        await controller.observe(report)
-        if await asyncio.to_thread(policy.has_begun.wait, 0.05):
+    for report in reports():
+        observe(controller, report)
+        time.sleep(0.05)
+        if policy.begun.exists():
             return
 
 
-def test_reports_and_polls_are_answered_while_a_plan_is_searched(tmp_path: Path) -> None:
-    policy = SlowPolicy()
-    controller = make_controller(tmp_path, policy)
+def quiet_report(node_id: str) -> NodeSample:
+    return NodeSample(node_id=node_id, time_s=9.0, steps=(), latency_s={}, host=QUIET)
 
-    async def run() -> list[Plan]:
-        assert await controller.register(LAYERS, FIRST, COSTS, "thread", 0) == FIRST
-        await feed_until_asked(controller, policy)
-        poll = asyncio.create_task(controller.plans_after(0, 60.0))
-        for number in range(3):
-            late = NodeSample(node_id=f"late {number}", time_s=9.0, steps=(), latency_s={}, host=QUIET)
-            assert await controller.observe(late) is None
-        assert await controller.plans_after(0, 0.0) == []
-        assert not poll.done()
-        policy.may_go_on.set()
-        return await poll
 
-    (plan,) = asyncio.run(run())
+def test_reports_and_ranks_are_answered_while_a_plan_is_searched(
+    start: Callable[..., Controller], tmp_path: Path
+) -> None:
+    policy = SlowPolicy(tmp_path)
+    controller = start(policy)
+    feed_until_asked(controller, policy)
+    for number in range(3):
+        assert observe(controller, quiet_report(f"late {number}")) == (None, [])
+    assert controller.plans_after(0) == []
+    policy.go_on.touch()
+    wait_until(lambda: bool(controller.plans_after(0)))
+    (plan,) = controller.plans_after(0)
     assert plan.version == 1
     kept = Snapshot(tmp_path / "snapshot").read()
     assert kept is not None
     assert kept.plans[-1] == plan, "ranks heard of a plan that the snapshot lacks"
+    assert observe(controller, quiet_report("late 0")) == (None, [1])
+    assert observe(controller, quiet_report("late 0"), newest=1) == (None, [])
 
 
-def test_decisions_are_those_of_a_loop_that_is_stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_are_those_of_a_loop_that_is_stepped(
+    start: Callable[..., Controller], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = iter(range(10**6))
 
     class Clock:
@@ -124,68 +132,108 @@ def test_decisions_are_those_of_a_loop_that_is_stepped(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(controller_module, "time", Clock)
     policy = AdaptivePolicy(candidate_options(DENSITIES), min_gain=0.8)
-
-    async def run(folder: Path, *, waits: bool) -> list[dict[str, Any]]:
-        controller = make_controller(folder, policy)
-        await controller.register(LAYERS, FIRST, COSTS, "thread", 0)
-        # Reports of dense steps alone: those of later plans would depend on when the plan came.
-        made = [
-            replace(report, steps=tuple(replace(step, plan_version=0) for step in report.steps))
-            for report in itertools.islice(reports(controller), 6)
-        ]
-        for report in made:
-            await controller.observe(report)
-            if waits:
-                await controller.look()
-        await controller.history()
-        return journal(folder)
-
-    texts = []
-    for waits in (True, False):
+    # Reports of dense steps alone: those of later plans would depend on when the plan came.
+    made = list(itertools.islice(reports(), 6))
+    folders = [tmp_path / name for name in ("stepped", "waits", "does not wait")]
+    for folder in folders:
+        folder.mkdir()
+    stepped = LoopWork(policy, str(folders[0] / "decisions.jsonl"), "run", str(folders[0] / "snapshot"), None, (), 0)
+    stepped.register(LAYERS, FIRST, COSTS, "thread", 0, None, 0.0, 1.0)
+    for now_s, report in enumerate(made, 2):
+        stepped.add_report(report.node_id, pickle.dumps(report), float(now_s))
+    stepped.history(8.0)
+    for folder in folders[1:]:
         times = iter(range(10**6))
-        (tmp_path / str(waits)).mkdir()
-        texts.append([json.dumps(line) for line in asyncio.run(run(tmp_path / str(waits), waits=waits))])
-    assert texts[0] == texts[1]
-    assert texts[0], "no decision was made"
+        controller = start(policy, folder)
+        for report in made:
+            observe(controller, report)
+            if folder.name == "waits":
+                controller.look()
+        controller.history()
+    lines = [journal(folder) for folder in folders]
+    assert lines[0], "no decision was made"
+    assert lines[1] == lines[0]
+    assert lines[2] == lines[0]
 
 
-def test_an_error_of_the_thread_is_logged_and_told_to_the_node_with_its_next_report(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_error_of_the_loop_is_logged_and_told_to_the_node_with_its_next_report(
+    start: Callable[..., Controller], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    controller = make_controller(tmp_path, FailingPolicy())
-
-    async def run() -> Sequence[BaseException]:
-        await controller.register(LAYERS, FIRST, COSTS, "thread", 0)
-        heard = []
-        for report in itertools.islice(reports(controller), 6):
-            try:
-                await controller.observe(report)
-            except ValueError as error:
-                heard.append(error)
-            await controller.look()
-        return heard
-
-    heard = asyncio.run(run())
+    controller = start(RaisingPolicy())
+    heard = []
+    for report in itertools.islice(reports(), 6):
+        try:
+            observe(controller, report)
+        except CGXError as error:
+            heard.append(error)
+        controller.look()
     assert heard
-    assert {str(error) for error in heard} == {"no plan can be found"}
-    assert sum("no plan can be found" in record.getMessage() for record in caplog.records) == 1
-    assert controller._loop.plans == [FIRST]
+    assert {str(error) for error in heard} == {"ZeroDivisionError: no plan can be found"}
+    assert "loop_policies.py" in heard[0].__notes__[0], "the traceback of the loop's process is lost"
+    said = capfd.readouterr().err
+    assert said.count("could not be used (ZeroDivisionError('no plan can be found'))") == 1, said
+    assert controller.plans_after(-1) == [FIRST]
 
 
-def test_senders_wait_when_too_many_reports_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller_module, "MAX_WAITING_REPORTS", 2)
-    policy = SlowPolicy()
-    controller = make_controller(tmp_path, policy)
+def test_an_error_does_not_hold_back_plans(start: Callable[..., Controller]) -> None:
+    controller = start(RaisingPolicy())
+    heard = []
+    for report in itertools.islice(reports(), 6):
+        with contextlib.suppress(CGXError):
+            heard.append(observe(controller, report, newest=-1))
+        controller.look()
+    assert heard == [(None, [0])] * 6
 
-    async def run() -> list[bool]:
-        await controller.register(LAYERS, FIRST, COSTS, "thread", 0)
-        await feed_until_asked(controller, policy)
-        late = NodeSample(node_id="late", time_s=9.0, steps=(), latency_s={}, host=QUIET)
-        sent = [asyncio.create_task(controller.observe(late)) for _ in range(4)]
-        _, waiting = await asyncio.wait(sent, timeout=0.05)
-        policy.may_go_on.set()
-        await asyncio.gather(*sent)
-        return [task in waiting for task in sent]
 
-    # The report that led to the decision is the first that waits.
-    assert asyncio.run(run()) == [False, True, True, True]
+def test_senders_wait_when_too_many_reports_do(
+    start: Callable[..., Controller], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = SlowPolicy(tmp_path)
+    controller = start(policy)
+    feed_until_asked(controller, policy)
+    monkeypatch.setattr(controller_module, "MAX_WAITING_REPORTS", controller._loop.num_waiting + 1)
+    with ThreadPoolExecutor(4) as threads:
+        sent = []
+        for _ in range(4):
+            sent.append(threads.submit(observe, controller, quiet_report("late")))
+            time.sleep(0.05)
+        were_done = [one.done() for one in sent]
+        policy.go_on.touch()
+    assert were_done == [True, False, False, False]
+    assert [one.exception() for one in sent] == [None] * 4
+
+
+def test_the_controller_ends_with_the_process_of_its_loop(
+    start: Callable[..., Controller], ended: list[Controller], caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = start(RaisingPolicy())
+    os.kill(controller._loop.pid, signal.SIGKILL)
+    wait_until(lambda: controller in ended)
+    said = [message for message in caplog.messages if "has ended (exit status -9): the controller ends too" in message]
+    assert len(said) == 1, caplog.messages
+
+
+def test_the_process_of_the_loop_ends_with_its_controller_even_in_the_middle_of_a_decision(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "support.loop_front", str(tmp_path)]
+    with subprocess.Popen(argv, cwd=TESTS, stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        loop = psutil.Process(int(front.stdout.readline()))
+        assert loop.is_running()
+        front.kill()
+        # A busy machine may take longer than the second that is promised.
+        loop.wait(timeout=10)
+
+
+def test_a_process_that_cannot_start_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(controller_module, "RaySink", _Sink)
+    (tmp_path / "snapshot").write_bytes(b"no pickle")
+    with pytest.raises(CGXError, match=r"the control loop could not start \(exit status 1\); the log has its error"):
+        Controller(RaisingPolicy(), str(tmp_path / "decisions.jsonl"), "run", "id", str(tmp_path / "snapshot"))
+    assert "UnpicklingError" in capfd.readouterr().err
+
+
+def test_the_process_of_the_loop_imports_neither_ray_nor_torch() -> None:
+    code = "import sys, cgx_ray.control.loop_process; sys.exit(bool({'ray', 'torch'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", code], check=True)

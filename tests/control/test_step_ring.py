@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import pytest
 from support.control_runs import COSTS, DENSITIES, LAYERS, WORLD, FakeTraining
 
 from cgx_ray.control import policy as policy_module
+from cgx_ray.control.controller import Controller
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.loop_process import LoopProcess
+from cgx_ray.control.loop_work import LoopWork
 from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.control.step_replay import StepReplay
 from cgx_ray.control.step_ring import NAME, OLD_NAME, RETRY_S, StepRing
@@ -129,21 +133,22 @@ def test_a_half_record_ends_its_file_and_is_named(tmp_path: Path) -> None:
 
 
 class _Runs:
-    """Pickled as a call that makes a file."""
+    """Pickled as a call of `function` with a path."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, function: Callable[..., Any], path: Path) -> None:
+        self.function, self.path = function, path
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
+        return self.function, (str(self.path),)
 
 
-def test_a_strangers_file_runs_nothing(tmp_path: Path) -> None:
-    body = zlib.compress(pickle.dumps(_Runs(tmp_path / "made")))
+@pytest.mark.parametrize("function", [os.mkdir, Controller, LoopProcess, LoopWork])
+def test_a_strangers_file_runs_nothing(function: Callable[..., Any], tmp_path: Path) -> None:
+    body = zlib.compress(pickle.dumps(_Runs(function, tmp_path / "made")))
     (tmp_path / NAME).write_bytes(struct.pack("<II", len(body), zlib.crc32(body)) + body)
     replay, found = again(tmp_path)
     assert found == []
-    assert "mkdir is no value of the control loop" in replay.broken[0]
+    assert f"{function.__name__} is no value of the control loop" in replay.broken[0]
     assert not (tmp_path / "made").exists()
 
 

@@ -18,6 +18,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.state import list_actors
 from support import train_functions
+from support.endings import living, loops_below
 from support.failing_control import RaisingConfig
 from support.failing_ranks import WITHIN_S
 
@@ -46,11 +47,11 @@ def cluster() -> Iterator[Path]:
     ray.shutdown()
 
 
-def fit(tmp_path: Path, config: Any) -> None:
+def fit(tmp_path: Path, config: Any, steps: int = NUM_STEPS) -> None:
     (tmp_path / "log").mkdir()
     TorchTrainer(
         train_functions.train,
-        train_loop_config={"log": str(tmp_path / "log"), "steps": NUM_STEPS, "pace": True},
+        train_loop_config={"log": str(tmp_path / "log"), "steps": steps, "pace": True},
         torch_config=config,
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(name="run", storage_path=str(tmp_path)),
@@ -62,11 +63,26 @@ def hashes_of(tmp_path: Path, rank: int) -> list[str]:
     return [json.loads(line)["hash"] for line in lines]
 
 
-def controller_pid() -> int:
+def controller_pids() -> tuple[int, int]:
+    """Return the ids of the controller's process and of its loop's."""
     address = ray.get_runtime_context().gcs_address
     actors = list_actors(address=address, filters=[("state", "=", "ALIVE"), ("class_name", "=", "Controller")])
     (pid,) = [actor.pid for actor in actors]
-    return int(pid)
+    (loop,) = loops_below(pid)
+    return int(pid), loop
+
+
+def decisions_of(tmp_path: Path) -> list[dict[str, Any]]:
+    path = tmp_path / "run" / "decisions.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in map(json.loads, lines) if line["event"] == "decision"]
+
+
+def wait_for_decision(tmp_path: Path) -> None:
+    end_s = time.monotonic() + 60
+    while not decisions_of(tmp_path):
+        assert time.monotonic() < end_s, "no decision"
+        time.sleep(0.2)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -75,12 +91,8 @@ def test_a_stopped_controller_holds_up_neither_the_training_nor_its_end(tmp_path
     stopped, stopped_s = list[int](), list[float]()
 
     def stop_after_decision() -> None:
-        path = tmp_path / "run" / "decisions.jsonl"
-        end_s = time.monotonic() + 60
-        while not path.exists() or '"decision"' not in path.read_text():
-            assert time.monotonic() < end_s, "no decision"
-            time.sleep(0.2)
-        stopped.append(controller_pid())
+        wait_for_decision(tmp_path)
+        stopped.extend(controller_pids())
         os.kill(stopped[0], signal.SIGSTOP)
         stopped_s.append(time.time())
 
@@ -101,6 +113,36 @@ def test_a_stopped_controller_holds_up_neither_the_training_nor_its_end(tmp_path
     for process in alive:
         process.kill()
     assert alive == []
+
+
+@pytest.mark.fault("SIGKILL of the control loop's process", "Ray starts the controller again, and decisions go on")
+def test_decisions_go_on_after_the_process_of_the_loop_was_killed(cluster: Path, tmp_path: Path) -> None:
+    killed, killed_s = list[int](), list[float]()
+
+    def kill_after_decision() -> None:
+        wait_for_decision(tmp_path)
+        killed.extend(controller_pids())
+        os.kill(killed[1], signal.SIGKILL)
+        killed_s.append(time.time())
+
+    thread = threading.Thread(target=kill_after_decision)
+    thread.start()
+    link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 2e7),))
+    fit(tmp_path, cgx_ray.CGXConfig(simulated_link=link), steps=2 * NUM_STEPS)
+    thread.join()
+    assert living(*killed) == set()
+    assert len(hashes_of(tmp_path, 0)) == 2 * NUM_STEPS
+    assert hashes_of(tmp_path, 0) == hashes_of(tmp_path, 1)
+    decisions = decisions_of(tmp_path)
+    later = [line for line in decisions if line["time"] > killed_s[0]]
+    assert later, decisions
+    assert later[0]["old"]["version"] >= decisions[0]["new"]["version"]
+    versions = [one["new"]["version"] for one in decisions]
+    assert versions == sorted(versions)
+    logs = [path.read_text() for path in (cluster / "logs").glob("worker-*.err")]
+    ended = "the process of the control loop has ended (exit status -9): the controller ends too"
+    assert any(ended in text for text in logs)
+    assert any("the controller was started again and goes on with plan" in text for text in logs)
 
 
 @pytest.mark.slow

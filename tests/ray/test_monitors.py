@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 import urllib.request
@@ -23,6 +24,7 @@ from cgx_ray.monitors.probe import BulkServer
 from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.round_trip import EchoServer, Peers, round_trip_s
 from cgx_ray.monitors.sample import CURVE_DENSITIES, Bandwidth, NodeSample
+from cgx_ray.plan import Plan
 
 HOST = "127.0.0.1"
 
@@ -61,12 +63,14 @@ def fake_controller() -> Any:
             self.rejects = False
             self.order: str | None = None
 
-        def observe(self, sample: NodeSample) -> str | None:
+        def observe(self, node_id: str, report: bytes, newest: int) -> tuple[str | None, list[Plan]]:
             if self.rejects:
                 raise ValueError("no use for this")
+            sample = pickle.loads(report)
+            assert sample.node_id == node_id
             self.samples.append(sample)
             order, self.order = self.order, None
-            return order
+            return order, []
 
         def probe(self, node_id: str) -> None:
             self.order = node_id

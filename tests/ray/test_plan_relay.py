@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import time
+import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import ray
+from support.endings import wait_for
 
 from cgx_ray.monitors.agent import NodeAgent
 from cgx_ray.monitors.plan_relay import PlanRelay
-from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan, make_plan
 
-PLANS = [make_plan([Layer(name="a", numel=10, ndim=2)], version=version, world_size=2) for version in (1, 2)]
+ONE, TWO, THREE = PLANS = [
+    make_plan([Layer(name="a", numel=10, ndim=2)], version=version, world_size=2) for version in (1, 2, 3)
+]
 
 
 @pytest.fixture
@@ -34,30 +36,64 @@ def controller_with(plans: list[Plan]) -> Any:
     class Planner:
         def __init__(self, plans: list[Plan]) -> None:
             self.plans = plans
-            self.num_polls = 0
+            self.told: list[int] = []
 
-        def observe(self, sample: NodeSample) -> None: ...
+        def observe(self, node_id: str, report: bytes, newest: int) -> tuple[None, list[Plan]]:
+            self.told.append(newest)
+            return None, [plan for plan in self.plans if plan.version > newest]
 
-        def plans_after(self, version: int, timeout_s: float) -> list[Plan]:
-            self.num_polls += 1
-            return [plan for plan in self.plans if plan.version > version]
+        def decide(self, plan: Plan) -> None:
+            self.plans.append(plan)
 
-        def polls(self) -> int:
-            return self.num_polls
+        def newest_told(self) -> int:
+            return max(self.told, default=-1)
 
     return Planner.remote(plans)
 
 
-def test_an_agent_asks_for_plans_once_for_all_its_ranks_and_says_so_if_nobody_answers(agent: NodeAgent) -> None:
-    controller = controller_with(PLANS)
-    assert PlanRelay().after(0, 60.0) is None, "the relay was not told of a controller"
+def test_ranks_get_the_plans_that_answers_to_reports_bring_and_hear_if_nobody_answers(agent: NodeAgent) -> None:
+    assert agent.plans_after(0, 60.0) is None, "the agent was not told of a controller"
+    controller = controller_with([ONE, TWO])
     agent.start({}, controller)
-    time.sleep(0.2)
-    assert ray.get(controller.polls.remote()) == 0, "no rank has asked"
     with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(agent.plans_after, (0, 1, 0), [60.0] * 3)) == [PLANS, PLANS[1:], PLANS]
+        found = list(threads.map(agent.plans_after, (0, 0), [60.0] * 2))
+    # One answer brings all plans that the agent lacks.
+    assert found == [[ONE, TWO]] * 2
+    assert agent.plans_after(1, 60.0) == [TWO]
     assert agent.plans_after(2, 0.01) == []
     ray.kill(controller)
     assert agent.plans_after(2, 60.0) is None
     agent.start({}, controller_with(PLANS))
-    assert agent.plans_after(1, 60.0) == PLANS[1:]
+    assert agent.plans_after(1, 60.0) == [TWO, THREE]
+
+
+def test_a_push_reaches_ranks_that_wait_at_once_and_the_controller_hears_of_it(agent: NodeAgent) -> None:
+    controller = controller_with([ONE])
+    agent.start({}, controller)
+    assert agent.plans_after(0, 60.0) == [ONE]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(agent.plans_after, 1, 60.0)
+        agent.take_plans(pickle.dumps([TWO]), 1)
+        assert waiting.result() == [TWO]
+    wait_for(lambda: ray.get(controller.newest_told.remote()) == 2, 60.0, lambda: "the agent tells an old version")
+
+
+@pytest.mark.fault("a new plan does not reach an agent", "the answer to its next report has it")
+def test_a_lost_push_is_made_good_by_the_answer_to_a_report(agent: NodeAgent) -> None:
+    controller = controller_with([ONE])
+    agent.start({}, controller)
+    assert agent.plans_after(0, 60.0) == [ONE]
+    # The push of plan 2 is lost, that of plan 3 arrives.
+    agent.take_plans(pickle.dumps([THREE]), 2)
+    assert agent.plans_after(1, 0.2) == [], "a rank must not get plan 3 without plan 2"
+    ray.get([controller.decide.remote(plan) for plan in (TWO, THREE)])
+    assert agent.plans_after(1, 60.0) == [TWO, THREE]
+
+
+def test_a_plan_that_comes_twice_is_kept_once() -> None:
+    relay = PlanRelay(has_controller=True)
+    relay.take_push([ONE], -1)
+    relay.take_answer([ONE, TWO])
+    relay.take_push([TWO], 1)
+    assert relay.after(-1, 0.0) == [ONE, TWO]
+    assert relay.newest == 2

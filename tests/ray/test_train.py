@@ -21,6 +21,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.state import list_actors
 from support import plain_script, train_functions
+from support.endings import living, loops_below, wait_for_nothing
 
 import cgx_ray
 
@@ -171,14 +172,19 @@ def test_checkpoints_and_the_controllers_snapshot_leave_no_temporary_folder(temp
 @pytest.mark.fault("SIGKILL of controller and monitor", "training goes on; Ray starts them again, and decisions go on")
 def test_decisions_go_on_after_controller_and_monitor_were_killed(cluster: Path, tmp_path: Path) -> None:
     killed: list[tuple[str, float]] = []
+    loops, ended = list[int](), list[float]()
 
     def kill_when_judged() -> None:
         path = tmp_path / "run" / "decisions.jsonl"
         while not path.exists() or '"outcome"' not in path.read_text():
             time.sleep(0.2)
         for actor in our_actors():
+            loops.extend(loops_below(actor.pid))
             os.kill(actor.pid, signal.SIGKILL)
             killed.append((actor.class_name, time.time()))
+        # Ray's next controller goes on with the same files, so no loop may be left. A busy machine is slower than 1 s.
+        wait_for_nothing(lambda: living(*loops), 10.0)
+        ended.append(time.time())
 
     thread = threading.Thread(target=kill_when_judged)
     thread.start()
@@ -186,6 +192,7 @@ def test_decisions_go_on_after_controller_and_monitor_were_killed(cluster: Path,
     fit(tmp_path, steps=500, pace=True, torch_config=cgx_ray.CGXConfig(simulated_link=link))
     thread.join()
     assert sorted(name for name, _ in killed) == ["Controller", "NodeAgent"]
+    assert len(loops) == len(ended) == 1
     first, second = log_of(tmp_path, 0)[1:], log_of(tmp_path, 1)[1:]
     assert len(first) == 500
     assert [line["hash"] for line in first] == [line["hash"] for line in second]

@@ -13,6 +13,8 @@ import psutil
 # Longest wait until everything has ended, in seconds. The promise is ten; two cores at load 15 took up to nine, and at
 # load 200 twenty-nine.
 END_S = 60.0
+# The process of the control loop, in its command line and as a title.
+LOOP = "cgx_ray.control.loop_process"
 # Ray's own actors and processes, which it leaves to end by themselves, minutes later.
 RAYS_OWN = {
     "JobSupervisor",
@@ -21,6 +23,11 @@ RAYS_OWN = {
     "DashboardAgent",
     "RuntimeEnvAgent",
 }
+
+
+def loops_below(pid: int) -> list[int]:
+    """Return the processes of control loops below process `pid`."""
+    return [process.pid for process in psutil.Process(pid).children(recursive=True) if LOOP in _command(process.pid)]
 
 
 def actors_below(pid: int) -> set[str]:
@@ -35,14 +42,25 @@ def actors_in_session(leader: int) -> set[str]:
 
 
 def _actors(pids: Sequence[int]) -> set[str]:
-    """Return the titles of actors: Ray names a process after its class. Without idle workers and Ray's own actors."""
+    """Return the titles of actors: Ray names a process after its class. Without idle workers and Ray's own actors.
+
+    The process of a controller's loop is an actor here.
+    """
     titles = set()
     for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            command = " ".join(psutil.Process(pid).cmdline())
-            if command.startswith("ray::"):
-                titles.add(command.partition(".")[0].split()[0])
+        command = _command(pid)
+        if command.startswith("ray::"):
+            titles.add(command.partition(".")[0].split()[0])
+        elif LOOP in command:
+            titles.add(LOOP)
     return titles - {"ray::IDLE", *(f"ray::{name}" for name in RAYS_OWN)}
+
+
+def _command(pid: int) -> str:
+    """Return the command line of a process, nothing if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(psutil.Process(pid).cmdline())
+    return ""
 
 
 def listening(port: int) -> set[str]:

@@ -1,4 +1,4 @@
-"""Controllers that fail, in a module that actors can import."""
+"""A controller that fails, in a module that actors can import."""
 
 from __future__ import annotations
 
@@ -7,20 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import cgx_ray
-from cgx_ray.control.policy import AdaptivePolicy, Decision, Situation
-from cgx_ray.planner.options import candidate_options
 from cgx_ray.ray_train import config as ray_config
 from cgx_ray.ray_train.config import CGXBackend
-
-
-class RaisingPolicy(AdaptivePolicy):
-    """Raises at every decision."""
-
-    def __init__(self) -> None:
-        super().__init__(candidate_options((0.1,)), min_gain=0.8)
-
-    def decide(self, situation: Situation) -> Decision:
-        raise ZeroDivisionError("no plan can be found")
+from support.loop_policies import RaisingPolicy
 
 
 class RaisingBackend(CGXBackend):
