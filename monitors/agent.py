@@ -145,6 +145,9 @@ class NodeAgent:
             try:
                 work()
             except Exception as error:
+                if work == self._publish:
+                    # Perhaps no report is sent any more, whose answer could bring plans. Ranks ask the controller.
+                    self._relay.take_answer(None)
                 thread = threading.current_thread().name
                 if (thread, type(error)) not in self._logged:
                     self._logged.add((thread, type(error)))
@@ -247,10 +250,12 @@ class _Outbox:
         if not self._is_answered():
             return
         if self._controller is not None:
-            # Pickled here, since the process that it is for is behind the controller's.
-            report = pickle.dumps(make(tuple(self._steps)), pickle.HIGHEST_PROTOCOL)
-            self._pending = self._controller.observe.remote(self._node_id, report, self._relay.newest)
+            # A report that cannot be made costs its own steps only.
+            unsent = tuple(self._steps)
             self._steps.clear()
+            # Pickled here, since the process that it is for is behind the controller's.
+            report = pickle.dumps(make(unsent), pickle.HIGHEST_PROTOCOL)
+            self._pending = self._controller.observe.remote(self._node_id, report, self._relay.newest)
 
     def _is_answered(self) -> bool:
         if self._pending is None:

@@ -9,7 +9,7 @@ from cgx_ray.monitors.export import RANK, RUN, RUN_ID, Sink
 
 
 class ControllerFacts(Protocol):
-    """Values that the controller publishes with each report of a node. None means unknown."""
+    """Values that the controller publishes once per second while nodes report. None means unknown."""
 
     @property
     def bandwidth_bits_per_s(self) -> float | None: ...

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import ray
 
+from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.history import History
 from cgx_ray.control.loop_process import LoopProcess
 from cgx_ray.control.loop_work import LoopWork, News
@@ -26,7 +27,10 @@ from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost
 
-# Reports without an answer from the loop, beyond which senders wait: four seconds of 512 nodes, about 100 MB.
+logger = logging.getLogger(__name__)
+
+# Calls without an answer from the loop, nearly all of them reports, beyond which senders wait: four seconds of 512
+# nodes, about 100 MB.
 MAX_WAITING_REPORTS = 2048
 # Reports have a thread of their own, so that no other call holds them up. Other calls share a few.
 _REPORTS = "reports"
@@ -79,6 +83,7 @@ class Controller:
         # By node, what its reports were answered since the last one: the node to probe, or an error.
         self._orders: dict[str, str] = {}
         self._errors: dict[str, BaseException] = {}
+        self._has_logged = False
         arguments = policy, journal_path, run_name, snapshot_path, history, nodes, ring_bytes
         self._loop = LoopProcess(self._work, arguments, self._take, self._end)
 
@@ -122,7 +127,7 @@ class Controller:
 
         Returns the node that this one shall probe now, or None, and the plans that its agent lacks; None for neither,
         which Ray does not pickle. Raises CGXError if the loop has met an error. Order and error are about the node's
-        report before: this one waits for its turn, and its sender only waits with it if too many do.
+        report before: this one waits for its turn. If too many do, all senders wait until the loop has taken this one.
         """
         call = self._loop.ask("add_report", node_id, report, time.monotonic())
         call.add_done_callback(partial(self._keep_answer, node_id))
@@ -156,9 +161,7 @@ class Controller:
             self._orders[node_id] = order
 
     def _take(self, news: News) -> None:
-        """Set the metrics, and tell the agents of new plans."""
-        if news.facts is not None:
-            self._metrics.export(*news.facts)
+        """Tell the agents of new plans, and set the metrics."""
         if news.plans is not None:
             known = self._plans[-1].version if self._plans else -1
             self._plans = news.plans
@@ -166,6 +169,17 @@ class Controller:
             new = pickle.dumps(self.plans_after(known), pickle.HIGHEST_PROTOCOL)
             for agent in self._agents:
                 agent.take_plans.remote(new, known)
+        if news.facts is not None:
+            self._set_metrics(*news.facts)
+
+    def _set_metrics(self, facts: LoopFacts, num_journal_errors: int) -> None:
+        """Set the metrics. Decisions go on without them: the first error is logged."""
+        try:
+            self._metrics.export(facts, num_journal_errors)
+        except Exception as error:
+            if not self._has_logged:
+                self._has_logged = True
+                logger.error("metrics of the run could not be set (%r); decisions go on", error, exc_info=error)
 
     def _end(self) -> None:
         """End this process, as the loop's process has ended."""

@@ -54,7 +54,7 @@ LEASE_STEPS, LEASE_S = 40, 60.0
 
 
 class _When(NamedTuple):
-    """Step after which the loop decides, its time by this process's clock, and by that of the node that reported it."""
+    """Step after which the loop decides, its time by the controller's clock, and by that of the node that told it."""
 
     step: int
     now_s: float
@@ -175,7 +175,7 @@ class ControlLoop:
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:
         """Add a node's report; return the decisions that it causes, which are in the journal by then.
 
-        now_s  by this process's clock. A node may fall silent, so its probe results expire by this clock
+        now_s  by the controller's clock. A node may fall silent, so its probe results expire by this clock
         """
         state = self._state
         if state is None:
@@ -234,7 +234,7 @@ class ControlLoop:
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn.
 
-        now_s  by this process's clock
+        now_s  by the controller's clock
         """
         return self._state.network.next_probe(node_id, now_s) if self._state is not None else None
 

@@ -67,18 +67,21 @@ class LoopProcess:
         on_news: Callable[[News], None],
         on_end: Callable[[], None],
     ) -> None:
-        """Start it; it calls `make` with `arguments`. Raises CGXError if that fails.
+        """Start it; it calls `make` with `arguments`, whose classes it must be able to import.
+
+        Raises CGXError if that fails. If a signal ends it meanwhile, `on_end` is called before.
 
         on_news  gets what has changed, before the calls that came with it have their results; at first from here, then
                  from a thread
         on_end   called by a thread when the process has ended
         """
         own, its = socket.socketpair()
-        argv = [sys.executable, "-c", f"from {__name__} import main; main()", str(its.fileno())]
+        # Ray gives its workers more paths than Python has. PYTHONPATH would come after the working folder.
+        paths = [*map(str, sys.path)]
+        code = f"import sys; sys.path[:] = {paths!r}; from {__name__} import main; main()"
         with its:
-            # Ray gives its workers more paths than Python has.
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            self._process = subprocess.Popen(argv, pass_fds=[its.fileno()], env=env)
+            argv = [sys.executable, "-c", code, str(its.fileno())]
+            self._process = subprocess.Popen(argv, pass_fds=[its.fileno()])
         self._pipe = Connection(own.detach())
         self._on_news, self._on_end = on_news, on_end
         self._numbers = itertools.count()
@@ -89,6 +92,10 @@ class LoopProcess:
             on_news(self._pipe.recv())
         except (EOFError, OSError) as error:
             status = self._process.wait()
+            if status < 0:
+                # A signal, perhaps for want of memory. Ray starts processes again that end, but no actor that raises.
+                logger.error("the process of the control loop was ended while it started (exit status %s)", status)
+                on_end()
             raise CGXError(
                 f"the process of the control loop could not start (exit status {status}); the log has its error"
             ) from error

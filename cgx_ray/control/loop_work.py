@@ -158,6 +158,9 @@ class LoopWork:
 
     def _keep(self, now_s: float) -> None:
         """Write a snapshot if there is a new plan, before any rank may hear of it, or if the last one is old."""
+        if self._is_ended:
+            # The snapshot's folder may have been removed.
+            return
         newest, kept_s = self._loop.plans[-1].version, self._kept[1]
         is_new = newest != self._kept[0]
         if is_new or now_s >= kept_s + SNAPSHOT_INTERVAL_S:

@@ -128,7 +128,7 @@ class AgentWatch:
         """Give the controller the agents' handles, if it has none. Without them plans wait for the next reports."""
         # Ray may be starting it again, or it stands still.
         with contextlib.suppress(RayError):
-            if not ray.get(self._controller.has_agents.remote(), timeout=ANSWER_S):
+            if not ray.get(self._controller.has_agents.remote(), timeout=WATCH_S):
                 self._controller.meet_agents.remote(list(self.agents.values()))
 
     def _watch(self) -> None:
