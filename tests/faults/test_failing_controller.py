@@ -79,7 +79,8 @@ def decisions_of(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_decision(tmp_path: Path) -> None:
-    end_s = time.monotonic() + 60
+    # Beside other load Ray alone takes half a minute to start the workers.
+    end_s = time.monotonic() + 120
     while not decisions_of(tmp_path):
         assert time.monotonic() < end_s, "no decision"
         time.sleep(0.2)
