@@ -94,9 +94,6 @@ def best_plan(
        measured, is longer by at most SLACK_COST.
     7. The last group takes the lossless or used option with which the simulated step is the best, of the NUM_ENDS that
        take the least time for it alone.
-    8. If dense in its best groups is the answer, dense in `dense_groups` is. DDP's groups are what users had, and
-       measured. Others that seem a little better were up to 1.8x slower, where ranks share processors. A compressed
-       plan that is better than DDP's dense alone is not found.
 
     Groups are made as in `make_plan`: small layers (`Layer.is_small`) are not compressed and go into groups of their
     own before the last one; so do layers of another dtype than most of the model. With nothing compressed, small layers
@@ -109,12 +106,7 @@ def best_plan(
         only = predict(measured, dense_groups or measured.fixed)
         return BestPlan(best=only, dense=only, gap=0.0)
     large = LayerChain(measured, keeps_small=False)
-    kept = {DENSE: 1.0}
-    for option in options:
-        share = measured.efficiency(option)
-        is_twin = option.intra is not Intra.FLAT and measured.network.is_flat(option.intra)
-        if share is not None and share >= min_gain and large.fits(option) and not is_twin:
-            kept[option] = share
+    kept = _allowed(measured, large, options, min_gain)
     best, dense, bound = _simulated(measured, kept, max_gap)
     chosen = dict.fromkeys(group.option for group in best.groups if not group.is_fixed)
     used = {option: kept[option] for option in (DENSE, *chosen)}
@@ -124,9 +116,22 @@ def best_plan(
     ends = [option for option in kept if option.codec == NONE or option in used]
     best = _with_best_end(measured, best, large.soonest(ends, best.groups[-1].numel)[:NUM_ENDS])
     if dense_groups:
+        # Others that seem a little better were up to 1.8x slower, where ranks share processors. A compressed plan that
+        # is better than DDP's dense alone is not found.
         dense = predict(measured, dense_groups)
         best = dense if best.is_dense else best
     return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - bound / best.score) if best.score > 0 else 0.0)
+
+
+def _allowed(measured: Measured, large: LayerChain, options: Iterable[Option], min_gain: float) -> dict[Option, float]:
+    """Return the efficiency of each option that may be chosen, and of dense."""
+    kept = {DENSE: 1.0}
+    for option in options:
+        share = measured.efficiency(option)
+        is_twin = option.intra is not Intra.FLAT and measured.network.is_flat(option.intra)
+        if share is not None and share >= min_gain and large.fits(option) and not is_twin:
+            kept[option] = share
+    return kept
 
 
 def _simulated(
