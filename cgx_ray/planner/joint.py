@@ -108,6 +108,19 @@ def best_plan(
     large = LayerChain(measured, keeps_small=False)
     kept = _allowed(measured, large, options, min_gain)
     best, dense, bound = _simulated(measured, kept, max_gap)
+    best = _polished(measured, large, kept, best, max_gap)
+    if dense_groups:
+        # Others that seem a little better were up to 1.8x slower, where ranks share processors. A compressed plan that
+        # is better than DDP's dense alone is not found.
+        dense = predict(measured, dense_groups)
+        best = dense if best.is_dense else best
+    return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - bound / best.score) if best.score > 0 else 0.0)
+
+
+def _polished(
+    measured: Measured, large: LayerChain, kept: dict[Option, float], best: Prediction, max_gap: float
+) -> Prediction:
+    """Take steps 6 and 7 of `best_plan`."""
     chosen = dict.fromkeys(group.option for group in best.groups if not group.is_fixed)
     used = {option: kept[option] for option in (DENSE, *chosen)}
     sooner = predict(measured, _simulated(measured.slowed(SLACK), used, max_gap)[0].groups)
@@ -115,12 +128,7 @@ def best_plan(
         best = sooner
     ends = [option for option in kept if option.codec == NONE or option in used]
     best = _with_best_end(measured, best, large.soonest(ends, best.groups[-1].numel)[:NUM_ENDS])
-    if dense_groups:
-        # Others that seem a little better were up to 1.8x slower, where ranks share processors. A compressed plan that
-        # is better than DDP's dense alone is not found.
-        dense = predict(measured, dense_groups)
-        best = dense if best.is_dense else best
-    return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - bound / best.score) if best.score > 0 else 0.0)
+    return best
 
 
 def _allowed(measured: Measured, large: LayerChain, options: Iterable[Option], min_gain: float) -> dict[Option, float]:
