@@ -110,8 +110,8 @@ def best_plan(
     best, dense, bound = _simulated(measured, kept, max_gap)
     best = _polished(measured, large, kept, best, max_gap)
     if dense_groups:
-        # Others that seem a little better were up to 1.8x slower, where ranks share processors. A compressed plan that
-        # is better than DDP's dense alone is not found.
+        # DDP's groups are what users had, and measured. Others that seem a little better were up to 1.8x slower, where
+        # ranks share processors. A compressed plan that is better than DDP's dense alone is not found.
         dense = predict(measured, dense_groups)
         best = dense if best.is_dense else best
     return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - bound / best.score) if best.score > 0 else 0.0)
@@ -127,8 +127,7 @@ def _polished(
     if sooner.score <= best.score * (1 + SLACK_COST):
         best = sooner
     ends = [option for option in kept if option.codec == NONE or option in used]
-    best = _with_best_end(measured, best, large.soonest(ends, best.groups[-1].numel)[:NUM_ENDS])
-    return best
+    return _with_best_end(measured, best, large.soonest(ends, best.groups[-1].numel)[:NUM_ENDS])
 
 
 def _allowed(measured: Measured, large: LayerChain, options: Iterable[Option], min_gain: float) -> dict[Option, float]:
