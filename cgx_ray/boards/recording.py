@@ -48,7 +48,7 @@ class Recording:
 
     start_s, end_s  seconds since 1970
     changed_s       the same, of the first step on the slow link
-    steps_s         duration of each step of rank 0, by its own clock
+    steps_s         duration of each step of rank 0, by its own clock; the first also holds the making of the optimizer
     journal         entries of decisions.jsonl
     """
 
@@ -98,28 +98,30 @@ def record(server: PrometheusServer, folder: Path) -> Recording:
         scaling_config=ScalingConfig(num_workers=NUM_RANKS),
         run_config=RunConfig(name=RUN_NAME, storage_path=str(folder)),
     ).fit()
-    ended_s = json.loads(log.read_text())
+    # When the first step began, and when each ended.
+    times_s = json.loads(log.read_text())
     journal = folder / RUN_NAME / "decisions.jsonl"
     return Recording(
         server=server,
-        start_s=ended_s[0] - 1,
-        end_s=ended_s[-1] + SETTLE_S,
-        changed_s=ended_s[FAST_STEPS - 1],
-        steps_s=[after - before for before, after in itertools.pairwise(ended_s)],
+        start_s=times_s[0] - 1,
+        end_s=times_s[-1] + SETTLE_S,
+        changed_s=times_s[FAST_STEPS],
+        steps_s=[after - before for before, after in itertools.pairwise(times_s)],
         journal=[json.loads(line) for line in journal.read_text().splitlines()],
     )
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train a small model; rank 0 writes the times at which its steps ended to `config["log"]`."""
+    """Train a small model; rank 0 writes when its first step began and each ended to `config["log"]`."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Linear(64, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 64)
     )
     model = ray.train.torch.prepare_model(net)
+    times_s = [time.time()]
     attachment = cgx_ray.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
-    rank, ended_s = ray.train.get_context().get_world_rank(), []
+    rank = ray.train.get_context().get_world_rank()
     for step in range(config["steps"]):
         x_BD = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
         optimizer.zero_grad()
@@ -129,7 +131,7 @@ def train(config: dict[str, Any]) -> None:
         optimizer.step()
         attachment.observe(loss=loss, lr=_LEARNING_RATE)
         dist.barrier()
-        ended_s.append(time.time())
+        times_s.append(time.time())
     time.sleep(SETTLE_S)
     if rank == 0:
-        Path(config["log"]).write_text(json.dumps(ended_s))
+        Path(config["log"]).write_text(json.dumps(times_s))

@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
 ]
 NUM_STEPS = 300
+LINK = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 2e7),))
 
 
 @pytest.fixture(scope="module")
@@ -86,31 +87,39 @@ def wait_for_decision(tmp_path: Path) -> None:
         time.sleep(0.2)
 
 
+class Signalled(threading.Thread):
+    """Sends `number` to the controller, or to its loop, once a plan was decided: to which processes, and when."""
+
+    def __init__(self, tmp_path: Path, number: signal.Signals, *, loop: bool) -> None:
+        super().__init__()
+        self.pids: tuple[int, int] = (0, 0)
+        self.time_s = 0.0
+        self._tmp_path, self._number, self._loop = tmp_path, number, loop
+        self.start()
+
+    def run(self) -> None:
+        wait_for_decision(self._tmp_path)
+        self.pids = controller_pids()
+        os.kill(self.pids[self._loop], self._number)
+        self.time_s = time.time()
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.fault("the controller stands still (SIGSTOP)", "training goes on; the end waits for it for 9 s at most")
 def test_a_stopped_controller_holds_up_neither_the_training_nor_its_end(tmp_path: Path) -> None:
-    stopped, stopped_s = list[int](), list[float]()
-
-    def stop_after_decision() -> None:
-        wait_for_decision(tmp_path)
-        stopped.extend(controller_pids())
-        os.kill(stopped[0], signal.SIGSTOP)
-        stopped_s.append(time.time())
-
-    thread = threading.Thread(target=stop_after_decision)
-    thread.start()
-    link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 2e7),))
-    fit(tmp_path, cgx_ray.CGXConfig(simulated_link=link))
+    stopped = Signalled(tmp_path, signal.SIGSTOP, loop=False)
+    fit(tmp_path, cgx_ray.CGXConfig(simulated_link=LINK))
     ended_s = time.time()
-    thread.join()
+    stopped.join()
     assert len(hashes_of(tmp_path, 0)) == NUM_STEPS
     assert hashes_of(tmp_path, 0) == hashes_of(tmp_path, 1)
     assert ray_config.CLOSE_TIMEOUT_S + ray_config.HISTORY_TIMEOUT_S < 10
     last_step_s = max(path.stat().st_mtime for path in (tmp_path / "log").iterdir())
-    assert stopped_s[0] < last_step_s, "it was stopped too late to hold up anything"
+    assert stopped.time_s < last_step_s, "it was stopped too late to hold up anything"
     assert ended_s - last_step_s < WITHIN_S
     # Ray takes some seconds to kill a process that does not answer.
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in stopped if psutil.pid_exists(pid)], timeout=60)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in stopped.pids if psutil.pid_exists(pid)], timeout=60)
     for process in alive:
         process.kill()
     assert alive == []
@@ -118,24 +127,14 @@ def test_a_stopped_controller_holds_up_neither_the_training_nor_its_end(tmp_path
 
 @pytest.mark.fault("SIGKILL of the control loop's process", "Ray starts the controller again, and decisions go on")
 def test_decisions_go_on_after_the_process_of_the_loop_was_killed(cluster: Path, tmp_path: Path) -> None:
-    killed, killed_s = list[int](), list[float]()
-
-    def kill_after_decision() -> None:
-        wait_for_decision(tmp_path)
-        killed.extend(controller_pids())
-        os.kill(killed[1], signal.SIGKILL)
-        killed_s.append(time.time())
-
-    thread = threading.Thread(target=kill_after_decision)
-    thread.start()
-    link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 2e7),))
-    fit(tmp_path, cgx_ray.CGXConfig(simulated_link=link), steps=2 * NUM_STEPS)
-    thread.join()
-    assert living(*killed) == set()
+    killed = Signalled(tmp_path, signal.SIGKILL, loop=True)
+    fit(tmp_path, cgx_ray.CGXConfig(simulated_link=LINK), steps=2 * NUM_STEPS)
+    killed.join()
+    assert living(*killed.pids) == set()
     assert len(hashes_of(tmp_path, 0)) == 2 * NUM_STEPS
     assert hashes_of(tmp_path, 0) == hashes_of(tmp_path, 1)
     decisions = decisions_of(tmp_path)
-    later = [line for line in decisions if line["time"] > killed_s[0]]
+    later = [line for line in decisions if line["time"] > killed.time_s]
     assert later, decisions
     assert later[0]["old"]["version"] >= decisions[0]["new"]["version"]
     versions = [one["new"]["version"] for one in decisions]
@@ -149,8 +148,7 @@ def test_decisions_go_on_after_the_process_of_the_loop_was_killed(cluster: Path,
 @pytest.mark.slow
 @pytest.mark.fault("the controller raises at every decision", "training goes on with its first plan; the log says why")
 def test_a_controller_that_raises_does_not_hold_up_the_training(cluster: Path, tmp_path: Path) -> None:
-    link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 2e7),))
-    fit(tmp_path, RaisingConfig(simulated_link=link))
+    fit(tmp_path, RaisingConfig(simulated_link=LINK))
     assert len(hashes_of(tmp_path, 0)) == NUM_STEPS
     assert hashes_of(tmp_path, 0) == hashes_of(tmp_path, 1)
     logs = [path.read_text() for path in (cluster / "logs").glob("worker-*.err")]

@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 from support.ray_processes import ENV, RayNodes, end_with_children
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,8 @@ def test_the_example_under_torchrun_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert float(resumed.split()[-1]) < float(first.split()[-1])
 
 
+# Ray takes two minutes to give up waiting for the third worker.
+@pytest.mark.slow
 def test_the_elastic_example_goes_on_without_a_node_that_is_lost(tmp_path: Path) -> None:
     """3 -> 2 workers: the second group begins at a checkpoint of the first and has its residuals."""
     with tempfile.TemporaryDirectory(prefix="cgx-", dir="/tmp", ignore_cleanup_errors=True) as temp_dir:

@@ -111,9 +111,10 @@ def test_every_example_is_submitted_here() -> None:
         (f"{TORCHRUN} examples/torchrun_gpt_bytes.py --steps 5 --batch-size 1", r"step 5: loss \d\.\d+\n"),
         (f"{TORCHRUN} examples/torchrun_fsdp2.py --steps 5 --batch-size 1", rf"step 5: loss \d\.\d+, sent {SENT}\n"),
         (f"{TORCHRUN} examples/backend_cgx.py --steps 2 --batch-size 1", r"cgx: loss \d\.\d+ after [\d.]+ s\n"),
-        (
+        pytest.param(
             f"{TORCHRUN} examples/digits_accuracy.py --steps 100",
             rf"none: {DIGITS.format('more')}qsgd:bits=3: {DIGITS.format('less')}",
+            marks=pytest.mark.slow,
         ),
         (
             "python examples/elastic_nodes.py --max-workers 2 --steps 10 --checkpoint-every 5 --storage runs",
