@@ -31,7 +31,7 @@ _PIECE_BYTES = 1 << 18
 # Rate of a probe's bytes, and what the receiver's card carried meanwhile.
 _RESULT = struct.Struct("<dd")
 # Arrivals of a probe that are kept apart. A link of 10 Gbit/s has half as many, and a client that sends single bytes
-# would fill the memory.
+# would fill the memory. An even number, as two that follow each other become one at the limit.
 _MAX_ARRIVALS = 1 << 17
 # Seconds of a window over which a rate is measured. After a stall queues deliver some 80 KB at once, which must be a
 # small part of a window.
@@ -87,7 +87,8 @@ class BulkServer(GuardedServer):
             self._card.read()  # count from here on
         self.allow(client, min(MAX_PROBE_S, self._end_s - time.monotonic()))
         if len(self._arrivals) == _MAX_ARRIVALS:
-            num_bytes += self._arrivals.pop()[1]
+            pairs = zip(self._arrivals[::2], self._arrivals[1::2], strict=True)
+            self._arrivals = [(later_s, one + other) for (_, one), (later_s, other) in pairs]
         self._arrivals.append((at_s, num_bytes))
         return True
 
