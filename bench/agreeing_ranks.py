@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.collectives.greeting import Greetings
-from cgx_ray.collectives.minimum import MeshMinimum
+from cgx_ray.collectives.minimum import partners
 from cgx_ray.errors import CGXError
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
 
@@ -97,13 +97,11 @@ def _cpu_s(agree: Callable[[Tensor], Tensor]) -> float:
 
 
 def _greet_and_agree(greetings: Greetings, mesh: Mesh, rank: int, num_ranks: int, values_K: Tensor) -> Tensor:
-    """Greet others, and agree as the engine does: its thread passes the minimum on while it waits."""
+    """Greet others, and agree as the engine does."""
     greetings.hear(TIMEOUT_S)
     greetings.greet()
-    minimum = MeshMinimum(mesh, rank, num_ranks, values_K, channel=0)
-    while (ticket := minimum.pass_on()) is not None:
-        mesh.wait_any([ticket], TIMEOUT_S)
-    return minimum.finish(TIMEOUT_S)
+    mesh.wait(mesh.post_minimum(values_K, partners(rank, num_ranks), channel=0), TIMEOUT_S)
+    return values_K
 
 
 def _agree_with_all(mesh: Mesh, rank: int, num_ranks: int, values_K: Tensor) -> Tensor:

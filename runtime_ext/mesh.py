@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from .checks import native
@@ -98,6 +99,22 @@ class Mesh:
             raise ValueError(f"channel {channel} is not allowed; give 0 to {NUM_CHANNELS - 1}")
         ticket = self._native.post(_parts(sends), _parts(receives), channel)
         self._posted[ticket] = (sends, receives)
+        return ticket
+
+    def post_minimum(self, values_K: Tensor, rounds: Sequence[Sequence[int]], channel: int) -> int:
+        """Begin an element-wise minimum over ranks, in place, and return a ticket for `wait`.
+
+        Threads of the mesh pass it on from round to round, so no rank waits for what another one does meanwhile.
+
+        values_K  int64, contiguous, on the CPU; leave it alone until `wait` returns
+        rounds    ranks that this one sends to and receives from, by round, as `minimum.partners` returns them
+        channel   as in `post`; nothing else may use it meanwhile
+        """
+        if values_K.dtype != torch.int64:
+            raise ValueError(f"a minimum of {values_K.dtype} is not possible; give int64")
+        ((_, address, _),) = _parts({self._rank: values_K})
+        ticket = self._native.post_minimum(address, values_K.numel(), rounds, channel)
+        self._posted[ticket] = values_K
         return ticket
 
     def wait(self, ticket: int, timeout_s: float, waited_s: float = 0.0) -> list[float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from cgx_ray.collectives.gloo_sockets import GlooSockets
 from cgx_ray.collectives.greeting import Greetings
 from cgx_ray.collectives.lifeline import WORDS_S, Lifeline
-from cgx_ray.collectives.minimum import MeshMinimum
+from cgx_ray.collectives.minimum import partners
 from cgx_ray.collectives.simulated_link import LinkDelay, SimulatedLink
 from cgx_ray.collectives.transport_like import Handle, Held, VendorCall
 from cgx_ray.errors import CGXError, PeerTimeoutError, TransportError
@@ -90,7 +90,6 @@ class Transport:
         self._card_bytes = 0
         # Held back by the simulated link, in the order of calls.
         self._held: list[Held] = []
-        self._minima: list[MeshMinimum] = []
 
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         """See `TransportLike.start`."""
@@ -170,7 +169,7 @@ class Transport:
         """Wait until one of `handles` is done and return the place of the first such; `finish` then returns at once.
 
         Returns None after `timeout_s` or sooner, if `wake` is called meanwhile or was called since the last return.
-        Over Gloo, whose messages cannot be asked, it returns 0 at once: there `finish` waits. Minima go on meanwhile.
+        Over Gloo, whose messages cannot be asked, it returns 0 at once: there `finish` waits.
 
         Raises TransportError after `abort`.
         """
@@ -182,24 +181,10 @@ class Transport:
         posted = [one.handle if isinstance(one, Held) else one for one in handles]
         ended = [place for place, one in enumerate(posted) if not isinstance(one, int) and self._is_over(one)][:1]
         tickets = [one for one in posted if isinstance(one, int)]
-        found = self._wait_any(self._mesh, tickets, 0.0 if ended else max(timeout_s, 0.0))
+        found = self._mesh.wait_any(tickets, 0.0 if ended else max(timeout_s, 0.0))
         if found is not None:
             ended.append(posted.index(found))
         return min(ended, default=None)
-
-    def _wait_any(self, mesh: Mesh, tickets: list[int], timeout_s: float) -> int | None:
-        """Wait as `Mesh.wait_any`, and pass on minima meanwhile."""
-        end_s = time.perf_counter() + timeout_s
-        while True:
-            rounds = [ticket for minimum in self._minima if (ticket := minimum.pass_on()) is not None]
-            found = mesh.wait_any([*tickets, *rounds], max(end_s - time.perf_counter(), 0.0))
-            if found not in rounds:
-                return found
-
-    @property
-    def is_passing_on(self) -> bool:
-        """True if other ranks wait for this one in a minimum: then call `wait_any` rather than wait elsewhere."""
-        return any(minimum.pass_on() is not None for minimum in self._minima)
 
     def _is_over(self, handle: Handle | None) -> bool:
         """Return True if `finish` would return at once. Gloo's messages cannot be asked."""
@@ -295,28 +280,27 @@ class Transport:
                 self._greetings.hear(self.timeout_s)
 
     def start_minimum(self, values_K: Tensor, *, within_step: bool = False) -> Callable[[], Tensor]:
-        """Begin an element-wise minimum over ranks and return a function that waits for it, see `MeshMinimum`.
+        """Begin an element-wise minimum over ranks, of int64, and return a function that waits for it.
 
-        Do not change `values_K` before that function has returned. One minimum `within_step` and another one may be
-        under way at once.
+        Do not use `values_K` before that function has returned. One minimum `within_step` and another one may be under
+        way at once.
         """
         if self._mesh is None:
             work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
             return partial(self._finish_vendor_minimum, self._watched("the agreement", work), values_K)
         channel = _STEP_CHANNEL if within_step else _AGREEMENT_CHANNEL
-        minimum = MeshMinimum(self._mesh, self.rank, self.world_size, values_K, channel)
-        self._minima.append(minimum)
-        return partial(self._finish_minimum, minimum)
+        ticket = self._mesh.post_minimum(values_K, partners(self.rank, self.world_size), channel)
+        return partial(self._finish_minimum, self._mesh, ticket, values_K)
 
     def _finish_vendor_minimum(self, call: VendorCall, values_K: Tensor) -> Tensor:
         with self.reporting(call.name):
             self._wait_for_call(call)
         return values_K
 
-    def _finish_minimum(self, minimum: MeshMinimum) -> Tensor:
-        self._minima.remove(minimum)
+    def _finish_minimum(self, mesh: Mesh, ticket: int, values_K: Tensor) -> Tensor:
         with self.reporting("the agreement"):
-            return minimum.finish(self.timeout_s)
+            mesh.wait(ticket, self.timeout_s)
+        return values_K
 
     @contextmanager
     def reporting(self, what: str) -> Iterator[None]:

@@ -229,8 +229,6 @@ class Engine:
         self, inbox: Inbox[PendingBucket | EarlyGradient], step: StepRun | None
     ) -> PendingBucket | EarlyGradient | None:
         """Return what arrives next; None at the end. Raise CGXError if gradients of `step` do not arrive in time."""
-        while inbox.is_empty and self._transport.is_passing_on:
-            self._transport.wait_any([], self._transport.timeout_s)
         if step is None or not step.buckets:
             # DDP itself finds layers without a gradient, at the next forward, if it waits for no bucket.
             return inbox.take()

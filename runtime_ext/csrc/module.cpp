@@ -73,6 +73,11 @@ void bind_mesh(nb::module_& m) {
             return self.post(to_messages(sends), to_messages(receives), channel);
         },
         release());
+    mesh.def(
+        "post_minimum",
+        [](cgx::Mesh& self, Address values, size_t num_values, std::vector<std::vector<int>> rounds,
+           uint32_t channel) { return self.post_minimum(values, num_values, std::move(rounds), channel); },
+        release());
     mesh.def("wait", &cgx::Mesh::wait, release());
     mesh.def("wait_any", &cgx::Mesh::wait_any, release());
     mesh.def("is_over", &cgx::Mesh::is_over, release());

@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.meshes import TIMEOUT_S, close_all, connect_meshes, in_threads
 
-from cgx_ray.collectives.minimum import MAX_DIRECT, MeshMinimum, partners
-from cgx_ray.runtime_ext.mesh import Mesh
+from cgx_ray.collectives.minimum import MAX_DIRECT, partners
 
 
 def test_every_rank_hears_of_every_other_in_two_log3_n_messages() -> None:
@@ -43,9 +42,8 @@ def test_the_minimum_is_that_of_all_ranks(sharers: tuple[int, ...]) -> None:
         found = []
         for step in range(5):
             values = torch.tensor([step + rank, -rank, (rank * 7 + step) % world_size])
-            minimum = MeshMinimum(meshes[rank], rank, world_size, values, channel=5)
-            found.append(minimum.finish(TIMEOUT_S).tolist())
-            assert values.tolist() == [step + rank, -rank, (rank * 7 + step) % world_size]
+            meshes[rank].wait(meshes[rank].post_minimum(values, partners(rank, world_size), channel=5), TIMEOUT_S)
+            found.append(values.tolist())
         return found
 
     results = in_threads([lambda r=rank: run(r) for rank in range(world_size)])
@@ -54,35 +52,67 @@ def test_the_minimum_is_that_of_all_ranks(sharers: tuple[int, ...]) -> None:
         assert found == [[step, 1 - world_size, 0] for step in range(5)], rank
 
 
-def _pass_on(mesh: Mesh, minimum: MeshMinimum) -> None:
-    while (ticket := minimum.pass_on()) is not None:
-        mesh.wait_any([ticket], TIMEOUT_S)
-
-
-def test_ranks_pass_a_minimum_on_without_an_end_and_a_peer_that_hangs_up_fails_nothing_else() -> None:
+def test_ranks_pass_a_minimum_on_by_themselves_and_a_peer_that_hangs_up_fails_nothing_else() -> None:
     world_size = 20
     meshes = connect_meshes(world_size)
     has_left = threading.Event()
 
+    def begin(rank: int, channel: int) -> tuple[torch.Tensor, int]:
+        values = torch.tensor([100 if rank == 0 else rank])
+        return values, meshes[rank].post_minimum(values, partners(rank, world_size), channel)
+
     def stay(rank: int) -> float:
         mesh, peer = meshes[rank], {1: 2, 2: 1}.get(rank)
-        _pass_on(mesh, MeshMinimum(mesh, rank, world_size, torch.tensor([rank]), channel=5))
+        _, ticket = begin(rank, 5)
+        # Does nothing more, but rank 0 gets the minimum all the same.
         assert has_left.wait(TIMEOUT_S)
         if peer is None:
             return 1.0
         if rank == 1:
             # Rank 0 is a partner in the first round, and has ended training.
-            _pass_on(mesh, MeshMinimum(mesh, rank, world_size, torch.tensor([rank]), channel=6))
+            _, failing = begin(rank, 6)
+            mesh.wait_any([failing], TIMEOUT_S)
+            assert mesh.has_failed(failing)
+        mesh.wait(ticket, TIMEOUT_S)
         received = torch.zeros(1)
         mesh.wait(mesh.post({peer: torch.ones(1)}, {peer: received}, 7), TIMEOUT_S)
         return received.item()
 
     def leave() -> float:
-        (least,) = MeshMinimum(meshes[0], 0, world_size, torch.tensor([100]), channel=5).finish(TIMEOUT_S).tolist()
+        values, ticket = begin(0, 5)
+        meshes[0].wait(ticket, TIMEOUT_S)
         meshes[0].close()
         has_left.set()
-        return float(least)
+        return float(values.item())
 
     results = in_threads([leave, *(lambda r=rank: stay(r) for rank in range(1, world_size))])
     close_all(meshes)
     assert results == [1.0] * world_size
+
+
+def test_a_minimum_that_a_rank_never_joins_names_it() -> None:
+    world_size = 20
+    meshes = connect_meshes(world_size)
+    silent = 5
+
+    def run(rank: int) -> None:
+        if rank == silent:
+            return
+        values = torch.tensor([rank])
+        ticket = meshes[rank].post_minimum(values, partners(rank, world_size), channel=5)
+        meshes[rank].wait(ticket, 1.0)
+
+    results = in_threads([lambda r=rank: run(r) for rank in range(world_size)])
+    close_all(meshes)
+    assert results.pop(silent) is None
+    assert any("rank 5 did not answer within 1000 ms" in said for said in results), results
+    assert all("did not answer" in said or "hung up" in said or "closed" in said for said in results), results
+
+
+def test_values_that_cannot_be_sent_are_refused() -> None:
+    meshes = connect_meshes(2)
+    with pytest.raises(ValueError, match=r"a minimum of torch\.float32 is not possible; give int64"):
+        meshes[0].post_minimum(torch.zeros(2), partners(0, 2), channel=5)
+    with pytest.raises(ValueError, match="give contiguous CPU tensors"):
+        meshes[0].post_minimum(torch.zeros(4, dtype=torch.int64)[::2], partners(0, 2), channel=5)
+    close_all(meshes)

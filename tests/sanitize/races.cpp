@@ -99,6 +99,20 @@ class Run {
         });
     }
 
+    // Takes minima over all ranks, in two rounds each, which several threads begin and end.
+    void agree(int num_minima) {
+        in_threads(kRanks, [&](int rank) {
+            const int after = (rank + 1) % kRanks, before = (rank + 2) % kRanks;
+            for (int number = 0; number < num_minima; ++number) {
+                int64_t values[] = {number + rank, -rank};
+                const int64_t ticket =
+                    meshes_[rank]->post_minimum(values, 2, {{after, before}, {after, before}}, 7);
+                meshes_[rank]->wait(ticket, kTimeoutS, 0);
+                check(values[0] == number && values[1] == 1 - kRanks, "a minimum");
+            }
+        });
+    }
+
     // Hangs up while all ranks wait for a message that never comes.
     void hang_up() {
         in_threads(kRanks + 1, [&](int rank) {
@@ -192,6 +206,7 @@ int main(int, char** arguments) {
         for (const bool shares_memory : {false, true}) {
             Run run(shares_memory);
             run.exchange(12);
+            run.agree(50);
             run.hang_up();
         }
         drive_group(10);

@@ -32,7 +32,13 @@ Mesh::Mesh(int rank, int world_size, int num_streams, const std::string& address
     : self_(checked({rank, world_size, num_streams, far_s, token})),
       listener_(listen_at(address, ports.first, ports.second)),
       port_(port_of(listener_.get())),
-      tickets_(world_size),
+      tickets_(world_size,
+               [this](const std::shared_ptr<Ticket>& ticket) {
+                   socket_loop_.call([this, ticket] {
+                       ticket->minimum->fold();
+                       begin_round(ticket);
+                   });
+               }),
       meter_(world_size),
       peers_(world_size),
       socket_loop_(meter_) {}
@@ -85,6 +91,29 @@ int64_t Mesh::post(const std::vector<Message>& sends, const std::vector<Message>
     return number;
 }
 
+int64_t Mesh::post_minimum(int64_t* values, size_t num_values, std::vector<std::vector<int>> rounds,
+                           uint32_t channel) {
+    refuse_copy();
+    const auto [number, ticket] = tickets_.open();
+    ticket->minimum = {values, num_values, std::move(rounds), channel};
+    begin_round(ticket);
+    socket_loop_.wake();
+    return number;
+}
+
+void Mesh::begin_round(const std::shared_ptr<Ticket>& ticket) {
+    Minimum& minimum = *ticket->minimum;
+    const std::vector<int>& ranks = tickets_.begin_round(*ticket);
+    minimum.received.assign(ranks.size(), std::vector<int64_t>(minimum.num_values));
+    const auto num_bytes = static_cast<int64_t>(minimum.num_values * sizeof(int64_t));
+    for (size_t i = 0; i < ranks.size(); ++i)
+        enqueue({ranks[i], minimum.received[i].data(), num_bytes}, Direction::kReceive, minimum.channel,
+                ticket);
+    for (const int rank : ranks)
+        enqueue({rank, minimum.values, num_bytes}, Direction::kSend, minimum.channel, ticket);
+    tickets_.end_posting(*ticket);
+}
+
 void Mesh::enqueue(const Message& message, Direction direction, uint32_t channel,
                    const std::shared_ptr<Ticket>& ticket) {
     const int peer = message.peer;
@@ -120,7 +149,10 @@ std::vector<double> Mesh::wait(int64_t number, double timeout_s, double waited_s
     wait_for(watch, std::max(timeout_s - waited_s, 0.0));
     const std::shared_ptr<Ticket>& ticket = watch.tickets.front();
     const std::string why = tickets_.settle(number, *ticket, timeout_s);
-    if (why.empty()) return ticket->arrived_s;
+    if (why.empty()) {
+        if (ticket->minimum) ticket->minimum->fold();
+        return ticket->arrived_s;
+    }
     // Nobody may touch the posted memory after this returns.
     close();
     fail(why);
@@ -160,6 +192,8 @@ void Mesh::close() {
     for (Peer& peer : peers_) {
         for (auto& stream : peer.streams) stream->close("the connections are closed");
     }
+    // Rounds that were about to begin fail.
+    socket_loop_.do_called();
     tickets_.wake();
 }
 

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "errors.h"
 
@@ -32,9 +33,14 @@ void SocketLoop::watch(Stream& stream) {
 void SocketLoop::run() {
     std::vector<Stream*> ready;
     std::vector<epoll_event> events(num_watched_ + 1);
+    bool is_idle = true;
+    {
+        std::lock_guard lock(mutex_);
+        thread_ = std::this_thread::get_id();
+    }
     while (true) {
         const int count =
-            epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), ready.empty() ? -1 : 0);
+            epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), is_idle ? -1 : 0);
         for (int i = 0; i < count; ++i) {
             if (auto* stream = static_cast<Stream*>(events[i].data.ptr); stream != nullptr) {
                 if ((events[i].events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) stream->notice_hang_up();
@@ -44,6 +50,7 @@ void SocketLoop::run() {
             uint64_t number;
             [[maybe_unused]] const ssize_t drained = read(wake_.get(), &number, sizeof number);
         }
+        do_called();
         {
             std::lock_guard lock(mutex_);
             if (is_stopped_) return;
@@ -54,6 +61,8 @@ void SocketLoop::run() {
         ready.erase(std::unique(ready.begin(), ready.end()), ready.end());
         std::erase_if(ready, [](Stream* stream) { return !stream->move(); });
         if (ready.empty()) meter_.settle();
+        std::lock_guard lock(mutex_);
+        is_idle = ready.empty() && called_.empty();
     }
 }
 
@@ -73,6 +82,21 @@ void SocketLoop::visit(Stream& stream) {
 void SocketLoop::wake() {
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof one);
+}
+
+void SocketLoop::call(std::function<void()> work) {
+    std::lock_guard lock(mutex_);
+    called_.push_back(std::move(work));
+    if (thread_ != std::this_thread::get_id()) wake();
+}
+
+void SocketLoop::do_called() {
+    std::vector<std::function<void()>> called;
+    {
+        std::lock_guard lock(mutex_);
+        called.swap(called_);
+    }
+    for (const auto& work : called) work();
 }
 
 void SocketLoop::close_copies() {

@@ -1,7 +1,9 @@
 // The thread that moves messages through all sockets of a rank, with edge-triggered epoll.
 #pragma once
 
+#include <functional>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "link_meter.h"
@@ -25,6 +27,12 @@ class SocketLoop {
     void visit(Stream& stream);
     void wake();
 
+    // Has the thread do `work` as soon as it has moved what can be moved now. Takes only a lock of its own.
+    void call(std::function<void()> work);
+
+    // Does what was called for and is not done. By another thread only after `run` has returned.
+    void do_called();
+
     // In a forked child: closes its copies. Takes no lock.
     void close_copies();
 
@@ -34,6 +42,8 @@ class SocketLoop {
     int num_watched_ = 0;
     std::mutex mutex_;  // guards what is below
     std::vector<Stream*> posted_;
+    std::vector<std::function<void()>> called_;
+    std::thread::id thread_;  // that is in `run`
     bool is_stopped_ = false;
 };
 

@@ -26,6 +26,17 @@ void Tickets::expect(Ticket& ticket, int peer, int num_parts) {
     ticket.num_left += num_parts;
 }
 
+const std::vector<int>& Tickets::begin_round(Ticket& ticket) {
+    std::lock_guard lock(mutex_);
+    ++ticket.num_left;
+    return ticket.minimum->rounds[ticket.minimum->num_begun++];
+}
+
+void Tickets::end_posting(Ticket& ticket) {
+    std::lock_guard lock(mutex_);
+    end_part(ticket);
+}
+
 void Tickets::finish(Ticket& ticket, int peer, double at) {
     std::lock_guard lock(mutex_);
     if (at > 0) {
@@ -34,7 +45,7 @@ void Tickets::finish(Ticket& ticket, int peer, double at) {
         arrived_s = arrived_s == 0 ? at - ticket.posted_at : std::max(arrived_s, at - ticket.posted_at);
     }
     --ticket.num_open[peer];
-    if (--ticket.num_left == 0) tell(ticket);
+    end_part(ticket);
 }
 
 void Tickets::fail(Ticket& ticket, const std::string& why) {
@@ -96,6 +107,7 @@ std::string Tickets::settle(int64_t number, const Ticket& ticket, double timeout
     for (int peer = 0; peer < world_size_; ++peer) {
         if (ticket.num_open[peer] > 0) late += (late.empty() ? "rank " : ", rank ") + std::to_string(peer);
     }
+    if (late.empty()) late = "this rank";  // it has not begun the next round of a minimum
     return late + " did not answer within " + std::to_string(static_cast<int64_t>(timeout_s * 1e3)) + " ms";
 }
 
@@ -120,6 +132,13 @@ const std::shared_ptr<Ticket>& Tickets::find(int64_t number) const {
 bool Tickets::is_enough(const Watch& watch) const {
     if (watch.heeds_wake && is_woken_) return true;
     return std::any_of(watch.tickets.begin(), watch.tickets.end(), [](auto& t) { return t->is_over(); });
+}
+
+void Tickets::end_part(Ticket& ticket) {
+    if (--ticket.num_left > 0) return;
+    if (ticket.has_more() && !is_closed_) return next_round_(ticket.shared_from_this());
+    if (ticket.has_more() && ticket.error.empty()) ticket.error = "the connections are closed";
+    tell(ticket);
 }
 
 // Wakes the thread that waits for the ticket, if that is another one.

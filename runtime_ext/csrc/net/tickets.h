@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -11,20 +12,23 @@
 #include <utility>
 #include <vector>
 
+#include "minimum.h"
 #include "shm_segment.h"
 
 namespace cgx {
 
 // State of one `post`. Guarded by the mutex of its Tickets.
-struct Ticket {
+struct Ticket : std::enable_shared_from_this<Ticket> {
     std::vector<int> num_open;      // parts of messages that are not done, by peer
     std::vector<double> arrived_s;  // when the last part arrived, by peer, from `posted_at` on
     double posted_at = 0;
     int64_t num_left = 0;  // parts of all peers that are not done
     std::string error;
-    std::thread::id waiter;  // the thread that waits, if there is one
+    std::thread::id waiter;          // the thread that waits, if there is one
+    std::optional<Minimum> minimum;  // whose rounds follow each other under this ticket
 
-    bool is_over() const { return num_left == 0 || !error.empty(); }
+    bool has_more() const { return minimum && minimum->has_more(); }
+    bool is_over() const { return (num_left == 0 && !has_more()) || !error.empty(); }
 };
 
 // What a thread waits for: that one of the tickets is over, or that `wake` is called.
@@ -35,7 +39,11 @@ struct Watch {
 
 class Tickets {
   public:
-    explicit Tickets(int world_size) : world_size_(world_size) {}
+    using NextRound = std::function<void(const std::shared_ptr<Ticket>&)>;
+
+    // `next_round`: has another thread begin the next round of a minimum. It is called with locks held.
+    Tickets(int world_size, NextRound next_round)
+        : world_size_(world_size), next_round_(std::move(next_round)) {}
 
     // Rings `bell` too when a ticket is over that another thread waits for.
     void ring_also(Counter* bell) { bell_ = bell; }
@@ -45,6 +53,11 @@ class Tickets {
 
     // Adds `num_parts` to or from `peer` to what the ticket waits for.
     void expect(Ticket& ticket, int peer, int num_parts);
+
+    // Counts the next round of the ticket's minimum as begun and returns its ranks. Its parts may be done
+    // before all are posted, so call `end_posting` then.
+    const std::vector<int>& begin_round(Ticket& ticket);
+    void end_posting(Ticket& ticket);
 
     // Takes a part as done. `at`: when it arrived, 0 if it did not come through a socket.
     void finish(Ticket& ticket, int peer, double at);
@@ -86,10 +99,12 @@ class Tickets {
   private:
     const std::shared_ptr<Ticket>& find(int64_t number) const;
     bool is_enough(const Watch& watch) const;
+    void end_part(Ticket& ticket);
     void tell(const Ticket& ticket);
     void tell_all();
 
     const int world_size_;
+    const NextRound next_round_;
     Counter* bell_ = nullptr;
     std::mutex mutex_;  // guards what is below
     std::condition_variable changed_;
