@@ -33,9 +33,10 @@ _RESULT = struct.Struct("<dd")
 # Arrivals of a probe that are kept apart. A link of 10 Gbit/s has half as many, and a client that sends single bytes
 # would fill the memory. An even number, as two that follow each other become one at the limit.
 _MAX_ARRIVALS = 1 << 17
-# Seconds of a window over which a rate is measured. After a stall queues deliver some 80 KB at once, which must be a
-# small part of a window.
-_WINDOW_S = 0.05
+# A rate is measured over windows of so many seconds or bytes, whichever comes first. After a stall queues deliver some
+# 80 KB at once, which must be a small part of a window. With few windows their quantile is an extreme one: so a fast
+# link, whose probe takes 0.2 s, has short ones.
+_WINDOW_S, _WINDOW_BYTES = 0.05, 1 << 19
 # Fewest arrivals in a window, if they are further apart than _MIN_PAUSE_S. On a long path each of the first ones may be
 # all that TCP's window allowed in a round trip, and the pauses between them look like a slow link.
 _MIN_ARRIVALS = 4
@@ -45,7 +46,7 @@ _PAUSE_GAPS = 8
 # Quantile of gaps that is usual. A train may be read in two parts: then every other gap is a pause.
 _USUAL_GAP = 0.25
 # Quantile of the windows' rates that stands for the link: TCP starts slowly, and processors may be busy.
-_FAST = 0.75
+_FAST = 0.7
 # First bytes of a train, which are not measured: they come from queues and token buckets in front of the link.
 _SKIPPED_BYTES = 1 << 17
 # Bytes of the first probe: fewer give no usable rate.
@@ -168,7 +169,7 @@ def _fast_rate(arrivals: list[tuple[float, int]]) -> float:
 
 
 def _windows(train: list[tuple[float, int]]) -> list[tuple[int, float]]:
-    """Return (bytes, seconds) of windows after the first _SKIPPED_BYTES, at least _WINDOW_S each except the last."""
+    """Return (bytes, seconds) of windows after the first _SKIPPED_BYTES."""
     windows, start_s, received, num_arrivals, skipped = [], 0.0, 0, 0, 0
 
     def is_rate(seconds: float) -> bool:
@@ -181,7 +182,8 @@ def _windows(train: list[tuple[float, int]]) -> list[tuple[int, float]]:
             continue
         received += num_bytes
         num_arrivals += 1
-        if at_s - start_s >= _WINDOW_S and is_rate(at_s - start_s):
+        is_full = received >= _WINDOW_BYTES or at_s - start_s >= _WINDOW_S
+        if is_full and is_rate(at_s - start_s):
             windows.append((received, at_s - start_s))
             start_s, received, num_arrivals = at_s, 0, 0
     if received and is_rate(train[-1][0] - start_s):
