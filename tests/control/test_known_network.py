@@ -21,7 +21,7 @@ def _probed(rates: Mapping[str, float]) -> dict[str, Bandwidth]:
     return {node: Bandwidth(bytes_per_s=rate) for node, rate in rates.items()}
 
 
-def test_probes_are_asked_for_and_used_only_while_messages_are_not_sure(tmp_path: Path) -> None:
+def test_probes_count_while_messages_are_not_sure_or_are_slower_than_all_of_them(tmp_path: Path) -> None:
     run = start(tmp_path)
 
     def report(node_id: str, time_s: float, bandwidth: dict[str, float]) -> None:
@@ -44,8 +44,14 @@ def test_probes_are_asked_for_and_used_only_while_messages_are_not_sure(tmp_path
     assert run.loop.next_probe("b", 120.0) == "a"
     report("b", 3 + RATE_HOLDS_S, {"a": 25e6})
     run.run(LINK_STEPS)
-    assert run.loop.facts().bandwidth_bits_per_s == pytest.approx(1e9, rel=0.1)
+    messages = run.loop.facts().bandwidth_bits_per_s
+    assert messages == pytest.approx(1e9, rel=0.1)
     assert (run.loop.next_probe("a", 300.0), run.loop.next_probe("b", 300.0)) == (None, None)
+    for lead, known in ((1.1, 1.1), (1.05, 1.0), (0.5, 1.0)):
+        report("b", 4 + RATE_HOLDS_S, {"a": lead * messages / 8})
+        assert run.loop.facts().bandwidth_bits_per_s == pytest.approx(known * messages), lead
+    report("a", 5 + 2 * RATE_HOLDS_S, {})
+    assert run.loop.next_probe("a", 1000.0) is not None, "no probe counts any more"
 
 
 WAYS = tuple(map("".join, itertools.permutations("abcd", 2)))
