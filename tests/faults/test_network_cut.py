@@ -22,7 +22,7 @@ CUT = 2
 SILENT_S = 5.0
 WAYS = [
     pytest.param("qsgd", "sra", id="sra"),
-    pytest.param("none", "dense", id="dense"),
+    pytest.param("none", "dense", id="dense", marks=pytest.mark.slow),
     pytest.param("topk:density=0.05", "allgather", id="allgather", marks=pytest.mark.slow),
     pytest.param("powersgd", "allreduce", id="allreduce", marks=pytest.mark.slow),
 ]

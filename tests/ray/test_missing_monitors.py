@@ -33,13 +33,10 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("an agent's constructor fails", "training goes on without the node's monitors")
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize(
-    "config",
-    [UnwatchedConfig(), pytest.param(cgx_ray.CGXConfig(), marks=pytest.mark.slow)],
-    ids=["no monitors", "monitors"],
-)
+@pytest.mark.parametrize("config", [UnwatchedConfig(), cgx_ray.CGXConfig()], ids=["no monitors", "monitors"])
 def test_a_run_trains_two_models_one_after_the_other(config: Any, tmp_path: Path) -> None:
     TorchTrainer(
         train_twice,
