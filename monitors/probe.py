@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_PROBE_S = 5.0
 MAX_HOPS = 30
 _PIECE_BYTES = 1 << 18
+# Most bytes that are read at once, each with one time stamp: less than what arrives between two pauses on a long path.
+_READ_BYTES = 1 << 16
 # Rate of a probe's bytes, and what the receiver's card carried meanwhile.
 _RESULT = struct.Struct("<dd")
 # Arrivals of a probe that are kept apart. A link of 10 Gbit/s has half as many, and a client that sends single bytes
@@ -143,7 +145,7 @@ def _send_bulk(host: str, port: int, token: str, num_bytes: int) -> Bandwidth:
 
 def _receive(client: socket.socket) -> tuple[float, int]:
     """Return when bytes arrived, by the kernel's time stamp where it has one, and how many; 0 at the client's end."""
-    data, extra, _, _ = client.recvmsg(_PIECE_BYTES, socket.CMSG_SPACE(_TIMESPEC.size))
+    data, extra, _, _ = client.recvmsg(_READ_BYTES, socket.CMSG_SPACE(_TIMESPEC.size))
     stamps = [_TIMESPEC.unpack(value) for _, kind, value in extra if kind == _SO_TIMESTAMPNS]
     return stamps[0][0] + stamps[0][1] * 1e-9 if stamps else time.time(), len(data)
 
@@ -216,22 +218,23 @@ def count_hops(host: str, port: int, timeout_s: float = 1.0) -> int | None:
 def measure_bulk(bulk: Address) -> tuple[int, list[Bandwidth]]:
     """Probe a `BulkServer` within the budget of one minute.
 
-    1. Probes of growing size give a first rate, which sets the budget.
+    1. Probes of growing size give first rates. The fastest one sets the budget: short probes of a long path read too
+       little.
     2. Two probes measure with a third of the remaining budget each.
 
     Returns the remaining budget, which has room for a third such probe, and the results of step 2. On links under some
     14 Mbit/s nothing remains: then it returns 0 and the last result of step 1. At least _FIRST_BYTES are sent, three
     times as many on a long path. Raises OSError as `measure_tcp`.
     """
-    spent, num_bytes, last = 0, _FIRST_BYTES, Bandwidth(bytes_per_s=0.0)
+    spent, num_bytes, last, fastest = 0, _FIRST_BYTES, Bandwidth(bytes_per_s=0.0), 0.0
     # Spend at most a fifth of the budget, and no more than that of the assumed rate, which suffices on fast links.
-    while num_bytes <= min(budget_bytes(None), budget_bytes(last.bytes_per_s)) // 5:
+    while num_bytes <= min(budget_bytes(None), budget_bytes(fastest)) // 5:
         found = _send_bulk(*bulk, num_bytes)
-        last = found if found.bytes_per_s > 0 else last
+        last, fastest = found if found.bytes_per_s > 0 else last, max(fastest, found.bytes_per_s)
         spent, num_bytes = spent + num_bytes, 2 * num_bytes
     if last.bytes_per_s == 0:
         raise ConnectionError(f"{spent} bytes to {bulk!r} were too few to measure a rate")
-    left = budget_bytes(last.bytes_per_s) - spent
+    left = budget_bytes(fastest) - spent
     if left // 3 < num_bytes // 2:
         return 0, [last]
     return left, [measure_tcp(*bulk, left // 3) for _ in range(2)]

@@ -17,10 +17,11 @@ The estimates over a window of ten seconds:
    near each other (`topology.clusters`).
 2. Bandwidth is the 0.85 quantile of each rank's burst rates, by time. It is sure if that is within SURE_FACTOR of the
    median burst. Without bursts it is fitted to exchanges of different sizes. If all groups have similar sizes, or if
-   messages go over the mesh, it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has these
-   three estimators. If none is sure, the last bandwidth that bursts were sure of since the last change stands: short
-   messages do not fill the link, and what they seem to show is up to 10x too slow or too fast. If there are hardly any
-   bursts, what longer exchanges have shown since the last change stands, as long as shorter ones do not contradict it.
+   messages go over the mesh, it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has
+   these three estimators. If none is sure, the last bandwidth that bursts were sure of since the last change stands:
+   short messages do not fill the link, and what they seem to show is up to 10x too slow or too fast. If there are
+   hardly any bursts, what longer exchanges have shown since the last change stands, as long as shorter ones do not
+   contradict it.
 3. A rank whose link has less than 0.6 of the median rate, sending or receiving, is slow. Then the bandwidth is the
    slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate
    (`link_rates`).

@@ -215,7 +215,7 @@ def test_a_flood_of_strangers_is_not_read() -> None:
 def test_a_flood_of_small_packets_takes_bounded_memory_and_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_MAX_ARRIVALS", 50)
     with closing(BulkServer(HOST)) as bulk:
-        monkeypatch.setattr(probe, "_PIECE_BYTES", 1 << 12)
+        monkeypatch.setattr(probe, "_READ_BYTES", 1 << 12)
         assert measure_tcp(*bulk.address, NUM_BYTES).bytes_per_s > 0
         assert 25 <= len(bulk._arrivals) <= 50
         assert sum(num_bytes for _, num_bytes in bulk._arrivals) == NUM_BYTES
