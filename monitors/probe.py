@@ -218,23 +218,22 @@ def count_hops(host: str, port: int, timeout_s: float = 1.0) -> int | None:
 def measure_bulk(bulk: Address) -> tuple[int, list[Bandwidth]]:
     """Probe a `BulkServer` within the budget of one minute.
 
-    1. Probes of growing size give first rates. The fastest one sets the budget: short probes of a long path read too
-       little.
+    1. Probes of growing size give a first rate, which sets the budget.
     2. Two probes measure with a third of the remaining budget each.
 
     Returns the remaining budget, which has room for a third such probe, and the results of step 2. On links under some
     14 Mbit/s nothing remains: then it returns 0 and the last result of step 1. At least _FIRST_BYTES are sent, three
     times as many on a long path. Raises OSError as `measure_tcp`.
     """
-    spent, num_bytes, last, fastest = 0, _FIRST_BYTES, Bandwidth(bytes_per_s=0.0), 0.0
+    spent, num_bytes, last = 0, _FIRST_BYTES, Bandwidth(bytes_per_s=0.0)
     # Spend at most a fifth of the budget, and no more than that of the assumed rate, which suffices on fast links.
-    while num_bytes <= min(budget_bytes(None), budget_bytes(fastest)) // 5:
+    while num_bytes <= min(budget_bytes(None), budget_bytes(last.bytes_per_s)) // 5:
         found = _send_bulk(*bulk, num_bytes)
-        last, fastest = found if found.bytes_per_s > 0 else last, max(fastest, found.bytes_per_s)
+        last = found if found.bytes_per_s > 0 else last
         spent, num_bytes = spent + num_bytes, 2 * num_bytes
     if last.bytes_per_s == 0:
         raise ConnectionError(f"{spent} bytes to {bulk!r} were too few to measure a rate")
-    left = budget_bytes(fastest) - spent
+    left = budget_bytes(last.bytes_per_s) - spent
     if left // 3 < num_bytes // 2:
         return 0, [last]
     return left, [measure_tcp(*bulk, left // 3) for _ in range(2)]

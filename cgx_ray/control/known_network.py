@@ -9,9 +9,9 @@ Messages and probes are combined as follows:
    the slow one. The same for receiving. A probe shares the link with the training, so what the node's card carried
    meanwhile counts if that was more; what other programs usually take does not. Where it is sure, probes replace it if
    all of them are faster by PROBE_LEAD: then processors limit the messages, and not the link.
-3. While the bandwidth of the messages is not sure or no probe counts, `next_probe` orders probes, from the second
-   minute on. A node takes part in one probe per minute, of at most 1 % of what its link carries in that minute
-   (`monitors.probe_schedule`), and a node that has sent receives next.
+3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on; also if it is
+   sure, CONFIRMED_FROM or more, and no probe counts. A node takes part in one probe per minute, of at most 1 % of what
+   its link carries in that minute (`monitors.probe_schedule`), and a node that has sent receives next.
 4. If the probed path between two nodes is slow, the slow node is named only if the other one was fast on another path.
 5. Bursts that are faster than a card or the probes allow are dropped and counted (`rate_ceiling`).
 6. A node that answers nobody's round trips any more is silent.
@@ -44,6 +44,8 @@ PROBE_HOLDS_S = 2 * BUDGET_S
 RATE_HOLDS_S = 5.5 * BUDGET_S
 # Messages that fill 2 Gbit/s on two cores to 87 % may still agree with each other. Probes are within 2 % of the link.
 PROBE_LEAD = 1.08
+# Bytes per second from which that may be. Slower links are full, and a probe would only take its share of them.
+CONFIRMED_FROM = 500e6 / 8
 # One-way latency in seconds before any was measured, and between workers of one host, where no probe runs: a loopback
 # round trip.
 DEFAULT_LATENCY_S = 50e-6
@@ -149,7 +151,9 @@ class KnownNetwork:
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn."""
-        if self._is_sure and self._probed_rates:
+        messages = self._link.bandwidth
+        is_confirmed = bool(self._probed_rates) or messages is None or messages.value < CONFIRMED_FROM
+        if self._is_sure and is_confirmed:
             return None
         return self._probes.grant(node_id, self._silent_nodes.known - self.silent_nodes, now_s)
 
