@@ -151,9 +151,8 @@ class KnownNetwork:
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn."""
-        messages = self._link.bandwidth
-        is_confirmed = bool(self._probed_rates) or messages is None or messages.value < CONFIRMED_FROM
-        if self._is_sure and is_confirmed:
+        messages = self._sure
+        if messages is not None and (self._probed_rates or messages.value < CONFIRMED_FROM):
             return None
         return self._probes.grant(node_id, self._silent_nodes.known - self.silent_nodes, now_s)
 
@@ -197,18 +196,20 @@ class KnownNetwork:
         return self._silent_nodes.node_ids
 
     @property
-    def _is_sure(self) -> bool:
-        return self._link.bandwidth is not None and self._link.bandwidth.is_sure
+    def _sure(self) -> Estimate | None:
+        """Bandwidth of the messages; None if it is not sure."""
+        messages = self._link.bandwidth
+        return messages if messages is not None and messages.is_sure else None
 
     @property
     def is_known(self) -> bool:
         """True if messages or probes tell the bandwidth. Else it is a guess, which scatters by up to 3x."""
-        return self._is_sure or bool(self._probed_rates)
+        return self._sure is not None or bool(self._probed_rates)
 
     @property
     def _uses_probes(self) -> bool:
-        messages = self._link.bandwidth
-        if not self._probed_rates or messages is None or not messages.is_sure:
+        messages = self._sure
+        if not self._probed_rates or messages is None:
             return bool(self._probed_rates)
         slowest = min(min(rates) for _, rates in self._probed_rates.values())
         return not self._link.slow and slowest > PROBE_LEAD * messages.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -88,12 +89,16 @@ def wait_for_decision(tmp_path: Path) -> None:
 
 
 class Signalled(threading.Thread):
-    """Sends `number` to the controller, or to its loop, once a plan was decided: to which processes, and when."""
+    """Sends `number` to the controller, or to its loop, once a plan was decided.
+
+    pids    of both; (0, 0) if nothing was sent
+    time_s  when it was sent; infinite if nothing was
+    """
 
     def __init__(self, tmp_path: Path, number: signal.Signals, *, loop: bool) -> None:
         super().__init__()
         self.pids: tuple[int, int] = (0, 0)
-        self.time_s = 0.0
+        self.time_s = math.inf
         self._tmp_path, self._number, self._loop = tmp_path, number, loop
         self.start()
 
