@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from cgx_ray.control.facts import LoopFacts
-from cgx_ray.control.history import History
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy
@@ -95,12 +94,11 @@ class Job:
             raise NetworkBenchError(f"a rank ended too early:\n{self._errors.read_text()[-2000:]}")
 
     def start_over(self) -> None:
-        """Make the loop forget the network but not the plans."""
+        """Start the loop again, as after a crash of its process: it estimates the network anew, and knows the rest."""
         settings = Settings(policy="adaptive")
         policy = AdaptivePolicy(codec_options(settings.candidate_codecs()), min_gain=settings.min_gain)
         with self._lock:
-            plans = tuple(self._loop.plans) if self._loop is not None else ()
-            history = History(layers=tuple(self._registration[0]), plans=plans)
+            history = self._loop.history() if self._loop is not None else None
             self._loop = ControlLoop(policy, Journal(self._folder / "decisions.jsonl"), history)
             self._loop.register(*self._registration)
             self.num_steps, self.versions = 0, {}

@@ -106,14 +106,14 @@ class Mesh:
 
         Threads of the mesh pass it on from round to round, so no rank waits for what another one does meanwhile.
 
-        values_K  int64, contiguous, on the CPU; leave it alone until `wait` returns
-        rounds    ranks that this one sends to and receives from, by round, as `minimum.partners` returns them
+        values_K  int64 or uint8, contiguous, on the CPU; leave it alone until `wait` returns
+        rounds    other ranks that each round sends to and receives from, as `minimum.partners` returns them
         channel   as in `post`; nothing else may use it meanwhile
         """
-        if values_K.dtype != torch.int64:
-            raise ValueError(f"a minimum of {values_K.dtype} is not possible; give int64")
-        ((_, address, _),) = _parts({self._rank: values_K})
-        ticket = self._native.post_minimum(address, values_K.numel(), rounds, channel)
+        if values_K.dtype not in (torch.int64, torch.uint8):
+            raise ValueError(f"a minimum of {values_K.dtype} is not possible; give int64 or uint8")
+        ((_, address, num_bytes),) = _parts({self._rank: values_K})
+        ticket = self._native.post_minimum(address, num_bytes, values_K.dtype == torch.int64, rounds, channel)
         self._posted[ticket] = values_K
         return ticket
 

@@ -280,7 +280,7 @@ class Transport:
                 self._greetings.hear(self.timeout_s)
 
     def start_minimum(self, values_K: Tensor, *, within_step: bool = False) -> Callable[[], Tensor]:
-        """Begin an element-wise minimum over ranks, of int64, and return a function that waits for it.
+        """Begin an element-wise minimum over ranks, of int64 or uint8, and return a function that waits for it.
 
         Do not use `values_K` before that function has returned. One minimum `within_step` and another one may be under
         way at once.

@@ -7,11 +7,14 @@ Messages and probes are combined as follows:
 2. Bandwidth is that of the messages. Where it is not sure, probed bandwidths replace it until they are RATE_HOLDS_S old
    or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end may be
    the slow one. The same for receiving. A probe shares the link with the training, so what the node's card carried
-   meanwhile counts if that was more; what other programs usually take does not. Where it is sure, probes replace it if
-   all of them are faster by PROBE_LEAD: then processors limit the messages, and not the link.
-3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on; also if it is
-   sure, CONFIRMED_FROM or more, and no probe counts. A node takes part in one probe per minute, of at most 1 % of what
-   its link carries in that minute (`monitors.probe_schedule`), and a node that has sent receives next.
+   meanwhile counts if that was more; what other programs usually take does not. Where the messages are sure of
+   CONFIRMED_FROM or more, probes replace them if the slowest of them has PROBE_LEAD over them: then processors limit
+   the messages, and not the link. A larger lead has another cause, such as a path that no probe took. And probes no
+   longer replace messages that have become slower since.
+3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. It also
+   orders one if they are sure of CONFIRMED_FROM or more and no probe counts. A node takes part in one probe per minute,
+   of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and a node that has sent receives
+   next.
 4. If the probed path between two nodes is slow, the slow node is named only if the other one was fast on another path.
 5. Bursts that are faster than a card or the probes allow are dropped and counted (`rate_ceiling`).
 6. A node that answers nobody's round trips any more is silent.
@@ -42,9 +45,11 @@ PROBE_HOLDS_S = 2 * BUDGET_S
 # Seconds for which a probed rate counts. Every node has sent and received within three minutes if the number of nodes
 # is even, within five if it is odd.
 RATE_HOLDS_S = 5.5 * BUDGET_S
-# Messages that fill 2 Gbit/s on two cores to 87 % may still agree with each other. Probes are within 2 % of the link.
-PROBE_LEAD = 1.08
-# Bytes per second from which that may be. Slower links are full, and a probe would only take its share of them.
+# Least and largest ratio of probes to sure messages at which probes count. On two cores messages filled 87 % of
+# 2 Gbit/s and agreed with each other. Probes are within 2 % of the link.
+PROBE_LEAD = 1.08, 1.25
+# Bytes per second of sure messages from which probes check them. Messages fill slower links, and a probe would only take
+# its share.
 CONFIRMED_FROM = 500e6 / 8
 # One-way latency in seconds before any was measured, and between workers of one host, where no probe runs: a loopback
 # round trip.
@@ -74,6 +79,8 @@ class KnownNetwork:
         # By path (source node, target node), the time of the probe, and the rates at which the one's link sent and the
         # other's received.
         self._probed_rates: dict[tuple[str, str], tuple[float, tuple[float, float]]] = {}
+        # Sure bandwidth of the messages when the newest probe came; 0 if there was none.
+        self._sure_then = 0.0
         # What other programs take of each node's link, and what its cards carry, infinite if it is unknown.
         self._neighbours: dict[str, float] = {}
         self._carried: dict[str, float] = {}
@@ -104,6 +111,7 @@ class KnownNetwork:
                 max(found.bytes_per_s, rate - self._neighbours.get(node, math.inf)) for rate, node in cards
             )
             self._probed_rates[sample.node_id, other] = now_s, (sent, received)
+            self._sure_then = self._sure.value if self._sure is not None else 0.0
         if not self._is_probed:
             return False
         before_s, self.probed_s = self.probed_s, self._latencies.median_s
@@ -208,11 +216,15 @@ class KnownNetwork:
 
     @property
     def _uses_probes(self) -> bool:
+        if not self._probed_rates:
+            return False
         messages = self._sure
-        if not self._probed_rates or messages is None:
-            return bool(self._probed_rates)
+        if messages is None:
+            return True
+        if self._link.slow or messages.value < max(CONFIRMED_FROM, self._sure_then / PROBE_LEAD[0]):
+            return False
         slowest = min(min(rates) for _, rates in self._probed_rates.values())
-        return not self._link.slow and slowest > PROBE_LEAD * messages.value
+        return PROBE_LEAD[0] < slowest / messages.value < PROBE_LEAD[1]
 
     @property
     def _probed_links(self) -> dict[tuple[str, str], float]:

@@ -27,11 +27,11 @@ The estimates over a window of ten seconds:
    (`link_rates`).
 
 A CUSUM test (`changes.ChangeDetector`) watches these quantities. After a change all observations older than the change
-are dropped. A rate that falls to half is noticed after 1.5 s, a rate that doubles after 1.1 s, and a latency that
-changes by 2x after 0.8 s. One step alone is never enough. While a node's cards carry more than the bursts show, as with
-several ranks or beside another program, a change of the rate needs 2.1 or 1.5 s: so a neighbour's burst of 2 s that
-fills the link is not a change. Exchanges tell a change only while there are no bursts, and need as long. On the mesh
-only what TURN_S per hop does not explain counts.
+are dropped. A rate that falls to half is noticed after 1.2 s, a rate that doubles after 1.1 s, and a latency that
+changes by 2x after 0.8 s. One step alone is enough only for rates, and if both halves of its bursts show the change.
+While a node's cards carry more than the bursts show, as with several ranks or beside another program, a change of the
+rate needs 2.1 or 1.5 s: so a neighbour's burst of 2 s that fills the link is not a change. Exchanges tell a change only
+while there are no bursts, and need as long. On the mesh only what TURN_S per hop does not explain counts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain.
@@ -42,7 +42,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -59,6 +59,7 @@ from cgx_ray.control.rate_estimates import (
 )
 from cgx_ray.control.topology import clusters, slow_links
 from cgx_ray.control.traffic import ObservedExchange, StepTraffic, gather_rates
+from cgx_ray.monitors.sample import Burst
 
 # Seconds of steps that estimates are made from. Long enough for quantiles, short enough to follow a drift.
 WINDOW_S = 10.0
@@ -70,6 +71,8 @@ REFRESH_S = 0.5
 FAST_TIME = 0.1
 # Fewest bursts that make one watched value: one burst alone may be slow by chance.
 MIN_WATCHED_BURSTS = 2
+# Seconds of a step from which each half of its bursts makes a watched value.
+HALVED_S = 1.0
 # Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
 QUIET_S = 0.5
 # Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
@@ -83,8 +86,8 @@ TURN_S = 5e-3
 # Ratio of bytes and of hops up to which exchanges of two plans are compared, and the same on the mesh.
 ALIKE, ALIKE_ON_MESH = 2.0, 1.2
 # Evidence for a change of the bursts' rate, for the worse and for the better, while no card carries more than
-# SHARED times the rate that bursts show: 1.5 and 1.1 s of a change by 2x.
-BURST_ALARM, BURST_RELIEF_ALARM = 0.75, 0.55
+# SHARED times the rate that bursts show: 1.2 and 1.1 s of a change by 2x.
+BURST_ALARM, BURST_RELIEF_ALARM = 0.6, 0.55
 SHARED = 1.2
 # Factor on these while one does.
 SHARED_PATIENCE = ALARM / BURST_ALARM
@@ -209,10 +212,10 @@ class PassiveLink:
         slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
         seconds = sum(one.seconds for one in self._unwatched)
         self._unwatched.clear()
-        usual = median(new_down.values())
-        patience = SHARED_PATIENCE if carried > SHARED * usual else 1.0
+        patience = SHARED_PATIENCE if carried > SHARED * median(new_down.values()) else 1.0
+        usual = _usual_rates(bursts, seconds)
         return [
-            _Watched(self._detectors["bursts"], usual, seconds, patience),
+            *(_Watched(self._detectors["bursts"], rate, seconds / len(usual), patience) for rate in usual),
             _Watched(self._detectors["slowest"], slowest / median(down.values()), seconds),
         ]
 
@@ -313,6 +316,16 @@ class PassiveLink:
             return _not_sure(longest, found)
         self._long.clear()
         return found
+
+
+def _usual_rates(bursts: Mapping[int, Sequence[Burst]], seconds: float) -> list[float]:
+    """Return the usual rate of what ranks received within `seconds`; of a long time that of each half."""
+    halves: list[dict[int, Sequence[Burst]]] = [{}, {}]
+    for rank, found in bursts.items():
+        middle = len(found) // 2
+        halves[0][rank], halves[1][rank] = found[:middle], found[middle:]
+    is_long = seconds >= HALVED_S and all(sum(map(len, half.values())) >= MIN_WATCHED_BURSTS for half in halves)
+    return [median(link_rates(part, {})[0].values()) for part in (halves if is_long else [bursts])]
 
 
 def _bytes_per_hop(exchanges: Sequence[ObservedExchange]) -> float:

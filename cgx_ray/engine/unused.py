@@ -67,6 +67,6 @@ def begin_unused_by_all(
 ) -> Callable[[], frozenset[str]]:
     """Begin to find the `names` that are in `unused` on all ranks. Return a function that waits for the result."""
     ordered = sorted(names)
-    unused_L = torch.tensor([name in unused for name in ordered], dtype=torch.int64)
+    unused_L = torch.tensor([name in unused for name in ordered], dtype=torch.uint8)
     minimum = transport.start_minimum(unused_L, within_step=True)
     return lambda: frozenset(name for name, is_unused in zip(ordered, minimum().tolist(), strict=True) if is_unused)

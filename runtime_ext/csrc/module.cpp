@@ -75,8 +75,10 @@ void bind_mesh(nb::module_& m) {
         release());
     mesh.def(
         "post_minimum",
-        [](cgx::Mesh& self, Address values, size_t num_values, std::vector<std::vector<int>> rounds,
-           uint32_t channel) { return self.post_minimum(values, num_values, std::move(rounds), channel); },
+        [](cgx::Mesh& self, Address values, size_t num_bytes, bool is_int64,
+           std::vector<std::vector<int>> rounds, uint32_t channel) {
+            return self.post_minimum(values, num_bytes, is_int64, std::move(rounds), channel);
+        },
         release());
     mesh.def("wait", &cgx::Mesh::wait, release());
     mesh.def("wait_any", &cgx::Mesh::wait_any, release());

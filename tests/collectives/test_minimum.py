@@ -33,15 +33,21 @@ def test_every_rank_hears_of_every_other_in_two_log3_n_messages() -> None:
         assert len(reach) == world_size, f"{len(reach)} of {world_size}"
 
 
-@pytest.mark.parametrize("sharers", [(), (3, 4, 5, 6)], ids=["tcp", "rings"])
-def test_the_minimum_is_that_of_all_ranks(sharers: tuple[int, ...]) -> None:
-    world_size = 20
+@pytest.mark.parametrize(
+    ("world_size", "sharers", "dtype"),
+    [
+        *((world_size, (), torch.int64) for world_size in (1, 2, 3, 17, 18, 20)),
+        (20, (3, 4, 5, 6), torch.int64),
+        (20, (), torch.uint8),
+    ],
+)
+def test_the_minimum_is_that_of_all_ranks(world_size: int, sharers: tuple[int, ...], dtype: torch.dtype) -> None:
     meshes = connect_meshes(world_size, sharers=sharers)
 
     def run(rank: int) -> list[list[int]]:
         found = []
         for step in range(5):
-            values = torch.tensor([step + rank, -rank, (rank * 7 + step) % world_size])
+            values = torch.tensor([step + rank, 200 - rank, (rank * 7 + step) % world_size], dtype=dtype)
             meshes[rank].wait(meshes[rank].post_minimum(values, partners(rank, world_size), channel=5), TIMEOUT_S)
             found.append(values.tolist())
         return found
@@ -49,7 +55,7 @@ def test_the_minimum_is_that_of_all_ranks(sharers: tuple[int, ...]) -> None:
     results = in_threads([lambda r=rank: run(r) for rank in range(world_size)])
     close_all(meshes)
     for rank, found in enumerate(results):
-        assert found == [[step, 1 - world_size, 0] for step in range(5)], rank
+        assert found == [[step, 201 - world_size, 0] for step in range(5)], rank
 
 
 def test_ranks_pass_a_minimum_on_by_themselves_and_a_peer_that_hangs_up_fails_nothing_else() -> None:
@@ -111,7 +117,7 @@ def test_a_minimum_that_a_rank_never_joins_names_it() -> None:
 
 def test_values_that_cannot_be_sent_are_refused() -> None:
     meshes = connect_meshes(2)
-    with pytest.raises(ValueError, match=r"a minimum of torch\.float32 is not possible; give int64"):
+    with pytest.raises(ValueError, match=r"a minimum of torch\.float32 is not possible; give int64 or"):
         meshes[0].post_minimum(torch.zeros(2), partners(0, 2), channel=5)
     with pytest.raises(ValueError, match="give contiguous CPU tensors"):
         meshes[0].post_minimum(torch.zeros(4, dtype=torch.int64)[::2], partners(0, 2), channel=5)

@@ -47,11 +47,54 @@ def test_probes_count_while_messages_are_not_sure_or_are_slower_than_all_of_them
     messages = run.loop.facts().bandwidth_bits_per_s
     assert messages == pytest.approx(1e9, rel=0.1)
     assert (run.loop.next_probe("a", 300.0), run.loop.next_probe("b", 300.0)) == (None, None)
-    for lead, known in ((1.1, 1.1), (1.05, 1.0), (0.5, 1.0)):
+    for lead, known in ((1.1, 1.1), (1.05, 1.0), (0.5, 1.0), (2.0, 1.0)):
         report("b", 4 + RATE_HOLDS_S, {"a": lead * messages / 8})
         assert run.loop.facts().bandwidth_bits_per_s == pytest.approx(known * messages), lead
     report("a", 5 + 2 * RATE_HOLDS_S, {})
     assert run.loop.next_probe("a", 1000.0) is not None, "no probe counts any more"
+
+
+@pytest.mark.parametrize(
+    ("messages", "since", "probes", "known"),
+    [
+        (100e6, 100e6, (115e6, 120e6), 117.5e6),
+        (100e6, 100e6, (105e6, 120e6), 100e6),
+        (100e6, 100e6, (130e6, 400e6), 100e6),
+        (100e6, 88e6, (105e6, 105e6), 88e6),
+        (50e6, 50e6, (57e6, 57e6), 50e6),
+    ],
+    ids=["all are faster", "one is not", "another cause", "messages are slower since", "a slow link"],
+)
+def test_probes_replace_sure_messages_only_where_processors_may_limit_these(
+    messages: float, since: float, probes: tuple[float, float], known: float
+) -> None:
+    network, now_s = KnownNetwork(), 0.0
+
+    def train(rate: float) -> None:
+        nonlocal now_s
+        bursts = {rank: [Burst(1 << 20, (1 << 20) / rate)] * 4 for rank in range(2)}
+        for _ in range(60):
+            now_s += 0.25
+            network.add_step(StepTraffic(seconds=0.25, bursts=bursts), now_s)
+
+    def report(node: str, found: Mapping[str, float]) -> None:
+        latency_s = {other: 1e-3 for other in "ab" if other != node}
+        sample = NodeSample(
+            node_id=node, time_s=now_s, steps=(), latency_s=latency_s, host=QUIET, bandwidth=_probed(found)
+        )
+        network.add_report(sample, ["ab".index(node)], now_s)
+
+    for node in "ab":
+        report(node, {})
+        assert network.next_probe(node, 0.0) is None
+    train(messages)
+    assert network.bandwidth is not None and network.bandwidth.is_sure
+    assert [network.next_probe(node, 120.0) for node in "ab"].count(None) == (1 if messages == 100e6 else 2)
+    for node, other, rate in (("a", "b", probes[0]), ("b", "a", probes[1])):
+        report(node, {other: rate})
+    train(since)
+    assert network.bandwidth.value == pytest.approx(known, rel=0.01)
+    assert network.num_changes == 0
 
 
 WAYS = tuple(map("".join, itertools.permutations("abcd", 2)))

@@ -190,6 +190,23 @@ def test_a_change_by_2x_is_noticed_sooner_while_cards_carry_no_more_than_this_tr
         assert link.num_changes == is_noticed
 
 
+@pytest.mark.parametrize(("step_s", "slow_share", "num_changes"), [(2.0, 1.0, 1), (2.0, 0.5, 0), (0.8, 1.0, 0)])
+def test_one_step_tells_a_change_only_if_it_is_long_and_slow_from_begin_to_end(
+    step_s: float, slow_share: float, num_changes: int
+) -> None:
+    link, num_bursts = PassiveLink(), 8
+
+    def step(num_slow: int) -> None:
+        rates = [12e6] * (num_bursts - num_slow) + [6e6] * num_slow
+        bursts = {rank: [Burst(MIB, MIB / rate) for rate in rates] for rank in range(WORLD)}
+        link.add(StepTraffic(seconds=step_s, bursts=bursts), 1e-3, 0.0)
+
+    for _ in range(20):
+        step(0)
+    step(round(slow_share * num_bursts))
+    assert link.num_changes == num_changes
+
+
 def test_a_bandwidth_that_falls_while_plans_change_every_second_is_noticed() -> None:
     network, link = NoisyNetwork(rate=12.5e6, latency_s=1e-4, step_s=0.05), PassiveLink()
     plans = itertools.cycle([(25_000, 25_000), (33_000, 33_000), (25_000, 25_000), (264_000,)])

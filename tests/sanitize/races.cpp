@@ -99,17 +99,30 @@ class Run {
         });
     }
 
-    // Takes minima over all ranks, in two rounds each, which several threads begin and end.
+    // Takes minima over all ranks, in two rounds each.
     void agree(int num_minima) {
         in_threads(kRanks, [&](int rank) {
-            const int after = (rank + 1) % kRanks, before = (rank + 2) % kRanks;
             for (int number = 0; number < num_minima; ++number) {
                 int64_t values[] = {number + rank, -rank};
-                const int64_t ticket =
-                    meshes_[rank]->post_minimum(values, 2, {{after, before}, {after, before}}, 7);
-                meshes_[rank]->wait(ticket, kTimeoutS, 0);
+                take_minimum(rank, values);
                 check(values[0] == number && values[1] == 1 - kRanks, "a minimum");
             }
+        });
+    }
+
+    // Hangs up while all ranks take one minimum after the other: whatever round is under way or about to
+    // begin ends with an error.
+    void hang_up_on_minima() {
+        in_threads(kRanks + 1, [&](int rank) {
+            if (rank == kRanks) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(5));
+                meshes_[0]->close();
+                return;
+            }
+            int64_t values[] = {rank, -rank};
+            std::string error;
+            while (error.empty()) error = error_of([&] { take_minimum(rank, values); });
+            check(error.find("did not answer") == std::string::npos, error);
         });
     }
 
@@ -131,6 +144,14 @@ class Run {
     }
 
   private:
+    void take_minimum(int rank, int64_t (&values)[2]) {
+        // 0 meets 1, then 2, and 1 meets 2: each knows the minimum after its second round.
+        static const std::vector<std::vector<int>> kRounds[] = {{{1}, {2}}, {{0}, {2}}, {{0}, {1}}};
+        const int64_t ticket = meshes_[rank]->post_minimum(reinterpret_cast<uint8_t*>(values), sizeof values,
+                                                           true, kRounds[rank], 7);
+        meshes_[rank]->wait(ticket, kTimeoutS, 0);
+    }
+
     void exchange_one(int rank, int channel, int number) {
         std::vector<Bytes> sent(kRanks), received(kRanks);
         std::vector<cgx::Mesh::Message> sends, receives;
@@ -208,6 +229,7 @@ int main(int, char** arguments) {
             run.exchange(12);
             run.agree(50);
             run.hang_up();
+            Run(shares_memory).hang_up_on_minima();
         }
         drive_group(10);
         drive_workers(20);

@@ -34,10 +34,7 @@ Mesh::Mesh(int rank, int world_size, int num_streams, const std::string& address
       port_(port_of(listener_.get())),
       tickets_(world_size,
                [this](const std::shared_ptr<Ticket>& ticket) {
-                   socket_loop_.call([this, ticket] {
-                       ticket->minimum->fold();
-                       begin_round(ticket);
-                   });
+                   socket_loop_.call([this, ticket] { pass_on(ticket); });
                }),
       meter_(world_size),
       peers_(world_size),
@@ -91,21 +88,30 @@ int64_t Mesh::post(const std::vector<Message>& sends, const std::vector<Message>
     return number;
 }
 
-int64_t Mesh::post_minimum(int64_t* values, size_t num_values, std::vector<std::vector<int>> rounds,
-                           uint32_t channel) {
+int64_t Mesh::post_minimum(uint8_t* values, size_t num_bytes, bool is_int64,
+                           std::vector<std::vector<int>> rounds, uint32_t channel) {
     refuse_copy();
     const auto [number, ticket] = tickets_.open();
-    ticket->minimum = {values, num_values, std::move(rounds), channel};
+    ticket->minimum = {values, num_bytes, is_int64, std::move(rounds), channel};
     begin_round(ticket);
     socket_loop_.wake();
     return number;
 }
 
+void Mesh::pass_on(const std::shared_ptr<Ticket>& ticket) {
+    try {
+        ticket->minimum->fold();
+        begin_round(ticket);
+    } catch (const std::exception& error) {  // no memory is left: what waits for the minimum hears of it
+        tickets_.fail(*ticket, error.what());
+    }
+}
+
 void Mesh::begin_round(const std::shared_ptr<Ticket>& ticket) {
     Minimum& minimum = *ticket->minimum;
     const std::vector<int>& ranks = tickets_.begin_round(*ticket);
-    minimum.received.assign(ranks.size(), std::vector<int64_t>(minimum.num_values));
-    const auto num_bytes = static_cast<int64_t>(minimum.num_values * sizeof(int64_t));
+    minimum.received.assign(ranks.size(), std::vector<uint8_t>(minimum.num_bytes));
+    const auto num_bytes = static_cast<int64_t>(minimum.num_bytes);
     for (size_t i = 0; i < ranks.size(); ++i)
         enqueue({ranks[i], minimum.received[i].data(), num_bytes}, Direction::kReceive, minimum.channel,
                 ticket);

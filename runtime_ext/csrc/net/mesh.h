@@ -61,12 +61,12 @@ class Mesh {
     // Starts to send and receive, and returns at once with a ticket for `wait`.
     int64_t post(const std::vector<Message>& sends, const std::vector<Message>& receives, uint32_t channel);
 
-    // Starts an element-wise minimum over ranks, in place in `values`, (num_values,), and returns a ticket
-    // for `wait`. The threads that move messages pass it on from round to round.
+    // Starts an element-wise minimum over ranks, in place in `values`, (num_bytes,) of int64 or uint8, and
+    // returns a ticket for `wait`. The threads that move messages pass it on from round to round.
     //
-    // rounds  the ranks that each sends to and receives from
-    int64_t post_minimum(int64_t* values, size_t num_values, std::vector<std::vector<int>> rounds,
-                         uint32_t channel);
+    // rounds  the other ranks that each round sends to and receives from; one round or more
+    int64_t post_minimum(uint8_t* values, size_t num_bytes, bool is_int64,
+                         std::vector<std::vector<int>> rounds, uint32_t channel);
 
     // Returns when everything posted under `ticket` is done: by peer the seconds from `post` to the arrival
     // of its last message, 0 without one. Throws std::runtime_error that names the ranks that did not answer
@@ -109,6 +109,7 @@ class Mesh {
     void enqueue(const Message& message, Direction direction, uint32_t channel,
                  const std::shared_ptr<Ticket>& ticket);
     void begin_round(const std::shared_ptr<Ticket>& ticket);
+    void pass_on(const std::shared_ptr<Ticket>& ticket);
     Stream& next_stream(int peer, int64_t num_bytes, Direction direction, uint32_t channel);
     void wait_for(const Watch& watch, double timeout_s);
     void refuse_copy() const;

@@ -27,7 +27,7 @@ class SocketLoop {
     void visit(Stream& stream);
     void wake();
 
-    // Has the thread do `work` as soon as it has moved what can be moved now. Takes only a lock of its own.
+    // Has the thread do `work` before it moves anything again. Takes only a lock of its own.
     void call(std::function<void()> work);
 
     // Does what was called for and is not done. By another thread only after `run` has returned.

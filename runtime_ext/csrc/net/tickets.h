@@ -41,7 +41,7 @@ class Tickets {
   public:
     using NextRound = std::function<void(const std::shared_ptr<Ticket>&)>;
 
-    // `next_round`: has another thread begin the next round of a minimum. It is called with locks held.
+    // `next_round`: has the next round of a minimum begin later, as it is called with locks held.
     Tickets(int world_size, NextRound next_round)
         : world_size_(world_size), next_round_(std::move(next_round)) {}
 
