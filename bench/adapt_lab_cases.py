@@ -1,6 +1,6 @@
 """Model, plans, schedules and networks of `cgx-ray bench adapt --lab`.
 
-The model is the demo's GPT, whose backward sleeps. Its 19.5 MB of gradients stand for 25 times as many, those of a
+The model is the demo's GPT, whose backward sleeps. Its 19.6 MB of gradients stand for 25 times as many, those of a
 model of 122 million parameters; so all rates of the papers' schedules are divided by 25, and latencies stay. An epoch
 of the schedules takes EPOCH_S seconds.
 """

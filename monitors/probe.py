@@ -49,6 +49,8 @@ _PAUSE_GAPS = 8
 _USUAL_GAP = 0.25
 # Quantile of the windows' rates that stands for the link: TCP starts slowly, and processors may be busy.
 _FAST = 0.7
+# Ratio of two probes' rates up to which both count. Beside a training they differ by up to 20 %.
+_AGREEMENT = 1.25
 # First bytes of a train, which are not measured: they come from queues and token buckets in front of the link.
 _SKIPPED_BYTES = 1 << 17
 # Bytes of the first probe: fewer give no usable rate.
@@ -240,13 +242,14 @@ def measure_bulk(bulk: Address) -> tuple[int, list[Bandwidth]]:
 
 
 def measure_beside_training(bulk: Address) -> Bandwidth:
-    """Return the least rate that `measure_bulk` finds, as bytes that a stall delayed seem faster than the link.
+    """Return the mean of what `measure_bulk` finds. Raises OSError as `measure_tcp`.
 
-    `sent` and `received` are means. Raises OSError as `measure_tcp`.
+    If the rates differ by more than _AGREEMENT, the lower one counts: bytes that a stall delayed seem too fast.
     """
     _, found = measure_bulk(bulk)
+    rates = [one.bytes_per_s for one in found]
     return Bandwidth(
-        bytes_per_s=min(one.bytes_per_s for one in found),
+        bytes_per_s=fmean(rates) if max(rates) <= _AGREEMENT * min(rates) else min(rates),
         sent=fmean(one.sent for one in found),
         received=fmean(one.received for one in found),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from support.cuda_emulator import Emulator
 
 from cgx_ray.runtime_ext import cuda_launch, ops, sparse
+
+# Ray Train asks cloud services whether nodes are about to end: 1.6 s of a processor in each training, and nothing here.
+os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
 # Tests that run one after the other on one worker of pytest-xdist, by folder or file. The first ones look at rates and
 # latencies, or start a Ray that other programs of this machine may find; the others start Ray clusters that only they

@@ -48,8 +48,8 @@ RATE_HOLDS_S = 5.5 * BUDGET_S
 # Least and largest ratio of probes to sure messages at which probes count. On two cores messages filled 87 % of
 # 2 Gbit/s and agreed with each other. Probes are within 2 % of the link.
 PROBE_LEAD = 1.08, 1.25
-# Bytes per second of sure messages from which probes check them. Messages fill slower links, and a probe would only take
-# its share.
+# Bytes per second of sure messages from which probes check them. Messages fill slower links, and a probe would only
+# take its share.
 CONFIRMED_FROM = 500e6 / 8
 # One-way latency in seconds before any was measured, and between workers of one host, where no probe runs: a loopback
 # round trip.

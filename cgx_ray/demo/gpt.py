@@ -30,7 +30,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """About 4.9 million parameters by default, 19.5 MB of float32 gradients."""
+    """About 4.9 million parameters by default, 19.6 MB of float32 gradients."""
 
     context: int = 128
     width: int = 256

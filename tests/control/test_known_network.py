@@ -88,7 +88,8 @@ def test_probes_replace_sure_messages_only_where_processors_may_limit_these(
         report(node, {})
         assert network.next_probe(node, 0.0) is None
     train(messages)
-    assert network.bandwidth is not None and network.bandwidth.is_sure
+    assert network.bandwidth is not None
+    assert network.bandwidth.is_sure
     assert [network.next_probe(node, 120.0) for node in "ab"].count(None) == (1 if messages == 100e6 else 2)
     for node, other, rate in (("a", "b", probes[0]), ("b", "a", probes[1])):
         report(node, {other: rate})

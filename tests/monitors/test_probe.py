@@ -73,6 +73,17 @@ def test_all_probes_of_a_minute_keep_to_the_budget(
     assert sum(sent) + left // 3 <= allowed, sent
 
 
+@pytest.mark.parametrize(("rates", "expected"), [((90.0, 110.0), 100.0), ((100.0, 150.0), 100.0), ((120.0,), 120.0)])
+def test_of_two_probes_that_differ_much_the_slower_one_counts(
+    rates: tuple[float, ...], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [Bandwidth(bytes_per_s=rate, sent=rate, received=2 * rate) for rate in rates]
+    monkeypatch.setattr(probe, "measure_bulk", lambda bulk: (0, found))
+    beside = probe.measure_beside_training(Address(HOST, 1, ""))
+    assert beside.bytes_per_s == expected
+    assert (beside.sent, beside.received) == (sum(rates) / len(rates), 2 * sum(rates) / len(rates))
+
+
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 8])
 def test_in_two_hours_no_node_takes_part_in_two_probes_a_minute_and_every_way_has_its_turn(num_nodes: int) -> None:
     schedule, nodes = ProbeSchedule(), "abcdefgh"[:num_nodes]
