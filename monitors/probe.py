@@ -242,25 +242,31 @@ def measure_bulk(bulk: Address) -> tuple[int, list[Bandwidth]]:
 
 
 def measure_beside_training(bulk: Address) -> Bandwidth:
-    """Return the mean of what `measure_bulk` finds. Raises OSError as `measure_tcp`.
-
-    If the rates differ by more than _AGREEMENT, the lower one counts: bytes that a stall delayed seem too fast.
-    """
+    """Return what `measure_bulk` finds. Raises OSError as `measure_tcp`."""
     _, found = measure_bulk(bulk)
-    rates = [one.bytes_per_s for one in found]
     return Bandwidth(
-        bytes_per_s=fmean(rates) if max(rates) <= _AGREEMENT * min(rates) else min(rates),
+        bytes_per_s=_usual_rate(found),
         sent=fmean(one.sent for one in found),
         received=fmean(one.received for one in found),
     )
+
+
+def _usual_rate(found: list[Bandwidth]) -> float:
+    """Return the mean rate, or the least one if they differ by more than _AGREEMENT.
+
+    Bytes that a stall delayed seem too fast.
+    """
+    rates = [one.bytes_per_s for one in found]
+    return fmean(rates) if max(rates) <= _AGREEMENT * min(rates) else min(rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePath:
     """Result of probing one node from another.
 
-    error  half the spread of the probes' bandwidths, as a fraction of the bandwidth; 0 if there was only one probe
-    hops   None if they were not counted
+    bytes_per_s  that of iperf3 if it ran, else of the TCP probes together
+    error        half the spread of the probes' bandwidths, as a fraction of the bandwidth; 0 if there was only one probe
+    hops         None if they were not counted
     """
 
     latency_s: float
@@ -320,6 +326,7 @@ class Prober:
         """
         latency_s = round_trip_s(*echo) / 2
         left, found = measure_bulk(bulk)
+        known = _usual_rate(found)
         if iperf3 is not None and left > 0 and iperf3_probe.available():
             try:
                 bytes_per_s = measure_iperf3(*iperf3, left // 3, self._host)
@@ -328,11 +335,12 @@ class Prober:
                 bytes_per_s = 0.0
             if bytes_per_s > 0:
                 found.append(Bandwidth(bytes_per_s=bytes_per_s, tool="iperf3"))
+                known = bytes_per_s
         rates = [one.bytes_per_s for one in found]
         return NodePath(
             latency_s=latency_s,
-            bytes_per_s=rates[-1],
-            error=(max(rates) - min(rates)) / (2 * rates[-1]),
+            bytes_per_s=known,
+            error=(max(rates) - min(rates)) / (2 * known),
             tool=found[-1].tool,
             hops=count_hops(echo.host, echo.port) if counts_hops else None,
         )

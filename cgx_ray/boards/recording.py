@@ -48,7 +48,7 @@ class Recording:
 
     start_s, end_s  seconds since 1970
     changed_s       the same, of the first step on the slow link
-    steps_s         duration of each step of rank 0, by its own clock; the first also holds the making of the optimizer
+    steps_s         duration of each step of rank 0, by its own clock; the first also holds `attach`
     journal         entries of decisions.jsonl
     """
 
@@ -112,7 +112,7 @@ def record(server: PrometheusServer, folder: Path) -> Recording:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train a small model; rank 0 writes when its first step began and each ended to `config["log"]`."""
+    """Train a small model; rank 0 writes when it began to attach and when each step ended to `config["log"]`."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Linear(64, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 64)

@@ -212,7 +212,7 @@ def test_a_flood_of_strangers_is_not_read() -> None:
 
 
 @pytest.mark.fault("a flood of small packets with the token", "memory stays bounded")
-def test_a_flood_of_small_packets_takes_bounded_memory_and_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_of_small_packets_takes_bounded_memory_and_still_gives_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_MAX_ARRIVALS", 50)
     with closing(BulkServer(HOST)) as bulk:
         monkeypatch.setattr(probe, "_READ_BYTES", 1 << 12)
