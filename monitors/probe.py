@@ -265,7 +265,7 @@ class NodePath:
     """Result of probing one node from another.
 
     bytes_per_s  that of iperf3 if it ran, else of the TCP probes together
-    error        half the spread of the probes' bandwidths, as a fraction of the bandwidth; 0 if there was only one probe
+    error        half the spread of the probes' bandwidths as a fraction of the bandwidth; 0 if there was only one
     hops         None if they were not counted
     """
 

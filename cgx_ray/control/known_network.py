@@ -8,9 +8,9 @@ Messages and probes are combined as follows:
    or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end may be
    the slow one. The same for receiving. A probe shares the link with the training, so what the node's card carried
    meanwhile counts if that was more; what other programs usually take does not. Where the messages are sure of
-   CONFIRMED_FROM or more, probes replace them if the slowest of them has PROBE_LEAD over them: then processors limit
-   the messages, and not the link. A larger lead has another cause, such as a path that no probe took. And probes no
-   longer replace messages that have become slower since.
+   CONFIRMED_FROM or more, probes replace them if the slowest of them is MIN_LEAD to MAX_LEAD times as fast: then
+   processors limit the messages, and not the link. A larger lead has another cause, such as a path that no probe took.
+   And probes no longer replace messages that have become slower since.
 3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. It also
    orders one if they are sure of CONFIRMED_FROM or more and no probe counts. A node takes part in one probe per minute,
    of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and a node that has sent receives
@@ -47,7 +47,7 @@ PROBE_HOLDS_S = 2 * BUDGET_S
 RATE_HOLDS_S = 5.5 * BUDGET_S
 # Least and largest ratio of probes to sure messages at which probes count. On two cores messages filled 87 % of
 # 2 Gbit/s and agreed with each other. Probes are within 2 % of the link.
-PROBE_LEAD = 1.08, 1.25
+MIN_LEAD, MAX_LEAD = 1.08, 1.25
 # Bytes per second of sure messages from which probes check them. Messages fill slower links, and a probe would only
 # take its share.
 CONFIRMED_FROM = 500e6 / 8
@@ -221,10 +221,10 @@ class KnownNetwork:
         messages = self._sure
         if messages is None:
             return True
-        if self._link.slow or messages.value < max(CONFIRMED_FROM, self._sure_then / PROBE_LEAD[0]):
+        if self._link.slow or messages.value < max(CONFIRMED_FROM, self._sure_then / MIN_LEAD):
             return False
         slowest = min(min(rates) for _, rates in self._probed_rates.values())
-        return PROBE_LEAD[0] < slowest / messages.value < PROBE_LEAD[1]
+        return MIN_LEAD < slowest / messages.value < MAX_LEAD
 
     @property
     def _probed_links(self) -> dict[tuple[str, str], float]:

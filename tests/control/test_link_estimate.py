@@ -178,15 +178,13 @@ def test_a_bandwidth_that_changes_by_2x_is_noticed_within_3_s(factor: float, has
     assert link.bandwidth.value == pytest.approx(network.rate, rel=0.15)
 
 
-@pytest.mark.parametrize(("factor", "allowed_s"), [(0.5, 1.75), (2.0, 1.25)])
-def test_a_change_by_2x_is_noticed_sooner_while_cards_carry_no_more_than_this_training(
-    factor: float, allowed_s: float
-) -> None:
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_change_by_2x_is_noticed_sooner_while_cards_carry_no_more_than_this_training(factor: float) -> None:
     for carried, is_noticed in ((0.4, True), (2.5, False)):
         network, link = NoisyNetwork(rate=125e6, latency_s=1e-3, step_s=0.25), PassiveLink()
         watch(link, network, 80)
         network.rate *= factor
-        watch(link, network, round(allowed_s / 0.25), carried=carried * network.rate)
+        watch(link, network, 6, carried=carried * network.rate)
         assert link.num_changes == is_noticed
 
 
