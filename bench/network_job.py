@@ -98,9 +98,13 @@ class Job:
         settings = Settings(policy="adaptive")
         policy = AdaptivePolicy(codec_options(settings.candidate_codecs()), min_gain=settings.min_gain)
         with self._lock:
-            history = self._loop.history() if self._loop is not None else None
-            self._loop = ControlLoop(policy, Journal(self._folder / "decisions.jsonl"), history)
-            self._loop.register(*self._registration)
+            journal = Journal(self._folder / "decisions.jsonl")
+            if self._loop is None:
+                self._loop = ControlLoop(policy, journal)
+                self._loop.register(*self._registration)
+            else:
+                self._loop = ControlLoop(policy, journal, self._loop.history())
+                self._loop.resume()
             self.num_steps, self.versions = 0, {}
 
     def await_model(self) -> None:
