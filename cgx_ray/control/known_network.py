@@ -42,8 +42,8 @@ from cgx_ray.monitors.sample import NodeSample
 # Seconds for which a node's reported latencies count if it reports no more. Agents report every second, so after two
 # minutes the node is gone.
 PROBE_HOLDS_S = 2 * BUDGET_S
-# Seconds for which a probed rate counts. Every node has sent and received within three minutes if the number of nodes
-# is even, within five if it is odd.
+# Seconds for which a probed rate counts. While messages are not sure, every node has sent and received within three
+# minutes if the number of nodes is even, within five if it is odd.
 RATE_HOLDS_S = 5.5 * BUDGET_S
 # Least and largest ratio of probes to sure messages at which probes count. On two cores messages filled 87 % of
 # 2 Gbit/s and agreed with each other. Probes are within 2 % of the link.

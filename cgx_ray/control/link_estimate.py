@@ -124,8 +124,8 @@ class PassiveLink:
         self.num_changes = 0
         self._window: deque[StepTraffic] = deque()
         self._detectors = {
-            "latency": ChangeDetector(better=-1, alarm=LATENCY_ALARM, relief_alarm=LATENCY_ALARM),
-            "bursts": ChangeDetector(better=1, alarm=BURST_ALARM, relief_alarm=BURST_ALARM),
+            "latency": ChangeDetector(alarm=LATENCY_ALARM),
+            "bursts": ChangeDetector(alarm=BURST_ALARM),
             "slowest": ChangeDetector(better=1, alarm=SLOW_ALARM),
         }
         # By bytes and hops of a step's largest exchange: only rates of exchanges that are alike are compared.
@@ -212,10 +212,11 @@ class PassiveLink:
         slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
         seconds = sum(one.seconds for one in self._unwatched)
         self._unwatched.clear()
-        patience = SHARED_PATIENCE if carried > SHARED * median(new_down.values()) else 1.0
-        usual = _usual_rates(bursts, seconds)
+        usual = median(new_down.values())
+        patience = SHARED_PATIENCE if carried > SHARED * usual else 1.0
+        rates = (_rates_of_halves(bursts) if seconds >= HALVED_S else None) or [usual]
         return [
-            *(_Watched(self._detectors["bursts"], rate, seconds / len(usual), patience) for rate in usual),
+            *(_Watched(self._detectors["bursts"], rate, seconds / len(rates), patience) for rate in rates),
             _Watched(self._detectors["slowest"], slowest / median(down.values()), seconds),
         ]
 
@@ -318,14 +319,15 @@ class PassiveLink:
         return found
 
 
-def _usual_rates(bursts: Mapping[int, Sequence[Burst]], seconds: float) -> list[float]:
-    """Return the usual rate of what ranks received within `seconds`; of a long time that of each half."""
+def _rates_of_halves(bursts: Mapping[int, Sequence[Burst]]) -> list[float] | None:
+    """Return the usual rate of the earlier and of the later half of each rank's bursts, None if these are too few."""
     halves: list[dict[int, Sequence[Burst]]] = [{}, {}]
     for rank, found in bursts.items():
         middle = len(found) // 2
         halves[0][rank], halves[1][rank] = found[:middle], found[middle:]
-    is_long = seconds >= HALVED_S and all(sum(map(len, half.values())) >= MIN_WATCHED_BURSTS for half in halves)
-    return [median(link_rates(part, {})[0].values()) for part in (halves if is_long else [bursts])]
+    if any(sum(map(len, half.values())) < MIN_WATCHED_BURSTS for half in halves):
+        return None
+    return [median(link_rates(half, {})[0].values()) for half in halves]
 
 
 def _bytes_per_hop(exchanges: Sequence[ObservedExchange]) -> float:

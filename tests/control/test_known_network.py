@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,21 @@ from cgx_ray.monitors.sample import Bandwidth, Burst, HostLoad, NodeSample
 
 def _probed(rates: Mapping[str, float]) -> dict[str, Bandwidth]:
     return {node: Bandwidth(bytes_per_s=rate) for node, rate in rates.items()}
+
+
+def _report(
+    network: KnownNetwork,
+    nodes: str,
+    node: str,
+    found: Mapping[str, Bandwidth] | None = None,
+    *,
+    host: HostLoad = QUIET,
+    now_s: float = 0.0,
+) -> None:
+    """Report that `node` has a latency of 1 ms to the other `nodes`, each with one rank, and what it has probed."""
+    latency_s = {other: 1e-3 for other in nodes if other != node}
+    sample = NodeSample(node_id=node, time_s=now_s, steps=(), latency_s=latency_s, host=host, bandwidth=found or {})
+    network.add_report(sample, [nodes.index(node)], now_s)
 
 
 def test_probes_count_while_messages_are_not_sure_or_are_slower_than_all_of_them(tmp_path: Path) -> None:
@@ -77,22 +93,15 @@ def test_probes_replace_sure_messages_only_where_processors_may_limit_these(
             now_s += 0.25
             network.add_step(StepTraffic(seconds=0.25, bursts=bursts), now_s)
 
-    def report(node: str, found: Mapping[str, float]) -> None:
-        latency_s = {other: 1e-3 for other in "ab" if other != node}
-        sample = NodeSample(
-            node_id=node, time_s=now_s, steps=(), latency_s=latency_s, host=QUIET, bandwidth=_probed(found)
-        )
-        network.add_report(sample, ["ab".index(node)], now_s)
-
     for node in "ab":
-        report(node, {})
+        _report(network, "ab", node)
         assert network.next_probe(node, 0.0) is None
     train(messages)
     assert network.bandwidth is not None
     assert network.bandwidth.is_sure
     assert [network.next_probe(node, 120.0) for node in "ab"].count(None) == (1 if messages == 100e6 else 2)
     for node, other, rate in (("a", "b", probes[0]), ("b", "a", probes[1])):
-        report(node, {other: rate})
+        _report(network, "ab", node, _probed({other: rate}), now_s=now_s)
     train(since)
     assert network.bandwidth.value == pytest.approx(known, rel=0.01)
     assert network.num_changes == 0
@@ -125,17 +134,10 @@ def test_probes_count_with_a_slow_node_and_name_it_once_the_other_end_was_fast_e
 ) -> None:
     network = KnownNetwork()
 
-    def report(node: str, found: dict[str, float]) -> None:
-        latency_s = {other: 1e-3 for other in "abcd" if other != node}
-        sample = NodeSample(
-            node_id=node, time_s=0.0, steps=(), latency_s=latency_s, host=QUIET, bandwidth=_probed(found)
-        )
-        network.add_report(sample, ["abcd".index(node)], 0.0)
-
     for node in "abcd":
-        report(node, {})
+        _report(network, "abcd", node)
     for way in ways:
-        report(way[0], {way[1]: 1.25e6 if way in slow_ways else 1.25e8})
+        _report(network, "abcd", way[0], _probed({way[1]: 1.25e6 if way in slow_ways else 1.25e8}))
     assert network.bandwidth is not None
     assert (network.bandwidth.value, network.bandwidth.source) == (1.25e6, "probes")
     assert network.bandwidth.low <= network.bandwidth.value <= network.bandwidth.high
@@ -149,25 +151,17 @@ def test_a_probe_beside_messages_finds_what_the_cards_carried_without_the_neighb
     network = KnownNetwork()
     host = replace(QUIET, neighbour_bytes_per_s=neighbour)
     found = {"b": Bandwidth(bytes_per_s=2.5e6, sent=10e6, received=10e6)}
-    for node, bandwidth in (("b", {}), ("a", found)):
-        latency_s = {other: 1e-3 for other in "ab" if other != node}
-        sample = NodeSample(node_id=node, time_s=0.0, steps=(), latency_s=latency_s, host=host, bandwidth=bandwidth)
-        network.add_report(sample, [], 0.0)
+    _report(network, "ab", "b", host=host)
+    _report(network, "ab", "a", found, host=host)
     assert network.bandwidth is not None
     assert network.bandwidth.value == expected
 
 
 def test_a_slow_uplink_is_not_hidden_by_what_others_send_to_the_probed_node() -> None:
     network = KnownNetwork()
-
-    def report(node: str, found: Mapping[str, Bandwidth]) -> None:
-        latency_s = {other: 1e-3 for other in "abc" if other != node}
-        sample = NodeSample(node_id=node, time_s=0.0, steps=(), latency_s=latency_s, host=host, bandwidth=found)
-        network.add_report(sample, ["abc".index(node)], 0.0)
-
-    host = replace(QUIET, neighbour_bytes_per_s=0.0)
+    report = partial(_report, network, "abc", host=replace(QUIET, neighbour_bytes_per_s=0.0))
     for node in "abc":
-        report(node, {})
+        report(node)
     report("a", {"b": Bandwidth(bytes_per_s=1e6, sent=2e6, received=12e6)})
     report("b", {"c": Bandwidth(bytes_per_s=12e6, sent=12e6, received=12e6)})
     report("c", {"a": Bandwidth(bytes_per_s=5e6, sent=11e6, received=12e6)})

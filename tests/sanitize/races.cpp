@@ -113,37 +113,36 @@ class Run {
     // Hangs up while all ranks take one minimum after the other: whatever round is under way or about to
     // begin ends with an error.
     void hang_up_on_minima() {
-        in_threads(kRanks + 1, [&](int rank) {
-            if (rank == kRanks) {
-                std::this_thread::sleep_for(std::chrono::milliseconds(5));
-                meshes_[0]->close();
-                return;
-            }
+        hang_up_during([&](int rank) {
             int64_t values[] = {rank, -rank};
-            std::string error;
-            while (error.empty()) error = error_of([&] { take_minimum(rank, values); });
-            check(error.find("did not answer") == std::string::npos, error);
+            while (true) take_minimum(rank, values);
         });
     }
 
     // Hangs up while all ranks wait for a message that never comes.
     void hang_up() {
+        hang_up_during([&](int rank) {
+            uint8_t byte;
+            const int64_t ticket = meshes_[rank]->post({}, {{(rank + 1) % kRanks, &byte, 1}}, 9);
+            meshes_[rank]->wait(ticket, kTimeoutS, 0);
+        });
+    }
+
+  private:
+    // Rank 0 hangs up while each rank does `work`, which must end with an error and not by a time-out.
+    void hang_up_during(const std::function<void(int)>& work) {
         in_threads(kRanks + 1, [&](int rank) {
             if (rank == kRanks) {
                 std::this_thread::sleep_for(std::chrono::milliseconds(5));
                 meshes_[0]->close();
                 return;
             }
-            uint8_t byte;
-            const std::string error = error_of([&] {
-                const int64_t ticket = meshes_[rank]->post({}, {{(rank + 1) % kRanks, &byte, 1}}, 9);
-                meshes_[rank]->wait(ticket, kTimeoutS, 0);
-            });
-            check(!error.empty(), "rank " + std::to_string(rank) + " got a message that nobody sent");
+            const std::string error = error_of([&] { work(rank); });
+            check(!error.empty() && error.find("did not answer") == std::string::npos,
+                  "rank " + std::to_string(rank) + " ended with '" + error + "'");
         });
     }
 
-  private:
     void take_minimum(int rank, int64_t (&values)[2]) {
         // 0 meets 1, then 2, and 1 meets 2: each knows the minimum after its second round.
         static const std::vector<std::vector<int>> kRounds[] = {{{1}, {2}}, {{0}, {2}}, {{0}, {1}}};
