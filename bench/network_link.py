@@ -32,7 +32,7 @@ STEPS_TIMEOUT_S = 15.0
 MIN_DELIVERED = 0.95
 # Latency of the links while that is measured, seconds.
 _CHECK_LATENCY_S = 1e-3
-# Seconds until a probe must have replaced an estimate that is not sure.
+# Seconds until a probe that the loop awaits must have come.
 PROBE_S = 15.0
 
 
@@ -92,7 +92,7 @@ def estimate_rows(lab: Lab, job: Job, rate: float, latency_s: float, delivered: 
     job.start_over()
     job.wait_for(lambda facts: job.num_steps >= MIN_STEPS, STEPS_TIMEOUT_S)
     time.sleep(SETTLE_S)
-    job.wait_for(lambda facts: _is_probed(facts) or (facts.bandwidth is not None and facts.bandwidth.is_sure), PROBE_S)
+    job.wait_for(lambda facts: not facts.awaits_probe, PROBE_S)
     facts, name = job.facts(), _point_name(rate, latency_s)
     goal = estimate_goal(delivered)
     bandwidth, latency = error_rows("known", rate, latency_s, facts.bandwidth_bits_per_s, facts.latency_s, goal=goal)

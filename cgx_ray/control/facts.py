@@ -13,6 +13,7 @@ class LoopFacts:
     """Network and step times as the controller knows them now; None if unknown.
 
     bandwidth         payload bytes per second of a worker's link, from the training's own messages or from probes
+    awaits_probe      True while a probe is to come that may correct the bandwidth
     num_impossible    rates so far that were dropped, as no link could have had them
     slow_link_bits_per_s
                       by rank, for ranks whose link is much slower than the others'
@@ -33,6 +34,7 @@ class LoopFacts:
 
     bandwidth: Estimate | None
     latency_s: float | None
+    awaits_probe: bool
     num_link_changes: int
     num_impossible: int
     slow_link_bits_per_s: Mapping[int, float]

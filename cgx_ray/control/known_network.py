@@ -159,8 +159,7 @@ class KnownNetwork:
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn."""
-        messages = self._sure
-        if messages is not None and (self._probed_rates or messages.value < CONFIRMED_FROM):
+        if self._sure is not None and not self.awaits_probe:
             return None
         return self._probes.grant(node_id, self._silent_nodes.known - self.silent_nodes, now_s)
 
@@ -213,6 +212,11 @@ class KnownNetwork:
     def is_known(self) -> bool:
         """True if messages or probes tell the bandwidth. Else it is a guess, which scatters by up to 3x."""
         return self._sure is not None or bool(self._probed_rates)
+
+    @property
+    def awaits_probe(self) -> bool:
+        """True while no probe counts and messages do not suffice: the bandwidth may still become another."""
+        return not self._probed_rates and (self._sure is None or self._sure.value >= CONFIRMED_FROM)
 
     @property
     def _uses_probes(self) -> bool:

@@ -417,6 +417,7 @@ class WorkerGroupState:
         measured = self.measured() or self.decided
         return LoopFacts(
             bandwidth=self.network.bandwidth,
+            awaits_probe=self.network.awaits_probe,
             latency_s=self.network.latency_s,
             num_link_changes=self.network.num_changes,
             num_impossible=self.network.num_impossible,

@@ -99,10 +99,12 @@ def test_probes_replace_sure_messages_only_where_processors_may_limit_these(
     train(messages)
     assert network.bandwidth is not None
     assert network.bandwidth.is_sure
+    assert network.awaits_probe == (messages == 100e6)
     assert [network.next_probe(node, 120.0) for node in "ab"].count(None) == (1 if messages == 100e6 else 2)
     for node, other, rate in (("a", "b", probes[0]), ("b", "a", probes[1])):
         _report(network, "ab", node, _probed({other: rate}), now_s=now_s)
     train(since)
+    assert not network.awaits_probe
     assert network.bandwidth.value == pytest.approx(known, rel=0.01)
     assert network.num_changes == 0
 
