@@ -10,12 +10,14 @@ Messages and probes are combined as follows:
    meanwhile counts if that was more; what other programs usually take does not. Where the messages are sure of
    CONFIRMED_FROM or more, probes replace them if the slowest of them is MIN_LEAD to MAX_LEAD times as fast: then
    processors limit the messages, and not the link. A larger lead has another cause, such as a path that no probe took.
-   And probes no longer replace messages that have become slower since.
+   Probes no longer count once sure messages are MIN_LEAD times slower than when the newest one came.
 3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. It also
    orders one if they are sure of CONFIRMED_FROM or more and no probe counts. A node takes part in one probe per minute,
    of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and a node that has sent receives
    next.
-4. If the probed path between two nodes is slow, the slow node is named only if the other one was fast on another path.
+4. While messages name a slow link, probes of other paths do not count. Where messages are not sure, probes from and to
+   its node may show that it is faster. If the probed path between two nodes is slow, the slow node is named only if the
+   other one was fast on another path.
 5. Bursts that are faster than a card or the probes allow are dropped and counted (`rate_ceiling`).
 6. A node that answers nobody's round trips any more is silent.
 """
@@ -34,7 +36,7 @@ from cgx_ray.control.network_change import is_other_latency
 from cgx_ray.control.node_latencies import NodeLatencies
 from cgx_ray.control.rate_ceiling import RateCeiling
 from cgx_ray.control.rate_estimates import slowest_rate
-from cgx_ray.control.topology import SilentNodes, slow_links
+from cgx_ray.control.topology import SLOW_SHARE, SilentNodes, slow_links
 from cgx_ray.control.traffic import StepTraffic
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
@@ -45,9 +47,9 @@ PROBE_HOLDS_S = 2 * BUDGET_S
 # Seconds for which a probed rate counts. While messages are not sure, every node has sent and received within three
 # minutes if the number of nodes is even, within five if it is odd.
 RATE_HOLDS_S = 5.5 * BUDGET_S
-# Least and largest ratio of probes to sure messages at which probes count. On two cores messages filled 87 % of
+# Least and largest ratio of probes to sure messages at which probes count. On two cores messages filled 77 to 87 % of
 # 2 Gbit/s and agreed with each other. Probes are within 2 % of the link.
-MIN_LEAD, MAX_LEAD = 1.08, 1.25
+MIN_LEAD, MAX_LEAD = 1.08, 1.35
 # Bytes per second of sure messages from which probes check them. Messages fill slower links, and a probe would only
 # take its share.
 CONFIRMED_FROM = 500e6 / 8
@@ -150,6 +152,9 @@ class KnownNetwork:
         probed = max((max(rates) for _, rates in self._probed_rates.values()), default=None)
         carried = max(self._carried.values(), default=math.inf)
         self._link.add(self._ceiling.possible(traffic, node_of, probed), self.probed_s, carried)
+        if self._sure is not None and self._sure.value < self._sure_then / MIN_LEAD:
+            self._probed_rates.clear()
+            self._sure_then = 0.0
         if self._link.num_changes > num_changes:
             self.num_changes += self._link.num_changes - num_changes
             self._probed_rates.clear()
@@ -189,7 +194,7 @@ class KnownNetwork:
     def slow(self) -> Mapping[int, float]:
         """Bytes per second by rank, for ranks whose link is much slower than the others', from `bandwidth`'s source."""
         if not self._uses_probes:
-            return self._link.slow
+            return self._slow_by_messages
         slow, named = slow_links(self._probed_links), set()
         for source, target in self._probed_rates:
             suspects = slow.keys() & {("from", source), ("to", target)}
@@ -220,15 +225,27 @@ class KnownNetwork:
 
     @property
     def _uses_probes(self) -> bool:
-        if not self._probed_rates:
+        if not self._probed_rates or self._slow_by_messages:
             return False
         messages = self._sure
         if messages is None:
             return True
-        if self._link.slow or messages.value < max(CONFIRMED_FROM, self._sure_then / MIN_LEAD):
+        if messages.value < CONFIRMED_FROM:
             return False
         slowest = min(min(rates) for _, rates in self._probed_rates.values())
         return MIN_LEAD < slowest / messages.value < MAX_LEAD
+
+    @property
+    def _slow_by_messages(self) -> Mapping[int, float]:
+        """Slow links by messages; where these are not sure, without links that probes have shown to be faster."""
+        slow, probed = self._link.slow, self._probed_links
+        if self._sure is not None or not slow:
+            return slow
+        faster: set[int] = set()
+        for node, ranks in self._ranks.items():
+            shown = min(probed.get(("from", node), 0.0), probed.get(("to", node), 0.0))
+            faster |= {rank for rank in ranks if SLOW_SHARE * shown > slow.get(rank, math.inf)}
+        return {rank: rate for rank, rate in slow.items() if rank not in faster}
 
     @property
     def _probed_links(self) -> dict[tuple[str, str], float]:
