@@ -8,16 +8,16 @@ Messages and probes are combined as follows:
    or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end may be
    the slow one. The same for receiving. A probe shares the link with the training, so what the node's card carried
    meanwhile counts if that was more; what other programs usually take does not. Where the messages are sure of
-   CONFIRMED_FROM or more, probes replace them if the slowest of them is MIN_LEAD to MAX_LEAD times as fast: then
-   processors limit the messages, and not the link. A larger lead has another cause, such as a path that no probe took.
-   Probes no longer count once sure messages are MIN_LEAD times slower than when the newest one came.
+   CONFIRMED_FROM or more, NUM_CONFIRMING probes replace them if the slowest of these is MIN_LEAD to MAX_LEAD times as
+   fast: then processors limit the messages, and not the link. A larger lead has another cause, such as a path that no
+   probe took. Probes no longer count once sure messages are MIN_LEAD times slower than when the newest one came.
 3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. It also
-   orders one if they are sure of CONFIRMED_FROM or more and no probe counts. A node takes part in one probe per minute,
-   of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and a node that has sent receives
-   next.
-4. While messages name a slow link, probes of other paths do not count. Where messages are not sure, probes from and to
-   its node may show that it is faster. If the probed path between two nodes is slow, the slow node is named only if the
-   other one was fast on another path.
+   orders some if they are sure of CONFIRMED_FROM or more, until NUM_CONFIRMING count. A node takes part in one probe
+   per minute, of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and a node that has
+   sent receives next.
+4. While messages show a slow link clearly, probes of other paths do not count; probes from and to its node may show
+   that it is faster. If the probed path between two nodes is slow, the slow node is named only if the other one was
+   fast on another path.
 5. Bursts that are faster than a card or the probes allow are dropped and counted (`rate_ceiling`).
 6. A node that answers nobody's round trips any more is silent.
 """
@@ -50,6 +50,11 @@ RATE_HOLDS_S = 5.5 * BUDGET_S
 # Least and largest ratio of probes to sure messages at which probes count. On two cores messages filled 77 to 87 % of
 # 2 Gbit/s and agreed with each other. Probes are within 2 % of the link.
 MIN_LEAD, MAX_LEAD = 1.08, 1.35
+# Probed paths that replace sure messages: a single probe beside a training may read 12 % too much.
+NUM_CONFIRMING = 2
+# Ratio of the interval's ends up to which messages show a slow link clearly. With one slow uplink it was 1.2 to 1.5;
+# where few bursts named a link that was not slow, 3 and more.
+CLEAR_FACTOR = 1.5
 # Bytes per second of sure messages from which probes check them. Messages fill slower links, and a probe would only
 # take its share.
 CONFIRMED_FROM = 500e6 / 8
@@ -194,7 +199,7 @@ class KnownNetwork:
     def slow(self) -> Mapping[int, float]:
         """Bytes per second by rank, for ranks whose link is much slower than the others', from `bandwidth`'s source."""
         if not self._uses_probes:
-            return self._slow_by_messages
+            return self._link.slow
         slow, named = slow_links(self._probed_links), set()
         for source, target in self._probed_rates:
             suspects = slow.keys() & {("from", source), ("to", target)}
@@ -220,32 +225,33 @@ class KnownNetwork:
 
     @property
     def awaits_probe(self) -> bool:
-        """True while no probe counts and messages do not suffice: the bandwidth may still become another."""
-        return not self._probed_rates and (self._sure is None or self._sure.value >= CONFIRMED_FROM)
+        """True while messages do not suffice, and too few probes count: the bandwidth may still become another."""
+        do_suffice = self._sure is not None and self._sure.value < CONFIRMED_FROM
+        return not do_suffice and len(self._probed_rates) < NUM_CONFIRMING
 
     @property
     def _uses_probes(self) -> bool:
-        if not self._probed_rates or self._slow_by_messages:
+        if not self._probed_rates or self._has_slow_link:
             return False
         messages = self._sure
         if messages is None:
             return True
-        if messages.value < CONFIRMED_FROM:
+        if messages.value < CONFIRMED_FROM or self.awaits_probe:
             return False
         slowest = min(min(rates) for _, rates in self._probed_rates.values())
         return MIN_LEAD < slowest / messages.value < MAX_LEAD
 
     @property
-    def _slow_by_messages(self) -> Mapping[int, float]:
-        """Slow links by messages; where these are not sure, without links that probes have shown to be faster."""
-        slow, probed = self._link.slow, self._probed_links
-        if self._sure is not None or not slow:
-            return slow
+    def _has_slow_link(self) -> bool:
+        """True if messages show a slow link clearly, and probes from and to its node do not show that it is faster."""
+        slow, messages, probed = self._link.slow, self._link.bandwidth, self._probed_links
+        if not slow or messages is None or messages.high > CLEAR_FACTOR * messages.low:
+            return False
         faster: set[int] = set()
         for node, ranks in self._ranks.items():
             shown = min(probed.get(("from", node), 0.0), probed.get(("to", node), 0.0))
             faster |= {rank for rank in ranks if SLOW_SHARE * shown > slow.get(rank, math.inf)}
-        return {rank: rate for rank, rate in slow.items() if rank not in faster}
+        return not slow.keys() <= faster
 
     @property
     def _probed_links(self) -> dict[tuple[str, str], float]:

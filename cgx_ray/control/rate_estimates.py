@@ -69,7 +69,7 @@ def link_rates(
     known = [sender for sender in sent if num_rates[sender] >= MIN_SENT and len(sent) > 1]
     up = {sender: fmean(sent[sender].values()) * (len(sent) - 1) for sender in known}
     if down and (slow_senders := slow_links(up)):
-        sent_fast = [rates for sender, rates in sent.items() if sender not in slow_senders]
+        sent_fast = [sent[sender] for sender in known if sender not in slow_senders]
         waiting = [rank for rank in slow_links(down) if _is_reached(rank, sent_fast)]
         down |= dict.fromkeys(waiting, median(down.values()))
     return down, up

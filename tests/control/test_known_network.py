@@ -62,9 +62,13 @@ def test_probes_count_while_messages_are_not_sure_or_are_slower_than_all_of_them
     run.run(LINK_STEPS)
     messages = run.loop.facts().bandwidth_bits_per_s
     assert messages == pytest.approx(1e9, rel=0.1)
+    report("b", 4 + RATE_HOLDS_S, {"a": 1.1 * messages / 8})
+    assert run.loop.facts().bandwidth_bits_per_s == messages, "one probe does not replace sure messages"
+    report("a", 4 + RATE_HOLDS_S, {"b": 1.1 * messages / 8})
     assert (run.loop.next_probe("a", 300.0), run.loop.next_probe("b", 300.0)) == (None, None)
     for lead, known in ((1.1, 1.1), (1.05, 1.0), (0.5, 1.0), (2.0, 1.0)):
-        report("b", 4 + RATE_HOLDS_S, {"a": lead * messages / 8})
+        for node_id, other in ("ab", "ba"):
+            report(node_id, 4 + RATE_HOLDS_S, {other: lead * messages / 8})
         assert run.loop.facts().bandwidth_bits_per_s == pytest.approx(known * messages), lead
     report("a", 5 + 2 * RATE_HOLDS_S, {})
     assert run.loop.next_probe("a", 1000.0) is not None, "no probe counts any more"
