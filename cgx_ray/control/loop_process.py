@@ -31,7 +31,7 @@ from cgx_ray.errors import CGXError
 logger = logging.getLogger(__name__)
 
 # Seconds for which work is gathered before it is sent together: to send each report of 512 nodes by itself costs more.
-GATHER_S = 0.05
+GATHER_S = 0.02
 # Longest time between two looks at whether samples come, in seconds.
 WATCH_S = 1.0
 # Seconds for which this process outlives that of the loop.

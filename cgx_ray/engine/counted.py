@@ -16,7 +16,7 @@ MAX_TELLING = 512
 # In larger runs one of so many distances counts, and one of so many nodes for lags. A rank tells at most so many bursts
 # of a step.
 FEWER = 4
-MAX_BURSTS = 2
+MAX_BURSTS = 4
 # Ranks that measure errors by layer. Each tells two numbers per layer, and the mean over more ranks says little more.
 MAX_MEASURING = 16
 
