@@ -13,7 +13,7 @@ class LoopFacts:
     """Network and step times as the controller knows them now; None if unknown.
 
     bandwidth         payload bytes per second of a worker's link, from the training's own messages or from probes
-    awaits_probe      True while a probe is to come that may correct the bandwidth
+    awaits_probe      True while too few probes count, and one may correct the bandwidth
     num_impossible    rates so far that were dropped, as no link could have had them
     slow_link_bits_per_s
                       by rank, for ranks whose link is much slower than the others'

@@ -244,10 +244,10 @@ class KnownNetwork:
     @property
     def _has_slow_link(self) -> bool:
         """True if messages show a slow link clearly, and probes from and to its node do not show that it is faster."""
-        slow, messages, probed = self._link.slow, self._link.bandwidth, self._probed_links
+        slow, messages = self._link.slow, self._link.bandwidth
         if not slow or messages is None or messages.high > CLEAR_FACTOR * messages.low:
             return False
-        faster: set[int] = set()
+        probed, faster = self._probed_links, set[int]()
         for node, ranks in self._ranks.items():
             shown = min(probed.get(("from", node), 0.0), probed.get(("to", node), 0.0))
             faster |= {rank for rank in ranks if SLOW_SHARE * shown > slow.get(rank, math.inf)}

@@ -11,6 +11,8 @@ from cgx_ray.control.estimate import quantile_interval
 from cgx_ray.control.rate_estimates import estimate_from_bursts, link_rates
 from cgx_ray.monitors.sample import Burst
 
+MIB = 1 << 20
+
 
 def test_bursts_of_a_link_that_processors_do_not_fill_are_not_sure() -> None:
     """As 4 ranks on two cores showed a link of 994 Mbit/s, and one of 199 Mbit/s (LOG.md, 2026-11-24)."""
@@ -50,7 +52,7 @@ def test_a_rank_that_waits_for_a_slow_sender_has_no_slow_downlink(
     to_rank_1: float, from_rank_2: float, found: float
 ) -> None:
     """Rates in bit/s, recorded at 200 Mbit/s with one link of 50."""
-    bursts = {rank: [Burst((1 << 20), 8 * (1 << 20) / (50e6 if rank == 1 else 190e6))] * 4 for rank in range(4)}
+    bursts = {rank: [Burst(MIB, 8 * MIB / (50e6 if rank == 1 else 190e6))] * 4 for rank in range(4)}
     pairs = {
         (a, b): [min(from_rank_2 if a == 2 else 70e6, to_rank_1 if b == 1 else 70e6) / 8] * 3
         for a, b in itertools.permutations(range(4), 2)
