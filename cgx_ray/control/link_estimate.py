@@ -27,11 +27,11 @@ The estimates over a window of ten seconds:
    (`link_rates`).
 
 A CUSUM test (`changes.ChangeDetector`) watches these quantities. After a change all observations older than the change
-are dropped. A rate that changes by 2x is noticed after 1.1 s, and a latency after 0.8 s. One step alone is enough only
-for rates, and if both halves of its bursts show the change. While a node's cards carry more than the bursts show, as
-with several ranks or beside another program, a change of the rate needs 2.1 s: so a neighbour's burst of 2 s that fills
-the link is not a change. Exchanges tell a change only while there are no bursts: a fall after 2.1 s, a rise after 1.5.
-On the mesh only what TURN_S per hop does not explain counts.
+are dropped. A rate that falls by 2x is noticed after 1.1 s, one that doubles after 0.9 s, and a latency after 0.8 s.
+One step alone is enough only for rates, and if both halves of its bursts show the change. While a node's cards carry
+more than the bursts show, as with several ranks or beside another program, a change of the rate needs 2.1 s: so a
+neighbour's burst of 2 s that fills the link is not a change. Exchanges tell a change only while there are no bursts: a
+fall after 2.1 s, a rise after 1.5. On the mesh only what TURN_S per hop does not explain counts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain.
@@ -72,7 +72,7 @@ FAST_TIME = 0.1
 # Fewest bursts that make one watched value: one burst alone may be slow by chance.
 MIN_WATCHED_BURSTS = 2
 # Seconds of a step from which each half of its bursts makes a watched value.
-HALVED_S = 1.0
+HALVED_S = 0.7
 # Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
 QUIET_S = 0.5
 # Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
@@ -86,8 +86,8 @@ TURN_S = 5e-3
 # Ratio of bytes and of hops up to which exchanges of two plans are compared, and the same on the mesh.
 ALIKE, ALIKE_ON_MESH = 2.0, 1.2
 # Evidence for a change of the bursts' rate while no card carries more than SHARED times the rate that bursts show:
-# 1.1 s of a change by 2x.
-BURST_ALARM = 0.55
+# 1.1 s of a change by 2x, and 0.9 s if the rate rises, as messages are never faster than their link for long.
+BURST_ALARM, BURST_RELIEF_ALARM = 0.55, 0.45
 SHARED = 1.2
 # Factor on it while one does.
 SHARED_PATIENCE = ALARM / BURST_ALARM
@@ -125,7 +125,7 @@ class PassiveLink:
         self._window: deque[StepTraffic] = deque()
         self._detectors = {
             "latency": ChangeDetector(alarm=LATENCY_ALARM),
-            "bursts": ChangeDetector(alarm=BURST_ALARM),
+            "bursts": ChangeDetector(better=1, alarm=BURST_ALARM, relief_alarm=BURST_RELIEF_ALARM),
             "slowest": ChangeDetector(better=1, alarm=SLOW_ALARM),
         }
         # By bytes and hops of a step's largest exchange: only rates of exchanges that are alike are compared.
