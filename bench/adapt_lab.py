@@ -5,8 +5,10 @@
 2. The schedules are played to an adaptive training.
 3. On 16 networks, short adaptive trainings that begin anew are compared with plain DDP.
 
-The simulated time of a step is the planner's prediction from the link as it was set, the step without exchange as
-measured, and codec times measured before on all ranks at once.
+The simulated time of a step is the planner's prediction from the link as it was set, and from codec times and a step
+without exchange as measured before. The planner gives each rank a processor of its own. Where ranks and the lab's
+switch share some, a step under a plan of the engine takes longer. By how much is measured on a network that no schedule
+has, PROCESSOR_NETWORK, and added on all others.
 """
 
 from __future__ import annotations
@@ -20,13 +22,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty
 
-from cgx_ray.bench.adapt_lab_cases import ADAPTIVE, DDP, NOOP, AdaptLabOptions, LabPhase, LabWay
+from cgx_ray.bench.adapt_lab_cases import (
+    ADAPTIVE,
+    DDP,
+    NOOP,
+    PROCESSOR_NETWORK,
+    AdaptLabOptions,
+    LabPhase,
+    LabWay,
+)
 from cgx_ray.bench.adapt_progress import ScheduleScore, WeightedStep, score_schedule, weighted_steps
 from cgx_ray.bench.network_job import Job
 from cgx_ray.bench.step_cases import StepNetwork
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.planner.options import CodecCost
-from cgx_ray.planner.prediction import Measured, groups_of, predict
+from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
 # Seconds between two looks at whether the ranks still live, and at the clock.
 _LOOK_S = 0.05
@@ -70,9 +80,15 @@ class GridPoint:
 
 @dataclass(slots=True, kw_only=True)
 class AdaptLabNumbers:
-    """Results. `scores` and `num_switches` by schedule. `seconds`: of everything."""
+    """Results.
+
+    processor_s           by plan of the engine, seconds that a step takes longer as ranks share processors
+    scores, num_switches  by schedule
+    seconds               of everything
+    """
 
     times: list[PlanTime] = field(default_factory=list)
+    processor_s: dict[str, float] = field(default_factory=dict)
     scores: dict[str, ScheduleScore] = field(default_factory=dict)
     num_switches: dict[str, int] = field(default_factory=dict)
     grid: list[GridPoint] = field(default_factory=list)
@@ -183,23 +199,29 @@ class _AdaptLab:
         """Time each static plan on each network of the schedules."""
         for way in self._options.ways:
             self._on_part(way.name)
-            groups = groups_of(way.plan(self._workload.layers, self._options.num_ranks), self._workload.layers)
             # Ranks make more connections where the round trip is long, so all ways connect on the same network.
             self._set(self._options.networks()[0])
             with self._at_work(way) as training:
+                if way.kind == "static":
+                    step_s = self._visit(training, PROCESSOR_NETWORK)
+                    numbers.processor_s[way.name] = step_s - self._predict(way, PROCESSOR_NETWORK).step_s
                 for network in self._options.networks():
                     step_s = self._visit(training, network)
-                    predicted = predict(self.measured(network), groups)
+                    predicted = self._predict(way, network)
                     assert predicted.efficiency is not None
                     numbers.times.append(
                         PlanTime(
                             way=way.name,
                             network=network,
                             step_s=step_s,
-                            simulated_s=predicted.step_s,
+                            simulated_s=predicted.step_s + numbers.processor_s.get(way.name, 0.0),
                             efficiency=predicted.efficiency,
                         )
                     )
+
+    def _predict(self, way: LabWay, network: StepNetwork) -> Prediction:
+        layers = self._workload.layers
+        return predict(self.measured(network), groups_of(way.plan(layers, self._options.num_ranks), layers))
 
     def play_schedules(self, numbers: AdaptLabNumbers) -> None:
         """Play each schedule to an adaptive training that begins anew."""

@@ -133,7 +133,7 @@ class _OrderedRank:
             process.session = None
 
     def _measure_codecs(self) -> None:
-        """Time codecs while all ranks do, as in a step, where they share the processor's cores."""
+        """Time codecs, each for so short that ranks which share a core do not delay each other."""
         large = [gradient.flatten() for gradient in self._gradients if gradient.ndim > 1]
         grad_N = torch.cat(large)
         found = {}
