@@ -17,7 +17,7 @@ import ray
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import StaticPolicy
-from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.monitors.agent import ACTOR_OPTIONS, NodeAgent
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.node_metrics import NodeMetrics
 from cgx_ray.monitors.ray_sink import RaySink
@@ -49,9 +49,9 @@ class _Controller:
 def monitor_rows(seconds: float, *, warm_up_s: float = 3.0) -> list[Row]:
     """Measure an agent in this process's Ray cluster that has two ranks with five steps per second and two peers."""
     idle = ray.remote(_Idle).options(num_cpus=0).remote()
-    agents = [ray.remote(_Agent).options(num_cpus=0).remote(name, "bench", _HOST) for name in "abc"]
+    agents = [ray.remote(_Agent).options(**ACTOR_OPTIONS).remote(name, "bench", _HOST) for name in "abc"]
     addresses = dict(zip("abc", ray.get([agent.address.remote() for agent in agents]), strict=True))
-    controller = ray.remote(_Controller).options(num_cpus=0).remote()
+    controller = ray.remote(_Controller).options(num_cpus=0, enable_task_events=False).remote()
     ray.get([agent.start.remote(addresses, controller) for agent in agents])
     watched, bare = (psutil.Process(ray.get(actor.pid.remote())) for actor in (agents[0], idle))
     _report(agents[0], warm_up_s)

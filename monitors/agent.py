@@ -30,12 +30,14 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 # Seconds between two measurements of round trips to all other nodes.
 LATENCY_INTERVAL_S = 5.0
+# Options of the actor. Reports of ranks, two per second from each, would fill Ray's list of tasks.
+ACTOR_OPTIONS: Mapping[str, Any] = {"num_cpus": 0, "enable_task_events": False}
 # Steps that are kept for a controller that is slow to answer: 8 ranks at 10 steps per second for a minute.
 MAX_KEPT_STEPS = 5000
 
 
 class NodeAgent:
-    """A plain class. Its user makes it an actor that is pinned to its node and reserves no CPU.
+    """A plain class. Its user makes it an actor with ACTOR_OPTIONS that is pinned to its node.
 
     The constructor starts the echo server, so that all addresses are known before any agent starts measuring. Two
     threads do all other work, so that `report` never waits for the network. `plans_after` does wait: the actor needs a

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -27,6 +27,9 @@ NEIGHBOUR_WINDOW_S = 30.0
 OVERHEAD = 1.1
 # Bytes on the card per byte of a long message's payload: Ethernet, IP and TCP.
 HEADERS = 1.05
+# Seconds for which a monitor keeps the list of cards and their speeds. They rarely change, and asking their drivers
+# takes half of the time of all readings.
+CARDS_HOLD_S = 10.0
 _PRESSURE = Path("/proc/pressure")
 
 
@@ -40,17 +43,15 @@ class NicBytes(NamedTuple):
 
 def read_nics() -> dict[str, NicBytes]:
     """Return counters by card, without loopback. Empty if the node has only loopback."""
-    cards = _speeds()
+    return _counters(_speeds())
+
+
+def _counters(cards: Collection[str]) -> dict[str, NicBytes]:
     return {
         name: NicBytes(count.bytes_sent, count.bytes_recv, count.errin + count.errout + count.dropin + count.dropout)
         for name, count in psutil.net_io_counters(pernic=True).items()
         if name in cards
     }
-
-
-def nic_speed_bits_per_s() -> float:
-    """Return the speed of the fastest card that is up, as reported by its driver; 0 if no driver reports it."""
-    return max(_speeds().values(), default=0.0)
 
 
 def _speeds() -> dict[str, float]:
@@ -186,7 +187,10 @@ class HostMonitor:
         self._clock = clock
         self._last_s = clock()
         self._readings = Readings()
-        self._nics = NicRates(clock=clock, read_nics=lambda: self._readings.take("network counters", read_nics, {}))
+        # As of `_speeds`, and the time at which they were read.
+        self._cards: Mapping[str, float] = {}
+        self._cards_s = -math.inf
+        self._nics = NicRates(clock=clock, read_nics=self._read_nics)
         self._neighbours = Neighbours()
         # The first call only sets the start of the interval.
         self._readings.take("processor load", psutil.cpu_percent, 0.0)
@@ -205,12 +209,19 @@ class HostMonitor:
             sent_bytes_per_s=sent,
             received_bytes_per_s=received,
             neighbour_bytes_per_s=self._neighbours.add(max(sent, received) * passed_s, own_bytes, passed_s),
-            nic_speed_bits_per_s=take("speed of network cards", nic_speed_bits_per_s, 0.0),
+            nic_speed_bits_per_s=max(self._cards.values(), default=0.0),
             num_nic_errors=self._nics.num_errors,
             cpu_share=take("processor load", psutil.cpu_percent, 0.0) / 100,
             memory_share=take("memory in use", lambda: psutil.virtual_memory().percent, 0.0) / 100,
             pressure={name: share for name, share in pressure.items() if share is not None},
         )
+
+    def _read_nics(self) -> Mapping[str, NicBytes]:
+        """Return counters of the cards of at most CARDS_HOLD_S ago."""
+        now_s = self._clock()
+        if now_s - self._cards_s >= CARDS_HOLD_S:
+            self._cards_s, self._cards = now_s, self._readings.take("network cards", _speeds, {})
+        return self._readings.take("network counters", partial(_counters, self._cards), {})
 
 
 def read_pressure(resource: str, folder: Path = _PRESSURE) -> float | None:
@@ -218,8 +229,9 @@ def read_pressure(resource: str, folder: Path = _PRESSURE) -> float | None:
 
     None if the kernel does not report it.
     """
-    file = folder / resource
-    if not file.exists():
+    try:
+        with open(f"{folder}/{resource}") as file:
+            first = file.readline()  # some avg10=1.23 avg60=0.45 avg300=0.06 total=789
+    except FileNotFoundError:
         return None
-    first = file.read_text().splitlines()[0]  # some avg10=1.23 avg60=0.45 avg300=0.06 total=789
     return float(dict(field.split("=") for field in first.split()[1:])["avg10"]) / 100

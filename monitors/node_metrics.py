@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean
 from typing import NamedTuple
 
 from cgx_ray.monitors.export import PHASES, RANK, RUN, RUN_ID, Sink
-from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, StepSample
+from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, StepSample, Transfer
 from cgx_ray.plan import CodecSpec
 
 
@@ -63,8 +63,9 @@ class NodeMetrics:
                 if step.gain_curve:
                     self._curve_of_rank[rank] = step.gain_curve
         for rank, gauges in self._gauges_of_rank.items():
+            labels = {**self._run, RANK: str(rank)}
             for (name, extra), value in gauges.items():
-                self._sink.set(name, value, {**self._run, RANK: str(rank), **dict(extra)})
+                self._sink.set(name, value, {**labels, **dict(extra)} if extra else labels)
         columns = zip(*self._curve_of_rank.values(), strict=True)
         for density, gains in zip(CURVE_DENSITIES, columns, strict=False):
             self._sink.set("cgx_ray_gain_at_density", fmean(gains), {**self._run, "density": f"{density:.2g}"})
@@ -86,6 +87,8 @@ class NodeMetrics:
         num_steps: Counter[OptionNames] = Counter()
         wire_bytes: Counter[OptionNames] = Counter()
         dense_bytes: Counter[OptionNames] = Counter()
+        # Gathered first: names are looked up once per codec and scheme, not once per group and step.
+        transfers: defaultdict[tuple[str, str], list[Transfer]] = defaultdict(list)
         main_of_plan: dict[int, OptionNames] = {}
         for step in steps:
             self._sink.observe("cgx_ray_step_seconds", step.step_s, labels)
@@ -96,9 +99,11 @@ class NodeMetrics:
                 wire_bytes[_SHARDED] += step.wire_bytes
                 dense_bytes[_SHARDED] += step.dense_bytes
             for one in step.transfers:
-                names = OptionNames(_spec(one.codec).name, one.scheme)
-                wire_bytes[names] += one.sent_bytes
-                dense_bytes[names] += one.dense_bytes
+                transfers[one.codec, one.scheme].append(one)
+        for (codec, scheme), sent in transfers.items():
+            names = OptionNames(_spec(codec).name, scheme)
+            wire_bytes[names] += sum([one.sent_bytes for one in sent])
+            dense_bytes[names] += sum([one.dense_bytes for one in sent])
         for name, counts in (("steps", num_steps), ("wire_bytes", wire_bytes), ("dense_bytes", dense_bytes)):
             for names, count in counts.items():
                 self._sink.increase(f"cgx_ray_{name}", count, {**labels, **names._asdict()})

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.monitors.agent import ACTOR_OPTIONS, NodeAgent
 from cgx_ray.ray_train.compat import RunFacts
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> AgentWatc
     agents = {
         node_id: ray.remote(NodeAgent)
         .options(
-            num_cpus=0,
+            **ACTOR_OPTIONS,
             max_restarts=MAX_RESTARTS,
             max_concurrency=num_ranks + OTHER_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),

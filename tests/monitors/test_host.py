@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from support.samples import step_sample
 from cgx_ray.monitors import host
 from cgx_ray.monitors.agent import OwnBytes
 from cgx_ray.monitors.host import (
+    CARDS_HOLD_S,
     CardMeter,
     HostMonitor,
     Neighbours,
@@ -125,6 +127,34 @@ def test_pressure_is_the_share_of_the_last_ten_seconds_or_unknown(tmp_path: Path
     (tmp_path / "cpu").write_text("some avg10=25.50 avg60=1.00 avg300=0.00 total=9\nfull avg10=0.00 avg60=0.00\n")
     assert read_pressure("cpu", tmp_path) == 0.255
     assert read_pressure("memory", tmp_path) is None
+
+
+def test_a_monitor_asks_for_the_cards_every_ten_seconds_and_for_their_bytes_at_each_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    asked_s: list[float] = []
+    speeds = {"eth0": 1e9}
+
+    def read_speeds() -> dict[str, float]:
+        asked_s.append(now_s)
+        return dict(speeds)
+
+    def count(cards: Collection[str]) -> dict[str, NicBytes]:
+        return {name: NicBytes(int(1000 * now_s), 0) for name in cards}
+
+    monkeypatch.setattr(host, "_speeds", read_speeds)
+    monkeypatch.setattr(host, "_counters", count)
+    monitor = HostMonitor(clock=lambda: now_s)
+    speeds["eth1"] = 2e9
+    loads = []
+    for second in range(1, 13):
+        now_s = float(second)
+        loads.append(monitor.read(0))
+    assert asked_s == [0.0, CARDS_HOLD_S]
+    # A new card counts from the second interval on.
+    assert [load.sent_bytes_per_s for load in loads] == [1000.0] * 10 + [2000.0] * 2
+    assert [load.nic_speed_bits_per_s for load in loads] == [1e9] * 9 + [2e9] * 3
 
 
 def test_a_host_is_within_its_bounds() -> None:
