@@ -17,7 +17,8 @@ Messages and probes are combined as follows:
    per minute, of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and a node that has
    sent receives next.
 4. While messages show a slow link clearly, probes of other paths do not count; probes from and to its node may show
-   that it is faster. If the probed path between two nodes is slow, the slow node is named only if the other one was
+   that it is faster. A link that a probe shows as slow is not slow if messages have come through it faster since the
+   last change: a probe that gets no processor may be ten times too slow. If the probed path between two nodes is slow, the slow node is named only if the other one was
    fast on another path.
 5. Bursts that are faster than a card or the probes allow are dropped and counted (`rate_ceiling`).
 6. A node that answers nobody's round trips any more is silent.
@@ -196,7 +197,7 @@ class KnownNetwork:
         """Bytes per second by rank, for ranks whose link is much slower than the others', from `bandwidth`'s source."""
         if not self._uses_probes:
             return self._link.slow
-        slow, named = slow_links(self._probed_links), set()
+        slow, named = self._slow_probed, set()
         for source, target in self._probed_rates:
             suspects = slow.keys() & {("from", source), ("to", target)}
             if len(suspects) == 1:
@@ -241,11 +242,21 @@ class KnownNetwork:
     @property
     def _probed(self) -> Estimate:
         """Bandwidth by probes, that of the slowest link where some are slow. There must be probes."""
-        links = self._probed_links
-        slow = slow_links(links)
+        links, slow = self._probed_links, self._slow_probed
         counted = list((slow or links).values())
         value = min([median_high(links.values()), *slow.values()])
         return Estimate(value=value, low=min(counted), high=max(counted), source="probes")
+
+    @property
+    def _slow_probed(self) -> dict[tuple[str, str], float]:
+        """Slow links of `_probed_links`, without those that messages have shown to be faster."""
+        shown = {"from": self._link.sent, "to": self._link.received}
+
+        def is_faster(end: str, node: str, rate: float) -> bool:
+            return any(SLOW_SHARE * shown[end].get(rank, 0.0) > rate for rank in self._ranks.get(node, ()))
+
+        slow = slow_links(self._probed_links)
+        return {(end, node): rate for (end, node), rate in slow.items() if not is_faster(end, node, rate)}
 
     @property
     def _has_slow_link(self) -> bool:

@@ -42,7 +42,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -69,8 +69,10 @@ MIN_STEPS = 3
 REFRESH_S = 0.5
 # Quantile of round trips that stands for the idle network; the very shortest may be an artefact of time stamps.
 FAST_TIME = 0.1
-# Fewest bursts that make one watched value: one burst alone may be slow by chance.
+# Fewest bursts that make one watched value, unless they are faster than before: one alone may be slow by chance.
 MIN_WATCHED_BURSTS = 2
+# Seconds of steps without bursts for which the next ones count too: on a fast link most short messages make none.
+HELD_S = 1.0
 # Seconds of a step from which each half of its bursts makes a watched value.
 HALVED_S = 0.7
 # Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
@@ -166,6 +168,16 @@ class PassiveLink:
             self._refresh(probed_latency_s)
 
     @property
+    def sent(self) -> Mapping[int, float]:
+        """Rate at which each rank's link sends, for ranks whose messages have shown it since the last change."""
+        return self._up.new
+
+    @property
+    def received(self) -> Mapping[int, float]:
+        """The same for receiving."""
+        return self._down.new
+
+    @property
     def _is_quiet(self) -> bool:
         return self._quiet_s >= QUIET_S
 
@@ -200,17 +212,17 @@ class PassiveLink:
         # Steps with few bursts are collected until there are enough.
         self._unwatched.append(traffic)
         bursts, pairs = gather_rates(self._unwatched)
-        if sum(map(len, bursts.values())) < MIN_WATCHED_BURSTS:
-            if self._is_quiet:
-                self._unwatched.clear()
-            return []
         new_down, new_up = link_rates(bursts, pairs)
+        if sum(map(len, bursts.values())) < MIN_WATCHED_BURSTS and not self._are_faster(new_down):
+            while self._is_quiet and len(self._unwatched) > 1 and _seconds(self._unwatched) > HELD_S:
+                self._unwatched.pop(0)
+            return []
         # A slow link stays slow until its own bursts show otherwise: those of the others alone do not tell.
         down = {**self._down.all, **new_down}
         # Sending rates of some ranks compare only with each other.
         up = new_up if new_up.keys() >= self._up.all.keys() else self._up.all
         slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
-        seconds = sum(one.seconds for one in self._unwatched)
+        seconds = _seconds(self._unwatched)
         self._unwatched.clear()
         usual = median(new_down.values())
         patience = SHARED_PATIENCE if carried > SHARED * usual else 1.0
@@ -219,6 +231,11 @@ class PassiveLink:
             *(_Watched(self._detectors["bursts"], rate, seconds / len(rates), patience) for rate in rates),
             _Watched(self._detectors["slowest"], slowest / median(down.values()), seconds),
         ]
+
+    def _are_faster(self, down: Mapping[int, float]) -> bool:
+        """Return whether these receiving rates by rank, if there are any, are above the known ones."""
+        known = self._down.all
+        return bool(down and known) and median(down.values()) > median(known.values())
 
     def _watched_exchanges(self, traffic: StepTraffic, latency_s: float) -> list[_Watched]:
         """Return the rate of the step's largest exchanges, if it had any."""
@@ -252,7 +269,7 @@ class PassiveLink:
 
     def _trim(self, seconds: float, num_steps: int) -> None:
         """Forget the oldest steps, as long as at least `num_steps` are left and cover `seconds`."""
-        covered_s = sum(step.seconds for step in self._window)
+        covered_s = _seconds(self._window)
         while len(self._window) > num_steps and covered_s - self._window[0].seconds >= seconds * (1 - 1e-9):
             covered_s -= self._window.popleft().seconds
 
@@ -317,6 +334,10 @@ class PassiveLink:
             return _not_sure(longest, found)
         self._long.clear()
         return found
+
+
+def _seconds(steps: Iterable[StepTraffic]) -> float:
+    return sum(step.seconds for step in steps)
 
 
 def _rates_of_halves(bursts: Mapping[int, Sequence[Burst]]) -> list[float] | None:

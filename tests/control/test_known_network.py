@@ -17,6 +17,8 @@ from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import Bandwidth, Burst, HostLoad, NodeSample
 
+MIB = 1 << 20
+
 
 def _probed(rates: Mapping[str, float]) -> dict[str, Bandwidth]:
     return {node: Bandwidth(bytes_per_s=rate) for node, rate in rates.items()}
@@ -87,6 +89,25 @@ def test_of_four_probes_one_that_is_far_off_does_not_count() -> None:
     assert not network.awaits_probe
     assert network.bandwidth is not None
     assert network.bandwidth.value == 100e6
+
+
+@pytest.mark.parametrize(("received", "known"), [(None, 1e6), (1.2e6, 1e6), (80e6, 100e6)])
+def test_a_probe_of_a_slow_link_counts_unless_messages_came_through_it_faster(
+    received: float | None, known: float
+) -> None:
+    network = KnownNetwork()
+    for node in "abcd":
+        _report(network, "abcd", node)
+    # Few bursts, so the messages are not sure.
+    bursts = {rank: [Burst(MIB, MIB / received)] for rank in range(4)} if received is not None else {}
+    pairs = {(a, b): received / 3 for a, b in itertools.permutations(range(4), 2)} if received is not None else {}
+    for _ in range(2):
+        network.add_step(StepTraffic(seconds=0.25, bursts=bursts, pair_rate=pairs), 1.0)
+    for way, rate in (("ab", 100e6), ("cd", 100e6), ("ba", 1e6), ("da", 100e6)):
+        _report(network, "abcd", way[0], _probed({way[1]: rate}), now_s=2.0)
+    assert network.bandwidth is not None
+    assert (network.bandwidth.value, network.bandwidth.source) == (known, "probes")
+    assert network.slow == ({1: 1e6} if known == 1e6 else {})
 
 
 def test_a_node_alone_awaits_no_probe() -> None:
