@@ -6,9 +6,9 @@
 3. On 16 networks, short adaptive trainings that begin anew are compared with plain DDP.
 
 The simulated time of a step is the planner's prediction from the link as it was set, and from codec times and a step
-without exchange as measured before. The planner gives each rank a processor of its own. Where ranks and the lab's
-switch share some, a step under a plan of the engine takes longer. By how much is measured on a network that no schedule
-has, PROCESSOR_NETWORK, and added on all others.
+without exchange as measured before. For plans of the engine, what a step on PROCESSOR_NETWORK takes longer than
+predicted is added on all networks. The planner gives each rank a processor of its own, and here ranks and the lab's
+switch may share them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,23 @@ OnPart = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTime:
-    """Seconds of a step of one static plan on one network, and its progress as a share of a dense step's."""
+    """Seconds of a step of one static plan on one network.
+
+    predicted_s  by the planner
+    processor_s  what a step of this plan took longer on PROCESSOR_NETWORK; 0 for plain DDP, which has no engine
+    efficiency   progress as a share of a dense step's
+    """
 
     way: str
     network: StepNetwork
     step_s: float
-    simulated_s: float
+    predicted_s: float
+    processor_s: float
     efficiency: float
+
+    @property
+    def simulated_s(self) -> float:
+        return self.predicted_s + self.processor_s
 
     @property
     def pace_s(self) -> float:
@@ -80,15 +90,9 @@ class GridPoint:
 
 @dataclass(slots=True, kw_only=True)
 class AdaptLabNumbers:
-    """Results.
-
-    processor_s           by plan of the engine, seconds that a step takes longer as ranks share processors
-    scores, num_switches  by schedule
-    seconds               of everything
-    """
+    """Results. `scores` and `num_switches` by schedule. `seconds`: of everything."""
 
     times: list[PlanTime] = field(default_factory=list)
-    processor_s: dict[str, float] = field(default_factory=dict)
     scores: dict[str, ScheduleScore] = field(default_factory=dict)
     num_switches: dict[str, int] = field(default_factory=dict)
     grid: list[GridPoint] = field(default_factory=list)
@@ -202,9 +206,10 @@ class _AdaptLab:
             # Ranks make more connections where the round trip is long, so all ways connect on the same network.
             self._set(self._options.networks()[0])
             with self._at_work(way) as training:
+                processor_s = 0.0
                 if way.kind == "static":
                     step_s = self._visit(training, PROCESSOR_NETWORK)
-                    numbers.processor_s[way.name] = step_s - self._predict(way, PROCESSOR_NETWORK).step_s
+                    processor_s = step_s - self._predict(way, PROCESSOR_NETWORK).step_s
                 for network in self._options.networks():
                     step_s = self._visit(training, network)
                     predicted = self._predict(way, network)
@@ -214,7 +219,8 @@ class _AdaptLab:
                             way=way.name,
                             network=network,
                             step_s=step_s,
-                            simulated_s=predicted.step_s + numbers.processor_s.get(way.name, 0.0),
+                            predicted_s=predicted.step_s,
+                            processor_s=processor_s,
                             efficiency=predicted.efficiency,
                         )
                     )

@@ -28,7 +28,8 @@ COMPUTE_S = 0.15
 # Bits per second and one-way seconds of the 16 networks on which adaptive training is compared with plain DDP.
 GRID_RATES = (6e7, 2e8, 6e8, 2e9)
 GRID_LATENCIES_S = (0.1e-3, 1e-3, 5e-3, 20e-3)
-# Shows what steps take longer where ranks share processors. No schedule has it, so that it fits no cell by itself.
+# Shows what steps take longer where ranks share processors. No schedule has it, so no simulated time is fitted to
+# itself.
 PROCESSOR_NETWORK = StepNetwork(rate_bit_per_s=5e8, latency_s=1e-3)
 # DDP's default, bytes.
 _BUCKET_BYTES = 25 << 20

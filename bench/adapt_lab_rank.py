@@ -133,7 +133,7 @@ class _OrderedRank:
             process.session = None
 
     def _measure_codecs(self) -> None:
-        """Time codecs, each for so short that ranks which share a core do not delay each other."""
+        """Time codecs on all ranks at once. The shortest call counts, so it does not show that ranks share cores."""
         large = [gradient.flatten() for gradient in self._gradients if gradient.ndim > 1]
         grad_N = torch.cat(large)
         found = {}

@@ -48,7 +48,7 @@ def lab_rows(numbers: AdaptLabNumbers, *, has_goals: bool) -> Iterator[Row]:
             ratio=abs(one.error),
             goal=goal(SIMULATION_GOAL),
         )
-    for way, seconds in numbers.processor_s.items():
+    for way, seconds in _processor_s(numbers).items():
         yield Row(name=f"processors_{way}", value=seconds, unit="s")
     yield Row(name="lab_minutes", value=numbers.seconds / 60, unit="min")
 
@@ -73,11 +73,12 @@ def times_table(numbers: AdaptLabNumbers, rows: dict[str, Row]) -> Table:
             one, star = times[network, way], "*" if way == best else ""
             cells.append(f"{one.step_s:.3f}{star} {one.error:+.0%}{mark(rows[_simulated(one)])}")
         table.add_row(network.name, *cells)
-    # Plain DDP's sums are the vendor's, whose price on the processors is not simulated.
-    table.add_row(
-        "of it, processors", *(f"{numbers.processor_s[way]:.3f}" if way in numbers.processor_s else "" for way in ways)
-    )
+    table.add_row("of it processors", *(f"{seconds:.3f}" for seconds in _processor_s(numbers).values()))
     return table
+
+
+def _processor_s(numbers: AdaptLabNumbers) -> dict[str, float]:
+    return {one.way: one.processor_s for one in numbers.times}
 
 
 def _simulated(one: PlanTime) -> str:

@@ -220,7 +220,7 @@ class HostMonitor:
         """Return counters of the cards of at most CARDS_HOLD_S ago."""
         now_s = self._clock()
         if now_s - self._cards_s >= CARDS_HOLD_S:
-            self._cards_s, self._cards = now_s, self._readings.take("network cards", _speeds, {})
+            self._cards_s, self._cards = now_s, self._readings.take("network cards", _speeds, self._cards)
         return self._readings.take("network counters", partial(_counters, self._cards), {})
 
 

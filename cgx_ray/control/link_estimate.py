@@ -29,9 +29,9 @@ The estimates over a window of ten seconds:
 A CUSUM test (`changes.ChangeDetector`) watches these quantities. After a change all observations older than the change
 are dropped. A rate that falls by 2x is noticed after 1.1 s, one that doubles after 0.9 s, and a latency after 0.8 s.
 One step alone is enough only for rates, and if both halves of its bursts show the change. While a node's cards carry
-more than the bursts show, as with several ranks or beside another program, a change of the rate needs 2.1 s: so a
-neighbour's burst of 2 s that fills the link is not a change. Exchanges tell a change only while there are no bursts: a
-fall after 2.1 s, a rise after 1.5. On the mesh only what TURN_S per hop does not explain counts.
+more than the bursts show, as with several ranks or beside another program, a fall of the rate needs 2.1 s and a rise
+1.7: so a neighbour's burst of 2 s that fills the link is not a change. Exchanges tell a change only while there are no
+bursts: a fall after 2.1 s, a rise after 1.5. On the mesh only what TURN_S per hop does not explain counts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain.
@@ -71,7 +71,8 @@ REFRESH_S = 0.5
 FAST_TIME = 0.1
 # Fewest bursts that make one watched value, unless they are faster than before: one alone may be slow by chance.
 MIN_WATCHED_BURSTS = 2
-# Seconds of steps without bursts for which the next ones count too: on a fast link most short messages make none.
+# Longest time without bursts, in seconds, that the next bursts also stand for if they are faster than before: on a link
+# that has become faster, most short messages make none.
 HELD_S = 1.0
 # Seconds of a step from which each half of its bursts makes a watched value.
 HALVED_S = 0.7
@@ -113,16 +114,19 @@ class _Watched(NamedTuple):
 class PassiveLink:
     """The link between two workers, by the last ten seconds of training. Call `add` once per step.
 
-    latency_s    one way, between ranks that are not near each other; None without round trips
-    bandwidth    of a worker's link, the slowest one's where some are slow; None at first
-    slow         rates by rank, for ranks whose link, up or down, is much slower than the others'
-    num_changes  number of times that the network has changed
+    latency_s       one way, between ranks that are not near each other; None without round trips
+    bandwidth       of a worker's link, the slowest one's where some are slow; None at first
+    slow            rates by rank, for ranks whose link, up or down, is much slower than the others'
+    sent, received  rates by rank, for ranks whose messages show that of their link up or down
+    num_changes     number of times that the network has changed
     """
 
     def __init__(self) -> None:
         self.latency_s: Estimate | None = None
         self.bandwidth: Estimate | None = None
         self.slow: dict[int, float] = {}
+        self.sent: dict[int, float] = {}
+        self.received: dict[int, float] = {}
         self.num_changes = 0
         self._window: deque[StepTraffic] = deque()
         self._detectors = {
@@ -136,6 +140,7 @@ class PassiveLink:
         self._has_mesh = False
         self._unwatched: list[StepTraffic] = []
         self._quiet_s = QUIET_S
+        self._held_s = 0.0
         self._down, self._up = LinkRates(), LinkRates()
         # Newest bandwidth since the last change that bursts were sure of.
         self._known: Estimate | None = None
@@ -166,16 +171,6 @@ class PassiveLink:
         if self._estimate_age_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
             self._estimate_age_s = 0.0
             self._refresh(probed_latency_s)
-
-    @property
-    def sent(self) -> Mapping[int, float]:
-        """Rate at which each rank's link sends, for ranks whose messages have shown it since the last change."""
-        return self._up.new
-
-    @property
-    def received(self) -> Mapping[int, float]:
-        """The same for receiving."""
-        return self._down.new
 
     @property
     def _is_quiet(self) -> bool:
@@ -213,29 +208,34 @@ class PassiveLink:
         self._unwatched.append(traffic)
         bursts, pairs = gather_rates(self._unwatched)
         new_down, new_up = link_rates(bursts, pairs)
-        if sum(map(len, bursts.values())) < MIN_WATCHED_BURSTS and not self._are_faster(new_down):
-            while self._is_quiet and len(self._unwatched) > 1 and _seconds(self._unwatched) > HELD_S:
-                self._unwatched.pop(0)
+        is_faster = self._are_faster(new_down)
+        if sum(map(len, bursts.values())) < MIN_WATCHED_BURSTS and not is_faster:
+            if self._is_quiet:
+                self._held_s = min(self._held_s + _seconds(self._unwatched), HELD_S)
+                self._unwatched.clear()
             return []
         # A slow link stays slow until its own bursts show otherwise: those of the others alone do not tell.
         down = {**self._down.all, **new_down}
         # Sending rates of some ranks compare only with each other.
         up = new_up if new_up.keys() >= self._up.all.keys() else self._up.all
         slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
-        seconds = _seconds(self._unwatched)
+        own_s = _seconds(self._unwatched)
+        seconds = own_s + (self._held_s if is_faster else 0.0)
+        self._held_s = 0.0
         self._unwatched.clear()
         usual = median(new_down.values())
         patience = SHARED_PATIENCE if carried > SHARED * usual else 1.0
-        rates = (_rates_of_halves(bursts) if seconds >= HALVED_S else None) or [usual]
+        rates = (_rates_of_halves(bursts) if own_s >= HALVED_S else None) or [usual]
         return [
             *(_Watched(self._detectors["bursts"], rate, seconds / len(rates), patience) for rate in rates),
             _Watched(self._detectors["slowest"], slowest / median(down.values()), seconds),
         ]
 
     def _are_faster(self, down: Mapping[int, float]) -> bool:
-        """Return whether these receiving rates by rank, if there are any, are above the known ones."""
+        """Return whether ranks receive faster than before, by these rates of some of them."""
         known = self._down.all
-        return bool(down and known) and median(down.values()) > median(known.values())
+        ratios = [rate / known[rank] for rank, rate in down.items() if rank in known]
+        return bool(ratios) and median(ratios) > 1
 
     def _watched_exchanges(self, traffic: StepTraffic, latency_s: float) -> list[_Watched]:
         """Return the rate of the step's largest exchanges, if it had any."""
@@ -285,10 +285,10 @@ class PassiveLink:
         self._far = frozenset(pair for pair in fast if cluster_of[pair[0]] != cluster_of[pair[1]])
         self.latency_s = _latency([trip for pair, trip in fast.items() if pair in self._far] or list(fast.values()))
         bursts, pairs = gather_rates(self._window)
-        down, up = link_rates(bursts, pairs)
-        self._down.update(down)
-        if up.keys() >= self._up.all.keys():
-            self._up.update(up)
+        self.received, self.sent = link_rates(bursts, pairs)
+        self._down.update(self.received)
+        if self.sent.keys() >= self._up.all.keys():
+            self._up.update(self.sent)
         self.slow = {**self._up.slow, **self._down.slow}
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
         steps = [step.exchanges for step in self._window]

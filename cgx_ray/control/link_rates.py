@@ -34,11 +34,6 @@ class LinkRates:
         self._new = set()
 
     @property
-    def new(self) -> dict[int, float]:
-        """Rates since the last change."""
-        return {rank: self.all[rank] for rank in self._new}
-
-    @property
     def is_outdated(self) -> bool:
         """True if a rank counts as slow by its rate from before the last change."""
         return not self.slow.keys() <= self._new
