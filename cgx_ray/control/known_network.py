@@ -37,6 +37,7 @@ from cgx_ray.control.link_estimate import PassiveLink
 from cgx_ray.control.network_change import is_other_latency
 from cgx_ray.control.node_latencies import NodeLatencies
 from cgx_ray.control.rate_ceiling import RateCeiling
+from cgx_ray.control.rate_estimates import slowest_rate
 from cgx_ray.control.topology import SLOW_SHARE, SilentNodes, slow_links
 from cgx_ray.control.traffic import StepTraffic
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
@@ -248,7 +249,7 @@ class KnownNetwork:
         links = self._probed_links
         slow = self._slow_of(links)
         counted = list((slow or links).values())
-        value = min([median_high(links.values()), *slow.values()])
+        value = slowest_rate(median_high(links.values()), slow)
         return Estimate(value=value, low=min(counted), high=max(counted), source="probes")
 
     def _slow_of(self, links: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:

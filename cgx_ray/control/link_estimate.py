@@ -218,7 +218,8 @@ class PassiveLink:
         down = {**self._down.all, **new_down}
         # Sending rates of some ranks compare only with each other.
         up = new_up if new_up.keys() >= self._up.all.keys() else self._up.all
-        slowest = slowest_rate(down, {**slow_links(up), **slow_links(down)})
+        middle = median(down.values())
+        slowest = slowest_rate(middle, {**slow_links(up), **slow_links(down)})
         own_s = _seconds(self._unwatched)
         seconds = own_s + (self._held_s if is_faster else 0.0)
         self._held_s = 0.0
@@ -228,7 +229,7 @@ class PassiveLink:
         rates = (_rates_of_halves(bursts) if own_s >= HALVED_S else None) or [usual]
         return [
             *(_Watched(self._detectors["bursts"], rate, seconds / len(rates), patience) for rate in rates),
-            _Watched(self._detectors["slowest"], slowest / median(down.values()), seconds),
+            _Watched(self._detectors["slowest"], slowest / middle, seconds),
         ]
 
     def _are_faster(self, down: Mapping[int, float]) -> bool:

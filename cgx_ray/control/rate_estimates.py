@@ -85,12 +85,12 @@ def _fast_rate(bursts: Iterable[Burst]) -> float:
     return weighted_quantile(((burst.rate, burst.seconds) for burst in bursts), FAST_RATE)
 
 
-def slowest_rate(rate: Mapping[K, float], slow: Mapping[K, float]) -> float:
-    """Return the rate that the planner uses: the slowest of the `slow` links, or the median of all if none is slow.
+def slowest_rate(usual: float, slow: Mapping[K, float]) -> float:
+    """Return the rate that the planner uses: the slowest of the `slow` links, or the `usual` one if none is slow.
 
-    The minimum of all links would be that of the rank whose processor is busiest.
+    The usual rate is a median, since the minimum of all links would be that of the rank whose processor is busiest.
     """
-    return min([median(rate.values()), *slow.values()])
+    return min([usual, *slow.values()])
 
 
 def estimate_from_bursts(
@@ -119,7 +119,7 @@ def estimate_from_bursts(
             own = [rate for (sender, _), found in pair_rates.items() if sender == slowest for rate in found]
         rates = own or rates
     _, fast, high = quantile_interval(rates, FAST_RATE)
-    value, chance = slowest_rate(down, slow), 1 if len(rates) >= MIN_SURE_BURSTS else 2
+    value, chance = slowest_rate(median(down.values()), slow), 1 if len(rates) >= MIN_SURE_BURSTS else 2
     low = value * min(median(rates) / fast, 1) / chance
     return Estimate(value=value, low=low, high=value * chance * high / fast, source="bursts")
 

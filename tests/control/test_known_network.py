@@ -136,7 +136,7 @@ def test_probes_replace_sure_messages_only_where_processors_may_limit_these(
 
     def train(rate: float) -> None:
         nonlocal now_s
-        bursts = {rank: [Burst(1 << 20, (1 << 20) / rate)] * 4 for rank in range(2)}
+        bursts = {rank: [Burst(MIB, MIB / rate)] * 4 for rank in range(2)}
         for _ in range(60):
             now_s += 0.25
             network.add_step(StepTraffic(seconds=0.25, bursts=bursts), now_s)
@@ -245,7 +245,7 @@ def test_a_slow_link_by_messages_stands_until_probes_from_and_to_its_node_are_fa
     for step in range(20):
         # The slow link's own bursts scatter too much to be sure.
         rates = [25e6, 25e6, 6e6 if step % 2 else 3e6, 25e6]
-        bursts = {rank: [Burst(1 << 20, (1 << 20) / rate)] * 3 for rank, rate in enumerate(rates)}
+        bursts = {rank: [Burst(MIB, MIB / rate)] * 3 for rank, rate in enumerate(rates)}
         network.add_step(StepTraffic(seconds=0.5, bursts=bursts), step / 2)
     for source, target in ("ab", "bd", "ca"):
         _report(network, "abcd", source, _probed({target: 24e6}))
@@ -268,7 +268,7 @@ def test_a_fall_is_a_change_sooner_unless_a_card_carries_more_or_does_not_tell(
         for node in "ab":
             sample = NodeSample(node_id=node, time_s=0.0, steps=(), latency_s={}, host=host, bandwidth={})
             network.add_report(sample, ["ab".index(node)], 0.0)
-        bursts = {rank: [Burst(1 << 20, (1 << 20) / rate)] * 4 for rank in range(2)}
+        bursts = {rank: [Burst(MIB, MIB / rate)] * 4 for rank in range(2)}
         for _ in range(num_steps):
             network.add_step(StepTraffic(seconds=0.25, bursts=bursts), 0.0)
 
