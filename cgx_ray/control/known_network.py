@@ -6,12 +6,12 @@ Messages and probes are combined as follows:
    probed latencies count again when all nodes have measured anew.
 2. Bandwidth is that of the messages. Where it is not sure, probed bandwidths replace it until they are RATE_HOLDS_S old
    or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end may be
-   the slow one. The same for receiving. Of these rates the upper median counts: a probe shares the link with the
-   training, which makes it slower more often than faster. So what the node's card carried meanwhile counts if that was
-   more; what other programs usually take does not. Where the messages are sure of CONFIRMED_FROM or more,
-   NUM_CONFIRMING probes replace them if both medians are MIN_LEAD to MAX_LEAD times as fast: then processors limit the
-   messages, and not the link. A larger lead has another cause, such as a path that no probe took. Probes no longer
-   count once sure messages are FALL times slower than when the newest one came.
+   the slow one. The same for receiving. The upper median counts, of sending or of receiving, whichever is slower: a
+   probe shares the link with the training, which makes it slower more often than faster. So what the node's card
+   carried meanwhile counts if that was more; what other programs usually take does not. Where the messages are sure of
+   CONFIRMED_FROM or more, NUM_CONFIRMING probes replace them if both medians are MIN_LEAD to MAX_LEAD times as fast:
+   then processors limit the messages, and not the link. A larger lead has another cause, such as a path that no probe
+   took. Probes no longer count once sure messages are FALL times slower than when the newest one came.
 3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. It also
    orders some if they are sure of CONFIRMED_FROM or more, until NUM_CONFIRMING count. A node takes part in one probe
    per minute, of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and a node that has
@@ -38,7 +38,7 @@ from cgx_ray.control.network_change import is_other_latency
 from cgx_ray.control.node_latencies import NodeLatencies
 from cgx_ray.control.rate_ceiling import RateCeiling
 from cgx_ray.control.rate_estimates import slowest_rate
-from cgx_ray.control.topology import SLOW_SHARE, SilentNodes, slow_links
+from cgx_ray.control.topology import MIN_COMPARED_LINKS, SLOW_SHARE, SilentNodes, slow_links
 from cgx_ray.control.traffic import StepTraffic
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
@@ -249,7 +249,9 @@ class KnownNetwork:
         links = self._probed_links
         slow = self._slow_of(links)
         counted = list((slow or links).values())
-        value = slowest_rate(median_high(links.values()), slow)
+        # Where all uplinks are slower than all downlinks, nodes receive from several others more than each can send.
+        usual = min(median_high(own.values()) for own in _by_end(links).values())
+        value = slowest_rate(usual, slow)
         return Estimate(value=value, low=min(counted), high=max(counted), source="probes")
 
     def _slow_of(self, links: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
@@ -259,7 +261,11 @@ class KnownNetwork:
         def is_faster(end: str, node: str, rate: float) -> bool:
             return any(SLOW_SHARE * shown[end].get(rank, 0.0) > rate for rank in self._ranks.get(node, ()))
 
-        return {(end, node): rate for (end, node), rate in slow_links(links).items() if not is_faster(end, node, rate)}
+        slow = slow_links(links)
+        for own in _by_end(links).values():
+            if len(own) >= MIN_COMPARED_LINKS:
+                slow = {link: rate for link, rate in slow.items() if link not in own} | slow_links(own)
+        return {(end, node): rate for (end, node), rate in slow.items() if not is_faster(end, node, rate)}
 
     @property
     def _has_slow_link(self) -> bool:
@@ -286,6 +292,14 @@ class KnownNetwork:
     def _is_probed(self) -> bool:
         """True if all nodes that answer have measured latencies since the last change."""
         return bool(self._latencies) and not self._outdated_s.keys() - self.silent_nodes
+
+
+def _by_end(links: Mapping[tuple[str, str], float]) -> dict[str, dict[tuple[str, str], float]]:
+    """Return `_probed_links` of senders and of receivers."""
+    ends: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
+    for link, rate in links.items():
+        ends[link[0]][link] = rate
+    return ends
 
 
 def _newer(found: Mapping[K, tuple[float, T]], since_s: float) -> dict[K, tuple[float, T]]:

@@ -238,6 +238,21 @@ def test_a_slow_uplink_is_not_hidden_by_what_others_send_to_the_probed_node() ->
     assert network.slow == {0: 2e6}
 
 
+@pytest.mark.parametrize("received", [90e6, 200e6])
+def test_where_all_uplinks_are_slower_than_all_downlinks_probes_find_the_uplinks_and_name_nobody(
+    received: float,
+) -> None:
+    network = KnownNetwork()
+    report = partial(_report, network, "abcd", host=replace(QUIET, neighbour_bytes_per_s=0.0))
+    for node in "abcd":
+        report(node)
+    for source, target in ("ab", "cd", "ba", "dc"):
+        report(source, {target: Bandwidth(bytes_per_s=20e6, sent=50e6, received=received)})
+    assert network.bandwidth is not None
+    assert network.bandwidth.value == 50e6
+    assert network.slow == {}
+
+
 def test_a_slow_link_by_messages_stands_until_probes_from_and_to_its_node_are_faster() -> None:
     network = KnownNetwork()
     for node in "abcd":
