@@ -28,7 +28,8 @@ class Innovations:
 
     def cause(self, decided_compute_s: float, compute_s: float) -> str | None:
         """Return in words what has changed since `acknowledge`, or None."""
-        if self._has_other_compute and not 1 / OTHER_COMPUTE < compute_s / decided_compute_s < OTHER_COMPUTE:
+        shorter_s, longer_s = sorted((decided_compute_s, compute_s))
+        if self._has_other_compute and longer_s >= OTHER_COMPUTE * shorter_s:
             verb = "rose" if compute_s > decided_compute_s else "fell"
             return f"compute {verb} from {decided_compute_s:.3f} to {compute_s:.3f} s"
         if self._other_ratio is not None:

@@ -25,6 +25,8 @@ from cgx_ray.planner.bits import QSGD, STATIC_BITS, WIDTHS, LayerErrors
 # Weights of the newest measurement. A layer's error is measured within some 5 %, and changes within some tens of steps:
 # smaller weights cost more than they save. A gain curve is of one sample, and excesses are noisy.
 NEWEST_ERROR, NEWEST = 0.8, 0.5
+# Least ratio of a measured error to the expected one: a layer that loses nothing with some bits has no smaller level.
+LEAST_RATIO = 1e-6
 # Share by which the error of bits in force may exceed the allowed one before others are chosen, since it scatters.
 MAX_EXCESS = 0.05
 
@@ -62,10 +64,11 @@ class KnownLosses:
             newest[name] = energy * level / before
             self._level[name] = _mean(self._level.get(name, level / before), level / before)
             if self._level[name] > 0:
-                ratios[step.error_bits] = _mean(before, level / self._level[name])
+                ratios[step.error_bits] = max(_mean(before, level / self._level[name]), LEAST_RATIO)
             self._energy[name] = _mean(self._energy.get(name, energy), energy)
         then, now = self._over_static(expected, bits), self._over_static(newest, bits)
-        if then is not None and now is not None:
+        # Errors of layers that lose nothing become 0.
+        if then and now is not None:
             self._excess = _mean(self._excess, now / then, NEWEST)
         self.squared_errors = {
             number: {name: float(f"{self._energy[name] * self._lost(name, number):.4g}") for name in newest}
@@ -119,7 +122,7 @@ class KnownLosses:
         return {name: self._energy[name] * level for name, level in self._level.items()}
 
     def _over_static(self, unit_errors: Mapping[str, float], bits: Mapping[str, int]) -> float | None:
-        """Return the squared error with `bits` over that with 4 bits; None if nothing is known of these layers."""
+        """Return the squared error with `bits` over that with 4 bits; None if no error of these layers is known."""
         known = {name: error for name, error in unit_errors.items() if name in bits and error > 0}
         if not known:
             return None
@@ -130,7 +133,8 @@ class KnownLosses:
                 for name, error in known.items()
             )
 
-        return total(bits) / total(dict.fromkeys(known, STATIC_BITS))
+        static = total(dict.fromkeys(known, STATIC_BITS))
+        return total(bits) / static if static > 0 else None
 
     def _lost(self, name: str, bits: int) -> float:
         return self._ratio[name].get(bits, 1.0) * lost_share({1: self._level[name]}, bits)

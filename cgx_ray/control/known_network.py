@@ -12,6 +12,9 @@ Messages and probes are combined as follows:
    CONFIRMED_FROM or more, NUM_CONFIRMING probes replace them if both medians are MIN_LEAD to MAX_LEAD times as fast:
    then processors limit the messages, and not the link. A larger lead has another cause, such as a path that no probe
    took. Probes no longer count once sure messages are FALL times slower than when the newest one came.
+   Where all ranks send more slowly than they receive, the messages are not sure: all uplinks may be slower than all
+   downlinks, and then a rank receives from several others more than each can send. Nodes of one rank each tell this,
+   from three nodes on.
 3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. It also
    orders some if they are sure of CONFIRMED_FROM or more, until NUM_CONFIRMING count. A node takes part in one probe
    per minute, of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and a node that has
@@ -63,6 +66,9 @@ CLEAR_FACTOR = 1.5
 # Bytes per second of sure messages from which probes check them, as some read 444 of 500 Mbit/s. Messages fill slower
 # links, and a probe would only take its share there.
 CONFIRMED_FROM = 300e6 / 8
+# Ratio of the median rates at which ranks send and receive, under which senders are slower, and from which both are
+# alike again. With uplinks of half the downlinks' rate it was 0.76 to 0.82, on other networks 0.93 or more.
+SENDERS_SLOWER, SENDERS_ALIKE = 0.85, 0.95
 # One-way latency in seconds before any was measured, and between workers of one host, where no probe runs: a loopback
 # round trip.
 DEFAULT_LATENCY_S = 50e-6
@@ -93,6 +99,8 @@ class KnownNetwork:
         self._probed_rates: dict[tuple[str, str], tuple[float, tuple[float, float]]] = {}
         # Sure bandwidth of the messages when the newest probe came; 0 if there was none.
         self._sure_then = 0.0
+        # Whether ranks send more slowly than they receive.
+        self._sends_slower = False
         # What other programs take of each node's link, and what its cards carry, infinite if it is unknown.
         self._neighbours: dict[str, float] = {}
         self._carried: dict[str, float] = {}
@@ -162,6 +170,7 @@ class KnownNetwork:
         probed = max((max(rates) for _, rates in self._probed_rates.values()), default=None)
         carried = max(self._carried.values(), default=math.inf)
         self._link.add(self._ceiling.possible(traffic, node_of, probed), self.probed_s, carried)
+        self._sends_slower = self._compare_senders()
         if self._sure is not None and self._sure.value < self._sure_then / FALL:
             self._probed_rates.clear()
             self._sure_then = 0.0
@@ -171,6 +180,15 @@ class KnownNetwork:
             self._latencies.clear()
             self._outdated_s = {node: reported for node, reported in self._reported_s.items() if reported}
             self._changed_at_s = now_s
+
+    def _compare_senders(self) -> bool:
+        """Return whether ranks send more slowly than they receive. Ranks that share a node's link do not tell."""
+        sent, messages = self._link.usual_sent, self._link.bandwidth
+        if sent is None or messages is None or self._link.slow or len(self._ranks) < MIN_COMPARED_LINKS:
+            return False
+        if any(len(ranks) > 1 for ranks in self._ranks.values()):
+            return False
+        return sent < (SENDERS_ALIKE if self._sends_slower else SENDERS_SLOWER) * messages.value
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn."""
@@ -216,7 +234,7 @@ class KnownNetwork:
     def _sure(self) -> Estimate | None:
         """Bandwidth of the messages; None if it is not sure."""
         messages = self._link.bandwidth
-        return messages if messages is not None and messages.is_sure else None
+        return messages if messages is not None and messages.is_sure and not self._sends_slower else None
 
     @property
     def is_known(self) -> bool:
@@ -261,10 +279,10 @@ class KnownNetwork:
         def is_faster(end: str, node: str, rate: float) -> bool:
             return any(SLOW_SHARE * shown[end].get(rank, 0.0) > rate for rank in self._ranks.get(node, ()))
 
-        slow = slow_links(links)
-        for own in _by_end(links).values():
-            if len(own) >= MIN_COMPARED_LINKS:
-                slow = {link: rate for link, rate in slow.items() if link not in own} | slow_links(own)
+        ends = _by_end(links).values()
+        # Few links are compared with those of the other end too.
+        is_told = any(len(own) >= MIN_COMPARED_LINKS for own in ends)
+        slow = {link: rate for own in (ends if is_told else [links]) for link, rate in slow_links(own).items()}
         return {(end, node): rate for (end, node), rate in slow.items() if not is_faster(end, node, rate)}
 
     @property

@@ -34,7 +34,7 @@ more than the bursts show, as with several ranks or beside another program, a fa
 bursts: a fall after 2.1 s, a rise after 1.5. On the mesh only what TURN_S per hop does not explain counts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
-downlinks, a receiver observes more than the senders can sustain, so the bandwidth is not sure and probes tell it.
+downlinks, a receiver observes more than the senders can sustain (`KnownNetwork`).
 """
 
 from __future__ import annotations
@@ -173,6 +173,11 @@ class PassiveLink:
             self._refresh(probed_latency_s)
 
     @property
+    def usual_sent(self) -> float | None:
+        """Median rate at which ranks send; None until all that receive have shown theirs since the last change."""
+        return self._up.usual if self._up.all.keys() >= self._down.all.keys() else None
+
+    @property
     def _is_quiet(self) -> bool:
         return self._quiet_s >= QUIET_S
 
@@ -294,7 +299,7 @@ class PassiveLink:
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
         steps = [step.exchanges for step in self._window]
         found = (
-            estimate_from_bursts(bursts, pairs, self._down.all, self.sent, self.slow)
+            estimate_from_bursts(bursts, pairs, self._down.all, self.slow)
             # The mesh pushes messages, and those that were already there would make the slope of sizes too small.
             or (None if trips else fit_exchanges(list(itertools.chain(*steps))))
             or estimate_at_latency(latency_s, steps, is_pushed=bool(trips))

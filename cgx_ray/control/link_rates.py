@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
 
 from cgx_ray.control.topology import slow_links
 
@@ -32,6 +33,11 @@ class LinkRates:
     def forget(self) -> None:
         """Take all rates for those from before a change."""
         self._new = set()
+
+    @property
+    def usual(self) -> float | None:
+        """Median rate; None unless the rates of all ranks are from after the last change."""
+        return median(self.all.values()) if self.all and self._new >= self.all.keys() else None
 
     @property
     def is_outdated(self) -> bool:

@@ -138,6 +138,8 @@ class ControlLoop:
         self.layers = tuple(layers)
         dense = first_plan if is_dense(first_plan) else dense_groups(first_plan)
         self._registration = Registration(codec_costs=codec_costs, encodes_on=encodes_on, dense_plan=dense, bus=bus)
+        if self._earlier.learned is not None and self._last_step is not None:
+            self._earlier.learned.setbacks.shift(step - self._last_step)
         state = self._new_state(self._registration)
         if state.decided is not None and not fits:
             at = _When(step, now_s, time_s)
@@ -196,7 +198,7 @@ class ControlLoop:
         decided = self.follow(report)
         if self._ring is not None:
             self._ring.add(report, decided)
-        for line in self._progress.add(sample.steps, sample.time_s, state.facts):
+        for line in self._progress.add(sample.steps, now_s, sample.time_s, state.facts):
             self._journal.write(line)
         return [one.decision for one in decided]
 

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 # Losses on either side of a change that a verdict needs, and at most has. Single losses scatter by some 5 %.
 MIN_LOSSES, MAX_LOSSES = 20, 100
+# Losses from this on are left out: their squares have no float.
+MAX_LOSS = 1e100
 # Standard errors on the safe side. The verdict is made anew after every step.
 SURE = 4.0
 # Standard errors by which a slope must rise to be a rise.
@@ -40,8 +42,8 @@ class LossTrend:
         self.worse: str | None = None
 
     def add(self, loss: float | None) -> None:
-        """Add the loss of a step; one that is None or not finite is left out. Set `worse` if it says so, in words."""
-        if loss is None or not math.isfinite(loss):
+        """Add a step's loss, unless it is None, not finite or huge. Set `worse` if it says so, in words."""
+        if loss is None or not abs(loss) < MAX_LOSS:
             return
         self._num_losses, self._num_since = self._num_losses + 1, self._num_since + 1
         self._since = [*self._since[1 - MAX_LOSSES :], loss]

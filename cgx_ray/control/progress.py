@@ -29,18 +29,23 @@ class Progress:
         self._sums = dict.fromkeys(PARTS, 0.0)
         self._loss_sum, self._num_losses = 0.0, 0
 
-    def add(self, parts: Sequence[NodeStep], time_s: float, facts: Callable[[], LoopFacts]) -> Iterator[dict[str, Any]]:
+    def add(
+        self, parts: Sequence[NodeStep], now_s: float, time_s: float, facts: Callable[[], LoopFacts]
+    ) -> Iterator[dict[str, Any]]:
         """Add a node's records; yield the lines that are due, one at the latest when another plan is in force.
 
-        time_s  of the node. Steps of a plan that is no longer in force are left out
+        Steps of a plan that is no longer in force are left out.
+
+        now_s   by the controller's clock, which is never set back
+        time_s  by the node's, for the lines
         facts   asked for a line only: they take a prediction, and most reports make no line
         """
         if self._first_s is None and parts:
-            self._first_s = self._last_s = time_s
+            self._first_s = self._last_s = now_s
         for part in parts:
             if part.plan_version > self._version:
                 if self._num_samples:
-                    yield self._line(time_s, facts())
+                    yield self._line(now_s, time_s, facts())
                 self._version = part.plan_version
             if part.plan_version == self._version:
                 self._num_samples += len(part.ranks)
@@ -50,11 +55,11 @@ class Progress:
                 self._loss_sum += sum(part.losses)
                 self._num_losses += len(part.losses)
         if self._first_s is not None and self._num_samples:
-            due_s = max(LINE_S, LINE_SHARE * (time_s - self._first_s))
-            if time_s - self._last_s >= due_s:
-                yield self._line(time_s, facts())
+            due_s = max(LINE_S, LINE_SHARE * (now_s - self._first_s))
+            if now_s - self._last_s >= due_s:
+                yield self._line(now_s, time_s, facts())
 
-    def _line(self, time_s: float, facts: LoopFacts) -> dict[str, Any]:
+    def _line(self, now_s: float, time_s: float, facts: LoopFacts) -> dict[str, Any]:
         rate = facts.bandwidth
         line = {
             "event": "progress",
@@ -69,6 +74,6 @@ class Progress:
             "slow_ranks": sorted(facts.slow_ranks),
             "silent_nodes": sorted(facts.silent_nodes),
         }
-        self._last_s = time_s
+        self._last_s = now_s
         self._start_over()
         return line

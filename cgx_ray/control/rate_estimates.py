@@ -97,18 +97,16 @@ def estimate_from_bursts(
     bursts: Mapping[int, Sequence[Burst]],
     pair_rates: Mapping[tuple[int, int], Sequence[float]],
     down: Mapping[int, float],
-    up: Mapping[int, float],
     slow: Mapping[int, float],
 ) -> Estimate | None:
     """Return the bandwidth from bursts by rank, or None if there are fewer than MIN_BURSTS.
 
-    down, up  receiving and sending rate by rank, of `link_rates`
-    slow      rates of ranks with a slow link
+    down  receiving rate by rank, of `link_rates`
+    slow  rates of ranks with a slow link
 
     The interval reaches down to the median burst: where messages do not fill the link, most bursts are far slower than
-    the fastest, and the estimate is not sure. It reaches down to the senders' rate too: a rank receives from several
-    others more than each can send if all uplinks are slower than all downlinks. With fewer than MIN_SURE_BURSTS it is
-    twice as wide on either side. If a link is slow, only what came through that link says how sure its rate is.
+    the fastest, and the estimate is not sure. With fewer than MIN_SURE_BURSTS it is twice as wide on either side. If a
+    link is slow, only what came through that link says how sure its rate is.
     """
     rates = [burst.rate for found in bursts.values() for burst in found]
     if len(rates) < MIN_BURSTS:
@@ -123,8 +121,6 @@ def estimate_from_bursts(
     _, fast, high = quantile_interval(rates, FAST_RATE)
     value, chance = slowest_rate(median(down.values()), slow), 1 if len(rates) >= MIN_SURE_BURSTS else 2
     low = value * min(median(rates) / fast, 1) / chance
-    if not slow and up.keys() >= down.keys():
-        low = min(low, median(up.values()))
     return Estimate(value=value, low=low, high=value * chance * high / fast, source="bursts")
 
 

@@ -43,15 +43,19 @@ class RecentLinks:
 
     def add(self, link: Link, seconds: float) -> None:
         """Add a step of `seconds`, at whose end `link` was measured."""
-        if not self._stays or network_cause(self._stays[-1].link, link) is not None:
-            if self._stays and self._stays[-1].is_short:
-                self._stays.pop()
+        if self._is_other(link) and self._stays and self._stays[-1].is_short:
+            # The stay before it may go on.
+            self._stays.pop()
+        if self._is_other(link):
             self._stays.append(_Stay(link))
         self._stays[-1].link = link
         self._stays[-1].seconds += seconds
         self._stays[-1].num_steps += 1
         while sum(stay.seconds for stay in self._stays) - self._stays[0].seconds > WINDOW_S:
             self._stays.popleft()
+
+    def _is_other(self, link: Link) -> bool:
+        return not self._stays or network_cause(self._stays[-1].link, link) is not None
 
     @property
     def dwell_s(self) -> float:

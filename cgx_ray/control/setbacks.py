@@ -60,6 +60,10 @@ class Setbacks:
                 self._bans[option] = _Ban(now_s + ban_s, step + MIN_BAN_STEPS, ends_with_network=True)
         return longest_s
 
+    def shift(self, num_steps: int) -> None:
+        """Let bans end `num_steps` later, as the workers go on from another step than the newest one."""
+        self._bans = {option: ban._replace(until_step=ban.until_step + num_steps) for option, ban in self._bans.items()}
+
     def network_changed(self) -> None:
         """End the bans of slow plans: what was slow on one network may be fast on another."""
         self._bans = {option: ban for option, ban in self._bans.items() if not ban.ends_with_network}

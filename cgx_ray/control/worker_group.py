@@ -100,7 +100,7 @@ class WorkerGroupState:
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
         # The policy's last decision: its step, time, number of network changes, and whether plans follow the link.
-        self._decision_step, self._decision_s, self._num_changes, self._follows_link = 0, 0.0, -1, True
+        self._decision_step, self._decision_s, self._num_changes, self._follows_link = 0, 0.0, 0, True
         self._predicted_s: float | None = None
         self._predicted_dense_s: float | None = None
         self._prediction_error: float | None = None
@@ -192,7 +192,8 @@ class WorkerGroupState:
             self._innovations.add(step.compute_s / self.experience.stretch, ratio, step.step_s)
             if self.network.is_known:
                 self.links.add(measured.network.between, step.step_s)
-                if self.experience.link_drifted(measured.network.between, now_s):
+                # A link that goes back and forth is no drift: nothing would ever be learned on it.
+                if not self.links.is_unsteady and self.experience.link_drifted(measured.network.between, now_s):
                     self._news = Cause("network", "the link has drifted since errors were learned")
         return True
 

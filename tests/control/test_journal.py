@@ -117,7 +117,7 @@ def test_progress_has_the_mean_of_the_losses_that_are_reported(tmp_path: Path) -
     lines = []
     for step, of_ranks in enumerate(losses):
         samples = [replace(run.sample(rank), step=step, loss=loss) for rank, loss in enumerate(of_ranks)]
-        lines += progress.add(node_steps(samples), time_s=3.0 * step, facts=run.loop.facts)
+        lines += progress.add(node_steps(samples), 3.0 * step, time_s=3.0 * step, facts=run.loop.facts)
     assert [line["loss"] for line in lines] == [4.0, None]
 
 

@@ -253,6 +253,42 @@ def test_where_all_uplinks_are_slower_than_all_downlinks_probes_find_the_uplinks
     assert network.slow == {}
 
 
+def test_of_three_nodes_with_slow_uplinks_probes_name_none() -> None:
+    network = KnownNetwork()
+    report = partial(_report, network, "abc", host=replace(QUIET, neighbour_bytes_per_s=0.0))
+    for node in "abc":
+        report(node)
+    for source, target in ("cb", "ac", "ca", "ab"):
+        report(source, {target: Bandwidth(bytes_per_s=20e6, sent=50e6, received=100e6)})
+        assert network.bandwidth is not None
+        assert network.bandwidth.value == 50e6
+        assert network.slow == {}
+
+
+@pytest.mark.parametrize(
+    ("shares", "num_local", "is_known"),
+    [((0.9,), 1, True), ((0.8,), 1, False), ((0.8, 0.9), 1, False), ((0.8, 1.0), 1, True), ((0.8,), 2, True)],
+    ids=["about alike", "slower", "slower, then noise", "slower, then alike", "two ranks per node"],
+)
+def test_messages_above_what_all_ranks_send_are_not_sure(
+    shares: Sequence[float], num_local: int, is_known: bool
+) -> None:
+    network, nodes = KnownNetwork(), "abcd"
+    for index, node in enumerate(nodes):
+        sample = NodeSample(node_id=node, time_s=0.0, steps=(), latency_s={}, host=QUIET)
+        network.add_report(sample, range(index * num_local, (index + 1) * num_local), 0.0)
+    ranks = range(4 * num_local)
+    for step, share in enumerate(share for share in shares for _ in range(40)):
+        bursts = {rank: [Burst(MIB, MIB / 12.5e6)] * 4 for rank in ranks}
+        sent = share * 12.5e6 / (len(ranks) - 1)
+        # Ranks seldom send messages that are long enough.
+        pairs = dict.fromkeys(itertools.permutations(ranks, 2), sent) if step % 3 == 0 else {}
+        network.add_step(StepTraffic(seconds=0.5, bursts=bursts, pair_rate=pairs), step / 2)
+    assert network.is_known == is_known
+    assert network.slow == {}
+    assert network.num_changes == 0
+
+
 def test_a_slow_link_by_messages_stands_until_probes_from_and_to_its_node_are_faster() -> None:
     network = KnownNetwork()
     for node in "abcd":

@@ -87,17 +87,6 @@ def test_messages_tell_bandwidth_within_5_percent_and_latency_within_10_beside_b
     assert link.latency_s.value == pytest.approx(latency_s, rel=0.1)
 
 
-@pytest.mark.parametrize(("share", "is_sure"), [(0.95, True), (0.5, False)])
-def test_a_rate_above_what_all_senders_sustain_is_not_sure_and_names_nobody(share: float, is_sure: bool) -> None:
-    network, link = NoisyNetwork(rate=12.5e6, latency_s=1e-3), PassiveLink()
-    network.slow_up = dict.fromkeys(range(WORLD), share)
-    watch(link, network, 20)
-    assert link.bandwidth is not None
-    assert link.bandwidth.is_sure == is_sure
-    assert link.bandwidth.low <= 1.05 * share * 12.5e6
-    assert link.slow == {}
-
-
 @pytest.mark.parametrize("latency_s", [1e-4, 0.01, 0.05])
 def test_without_a_mesh_sizes_tell_bandwidth_whatever_latency_was_probed(latency_s: float) -> None:
     link = PassiveLink()

@@ -114,6 +114,16 @@ def _measured(run: MeteredTraining, energies: dict[str, float], bits: int = 4) -
     return join(node_steps(samples), WORLD)
 
 
+def test_a_layer_that_loses_nothing_any_more_is_no_error(tmp_path: Path) -> None:
+    run, losses = start(tmp_path, CgxPolicy("dp")), KnownLosses(LAYERS)
+    losses.add(_measured(run, {"head": 1.0}))
+    samples = [replace(run.sample(0), error_bits=4, layer_errors={"head": LayerError(1.0, 0.0)})]
+    for _ in range(1000):
+        losses.add(join(node_steps(samples), WORLD), {"head": 4})
+    assert losses.layer_errors["head"].squared_errors[4] == 0
+    assert losses.error_excess == 1.0
+
+
 def test_the_error_of_bits_in_force_is_compared_with_what_was_expected_of_them(tmp_path: Path) -> None:
     run, losses, bits = start(tmp_path, CgxPolicy("dp")), KnownLosses(LAYERS), {"embed": 2, "head": 4}
     losses.add(_measured(run, {"embed": 1.0, "head": 99.0}))

@@ -18,7 +18,7 @@ def test_bursts_of_a_link_that_processors_do_not_fill_are_not_sure() -> None:
     """As 4 ranks on two cores showed a link of 994 Mbit/s, and one of 199 Mbit/s (LOG.md, 2026-11-24)."""
     for mbit, is_sure in (([647, 690, 730, 761, 790, 833, 877, 929], False), ([171, 180, 186, 190, 192, 195], True)):
         bursts = {0: [Burst(round(rate * 2500), 0.02) for rate in mbit] * 4}
-        found = estimate_from_bursts(bursts, {}, {0: max(mbit) / 8 * 1e6}, {}, {})
+        found = estimate_from_bursts(bursts, {}, {0: max(mbit) / 8 * 1e6}, {})
         assert found is not None
         assert found.is_sure == is_sure, mbit
 
@@ -30,7 +30,7 @@ def test_a_slow_link_that_fills_most_of_the_bursts_is_sure() -> None:
         for rank, (rate, count) in enumerate([(25e6, 4), (6e6, 40), (25e6, 4), (25e6, 4)])
     }
     down = {0: 25e6, 1: 6e6, 2: 25e6, 3: 25e6}
-    found = estimate_from_bursts(bursts, {}, down, {}, {1: 6e6})
+    found = estimate_from_bursts(bursts, {}, down, {1: 6e6})
     assert found is not None
     assert found.is_sure
     assert found.value == 6e6

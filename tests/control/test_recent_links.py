@@ -29,8 +29,17 @@ def links_of(stays: list[tuple[float, float]], step_s: float = 0.5) -> RecentLin
         ([(1.0, 10), (0.1, 10), (1.0, 10), (0.1, 5)], 10.0),
         ([(1.0, 10), (0.1, 10), (1.0, 10), (0.1, 30)], math.inf),
         ([(1.0, 10), (0.5, 1), (0.1, 9), (0.5, 1), (1.0, 9), (0.1, 5)], pytest.approx(10, abs=1.5)),
+        ([(1.0, 12), (0.3, 1), (1.0, 12), (0.3, 10), (1.0, 5)], math.inf),
     ],
-    ids=["steady", "one change", "drift", "back and forth", "steady again", "estimates on the way"],
+    ids=[
+        "steady",
+        "one change",
+        "drift",
+        "back and forth",
+        "steady again",
+        "estimates on the way",
+        "an outlier before",
+    ],
 )
 def test_only_a_link_that_goes_back_and_forth_is_expected_to_change_soon(
     stays: list[tuple[float, float]], dwell_s: float
@@ -53,6 +62,14 @@ def test_compute_that_doubles_is_a_cause_after_three_seconds_and_noise_is_none()
     assert innovations.cause(0.3, 0.6) == "compute rose from 0.300 to 0.600 s"
     innovations.acknowledge()
     assert innovations.cause(0.6, 0.6) is None
+
+
+def test_compute_after_steps_without_any_is_another() -> None:
+    innovations = Innovations()
+    for seconds in (0.1, 0.3):
+        for _ in range(20):
+            innovations.add(seconds, 1.0, 0.5)
+    assert innovations.cause(0.0, 0.3) == "compute rose from 0.000 to 0.300 s"
 
 
 def test_steps_that_take_longer_than_predicted_are_a_cause_until_predictions_are_made_anew() -> None:

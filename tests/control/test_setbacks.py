@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.control_runs import COSTS, LAYERS, WORLD, journal, start
+from support.control_runs import COSTS, LAYERS, QUIET, WORLD, journal, start
 
 from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.learned_errors import MEMORY_S
@@ -15,6 +15,8 @@ from cgx_ray.control.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.policy import Disable, Replace
 from cgx_ray.control.setbacks import BAN_S, MIN_BAN_STEPS, Setbacks
 from cgx_ray.control.worker_group import LINK_STEPS
+from cgx_ray.monitors.node_step import node_steps
+from cgx_ray.monitors.sample import Burst, NodeSample
 from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme, make_plan
 from cgx_ray.planner.options import codec_options
 
@@ -45,6 +47,73 @@ def test_a_codec_that_failed_is_not_tried_again_soon_and_the_others_are(tmp_path
     used = {option.codec.name for plan in run.loop.plans[2:] for option in non_dense_options(plan)}
     assert "qsgd" not in used, [decision.reason for decision in later]
     assert run.loop.plans[-1].describe() == "bf16 over sra"
+
+
+@pytest.mark.parametrize("first", [0, 49_990])
+def test_a_ban_lasts_as_many_steps_after_a_restart_from_an_earlier_step(tmp_path: Path, first: int) -> None:
+    run = start(tmp_path)
+    run.step, run.slowdown = 50_000, 30.0
+    run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
+    state = run.loop._state
+    assert state is not None
+    banned = state.setbacks.banned(run.step, 0.0)
+    assert banned
+    later_s = float(run.step) + BAN_S
+    first_plan = make_plan(LAYERS, version=0, world_size=WORLD)
+    run.loop.register(LAYERS, first_plan, COSTS, step=first, now_s=float(run.step), time_s=0.0)
+    state = run.loop._state
+    assert state is not None
+    assert state.setbacks.banned(first + MIN_BAN_STEPS // 2, later_s) == banned
+    assert not state.setbacks.banned(first + MIN_BAN_STEPS, later_s)
+
+
+@pytest.mark.parametrize("slowdown", [2.0, 4.0])
+def test_plans_that_are_slower_than_predicted_are_left_on_a_link_that_goes_back_and_forth(
+    tmp_path: Path, slowdown: float
+) -> None:
+    run, now_s, took_s, dense_s = start(tmp_path), 0.0, 0.0, 0.0
+    run.compute_s = 0.5
+    while now_s < 1200:
+        run.gbps = 0.4 if now_s % 16 >= 8 else 1.0
+        run.slowdown = slowdown if now_s > 150 else 1.0
+        rate = run.gbps * 1e9 / 8
+        samples = [
+            replace(
+                run.sample(rank),
+                bursts=(Burst(1 << 20, (1 << 20) / rate),) * 4,
+                rate_from={other: rate / 3 for other in range(WORLD) if other != rank},
+            )
+            for rank in range(WORLD)
+        ]
+        run.step += 1
+        now_s += samples[0].step_s
+        if now_s > 300:
+            took_s += samples[0].step_s
+            dense_s += run.compute_s + 1.5 * 4 * sum(layer.numel for layer in LAYERS) / rate
+        report = NodeSample(
+            node_id="node", time_s=now_s, steps=node_steps(samples), latency_s={"other": 1e-4}, host=QUIET
+        )
+        run.loop.observe(report, now_s)
+    assert took_s < 1.1 * dense_s
+
+
+def test_a_guess_after_a_restart_ends_no_ban(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.slowdown = 30.0
+    run.run(40)
+    state = run.loop._state
+    assert state is not None
+    banned = state.setbacks.banned(run.step, float(run.step))
+    assert banned
+    run.loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS, step=run.step)
+    # Messages over the mesh: no exchange is sure.
+    run.has_mesh, run.gbps = True, 0.6
+    for decision in run.run(5):
+        assert "bandwidth" not in decision.reason
+    state = run.loop._state
+    assert state is not None
+    assert not state.network.is_known
+    assert state.setbacks.banned(run.step, float(run.step)) == banned
 
 
 def test_a_network_that_changes_ends_the_ban_of_a_slow_plan(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ class FakeTraining:
     clock        of the nodes, by step
     silent       ranks whose samples are lost
     inside       link inside the node that a rank tells
+    has_mesh     ranks greet each other, so messages are pushed and exchanges are not sure
     """
 
     loop: ControlLoop
@@ -88,6 +89,7 @@ class FakeTraining:
     returns: bool = False
     silent: set[int] = field(default_factory=set)
     inside: dict[int, InsideLink] = field(default_factory=dict)
+    has_mesh: bool = False
 
     def run(self, num_steps: int) -> list[Decision]:
         decisions = []
@@ -166,6 +168,7 @@ class FakeTraining:
             loss=self._loss(rank),
             lr=self.lr,
             inside=self.inside.get(rank),
+            lag_s={other: self.latency_s for other in range(WORLD) if other != rank} if self.has_mesh else {},
         )
 
 
