@@ -86,7 +86,9 @@ def format_count(count: int, noun: str) -> str:
 
 def _parse(name: str, text: str, units: Mapping[str, float], allowed: str) -> float:
     match = re.fullmatch(rf"{_NUMBER}\s*([a-z/%]*)", text.strip().lower())
-    if match is None or match[2] not in units:
+    # GBps are bytes.
+    is_bytes = units.keys() >= _RATES.keys() and "B" in text.replace("Bit", "bit")
+    if match is None or match[2] not in units or is_bytes:
         raise ConfigError(f"{name} {text!r} is not allowed; give {allowed}")
     value = float(match[1]) * units[match[2]]
     if math.isinf(value):

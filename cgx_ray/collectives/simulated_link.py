@@ -23,6 +23,11 @@ class SimulatedLink:
     schedule: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
+        if not all(isinstance(entry, tuple | list) and len(entry) == 2 for entry in self.schedule):
+            raise ConfigError(
+                f"simulated schedule {self.schedule!r} is not allowed; give pairs of first step and bit/s, such as "
+                "((0, 1e8),)"
+            )
         steps = [step for step, _ in self.schedule]
         rates = [rate for _, rate in self.schedule]
         if self.latency_s < 0 or not math.isfinite(self.latency_s):

@@ -44,7 +44,10 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
     path>/<run name>, which needs no cluster.
     """
     console = Console()
-    views = _views_of_folder(Path(run)) if run is not None and Path(run).is_dir() else _views_of_run(run, address)
+    if run is not None and Path(run).is_absolute() and not Path(run).is_dir():
+        raise ConfigError(f"no such folder: {run}; give <storage path>/<run name>, or the name of a run on the cluster")
+    is_folder = run is not None and Path(run).is_dir()
+    views = _views_of_folder(Path(run)) if run is not None and is_folder else _views_of_run(run, address)
     last: LiveView | None = None
     with make_screen(console) as screen:
         for view in views:
@@ -52,6 +55,10 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
             screen.update([last] if last is not None else [], "waiting for the training's first step")
             if once and last is not None:
                 break
+            if once and is_folder:
+                raise ConfigError(
+                    f"{run} has no decisions.jsonl with a plan: not the folder of a run, or not begun yet"
+                )
             time.sleep(POLL_S)
     if last is not None and not once:
         print_line(console, f"{last.name} has ended after step {last.step}")

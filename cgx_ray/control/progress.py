@@ -21,6 +21,8 @@ class Progress:
         self._first_s: float | None = None
         self._last_s = 0.0
         self._version = -1
+        # Newest step of the lines so far.
+        self._told_step = -1
         self._start_over()
 
     def _start_over(self) -> None:
@@ -44,27 +46,31 @@ class Progress:
             self._first_s = self._last_s = now_s
         for part in parts:
             if part.plan_version > self._version:
-                if self._num_samples:
+                if self._steps:
                     yield self._line(now_s, time_s, facts())
+                self._start_over()
                 self._version = part.plan_version
             if part.plan_version == self._version:
                 self._num_samples += len(part.ranks)
-                self._steps.add(part.step)
+                # Other nodes may have told it before the last line.
+                if part.step > self._told_step:
+                    self._steps.add(part.step)
                 for name in PARTS:
                     self._sums[name] += sum(getattr(part, name))
                 self._loss_sum += sum(part.losses)
                 self._num_losses += len(part.losses)
-        if self._first_s is not None and self._num_samples:
+        if self._first_s is not None and self._steps:
             due_s = max(LINE_S, LINE_SHARE * (now_s - self._first_s))
             if now_s - self._last_s >= due_s:
                 yield self._line(now_s, time_s, facts())
 
     def _line(self, now_s: float, time_s: float, facts: LoopFacts) -> dict[str, Any]:
         rate = facts.bandwidth
+        self._told_step = max(self._steps)
         line = {
             "event": "progress",
             "time": time_s,
-            "step": max(self._steps),
+            "step": self._told_step,
             "num_steps": len(self._steps),
             "version": self._version,
             **{part: total / self._num_samples for part, total in self._sums.items()},

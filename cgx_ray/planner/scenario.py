@@ -114,7 +114,7 @@ def verdict(answer: BestPlan, num_workers: int) -> str:
             f"{dense.compute_s / dense.step_s:.0%} is compute."
         )
     if best.groups == dense.groups:
-        return f"Nothing is {MIN_SAVING:.0%} better than dense here, though its step is bound by {dense.bound_by}."
+        return f"No plan that was found is {MIN_SAVING:.0%} better than dense here, which is bound by {dense.bound_by}."
     assert best.efficiency is not None
     kept = f", and each keeps {best.efficiency:.1%} of its progress" if best.efficiency < 1 else ""
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -104,7 +105,8 @@ def _settings(
             "attach got a plan and a codec, scheme or intra, which the plan already sets; give one of them"
         )
     if plan is not None or is_chosen:
-        codec = codec or ("none" if scheme == Scheme.DENSE else settings.codec)
+        if codec is None:
+            codec = "none" if scheme == Scheme.DENSE else settings.codec
         spec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
         scheme, intra = scheme or preferred_scheme(spec), intra or settings.intra
         settings = replace(settings, policy="static", codec=str(spec), scheme=scheme, intra=intra)
@@ -120,7 +122,14 @@ def _attach(
     *,
     asks_controller: bool,
 ) -> Attachment:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    has_group = dist.is_available() and dist.is_initialized()
+    # torchrun and mpirun tell it before the process group is made.
+    if not has_group and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"attach was called before init_process_group in a job of {os.environ['WORLD_SIZE']} processes; "
+            "initialise torch.distributed first, build DDP, then attach"
+        )
+    if not has_group or dist.get_world_size() == 1:
         make_settings()
         alone = Attachment(None)
         if process.session is not None:

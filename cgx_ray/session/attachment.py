@@ -73,6 +73,10 @@ class Attachment:
         self._served: ServedMetrics | None = None
         self._kept: dict[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        doing = self.plan.describe() if self.plan is not None else "one worker, nothing to exchange"
+        return f"<Attachment: {'closed' if self.is_closed else doing}>"
+
     @property
     def has_state(self) -> bool:
         """True if a checkpoint should have the state of this rank."""

@@ -154,6 +154,11 @@ class Settings:
             raise ConfigError(
                 f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the gradient's squared norm"
             )
+        if not isinstance(self.simulated_link, SimulatedLink | None):
+            raise ConfigError(
+                f"simulated_link {self.simulated_link!r} is not allowed; give a SimulatedLink, such as "
+                "SimulatedLink(latency_s=1e-3, schedule=((0, 1e8),)) for 100 Mbit/s"
+            )
         self._check_choice()
         self._check_method()
         self._check_transport()

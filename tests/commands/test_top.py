@@ -140,6 +140,13 @@ def test_a_run_that_cannot_be_found_is_one_clear_error() -> None:
     assert "no Ray cluster at '127.0.0.1:1'" in done.output
 
 
+def test_a_folder_that_is_missing_or_holds_no_run_is_one_clear_error(tmp_path: Path) -> None:
+    for folder, says in ((tmp_path / "missing", "no such folder: "), (tmp_path, "has no decisions.jsonl with a plan")):
+        done = CliRunner().invoke(main, ["top", str(folder), "--once"])
+        assert done.exit_code == 1
+        assert says in done.output.replace("\n", " ")
+
+
 def test_the_name_of_an_actor_tells_its_run_and_is_new_each_time() -> None:
     for name in ("run", "a/b", "\U0001f680"):
         first, second = new_actor_name(name), new_actor_name(name)

@@ -40,6 +40,13 @@ def test_rates_are_read_as_people_and_tc_write_them(text: str, bit_per_s: float)
     assert parse_rate("rate", text, needs_unit=False) == pytest.approx(bit_per_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("text", ["10GBps", "10 GBps", "1GB"])
+def test_bytes_are_no_rate(text: str) -> None:
+    for needs_unit in (True, False):
+        with pytest.raises(ConfigError, match="give a number and kbit"):
+            parse_rate("bandwidth", text, needs_unit=needs_unit)
+
+
 def test_a_rate_without_a_unit_is_read_only_where_that_is_allowed() -> None:
     assert parse_rate("rate", "1e6", needs_unit=False) == 1e6
     with pytest.raises(ConfigError, match=r"rate '1e6' is not allowed; give a number and kbit, .*, such as 100mbit"):

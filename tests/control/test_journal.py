@@ -110,6 +110,16 @@ def test_progress_adds_up_to_all_steps_and_names_the_link(eventful: Path) -> Non
     assert versions == sorted(versions)
 
 
+def test_steps_of_several_nodes_are_counted_once(tmp_path: Path) -> None:
+    run, progress, lines = start(tmp_path), Progress(), []
+    for step in range(0, 60, 3):
+        for node in (0, 1):
+            samples = [replace(run.sample(node), step=step + late) for late in range(3)]
+            time_s = step + node / 2
+            lines += progress.add(node_steps(samples), time_s, time_s=time_s, facts=run.loop.facts)
+    assert sum(line["num_steps"] for line in lines) == lines[-1]["step"] + 1
+
+
 def test_progress_has_the_mean_of_the_losses_that_are_reported(tmp_path: Path) -> None:
     run = start(tmp_path)
     progress = Progress()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.collectives.simulated_link import SimulatedLink
 from cgx_ray.plan import Plan
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
@@ -130,6 +131,32 @@ def test_without_a_process_group_bad_arguments_raise_at_once() -> None:
     for arguments, says in ONE_RANK[:7]:
         with pytest.raises(cgx_ray.ConfigError, match=says):
             cgx_ray.attach(Branches(), **arguments)
+
+
+def test_attach_before_the_process_group_is_an_error_in_a_job_of_several_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(cgx_ray.ConfigError, match="before init_process_group in a job of 2 processes"):
+        cgx_ray.attach(nn.Linear(2, 2))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert repr(cgx_ray.attach(nn.Linear(2, 2))) == "<Attachment: one worker, nothing to exchange>"
+
+
+def test_an_empty_codec_is_not_the_default() -> None:
+    with pytest.raises(cgx_ray.ConfigError, match="unknown codec ''"):
+        cgx_ray.attach(nn.Linear(2, 2), codec="")
+
+
+@pytest.mark.parametrize("link", ["100mbit", 1e8])
+def test_a_simulated_link_that_is_none_is_refused(link: Any) -> None:
+    with pytest.raises(cgx_ray.ConfigError, match="give a SimulatedLink"):
+        Settings(simulated_link=link)
+
+
+def test_a_simulated_schedule_has_pairs() -> None:
+    with pytest.raises(cgx_ray.ConfigError, match="give pairs of first step and bit/s"):
+        SimulatedLink(latency_s=1e-3, schedule=(0, 1e8))  # type: ignore[arg-type]
 
 
 def _attach_in_vain(rank: int) -> int:
