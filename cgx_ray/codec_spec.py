@@ -146,7 +146,7 @@ class CodecSpec:
     def payload_bytes(self, numel: int, item_bytes: int = 4) -> int:
         """Return the wire bytes of `numel` encoded elements without header. Only codec none uses `item_bytes`.
 
-        powersgd counts them as one layer of unknown shape; `Codec.payload_bytes` knows the layers.
+        powersgd and lwtopk count them as one layer; `Codec.payload_bytes` knows the layers.
         """
         match self.name:
             case "none":

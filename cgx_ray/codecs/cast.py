@@ -61,6 +61,7 @@ class Prefix(Codec):
     """
 
     wire_dtype = torch.float32
+    loses_elements = True
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         assert memory is None, "prefix keeps no residuals"

@@ -90,6 +90,7 @@ class Codec:
     granule         chunks of a gradient may be cut at multiples of this many elements
     needs_feedback  True if training converges only when its error is added to the next step's gradient
     shares_key      True if all ranks must encode with the same key
+    loses_elements  True if elements are neither sent nor kept, so NaN and Inf among them leave no trace of their place
     """
 
     device = HOST
@@ -97,6 +98,7 @@ class Codec:
     needs_feedback = False
     shares_key = False
     takes_16_bit = False
+    loses_elements = False
 
     def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
         self.spec = spec
@@ -106,6 +108,10 @@ class Codec:
     def payload_bytes(self, numel: int) -> int:
         """Return the exact size of the payload of `numel` elements."""
         return self.spec.payload_bytes(numel)
+
+    def index_bytes(self, numel: int) -> int:
+        """Return the part of `payload_bytes` that says which elements are sent."""
+        return self.spec.index_bytes(numel)
 
     def memory_of(self, numel: int, layer: Layer | None = None) -> dict[str, Tensor]:
         """Return by kind the memory of one layer, or of a whole group of unknown layers, before the first step."""

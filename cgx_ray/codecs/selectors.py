@@ -51,8 +51,8 @@ class TopK(Sparse):
 class LwTopK(TopK):
     """The largest magnitudes of each layer, the same share of every layer (LWTopk, as in Flexible Communication).
 
-    Layer l, which ends at element c_l of the group, keeps ceil(d c_l) - ceil(d c_(l-1)) elements at density d, so the
-    sum is K. Without layers it is top-k over the group.
+    Layer l, which ends at element c_l of the group, keeps ceil(d c_l) - ceil(d c_(l-1)) elements at density d, at least
+    one, so that it is trained and its NaN is seen. Without layers it is top-k over the group.
     """
 
     def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
@@ -60,7 +60,15 @@ class LwTopK(TopK):
         if layers:
             numels = [layer.numel for layer in layers]
             kept_ends = [spec.num_kept(end) for end in itertools.accumulate(numels, initial=0)]
-            self._ends = LayerEnds(numels, [stop - start for start, stop in itertools.pairwise(kept_ends)])
+            shares = (stop - start for start, stop in itertools.pairwise(kept_ends))
+            self._ends = LayerEnds(
+                numels, [min(max(share, 1), numel) for share, numel in zip(shares, numels, strict=True)]
+            )
+
+    def num_kept(self, numel: int) -> int:
+        if self._ends is None or numel != self._ends.numel:
+            return super().num_kept(numel)
+        return self._ends.num_kept
 
 
 class MsTopK(Sparse):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cgx_ray.codec_spec import COUNT_BYTES, VALUE_BUCKET_SIZE
+from cgx_ray.codec_spec import COUNT_BYTES, VALUE_BUCKET_SIZE, packed_index_bytes, value_bytes
 from cgx_ray.codecs.codec import MOMENTUM, RESIDUALS, Codec, Memory
 from cgx_ray.errors import WireError
 from cgx_ray.runtime_ext import ops, sparse
@@ -54,9 +54,20 @@ class Sparse(Codec):
     needs_feedback = True
     _room: Selection | None = None
 
+    def num_kept(self, numel: int) -> int:
+        """Return the most elements that are sent of `numel`."""
+        return self.spec.num_kept(numel)
+
+    def index_bytes(self, numel: int) -> int:
+        return COUNT_BYTES + packed_index_bytes(numel, self.num_kept(numel))
+
+    def payload_bytes(self, numel: int) -> int:
+        assert self.spec.value_bits is not None
+        return self.index_bytes(numel) + value_bytes(self.num_kept(numel), self.spec.value_bits)
+
     def room(self, numel: int, device: torch.device) -> Selection:
         """Return memory for a selection from `numel` elements: the same at every call."""
-        num_kept = self.spec.num_kept(numel)
+        num_kept = self.num_kept(numel)
         if self._room is None or not self._room.fits(num_kept, device):
             self._room = Selection(num_kept, device)
         return self._room
@@ -86,7 +97,7 @@ class Sparse(Codec):
         if self.spec.value_bits == 32:
             sparse.pack_message(selection.index_K, selection.value_K, selection.count_1, numel, payload)
             return
-        index_bytes = self.spec.index_bytes(numel)
+        index_bytes = self.index_bytes(numel)
         selection.pack(numel, payload[:index_bytes])
         self._write_values(selection.value_K, payload[index_bytes:], key)
         if memory is not None:
@@ -103,7 +114,7 @@ class Sparse(Codec):
                 raise selection.broken(numel, error) from error
             return
         check_sized("payload", payload, torch.uint8, self.payload_bytes(numel), out_N.device)
-        index_bytes = self.spec.index_bytes(numel)
+        index_bytes = self.index_bytes(numel)
         selection.unpack(numel, payload[:index_bytes])
         value_K = self._read_values(payload[index_bytes:], selection.num_kept)
         if not add:

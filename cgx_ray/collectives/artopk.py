@@ -41,8 +41,8 @@ class ArTopk(Exchange):
         assert choice in ("star", "var", "auto")
         super().__init__(transport)
         self._codec = codec
-        num_kept = codec.spec.num_kept(numel)
-        self._message = Message(codec.spec.index_bytes(numel), codec.device)
+        num_kept = codec.num_kept(numel)
+        self._message = Message(codec.index_bytes(numel), codec.device)
         self._selection = Selection(num_kept, codec.device)
         self._choice = choice
         self.star_or_var = StarOrVar(transport.world_size) if choice == "auto" else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,7 @@ from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import CLOSE_S, Inbox, WorkThread, follow_num_threads, noting_more, overdue_at_close
+from cgx_ray.engine.unused import StepResult
 from cgx_ray.errors import CGXError, PlanError, ReplicaError, StateError, listed
 from cgx_ray.monitors.sample import InsideLink, StepSample
 from cgx_ray.plan import CodecSpec, Layer, Plan
@@ -58,6 +59,7 @@ class Engine:
         by_layer: Sequence[CodecSpec] = (),
         device: torch.device = HOST,
         inside: InsideLink | None = None,
+        judged_together: Callable[[], Sequence[frozenset[str]]] = tuple,
     ) -> None:
         """Start the thread.
 
@@ -65,6 +67,7 @@ class Engine:
         by_layer    codecs whose errors are measured by layer in these steps, one of them each time
         device      where the gradients are; on a CUDA device the engine works on a stream of its own
         inside      link between the ranks of this node, for the samples
+        judged_together  as `LossScale.judged_together`
 
         Raises PlanError if `plan` is for other layers or another world size.
         """
@@ -77,6 +80,9 @@ class Engine:
         self._gains = GainSchedule(candidates, layers, by_layer)
         self._agreement = Agreement(transport)
         self._memories = Memories()
+        # Of the last step, until its memory is settled.
+        self._result: StepResult | None = None
+        self._judged_together = judged_together
         self._lock = threading.Lock()
         self._held: dict[int, Plan] = {}
         self.telemetry = Telemetry(transport.rank)
@@ -144,6 +150,7 @@ class Engine:
 
         Memory is in tensors by kind and layer. It was made from gradients that are multiplied by the loss scale.
         """
+        self._settle()
         return {"step": self.step, "loss_scale": self._memories.scale, **self._memories.state()}
 
     def load_state(self, step: int, memories: Mapping[str, Mapping[str, Tensor]], *, loss_scale: float = 1.0) -> None:
@@ -163,6 +170,7 @@ class Engine:
                         f"{'no such layer' if expected is None else expected}; the state is from another model"
                     )
         self.step = step
+        self._result = None
         self._gains.start(step)
         self._memories.load(memories, loss_scale)
         self._groups = self._make_groups()
@@ -198,7 +206,7 @@ class Engine:
                 elif step is not None and step.has_work:
                     step.work()
                 if step is not None and step.is_done:
-                    step.settle()
+                    self._result = step.conclude()
                     self._transport.hear_greetings()
                     self._end(step)
                     step.release()
@@ -250,6 +258,7 @@ class Engine:
     def _begin(self, arrived: PendingBucket | EarlyGradient) -> StepRun:
         """Start a step with its first gradients: enter a plan if all ranks hold it, and follow the loss scale."""
         follow_num_threads(self._num_threads)
+        self._settle()
         version, affordable_from = self._agreement.settle() or (self.plan.version, 0)
         if version > self.plan.version:
             with self._lock:
@@ -292,6 +301,17 @@ class Engine:
             meter=meter,
             has_memory=not self._memories.is_empty,
         )
+
+    def _settle(self) -> None:
+        """Make the memory of the last step valid, except of layers whose averages have changed no weight.
+
+        Not before the next step: until then it is not known which layers an optimizer has judged together.
+        """
+        result, self._result = self._result, None
+        if result is not None:
+            not_applied = result.not_applied(self._layers, self._judged_together())
+            for group in self._groups:
+                group.settle(not_applied)
 
     def _follow_scale(self, arrived: PendingBucket | EarlyGradient, *, known: float | None = None) -> None:
         """Convert the memory to the loss scale of the step, which its first gradients bring.

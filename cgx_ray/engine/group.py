@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -21,7 +22,7 @@ class Group:
     """Buffers and state of one GroupPlan. Lives from one plan switch to the next.
 
     codec_text codec in use, as in `CodecSpec.parse`
-    is_finite  True if the last average, as the model gets it, was finite or was not checked
+    is_finite  True if the last average was finite, also as the model gets it, or was not checked
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class Group:
         self._paid: list[str] = []
         self._arrived: dict[str, Tensor] = {}
         self.is_finite = True
+        # Where the model gets the last average, if that is not finite.
+        self._views: Sequence[Tensor] = []
 
     def _use(self, spec: CodecSpec) -> None:
         """Encode by `spec` from now on. The memory stays."""
@@ -66,7 +69,7 @@ class Group:
         # Dense groups are summed in the type of the gradients, as DDP does. Codec none over others sends float32.
         item_bytes = (self._own_dtype if self._is_dense else torch.float32).itemsize
         self.wire_bytes = self.numel * item_bytes if spec == NONE else self._codec.payload_bytes(self.numel)
-        self.index_bytes = spec.index_bytes(self.numel)
+        self.index_bytes = self._codec.index_bytes(self.numel)
         self.codec_text = str(spec)
         self.exchange = make_exchange(
             self._codec, self.plan.option.scheme, self.numel, item_bytes, self._transport, self.plan.option.intra
@@ -120,25 +123,45 @@ class Group:
         phases.lap("encode")
         yield from self.exchange.turns(grad_N, self._memory, stamp, seed, phases)
         copy_each([(ours, theirs) for theirs, ours in copies])
+        checks_finite = checks_finite or self._codec.loses_elements
         self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
+        self._views = [] if self.is_finite else views
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
             left_N = self._own_memory.next_N
             metered.correct(self.index, str(self.plan.option.flat()), lambda: 1 - float(left_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
 
-    def settle(self, unused: Collection[str]) -> None:
+    def find_broken(self) -> set[str]:
+        """Return the layers that this rank knows to have NaN or Inf after `turns`, if the average is not finite.
+
+        A codec may leave out the NaN of one layer, and send it in place of an element of another layer. Then it is in
+        the residual, or in no place if the codec keeps none.
+        """
+        if self._codec.loses_elements:
+            return set(self.plan.layers)
+        averages = {name: [view] for name, view in zip(self.plan.layers, self._views, strict=True)}
+        if self._memory is not None and self._memory.residual_N is not None:
+            for (name, _), left in zip(averages.items(), self._memory.next_N.split(self._numels), strict=True):
+                averages[name].append(left)
+        return {name for name, values in averages.items() if not all(map(is_finite, values))}
+
+    def mark(self, broken: Collection[str]) -> None:
+        """Put NaN into the averages of these layers, so that the optimizer sees it."""
+        for name, view in zip(self.plan.layers, self._views, strict=True):
+            if name in broken:
+                view.view(-1)[:1] = math.nan
+
+    def settle(self, not_applied: Collection[str]) -> None:
         """Make the memory that `turns` wrote valid, and delete the residuals that it paid.
 
-        Call it only for steps whose averages are all finite.
-
-        unused  layers whose average the model does not get; their memory stays unchanged
+        not_applied  layers whose averages change no weight; their memory stays unchanged
         """
         if self._memory is not None:
-            self._memories.keep(name for name in self.plan.layers if name in unused)
+            self._memories.keep(name for name in self.plan.layers if name in not_applied)
             self._memory.commit()
         for name in self._paid:
-            if name not in unused:
+            if name not in not_applied:
                 self._memories.forget(name)
 
     def _gradients(self, grad_N: Tensor, layers: Mapping[str, Tensor]) -> GroupGradients:

@@ -34,11 +34,11 @@ class DdpBuckets:
         weight_check_steps: int = 0,
     ) -> None:
         """
-        loss_scale          by default the scale of the GradScaler that scales the losses
+        loss_scale          by default finds the GradScaler that scales the losses
         weight_check_steps  steps between two comparisons of the ranks' weights, 0 for none
         """
         self._engine = engine
-        self._loss_scale = loss_scale or LossScale()
+        self._loss_scale = loss_scale or LossScale(averaged_parameters(model))
         self._weights = WeightCheck(averaged_parameters(model), weight_check_steps)
         self._used = UsedLayers(model)
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from cgx_ray.engine.scale_watch import WATCH
@@ -25,13 +26,15 @@ class Scaler(Protocol):
 
 
 class LossScale:
-    """Finds the scale of the backward pass under way.
+    """Finds the scale of a model's backward pass under way, and which of its layers an optimizer skips together.
 
-    The hooks of a model call it on the thread that runs backward, so the scaler cannot be updated meanwhile.
+    The hooks of a model call `now` on the thread that runs backward, so the scaler cannot be updated meanwhile.
     """
 
-    def __init__(self, scaler: Scaler | None = None) -> None:
-        """`scaler`: the one to ask; None: find out which GradScaler has scaled the losses of each pass.
+    def __init__(self, parameters: Mapping[str, nn.Parameter], scaler: Scaler | None = None) -> None:
+        """
+        parameters  those of the model, by layer
+        scaler      the one to ask; None: find out which GradScaler has scaled the losses of each pass
 
         Raises ConfigError if `scaler` has no method `get_scale`.
         """
@@ -41,8 +44,8 @@ class LossScale:
                 "that returns a number, or None to let cgx_ray watch the GradScalers of this process"
             )
         self._scaler = scaler
-        if scaler is None:
-            WATCH.start()
+        self._layers = {id(parameter): name for name, parameter in parameters.items()}
+        WATCH.start()
 
     def now(self) -> Scales:
         """Return the scales of the backward pass under way; empty if no loss is scaled, None if it cannot be known."""
@@ -50,7 +53,13 @@ class LossScale:
             return (copy_of_scale(self._scaler),)
         if self._scaler is not None:
             return (torch.tensor(float(self._scaler.get_scale()), dtype=torch.float64),)
-        return None if not WATCH.scales and WATCH.is_bypassed else WATCH.scales
+        scales = WATCH.scales
+        return None if not scales and WATCH.is_bypassed(self._layers) else scales
+
+    def judged_together(self) -> list[frozenset[str]]:
+        """Return the layers of each optimizer that a GradScaler steps: NaN or Inf in one of them skips all of them."""
+        sets = [self._layers.keys() & parameters for parameters in WATCH.judged_together()]
+        return [frozenset(self._layers[key] for key in found) for found in sets if found]
 
 
 def one_scale(scales: Scales, known: float | None = None, where: str = "") -> float:

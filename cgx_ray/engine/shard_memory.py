@@ -5,58 +5,65 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cgx_ray.codecs.codec import KINDS, RESIDUALS, is_finite
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.loss_scale import Scales, one_scale
 from cgx_ray.engine.shards import Unit
+from cgx_ray.engine.unused import StepResult, begin_marked_by_all
 from cgx_ray.errors import StateError
 
 
 class ShardMemory:
-    """Residuals of all units. Those of a step become valid when all ranks have found its averages finite.
+    """Residuals of all units. Those of a step become valid when the next one begins, see `StepResult`.
 
     Does nothing for codecs without residuals.
     """
 
-    def __init__(self, units: Sequence[Unit], shards: Transport) -> None:
-        """`shards` connects the ranks that share the parameters."""
+    def __init__(
+        self, units: Sequence[Unit], shards: Transport, judged_together: Callable[[], Sequence[frozenset[str]]]
+    ) -> None:
+        """
+        shards           connects the ranks that share the parameters
+        judged_together  as `LossScale.judged_together`
+        """
         self._parts = [part for unit in units for part in unit.gradients]
         self._is_needed = any(part.memory is not None for part in self._parts)
         self._shards = shards
+        self._judged_together = judged_together
         # Scale of the gradients that the residuals were made from.
         self._loss_scale = 1.0
-        # False once an average of the step under way was not finite on this rank.
-        self._is_finite = True
-        # Units of the previous step, and a call that returns 1 if all ranks found their averages finite.
-        self._unsettled: tuple[list[Unit], Callable[[], Tensor]] | None = None
+        # Layers of the step under way whose averages are not finite on this rank.
+        self._broken: set[str] = set()
+        # Units of the previous step, and a call that returns the layers that all ranks found finite.
+        self._unsettled: tuple[list[Unit], Callable[[], frozenset[str]]] | None = None
 
-    def note(self, gradient_T: Tensor, delivered: Callable[[Tensor], Tensor]) -> None:
+    def note(self, unit: Unit, gradient_T: Tensor, delivered: Callable[[Tensor], Tensor]) -> None:
         """Check `delivered(gradient_T)`, the gradient that the model gets, for NaN and Inf."""
-        if self._is_needed and not is_finite(delivered(gradient_T)):
-            self._is_finite = False
+        if self._is_needed and not is_finite(delivered_T := delivered(gradient_T)):
+            layers = zip(unit.layers, delivered_T.split(unit.widths), strict=True)
+            self._broken.update(layer.name for layer, part in layers if not is_finite(part))
 
     def end_step(self, units: list[Unit]) -> None:
-        """Begin to find out whether the step of `units` was finite on all ranks. Nothing waits for it."""
+        """Begin to find out which layers of `units` are finite on all ranks. Nothing waits for it."""
         if self._is_needed:
-            self._unsettled = units, self._shards.start_minimum(torch.tensor([self._is_finite], dtype=torch.int64))
-        self._is_finite = True
+            names = _names(units)
+            self._unsettled = units, begin_marked_by_all(names, names - self._broken, self._shards)
+        self._broken = set()
 
     def settle(self) -> None:
-        """Make the residuals of the last step valid, on all ranks or on none.
-
-        GradScaler skips a step with NaN or Inf, so such a step must leave no trace.
-        """
+        """Make the residuals of the last step valid, except of layers whose averages have changed no weight."""
         if self._unsettled is None:
             return
-        units, minimum = self._unsettled
+        units, finite_on_all = self._unsettled
         self._unsettled = None
-        if int(minimum()):
-            for part in (part for unit in units for part in unit.gradients):
-                if part.memory is not None:
-                    part.memory.commit()
+        names = _names(units)
+        not_applied = StepResult(broken=names - finite_on_all()).not_applied(names, self._judged_together())
+        for part in (part for unit in units for part in unit.gradients):
+            if part.memory is not None:
+                part.keep(not_applied)
+                part.memory.commit()
 
     def follow_scale(self, scales: Scales, *, is_first: bool) -> None:
         """Convert the residuals to the loss scale of the step, which its first unit brings.
@@ -101,3 +108,7 @@ class ShardMemory:
         self._rescale(loss_scale)
         for part in self._parts:
             part.owe(owed)
+
+
+def _names(units: Sequence[Unit]) -> frozenset[str]:
+    return frozenset(layer.name for unit in units for layer in unit.layers)

@@ -34,8 +34,7 @@ class ShardedEngine:
     """Averages shards of gradients, and gathers parameters, on its own thread.
 
     Every rank must make the same calls in the same order. A step lasts until `end_step`, or until a unit comes again.
-    The codecs' new memory becomes valid when all ranks have found the averages of the step finite. That is known when
-    the next step begins, at the latest.
+    The codecs' new memory becomes valid when the next step begins, except of layers whose averages were not applied.
     """
 
     def __init__(
@@ -47,19 +46,21 @@ class ShardedEngine:
         replicas: Transport | None,
         *,
         seed: int = 0,
+        judged_together: Callable[[], Sequence[frozenset[str]]] = tuple,
     ) -> None:
         """Start the thread.
 
         rank      in the whole run, for messages and samples
         shards    connects the ranks that share the parameters
         replicas  connects the ranks that hold the same shard; None if this rank alone holds it
+        judged_together  as `LossScale.judged_together`
         """
         self.plan = plan
         self.telemetry = Telemetry(rank)
         self._rank = rank
         self._has_replicas = replicas is not None
         self._exchange = ShardExchange(shards, replicas, plan.version, seed)
-        self._memory = ShardMemory(units, shards)
+        self._memory = ShardMemory(units, shards, judged_together)
         self._failure: CGXError | None = None
         # Units reduced in the step under way.
         self._ran: list[Unit] = []
@@ -189,12 +190,12 @@ class ShardedEngine:
         self._memory.follow_scale(scales, is_first=not self._ran)
         self._ran.append(unit)
         phases = self._exchange.reduce_scatter(unit, rows_RT, out_T, is_average=is_average)
-        self._memory.note(out_T, delivered)
+        self._memory.note(unit, out_T, delivered)
         phases.lap("decode")
 
     def _all_reduce(self, unit: Unit, shard_T: Tensor, is_average: bool, delivered: Callable[[Tensor], Tensor]) -> None:
         phases = self._exchange.all_reduce(unit, shard_T, is_average=is_average)
-        self._memory.note(shard_T, delivered)
+        self._memory.note(unit, shard_T, delivered)
         phases.lap("decode")
 
     def _all_gather(self, unit: Unit, rows_RT: Tensor) -> None:

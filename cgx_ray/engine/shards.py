@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,6 +120,16 @@ class Part:
             for rank, first in layer.padding(self.num_ranks):
                 next_RS[rank, here + first : here + width] = 0
 
+    def keep(self, names: Container[str]) -> None:
+        """Copy the present residuals of these layers, so that they are unchanged after the next commit."""
+        if self.memory is None:
+            return
+        now, after = self.memory.now[RESIDUALS], self.memory.next_N
+        for layer, (_, here, width) in zip(self.layers, self._columns, strict=True):
+            if layer.layer.name in names:
+                columns = slice(here, here + width)
+                after.view(self.num_ranks, -1)[:, columns] = now.view(self.num_ranks, -1)[:, columns]
+
     def owed(self) -> dict[str, Tensor]:
         """Return copies of the residuals by layer, laid out like whole gradients, so they fit any number of ranks."""
         if self.memory is None:
@@ -144,6 +154,7 @@ class Unit:
     """The parameters that FSDP2 reduces and gathers in one call: those of a module, except those of units inside it.
 
     gradients   parts of a reduce-scatter's rows, which hold the trained layers
+    widths      elements of a shard of each trained layer
     parameters  parts of an all-gather's rows, which hold all layers; empty if FSDP2 gathers them itself
     """
 
@@ -164,7 +175,8 @@ class Unit:
         if parameter_codec is not None:
             # Encoding does not change the shards themselves, so errors do not add up and need no residuals.
             self.parameters = _split(4 * index + 2, layers, parameter_codec, num_ranks, feeds_back=False)
-        self.gradient_width = sum(layer.width for layer in trained)
+        self.widths = [layer.width for layer in trained]
+        self.gradient_width = sum(self.widths)
         self.parameter_width = sum(layer.width for layer in layers)
         self.dense_bytes = sum(layer.layer.dense_bytes for layer in trained)
 

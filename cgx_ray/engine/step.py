@@ -15,7 +15,7 @@ from cgx_ray.engine.gain_meter import StepMeter
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.step_clock import StepClock
-from cgx_ray.engine.unused import begin_unused_by_all
+from cgx_ray.engine.unused import StepResult, begin_marked_by_all
 from cgx_ray.engine.weight_check import NO_HASH
 from cgx_ray.torch_compat import profiled
 
@@ -111,6 +111,8 @@ class StepRun:
         self._bucket_of: dict[str, PendingBucket] = {}
         self._num_begun = 0
         self._averaged: set[str] = set()
+        # Averages that may go back: those of groups with NaN or Inf wait until all ranks know in which layers it is.
+        self._returned: set[str] = set()
         self._under_way: list[_UnderWay] = []
 
     def take_early(self, early: EarlyGradient) -> None:
@@ -122,11 +124,11 @@ class StepRun:
         self.buckets.append(bucket)
         self._arrive({n: gradient for n, gradient in bucket.gradients.items() if n not in self._averaged}, bucket)
         self.last_arrival = bucket.arrived_s
-        bucket.num_waiting = sum(name not in self._averaged for name in bucket.gradients)
+        bucket.num_waiting = sum(name not in self._returned for name in bucket.gradients)
         self._bucket_of.update(dict.fromkeys(bucket.gradients, bucket))
         if len(self._bucket_of) == len(self._group_of) and self._has_memory and bucket.unused is not None:
             unused = frozenset().union(*(bucket.unused or () for bucket in self.buckets))
-            self._unused_by_all = begin_unused_by_all(self._group_of, unused, self._transport)
+            self._unused_by_all = begin_marked_by_all(self._group_of, unused, self._transport)
         if not self.is_done:
             self.release()
 
@@ -165,16 +167,22 @@ class StepRun:
         if can_begin:
             self._begin(self.groups[self._num_begun])
 
-    def settle(self) -> None:
-        """Make the codecs' new memory valid if all averages are finite.
+    def conclude(self) -> StepResult:
+        """Return what the model gets. A layer that has NaN or Inf on any rank then has it in its average.
 
-        The averages are the same on all ranks, so all ranks decide alike. Layers that no rank used keep their memory
-        from before the step.
+        The averages are the same on all ranks, so all ranks know whether they have to tell each other of layers.
         """
         unused = self._unused_by_all() if self._unused_by_all is not None else frozenset[str]()
-        if all(group.is_finite for group in self.groups):
-            for group in self.groups:
-                group.settle(unused)
+        suspects = [group for group in self.groups if not group.is_finite]
+        if not suspects:
+            return StepResult(unused=unused)
+        names = frozenset(name for group in suspects for name in group.plan.layers)
+        sound = names.difference(*(group.find_broken() for group in suspects))
+        broken = names - begin_marked_by_all(names, sound, self._transport)()
+        for group in suspects:
+            group.mark(broken)
+            self._return(group)
+        return StepResult(unused=unused, broken=broken)
 
     def release(self) -> None:
         """Give finished buckets back to DDP. Training continues when the last one is back."""
@@ -230,8 +238,13 @@ class StepRun:
     def _end(self, group: Group) -> None:
         """Note that `group` is averaged, and release the buckets that this finishes."""
         self._averaged.update(group.plan.layers)
+        if group.is_finite:
+            self._return(group)
+        if not self.is_done:
+            self.release()
+
+    def _return(self, group: Group) -> None:
+        self._returned.update(group.plan.layers)
         for name in group.plan.layers:
             if name in self._bucket_of:
                 self._bucket_of[name].num_waiting -= 1
-        if not self.is_done:
-            self.release()

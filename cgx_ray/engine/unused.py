@@ -1,11 +1,12 @@
-"""Layers that no rank used in a step. DDP does not deliver their averages, so their memory must not change.
+"""Layers whose average changes no weight, so that their memory must not change: no rank used them, or it is not finite.
 
 L layers
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -62,11 +63,35 @@ def _lies_in(parameter: Tensor, storage: int) -> bool:
     return parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() == storage
 
 
-def begin_unused_by_all(
-    names: Iterable[str], unused: frozenset[str], transport: Transport
+def begin_marked_by_all(
+    names: Iterable[str], marked: Container[str], transport: Transport
 ) -> Callable[[], frozenset[str]]:
-    """Begin to find the `names` that are in `unused` on all ranks. Return a function that waits for the result."""
+    """Begin to find the `names` that are in `marked` on all ranks. Return a function that waits for the result."""
     ordered = sorted(names)
-    unused_L = torch.tensor([name in unused for name in ordered], dtype=torch.uint8)
-    minimum = transport.start_minimum(unused_L, within_step=True)
-    return lambda: frozenset(name for name, is_unused in zip(ordered, minimum().tolist(), strict=True) if is_unused)
+    marked_L = torch.tensor([name in marked for name in ordered], dtype=torch.uint8)
+    minimum = transport.start_minimum(marked_L, within_step=True)
+    return lambda: frozenset(name for name, is_marked in zip(ordered, minimum().tolist(), strict=True) if is_marked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the model got of a step, the same on all ranks.
+
+    unused  layers that no rank used: DDP does not deliver their averages
+    broken  layers with NaN or Inf
+    """
+
+    unused: frozenset[str] = frozenset()
+    broken: frozenset[str] = frozenset()
+
+    def not_applied(self, layers: Iterable[str], judged_together: Sequence[frozenset[str]]) -> frozenset[str]:
+        """Return the `layers` whose averages change no weight, so that their memory must stay as it was.
+
+        judged_together  the layers of each optimizer that skips its step if one of them is not finite. All other layers
+                         count as those of one optimizer
+        """
+        if not self.broken:
+            return self.unused
+        others = frozenset(layers).difference(*judged_together)
+        stepped = (one for one in (*judged_together, others) if one.isdisjoint(self.broken - self.unused))
+        return frozenset(layers).difference(*stepped) | self.unused

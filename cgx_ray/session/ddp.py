@@ -55,7 +55,7 @@ def make_engine(
     try:
         if parameters is not None:
             raise ConfigError("DDP gathers no parameters; leave `parameters` out, or shard the model with fully_shard")
-        layers, loss_scale = _check_model(model), LossScale(scaler)
+        layers, loss_scale = _check_model(model), LossScale(averaged_parameters(model), scaler)
         if plan is None and dist.get_rank() == 0:
             assert isinstance(model, DistributedDataParallel)
             plan = first_plan(layers, dist.get_world_size(), model.bucket_bytes_cap)
@@ -68,7 +68,7 @@ def make_engine(
     if cuda_group is not None:
         groups.append(cuda_group)
     transport = connect(world, settings, lifeline, cuda_group)
-    engine = _start_engine(layers, plan, transport, settings, device)
+    engine = _start_engine(layers, plan, transport, settings, device, loss_scale)
     try:
         assert isinstance(model, DistributedDataParallel)
         buckets = DdpBuckets(model, engine, loss_scale, weight_check_steps=settings.weight_check_steps)
@@ -79,7 +79,12 @@ def make_engine(
 
 
 def _start_engine(
-    layers: Sequence[Layer], plan: Plan, transport: Transport, settings: Settings, device: torch.device
+    layers: Sequence[Layer],
+    plan: Plan,
+    transport: Transport,
+    settings: Settings,
+    device: torch.device,
+    loss_scale: LossScale,
 ) -> Engine:
     local = transport.local
     is_planned_with = settings.decides and local is not None and local.size < transport.world_size
@@ -93,6 +98,7 @@ def _start_engine(
             by_layer=settings.codecs_by_layer() if transport.rank < MAX_MEASURING else (),
             device=device,
             inside=measure_inside(local) if local is not None and is_planned_with else None,
+            judged_together=loss_scale.judged_together,
         )
     except BaseException:
         transport.close()

@@ -47,7 +47,7 @@ def make_engine(
     offer: str | CGXError
     try:
         codec, parameter_codec = _check(plan, settings, parameters)
-        loss_scale = LossScale(scaler)
+        loss_scale = LossScale(dict(model.named_parameters()), scaler)
         param_groups = fsdp_layout.param_groups(model)
         units = fsdp_layout.make_units(model, param_groups, codec, parameter_codec)
         layers = [layer for unit in units for layer in unit.layers]
@@ -59,7 +59,15 @@ def make_engine(
     shards = _connect(shard_ranks, world, settings, lifeline, groups)
     replicas = _connect(replica_ranks, world, settings, lifeline, groups) if len(replica_ranks) > 1 else None
     try:
-        engine = ShardedEngine(units, plan, dist.get_rank(), shards, replicas, seed=settings.seed)
+        engine = ShardedEngine(
+            units,
+            plan,
+            dist.get_rank(),
+            shards,
+            replicas,
+            seed=settings.seed,
+            judged_together=loss_scale.judged_together,
+        )
     except BaseException:
         for transport in (shards, replicas):
             if transport is not None:

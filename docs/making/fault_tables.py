@@ -41,6 +41,7 @@ THEMES = {
     ),
     "Numbers": (
         "collectives/test_not_finite.py",
+        "engine/test_not_finite_layers.py",
         "faults/test_numbers_in_trouble.py",
         "engine/test_loss_scale.py",
         "engine/test_float16.py",

@@ -15,6 +15,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import cgx_ray
 from cgx_ray.engine.scale_watch import WATCH, ScaleWatch
@@ -213,15 +214,27 @@ def test_a_scaler_that_is_used_after_all_bypasses_nothing() -> None:
     watch = ScaleWatch()
     watch.start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    weight, optimizer = nn.Parameter(torch.ones(1)), torch.optim.SGD([torch.ones(1)], lr=0.1)
+    weight, other = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
     (weight * scaler.get_scale()).sum().backward()
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
     scaler.scale(torch.zeros(()))
     scaler.step(optimizer)
     scaler.update()
-    assert watch.is_bypassed
+    assert watch.is_bypassed({id(weight)})
+    assert not watch.is_bypassed({id(other)})
     scaler.scale(weight.sum()).backward()
-    assert not watch.is_bypassed
+    assert not watch.is_bypassed({id(weight)})
+
+
+def test_a_pass_inside_another_one_has_the_scales_of_the_outer_one() -> None:
+    WATCH.start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    weight, seen = nn.Parameter(torch.ones(1)), []
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append(WATCH.scales))
+    product = checkpoint(lambda x: (x * weight).sum(), torch.ones(1, requires_grad=True), use_reentrant=True)
+    scaler.scale(product).backward()
+    assert [[float(scale) for scale in scales] for scales in seen] == [[8.0]]
+    assert WATCH.scales == ()
 
 
 def _unscaled_on_one_rank(rank: int, codec: str, scheme: str) -> str | None:
