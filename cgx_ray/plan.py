@@ -37,7 +37,7 @@ FIRST_GROUP_BYTES = 1 << 20
 DEFAULT_GROUP_BYTES = 25 << 20
 # Codecs that treat each element by itself, so that small layers may share a group with others.
 _BY_ELEMENT = ("none", "fp16", "bf16")
-# Encoded bytes. Schemes cut longer chunks, so that coding and sending overlap; LOG.md has times for other sizes.
+# Encoded bytes. Schemes cut longer chunks, so that coding and sending overlap; docs/log/2026-11-22.md has other sizes.
 PIECE_BYTES = 1 << 20
 # Limits of the fields of a message's header.
 MAX_GROUPS = 1 << 16

@@ -11,7 +11,7 @@ from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
 # Link between two ranks that share memory where they have not measured it: 100 MB among 4 ranks took 90 ms on 2 cores
-# (LOG.md).
+# (docs/log/2026-11-21.md).
 DEFAULT_INSIDE = Link.from_rates(bandwidth_gbps=16, latency_ms=0.05)
 # Fraction of a step's compute before the first gradient, assumed because backward costs about twice as much as forward.
 FORWARD_SHARE = 1 / 3

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "deploy/k8s/README.md": "kubernetes.md",
 }
 _LINK = re.compile(r"(?P<picture>!?)\[(?P<text>(?:`[^`]*`|[^][`])*)\]\((?P<target>[^()\s]+)\)")
+_DEFINITION = re.compile(r"^(\[[^\]\n]+\]): (\S+)$", re.MULTILINE)
 _FENCE = re.compile(r"^( *)```.*?^\1```\s*?$", re.MULTILINE | re.DOTALL)
 
 
@@ -50,18 +51,26 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def with_site_links(text: str, source: str) -> str:
     """Return `text`, from the file `source` of the checkout, with links as they are in the site."""
-    return _LINK.sub(lambda link: _site_link(link, source), text)
+    text = _LINK.sub(lambda link: _site_link(link, source), text)
+    return _DEFINITION.sub(lambda link: f"{link[1]}: {_site_target(link[2], source) or link[2]}", text)
 
 
 def _site_link(link: re.Match[str], source: str) -> str:
-    target, _, anchor = link["target"].partition("#")
+    target = _site_target(link["target"], source)
+    return link["text"] if target is None else f"{link['picture']}[{link['text']}]({target})"
+
+
+def _site_target(link: str, source: str) -> str | None:
+    """Return the target in the site, or None for a file of the checkout that is no page."""
+    target, _, anchor = link.partition("#")
     if not target or "://" in target:
-        return link[0]
+        return link
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     if (ROOT / path).is_dir():
         path = f"{path}/README.md"
     made = ELSEWHERE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
-    if made is None and os.path.exists(ROOT / path):
-        return link["text"]
-    # What does not exist stays as it is, so that MkDocs finds it.
-    return f"{link['picture']}[{link['text']}]({made or target}{'#' if anchor else ''}{anchor})"
+    if made is None:
+        # What does not exist stays as it is, so that MkDocs finds it.
+        return None if os.path.exists(ROOT / path) else link
+    page = ELSEWHERE.get(source) or source.removeprefix("docs/")
+    return posixpath.relpath(made, posixpath.dirname(page) or ".") + ("#" if anchor else "") + anchor

@@ -164,7 +164,7 @@ def test_a_profile_brings_codec_times_and_the_network(tmp_path: Path) -> None:
 def test_typical_profile_has_a_time_for_all_codecs_with_typical_gains() -> None:
     costs = load_profile(TYPICAL_PROFILE).codec_costs
     for codec in TYPICAL_GAINS:
-        # A core copies 9 GB/s, or 0.44 ns per element (LOG.md).
+        # A core copies 9 GB/s, or 0.44 ns per element (docs/log/2026-11-21.md).
         assert 0.05e-9 < codec_cost_of(costs, CodecSpec.parse(codec)).encode_b_s_per_element < 2e-9, codec
 
 

@@ -60,6 +60,19 @@ def test_pictures_that_pages_show_exist_and_every_picture_is_shown() -> None:
     assert shown == set((ROOT / "docs" / "img").iterdir())
 
 
+def test_every_entry_of_the_lab_notebook_has_its_row_in_the_table() -> None:
+    days = "".join(path.read_text() for path in sorted((ROOT / "docs" / "log").glob("*.md")))
+    entries = {
+        (day, f"docs/log/{day}.md#{number}")
+        for number, day in re.findall(r'^<a id="(\d+)"></a>\n\n## (\S+) ', days, re.MULTILINE)
+    }
+    log = (ROOT / "LOG.md").read_text()
+    links = dict(re.findall(r"^\[(\d+)\]: (\S+)$", log, re.MULTILINE))
+    rows = re.findall(r"^\|.* \| ([\d-]+) \| \[(\d+)\] \|$", log, re.MULTILINE)
+    assert len(entries) == days.count("\n## ") > 0, "each entry has an anchor of its own"
+    assert {(day, links[number]) for day, number in rows} == entries
+
+
 def test_the_page_of_commands_is_up_to_date() -> None:
     assert PAGE.read_text() == commands_page(), "run: .venv/bin/python docs/making/commands_page.py"
 
@@ -77,6 +90,12 @@ def test_the_tables_of_faults_are_up_to_date_and_have_every_marked_test() -> Non
         ("![a](../docs/img/boards.png)", "dashboards/README.md", "![a](img/boards.png)"),
         ("[boards](../../dashboards)", "deploy/k8s/README.md", "[boards](boards.md)"),
         ("[`f`](../examples/torchrun_fsdp2.py)", "docs/fsdp2.md", "`f`"),
+        ("[1]: docs/log/2026-11-21.md#1", "LOG.md", "[1]: log/2026-11-21.md#1"),
+        (
+            "[a](../codecs.md#accuracy) and [b](../../LOG.md)",
+            "docs/log/2026-11-21.md",
+            "[a](../codecs.md#accuracy) and [b](../log.md)",
+        ),
         ("[a](https://x.org/b.md) and [b](#c)", "README.md", "[a](https://x.org/b.md) and [b](#c)"),
         # MkDocs is left to find it.
         ("[a](nothing.md)", "docs/faq.md", "[a](nothing.md)"),
