@@ -39,9 +39,11 @@ _OF_ONE_NETWORK = (
 @click.option(
     "--inside-bandwidth", default=INSIDE_BANDWIDTH, show_default=True, help="Bandwidth between ranks of a node."
 )
-@click.option("--step-time", help="Forward and backward of a step without communication, such as 120ms.")
+@click.option(
+    "--step-time", help="Forward and backward of a step, such as 120ms; not needed if the model's was measured."
+)
 @click.option("--throughput", type=float, help="Instead of --step-time: samples per second of one worker alone.")
-@click.option("--gpu", help="Instead of --step-time: v100, a100, ..., at 30 % of its peak.")
+@click.option("--gpu", help="Instead of --step-time: v100, a100, ..., at 30 % of its data sheet's peak.")
 @click.option("--batch", default=32, show_default=True, help="Samples per worker and step.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Codec times, a file of `cgx-ray profile`.")
 @click.option(

@@ -11,7 +11,6 @@ PEAK_TFLOPS = {
     "a10": 125, "a100": 312, "h100": 989, "h200": 989, "l4": 121, "l40s": 362, "rtx3090": 71, "rtx4090": 165, "t4": 65,
     "v100": 125,
 }  # fmt: skip
-DEFAULT_GPU = "v100"
 # Share of the peak that training reaches; published runs have 0.2 (convolutions) to 0.5 (large transformers).
 UTILISATION = 0.3
 
@@ -26,8 +25,8 @@ def compute_time(
 ) -> tuple[float, str]:
     """Return the seconds of forward and backward of one worker's step, and a sentence that says where they come from.
 
-    `batch` is the number of samples per worker and step. Give at most one of the others; the default is the measured
-    time of the model, or else `DEFAULT_GPU`.
+    `batch` is the number of samples per worker and step. Give one of the others, or none for a model whose times were
+    measured.
 
     step_s         the seconds themselves
     samples_per_s  samples that one worker trains per second, without communication
@@ -47,7 +46,12 @@ def compute_time(
         return seconds, f"{batch} samples per worker and step at {samples_per_s:g} samples/s"
     if gpu is None and model.measured_s is not None:
         return model.measured_s, f"measured times of {model.name}"
-    name = (gpu or DEFAULT_GPU).lower()
+    if gpu is None:
+        raise ConfigError(
+            f"how long a step of {model.name} computes is unknown; give --step-time 120ms, --throughput, --gpu a100, "
+            "or as --model a file of `cgx-ray profile-model`"
+        )
+    name = gpu.lower()
     if name not in PEAK_TFLOPS:
         raise ConfigError(
             f"no GPU {gpu!r}; known: {', '.join(PEAK_TFLOPS)}; or give the compute time or throughput of a step"

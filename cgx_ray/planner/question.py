@@ -10,7 +10,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.compute import compute_time
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.models import load_model
+from cgx_ray.planner.models import ModelDescription, load_model
 from cgx_ray.planner.profile import Profile, load_profile
 from cgx_ray.planner.scenario import (
     TYPICAL_GAINS,
@@ -87,8 +87,7 @@ def read_question(
     assumptions = [f"{compute_from}: {1e3 * compute_s:.4g} ms of forward and backward"]
     if samples_per_epoch is not None and (step_time is not None or compute_s == description.measured_s):
         assumptions.append(f"{batch} samples per worker and step (--batch)")
-    if not description.ready_s:
-        assumptions.append("a layer's share of backward is that of its multiply-adds; `cgx-ray profile-model` measures")
+    assumptions += _about_compute(description, gpu)
     if nodes > 1:
         assumptions.append(f"nodes of {nodes}, inside {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
     assumptions += _about_codecs(scenario, measured, given)
@@ -98,6 +97,16 @@ def read_question(
         price=None if price is None else Price(usd_per_hour=price, batch=batch, samples=samples_per_epoch),
         sweep=swept,
     )
+
+
+def _about_compute(model: ModelDescription, gpu: str | None) -> list[str]:
+    """Return the assumptions about what was not measured, or is not in the model."""
+    assumptions = ["no copies between a GPU and its host, and no NCCL: neither is in the model"]
+    if gpu is not None:
+        assumptions.append(f"nothing was measured on a GPU: the speed of {gpu} is that of its data sheet")
+    if not model.ready_s:
+        assumptions.append("a layer's share of backward is that of its multiply-adds; `cgx-ray profile-model` measures")
+    return assumptions
 
 
 def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, float]) -> list[str]:

@@ -34,7 +34,8 @@ LAN = Link.from_rates(bandwidth_gbps=1, latency_ms=0.5)
 
 def run(**changes: str | None) -> tuple[int, str]:
     """Run the command with a small model on a slow network, and `changes`; None leaves an option out."""
-    given = {"model": "resnet18", "workers": "4", "latency": "1ms", "bandwidth": "1gbps", **changes}
+    compute = {} if {"step-time", "throughput"} & changes.keys() else {"gpu": "v100"}
+    given = {"model": "resnet18", "workers": "4", "latency": "1ms", "bandwidth": "1gbps", **compute, **changes}
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
     result = CliRunner().invoke(main, ["plan", *words])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
@@ -148,6 +149,19 @@ def test_compute_time_is_as_given_or_by_throughput_or_by_the_gpu_and_says_so(tmp
     assert compute_time(measured, batch=1) == (0.4, "measured times of own")
     assert measured.step_s() == pytest.approx((0.1, 0.3))
     assert measured.step_s(0.2) == pytest.approx((0.05, 0.15))
+
+
+def test_what_is_not_in_the_model_of_a_gpu_is_assumed_aloud() -> None:
+    said = answer(gpu="a100")["assumptions"]
+    assert "nothing was measured on a GPU: the speed of a100 is that of its data sheet" in said
+    copies = "no copies between a GPU and its host, and no NCCL: neither is in the model"
+    assert copies in said
+    said = answer(**{"step-time": "50ms"})["assumptions"]
+    assert copies in said
+    assert not any("data sheet" in line for line in said)
+    # No GPU stands in for the user's.
+    code, output = run(gpu=None)
+    assert (code, "how long a step of resnet18 computes is unknown" in output) == (1, True), output
 
 
 def test_a_profile_brings_codec_times_and_the_network(tmp_path: Path) -> None:
