@@ -138,6 +138,7 @@ class Reports:
             plan_version=plan.version,
             ranks=(),
             step_s=(predicted.step_s,) * size,
+            between_s=(0.0,) * size,
             compute_s=(),
             encode_s=(predicted.codec_s / 2,) * size,
             exchange_s=(sum(one.seconds for one in transfers),) * size,

@@ -36,6 +36,8 @@ class ControllerFacts(Protocol):
     @property
     def dense_step_s(self) -> float | None: ...
     @property
+    def speed_up(self) -> float | None: ...
+    @property
     def prediction_error(self) -> float | None: ...
     @property
     def plan_version(self) -> int: ...
@@ -74,6 +76,7 @@ class ControllerMetrics:
             "cgx_ray_measured_step_seconds": facts.measured_step_s,
             "cgx_ray_predicted_dense_step_seconds": facts.predicted_dense_step_s,
             "cgx_ray_dense_step_seconds": facts.dense_step_s,
+            "cgx_ray_speed_up": facts.speed_up,
             "cgx_ray_prediction_error": facts.prediction_error,
             "cgx_ray_newest_plan_version": facts.plan_version,
             "cgx_ray_banned_options": facts.num_banned,

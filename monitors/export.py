@@ -16,14 +16,14 @@ RUN = "ray_train_run_name"
 RUN_ID = "ray_train_run_id"
 RANK = "ray_train_worker_world_rank"
 
-PHASES = ("compute", "encode", "exchange", "decode")
+PHASES = ("compute", "encode", "exchange", "decode", "between")
 STEP_SECONDS_BOUNDS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0]
 
 LABELS = {
     RUN: "name of the run",
     RUN_ID: "Ray Train's id of the run; empty without Ray",
     RANK: "rank in the run",
-    "phase": "compute, encode, exchange or decode",
+    "phase": "compute, encode, exchange, decode or between (steps)",
     "codec": "name of the codec, without parameters; `sharded` for FSDP2 models. For `cgx_ray_gain`, codec or option",
     "scheme": "name of the scheme; `sharded` for FSDP2 models",
     "density": "density of top-k",
@@ -72,7 +72,13 @@ _OPTION = (RANK, "codec", "scheme")
 
 METRICS: dict[str, Metric] = {
     # Set by the agent of each node, or by each rank without Ray.
-    "cgx_ray_step_seconds": Metric("histogram", "seconds", "node", (RANK,), "Time of a training step of a rank."),
+    "cgx_ray_step_seconds": Metric(
+        "histogram",
+        "seconds",
+        "node",
+        (RANK,),
+        "Time of a training step of a rank, without what the rank does between two steps.",
+    ),
     "cgx_ray_steps": Metric(
         "counter",
         "steps",
@@ -86,14 +92,17 @@ METRICS: dict[str, Metric] = {
         "node",
         (RANK, "phase"),
         "Time per step in a phase: compute (the step without the communication that compute does not hide), encode, "
-        "exchange or decode; mean over the last interval with steps. The last three may overlap with compute.",
+        "exchange, decode or between (what the rank does between two steps, such as an evaluation, a checkpoint or a "
+        "report; it is no part of the step); mean over the last interval with steps. Encode, exchange and decode may "
+        "overlap with compute.",
     ),
     "cgx_ray_exposed_seconds": Metric(
         "gauge",
         "seconds",
         "node",
         (RANK,),
-        "Communication per step that compute does not hide; mean over the last interval with steps.",
+        "Communication per step that compute does not hide, with the time for which this rank waits for others; mean "
+        "over the last interval with steps.",
     ),
     "cgx_ray_wire_bytes": Metric("counter", "bytes", "node", _OPTION, "Gradients sent by a rank, encoded."),
     "cgx_ray_dense_bytes": Metric(
@@ -309,6 +318,15 @@ METRICS: dict[str, Metric] = {
         "controller",
         (),
         "Time per dense step as it is known now: the model's, times the error that this run's dense steps have shown.",
+    ),
+    "cgx_ray_speed_up": Metric(
+        "gauge",
+        "ratio",
+        "controller",
+        (),
+        "Time of a dense step divided by that of a step under the plan in force; 1 if that is dense. Median over the "
+        "newest steps, each beside a dense step with the same compute, as predicted and corrected by measured dense "
+        "steps. The number of cgx-ray top and of the report.",
     ),
     "cgx_ray_prediction_error": Metric(
         "gauge",

@@ -31,6 +31,7 @@ def _gather(samples: Sequence[StepSample]) -> NodeStep:
         plan_version=samples[0].plan_version,
         ranks=tuple(one.rank for one in samples),
         step_s=tuple(one.step_s for one in samples),
+        between_s=tuple(one.between_s for one in samples),
         compute_s=tuple(one.compute_s for one in samples),
         encode_s=tuple(one.encode_s for one in samples),
         exchange_s=tuple(one.exchange_s for one in samples),

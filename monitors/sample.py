@@ -84,12 +84,14 @@ class Burst(NamedTuple):
 class StepSample:
     """One step of one rank. All times in seconds.
 
-    step_s     from the end of the previous exchange to the end of this one
+    step_s     from the end of the previous exchange to the end of this one, without `between_s`
+    between_s  what happened between the two steps: evaluations, checkpoints, reports, sleeps (`engine.step_clock`)
     compute_s  step_s less the communication that compute did not hide
     encode_s, exchange_s, decode_s
                sums over groups; groups overlap, so the sums may exceed the time that passed
     card_bytes bytes that this rank sent to ranks that share no memory with it
-    ready_s    for each group, time from the start of the step until backward had finished its last layer
+    ready_s    for each group, time from the start of the step, after `between_s`, until backward had finished its last
+               layer
     gain       compression gain by codec (`str(CodecSpec)`), on steps that measured it; also by option (`str(Option)`)
                where schemes differ. With error feedback it is predicted for the time when the residual has settled
     kept       gain that options in use really had, by `str(Option)`, on the same steps; only those with a residual
@@ -127,6 +129,7 @@ class StepSample:
     dense_bytes: int
     ready_s: tuple[float, ...]
     transfers: tuple[Transfer, ...]
+    between_s: float = 0.0
     gain: Mapping[str, float] = field(default_factory=dict)
     kept: Mapping[str, float] = field(default_factory=dict)
     gain_curve: tuple[float, ...] = ()
@@ -166,7 +169,7 @@ class NodeStep:
     """One step of those ranks of a node that have reported it.
 
     ranks      ascending
-    step_s, compute_s, encode_s, exchange_s, decode_s, wire_bytes, dense_bytes
+    step_s, between_s, compute_s, encode_s, exchange_s, decode_s, wire_bytes, dense_bytes
                as in `StepSample`, in the order of `ranks`
     ready_s    for each group, the time at which the last of these ranks had it
     transfers  for each group, the shortest of their exchanges
@@ -185,6 +188,7 @@ class NodeStep:
     plan_version: int
     ranks: tuple[int, ...]
     step_s: tuple[float, ...]
+    between_s: tuple[float, ...]
     compute_s: tuple[float, ...]
     encode_s: tuple[float, ...]
     exchange_s: tuple[float, ...]

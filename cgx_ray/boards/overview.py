@@ -38,12 +38,13 @@ _NOW = [
     ),
     Panel(
         title="How much faster is it than dense?",
-        meaning="Time of a dense step, as this run's dense steps have taught, divided by the measured time of a step. "
-        "Below 0.97 the promise of 3 % is broken, and the controller goes back to dense by itself.",
+        meaning="Time of a dense step, as this run's dense steps have taught, divided by that of the newest steps; 1 "
+        "while the plan is dense. Below 0.97 the promise of 3 % is broken, and the controller goes back to dense by "
+        "itself.",
         unit=TIMES,
         kind=Kind.NUMBER,
         colours=((None, RED), (0.97, YELLOW), (1.03, GREEN)),
-        queries=[Query(f"max({_DENSE}) / max({_MEASURED})", "dense / measured")],
+        queries=[Query(f"max({of('cgx_ray_speed_up')})", "dense / measured")],
     ),
     Panel(
         title="How much smaller is what is sent?",
@@ -78,12 +79,14 @@ _TIME = [
     Panel(
         title="Where does the time of a step go?",
         meaning="Mean over ranks. Compute is the step without what it waits for; exposed is the communication that "
-        "compute does not hide. Together they are the step.",
+        "compute does not hide. Together they are the step. Between steps ranks evaluate, save, report or sleep; ranks "
+        "that wait for such a rank show that as exposed.",
         unit=SECONDS,
         kind=Kind.STACK,
         queries=[
             Query(f"avg({of('cgx_ray_phase_seconds', phase='compute')})", "compute"),
             Query(f"avg({of('cgx_ray_exposed_seconds')})", "exposed communication"),
+            Query(f"avg({of('cgx_ray_phase_seconds', phase='between')})", "between steps"),
         ],
     ),
     Panel(
@@ -111,8 +114,8 @@ _TIME = [
     ),
     Panel(
         title="How even are the steps?",
-        meaning="Quantiles of the time of a step, all ranks. A 99th percentile far above the median: something "
-        "disturbs single steps, such as checkpoints or other jobs.",
+        meaning="Quantiles of the time of a step, all ranks, without the time between steps. A 99th percentile far "
+        "above the median: something disturbs single steps, such as other jobs.",
         unit=SECONDS,
         queries=[
             Query(

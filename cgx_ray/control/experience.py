@@ -112,12 +112,12 @@ class Experience:
         """Return `step` beside the predictions under `measured` for its own compute."""
         own = at_compute(measured, step.compute_s / self.stretch)
         predicted = predict(own, self._groups)
-        over_plan, over_dense = math.log(step.step_s / predicted.step_s), 0.0
+        over_plan, over_dense, kept = math.log(step.step_s / predicted.step_s), 0.0, 1.0
         if not predicted.is_dense:
             # Errors by layer may say that the plan in force keeps nothing.
             kept = 1.0 if predicted.efficiency is None else max(predicted.efficiency, MIN_KEPT)
             over_dense = math.log(step.step_s / kept / predict(own, self.dense_groups).step_s)
-        return PairedStep(step.step_s, step.compute_s, step.codec_s, over_plan, over_dense)
+        return PairedStep(step.step_s, step.compute_s, step.codec_s, over_plan, over_dense, math.log(kept))
 
     def _learn_stretch(self, compute_s: float) -> None:
         """Add a step's compute; compare dense steps with others once there are enough of both."""
@@ -203,6 +203,19 @@ class Experience:
     def slowdown(self, record: PlanRecord, measured: Measured) -> Evidence:
         """Return the logarithm of the seconds per progress in `record` over those of dense."""
         return evidence([step.over_dense for step in record.window]).less(self._dense_error(measured))
+
+    def speed_up(self, measured: Measured | None) -> float | None:
+        """Return the seconds of a dense step over those of a step under the plan in force, None if unknown; 1 if dense.
+
+        The only source of that number. It is the median over the newest steps, each beside a dense step with its own
+        compute, as predicted and then corrected by measured dense steps. Neither has the time between steps.
+        """
+        if is_dense(self.plan):
+            return 1.0
+        if measured is None or not self.record.window:
+            return None
+        slower = median(step.over_dense + step.log_kept for step in self.record.window)
+        return math.exp(self.baseline.on(measured.network.between).mean - slower)
 
     def _dense_error(self, measured: Measured) -> Evidence:
         """Return the error of dense predictions beside the plan with `_options`; more dense steps make it smaller."""

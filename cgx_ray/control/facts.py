@@ -22,6 +22,7 @@ class LoopFacts:
     predicted_dense_step_s
                       of a dense step, predicted with the last decision; dense_step_s is the same as it is known now,
                       with the errors that dense steps have taught
+    speed_up          see `Experience.speed_up`
     prediction_error  of the last outcome: measured over predicted seconds, less 1
     plan_version      of the newest plan
     num_banned        options that are banned now
@@ -45,6 +46,7 @@ class LoopFacts:
     measured_step_s: float | None
     predicted_dense_step_s: float | None
     dense_step_s: float | None
+    speed_up: float | None
     prediction_error: float | None
     plan_version: int
     num_banned: int

@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import add
 from statistics import median
 
 from cgx_ray.control.traffic import ObservedExchange, StepTraffic
@@ -16,13 +18,18 @@ from cgx_ray.planner.cost import terms
 # Seconds after its first report in which all ranks report a step. On a quiet machine they take up to 2 s: a rank tells
 # its agent every 0.5 s, and the agent tells the controller every second.
 AWAITED_S = 3.0
+# Values of `NodeStep` with a number per rank.
+MEAN_PARTS = ("step_s", "compute_s", "encode_s", "exchange_s", "decode_s", "wire_bytes", "dense_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedStep:
     """One step of all ranks, or of those that are not silent. Times in seconds.
 
+    step_s     median over ranks
+    between_s  longest pause of a rank before the step. The others wait for that rank, so it is no time of the step
     compute_s  of the slowest rank, which the others wait for
+    means      of MEAN_PARTS, over ranks
     ready_s    for each group, the time at which the last rank had it
     slowness   by rank that reported, its compute time over the median of these ranks
     traffic    network observations; with many ranks, of some of the pairs. The shortest exchange of each group counts:
@@ -42,8 +49,10 @@ class JoinedStep:
     step: int
     plan_version: int
     step_s: float
+    between_s: float
     compute_s: float
     codec_s: float
+    means: Mapping[str, float]
     ready_s: tuple[float, ...]
     slowness: Mapping[int, float]
     traffic: StepTraffic
@@ -166,20 +175,19 @@ def join(parts: Sequence[NodeStep], world_size: int) -> JoinedStep:
     norms = [norm for part in parts for norm in part.norms]
     losses = [loss for part in parts for loss in part.losses]
     rates = [lr for part in parts for lr in part.lrs]
-    step_s = median(seconds for part in parts for seconds in part.step_s)
-    compute_s = {rank: own_s for part in parts for rank, own_s in zip(part.ranks, part.compute_s, strict=True)}
+    columns = _columns(parts)
+    step_s = median(columns["step_s"])
+    compute_s = dict(zip((rank for part in parts for rank in part.ranks), columns["compute_s"], strict=True))
     usual_s = median(compute_s.values())
     num_local = parts[0].num_local if len({part.num_local for part in parts}) == 1 else 1
     return JoinedStep(
         step=parts[0].step,
         plan_version=parts[0].plan_version,
         step_s=step_s,
+        between_s=max(columns["between_s"]),
         compute_s=max(compute_s.values()),
-        codec_s=median(
-            encode_s + decode_s
-            for part in parts
-            for encode_s, decode_s in zip(part.encode_s, part.decode_s, strict=True)
-        ),
+        codec_s=median(map(add, columns["encode_s"], columns["decode_s"])),
+        means={name: math.fsum(columns[name]) / len(columns[name]) for name in MEAN_PARTS},
         ready_s=tuple(max(times) for times in zip(*(part.ready_s for part in parts), strict=True)),
         slowness={rank: compute_s[rank] / usual_s if usual_s > 0 else 1.0 for rank in sorted(compute_s)},
         traffic=_traffic(parts, step_s, world_size, num_local if num_local < world_size else 1),
@@ -194,6 +202,21 @@ def join(parts: Sequence[NodeStep], world_size: int) -> JoinedStep:
         lr=median(rates) if rates else None,
         inside=slowest_link(part.inside for part in parts),
     )
+
+
+def _columns(parts: Sequence[NodeStep]) -> dict[str, list[float]]:
+    """Return `between_s` and MEAN_PARTS by rank, without the time for which ranks wait for another one's pause."""
+    columns = {
+        name: list(chain.from_iterable(getattr(part, name) for part in parts)) for name in ("between_s", *MEAN_PARTS)
+    }
+    if (longest_s := max(columns["between_s"])) > 0:
+        waits_s = [longest_s - own_s for own_s in columns["between_s"]]
+        columns["step_s"] = [
+            max(step_s - wait_s, compute_s)
+            for step_s, wait_s, compute_s in zip(columns["step_s"], waits_s, columns["compute_s"], strict=True)
+        ]
+        columns["exchange_s"] = [max(s - wait_s, 0.0) for s, wait_s in zip(columns["exchange_s"], waits_s, strict=True)]
+    return columns
 
 
 def _mean(sums: Sequence[Sum]) -> float:

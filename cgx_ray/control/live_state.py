@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cgx_ray.control.joined_steps import MEAN_PARTS
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.progress import PARTS
 from cgx_ray.monitors.sample import NodeSample, NodeStep
 
 # Namespace of the controllers' actors.
@@ -60,6 +60,7 @@ class LiveState:
             "ranks": [self._rank_fields(rank) for rank in sorted(self._ranks)],
             "nodes": [self._node_fields(node_id) for node_id in self._loads],
             "bandwidth_gbps": [8e-9 * value for value in (rate.low, rate.value, rate.high)] if rate else None,
+            "speed_up": facts.speed_up,
             "latency_ms": facts.latency_s * 1e3 if facts.latency_s is not None else None,
             "slow_ranks": sorted(facts.slow_ranks),
             "silent_ranks": sorted(facts.silent_ranks),
@@ -71,7 +72,7 @@ class LiveState:
     def _rank_fields(self, rank: int) -> dict[str, Any]:
         step = self._ranks[rank]
         place = step.ranks.index(rank)
-        own = {part: getattr(step, part)[place] for part in PARTS}
+        own = {part: getattr(step, part)[place] for part in ("between_s", *MEAN_PARTS)}
         return {"rank": rank, "node": self._address(rank), "step": step.step, **own}
 
     def _node_fields(self, node_id: str) -> dict[str, Any]:

@@ -198,7 +198,7 @@ class ControlLoop:
         decided = self.follow(report)
         if self._ring is not None:
             self._ring.add(report, decided)
-        for line in self._progress.add(sample.steps, now_s, sample.time_s, state.facts):
+        for line in self._progress.due_lines(now_s, sample.time_s, state.facts):
             self._journal.write(line)
         return [one.decision for one in decided]
 
@@ -210,7 +210,9 @@ class ControlLoop:
         state.add_report(report.sample, report.ranks, report.now_s)
         for step in report.steps:
             self._last_step = step.step
-            if not state.add_step(step, report.now_s):
+            is_current = state.add_step(step, report.now_s)
+            self._progress.add_step(step, state.speed_up if is_current else None, report.now_s)
+            if not is_current:
                 continue
             at = _When(step.step, report.now_s, report.sample.time_s)
             self._write_outcome(state, step, at)

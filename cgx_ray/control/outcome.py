@@ -23,6 +23,7 @@ class PairedStep(NamedTuple):
     compute_s   as it was measured
     over_plan   logarithm of its seconds over those predicted for its plan
     over_dense  logarithm of its seconds per progress over those predicted for a dense step
+    log_kept    logarithm of its progress over that of a dense step
     """
 
     step_s: float
@@ -30,6 +31,7 @@ class PairedStep(NamedTuple):
     codec_s: float
     over_plan: float
     over_dense: float
+    log_kept: float = 0.0
 
 
 @dataclass(slots=True)

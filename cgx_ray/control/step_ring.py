@@ -31,7 +31,7 @@ from cgx_ray.plan import Plan
 logger = logging.getLogger(__name__)
 
 # Rises when a record or the loop's state changes.
-FORMAT = 5
+FORMAT = 6
 # Files in a run's folder, oldest first.
 OLD_NAME, NAME = "steps.ring.old", "steps.ring"
 # Fraction of its bound at which a file is full, so that hardly any record finds no room.

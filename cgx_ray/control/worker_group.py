@@ -59,6 +59,7 @@ class WorkerGroupState:
     pending     the last decision until its outcome is measured, else None
     setbacks    options that are banned
     tally       counts for the metrics
+    speed_up    of the newest steps over dense ones, see `Experience.speed_up`
     loss        trend before and since the last change of options
     """
 
@@ -104,6 +105,7 @@ class WorkerGroupState:
         self._predicted_s: float | None = None
         self._predicted_dense_s: float | None = None
         self._prediction_error: float | None = None
+        self.speed_up: float | None = None
         self._news: Cause | None = None
         self._slow_s = 0.0
         # Time of each node's last report, and of the last report of any node.
@@ -188,6 +190,7 @@ class WorkerGroupState:
         self.loss.add(step.loss)
         measured = self.measured() or self.decided
         ratio = self.experience.add(step, measured)
+        self.speed_up = self.experience.speed_up(measured)
         if measured is not None and ratio is not None:
             self._innovations.add(step.compute_s / self.experience.stretch, ratio, step.step_s)
             if self.network.is_known:
@@ -430,6 +433,7 @@ class WorkerGroupState:
             measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
             predicted_dense_step_s=self._predicted_dense_s,
             dense_step_s=self.experience.dense_s(measured) if measured is not None else None,
+            speed_up=self.speed_up,
             prediction_error=self._prediction_error,
             plan_version=self.plan.version,
             num_banned=len(self.setbacks.banned(self._recent[-1].step if self._recent else 0, self._now_s)),

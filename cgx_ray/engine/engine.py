@@ -22,7 +22,7 @@ from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import one_scale
 from cgx_ray.engine.observed import ObservedTraining
 from cgx_ray.engine.step import EarlyGradient, PendingBucket, StepRun
-from cgx_ray.engine.step_clock import StepClock
+from cgx_ray.engine.step_clock import PauseWatch, StepClock
 from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import Telemetry
@@ -92,6 +92,7 @@ class Engine:
         self.last_spans: list[Span] = []
         self.trace: StepTrace | None = None
         self._clock = StepClock(device)
+        self._pauses = PauseWatch()
         self.plan = plan
         self._groups = self._make_groups()
         self._num_threads = torch.get_num_threads()
@@ -343,6 +344,8 @@ class Engine:
         self._clock.restart()
         ended_s = self._clock.began_s
         with self.telemetry.optional("times, bytes and gains", self.step):
+            between_s = self._pauses.add(step.first_arrival - began_s, step.last_arrival - step.first_arrival)
+            began_s += between_s
             if step.meter is not None:
                 self._gains.charge(self.step, ended_s - began_s, step.meter.seconds)
             self.last_spans = spans_of_step(step, began_s)
@@ -351,7 +354,9 @@ class Engine:
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
             loss, lr = self.observed.take()
             checked = self._agreement.same_weights_at == self.step - 1
-            self.telemetry.add(replace(sample, loss=loss, lr=lr, inside=self._inside, checked_weights=checked))
+            self.telemetry.add(
+                replace(sample, between_s=between_s, loss=loss, lr=lr, inside=self._inside, checked_weights=checked)
+            )
         self.step += 1
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket]) -> None:

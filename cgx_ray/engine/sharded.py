@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.shard_exchange import ShardExchange
 from cgx_ray.engine.shard_memory import ShardMemory
 from cgx_ray.engine.shards import Unit
+from cgx_ray.engine.step_clock import PauseWatch
 from cgx_ray.engine.step_sample import sample_of_shards
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import CLOSE_S, WorkThread, follow_num_threads, noting_more, overdue_at_close
@@ -64,7 +66,8 @@ class ShardedEngine:
         self._failure: CGXError | None = None
         # Units reduced in the step under way.
         self._ran: list[Unit] = []
-        self._last_end_s = time.perf_counter()
+        self._last_end_s = self._first_s = time.perf_counter()
+        self._pauses = PauseWatch()
         # Seconds that the training thread has waited in this step. Only that thread uses it.
         self._waited_s = 0.0
         self._num_threads = torch.get_num_threads()
@@ -186,6 +189,7 @@ class ShardedEngine:
         if unit in self._ran:
             self._end_step(0.0)
         if not self._ran:
+            self._first_s = time.perf_counter()
             self._memory.settle()
         self._memory.follow_scale(scales, is_first=not self._ran)
         self._ran.append(unit)
@@ -208,8 +212,10 @@ class ShardedEngine:
         now = time.perf_counter()
         with self.telemetry.optional("times and bytes", self.step):
             dense_bytes = sum(unit.dense_bytes for unit in self._ran)
-            step_s = now - self._last_end_s
-            self.telemetry.add(sample_of_shards(self._exchange, self._rank, dense_bytes, step_s, waited_s))
+            between_s = self._pauses.add(self._first_s - self._last_end_s, now - self._first_s)
+            step_s = now - self._last_end_s - between_s
+            sample = sample_of_shards(self._exchange, self._rank, dense_bytes, step_s, waited_s)
+            self.telemetry.add(replace(sample, between_s=between_s))
         self._last_end_s = now
         self._ran = []
         self._exchange.next_step()

@@ -101,7 +101,7 @@ class StepRun:
         self.buckets: list[PendingBucket] = []
         self.phases = [Phases() for _ in groups]
         self.ready_at: list[float] = [0.0] * len(groups)
-        self.last_arrival = 0.0
+        self.first_arrival = self.last_arrival = 0.0
         self._transport = transport
         self._clock = clock
         self._seed = seed
@@ -194,6 +194,7 @@ class StepRun:
         if brought_by.computed is not None:
             # It may have waited in the queue: it counts as arrived when the device had computed it.
             brought_by.arrived_s = self._clock.time_of(brought_by.computed)
+        self.first_arrival = self.first_arrival or brought_by.arrived_s
         for name, gradient in gradients.items():
             group = self._group_of[name]
             was_ready = group.is_ready

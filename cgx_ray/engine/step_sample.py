@@ -89,14 +89,14 @@ def sample_of_shards(done: ShardExchange, rank: int, dense_bytes: int, step_s: f
     gradients only.
 
     rank      in the whole run
-    waited_s  seconds that the training thread has waited for the exchange
+    waited_s  seconds that the training thread has waited for the exchange, also in a pause before the step
     """
     return StepSample(
         rank=rank,
         step=done.step,
         plan_version=done.plan_version,
         step_s=step_s,
-        compute_s=step_s - waited_s,
+        compute_s=max(step_s - waited_s, 0.0),
         encode_s=sum(phases.encode for phases in done.phases),
         exchange_s=sum(phases.exchange for phases in done.phases),
         decode_s=sum(phases.decode for phases in done.phases),

@@ -129,6 +129,8 @@ def draw_view(view: LiveView) -> Panel:
         table.add_row("loss", f"{view.loss:.3f}")
     if view.plan is not None:
         table.add_row("plan", Text(printable(view.plan), style="bold"))
+    if view.speed is not None:
+        table.add_row("speed", view.speed)
     if view.ranks:
         table.add_row("ranks", _ranks(view.ranks))
     for index, link in enumerate(view.links if view.is_running else ()):

@@ -12,6 +12,8 @@ from cgx_ray.units import format_bytes, format_rate
 PARTS = ("compute", "encode", "exchange", "decode")
 # Decisions that are shown.
 SHOWN_DECISIONS = 3
+# Lines of the journal that are shown.
+_SHOWN_EVENTS = ("decision", "outcome", "progress")
 # Characters of a decision that are shown: three lines of 80 columns. The journal has the rest.
 SHOWN_CHARS = 190
 
@@ -47,6 +49,7 @@ class LiveView:
     """A training at this moment.
 
     num_steps  of the whole training; None if unknown
+    speed      against dense, and the share of the time between steps, in words; None if both are unknown
     links      lines of text
     notes      what deserves attention, such as slow ranks or lines of files that were skipped
     """
@@ -58,6 +61,7 @@ class LiveView:
     loss: float | None = None
     plan: str | None = None
     ranks: tuple[RankLine, ...] = ()
+    speed: str | None = None
     links: tuple[str, ...] = ()
     decisions: tuple[DecisionLine, ...] = ()
     notes: tuple[str, ...] = ()
@@ -85,6 +89,7 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
         loss=last_step.loss if last_step is not None else _reported_loss(record),
         plan=plan,
         ranks=ranks,
+        speed=_speed(record.progress, record.progress[-1].get("speed_up") if record.progress else None),
         links=tuple(links) or tuple(_estimated_links(record.progress[-1] if record.progress else None)),
         decisions=decision_lines(record.decisions, record.outcomes)[-SHOWN_DECISIONS:],
         notes=(*broken_note(record.broken), *_fault_note(record.faults)),
@@ -94,7 +99,7 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
 def view_of_controller(found: Mapping[str, Any]) -> LiveView:
     """Return the view of what the controller answers (`control.live_state`)."""
     journal = found["journal"]
-    by_event = {event: [line for line in journal if line["event"] == event] for event in ("decision", "outcome")}
+    by_event = {event: [line for line in journal if line["event"] == event] for event in _SHOWN_EVENTS}
     trial = " (on trial)" if found["plan"]["is_on_trial"] else ""
     slow = set(found["slow_ranks"])
     notes = [f"rank {rank} computes much longer than the others" for rank in sorted(slow)]
@@ -121,6 +126,7 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
             )
             for rank in found["ranks"]
         ),
+        speed=_speed(by_event["progress"], found["speed_up"]),
         links=(*_estimated_links(found), *map(_node_line, found["nodes"])),
         decisions=decision_lines(by_event["decision"], by_event["outcome"])[-SHOWN_DECISIONS:],
         notes=tuple(notes),
@@ -212,6 +218,16 @@ def _reported_loss(record: RunRecord) -> float | None:
 def _progress_line(line: Mapping[str, Any]) -> RankLine:
     parts = {part: line[f"{part}_s"] for part in PARTS}
     return RankLine(name="all ranks", node="", step_s=line["step_s"], parts=parts)
+
+
+def _speed(progress: Sequence[Mapping[str, Any]], speed_up: float | None) -> str | None:
+    """Return the speed of the newest steps, and the time between the steps of the newest progress line."""
+    said = [f"{speed_up:.2f}x as fast as dense"] if speed_up is not None else []
+    line = progress[-1] if progress else {}
+    if line.get("between_s"):
+        share = line["between_s"] / (line["between_s"] + line["step_s"])
+        said.append(f"{share:.0%} of the time between steps")
+    return ", ".join(said) or None
 
 
 def _estimated_links(line: Mapping[str, Any] | None) -> list[str]:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 from cgx_ray.report.live_view import outcomes_of
-from cgx_ray.report.record import RunRecord
+from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord
 
 # Mean prediction error, either way, from which predictions deserve attention.
 LARGE_ERROR = 0.2
 # Share of the step from which compute leaves little for compression to save.
 MOSTLY_COMPUTE = 0.85
+# Share of the time between steps from which it is the first thing to shorten.
+MUCH_BETWEEN = 0.3
 _PARTS = ("compute_s", "encode_s", "exchange_s", "decode_s")
 
 
 class StepSpan(NamedTuple):
     """Some steps of one plan: one, or those between two progress lines.
 
-    parts_s  compute, and what compute did not hide of encoding, exchange and decoding; None if unknown. They add up
-             to `step_s`
+    step_s     mean seconds of a step, without what happened between steps
+    parts_s    compute, and what compute did not hide of encoding, exchange and decoding; None if unknown. They add up
+               to `step_s`
+    between_s  mean seconds per step of what happened between steps, 0 where steps.jsonl does not tell
+    speed_up   against dense steps, as the controller knew it; None if it did not
     """
 
     time: float
@@ -29,6 +35,8 @@ class StepSpan(NamedTuple):
     step_s: float
     parts_s: tuple[float, float, float, float] | None
     version: int | None
+    between_s: float = 0.0
+    speed_up: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +49,24 @@ class SpeedUp:
 
 def spans(record: RunRecord) -> list[StepSpan]:
     """Return the run's steps, from steps.jsonl if there is one, else from the journal's progress lines."""
-    if record.steps:
-        return [
-            StepSpan(
-                line.time,
-                line.step,
-                1,
-                line.step_s,
-                _parts(line.step_s, [getattr(line, part) for part in _PARTS]),
-                line.plan_version,
-            )
-            for line in record.steps
-        ]
+    return _steps(record) if record.steps else _progress(record)
+
+
+def _steps(record: RunRecord) -> list[StepSpan]:
+    return [
+        StepSpan(
+            line.time,
+            line.step,
+            1,
+            line.step_s,
+            _parts(line.step_s, [getattr(line, part) for part in _PARTS]),
+            line.plan_version,
+        )
+        for line in record.steps
+    ]
+
+
+def _progress(record: RunRecord) -> list[StepSpan]:
     return [
         StepSpan(
             line["time"],
@@ -61,6 +75,8 @@ def spans(record: RunRecord) -> list[StepSpan]:
             line["step_s"],
             _parts(line["step_s"], [line[part] for part in _PARTS]),
             line["version"],
+            line.get("between_s", 0.0),
+            line.get("speed_up"),
         )
         for line in record.progress
     ]
@@ -91,9 +107,28 @@ def mean_parts(found: Sequence[StepSpan]) -> tuple[float, float, float, float] |
 
 
 def mean_step_s(found: Sequence[StepSpan]) -> float | None:
-    """Return the mean seconds of a step."""
+    """Return the mean seconds of a step, without what happened between steps.
+
+    Single steps count as the median of ten on end, as steps.jsonl does not tell a pause between two of them.
+    """
     total = sum(span.num_steps for span in found)
-    return sum(span.num_steps * span.step_s for span in found) / total if total else None
+    if not total:
+        return None
+    if total > len(found):
+        return sum(span.num_steps * span.step_s for span in found) / total
+    tens = [found[first : first + SMOOTHED_STEPS] for first in range(0, len(found), SMOOTHED_STEPS)]
+    return sum(len(ten) * median(span.step_s for span in ten) for ten in tens) / total
+
+
+def between_share(found: Sequence[StepSpan]) -> float:
+    """Return the share of the time that passed between steps, in evaluations, checkpoints, reports and the like."""
+    between_s = sum(span.num_steps * span.between_s for span in found)
+    return between_s / (between_s + steps_s(found)) if between_s else 0.0
+
+
+def steps_s(found: Sequence[StepSpan]) -> float:
+    """Return the seconds of all steps, without those between them."""
+    return sum(span.num_steps * span.step_s for span in found)
 
 
 def options_by_version(record: RunRecord) -> dict[int, Mapping[str, Mapping[str, Any]]]:
@@ -136,39 +171,35 @@ def density_and_bits(options: Mapping[str, Mapping[str, Any]]) -> tuple[float, f
 
 
 def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
-    """Return the speed-up against dense gradients: against the run `dense`, else against predicted dense steps."""
+    """Return the speed-up of all steps against dense gradients: against the run `dense`, else as the controller told.
+
+    The time between steps is in neither side.
+    """
     found = spans(record)
-    step_s = mean_step_s(found)
-    if step_s is None or step_s <= 0:
-        return None
     if dense is not None and dense is not record:
         others = spans(dense)
-        dense_s = mean_step_s(others)
-        if dense_s is not None:
+        step_s, dense_s = mean_step_s(found), mean_step_s(others)
+        if dense_s is not None and step_s:
             same = sum(span.num_steps for span in found) == sum(span.num_steps for span in others)
             note = "" if same else "; the two did not train the same number of steps"
             return SpeedUp(
                 ratio=dense_s / step_s,
                 known_by=f"measured: the mean step of the run {dense.name!r} took {dense_s:.3g} s{note}",
             )
-    paired = [(span, _decision_at(record, span)) for span in found]
-    known = [(span, line) for span, line in paired if line is not None]
-    total_s = sum(span.num_steps * span.step_s for span, _ in known)
-    if not total_s:
+    told = [span for span in _progress(record) if span.speed_up is not None]
+    if not steps_s(told):
         return None
-    dense_s = sum(span.num_steps * line["predicted_dense_s"] for span, line in known)
     plans = options_by_version(record)
-    num_dense = sum(span.num_steps for span in found if list(options_of(span.version, plans)) == ["dense"])
-    return SpeedUp(
-        ratio=dense_s / total_s,
-        known_by=f"predicted: dense steps by the model of the measured link, corrected by {num_dense} steps that were "
-        "measured with dense gradients in this run",
-    )
-
-
-def _decision_at(record: RunRecord, span: StepSpan) -> Mapping[str, Any] | None:
-    """Return the last decision before the end of a span."""
-    return next((line for line in reversed(record.decisions) if line["time"] <= span.time), None)
+    num_dense = sum(span.num_steps for span in told if list(options_of(span.version, plans)) == ["dense"])
+    if num_dense == sum(span.num_steps for span in told):
+        known_by = "measured: all steps were dense"
+    else:
+        known_by = (
+            "predicted: dense steps by the model of the measured link, corrected by "
+            f"{num_dense} steps that were measured with dense gradients in this run"
+        )
+    dense_s = sum(span.num_steps * span.step_s * (span.speed_up or 1.0) for span in told)
+    return SpeedUp(ratio=dense_s / steps_s(told), known_by=known_by)
 
 
 def duration_s(record: RunRecord) -> float:
@@ -202,6 +233,10 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
         return "Train once with policy='adaptive', which measures the link and finds the plan for it."
     if not record.decisions:
         return "Train with CGXConfig(policy='adaptive') for a while: without decisions there is nothing to improve."
+    if (share := between_share(found)) >= MUCH_BETWEEN:
+        return (
+            f"{share:.0%} of the time passed between steps, where no codec helps: evaluate, save and report less often."
+        )
     if parts is not None and parts[0] >= MOSTLY_COMPUTE * sum(parts):
         share = parts[0] / sum(parts)
         return (

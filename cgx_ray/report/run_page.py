@@ -12,6 +12,7 @@ from cgx_ray.report.live_view import change_of, outcomes_of
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.run_facts import (
     SpeedUp,
+    between_share,
     duration_s,
     mean_parts,
     mean_step_s,
@@ -19,6 +20,7 @@ from cgx_ray.report.run_facts import (
     prediction_errors,
     spans,
     speed_up,
+    steps_s,
     world_size,
 )
 from cgx_ray.report.run_pictures import Picture, draw_comparison, draw_losses, run_pictures
@@ -139,6 +141,8 @@ def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[
         pairs.append(("mean step", f"{step_s:.3g} s"))
     if parts is not None and sum(parts) > 0:
         pairs.append(("of it compute", f"{parts[0] / sum(parts):.0%}"))
+    if share := between_share(found):
+        pairs.append(("of the time between steps", f"{share:.0%}"))
     pairs.append(("decisions, new plans", f"{len(record.decisions)}, {_num_changes(record)}"))
     if errors:
         pairs.append(("mean prediction error", f"{sum(map(abs, errors)) / len(errors):.0%}"))
@@ -148,7 +152,9 @@ def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[
     if cost is not None:
         pairs.append(("cost so far", f"{cost:.4g} USD"))
         if gained is not None:
-            pairs.append(("with dense gradients", f"{cost * gained.ratio:.4g} USD"))
+            # The time between steps stays as it is.
+            longer = 1 + (gained.ratio - 1) * min(steps_s(found) / duration_s(record), 1.0)
+            pairs.append(("with dense gradients", f"{cost * longer:.4g} USD"))
     return pairs
 
 

@@ -13,6 +13,7 @@ from cgx_ray.report.live_view import outcomes_of
 from cgx_ray.report.record import RunRecord, smooth_losses
 from cgx_ray.report.run_facts import (
     StepSpan,
+    between_share,
     density_and_bits,
     mean_parts,
     options_by_version,
@@ -84,18 +85,22 @@ def draw_phases(record: RunRecord) -> Picture | None:
             ]
             axes.stairs(top, edges, baseline=below, fill=True, color=_PART_COLORS[index], label=name)
             below = top
+        if share := between_share(found):
+            top = [low + span.between_s for low, span in zip(below, found, strict=True)]
+            axes.stairs(top, edges, baseline=below, fill=True, color=YELLOW, label="between steps")
         means = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in zip(_PART_NAMES, parts, strict=True))
         alt = f"Stacked seconds per step over {found[-1].step + 1} steps. On average: {means}."
+        alt += f" Of the time {share:.0%} passed between steps." if share else ""
     changes = _mark_changes(axes, record)
     steps = ", ".join(map(str, changes))
     alt += f" The plan changed after step {steps}." if changes else " The plan never changed."
     axes.set(xlabel="step", ylabel="seconds per step", ylim=(0, None))
     axes.margins(x=0)
-    _finish(axes, num_columns=5)
+    _finish(axes, num_columns=6)
     return Picture(
         figure,
-        "Where the time of a step goes. Of encoding, exchange and decoding only what compute did not hide. Dashed: a "
-        "new plan was decided.",
+        "Where the time of a step goes. Of encoding, exchange and decoding only what compute did not hide. Between "
+        "steps: evaluations, checkpoints and the like. Dashed: a new plan was decided.",
         alt,
     )
 

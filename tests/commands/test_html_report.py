@@ -15,8 +15,19 @@ from support.browser import Browser, open_browser
 from support.control_runs import start
 
 from cgx_ray.cli import main
+from cgx_ray.control.live_state import LiveState
+from cgx_ray.report.live_view import view_of_controller, view_of_record
 from cgx_ray.report.record import load_run
-from cgx_ray.report.run_facts import mean_parts, next_step, options_by_version, shares_by, spans, speed_up
+from cgx_ray.report.run_facts import (
+    between_share,
+    mean_parts,
+    next_step,
+    options_by_version,
+    shares_by,
+    spans,
+    speed_up,
+    steps_s,
+)
 
 # Names of folders, and so of runs, that would be code in a page, a formula in a picture, or an order to a terminal.
 HOSTILE_NAMES = [
@@ -251,6 +262,53 @@ def test_the_speed_up_against_predicted_dense_steps_is_that_of_the_fake_network(
     found = spans(record)
     seconds = sum(span.num_steps * span.step_s for span in found)
     assert gained.ratio == pytest.approx((15 * 0.3 + 30 * 2.7 + 45 * 12.3) / seconds, rel=0.15)
+
+
+def test_pauses_make_no_run_slower_than_dense_and_are_no_compute(tmp_path: Path) -> None:
+    # 600 steps of 13 ms, dense but for three that time a codec in one layer. Every 50 steps all ranks report; rank 0
+    # evaluates every 30 and saves every 200.
+    def pause_s(step: int, rank: int) -> float:
+        alone_s = (0.4 if step % 30 == 0 else 0.0) + (3.0 if step % 200 == 0 else 0.0)
+        return (1.2 if step % 50 == 0 else 0.0) + (alone_s if rank == 0 else 0.0)
+
+    quiet, paused = start(tmp_path / "quiet"), start(tmp_path / "paused")
+    for run in (quiet, paused):
+        run.gbps, run.compute_s = 1e3, 0.013
+    paused.pause_s = pause_s
+    for run in (quiet, paused):
+        run.run(600)
+        run.loop.end(1e3)
+        assert run.loop.facts().speed_up == 1.0
+    plain, record = load_run(tmp_path / "quiet"), load_run(tmp_path / "paused")
+    assert [line["reason"] for line in record.decisions] == [line["reason"] for line in plain.decisions]
+    found = spans(record)
+    for other in (None, plain):
+        gained = speed_up(record, other)
+        assert gained is not None
+        assert f"{gained.ratio:.2f}x" == "1.00x"
+    assert mean_parts(found) == pytest.approx(mean_parts(spans(plain)))
+    told = max(line["step"] for line in record.progress)
+    total_s = sum(max(pause_s(step, rank) for rank in range(4)) for step in range(1, told + 1))
+    assert sum(span.num_steps * span.between_s for span in found) == pytest.approx(total_s)
+    assert between_share(found) == pytest.approx(total_s / (total_s + steps_s(found)))
+    assert "passed between steps, where no codec helps" in next_step(record, None)
+
+
+def test_top_the_report_and_the_metrics_have_the_same_speed_up(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.pause_s = lambda step, rank: 20.0
+    run.run(300)
+    record = load_run(tmp_path)
+    facts = run.loop.facts()
+    gained, newest = speed_up(record, None), record.progress[-1]["speed_up"]
+    assert gained is not None
+    # Dense takes 0.3 + 2.4 s, the plan 0.62 s.
+    assert newest == pytest.approx(facts.speed_up) == pytest.approx(2.7 / 0.62, rel=0.02)
+    assert gained.ratio == pytest.approx(newest, rel=0.05)
+    assert view_of_record(record).speed == f"{newest:.2f}x as fast as dense, 97% of the time between steps"
+    found = LiveState("run", []).fields(run.loop, record.progress)
+    assert view_of_controller(found).speed == view_of_record(record).speed
 
 
 def test_a_plan_that_fails_again_and_again_is_what_to_look_at_next(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from support.control_runs import LAYERS, WORLD, FakeTraining, start
 
 from cgx_ray.collectives.greeting import greeted
-from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
+from cgx_ray.control.joined_steps import JoinedStep, StepJoiner, join
 from cgx_ray.control.link_estimate import PassiveLink
 from cgx_ray.control.measured import layer_times
 from cgx_ray.engine.counted import FEWER, MAX_BURSTS, MAX_TELLING, counted_bursts, counted_lags, counted_peers
@@ -213,3 +213,18 @@ def test_a_step_is_the_same_whether_its_ranks_come_in_one_record_or_in_several(t
     assert whole.gain == {"bf16": pytest.approx((0.5 + 0.6 + 0.8) / 3)}
     assert whole.compute_s == pytest.approx(0.4)
     assert whole.slowness == {rank: pytest.approx(0.4 * (1 + rank)) for rank in range(WORLD)}
+
+
+def test_a_pause_of_one_rank_is_no_time_of_the_step_of_those_that_wait_for_it(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    quiet = join(node_steps([run.sample(rank) for rank in range(WORLD)]), WORLD)
+    run.pause_s = lambda step, rank: (10.0, 0.25, 0.0, 0.0)[rank]
+    paused = join(node_steps([run.sample(rank) for rank in range(WORLD)]), WORLD)
+    assert paused.between_s == 10.0
+    assert paused.step_s == pytest.approx(quiet.step_s)
+    assert (paused.compute_s, paused.slowness) == (quiet.compute_s, quiet.slowness)
+    assert paused.means == pytest.approx(quiet.means)
+    # A rank whose compute is longer than the pause has waited for nobody.
+    run.pause_s = lambda step, rank: 0.0 if rank else 0.25
+    slow = [replace(run.sample(rank), compute_s=5.0, step_s=5.5) for rank in range(WORLD)]
+    assert join(node_steps(slow), WORLD).step_s == pytest.approx(5.25)

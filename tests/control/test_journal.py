@@ -7,13 +7,15 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
-from support.control_runs import LAYERS, journal, start
+from support.control_runs import LAYERS, FakeTraining, journal, start
 
+from cgx_ray.control.joined_steps import JoinedStep, join
 from cgx_ray.control.journal import Journal
 from cgx_ray.control.progress import Progress
 from cgx_ray.control.recorded import read_layers, read_policy, read_situation, situation_fields
@@ -100,7 +102,7 @@ def test_every_option_can_be_read_from_its_text() -> None:
 def test_progress_adds_up_to_all_steps_and_names_the_link(eventful: Path) -> None:
     lines = journal(eventful, "progress")
     (end,) = journal(eventful, "end")
-    # Samples of a plan that has just ended, and those of the last seconds, are in no line.
+    # Those of the last seconds are in no line.
     assert 0.8 * end["step"] < sum(line["num_steps"] for line in lines) <= end["step"]
     low, estimate, high = lines[2]["bandwidth_gbps"]
     assert low <= estimate <= high
@@ -110,25 +112,31 @@ def test_progress_adds_up_to_all_steps_and_names_the_link(eventful: Path) -> Non
     assert versions == sorted(versions)
 
 
-def test_steps_of_several_nodes_are_counted_once(tmp_path: Path) -> None:
-    run, progress, lines = start(tmp_path), Progress(), []
-    for step in range(0, 60, 3):
-        for node in (0, 1):
-            samples = [replace(run.sample(node), step=step + late) for late in range(3)]
-            time_s = step + node / 2
-            lines += progress.add(node_steps(samples), time_s, time_s=time_s, facts=run.loop.facts)
-    assert sum(line["num_steps"] for line in lines) == lines[-1]["step"] + 1
+def joined(run: FakeTraining, step: int, losses: Sequence[float | None] = (None, None)) -> JoinedStep:
+    samples = [replace(run.sample(rank), step=step, loss=loss) for rank, loss in enumerate(losses)]
+    return join(node_steps(samples), len(samples))
 
 
 def test_progress_has_the_mean_of_the_losses_that_are_reported(tmp_path: Path) -> None:
     run = start(tmp_path)
     progress = Progress()
-    losses = [(3.0, 4.0), (math.nan, 5.0), (None, None)]
     lines = []
-    for step, of_ranks in enumerate(losses):
-        samples = [replace(run.sample(rank), step=step, loss=loss) for rank, loss in enumerate(of_ranks)]
-        lines += progress.add(node_steps(samples), 3.0 * step, time_s=3.0 * step, facts=run.loop.facts)
-    assert [line["loss"] for line in lines] == [4.0, None]
+    for step, losses in enumerate([(9.0, 9.0), (3.0, 4.0), (math.nan, 5.0), (None, None)]):
+        progress.add_step(joined(run, step, losses), None, 3.0 * step)
+        lines += progress.due_lines(3.0 * step, time_s=3.0 * step, facts=run.loop.facts)
+    assert [line["loss"] for line in lines] == [3.5, 5.0, None]
+
+
+def test_progress_of_a_plan_that_has_ended_is_in_a_line_of_its_own(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    progress = Progress()
+    # The first step of a training is in no line.
+    for step, speed_up in enumerate((9.0, 1.0, 1.0, None, 3.0, 5.0)):
+        version = 0 if step < 3 else 1
+        progress.add_step(replace(joined(run, step), plan_version=version), speed_up, 0.0)
+    lines = [*progress.due_lines(0.1, 0.1, run.loop.facts), *progress.due_lines(2.1, 2.1, run.loop.facts)]
+    found = [(line["version"], line["step"], line["num_steps"], line["speed_up"]) for line in lines]
+    assert found == [(0, 2, 2, 1.0), (1, 5, 3, 4.0)]
 
 
 @pytest.mark.fault(

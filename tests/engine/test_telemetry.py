@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import ranks
-from support.branches import Branches, train
+from support.branches import Branches, batch, train
 from support.ranks import run_ranks
 from support.sharded import make_mesh, shard, weights_of
 from support.sharded import train as train_sharded
@@ -19,10 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from cgx_ray.codecs.gain import GainCurve
 from cgx_ray.collectives import Transport
+from cgx_ray.control.joined_steps import join
 from cgx_ray.engine import step_sample as sample_module
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.gain_meter import GainMeter
-from cgx_ray.monitors.sample import CURVE_DENSITIES
+from cgx_ray.engine.step_clock import PauseWatch
+from cgx_ray.monitors.node_step import node_steps
+from cgx_ray.monitors.sample import CURVE_DENSITIES, StepSample
 from cgx_ray.plan import CodecSpec, Plan, make_plan
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
@@ -168,3 +173,82 @@ def test_an_error_of_what_is_measured_of_shards_is_said_once() -> None:
     assert (no_words, steps, no_steps) == ([], [0, 1, 2], [])
     assert len(said) == 1
     assert said[0].startswith("rank 1, step 0: times and bytes could not be measured")
+
+
+def test_what_exceeds_twice_the_usual_time_before_backward_is_a_pause() -> None:
+    watch = PauseWatch()
+    # The first steps tell what is usual: the first one of all loads data and compiles.
+    assert [watch.add(before_s, 2.0) for before_s in (60.0, 1.0, 1.0, 1.0, 1.9)] == [0.0] * 5
+    assert watch.add(31.0, 2.0) == 30.0
+    # A batch that is three times as long needs three times as long for both.
+    assert watch.add(3.0, 6.0) == 0.0
+    assert [watch.add(1.0, 2.0) for _ in range(5)] == [0.0] * 5
+    assert watch.add(33.0, 6.0) == 30.0
+    # Pauses before every other step stay pauses; in each step they are a part of it.
+    assert [watch.add(before_s, 2.0) > 0 for before_s in (1.25, 9.0) * 50] == [False, True] * 50
+    assert [watch.add(9.0, 2.0) > 0 for _ in range(40)][-1] is False
+
+
+def test_without_a_time_of_backward_the_time_before_it_tells_alone() -> None:
+    watch = PauseWatch()
+    # One bucket brings all gradients.
+    assert [watch.add(before_s, 0.0) for before_s in (1.0, 1.0, 1.0, 5.0)] == [0.0, 0.0, 0.0, 4.0]
+
+
+PAUSE_S = 1.0
+NUM_STEPS = 12
+
+
+def _pause(model: torch.nn.Module, rank: int, step: int) -> None:
+    """Do what trainings do between steps: all ranks sleep before step 6, rank 0 evaluates and saves before step 9."""
+    if step == 6:
+        time.sleep(PAUSE_S)
+    if step == 9 and rank == 0:
+        ends_s = time.perf_counter() + PAUSE_S
+        with torch.no_grad():
+            while time.perf_counter() < ends_s:
+                model(batch(rank, step))
+        torch.save(model.state_dict(), io.BytesIO())
+
+
+def _train_with_pauses(rank: int) -> list[StepSample]:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model)
+    for step in range(NUM_STEPS):
+        # The model itself, as DDP takes part in no evaluation of one rank.
+        _pause(model.module, rank, step)
+        train(model, rank, range(step, step + 1))
+    samples = attachment.take_samples()
+    attachment.close()
+    return samples
+
+
+def test_sleeps_evaluations_and_checkpoints_are_between_the_steps_and_no_compute() -> None:
+    of_rank = run_ranks(2, _train_with_pauses)
+    steps = [join(node_steps(of_step), 2) for of_step in zip(*of_rank, strict=True)]
+    assert len(steps) == NUM_STEPS
+    for step in (steps[6], steps[9]):
+        assert step.between_s > PAUSE_S / 2, step
+        assert step.compute_s < PAUSE_S / 2, step
+        assert step.step_s < PAUSE_S / 2, step
+        assert step.means["exchange_s"] < PAUSE_S / 2, step
+    # Rank 1 has waited for rank 0.
+    assert of_rank[1][9].between_s < PAUSE_S / 2 < of_rank[1][9].step_s
+
+
+def _train_sharded_with_pauses(rank: int) -> list[StepSample]:
+    model = shard(Branches(), make_mesh())
+    attachment = cgx_ray.attach(model, codec="qsgd")
+    for step in range(8):
+        if step == 6:
+            time.sleep(PAUSE_S)
+        train_sharded(model, rank, range(step, step + 1))
+    samples = attachment.take_samples()
+    attachment.close()
+    return samples
+
+
+def test_pauses_of_a_sharded_model_are_no_compute() -> None:
+    for samples in run_ranks(2, _train_sharded_with_pauses):
+        assert samples[6].between_s > PAUSE_S / 2
+        assert samples[6].compute_s <= samples[6].step_s < PAUSE_S / 2

@@ -64,6 +64,7 @@ class FakeTraining:
     clock        of the nodes, by step
     silent       ranks whose samples are lost
     inside       link inside the node that a rank tells
+    pause_s      before a step, by step and rank; the other ranks wait for the longest
     has_mesh     ranks greet each other, so messages are pushed and exchanges are not sure
     """
 
@@ -81,6 +82,7 @@ class FakeTraining:
     lr: float | None = None
     clock: Callable[[int], float] = float
     late_rank_s: float = 0.0
+    pause_s: Callable[[int, int], float] = lambda step, rank: 0.0
     step: int = 0
     noise: float = 0.0
     latency_s: float = 1e-4
@@ -146,16 +148,19 @@ class FakeTraining:
         exchange = sum(transfer.seconds for transfer in transfers)
         compute_s = self.compute_s * (1.0 if is_dense(plan) else self.stretch)
         late_s = self.late_rank_s if rank else 0.0
+        pauses_s = [self.pause_s(self.step, one) for one in range(WORLD)]
+        waits_s = max(pauses_s) - pauses_s[rank]
         # Sparse codecs need two measurements that agree. Step 2 has the second one, before the first decision.
         is_measured = self.step % 20 == 1 or self.step == 2
         return StepSample(
             rank=rank,
             step=self.step,
             plan_version=plan.version,
-            step_s=(compute_s + exchange) * self._factor(plan),
+            step_s=(compute_s + exchange) * self._factor(plan) + waits_s,
+            between_s=pauses_s[rank],
             compute_s=compute_s * (1 + self.noise),
             encode_s=0.002,
-            exchange_s=exchange + late_s,
+            exchange_s=exchange + late_s + waits_s,
             decode_s=0.002,
             wire_bytes=1,
             dense_bytes=1,

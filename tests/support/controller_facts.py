@@ -22,6 +22,7 @@ class KnownFacts:
     measured_step_s: float = 0.25
     predicted_dense_step_s: float = 0.5
     dense_step_s: float = 0.6
+    speed_up: float = 2.4
     prediction_error: float = 0.25
     plan_version: int = 3
     num_banned: int = 2
