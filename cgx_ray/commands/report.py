@@ -16,6 +16,7 @@ from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.run_facts import spans, world_size
 from cgx_ray.report.run_page import Extras, report_page
 from cgx_ray.report.show import print_line
+from cgx_ray.units import format_count
 
 
 @click.command()
@@ -36,17 +37,20 @@ def report(run_dir: Path, events: Path | None, html: Path, price: float | None, 
     """
     folder = run_dir.resolve()
     records = _read_runs(folder, events)
-    last = records[-1]
-    num_plans = sum(line["kind"] != "keep" for line in last.decisions)
-    plot_runs(records, plot, title=f"{folder.name}: {world_size(last)} workers")
+    plot_runs(records, plot, title=f"{folder.name}: {world_size(records[-1])} workers")
     write_page(html, folder.name, records, usd_per_hour=price)
     console = console_for(None)
     for record in records:
-        for note in broken_note(record.broken):
+        for note in (*broken_note(record.broken), *record.cut):
             print_line(console, note)
-    print_line(
-        console, f"{len(last.decisions)} decisions, {num_plans} for another plan; picture: {plot}; report: {html}"
-    )
+    decided = [record for record in records if record.decisions]
+    counts = [f"{f'{one.name}: ' if len(decided) > 1 else ''}{_decisions_of(one)}" for one in decided]
+    print_line(console, f"{'; '.join(counts)}; picture: {plot}; report: {html}")
+
+
+def _decisions_of(record: RunRecord) -> str:
+    num_plans = sum(line["kind"] != "keep" for line in record.decisions)
+    return f"{format_count(len(record.decisions), 'decision')}, {num_plans} for another plan"
 
 
 def write_page(path: Path, title: str, records: Sequence[RunRecord], *, usd_per_hour: float | None = None) -> None:

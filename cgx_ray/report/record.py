@@ -72,6 +72,17 @@ class RunRecord:
         self._network_tail = _Tail(self._network_path, lambda line: LinkEvent(**line), self.broken)
 
     @property
+    def cut(self) -> list[str]:
+        """The files that end in half a line, in words. It is being written, or its writer was killed."""
+        tails = (self._steps_tail, self._journal_tail, self._network_tail)
+        return [
+            f"{tail.path}: the last line is cut, and left out: it is being written, or the run was killed, or its disk "
+            "was full"
+            for tail in tails
+            if tail.is_cut
+        ]
+
+    @property
     def changes(self) -> list[LinkEvent]:
         """Changes of links after the start."""
         return [event for event in self.network if event.event == "change"]
@@ -175,23 +186,26 @@ class _Tail(Generic[_Value]):
     """
 
     def __init__(self, path: Path, parse: Callable[[dict[str, Any]], _Value], broken: list[str]) -> None:
-        self._path, self._parse, self._broken = path, parse, broken
+        self.path, self._parse, self._broken = path, parse, broken
+        self.is_cut = False
         self._offset = self._num_lines = 0
 
     def lines(self) -> Iterator[_Value]:
-        if not self._path.exists():
+        self.is_cut = False
+        if not self.path.exists():
             return
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             file.seek(self._offset)
             for raw in file:
                 if not raw.endswith(b"\n"):
-                    return  # it is still being written
+                    self.is_cut = True  # or still being written
+                    return
                 self._offset += len(raw)
                 self._num_lines += 1
                 try:
                     value = self._parse(json.loads(raw))
                 except (LookupError, TypeError, ValueError, LabError, RecursionError) as error:
                     reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-                    self._broken.append(f"{self._path}, line {self._num_lines} is broken ({reason:.200})")
+                    self._broken.append(f"{self.path}, line {self._num_lines} is broken ({reason:.200})")
                     continue
                 yield value

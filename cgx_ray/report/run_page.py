@@ -204,8 +204,9 @@ def _plan(plan: Mapping[str, Any]) -> str:
 
 def _broken(records: Sequence[RunRecord]) -> list[str]:
     broken = [line for record in records for line in record.broken]
+    cut = [page.paragraph(line, kind="dim") for record in records for line in record.cut]
     if not broken:
-        return []
+        return cut
     more = [page.paragraph(f"... and {len(broken) - _NAMED_LINES} more")] if len(broken) > _NAMED_LINES else []
     lines = [page.paragraph(line, kind="dim") for line in broken[:_NAMED_LINES]]
-    return [page.heading(2, f"Skipped: {format_count(len(broken), 'broken line')}"), *lines, *more]
+    return [page.heading(2, f"Skipped: {format_count(len(broken), 'broken line')}"), *lines, *more, *cut]

@@ -154,8 +154,15 @@ def test_runs_of_a_folder_are_compared(browser: Browser, tmp_path: Path) -> None
     for name in ("one", "two"):
         train(tmp_path / name)
         write_steps(tmp_path / name, step_s=0.5, parts=True)
-    page, _ = report(tmp_path, tmp_path, "--price", "3.6")
+    run = start(tmp_path / "two")
+    run.run(3)
+    page, said = report(tmp_path, tmp_path, "--price", "3.6")
     check_as_a_reader(browser, page)
+    # Each run has its own counts.
+    records = {name: load_run(tmp_path / name) for name in ("one", "two")}
+    counts = [f"{name}: {len(record.decisions)} decisions, " for name, record in records.items()]
+    assert all(count in said.replace("\n", " ") for count in counts), (counts, said)
+    assert len({len(record.decisions) for record in records.values()}) == 2
     text = browser.run("document.body.innerText")
     assert "measured: the mean step of the run 'dense' took 2 s" in text
     headings = browser.run("[...document.querySelectorAll('h1,h2')].map(e => e.innerText)")

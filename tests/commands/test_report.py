@@ -243,7 +243,10 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
     page = tmp_path / "report.html"
     done = CliRunner().invoke(main, ["report", str(adaptive.run_dir), "--plot", str(picture), "--html", str(page)])
     assert done.exit_code == 0, done.output
-    assert done.output == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}\n"
+    cut, said = done.output.splitlines()
+    assert cut.startswith(f"{adaptive.run_dir / 'decisions.jsonl'}: the last line is cut, and left out: ")
+    assert cut in page.read_text()
+    assert said == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}"
     assert picture.read_bytes()[1:4] == b"PNG"
 
 
