@@ -14,7 +14,7 @@ class ControllerFacts(Protocol):
     @property
     def bandwidth_bits_per_s(self) -> float | None: ...
     @property
-    def bandwidth_error(self) -> float | None: ...
+    def bandwidth_spread_bits_per_s(self) -> Mapping[str, float]: ...
     @property
     def latency_s(self) -> float | None: ...
     @property
@@ -70,7 +70,6 @@ class ControllerMetrics:
         """Set the gauges and counters; `num_journal_errors` is the total so far."""
         values = {
             "cgx_ray_link_bandwidth_bits_per_second": facts.bandwidth_bits_per_s,
-            "cgx_ray_link_bandwidth_error": facts.bandwidth_error,
             "cgx_ray_worker_latency_seconds": facts.latency_s,
             "cgx_ray_predicted_step_seconds": facts.predicted_step_s,
             "cgx_ray_measured_step_seconds": facts.measured_step_s,
@@ -84,6 +83,8 @@ class ControllerMetrics:
         for name, value in values.items():
             if value is not None:
                 self._sink.set(name, value, self._run)
+        for side, rate in facts.bandwidth_spread_bits_per_s.items():
+            self._sink.set("cgx_ray_link_bandwidth_spread_bits_per_second", rate, {**self._run, "side": side})
         self._set_of("cgx_ray_slow_link_bits_per_second", RANK, facts.slow_link_bits_per_s)
         self._set_of("cgx_ray_slow_rank", RANK, dict.fromkeys(facts.slow_ranks, 1))
         self._set_of("cgx_ray_silent_node", "peer", dict.fromkeys(facts.silent_nodes, 1))

@@ -30,6 +30,7 @@ LABELS = {
     "peer": "id of a node",
     "direction": "sent or received",
     "resource": "cpu or memory",
+    "side": "low or high",
     "kind": "keep, replace or disable",
     "fault": "time_out (a rank did not answer in time), damaged (CRC-32C of a message), weights_differ, connection (a "
     "rank is gone or hung up) or other",
@@ -254,12 +255,12 @@ METRICS: dict[str, Metric] = {
         "Bandwidth of a worker's link, estimated from the training's messages or from probes. If some links are slow, "
         "that of the slowest.",
     ),
-    "cgx_ray_link_bandwidth_error": Metric(
+    "cgx_ray_link_bandwidth_spread_bits_per_second": Metric(
         "gauge",
-        "ratio",
+        "bits per second",
         "controller",
-        (),
-        "Half the width of the bandwidth's 95 % interval, as a fraction of the bandwidth.",
+        ("side",),
+        "Spread of the measurements behind the bandwidth. No confidence interval: the link may be faster or slower.",
     ),
     "cgx_ray_worker_latency_seconds": Metric(
         "gauge", "seconds", "controller", (), "One-way latency between workers that are not near each other."

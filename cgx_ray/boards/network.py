@@ -19,22 +19,16 @@ from cgx_ray.boards.board import (
 )
 from cgx_ray.monitors.export import RANK
 
-_BANDWIDTH, _ERROR = (
-    f"max({of('cgx_ray_link_bandwidth_bits_per_second')})",
-    f"max({of('cgx_ray_link_bandwidth_error')})",
-)
-
 _LINKS = [
     Panel(
         title="How fast is a link?",
-        meaning="Bandwidth of a worker's link with its 95 % interval; of the slowest, if some are slow. Plans are made "
-        "for it.",
+        meaning="Bandwidth of a worker's link; of the slowest, if some are slow. Plans are made for it. Low and high "
+        "are the spread of the measurements, and no confidence interval.",
         unit=BITS_PER_S,
         is_log=True,
         queries=[
-            Query(_BANDWIDTH, "bandwidth"),
-            Query(f"{_BANDWIDTH} * (1 - {_ERROR})", "low"),
-            Query(f"{_BANDWIDTH} * (1 + {_ERROR})", "high"),
+            Query(f"max({of('cgx_ray_link_bandwidth_bits_per_second')})", "bandwidth"),
+            Query(f"max by (side) ({of('cgx_ray_link_bandwidth_spread_bits_per_second')})", "{{side}}"),
         ],
         empty="the bandwidth is not known yet",
     ),

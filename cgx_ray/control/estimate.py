@@ -1,4 +1,4 @@
-"""Estimates with intervals, and the quantiles that they are made from."""
+"""Estimates with the spread of what they are made from, and the quantiles of both."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# Largest ratio of an interval's ends with which an estimate counts as known. A wider interval says little and calls for
-# a probe. Bursts that fill a link of 100 or 200 Mbit/s have 1.04 to 1.09. On links of 1 and 2 Gbit/s that two cores do
+# Largest ratio of a spread's ends with which an estimate counts as known. A wider spread says little and calls for a
+# probe. Bursts that fill a link of 100 or 200 Mbit/s have 1.04 to 1.09. On links of 1 and 2 Gbit/s that two cores do
 # not fill, their estimates are up to 20 % too low, with 1.12 to 1.25.
 SURE_FACTOR = 1.15
-# Least ratio of the ends of an interval that must not count as known.
+# Least ratio of the ends of a spread that must not count as known.
 NOT_SURE_FACTOR = 1.01 * SURE_FACTOR
 # Standard deviations on either side of the mean that hold 95 % of a normal distribution.
 Z_95 = 1.96
@@ -20,7 +20,10 @@ Z_95 = 1.96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A number with the interval that it lies in.
+    """A number, and the spread of the measurements that it was made from.
+
+    The spread says how far the measurements agree. It is no confidence interval, since all of them may be too low or
+    too high: on simulated links bursts were off by 0.3 to 1.6 %, and their spread held the truth in 6 of 720 cases.
 
     source  the data it was made from, such as "bursts" or "probes"
     """

@@ -62,7 +62,7 @@ class LoopFacts:
         return 8 * self.bandwidth.value if self.bandwidth is not None else None
 
     @property
-    def bandwidth_error(self) -> float | None:
-        """Half the width of the bandwidth's interval, as a fraction of the bandwidth."""
+    def bandwidth_spread_bits_per_s(self) -> Mapping[str, float]:
+        """Lower and upper end of the bandwidth's spread; empty if the bandwidth is unknown."""
         rate = self.bandwidth
-        return (rate.high - rate.low) / (2 * rate.value) if rate is not None else None
+        return {"low": 8 * rate.low, "high": 8 * rate.high} if rate is not None else {}

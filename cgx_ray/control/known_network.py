@@ -60,7 +60,7 @@ FALL = 1.08
 # Probed paths that replace sure messages, or all if there are fewer. On 12 networks, beside a training, the mean of two
 # was off by more than 10 % in up to half of the cases, the upper median of four in 0 to 4 %, on one network in 15 %.
 NUM_CONFIRMING = 4
-# Ratio of the interval's ends up to which messages show a slow link clearly. With one slow uplink it was 1.2 to 1.5;
+# Ratio of the spread's ends up to which messages show a slow link clearly. With one slow uplink it was 1.2 to 1.5;
 # where few bursts named a link that was not slow, 3 and more.
 CLEAR_FACTOR = 1.5
 # Bytes per second of sure messages from which probes check them, as some read 444 of 500 Mbit/s. Messages fill slower

@@ -363,7 +363,7 @@ def _bytes_per_hop(exchanges: Sequence[ObservedExchange]) -> float:
 
 
 def _not_sure(known: Estimate, found: Estimate) -> Estimate:
-    """Return what was known, with an interval that also holds what was `found`, and that is too wide to be sure."""
+    """Return what was known, with a spread that also holds what was `found`, and that is too wide to be sure."""
     high = max(known.high, found.high, NOT_SURE_FACTOR * known.low)
     return replace(known, low=min(known.low, found.low), high=high)
 

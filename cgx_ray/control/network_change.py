@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cgx_ray.planner.cost import Link
 
-# Ratio of two bandwidths. Larger than the interval of an estimate that is sure (1.15x), so noise is no change.
+# Ratio of two bandwidths. Larger than the spread of an estimate that is sure (1.15x), so noise is no change.
 LINK_CHANGE = 1.5
 # Ratio of two latencies. Larger than for bandwidths, since busy processors add to latencies.
 LATENCY_CHANGE = 2.0

@@ -104,7 +104,7 @@ def estimate_from_bursts(
     down  receiving rate by rank, of `link_rates`
     slow  rates of ranks with a slow link
 
-    The interval reaches down to the median burst: where messages do not fill the link, most bursts are far slower than
+    The spread reaches down to the median burst: where messages do not fill the link, most bursts are far slower than
     the fastest, and the estimate is not sure. With fewer than MIN_SURE_BURSTS it is twice as wide on either side. If a
     link is slow, only what came through that link says how sure its rate is.
     """
@@ -129,8 +129,8 @@ def fit_exchanges(exchanges: Sequence[ObservedExchange]) -> Estimate | None:
 
     The model is seconds / hops = alpha + beta * bytes / hops. The estimate of beta is the median slope between pairs
     whose bytes per hop differ by SIZE_FACTOR, so latency need not be known. Only the fastest exchanges of each size
-    count. The interval is that of Sen (1968). Its upper end subtracts BYTE_WORK_S per byte, so a rate that processors
-    could limit is not sure.
+    count. The spread is the interval of Sen (1968). Its upper end subtracts BYTE_WORK_S per byte, so a rate that
+    processors could limit is not sure.
     """
     by_size: dict[float, list[float]] = defaultdict(list)
     for one in exchanges:
@@ -158,7 +158,7 @@ def estimate_at_latency(
 ) -> Estimate | None:
     """Return the bandwidth under the assumption that a message takes `latency_s`, or None without exchanges.
 
-    All exchanges of a step count as one, since small ones say little. The interval reaches from the rate with no
+    All exchanges of a step count as one, since small ones say little. The spread reaches from the rate with no
     latency to the rate with HOP_WORK_S more per hop, so an estimate from short exchanges is not sure.
 
     is_pushed  senders do not wait for receivers. Then the last rank finds the messages of the others already there, in

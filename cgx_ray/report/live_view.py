@@ -237,7 +237,7 @@ def _estimated_links(line: Mapping[str, Any] | None) -> list[str]:
     found = []
     if line["bandwidth_gbps"] is not None:
         low, value, high = (format_rate(float(f"{gbps * 1e9:.3g}")) for gbps in line["bandwidth_gbps"])
-        found.append(f"{value} per rank, surely between {low} and {high}")
+        found.append(f"{value} per rank (spread {low} to {high})")
     if line["latency_ms"] is not None:
         found.append(f"{line['latency_ms']:.2g} ms of latency, one way")
     return [", ".join(found)] if found else []

@@ -131,7 +131,7 @@ def draw_loss(record: RunRecord) -> Picture | None:
 
 
 def draw_link(record: RunRecord) -> Picture | None:
-    """Draw the estimated bandwidth with its interval, and what decisions used."""
+    """Draw the estimated bandwidth with the spread of its measurements, and what decisions used."""
     lines = [line for line in record.progress if line["bandwidth_gbps"] is not None]
     if not lines and not record.decisions:
         return None
@@ -139,7 +139,7 @@ def draw_link(record: RunRecord) -> Picture | None:
     if lines:
         steps = [line["step"] for line in lines]
         low, value, high = zip(*(line["bandwidth_gbps"] for line in lines), strict=True)
-        axes.fill_between(steps, low, high, color=SKY, alpha=0.35, linewidth=0, label="surely between")
+        axes.fill_between(steps, low, high, color=SKY, alpha=0.35, linewidth=0, label="spread")
         axes.plot(steps, value, color=BLUE, linewidth=1.8, label="estimate")
     used = [(line["step"], line["inputs"]["bandwidth_gbps"]) for line in record.decisions]
     if used:
@@ -151,7 +151,8 @@ def draw_link(record: RunRecord) -> Picture | None:
     _finish(axes, num_columns=3)
     return Picture(
         figure,
-        "Bandwidth of the slowest rank's link, as the training's own messages and probes tell it.",
+        "Bandwidth of the slowest rank's link, as the training's own messages and probes tell it. The spread is that "
+        "of the measurements, and no confidence interval.",
         f"Estimated bandwidth over the steps, between {min(rates):.3g} and {max(rates):.3g} Gbit/s per rank.",
     )
 

@@ -62,7 +62,7 @@ def test_the_view_of_a_controller_shows_ranks_links_plan_and_decisions_in_80_col
     bars = [line.count("█") for line in lines if " rank " in line or "ranks  " in line][:WORLD]
     assert bars == [round(30 * (5 + rank) / 8) for rank in range(WORLD)]
     assert "█ compute 0.3 s █ encode 0.002 s" in text
-    assert "100 Mbit/s per rank, surely between" in text
+    assert "100 Mbit/s per rank (spread " in text
     assert "10.0.0.2 (ranks 2): sends 11 MiB/s, receives 10 MiB/s, others 2 MiB/s" in text
     assert "qsgd:bits=4,bucket_size=128 over sra, version" in text
     assert "dense -> qsgd:bits=4,bucket_size=128 over sra: first measurements" in text

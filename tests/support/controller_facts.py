@@ -14,7 +14,7 @@ class KnownFacts:
     slow_ranks: frozenset[int] = frozenset({1})
     silent_nodes: frozenset[str] = frozenset({"c"})
     bandwidth_bits_per_s: float = 1e9
-    bandwidth_error: float = 0.05
+    bandwidth_spread_bits_per_s: Mapping[str, float] = field(default_factory=lambda: {"low": 9e8, "high": 1.2e9})
     latency_s: float = 1e-3
     num_link_changes: int = 1
     num_impossible: int = 1
