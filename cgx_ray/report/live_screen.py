@@ -100,13 +100,14 @@ class PlainScreen:
 
 
 def plain_line(view: LiveView) -> str:
-    """Return step, loss, seconds, plan and link in one line."""
+    """Return step, loss, seconds, speed, plan and link in one line."""
     slowest = max(view.ranks, key=lambda rank: rank.step_s)
     split = ", ".join(f"{part} {seconds:.2f}" for part, seconds in slowest.parts.items())
     parts = [
         f"{view.name}: step {_step_of(view)}",
         f"loss {view.loss:.3f}" if view.loss is not None else "",
         f"{slowest.step_s:.2f} s/step{f' ({split})' if split else ''}",
+        view.speed or "",
         view.plan or "",
         *view.links[:1],
     ]

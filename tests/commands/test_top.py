@@ -62,6 +62,7 @@ def test_the_view_of_a_controller_shows_ranks_links_plan_and_decisions_in_80_col
     bars = [line.count("█") for line in lines if " rank " in line or "ranks  " in line][:WORLD]
     assert bars == [round(30 * (5 + rank) / 8) for rank in range(WORLD)]
     assert "█ compute 0.3 s █ encode 0.002 s" in text
+    assert "speed 4.36x as fast as dense" in text
     assert "100 Mbit/s per rank (spread " in text
     assert "10.0.0.2 (ranks 2): sends 11 MiB/s, receives 10 MiB/s, others 2 MiB/s" in text
     assert "qsgd:bits=4,bucket_size=128 over sra, version" in text
@@ -99,6 +100,7 @@ def test_a_run_without_its_controller_is_shown_from_its_files(tmp_path: Path) ->
     assert view.plan == "qsgd:bits=4,bucket_size=128 over sra"
     assert [rank.name for rank in view.ranks] == ["all ranks"]
     assert plain_line(view).startswith(f"{tmp_path.name}: step ")
+    assert "4.36x as fast as dense" in plain_line(view)
     run.loop.end(100.0)
     assert not view_of_record(load_run(tmp_path)).is_running
     # Restarted workers begin a new part.
