@@ -198,18 +198,21 @@ def _share_memory(rank: int, gather: Gather, *, shared_memory: bool) -> tuple[li
 def node_address() -> str:
     """Return the address at which other nodes reach this one, chosen as Gloo does, so that both use the same network.
 
-    It is that of the interface GLOO_SOCKET_IFNAME, else the first address of this host's name that this machine has,
-    else loopback.
+    It is that of the first interface in GLOO_SOCKET_IFNAME that has one, else the first address of this host's name
+    that this machine has, else loopback.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     own = {
         name: [e.address for e in entries if e.family in _FAMILIES] for name, entries in psutil.net_if_addrs().items()
     }
-    if interface:
-        if not own.get(interface):
+    if interfaces:
+        address = next((own[name][0] for name in interfaces if own.get(name)), None)
+        if address is None:
             known = ", ".join(sorted(name for name, found in own.items() if found))
-            raise ConfigError(f"GLOO_SOCKET_IFNAME is {interface!r}, which has no IP address here; these do: {known}")
-        return own[interface][0]
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME is {','.join(interfaces)!r}, which has no IP address here; these do: {known}"
+            )
+        return address
     try:
         found = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     except socket.gaierror:

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from support.meshes import TIMEOUT_S, TOKEN, close_all, connect_meshes, in_threads, make_message
 from support.ranks import run_ranks
 
-from cgx_ray.collectives.tcp import connect_mesh, connect_mesh_by_store
-from cgx_ray.errors import TransportError
+from cgx_ray.collectives.tcp import connect_mesh, connect_mesh_by_store, node_address
+from cgx_ray.errors import ConfigError, TransportError
 from cgx_ray.runtime_ext.mesh import Mesh
 
 # Takes a peer (-1: all) and arrivals (stamp, bytes); returns the bytes per second of its bursts.
@@ -247,6 +247,20 @@ def test_it_listens_on_its_own_address_only() -> None:
         Mesh(0, 2, 1, "192.0.2.1", TOKEN)
     with pytest.raises(RuntimeError, match="'localhost' is not a numeric IP address"):
         Mesh(0, 2, 1, "localhost", TOKEN)
+
+
+@pytest.mark.parametrize("names", ["lo", "lo,lo", "no-such-card,lo", ",lo,"])
+def test_the_first_of_several_interfaces_that_has_an_address_is_taken(
+    names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+    assert node_address() == "127.0.0.1"
+
+
+def test_interfaces_without_an_address_are_named_beside_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-card,nor-this")
+    with pytest.raises(ConfigError, match=r"'no-such-card,nor-this', which has no IP address here; these do: .*\blo\b"):
+        node_address()
 
 
 def _exchange_then_die(rank: int, folder: Path, shared_memory: bool) -> None:
