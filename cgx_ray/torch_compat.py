@@ -118,6 +118,13 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
+def longest_timeout_s(group: dist.ProcessGroup) -> float | None:
+    """Return the longest time-out of Gloo and NCCL in `group`, in seconds, 0 for none; None if it has neither."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    known = [backend.options._timeout for backend in backends if backend.name() in ("gloo", "nccl")]
+    return max((timeout.total_seconds() for timeout in known), default=None)
+
+
 def set_cpu_backend(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
     """Make `gloo` the backend of a group that was created without torch's registry."""
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -154,6 +161,7 @@ __all__ = [
     "has_rebuilt_buckets",
     "is_in_forward",
     "is_registered",
+    "longest_timeout_s",
     "number_collectives",
     "profiled",
     "set_cpu_backend",

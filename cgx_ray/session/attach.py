@@ -24,7 +24,8 @@ from cgx_ray.plan import CodecSpec, Plan, Scheme, preferred_scheme
 from cgx_ray.session import ddp
 from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
-from cgx_ray.session.settings import Settings
+from cgx_ray.session.settings import MAX_TIMEOUT_S, Settings
+from cgx_ray.torch_compat import longest_timeout_s
 
 # Returns an engine at work behind a model, and a function that removes its hooks.
 EngineMaker = Callable[..., tuple[Engine | ShardedEngine, Callable[[], None]]]
@@ -55,8 +56,8 @@ def attach(
     intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`. Default: CGXConfig's;
                    elsewhere "flat"
     transport, shared_memory, timeout_s, silent_s, weight_check_steps
-                   see `Settings`. Default: CGXConfig's; elsewhere "tcp", True, half an hour, a minute and 500. As
-                   codec, scheme and intra, the same on all ranks
+                   see `Settings`. Default: CGXConfig's; elsewhere "tcp", True, the time-out that init_process_group
+                   was given, a minute and 500. As codec, scheme and intra, the same on all ranks
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with the decoded parameters. Each rank updates its own shard, which stays exact
     scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks. It is asked during
@@ -97,7 +98,10 @@ def _settings(
     others: Mapping[str, Any],
 ) -> Settings:
     """Return the settings of the Ray Train run, or static ones, changed by the arguments of `attach`."""
-    settings = process.session.settings if process.session is not None else Settings(policy="static")
+    if process.session is not None:
+        settings = process.session.settings
+    else:
+        settings = Settings(policy="static", timeout_s=_usual_timeout_s())
     settings = replace(settings, **others)
     is_chosen = any(choice is not None for choice in (codec, scheme, intra))
     if plan is not None and is_chosen:
@@ -111,6 +115,14 @@ def _settings(
         scheme, intra = scheme or preferred_scheme(spec), intra or settings.intra
         settings = replace(settings, policy="static", codec=str(spec), scheme=scheme, intra=intra)
     return settings
+
+
+def _usual_timeout_s() -> float:
+    """Return the time-out of torch.distributed's default group."""
+    group = dist.group.WORLD if dist.is_available() else None
+    timeout_s = longest_timeout_s(group) if group is not None else None
+    # Gloo takes 0 for no time-out.
+    return DEFAULT_TIMEOUT_S if timeout_s is None else min(timeout_s or MAX_TIMEOUT_S, MAX_TIMEOUT_S)
 
 
 def _attach(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support.branches import Branches
-from support.ranks import run_ranks
+from support.ranks import GROUP_TIMEOUT_S, run_ranks
 from support.sharded import make_mesh, shard
 from support.sharded import train as train_sharded
 from torch import nn
@@ -102,7 +102,7 @@ ONE_RANK = [
     ({"weight_check_steps": -1}, "weight_check_steps -1 is not allowed; give 0 or more"),
     ({"weight_check_steps": 50}, "different settings: rank 1 has weight_check_steps=50, rank 0 500"),
     ({"transport": "gloo"}, "different settings: rank 1 has transport='gloo', rank 0 'tcp'; give every rank the same"),
-    ({"timeout_s": 50}, "different settings: rank 1 has timeout_s=50.0, rank 0 1800.0"),
+    ({"timeout_s": 1800}, f"different settings: rank 1 has timeout_s=1800.0, rank 0 {GROUP_TIMEOUT_S}"),
     ({"codec": "qsgd:bits=2"}, "different settings: rank 1 has codec='qsgd:bits=2,bucket_size=128', rank 0 'qsgd:bits"),
 ]
 
@@ -115,13 +115,15 @@ def _attach_wrong_on_one_rank(rank: int) -> list[str]:
             cgx_ray.attach(model, **(arguments if rank else {}))
         said.append(str(caught.value))
     # Different words for the same settings are no mistake.
-    same: dict[str, Any] = {"codec": "qsgd", "scheme": "sra", "timeout_s": 1800} if rank else {}
+    same: dict[str, Any] = {"codec": "qsgd", "scheme": "sra", "timeout_s": GROUP_TIMEOUT_S} if rank else {}
     cgx_ray.attach(model, **same).close()
     return said
 
 
-def test_arguments_of_one_rank_that_are_bad_or_different_are_one_clear_error_on_all_ranks() -> None:
-    first, second = run_ranks(2, _attach_wrong_on_one_rank)
+@pytest.mark.parametrize("backend", ["gloo", "cgx"])
+def test_arguments_of_one_rank_that_are_bad_or_different_are_one_clear_error_on_all_ranks(backend: str) -> None:
+    """The time-out of a rank that is given none is that of its process group, whatever backend that has."""
+    first, second = run_ranks(2, _attach_wrong_on_one_rank, backend=backend)
     assert first == second
     for said, (arguments, says) in zip(first, ONE_RANK, strict=True):
         assert says in said, arguments

@@ -1,7 +1,6 @@
-"""A rank that fails, stops or stands still while it trains: the others say which, and do not wait for half an hour.
+"""A rank that fails, stops or stands still while it trains: the others say which, and do not wait for the time-out.
 
-Errors must come long before the time-out of the engine, which is that of torch: half an hour. `run_ranks` waits for two
-minutes.
+Errors must come long before the time-out of the engine, which is that of the process group (`GROUP_TIMEOUT_S`).
 """
 
 from __future__ import annotations

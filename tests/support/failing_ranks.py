@@ -15,7 +15,7 @@ import cgx_ray
 from support.ranks import run_ranks
 from support.shared_memory import left_behind
 
-# An error takes about a second. Time-outs of the engine are half an hour, so this tells an answer from a wait.
+# An error takes about a second. Time-outs are GROUP_TIMEOUT_S, so this tells an answer from a wait.
 WITHIN_S = 30.0
 
 

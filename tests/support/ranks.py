@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 120
+# Of the process group, and so of what attaches to it.
+GROUP_TIMEOUT_S = TIMEOUT_S / 2
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, backend: str | None = "gloo") -> list[Any]:
@@ -56,7 +58,7 @@ def _outcome(folder: Path, rank: int, exitcode: int | None) -> Any:
 def join_group(rank: int, world_size: int, folder: Path, backend: str) -> None:
     """Make the process group with the other ranks, by a file in `folder`."""
     store = dist.FileStore(str(folder / "store"), world_size)
-    timeout = timedelta(seconds=TIMEOUT_S / 2)
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     # A rank that ends at once must not hang up on ranks that are still connecting.
     dist.barrier()
