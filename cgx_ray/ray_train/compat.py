@@ -37,12 +37,13 @@ def run_facts(worker_group: Any) -> RunFacts:
     if not hasattr(worker_group, "_train_run_context"):
         raise ConfigError("cgx_ray needs Ray Train v2; leave out RAY_TRAIN_V2_ENABLED=0, here and in runtime_env")
     run_config = worker_group._train_run_context.run_config
-    storage = str(run_config.storage_path)
-    local = Path(storage.removeprefix("file://")) if "://" not in storage.removeprefix("file://") else None
+    storage = str(run_config.storage_path).removeprefix("file://")
+    filesystem = run_config.storage_filesystem
+    is_local = "://" not in storage if filesystem is None else filesystem.type_name == "local"
     return RunFacts(
         name=run_config.name,
         run_id=worker_group._train_run_context.run_id,
-        folder=(local or Path.home() / "ray_results").expanduser() / run_config.name,
+        folder=(Path(storage).expanduser() if is_local else Path.home() / "ray_results") / run_config.name,
         node_ids=tuple(worker.metadata.node_id for worker in worker_group.get_workers()),
     )
 

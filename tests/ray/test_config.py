@@ -6,11 +6,14 @@ import copy
 import dataclasses
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from ray.exceptions import GetTimeoutError
+from ray.train import RunConfig
 from ray.train.torch import TorchConfig
 from support.control_runs import DENSITIES, start
 
@@ -23,6 +26,7 @@ from cgx_ray.planner.options import candidate_options
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.ray_train import config as ray_config
 from cgx_ray.ray_train.agent_watch import AgentWatch
+from cgx_ray.ray_train.compat import run_facts
 from cgx_ray.ray_train.config import make_policy
 from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
@@ -46,6 +50,26 @@ def test_a_config_survives_pickling_and_replacing_and_gives_its_settings() -> No
     config.codec = "zip"
     with pytest.raises(cgx_ray.ConfigError, match="unknown codec 'zip'"):
         config.settings()
+
+
+@pytest.mark.parametrize(
+    ("storage_path", "filesystem", "folder"),
+    [
+        ("/shared/runs", None, Path("/shared/runs")),
+        ("file:///shared/runs", None, Path("/shared/runs")),
+        ("~/runs", None, Path.home() / "runs"),
+        ("/shared/runs", LocalFileSystem(), Path("/shared/runs")),
+        ("s3://bucket/runs", None, Path.home() / "ray_results"),
+        ("bucket/runs", SubTreeFileSystem("/elsewhere", LocalFileSystem()), Path.home() / "ray_results"),
+    ],
+)
+def test_a_run_has_its_folder_on_this_machine_also_if_its_storage_is_elsewhere(
+    storage_path: str, filesystem: Any, folder: Path
+) -> None:
+    config = RunConfig(name="run", storage_path=storage_path, storage_filesystem=filesystem)
+    context = SimpleNamespace(run_config=config, run_id="1")
+    facts = run_facts(SimpleNamespace(_train_run_context=context, get_workers=list))
+    assert facts.folder == folder / "run"
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), 1e10, "60", None])
