@@ -18,7 +18,7 @@ check_version("torch", torch.__version__)  # before names that an old torch lack
 
 import torch.distributed as dist  # noqa: E402
 import torch.profiler  # noqa: E402
-from torch import Tensor  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 from torch.amp.grad_scaler import GradScaler  # noqa: E402
 from torch.autograd import Variable  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
@@ -76,6 +76,14 @@ def bucket_parameters(model: DistributedDataParallel) -> list[list[Tensor]]:
     Torch allocates memory for all buckets and frees it at once. Raises RuntimeError for sparse gradients.
     """
     return [bucket.parameters() for bucket in model.reducer._get_zeros_like_grad_buckets()]
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the model that `torch.compile` has wrapped; `model` itself if it is not compiled as a whole."""
+    # By its attribute, since importing the class of the wrapper takes seconds.
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)
+    return inner
 
 
 def has_rebuilt_buckets(model: DistributedDataParallel) -> bool:
@@ -165,4 +173,5 @@ __all__ = [
     "number_collectives",
     "profiled",
     "set_cpu_backend",
+    "uncompiled",
 ]

@@ -23,7 +23,13 @@ from cgx_ray.backend.options import BackendOptions, check_option
 from cgx_ray.engine.layers import as_layer, averaged_parameters, sparse_modules
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE, Intra, Layer, Option, Plan
-from cgx_ray.torch_compat import allows_uneven_inputs, bucket_parameters, has_rebuilt_buckets, is_in_forward
+from cgx_ray.torch_compat import (
+    allows_uneven_inputs,
+    bucket_parameters,
+    has_rebuilt_buckets,
+    is_in_forward,
+    uncompiled,
+)
 
 Run = tuple[int, int]  # elements [start, stop)
 # Parts of a tensor by the option that reduces them, in ascending order. None: Gloo reduces them, uncompressed.
@@ -73,6 +79,7 @@ def register_model(model: nn.Module, plan: Plan | None = None) -> None:
     run; PlanError for a plan of another model or world size. The earlier registration then stays. Forward raises
     ConfigError inside `model.join()`: a rank without inputs does not see how the buckets change.
     """
+    model = uncompiled(model)
     if isinstance(model, DistributedDataParallel):
         if model.process_group.size() == 1:
             return
@@ -105,7 +112,7 @@ class RegisteredModel:
     """The buckets of a DDP model, read again when DDP has rebuilt them."""
 
     def __init__(self, model: DistributedDataParallel, plan: Plan | None) -> None:
-        if sparse := sparse_modules(model.module):
+        if sparse := sparse_modules(model):
             raise ConfigError(
                 f"the model has sparse gradients, of {', '.join(sparse)}, which lie in no bucket; use sparse=False, or "
                 "leave register_model out"

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Layer
+from cgx_ray.torch_compat import uncompiled
 
 DEVICE_TYPES = ("cpu", "cuda")
 GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -32,15 +33,17 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return, by name and in registration order, the parameters whose gradients DDP would average."""
-    ignored = getattr(model, "parameters_to_ignore", ())
-    module = model.module if isinstance(model, DistributedDataParallel) else model
+    ddp = uncompiled(model)
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    module = ddp.module if isinstance(ddp, DistributedDataParallel) else model
     return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
 
 
-def sparse_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules in `model` whose gradients are sparse, so that DDP puts them in no bucket."""
-    embeddings = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    return [name for name, module in embeddings if module.sparse]
+def sparse_modules(model: DistributedDataParallel) -> list[str]:
+    """Return the names of the modules whose sparse gradients `model` would average: DDP puts them in no bucket."""
+    averaged = {id(parameter) for parameter in averaged_parameters(model).values()}
+    embeddings = ((n, m) for n, m in model.module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return [name for name, module in embeddings if module.sparse and id(module.weight) in averaged]
 
 
 def as_layer(name: str, parameter: Tensor) -> Layer:

@@ -25,7 +25,7 @@ from cgx_ray.session import ddp
 from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
 from cgx_ray.session.settings import MAX_TIMEOUT_S, Settings
-from cgx_ray.torch_compat import longest_timeout_s
+from cgx_ray.torch_compat import longest_timeout_s, uncompiled
 
 # Returns an engine at work behind a model, and a function that removes its hooks.
 EngineMaker = Callable[..., tuple[Engine | ShardedEngine, Callable[[], None]]]
@@ -49,7 +49,7 @@ def attach(
     """Average the gradients of `model` through cgx_ray from the next backward pass on. Call it on every rank.
 
     model          a DistributedDataParallel, or a whole model after `fully_shard` (FSDP2), which takes one codec for
-                   the whole run, over sra. At world size 1 any model is accepted and nothing happens
+                   the whole run, over sra; compiled or not. At world size 1 any model is accepted and nothing happens
     plan           in force until `Attachment.hold` offers a newer one
     codec, scheme  for all layers and the whole run, as in `CodecSpec.parse`. Default: CGXConfig decides in a Ray Train
                    worker; elsewhere qsgd 4/128 over sra
@@ -86,7 +86,7 @@ def attach(
         return _settings(plan, codec, scheme, intra, given)
 
     is_chosen = any(choice is not None for choice in (plan, codec, scheme, intra))
-    process.attachment = _attach(model, plan, make_settings, parameters, scaler, asks_controller=not is_chosen)
+    process.attachment = _attach(uncompiled(model), plan, make_settings, parameters, scaler, asks_controller=not is_chosen)
     return process.attachment
 
 

@@ -160,7 +160,7 @@ def _check_model(model: nn.Module) -> list[Layer]:
 
 def _check_buckets(model: DistributedDataParallel) -> None:
     """Raise ConfigError unless DDP averages exactly the trained parameters: backward would wait for others for ever."""
-    if sparse := sparse_modules(model.module):
+    if sparse := sparse_modules(model):
         raise ConfigError(
             f"the model has sparse gradients, of {', '.join(sparse)}, which this version cannot carry; use sparse=False"
         )

@@ -92,6 +92,41 @@ def test_layers_frozen_before_ddp_was_built_are_left_out_also_after_it_rebuilt_i
     assert first == second
 
 
+class _Words(Branches):
+    """Branches with an embedding whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 33, sparse=True)
+
+    def forward(self, x_BD: torch.Tensor, use_right: bool = True) -> torch.Tensor:
+        return super().forward(x_BD + self.words(torch.tensor(3)), use_right)
+
+
+def _train_beside_a_sparse_layer(rank: int, is_frozen: bool) -> list[dict[str, torch.Tensor]]:
+    """Train `_Words` without cgx_ray and with it, uncompressed; return the weights."""
+    weights = []
+    for attaches in (False, True):
+        module = _Words()
+        if is_frozen:
+            module.words.requires_grad_(False)
+        else:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["words.weight"])
+        model = DistributedDataParallel(module)
+        attachment = cgx_ray.attach(model, codec="none", weight_check_steps=1) if attaches else None
+        train(model, rank, range(3))
+        weights.append({name: parameter.detach().clone() for name, parameter in module.named_parameters()})
+        if attachment is not None:
+            attachment.close()
+    return weights
+
+
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "ignored"])
+def test_a_sparse_layer_that_ddp_does_not_average_is_none_of_our_business(is_frozen: bool) -> None:
+    for plain, attached in run_ranks(2, _train_beside_a_sparse_layer, is_frozen):
+        torch.testing.assert_close(attached, plain)
+
+
 def _engine_of(model: DistributedDataParallel, layers: Any) -> Engine:
     plan = make_plan(layers, version=0, world_size=2, codec="qsgd", scheme="sra")
     engine = Engine(layers, plan, Transport(dist.new_group(), timeout_s=TIMEOUT_S))

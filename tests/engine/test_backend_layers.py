@@ -157,9 +157,9 @@ def test_models_whose_buckets_cannot_be_told_apart_are_refused() -> None:
 def _saved_and_compiled(rank: int, folder: Path) -> bool:
     torch.manual_seed(0)
     model = DistributedDataParallel(Wide())
-    cgx_ray.register_model(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    cgx_ray.register_model(compiled)
     torch.save(model.module, folder / f"{rank}.pt")
-    compiled = torch.compile(model, backend="eager")
     x = noise(rank, 960).view(16, 60)
     for _ in range(4):
         model.zero_grad()

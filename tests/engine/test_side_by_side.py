@@ -160,18 +160,31 @@ def test_backward_passes_that_ddp_does_not_average_send_nothing() -> None:
     assert first == second
 
 
-def _train_compiled(rank: int) -> list[str]:
-    model = DistributedDataParallel(Branches())
+def _train_compiled(rank: int, compiled: str) -> tuple[list[str], list[str]]:
+    """Return the hashes of the weights, and the names of the layers."""
+    inner: Any = torch.compile(Branches(), backend="aot_eager") if compiled == "inside DDP" else Branches()
+    model: Any = DistributedDataParallel(inner)
+    if compiled == "before attach":
+        model = torch.compile(model, backend="aot_eager")
     attachment = cgx_ray.attach(model, codec="qsgd", scheme="sra")
-    compiled: Any = torch.compile(model, backend="aot_eager")
-    hashes = train(compiled, rank, range(3))
+    layers = cgx_ray.layers_of(model)
+    if compiled == "after attach":
+        model = torch.compile(model, backend="aot_eager")
+    hashes = train(model, rank, range(3))
+    assert attachment.plan is not None
+    attachment.plan.check(layers, 2)
     attachment.close()
-    return hashes
+    return hashes, [layer.name for layer in layers]
 
 
-def test_a_compiled_model_trains() -> None:
-    first, second = run_ranks(2, _train_compiled)
-    assert first == second
+def test_a_compiled_model_trains_wherever_it_was_compiled() -> None:
+    (plain, names), _ = run_ranks(2, _train_compiled, "never")
+    for compiled in ("before attach", "after attach", "inside DDP"):
+        first, second = run_ranks(2, _train_compiled, compiled)
+        assert first == second
+        assert first[0] == plain
+        # DDP names the layers of its module, which is the wrapper then.
+        assert [name.removeprefix("_orig_mod.") for name in first[1]] == names
 
 
 def _hooks_after_close(rank: int) -> int:
