@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import NamedTuple
+from numbers import Real
+from typing import NamedTuple, SupportsFloat
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ class ObservedTraining:
         self._lock = threading.Lock()
         self._newest: dict[str, _Reported] = {}
 
-    def add(self, *, loss: float | Tensor | None, lr: float | Tensor | None) -> None:
+    def add(self, *, loss: SupportsFloat | None, lr: SupportsFloat | None) -> None:
         """Replace what was reported before; None reports nothing. Never waits for a device.
 
         Raises ConfigError for what is no single number.
@@ -55,7 +57,7 @@ class ObservedTraining:
         return loss, lr if lr is not None and lr > 0 else None
 
 
-def _reported(name: str, value: float | Tensor) -> _Reported:
+def _reported(name: str, value: SupportsFloat) -> _Reported:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value_1 = value.detach().reshape(1)
         if value_1.device.type != "cuda":
@@ -66,7 +68,9 @@ def _reported(name: str, value: float | Tensor) -> _Reported:
         is_copied = torch.cuda.Event()
         is_copied.record()
         return _Reported(host_1, is_copied)
-    if isinstance(value, (int, float)):
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
+        return _Reported(float(value.item()))
+    if isinstance(value, Real):
         return _Reported(float(value))
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
-    raise ConfigError(f"observe got {what} as {name}; give a real number, or a tensor with one element")
+    raise ConfigError(f"observe got {what} as {name}; give a real number, or a tensor or array with one")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import torch.distributed as dist
-from torch import Tensor
 
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.collectives.lifeline import Lifeline
@@ -114,14 +113,15 @@ class Attachment:
             raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to use a plan")
         self._engine.hold(plan)
 
-    def observe(self, *, loss: float | Tensor | None = None, lr: float | Tensor | None = None) -> None:
+    def observe(self, *, loss: SupportsFloat | None = None, lr: SupportsFloat | None = None) -> None:
         """Report the loss and the learning rate of this rank's step, once per step, to an adaptive run. Optional.
 
         The controller takes the mean loss over ranks. A plan under which it gets worse is left for one that keeps more
         (`control.loss_trend`). After a learning rate changes by 2x, only options that keep 95 % are taken up for a
         while (`control.learning_phase`).
 
-        loss, lr  numbers, or tensors with one element; a tensor on a GPU is copied without waiting for it
+        loss, lr  real numbers, NumPy's as well, or tensors or arrays with one element; a tensor on a GPU is copied
+                  without waiting for it
 
         Numbers that are not finite, and learning rates that are not positive, count as not reported. With several calls
         per step the last one counts. Plans of FSDP2 models are fixed, so nothing happens there. Raises ConfigError for

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
+from typing import SupportsFloat
 
+import numpy as np
 import pytest
 import torch
 from support.ranks import run_ranks
@@ -27,6 +30,22 @@ def test_numbers_and_tensors_of_one_element_are_taken_once_and_the_newest_counts
     assert observed.take() == (None, None)
 
 
+@pytest.mark.parametrize(
+    "two_and_a_half",
+    [
+        *(dtype(2.5) for dtype in (np.float16, np.float32, np.float64)),
+        *(np.full(shape, 2.5, np.float32) for shape in ((), (1,), (1, 1))),
+        Fraction(5, 2),
+        torch.tensor([[2.5]], dtype=torch.bfloat16),
+    ],
+    ids=repr,
+)
+def test_real_numbers_of_other_types_are_taken(two_and_a_half: SupportsFloat) -> None:
+    observed = ObservedTraining()
+    observed.add(loss=two_and_a_half, lr=np.int64(1))
+    assert observed.take() == (2.5, 1.0)
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, torch.tensor(math.nan)])
 def test_numbers_that_are_not_finite_count_as_not_reported(number: float | torch.Tensor) -> None:
     observed = ObservedTraining()
@@ -36,9 +55,17 @@ def test_numbers_that_are_not_finite_count_as_not_reported(number: float | torch
     assert observed.take() == (-1.0, None)
 
 
-@pytest.mark.parametrize("given", ["2.5", torch.ones(2), torch.ones(0), torch.ones((), dtype=torch.complex64), [1.0]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("2.5", [1.0], 1j),
+        *(torch.ones(2), torch.ones(0), torch.ones((), dtype=torch.complex64)),
+        *(np.ones(2), np.ones(0), np.array("2.5"), np.array(1j), np.complex64(1)),
+    ],
+    ids=repr,
+)
 def test_what_is_no_number_is_refused(given: object) -> None:
-    with pytest.raises(ConfigError, match="as loss; give a real number, or a tensor with one element"):
+    with pytest.raises(ConfigError, match="as loss; give a real number, or a tensor or array with one"):
         ObservedTraining().add(loss=given, lr=None)  # type: ignore[arg-type]
 
 
