@@ -101,6 +101,11 @@ def allows_uneven_inputs(model: DistributedDataParallel) -> bool:
     return bool(model._join_config.enable)
 
 
+def divides_by_fewer_ranks(model: DistributedDataParallel) -> bool:
+    """Return True inside `model.join(divide_by_initial_world_size=False)`."""
+    return allows_uneven_inputs(model) and not model._divide_by_initial_world_size
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the backward pass under way, on the thread that called `backward`."""
     Variable._execution_engine.queue_callback(callback)
@@ -166,6 +171,7 @@ __all__ = [
     "bucket_parameters",
     "call_after_backward",
     "copy_of_scale",
+    "divides_by_fewer_ranks",
     "has_rebuilt_buckets",
     "is_in_forward",
     "is_registered",

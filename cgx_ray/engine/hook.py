@@ -2,6 +2,8 @@
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
+import logging
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,8 +14,10 @@ from cgx_ray.engine.layers import averaged_parameters
 from cgx_ray.engine.loss_scale import LossScale
 from cgx_ray.engine.step import EarlyGradient, PendingBucket
 from cgx_ray.engine.unused import UsedLayers
-from cgx_ray.engine.weight_check import WeightCheck
-from cgx_ray.torch_compat import has_rebuilt_buckets
+from cgx_ray.engine.weight_check import NO_HASH, WeightCheck
+from cgx_ray.torch_compat import allows_uneven_inputs, divides_by_fewer_ranks, has_rebuilt_buckets
+
+logger = logging.getLogger(__name__)
 
 
 class DdpBuckets:
@@ -38,10 +42,12 @@ class DdpBuckets:
         weight_check_steps  steps between two comparisons of the ranks' weights, 0 for none
         """
         self._engine = engine
+        self._model = model
         self._loss_scale = loss_scale or LossScale(averaged_parameters(model))
         self._weights = WeightCheck(averaged_parameters(model), weight_check_steps)
         self._used = UsedLayers(model)
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._has_warned = False
         # From a forward pass to the last bucket: gradients that are computed now will come in a bucket.
         self._expects_bucket = False
         # From the first gradient of a step to its last bucket.
@@ -63,7 +69,8 @@ class DdpBuckets:
         self._expects_bucket = self._has_begun = not bucket.is_last()
         self._newest = None
         gradients = dict(zip(names, bucket.gradients(), strict=True))
-        if self._keeps_buckets:
+        # A rank without inputs gets buckets of zeros inside `join`, which lie elsewhere.
+        if self._keeps_buckets and not allows_uneven_inputs(self._model):
             self._places.update(gradients)
         self._engine.submit(
             PendingBucket(
@@ -74,8 +81,7 @@ class DdpBuckets:
                 unused=self._used.take_unused(bucket, names),
                 # After `now`, so that the event also covers the device's copies of the scales.
                 computed=_end_of_kernels(buffer.device) if on_cuda else None,
-                # No optimizer has changed them yet: it needs the averages of this step.
-                weights=self._weights.hash_at(self._engine.step),
+                weights=self._weights_hash(),
             )
         )
         return future.then(_value)
@@ -90,6 +96,13 @@ class DdpBuckets:
         # A later pass without synchronisation does not change what DDP does with the gradients of this one.
         self._expects_bucket |= model.require_forward_param_sync
         self._keeps_buckets = model.find_unused_parameters or has_rebuilt_buckets(model)
+        if divides_by_fewer_ranks(model) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "join(divide_by_initial_world_size=False) is ignored: gradients are divided by all %d ranks, also if "
+                "some have no inputs left",
+                dist.get_world_size(),
+            )
 
     def _submit_early(self, parameter: Tensor) -> None:
         if not self._expects_bucket:
@@ -102,10 +115,14 @@ class DdpBuckets:
         scales = () if self._has_begun else self._loss_scale.now()
         self._has_begun = True
         computed = _end_of_kernels(gradient.device) if gradient.device.type == "cuda" else None
-        weights = self._weights.hash_at(self._engine.step)
         self._engine.submit(
-            EarlyGradient(name=name, gradient=gradient, scales=scales, computed=computed, weights=weights)
+            EarlyGradient(name=name, gradient=gradient, scales=scales, computed=computed, weights=self._weights_hash())
         )
+
+    def _weights_hash(self) -> int:
+        """Return the hash of the weights if they are compared now. No optimizer has changed them in this step yet."""
+        # A rank without inputs keeps its weights until `join` ends, and gets those of the others then.
+        return NO_HASH if allows_uneven_inputs(self._model) else self._weights.hash_at(self._engine.step)
 
 
 def _end_of_kernels(device: torch.device) -> torch.cuda.Event:

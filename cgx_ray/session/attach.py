@@ -86,7 +86,9 @@ def attach(
         return _settings(plan, codec, scheme, intra, given)
 
     is_chosen = any(choice is not None for choice in (plan, codec, scheme, intra))
-    process.attachment = _attach(uncompiled(model), plan, make_settings, parameters, scaler, asks_controller=not is_chosen)
+    process.attachment = _attach(
+        uncompiled(model), plan, make_settings, parameters, scaler, asks_controller=not is_chosen
+    )
     return process.attachment
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import stat
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import log_lines, run_ranks
 from support.shared_memory import FOLDER, TIMEOUT_S, connect, left_behind
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,16 +91,7 @@ def test_ranks_without_shared_memory_are_nodes_of_their_own_and_reach_the_others
 
 
 def _connect_without_room(rank: int) -> tuple[list[int], list[str], bool]:
-    class Records(logging.Handler):
-        def __init__(self) -> None:
-            super().__init__()
-            self.texts: list[str] = []
-
-        def emit(self, record: logging.LogRecord) -> None:
-            self.texts.append(record.getMessage())
-
-    records = Records()
-    logging.getLogger("cgx_ray").addHandler(records)
+    lines = log_lines()
     # The kernel answers EFBIG here and ENOSPC in a full folder; posix_fallocate returns either.
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
@@ -113,7 +103,7 @@ def _connect_without_room(rank: int) -> tuple[list[int], list[str], bool]:
     dist.barrier()
     mesh.close()
     assert left_behind([os.getpid()]) == []
-    return mesh.nodes, records.texts, bool((values == 3).all())
+    return mesh.nodes, lines, bool((values == 3).all())
 
 
 def test_where_there_is_no_room_ranks_go_over_tcp_and_the_first_logs_how_much_it_takes() -> None:

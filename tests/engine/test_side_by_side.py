@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.branches import Branches, batch, train
-from support.ranks import run_ranks
+from support.branches import Branches, batch, train, weights_hash
+from support.ranks import log_lines, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
@@ -158,6 +158,36 @@ def _train_around_ddp(rank: int) -> list[str]:
 def test_backward_passes_that_ddp_does_not_average_send_nothing() -> None:
     first, second = run_ranks(2, _train_around_ddp)
     assert first == second
+
+
+def _train_uneven(rank: int, by_all: bool, attaches: bool) -> tuple[list[str], list[str]]:
+    """Train two epochs of which rank 0 has 4 steps and rank 1 has 7. Return the hashes after each, and warnings."""
+    lines = log_lines()
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="none", weight_check_steps=2) if attaches else None
+    hashes = []
+    for epoch in range(2):
+        with model.join(divide_by_initial_world_size=by_all):
+            train(model, rank, range(10 * epoch, 10 * epoch + 4 + 3 * rank))
+        hashes.append(weights_hash(model))
+    if attachment is not None:
+        attachment.close()
+    return hashes, lines
+
+
+def test_ranks_may_have_different_numbers_of_inputs() -> None:
+    """A rank without inputs does not hold the others' weights, and its buckets lie elsewhere."""
+    plain, attached = run_ranks(2, _train_uneven, True, False), run_ranks(2, _train_uneven, True, True)
+    assert plain[0][0] == plain[1][0]
+    assert attached == plain
+
+
+def test_the_number_of_ranks_with_inputs_is_no_divisor_and_a_warning_says_so() -> None:
+    (plain, _), _ = run_ranks(2, _train_uneven, True, False)
+    for hashes, lines in run_ranks(2, _train_uneven, False, True):
+        assert hashes == plain
+        (said,) = lines
+        assert "join(divide_by_initial_world_size=False) is ignored" in said
 
 
 def _train_compiled(rank: int, compiled: str) -> tuple[list[str], list[str]]:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from support.branches import Branches, train
-from support.ranks import run_ranks
+from support.ranks import log_lines, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.plan import Scheme
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _hold(rank: int, offers: list[list[list[int]]]) -> tuple[list[int], list[str], list[str]]:
     """Hold the plans of this rank before every fourth step; return versions in force, hashes and log."""
     model = DistributedDataParallel(Branches())
     attachment = cgx_ray.attach(model, codec="none", scheme="dense")
-    heard = _Lines()
-    logging.getLogger("cgx_ray").addHandler(heard)
+    lines = log_lines()
     layers, versions, hashes = cgx_ray.layers_of(model), [], []
     for turn, by_rank in enumerate(offers):
         for version in by_rank[rank]:
@@ -38,7 +26,7 @@ def _hold(rank: int, offers: list[list[list[int]]]) -> tuple[list[int], list[str
         assert attachment.last_step is not None
         versions.append(attachment.last_step.plan_version)
     attachment.close()
-    return versions, hashes, heard.lines
+    return versions, hashes, lines
 
 
 CASES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import pickle
 import socket
@@ -78,6 +79,22 @@ def _rank_main(
     (folder / f"out{rank}.part").rename(folder / f"out{rank}")
     if not isinstance(outcome, BaseException) and dist.is_initialized():
         dist.destroy_process_group()
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def log_lines() -> list[str]:
+    """Return a list that gets what cgx_ray logs in this process from now on."""
+    handler = _Lines()
+    logging.getLogger("cgx_ray").addHandler(handler)
+    return handler.lines
 
 
 def free_port() -> int:
