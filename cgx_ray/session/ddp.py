@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -143,9 +144,12 @@ def _make_cuda_group(device: torch.device, gather: Gatherer, settings: Settings)
 def _check_model(model: nn.Module) -> list[Layer]:
     """Return the layers of `model`. Raises ConfigError if it is no model that this version can average."""
     if not isinstance(model, DistributedDataParallel):
+        hint = ""
+        if "transformers" in sys.modules:
+            hint = "; a callback of Hugging Face's Trainer is given the bare model: attach trainer.model_wrapped there"
         raise ConfigError(
             f"attach got a {type(model).__name__}; wrap it first, with ray.train.torch.prepare_model, "
-            "torch.nn.parallel.DistributedDataParallel or torch.distributed.fsdp.fully_shard"
+            f"torch.nn.parallel.DistributedDataParallel or torch.distributed.fsdp.fully_shard{hint}"
         )
     if dist.get_world_size(model.process_group) != dist.get_world_size():
         raise ConfigError(
