@@ -240,6 +240,12 @@ def close_ray_session() -> None:
     """
     if isinstance(process.session, RaySession):
         process.session.closing.set()
+        is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        if process.attachment is None and is_first:
+            logger.warning(
+                "no model was attached, so CGXConfig changed nothing; call cgx_ray.attach(model) in the training "
+                "function, after ray.train.torch.prepare_model"
+            )
     if process.state_folder is not None:
         process.state_folder.remove()
         process.state_folder = None

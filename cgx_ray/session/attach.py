@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,6 +28,8 @@ from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
 from cgx_ray.session.settings import MAX_TIMEOUT_S, Settings
 from cgx_ray.torch_compat import longest_timeout_s, uncompiled
+
+logger = logging.getLogger(__name__)
 
 # Returns an engine at work behind a model, and a function that removes its hooks.
 EngineMaker = Callable[..., tuple[Engine | ShardedEngine, Callable[[], None]]]
@@ -163,7 +167,22 @@ def _attach(
                 process.session.start(attachment)
             world.gather(None)
         undo.pop_all()
+    if asks_controller and process.session is None and dist.get_rank() == 0 and _is_ray_train_worker():
+        logger.warning(
+            "attach got no codec in a Ray Train run without CGXConfig: %s for the whole run, and nothing adapts; give "
+            "TorchTrainer torch_config=cgx_ray.CGXConfig(), or give attach a codec",
+            settings.codec,
+        )
     return attachment
+
+
+def _is_ray_train_worker() -> bool:
+    """Return True in a worker of Ray Train, which has imported it: sessions import no Ray."""
+    train = sys.modules.get("ray.train")
+    try:
+        return train is not None and train.get_context() is not None
+    except RuntimeError:
+        return False
 
 
 def _engine_maker(model: nn.Module, settings: Settings, *, asks_controller: bool) -> EngineMaker:

@@ -237,6 +237,20 @@ def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(tmp_path: Pa
     assert 0 < first["error"] <= 2 * 2 * (2 * 128 / 5000 + 2 * 2**-7) / 15, first["error"]
 
 
+def test_a_forgotten_line_is_named_once_in_the_log(cluster: Path, tmp_path: Path) -> None:
+    forgotten = {"no model was attached": (cgx_ray.CGXConfig(), False), "without CGXConfig": (TorchConfig(), True)}
+    for torch_config, attaches in forgotten.values():
+        TorchTrainer(
+            train_functions.train_a_step,
+            train_loop_config={"attaches": attaches},
+            torch_config=torch_config,
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+        ).fit()
+    text = "".join(path.read_text() for path in (cluster / "logs").glob("worker-*.err"))
+    assert {said: text.count(said) for said in forgotten} == dict.fromkeys(forgotten, 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

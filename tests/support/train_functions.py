@@ -29,6 +29,14 @@ def weights_hash(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
+def train_a_step(config: dict[str, Any]) -> None:
+    """Train one step. attaches: call `attach` before."""
+    model = ray.train.torch.prepare_model(small_model())
+    if config["attaches"]:
+        cgx_ray.attach(model)
+    model(torch.ones(1, 64)).sum().backward()
+
+
 def train(config: dict[str, Any]) -> None:
     """Train a small model and log every step to a file per rank.
 
