@@ -46,11 +46,9 @@ class BadCheckpoint(NoPlan):
 def _attach_wrong(rank: int, case: str) -> str:
     model: nn.Module = DistributedDataParallel(Branches())
     arguments: dict[str, Any] = {}
-    if case == "not ddp":
+    if case.startswith("not ddp"):
         model = Branches()
-    elif case == "bare in a Trainer":
-        model = Branches()
-        sys.modules["transformers"] = ModuleType("transformers")
+        sys.modules.update({"transformers": ModuleType("transformers")} if "Trainer" in case else {})
     elif case == "other layers":
         arguments["plan"] = cgx_ray.make_plan(cgx_ray.layers_of(model)[:-1], version=0, world_size=2)
     elif case == "subgroup":
@@ -80,7 +78,7 @@ def _attach_wrong(rank: int, case: str) -> str:
     ("case", "says"),
     [
         ("not ddp", "wrap it first"),
-        ("bare in a Trainer", "Hugging Face's Trainer is given the bare model: attach trainer.model_wrapped there"),
+        ("not ddp, in a Trainer", "Hugging Face's Trainer is given the bare model: attach trainer.model_wrapped there"),
         ("other layers", "covers 7 layers, the model has 8"),
         ("subgroup", "averaged over 1 of 2 ranks"),
         ("hook twice", "attach once per model"),
