@@ -187,8 +187,16 @@ METRICS: dict[str, Metric] = {
         "checks",
         "node",
         (RANK,),
-        "Comparisons of all ranks' weights that found no difference. A difference ends the training, see "
-        "`cgx_ray_faults`.",
+        "Comparisons of all ranks' weights that found no difference. A difference beyond rounding ends the training, "
+        "see `cgx_ray_faults`.",
+    ),
+    "cgx_ray_weight_drift": Metric(
+        "gauge",
+        "ratio",
+        "node",
+        (RANK,),
+        "Largest difference of a layer's weights between ranks, divided by the norm of the layer, when last compared; "
+        "0 if all bits were the same.",
     ),
     "cgx_ray_link_latency_seconds": Metric(
         "gauge", "seconds", "node", ("peer",), "One-way latency from this node to the node `peer`."

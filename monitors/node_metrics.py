@@ -108,7 +108,7 @@ class NodeMetrics:
             for names, count in counts.items():
                 self._sink.increase(f"cgx_ray_{name}", count, {**labels, **names._asdict()})
         self._sink.increase("cgx_ray_non_finite_steps", sum(not step.is_finite for step in steps), labels)
-        self._sink.increase("cgx_ray_weight_checks", sum(step.checked_weights for step in steps), labels)
+        self._sink.increase("cgx_ray_weight_checks", sum(step.weight_drift == 0 for step in steps), labels)
 
 
 @lru_cache(maxsize=1024)
@@ -147,6 +147,8 @@ def _gauges(steps: list[StepSample]) -> dict[_Gauge, float]:
             gauges["cgx_ray_loss", ()] = step.loss
         if step.lr is not None:
             gauges["cgx_ray_learning_rate", ()] = step.lr
+        if step.weight_drift is not None:
+            gauges["cgx_ray_weight_drift", ()] = step.weight_drift
         if step.norm and step.residual_norm is not None:
             gauges["cgx_ray_residual_ratio", ()] = step.residual_norm / step.norm
         # Options that are not in use are left out: they would be a dozen time series per codec and rank.

@@ -58,6 +58,8 @@ def _gather(samples: Sequence[StepSample]) -> NodeStep:
         layer_errors=_layer_sums([one.layer_errors for one in samples]),
         error_bits=next((one.error_bits for one in samples if one.layer_errors), None),
         num_local=samples[0].num_local if len({one.num_local for one in samples}) == 1 else 1,
+        # The same on all ranks.
+        weight_drift=samples[0].weight_drift,
         inside=slowest_link(one.inside for one in samples),
     )
 

@@ -112,8 +112,9 @@ class StepSample:
                by this rank's clock. The lags of two ranks to each other add up to one round trip, whichever
                rank was late and whatever their clocks say. Empty without a mesh
     num_local  number of ranks that share memory, including this one
-    checked_weights
-               True if it was found in this step that all ranks held the same weights when the step before began
+    weight_drift
+               if the weights that ranks held when the step before began were compared: 0 if they were the same, else
+               the difference where it is largest, relative to the norm of the layer
     inside     link between these ranks; None if it was not measured
     """
 
@@ -145,7 +146,7 @@ class StepSample:
     rate_from: Mapping[int, float] = field(default_factory=dict)
     lag_s: Mapping[int, float] = field(default_factory=dict)
     num_local: int = 1
-    checked_weights: bool = False
+    weight_drift: float | None = None
     inside: InsideLink | None = None
 
 
@@ -181,6 +182,8 @@ class NodeStep:
     gain, kept, gain_curve, layer_errors
                sums over the ranks that measured them
     num_local  number of ranks that share memory if all ranks say the same, else 1
+    weight_drift
+               as in `StepSample`
     inside     link between these ranks, as the slowest has measured it; None if none has
     """
 
@@ -209,6 +212,7 @@ class NodeStep:
     layer_errors: Mapping[str, LayerSum] = field(default_factory=dict)
     error_bits: int | None = None
     num_local: int = 1
+    weight_drift: float | None = None
     inside: InsideLink | None = None
 
 

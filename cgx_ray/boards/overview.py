@@ -193,10 +193,20 @@ _FAULTS = [
     Panel(
         title="How often were all weights the same?",
         meaning="Comparisons of all ranks' weights that found no difference, the fewest of all ranks; one every 500 "
-        "steps by default (weight_check_steps). A difference ends the training with an error.",
+        "steps by default (weight_check_steps). A difference beyond rounding ends the training with an error.",
         unit=COUNT,
         kind=Kind.NUMBER,
         queries=[Query(f"min(sum by ({RANK}) ({of('cgx_ray_weight_checks')})) or vector(0)", "comparisons")],
+    ),
+    Panel(
+        title="How far apart are the ranks' weights?",
+        meaning="Largest difference of a layer, relative to its norm, when last compared. 0: all bits are the same. "
+        "Processors of different kinds round differently; average_weights makes them the same again.",
+        unit=RATIO,
+        kind=Kind.NUMBER,
+        colours=((None, GREEN), (1e-12, YELLOW)),
+        queries=[Query(f"max({of('cgx_ray_weight_drift')})", "difference")],
+        empty="weights have not been compared",
     ),
     Panel(
         title="Are reports of steps missing?",

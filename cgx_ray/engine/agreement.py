@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from cgx_ray.collectives import Transport
-from cgx_ray.engine.weight_check import NO_HASH
+from cgx_ray.engine.weight_check import NO_HASH, WeightCheck
 from cgx_ray.errors import ReplicaError, WireError, listed
 
 _LARGEST = torch.iinfo(torch.int64).max
+# Growth of the difference between two warnings of it.
+WARN_AGAIN = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +36,17 @@ class Agreement:
     negated, so that ranks that differ are found. Its last number is the step from which this rank can afford to measure
     gains.
 
-    same_weights_at  newest step in which all ranks were found to hold the same weights; None before the first check
+    weight_check     compares weights whose hashes differ
+    compared_step    newest step whose weights were compared; None before the first check
+    drift            how much they differed then, see `Drift.ratio`: 0 if all bits were the same
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.same_weights_at: int | None = None
+        self.weight_check: WeightCheck | None = None
+        self.compared_step: int | None = None
+        self.drift = 0.0
+        self._same_at: int | None = None
+        self._warned_of = 0.0
         self._transport = transport
         self._pending: Callable[[], Tensor] | None = None
         self._hash = NO_HASH
@@ -93,7 +101,8 @@ class Agreement:
         Raises WireError if ranks are at different steps or plans: their messages would not match. Also if gradients of
         the previous step had different loss scales: their sum, and the memory that is left of it, have none.
 
-        Raises ReplicaError, on all ranks, if they held different weights when that step started.
+        Raises ReplicaError, on all ranks, if they held different weights when that step started, and more than rounding
+        is the cause. Of rounding it warns. Call it in a backward pass.
         """
         if self._pending is None:
             return None
@@ -114,9 +123,11 @@ class Agreement:
                 "loss on every rank in every step, also if a rank has no data"
             )
         if weights != -minus_weights:
-            raise self._differing(step)
+            self._compare(step)
+        elif weights != NO_HASH:
+            self._same_at, self.drift = step, 0.0
         if weights != NO_HASH:
-            self.same_weights_at = step
+            self.compared_step = step
         is_same = held in (-minus_held, self._sure)
         asked, self._asked = self._asked, None if is_same else held
         agreed = held if self._asked is None else in_force
@@ -124,20 +135,37 @@ class Agreement:
             agreed = max(asked, in_force)
         return int(agreed), -int(minus_affordable_from)
 
-    def _differing(self, step: int) -> ReplicaError:
-        """Ask all ranks for their hashes and return the error that names the ranks. All ranks come here together."""
+    def _compare(self, step: int) -> None:
+        """Find how much the weights differ, and which ranks'. All ranks come here together.
+
+        Raises ReplicaError if more than rounding is the cause.
+        """
+        assert self.weight_check is not None
         hash_R = torch.full((self._transport.world_size,), _LARGEST)
         hash_R[self._transport.rank] = self._hash
         odd, others = odd_ranks(self._transport.start_minimum(hash_R)().tolist())
+        layer, self.drift, limit = self.weight_check.drift(self._transport.start_minimum(self.weight_check.bounds())())
         before = "this was the first check"
-        if self.same_weights_at is not None:
-            before = f"they were the same before step {self.same_weights_at}"
-        return ReplicaError(
+        if self._same_at is not None:
+            before = f"they were the same before step {self._same_at}"
+        said = (
             f"rank {self._transport.rank}: before step {step} the weights of {_ranks(odd)} differ from those of "
-            f"{_ranks(others)}; {before}. Possible causes: a rank changed or loaded weights by itself; processors of "
-            "different kinds, whose optimizers round differently; memory that returns other bits. Resume all ranks "
-            "from one checkpoint; with weight_check_steps=0 nothing is compared"
+            f"{_ranks(others)}; {before}. They differ most in layer {layer}, by {self.drift:.2g} of its norm"
         )
+        if self.drift > limit:
+            raise ReplicaError(
+                f"{said}, more than rounding explains ({limit:.2g}). Possible causes: a rank changed or loaded weights "
+                "by itself; memory that returns other bits. Resume all ranks from one checkpoint; with "
+                "weight_check_steps=0 nothing is compared"
+            )
+        if self._transport.rank == 0 and self.drift >= WARN_AGAIN * self._warned_of:
+            self._warned_of = self.drift
+            logger.warning(
+                "%s, so training goes on. Processors of different kinds round differently in the optimizer; "
+                "average_weights=True makes the weights the same again after each check. Above %.2g the training ends",
+                said,
+                limit,
+            )
 
 
 def odd_ranks(hashes: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -28,6 +28,7 @@ from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import CLOSE_S, Inbox, WorkThread, follow_num_threads, noting_more, overdue_at_close
 from cgx_ray.engine.unused import StepResult
+from cgx_ray.engine.weight_check import WeightCheck
 from cgx_ray.errors import CGXError, PlanError, ReplicaError, StateError, listed
 from cgx_ray.monitors.sample import InsideLink, StepSample
 from cgx_ray.plan import CodecSpec, Layer, Plan
@@ -132,6 +133,14 @@ class Engine:
     def last_step(self) -> StepSample | None:
         """Sample of the last finished step; None before the first."""
         return self.telemetry.last_step
+
+    def compare_with(self, weight_check: WeightCheck) -> None:
+        """Let `weight_check`, which has made the hashes that `submit` gets, say how much the weights differ."""
+        self._agreement.weight_check = weight_check
+
+    def drift_at(self, step: int) -> float | None:
+        """Return how much the ranks' weights differed before `step`, 0 if not at all; None if it is not known."""
+        return self._agreement.drift if self._agreement.compared_step == step else None
 
     @contextmanager
     def metered(self, candidates: Sequence[CodecSpec], interval_steps: int) -> Iterator[None]:
@@ -353,9 +362,9 @@ class Engine:
                 self.trace.add(self.step, self.last_spans, began_s, ended_s)
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
             loss, lr = self.observed.take()
-            checked = self._agreement.same_weights_at == self.step - 1
+            drift = self.drift_at(self.step - 1)
             self.telemetry.add(
-                replace(sample, between_s=between_s, loss=loss, lr=lr, inside=self._inside, checked_weights=checked)
+                replace(sample, between_s=between_s, loss=loss, lr=lr, inside=self._inside, weight_drift=drift)
             )
         self.step += 1
 

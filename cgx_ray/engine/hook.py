@@ -36,15 +36,19 @@ class DdpBuckets:
         loss_scale: LossScale | None = None,
         *,
         weight_check_steps: int = 0,
+        average_weights: bool = False,
     ) -> None:
         """
         loss_scale          by default finds the GradScaler that scales the losses
         weight_check_steps  steps between two comparisons of the ranks' weights, 0 for none
+        average_weights     make them the same again if they differ by rounding
         """
         self._engine = engine
         self._model = model
         self._loss_scale = loss_scale or LossScale(averaged_parameters(model))
         self._weights = WeightCheck(averaged_parameters(model), weight_check_steps)
+        engine.compare_with(self._weights)
+        self._averaged_step = -1
         self._used = UsedLayers(model)
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._has_warned = False
@@ -60,6 +64,8 @@ class DdpBuckets:
         hooked = [] if model.static_graph else [p for p in model.module.parameters() if p.requires_grad]
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._submit_early) for parameter in hooked]
         self._hooks.append(model.register_forward_hook(self._expect))
+        if average_weights:
+            self._hooks.append(model.register_forward_pre_hook(self._average_weights))
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
@@ -91,6 +97,16 @@ class DdpBuckets:
         for hook in self._hooks:
             hook.remove()
         self._used.close()
+
+    @torch.compiler.disable
+    def _average_weights(self, model: DistributedDataParallel, given: object) -> None:
+        """Average the weights in the first forward pass after a comparison that has found rounding."""
+        step = self._engine.step
+        # The weights of a step are compared in the one after it.
+        is_due = torch.is_grad_enabled() and step != self._averaged_step and not allows_uneven_inputs(model)
+        if is_due and self._engine.drift_at(step - 2):
+            self._averaged_step = step
+            self._weights.average(model.process_group)
 
     def _expect(self, model: DistributedDataParallel, given: object, output: object) -> None:
         # A later pass without synchronisation does not change what DDP does with the gradients of this one.

@@ -1,18 +1,59 @@
-"""A hash of the weights, which ranks compare every few steps: if they differ, the ranks train different models."""
+"""Comparison of the ranks' weights every few steps: do all ranks train the same model?
+
+A hash finds any difference. Where there is one, the ranks project their weights onto random directions, and so learn
+how large it is without sending the weights.
+
+Processors of different kinds round differently in the optimizer. All ranks get the same averages, so such a difference
+does not feed on itself. It grows as a sum of roundings: with float32 by at most 6e-8 of the weights per step, and by
+the square root of the number of steps if they are unbiased. A rank that has loaded other weights differs by about 1.
+
+L layers, P projections, N elements
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.runtime_ext import ops
 
 # Without a check in a step. No hash is 0.
 NO_HASH = 0
+# Largest difference that counts as rounding, relative to the norm of a layer: float32 gets there after 3e8 unbiased
+# steps. One changed weight of a layer of 4,096 x 4,096 exceeds it if it changes by four standard deviations.
+ROUNDING = 1e-3
+# Of 16-bit weights, in their relative precision, as one step may round every weight the other way.
+ROUNDINGS_16_BIT = 10
+# Projections of a layer; the estimate of a norm is off by some 20 %.
+NUM_PROJECTIONS = 16
+# A layer is seen as a matrix with so many columns, and projected by signs of its rows and of its columns.
+NUM_COLUMNS = 1024
+# Elements at a time: 2 MiB as float64, which a processor keeps in its cache.
+PIECE_NUMEL = 256 << 10
+# Elements that are averaged at a time: 32 MiB as float64.
+AVERAGED_NUMEL = 4 << 20
+# A layer that is near zero, as a bias of one element may be, was computed from larger numbers. So it counts as if its
+# mean square was at least this share of the model's.
+NEAR_ZERO = 1e-2
+
+
+class Drift(NamedTuple):
+    """Difference of the ranks' weights in the layer where it is largest, relative to the norm of the layer.
+
+    limit  up to which it counts as rounding
+    """
+
+    layer: str
+    ratio: float
+    limit: float
 
 
 class WeightCheck:
@@ -43,6 +84,48 @@ class WeightCheck:
         self._hashed_step = step
         return hash_of(self._weights)
 
+    def bounds(self) -> Tensor:
+        """Return numbers (int64) whose minima over ranks `drift` takes. Call it in a backward pass, from any thread."""
+        for device in {weight.device for weight in self._weights.values() if weight.is_cuda}:
+            torch.cuda.synchronize(device)
+        values_LP = torch.stack([_projected(weight.detach()) for weight in self._weights.values()])
+        # NaN would come out smaller or larger than all numbers.
+        values_LP.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        return torch.cat([_ordered(values_LP), _ordered(-values_LP)]).flatten()
+
+    def drift(self, minima: Tensor) -> Drift:
+        """Return how much the weights differ between ranks, the same on all of them.
+
+        minima  over ranks, of what `bounds` returned
+        """
+        low_LP, high_LP = _ordered(minima.view(2, len(self._weights), -1)).view(torch.float64)
+        high_LP = -high_LP
+        # Weights with NaN or Inf are no longer known to be the same.
+        spread_LP = (high_LP - low_LP).nan_to_num_(nan=math.inf, posinf=math.inf)
+        squares = high_LP[:, -1].tolist()
+        numel = sum(weight.numel() for weight in self._weights.values())
+        mean_square = math.fsum(squares) / max(numel, 1)
+        found = []
+        for (name, weight), spread_P, square in zip(self._weights.items(), spread_LP.tolist(), squares, strict=True):
+            # Sums of float64 could round differently on different processors.
+            difference = math.sqrt(math.fsum(one * one for one in spread_P[:-1]) / NUM_PROJECTIONS)
+            norm = math.sqrt(max(square, NEAR_ZERO * mean_square * weight.numel()))
+            ratio = difference / norm if 0 < difference < math.inf else difference
+            found.append(Drift(name, ratio, _limit(weight.dtype)))
+        return max(found, key=lambda one: one.ratio / one.limit)
+
+    def average(self, group: dist.ProcessGroup) -> None:
+        """Replace the weights by their means over `group`, the same bits on all ranks. Call it before a forward pass.
+
+        Sums are made in float64, so that weights of fewer bits that are the same on all ranks stay as they are.
+        """
+        for weights in _batches(list(self._weights.values())):
+            sum_N = torch.cat([weight.detach().reshape(-1).to(torch.float64) for weight in weights])
+            dist.all_reduce(sum_N, group=group)
+            sum_N /= group.size()
+            for weight, mean_K in zip(weights, sum_N.split([weight.numel() for weight in weights]), strict=True):
+                weight.detach().copy_(mean_K.view(weight.shape))
+
 
 def hash_of(weights: Mapping[str, Tensor]) -> int:
     """Return a number in [1, 2^63) that is the same for the same weights in the same order."""
@@ -53,3 +136,53 @@ def hash_of(weights: Mapping[str, Tensor]) -> int:
         digest.update(struct.pack("<I", ops.crc32c(bytes_N)))
     # The agreement negates it, and 0 stands for no check.
     return max(int.from_bytes(digest.digest(), "little") >> 1, 1)
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return max(ROUNDING, ROUNDINGS_16_BIT * torch.finfo(dtype).eps)
+
+
+def _projected(weight: Tensor) -> Tensor:
+    """Return P projections of a layer, and then its squared norm, in float64 on the host.
+
+    Projection p of a matrix W is r_p W c_p, where r_p and c_p are random signs. The mean square of the differences of
+    two layers' projections estimates the squared norm of the layers' difference (Johnson and Lindenstrauss 1984). If
+    only one weight differs, it is that square.
+    """
+    flat_N = weight.reshape(-1)
+    columns_PC = _signs("columns", NUM_COLUMNS).to(weight.device, torch.float64)
+    rows_PR = _signs("rows", -(-flat_N.numel() // NUM_COLUMNS))
+    found_P = torch.zeros(NUM_PROJECTIONS + 1, dtype=torch.float64, device=weight.device)
+    num_rows = PIECE_NUMEL // NUM_COLUMNS
+    for index, piece_K in enumerate(flat_N.split(PIECE_NUMEL)):
+        values_K = piece_K.to(torch.float64)
+        found_P[-1] += values_K.dot(values_K)
+        if num_left := -len(values_K) % NUM_COLUMNS:
+            values_K = torch.nn.functional.pad(values_K, (0, num_left))
+        signs_PR = rows_PR[:, index * num_rows : (index + 1) * num_rows].to(weight.device, torch.float64)
+        found_P[:-1] += (signs_PR @ values_K.view(-1, NUM_COLUMNS)).mul_(columns_PC).sum(1)
+    return found_P.cpu()
+
+
+def _signs(name: str, num: int) -> Tensor:
+    """Return (P, num) random signs, int8, the same wherever this is called. The first `num` of more are others."""
+    random = np.frombuffer(hashlib.shake_256(name.encode()).digest(NUM_PROJECTIONS * num // 8), dtype=np.uint8)
+    return torch.from_numpy(2 * np.unpackbits(random).view(np.int8) - 1).view(NUM_PROJECTIONS, num)
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """Return the bits of float64 numbers as int64 in the same order; of such int64 numbers, the bits of the former."""
+    bits = values.view(torch.int64)
+    return torch.where(bits < 0, bits ^ torch.iinfo(torch.int64).max, bits)
+
+
+def _batches(weights: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield `weights`, several together if they are small."""
+    batch: list[Tensor] = []
+    for weight in weights:
+        if batch and sum(one.numel() for one in batch) + weight.numel() > AVERAGED_NUMEL:
+            yield batch
+            batch = []
+        batch.append(weight)
+    if batch:
+        yield batch

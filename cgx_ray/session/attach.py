@@ -46,6 +46,7 @@ def attach(
     shared_memory: bool | None = None,
     timeout_s: float | None = None,
     weight_check_steps: int | None = None,
+    average_weights: bool | None = None,
     silent_s: float | None = None,
     parameters: CodecSpec | str | None = None,
     scaler: Scaler | None = None,
@@ -59,9 +60,9 @@ def attach(
                    worker; elsewhere qsgd 4/128 over sra
     intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`. Default: CGXConfig's;
                    elsewhere "flat"
-    transport, shared_memory, timeout_s, silent_s, weight_check_steps
+    transport, shared_memory, timeout_s, silent_s, weight_check_steps, average_weights
                    see `Settings`. Default: CGXConfig's; elsewhere "tcp", True, the time-out that init_process_group
-                   was given, a minute and 500. As codec, scheme and intra, the same on all ranks
+                   was given, a minute, 500 and False. As codec, scheme and intra, the same on all ranks
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with the decoded parameters. Each rank updates its own shard, which stays exact
     scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks. It is asked during
@@ -82,6 +83,7 @@ def attach(
         "shared_memory": shared_memory,
         "timeout_s": timeout_s,
         "weight_check_steps": weight_check_steps,
+        "average_weights": average_weights,
         "silent_s": silent_s,
     }
     given = {name: value for name, value in others.items() if value is not None}

@@ -72,7 +72,13 @@ def make_engine(
     engine = _start_engine(layers, plan, transport, settings, device, loss_scale)
     try:
         assert isinstance(model, DistributedDataParallel)
-        buckets = DdpBuckets(model, engine, loss_scale, weight_check_steps=settings.weight_check_steps)
+        buckets = DdpBuckets(
+            model,
+            engine,
+            loss_scale,
+            weight_check_steps=settings.weight_check_steps,
+            average_weights=settings.average_weights,
+        )
         return engine, _hook_up(model, buckets, world.gather)
     except BaseException:
         engine.close()

@@ -95,8 +95,10 @@ class Settings:
                     or gone, does not, nor one that holds Python's lock in a call of an extension
     weight_check_steps
                     DDP models: steps between two comparisons of the ranks' weights; 0 for none. Ranks that hold other
-                    weights than the others train another model, so all ranks then raise ReplicaError. It hashes all
-                    weights once in so many steps, some 10 GB/s
+                    weights than the others train another model, so all ranks then raise ReplicaError, or warn if
+                    rounding may be the cause. It hashes all weights once in so many steps, some 10 GB/s
+    average_weights DDP models: if a comparison finds that the weights differ by rounding, replace them by their mean
+                    before the next step but one, the same bits on all ranks. It sends them in float64
     trace_steps     first and last step of which every rank writes what its groups did when, in the format of Chrome's
                     and Perfetto's traces, to `trace-rankNNNNN.json` in the run's folder
     replay_bytes    bytes on disk that the newest joined steps may take, for `cgx-ray replay --steps`, in `steps.ring`
@@ -125,6 +127,7 @@ class Settings:
     timeout_s: float = DEFAULT_TIMEOUT_S
     silent_s: float = SILENT_S
     weight_check_steps: int = WEIGHT_CHECK_STEPS
+    average_weights: bool = False
     simulated_link: SimulatedLink | None = None
     trace_steps: tuple[int, int] | None = None
     replay_bytes: int = REPLAY_BYTES
@@ -297,8 +300,14 @@ class Settings:
             )
 
     def _check_transport(self) -> None:
-        if not isinstance(self.shared_memory, bool):
-            raise ConfigError(f"shared_memory {self.shared_memory!r} is not allowed; give True or False")
+        for name in ("shared_memory", "average_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not allowed; give True or False")
+        if self.average_weights and not self.weight_check_steps:
+            raise ConfigError(
+                "average_weights needs comparisons of the weights; give weight_check_steps above 0, such as "
+                f"{WEIGHT_CHECK_STEPS}"
+            )
         for name, usual in (("timeout_s", DEFAULT_TIMEOUT_S), ("silent_s", SILENT_S)):
             if not is_timeout(getattr(self, name)):
                 raise ConfigError(
