@@ -8,6 +8,7 @@
 | `progress` | in growing intervals: mean seconds of a step's parts, bytes and link since the last one (`progress`) |
 | `wait` | when a plan is wanted, but dense is not known well enough to judge it; once until the next decision |
 | `silence` | when other ranks than before are silent |
+| `drift` | when the ranks' weights differ by rounding, and again when twice as much |
 | `fault` | with each of the first errors that end the training on a rank |
 | `no_samples` | when no rank's samples have come for a minute; once until they come again |
 | `end` | when the controller is told to end; a controller that was killed leaves none |
@@ -220,6 +221,11 @@ def wait_entry(decision: Replace, *, num_dense: int, needed: int, step: int, tim
         "num_dense_steps": num_dense,
         "needed_dense_steps": needed,
     }
+
+
+def drift_entry(weight_drift: float, *, step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for weights that differ between ranks."""
+    return {"event": "drift", "time": time_s, "step": step, "weight_drift": weight_drift}
 
 
 def fault_entry(fault: Fault, *, time_s: float) -> dict[str, Any]:

@@ -186,6 +186,7 @@ class ControlLoop:
             self._ring.begin(self, now_s)
         if sample.steps:
             self._start_journal(state, sample.time_s)
+        self._notes.drift(sample.steps, sample.time_s)
         silent_before = state.silent_ranks
         report = JoinedReport(
             sample=replace(sample, steps=()),

@@ -9,16 +9,26 @@ from collections.abc import Mapping, Sequence
 from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.history import Registration
 from cgx_ray.control.joined_steps import AWAITED_S
-from cgx_ray.control.journal import Journal, end_entry, fault_entry, silence_entry, start_entry, wait_entry
+from cgx_ray.control.journal import (
+    Journal,
+    drift_entry,
+    end_entry,
+    fault_entry,
+    silence_entry,
+    start_entry,
+    wait_entry,
+)
 from cgx_ray.control.policy import Policy, Replace
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.errors import listed
-from cgx_ray.monitors.sample import Fault
+from cgx_ray.monitors.sample import Fault, NodeStep
 
 logger = logging.getLogger(__name__)
 
 # Faults per worker group that are written down. One rank's error makes all others fail too, a moment later.
 MAX_FAULTS = 8
+# Growth of the difference of the ranks' weights between two lines.
+DRIFT_GROWTH = 2.0
 
 
 class Notes:
@@ -42,6 +52,7 @@ class Notes:
         """Begin with a new worker group."""
         self._is_started = self._is_waiting = False
         self._num_fault_lines = 0
+        self._weight_drift = 0.0
 
     def start(self, policy: Policy, state: WorkerGroupState, told: Registration, time_s: float) -> None:
         """Write the first line of a worker group, once."""
@@ -77,6 +88,13 @@ class Notes:
     def decided(self) -> None:
         """Note that nothing waits any more."""
         self._is_waiting = False
+
+    def drift(self, steps: Sequence[NodeStep], time_s: float) -> None:
+        """Write down how much the ranks' weights differ, if that is much more than before."""
+        for step in steps:
+            if step.weight_drift and step.weight_drift >= DRIFT_GROWTH * self._weight_drift:
+                self._weight_drift = step.weight_drift
+                self._journal.write(drift_entry(step.weight_drift, step=step.step, time_s=time_s))
 
     def fault(self, fault: Fault, time_s: float) -> None:
         """Count an error that ended the training on a rank; write down the first MAX_FAULTS of a worker group."""

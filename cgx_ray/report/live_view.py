@@ -92,7 +92,7 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
         speed=_speed(record.progress, record.progress[-1].get("speed_up") if record.progress else None),
         links=tuple(links) or tuple(_estimated_links(record.progress[-1] if record.progress else None)),
         decisions=decision_lines(record.decisions, record.outcomes)[-SHOWN_DECISIONS:],
-        notes=(*broken_note(record.broken), *_fault_note(record.faults)),
+        notes=(*broken_note(record.broken), *drift_note(record.drifts), *_fault_note(record.faults)),
     )
 
 
@@ -110,6 +110,7 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
     notes += [f"rank {rank} sends no samples; decisions go on without it" for rank in found["silent_ranks"]]
     if found["num_silent_nodes"]:
         notes.append(f"{found['num_silent_nodes']} nodes no longer answer the others")
+    notes += drift_note([line for line in journal if line["event"] == "drift"])
     notes += _fault_note([line for line in journal if line["event"] == "fault"])
     return LiveView(
         name=found["run"],
@@ -130,6 +131,16 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
         links=(*_estimated_links(found), *map(_node_line, found["nodes"])),
         decisions=decision_lines(by_event["decision"], by_event["outcome"])[-SHOWN_DECISIONS:],
         notes=tuple(notes),
+    )
+
+
+def drift_note(drifts: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return a note about the newest line of the journal on weights that differ between ranks, if there is one."""
+    if not drifts:
+        return ()
+    return (
+        f"the weights of the ranks differ by rounding, by {drifts[-1]['weight_drift']:.2g} of a layer's norm at step "
+        f"{drifts[-1]['step']}; average_weights=True makes them the same again",
     )
 
 

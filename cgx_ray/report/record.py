@@ -45,6 +45,7 @@ class RunRecord:
     decisions, outcomes, progress
               lines of the journal
     faults    lines of the journal about errors that ended the training on a rank
+    drifts    lines of the journal about weights that differ between ranks by rounding
     starts    first lines of the journal's worker groups; none in a journal of an old version
     network   links at the start, and each change
     end       validation_loss, weights_identical and weights_sha256, once training is over
@@ -62,6 +63,7 @@ class RunRecord:
         self.progress: list[dict[str, Any]] = []
         self.starts: list[dict[str, Any]] = []
         self.faults: list[dict[str, Any]] = []
+        self.drifts: list[dict[str, Any]] = []
         self.is_ended = False
         self.broken: list[str] = []
         self.network: list[LinkEvent] = []
@@ -119,6 +121,7 @@ class RunRecord:
             "outcome": self.outcomes,
             "progress": self.progress,
             "fault": self.faults,
+            "drift": self.drifts,
         }
         self.is_ended = entry["event"] == "end"
         if entry["event"] in lists:
@@ -135,7 +138,7 @@ class RunRecord:
         append_events(self._network_path, [event])
 
     def _size(self) -> int:
-        journal = (self.decisions, self.outcomes, self.progress, self.starts, self.faults)
+        journal = (self.decisions, self.outcomes, self.progress, self.starts, self.faults, self.drifts)
         counts = (self.steps, *journal, self.network, self.broken)
         return sum(len(lines) for lines in counts) + (self.end is not None) + self.is_ended
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cgx_ray.report import page
-from cgx_ray.report.live_view import change_of, outcomes_of
+from cgx_ray.report.live_view import change_of, drift_note, outcomes_of
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.run_facts import (
     SpeedUp,
@@ -91,6 +91,7 @@ def _run(record: RunRecord, dense: RunRecord | None, extras: Extras, *, prefix: 
     body.append(page.numbers(_numbers(record, gained, extras)))
     if gained is not None:
         body.append(page.paragraph(f"The speed-up is {gained.known_by}."))
+    body += [page.paragraph(f"Note: {note}.") for note in drift_note(record.drifts)]
     body.append(page.paragraph(f"What to try next: {next_step(record, gained)}", kind="next"))
     spoken = f"Run {record.name}. " if has_title else ""
     drawn = [one._replace(alt=spoken + one.alt) for one in run_pictures(record)]

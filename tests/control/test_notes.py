@@ -1,7 +1,8 @@
-"""Lines of the journal about waits and faults."""
+"""Lines of the journal about waits, drift and faults."""
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import make_plan
 from cgx_ray.report.live_view import view_of_record
 from cgx_ray.report.record import JOURNAL_SCHEMA, load_run
+from cgx_ray.report.run_page import Extras, report_page
 
 
 def check_schema(folder: Path) -> None:
     validator = jsonschema.Draft202012Validator(json.loads(JOURNAL_SCHEMA.read_text()))
-    for line in journal(folder, "wait", "fault"):
+    for line in journal(folder, "wait", "fault", "drift"):
         validator.validate(line)
 
 
@@ -39,6 +41,18 @@ def test_a_plan_that_waits_for_dense_steps_is_written_down_once(tmp_path: Path, 
     # In the end the plan that has waited is taken up.
     assert first["kind"] == "replace"
     assert wait["plan"] == first["new"]["plan"]
+
+
+def test_weights_that_drift_apart_are_written_down_each_time_they_are_twice_as_far_apart(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    for run.weight_drift in (0.0, None, 1e-7, 1.5e-7, 3e-7, 0.0, 4e-7):
+        run.run(1)
+    assert [(line["step"], line["weight_drift"]) for line in journal(tmp_path, "drift")] == [(3, 1e-7), (5, 3e-7)]
+    check_schema(tmp_path)
+    record = load_run(tmp_path)
+    (note,) = view_of_record(record).notes
+    assert "the weights of the ranks differ by rounding, by 3e-07 of a layer's norm at step 5" in note
+    assert html.escape(note) in report_page("run", [record], Extras())
 
 
 def test_the_first_faults_are_written_down_and_all_are_counted_over_restarts(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_density_and_bits_are_means_over_elements() -> None:
     assert values["cgx_ray_density"] == pytest.approx((1000 * 0.1 + 3000) / 4000)
     assert values["cgx_ray_bits_per_element"] == pytest.approx(8 * 2500 / 4000)
     assert values["cgx_ray_residual_ratio"] == 2.0
+    assert values["cgx_ray_weight_drift"] == 2e-8
     assert values["cgx_ray_non_finite_steps"] == 1
 
 

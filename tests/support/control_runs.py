@@ -65,6 +65,7 @@ class FakeTraining:
     silent       ranks whose samples are lost
     inside       link inside the node that a rank tells
     pause_s      before a step, by step and rank; the other ranks wait for the longest
+    weight_drift what a comparison of the weights finds, see `StepSample`
     has_mesh     ranks greet each other, so messages are pushed and exchanges are not sure
     """
 
@@ -92,6 +93,7 @@ class FakeTraining:
     silent: set[int] = field(default_factory=set)
     inside: dict[int, InsideLink] = field(default_factory=dict)
     has_mesh: bool = False
+    weight_drift: float | None = None
 
     def run(self, num_steps: int) -> list[Decision]:
         decisions = []
@@ -173,6 +175,7 @@ class FakeTraining:
             loss=self._loss(rank),
             lr=self.lr,
             inside=self.inside.get(rank),
+            weight_drift=self.weight_drift,
             lag_s={other: self.latency_s for other in range(WORLD) if other != rank} if self.has_mesh else {},
         )
 

@@ -36,5 +36,6 @@ def step_sample(rank: int, step: int) -> StepSample:
         loss=3.5,
         lr=0.01,
         residual_norm=5.0,
+        weight_drift=2e-8,
         lag_s={1 - rank: 0.01},
     )

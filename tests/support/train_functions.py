@@ -43,7 +43,7 @@ def train(config: dict[str, Any]) -> None:
     log          folder of the files
     steps        number of steps
     die_at       step at which rank 1 dies, in the first attempt only
-    flip_at      step after which rank 1 changes a bit of a weight
+    flip_at      step after which rank 1 changes the signs of a row of weights
     report_at    numbers of finished steps after which a checkpoint is reported
     pace         True: wait for the other ranks after every step
     expect_plan  description that the plan in force must have at the end
@@ -77,7 +77,7 @@ def train(config: dict[str, Any]) -> None:
             (model(x_BD) - x_BD).square().mean().backward()
             optimizer.step()
             if rank == 1 and step == config.get("flip_at"):
-                next(model.parameters()).data.view(torch.int32)[0, 0] ^= 1
+                next(model.parameters()).data[0].neg_()
             sample = attachment.last_step
             line = {"step": step, "hash": weights_hash(model)}
             if sample is not None:
