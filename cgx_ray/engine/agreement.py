@@ -46,7 +46,7 @@ class Agreement:
         self.compared_step: int | None = None
         self.drift = 0.0
         self._same_at: int | None = None
-        self._warned_of = 0.0
+        self._warned_of: float | None = None
         self._transport = transport
         self._pending: Callable[[], Tensor] | None = None
         self._hash = NO_HASH
@@ -158,7 +158,8 @@ class Agreement:
                 "by itself; memory that returns other bits. Resume all ranks from one checkpoint; with "
                 "weight_check_steps=0 nothing is compared"
             )
-        if self._transport.rank == 0 and self.drift >= WARN_AGAIN * self._warned_of:
+        has_grown = self._warned_of is None or self.drift > WARN_AGAIN * self._warned_of
+        if has_grown and self._transport.rank == 0:
             self._warned_of = self.drift
             logger.warning(
                 "%s, so training goes on. Processors of different kinds round differently in the optimizer; "

@@ -61,8 +61,8 @@ def attach(
     intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`. Default: CGXConfig's;
                    elsewhere "flat"
     transport, shared_memory, timeout_s, silent_s, weight_check_steps, average_weights
-                   see `Settings`. Default: CGXConfig's; elsewhere "tcp", True, the time-out that init_process_group
-                   was given, a minute, 500 and False. As codec, scheme and intra, the same on all ranks
+                   see `Settings`. Default: CGXConfig's; elsewhere "tcp", True, that of the process group, a minute,
+                   500 and False. As codec, scheme and intra, the same on all ranks
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with the decoded parameters. Each rank updates its own shard, which stays exact
     scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks. It is asked during
@@ -91,10 +91,8 @@ def attach(
     def make_settings() -> Settings:
         return _settings(plan, codec, scheme, intra, given)
 
-    is_chosen = any(choice is not None for choice in (plan, codec, scheme, intra))
-    process.attachment = _attach(
-        uncompiled(model), plan, make_settings, parameters, scaler, asks_controller=not is_chosen
-    )
+    asks = all(choice is None for choice in (plan, codec, scheme, intra))
+    process.attachment = _attach(uncompiled(model), plan, make_settings, parameters, scaler, asks_controller=asks)
     return process.attachment
 
 

@@ -118,6 +118,8 @@ def _check(
             f"attach got an FSDP2 model and {given}; this version takes one codec for the whole model: give attach a "
             "`codec`, or CGXConfig policy='static' and a codec"
         )
+    if settings.average_weights:
+        raise ConfigError("weights of an FSDP2 model are not compared, so leave average_weights out")
     if settings.overrides or settings.exclude:
         raise ConfigError("an FSDP2 model takes one codec for the whole model; leave out overrides and exclude")
     codec = CodecSpec.parse(settings.codec)

@@ -104,6 +104,8 @@ ONE_RANK = [
     ({"timeout_s": float("nan")}, "timeout_s nan is not allowed"),
     ({"timeout_s": -1}, "timeout_s -1 is not allowed"),
     ({"weight_check_steps": -1}, "weight_check_steps -1 is not allowed; give 0 or more"),
+    ({"average_weights": 1}, "average_weights 1 is not allowed; give True or False"),
+    ({"average_weights": True, "weight_check_steps": 0}, "average_weights needs comparisons of the weights; give"),
     ({"weight_check_steps": 50}, "different settings: rank 1 has weight_check_steps=50, rank 0 500"),
     ({"transport": "gloo"}, "different settings: rank 1 has transport='gloo', rank 0 'tcp'; give every rank the same"),
     ({"timeout_s": 1800}, f"different settings: rank 1 has timeout_s=1800.0, rank 0 {GROUP_TIMEOUT_S}"),
@@ -134,7 +136,7 @@ def test_arguments_of_one_rank_that_are_bad_or_different_are_one_clear_error_on_
 
 
 def test_without_a_process_group_bad_arguments_raise_at_once() -> None:
-    for arguments, says in ONE_RANK[:7]:
+    for arguments, says in ONE_RANK[:9]:
         with pytest.raises(cgx_ray.ConfigError, match=says):
             cgx_ray.attach(Branches(), **arguments)
 
