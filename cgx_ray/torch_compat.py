@@ -81,9 +81,8 @@ def bucket_parameters(model: DistributedDataParallel) -> list[list[Tensor]]:
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the model that `torch.compile` has wrapped; `model` itself if it is not compiled as a whole."""
     # By its attribute, since importing the class of the wrapper takes seconds.
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
-    return inner
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def has_rebuilt_buckets(model: DistributedDataParallel) -> bool:

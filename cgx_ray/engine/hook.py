@@ -65,7 +65,9 @@ class DdpBuckets:
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._submit_early) for parameter in hooked]
         self._hooks.append(model.register_forward_hook(self._expect))
         if average_weights:
-            self._hooks.append(model.register_forward_pre_hook(self._average_weights))
+            # Dynamo, which a compiled model would have look into it, cannot.
+            untraced = torch.compiler.disable(self._average_weights)
+            self._hooks.append(model.register_forward_pre_hook(untraced))
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
@@ -98,7 +100,6 @@ class DdpBuckets:
             hook.remove()
         self._used.close()
 
-    @torch.compiler.disable
     def _average_weights(self, model: DistributedDataParallel, given: object) -> None:
         """Average the weights in the first forward pass after a comparison that has found rounding."""
         step = self._engine.step
