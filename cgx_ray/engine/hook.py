@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
 import logging
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,8 @@ class DdpBuckets:
         average_weights     make them the same again if they differ by rounding
         """
         self._engine = engine
-        self._model = model
+        # DDP's C++ part holds this object, out of the garbage collector's sight.
+        self._model = weakref.ref(model)
         self._loss_scale = loss_scale or LossScale(averaged_parameters(model))
         self._weights = WeightCheck(averaged_parameters(model), weight_check_steps)
         engine.compare_with(self._weights)
@@ -78,7 +80,7 @@ class DdpBuckets:
         self._newest = None
         gradients = dict(zip(names, bucket.gradients(), strict=True))
         # A rank without inputs gets buckets of zeros inside `join`, which lie elsewhere.
-        if self._keeps_buckets and not allows_uneven_inputs(self._model):
+        if self._keeps_buckets and not self._allows_uneven_inputs():
             self._places.update(gradients)
         self._engine.submit(
             PendingBucket(
@@ -139,7 +141,11 @@ class DdpBuckets:
     def _weights_hash(self) -> int:
         """Return the hash of the weights if they are compared now. No optimizer has changed them in this step yet."""
         # A rank without inputs keeps its weights until `join` ends, and gets those of the others then.
-        return NO_HASH if allows_uneven_inputs(self._model) else self._weights.hash_at(self._engine.step)
+        return NO_HASH if self._allows_uneven_inputs() else self._weights.hash_at(self._engine.step)
+
+    def _allows_uneven_inputs(self) -> bool:
+        model = self._model()
+        return model is not None and allows_uneven_inputs(model)
 
 
 def _end_of_kernels(device: torch.device) -> torch.cuda.Event:
