@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -39,20 +38,16 @@ class ReduceThread:
         self._exchanges: dict[tuple[Option, int], Exchange] = {}
         self._buffer_N = torch.empty(0)
         self._failure: CGXError | None = None
-        self._lock = threading.Lock()
-        self._thread = WorkThread("cgx-ray-backend", self._run, self._mesh.close)
+        closed = "this process group is shut down; make a new one to reduce further tensors"
+        self._thread = WorkThread("cgx-ray-backend", self._run, self._mesh.close, closed=closed)
 
     def submit(self, work: CompressedWork) -> CompressedWork:
-        with self._lock:
-            if self._thread.has_ended:
-                raise CGXError("this process group is shut down; make a new one to reduce further tensors")
-            self._thread.put(work)
+        self._thread.put(work, f"rank {self._group.rank()}")
         return work
 
     def close(self) -> None:
         """Finish what was submitted, then hang up."""
-        with self._lock:
-            self._thread.end()
+        self._thread.end()
         self._mesh.close()
 
     def abort(self) -> None:

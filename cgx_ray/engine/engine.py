@@ -97,7 +97,8 @@ class Engine:
         self.plan = plan
         self._groups = self._make_groups()
         self._num_threads = torch.get_num_threads()
-        self._thread = WorkThread("cgx-ray-engine", self._run, transport.close, transport.wake)
+        closed = "the engine is closed; attach again to train on"
+        self._thread = WorkThread("cgx-ray-engine", self._run, transport.close, transport.wake, closed=closed)
 
     # Called by the training thread, and by the threads that bring plans and collect samples.
 
@@ -108,9 +109,8 @@ class Engine:
         """
         if self._failure is not None:
             raise self._failure
-        self._thread.check(f"rank {self._transport.rank}, step {self.step}")
         self._num_threads = torch.get_num_threads()
-        self._thread.put(arrived)
+        self._thread.put(arrived, f"rank {self._transport.rank}, step {self.step}")
 
     def hold(self, plan: Plan) -> None:
         """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it.
@@ -191,7 +191,6 @@ class Engine:
             self._transport.give_up(overdue_at_close(self._transport.rank, self.step, timeout_s))
             self._thread.end(timeout_s)
         self._transport.close()
-        self._failure = self._failure or CGXError("the engine is closed; attach again to train on")
 
     # Called by the engine's own thread.
 
@@ -226,6 +225,8 @@ class Engine:
                 new = [arrived] if isinstance(arrived, PendingBucket) else []
                 self._fail(error, [*new, *(step.buckets if step is not None else [])])
                 step = None
+        if step is not None:
+            self._fail(self._closed_within(step.missing), step.buckets)
 
     def _take(self, arrived: PendingBucket | EarlyGradient, step: StepRun | None) -> StepRun | None:
         """Add what has arrived to `step`, or begin one. Return the step under way."""
@@ -263,6 +264,12 @@ class Engine:
             "use them (give DistributedDataParallel find_unused_parameters=True); they were frozen or unfrozen after "
             "DistributedDataParallel was built (build it anew and attach again); backward raised an error; or backward "
             f"takes longer than {timeout_s} (give attach or CGXConfig a larger timeout_s)"
+        )
+
+    def _closed_within(self, missing: Sequence[str]) -> CGXError:
+        return CGXError(
+            f"rank {self._transport.rank}, step {self.step}: closed in the middle of backward, before the gradients of "
+            f"{listed(missing)} had come; close between steps, or once the thread that trains has ended"
         )
 
     def _begin(self, arrived: PendingBucket | EarlyGradient) -> StepRun:

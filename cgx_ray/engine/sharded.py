@@ -71,7 +71,8 @@ class ShardedEngine:
         # Seconds that the training thread has waited in this step. Only that thread uses it.
         self._waited_s = 0.0
         self._num_threads = torch.get_num_threads()
-        self._thread = WorkThread("cgx-ray-engine", self._run, self._exchange.close)
+        closed = "the engine is closed; attach again to compress"
+        self._thread = WorkThread("cgx-ray-engine", self._run, self._exchange.close, closed=closed)
 
     # Called by the training thread.
 
@@ -153,15 +154,13 @@ class ShardedEngine:
             self._exchange.give_up(overdue_at_close(self._rank, self.step, timeout_s))
             self._thread.end(timeout_s)
         self._exchange.close()
-        self._failure = self._failure or CGXError("the engine is closed; attach again to compress")
 
     def _submit(self, module: str, call: Callable[[], Any]) -> Future[Any]:
         if self._failure is not None:
             raise self._failure
-        self._thread.check(f"rank {self._rank}, step {self.step}")
         self._num_threads = torch.get_num_threads()
         future: Future[Any] = Future()
-        self._thread.put((module, call, future))
+        self._thread.put((module, call, future), f"rank {self._rank}, step {self.step}")
         return future
 
     # Called by the engine's own thread.

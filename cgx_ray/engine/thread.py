@@ -25,14 +25,26 @@ CLOSE_S = 60.0
 
 
 class Inbox(Iterator[T]):
-    """A queue that one thread reads, in order, until its end."""
+    """A queue that one thread reads, in order, until its end. Nothing comes after the end."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
 
-    def put(self, item: T | None) -> None:
-        """Add `item`. None marks the end."""
-        self._queue.put(item)
+    def put(self, item: T) -> bool:
+        """Add `item`. Return False if the inbox is closed: nobody will take it."""
+        with self._lock:
+            if not self._is_closed:
+                self._queue.put(item)
+            return not self._is_closed
+
+    def close(self) -> None:
+        """Mark the end."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._queue.put(None)
 
     def take(self, timeout_s: float | None = None) -> T | None:
         """Return the next item, or None at the end. Raise TimeoutError if none arrives within `timeout_s` seconds.
@@ -77,49 +89,57 @@ class WorkThread(Generic[T]):
         work: Callable[[Inbox[T]], None],
         hang_up: Callable[[], None],
         wake: Callable[[], None] = lambda: None,
+        *,
+        closed: str,
     ) -> None:
         """Start the thread.
 
-        work     reads the inbox until its end, then returns
+        work     reads the inbox until its end, then returns. It must answer all that it has taken
         hang_up  interrupts a wait of the thread for other ranks; called if the interpreter ends meanwhile
         wake     called after something was added to the inbox, for a thread that waits elsewhere
+        closed   what `put` says after `end`
         """
         inbox: Inbox[T] = Inbox()
         thread = threading.Thread(target=work, args=(inbox,), name=name, daemon=True)
         thread.start()
         self._inbox, self._thread, self._wake = inbox, thread, wake
+        self._closed, self._is_closed = closed, False
         self._end_at_exit = weakref.finalize(self, _end, thread, inbox, hang_up, wake)
 
-    def put(self, item: T) -> None:
-        """Add `item` to the inbox."""
-        self._inbox.put(item)
+    def put(self, item: T, where: str) -> None:
+        """Add `item` to the inbox. The thread will take it, else this raises CGXError. `where` begins the message."""
+        # First, since a fork may have copied a lock of the inbox that was held.
+        self.check(where)
+        if not self._inbox.put(item):
+            raise self._ended(where)
         self._wake()
 
-    @property
-    def has_ended(self) -> bool:
-        """True if the thread no longer reads its inbox."""
-        return not self._thread.is_alive()
-
     def check(self, where: str) -> None:
-        """Raise CGXError if the thread has ended, so that nobody waits for it. `where` begins the message."""
-        if self.has_ended:
-            raise CGXError(
-                f"{where}: the engine's thread has ended, because Python is ending or because this process is a fork "
-                "of the one that attached; attach in the process that trains, and finish training before Python ends"
-            )
+        """Raise CGXError if the thread has ended."""
+        if not self._thread.is_alive():
+            raise self._ended(where)
+
+    def _ended(self, where: str) -> CGXError:
+        if self._is_closed:
+            return CGXError(f"{where}: {self._closed}")
+        return CGXError(
+            f"{where}: the engine's thread has ended, because Python is ending or because this process is a fork of "
+            "the one that attached; attach in the process that trains, and finish training before Python ends"
+        )
 
     def end(self, timeout_s: float | None = None) -> bool:
         """Return True once the thread has finished everything in its inbox; False after `timeout_s`."""
-        self._inbox.put(None)
+        self._is_closed = True
+        self._inbox.close()
         self._wake()
         self._thread.join(timeout_s)
-        if self.has_ended:
+        if has_ended := not self._thread.is_alive():
             self._end_at_exit.detach()
-        return self.has_ended
+        return has_ended
 
 
 def _end(thread: threading.Thread, inbox: Inbox[Any], hang_up: Callable[[], None], wake: Callable[[], None]) -> None:
-    inbox.put(None)
+    inbox.close()
     wake()
     thread.join(EXIT_GRACE_S)
     if thread.is_alive():

@@ -228,7 +228,8 @@ def _submit_after_end(rank: int, is_sharded: bool) -> str:
     step = train_sharded if is_sharded else train
     step(model, rank, range(1))
     assert attachment._engine is not None
-    attachment._engine._thread.end()
+    # As when Python ends.
+    attachment._engine._thread._end_at_exit()
     with pytest.raises((cgx_ray.CGXError, RuntimeError)) as caught:
         step(model, rank, range(1, 2))
     return str(caught.value)

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from support.branches import Branches, train
 from support.ranks import run_ranks
@@ -20,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.collectives.gloo_sockets import GlooSockets
+from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.group import Group
-from cgx_ray.engine.step import StepRun
+from cgx_ray.engine.step import PendingBucket, StepRun
 
 NUM_RANKS = 3
 FAILING = 1
@@ -186,3 +188,26 @@ def _close_in_a_step(rank: int) -> str:
 def test_close_hangs_up_on_a_step_that_does_not_end() -> None:
     for said in run_ranks(NUM_RANKS, _close_in_a_step):
         assert "rank 0, step 2: closed, and 1 s later other ranks had not taken part in the exchange" in said
+
+
+def _close_within_backward(rank: int) -> str:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="qsgd", scheme="sra")
+    # After two steps DDP itself talks to no rank any more.
+    train(model, rank, range(2))
+    if rank > 0:
+        return _train_until_error(model, rank)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    gradient = torch.zeros(33)
+    assert isinstance(attachment._engine, Engine)
+    attachment._engine.submit(PendingBucket(gradients={"left.bias": gradient}, buffer=gradient, future=future))
+    attachment.close()
+    with pytest.raises(cgx_ray.CGXError) as caught:
+        future.value()
+    return str(caught.value)
+
+
+@pytest.mark.fault("another thread closes in the middle of backward", "that error, at once, on all ranks")
+def test_a_bucket_of_a_step_that_close_cuts_short_gets_an_error() -> None:
+    for said in run_ranks(NUM_RANKS, _close_within_backward):
+        assert "rank 0, step 2: closed in the middle of backward, before the gradients of " in said
