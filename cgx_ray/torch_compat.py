@@ -85,6 +85,19 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
+def register_hook(model: DistributedDataParallel, state: object, hook: Callable[[Any, dist.GradBucket], Any]) -> None:
+    """Give `model` a communication hook that copies of the model lack: their reducers have none, as DDP makes them.
+
+    DDP would copy and pickle the list of its hooks, with their states. Only its reducer in Python reads it. Raises
+    RuntimeError if the model has a hook already.
+    """
+    try:
+        model.register_comm_hook(state, hook)
+    finally:
+        if not model._use_python_reducer:
+            model._comm_hooks[:] = [known for known in model._comm_hooks if known[1] is not state]
+
+
 def has_rebuilt_buckets(model: DistributedDataParallel) -> bool:
     """Return True once DDP has rebuilt its buckets, some forward passes after the first."""
     return bool(model._has_rebuilt_buckets)
@@ -177,6 +190,7 @@ __all__ = [
     "longest_timeout_s",
     "number_collectives",
     "profiled",
+    "register_hook",
     "set_cpu_backend",
     "uncompiled",
 ]

@@ -4,6 +4,9 @@
 
 import logging
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,11 +68,11 @@ class DdpBuckets:
         self._newest: str | None = None
         hooked = [] if model.static_graph else [p for p in model.module.parameters() if p.requires_grad]
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._submit_early) for parameter in hooked]
-        self._hooks.append(model.register_forward_hook(self._expect))
+        self._hooks.append(model.register_forward_hook(_ForwardHook(self._expect)))
         if average_weights:
             # Dynamo, which a compiled model would have look into it, cannot.
             untraced = torch.compiler.disable(self._average_weights)
-            self._hooks.append(model.register_forward_pre_hook(untraced))
+            self._hooks.append(model.register_forward_pre_hook(_ForwardHook(untraced)))
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
@@ -146,6 +149,23 @@ class DdpBuckets:
     def _allows_uneven_inputs(self) -> bool:
         model = self._model()
         return model is not None and allows_uneven_inputs(model)
+
+
+class _ForwardHook:
+    """A hook on the forward passes of one model.
+
+    Copies of the model have a hook that does nothing in its place. A file with the model does not name cgx_ray.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *given: object) -> None:
+        self._call(*given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # It takes any arguments and returns None, so inputs and output stay as they are.
+        return getattr, (nullcontext(), "__exit__")
 
 
 def _end_of_kernels(device: torch.device) -> torch.cuda.Event:

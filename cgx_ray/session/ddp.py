@@ -26,7 +26,7 @@ from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.inside import measure_inside
 from cgx_ray.session.settings import Settings
-from cgx_ray.torch_compat import bucket_parameters
+from cgx_ray.torch_compat import bucket_parameters, register_hook
 
 
 def make_engine(
@@ -118,7 +118,7 @@ def _hook_up(model: DistributedDataParallel, buckets: DdpBuckets, gather: Gather
         # DDP cannot forget a hook, so it gets one only if no rank has failed. Then the model can be attached again.
         gather(None)
         try:
-            model.register_comm_hook(buckets, cgx_hook)
+            register_hook(model, buckets, cgx_hook)
         except RuntimeError as error:
             raise ConfigError(
                 f"this model already has a communication hook ({error}); attach once per model"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import os
+import pickle
 import re
 import signal
 from pathlib import Path
@@ -13,10 +16,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from support.branches import Branches, batch, train
+from support.branches import Branches, batch, train, weights_hash
 from support.ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import cgx_ray
 from cgx_ray.codecs.wire import HEADER_BYTES
@@ -124,6 +128,38 @@ def _after_close(rank: int) -> str:
 
 def test_training_on_after_close_is_one_clear_error() -> None:
     assert "the engine is closed" in run_ranks(2, _after_close)[0]
+
+
+def _copies(rank: int, is_attached: bool) -> list[list[str]]:
+    """Return the hashes of the weights of copies of a model that train on, and of the model itself."""
+    model = DistributedDataParallel(Branches())
+    if is_attached:
+        attachment = cgx_ray.attach(model, codec="none", scheme="dense", average_weights=True)
+    train(model, rank, range(3))
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    assert b"cgx_ray" not in saved.getvalue()
+    saved.seek(0)
+    averaged = AveragedModel(model)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
+    hashes = [train(one, rank, range(3, 5)) for one in (*copies, model)]
+    averaged.update_parameters(model)
+    hashes.append([weights_hash(averaged.module)])
+    if is_attached:
+        attachment.close()
+        # A copy is a model of its own.
+        other = cgx_ray.attach(copies[0], codec="none", scheme="dense")
+        hashes += [train(one, rank, range(5, 7)) for one in copies]
+        other.close()
+    return hashes
+
+
+def test_copies_of_an_attached_model_are_those_of_plain_ddp() -> None:
+    # With two ranks the order of addition is the same.
+    plain, ours = run_ranks(2, _copies, False), run_ranks(2, _copies, True)
+    assert ours[0] == ours[1]
+    assert ours[0][:5] == plain[0]
+    assert ours[0][5] == ours[0][6] == ours[0][7]
 
 
 def _mixed_plan(rank: int) -> tuple[list[str], float, float]:
