@@ -2,8 +2,9 @@
 
 A rank that waits for messages cannot tell a peer that computes from one that is stopped, and a collective of the vendor
 does not end when one rank gives up. So each rank is also connected with the next one and with the one before. It sends
-both a beat several times within `silent_s`. A neighbour that is silent for longer is a verdict; so are the words of a
-rank that fails. The first verdict goes round the ring in both directions and ends the exchanges of all ranks, with one
+both a beat several times within `silent_s`, from a thread that needs no lock of Python's: a rank is silent only while
+its process or host stands still. A neighbour that is silent for longer is a verdict; so are the words of a rank that
+fails. The first verdict goes round the ring in both directions and ends the exchanges of all ranks, with one
 cause that all of them know. Two connections per rank, whatever the number of ranks.
 
 The end of a process is no verdict: it may have finished its training. Those that still need it find its other
@@ -27,9 +28,10 @@ from dataclasses import dataclass, field
 
 from cgx_ray.errors import TransportError
 from cgx_ray.ports import listen
+from cgx_ray.runtime_ext.checks import native
 
-# Seconds without a sign of life after which a rank counts as stopped. Long enough for a machine that swaps, for a link
-# that is cut for a while, and for a C function that keeps Python's lock while it writes a large checkpoint.
+# Seconds without a sign of life after which a rank counts as stopped. Long enough for a machine that swaps, and for a
+# link that is cut for a while.
 SILENT_S = 60.0
 TOKEN_BYTES = 32
 # Longest wait for the first error of another rank, in seconds. It may come a little later than the end of the
@@ -81,6 +83,8 @@ class Lifeline:
         self.lost: str | None = None
         self._rank, self._world_size, self._silent_s = rank, world_size, silent_s
         self._links: list[_Link] = []
+        self._every_s = min(silent_s / _BEATS, 1.0)
+        self._heartbeat: native.Heartbeat | None = None
         self._lock = threading.Lock()
         self._is_known = threading.Event()
         self._is_ending = False
@@ -122,6 +126,8 @@ class Lifeline:
         for link in self._links:
             link.socket.setblocking(False)
         atexit.register(self.close)
+        sockets = [link.socket.fileno() for link in self._links]
+        self._heartbeat = native.Heartbeat(sockets, _FRAME.pack(_BEAT, self._rank, 0), self._every_s)
         self._thread.start()
 
     def call_on_verdict(self, method: Callable[[], object]) -> None:
@@ -148,6 +154,8 @@ class Lifeline:
             return
         self._is_ending = True
         atexit.unregister(self.close)
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         self._send(_FRAME.pack(_BYE, self._rank, 0))
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             with contextlib.suppress(OSError):
@@ -159,30 +167,29 @@ class Lifeline:
     def close_copies(self) -> None:
         """In a forked child: close its copies, which would hide the end of this rank from its neighbours."""
         self._is_ending = True
+        if self._heartbeat is not None:
+            self._heartbeat.close_copy()
         for opened in (self._listener, self._waker, self._woken, *(link.socket for link in self._links)):
             opened.close()
 
     def _run(self) -> None:
-        every_s = min(self._silent_s / _BEATS, 1.0)
-        last_s = next_s = time.monotonic()
+        last_s = time.monotonic()
         while not self._is_ending:
             with selectors.PollSelector() as selector:
                 selector.register(self._woken, selectors.EVENT_READ)
                 for link in self._links:
                     if not link.has_left:
                         selector.register(link.socket, selectors.EVENT_READ)
-                selector.select(max(next_s - time.monotonic(), 0.0))
+                selector.select(self._every_s)
             if self._is_ending:
                 return
             now_s = time.monotonic()
-            # This process may have been stopped itself: then its neighbours are not to blame for the time.
-            passed_s, last_s = min(now_s - last_s, 2 * every_s), now_s
+            # This process may have been stopped itself, or without Python's lock: then its neighbours are not to blame
+            # for the time.
+            passed_s, last_s = min(now_s - last_s, 2 * self._every_s), now_s
             for link in self._links:
                 if not link.has_left:
                     self._listen(link, passed_s)
-            if now_s >= next_s:
-                next_s = now_s + every_s
-                self._send(_FRAME.pack(_BEAT, self._rank, 0))
 
     def _listen(self, link: _Link, passed_s: float) -> None:
         """Take in what has come from a neighbour, or count its silence."""

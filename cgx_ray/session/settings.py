@@ -91,8 +91,8 @@ class Settings:
     timeout_s       seconds until a peer that does not answer counts as gone; also the longest time between two
                     buckets of a step
     silent_s        seconds without a sign of life after which a rank counts as stopped, and the others raise an error.
-                    A rank that computes, or waits, gives signs of life; one that is paused, or whose host is cut off
-                    or gone, does not, nor one that holds Python's lock in a call of an extension
+                    A rank that computes, waits, or holds Python's lock for long gives signs of life; one that is
+                    paused, or whose host is cut off or gone, does not
     weight_check_steps
                     DDP models: steps between two comparisons of the ranks' weights; 0 for none. Ranks that hold other
                     weights than the others train another model, so all ranks then raise ReplicaError, or warn if

@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "heartbeat.h"
 #include "isa.h"
 #include "kernels.h"
 #include "mesh.h"
@@ -93,6 +94,16 @@ void bind_mesh(nb::module_& m) {
     });
     mesh.def("close", &cgx::Mesh::close, release());
     mesh.def("close_copies", &cgx::Mesh::close_copies);
+}
+
+void bind_heartbeat(nb::module_& m) {
+    nb::class_<cgx::Heartbeat> heartbeat(m, "Heartbeat");
+    heartbeat.def("__init__",
+                  [](cgx::Heartbeat* self, std::vector<int> sockets, nb::bytes beat, double every_s) {
+                      new (self) cgx::Heartbeat(std::move(sockets), {beat.c_str(), beat.size()}, every_s);
+                  });
+    heartbeat.def("stop", &cgx::Heartbeat::stop, release());
+    heartbeat.def("close_copy", &cgx::Heartbeat::close_copy);
 }
 
 void bind_shared_memory(nb::module_& m) {
@@ -288,6 +299,7 @@ NB_MODULE(_native, m) {
     // A mesh that is still open when the interpreter ends is closed with the process.
     nb::set_leak_warnings(false);
     bind_mesh(m);
+    bind_heartbeat(m);
     bind_shared_memory(m);
     bind_bucket_codecs(m);
     bind_gradient_passes(m);

@@ -5,6 +5,7 @@ Errors must come long before the time-out of the engine, which is that of the pr
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -123,6 +124,24 @@ def _gloo_never_ends(rank: int, way: str) -> str:
 def test_a_rank_ends_although_a_collective_of_gloo_does_not(way: str) -> None:
     for said in run_ranks(NUM_RANKS, _gloo_never_ends, way):
         assert f"rank {FAILING} has been silent for 2 s" in said
+
+
+def _without_lock(rank: int) -> list[str]:
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="qsgd", scheme="sra", silent_s=2)
+    hashes = train(model, rank, range(2))
+    if rank == FAILING:
+        # As a regular expression, or a pickle of a large object: no other thread of Python runs meanwhile.
+        ctypes.PyDLL(None).sleep(7)
+    hashes += train(model, rank, range(2, 4))
+    attachment.close()
+    return hashes
+
+
+@pytest.mark.fault("a rank holds Python's lock for longer than `silent_s`", "training goes on")
+def test_a_rank_that_holds_the_lock_of_python_for_long_is_not_taken_for_silent() -> None:
+    results = run_ranks(NUM_RANKS, _without_lock)
+    assert all(hashes == results[0] for hashes in results)
 
 
 def _continue_after(stopped: psutil.Process, seconds: float) -> None:

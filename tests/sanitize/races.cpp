@@ -1,6 +1,6 @@
-// Drives the mesh, the rings, LocalGroup and the kernels' threads from many threads, in a build with
-// ThreadSanitizer (`make test-sanitize`). All ranks are threads of this process and share one mapping of the
-// segment: in several processes the sanitizer would see one end of each hand-over only.
+// Drives the mesh, the rings, LocalGroup, signs of life and the kernels' threads from many threads, in a
+// build with ThreadSanitizer (`make test-sanitize`). All ranks are threads of this process and share one
+// mapping of the segment: in several processes the sanitizer would see one end of each hand-over only.
 //
 //     races ROUNDS
 //
@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "heartbeat.h"
 #include "mesh.h"
 #include "shm_group.h"
 #include "threads.h"
@@ -204,6 +205,27 @@ void drive_group(int num_operations) {
     });
 }
 
+// Beats go out while others send on the same socket, until they are stopped.
+void drive_heartbeat(int num_beats) {
+    int ends[2];
+    check(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "no pair of sockets");
+    const cgx::FileDescriptor own(ends[0]), peer(ends[1]);
+    int num_own = 0, num_others = 0;
+    {
+        cgx::Heartbeat heartbeat({own.get()}, "beat", 0.001);
+        while (num_own < num_beats) {
+            check(send(own.get(), "word", 4, MSG_NOSIGNAL) == 4, "a word was not sent");
+            char frame[4];
+            check(recv(peer.get(), frame, 4, MSG_WAITALL) == 4, "the sender hung up");
+            const bool is_beat = std::memcmp(frame, "beat", 4) == 0;
+            check(is_beat || std::memcmp(frame, "word", 4) == 0, "a beat lies within a word");
+            ++(is_beat ? num_own : num_others);
+        }
+        heartbeat.stop();
+    }
+    check(num_others > 0, "no word came");
+}
+
 // Several threads hand parts to the kernels' workers at the same time.
 void drive_workers(int num_calls) {
     constexpr int64_t kNumel = 4 * cgx::kMinOnePassPart + 5;
@@ -232,6 +254,7 @@ int main(int, char** arguments) {
         }
         drive_group(10);
         drive_workers(20);
+        drive_heartbeat(20);
     }
     std::printf("no data race in %d rounds\n", num_rounds);
 }
