@@ -89,6 +89,7 @@ class Lifeline:
         self._is_known = threading.Event()
         self._is_ending = False
         self._called: list[weakref.WeakMethod[Callable[[], object]]] = []
+        self._later: tuple[float, Callable[[], object]] | None = None
         self._waker, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="cgx-ray-lifeline", daemon=True)
         _lifelines.add(self)
@@ -138,6 +139,10 @@ class Lifeline:
         if is_late:
             method()
 
+    def call_later(self, delay_s: float, call: Callable[[], object]) -> None:
+        """Have the thread of this ring call `call`, which may `close` it, after `delay_s`. Takes no lock."""
+        self._later = time.monotonic() + delay_s, call
+
     def tell(self, text: str) -> None:
         """Let all ranks know that this one has failed. Does nothing after another verdict."""
         is_named = text.startswith((f"rank {self._rank}:", f"rank {self._rank},"))
@@ -149,24 +154,25 @@ class Lifeline:
         return self.cause or self.lost
 
     def close(self) -> None:
-        """Say goodbye to the neighbours and hang up."""
-        if self._is_ending:
-            return
-        self._is_ending = True
-        atexit.unregister(self.close)
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-        self._send(_FRAME.pack(_BYE, self._rank, 0))
+        """Say goodbye to the neighbours and hang up. Return when that is done, also by another thread."""
+        with self._lock:
+            is_first, self._is_ending = not self._is_ending, True
+        if is_first:
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
+            self._send(_FRAME.pack(_BYE, self._rank, 0))
+            self._waker.send(b"\0")
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            with contextlib.suppress(OSError):
-                self._waker.send(b"\0")
             self._thread.join()
-        for opened in (self._listener, self._waker, self._woken, *(link.socket for link in self._links)):
-            opened.close()
+        if is_first:
+            for opened in (self._listener, self._waker, self._woken, *(link.socket for link in self._links)):
+                opened.close()
+            atexit.unregister(self.close)
 
     def close_copies(self) -> None:
         """In a forked child: close its copies, which would hide the end of this rank from its neighbours."""
-        self._is_ending = True
+        # Another thread may have held the lock, and is not in the child.
+        self._lock, self._is_ending = threading.Lock(), True
         if self._heartbeat is not None:
             self._heartbeat.close_copy()
         for opened in (self._listener, self._waker, self._woken, *(link.socket for link in self._links)):
@@ -190,6 +196,9 @@ class Lifeline:
             for link in self._links:
                 if not link.has_left:
                     self._listen(link, passed_s)
+            if self._later is not None and now_s >= self._later[0]:
+                call, self._later = self._later[1], None
+                call()
 
     def _listen(self, link: _Link, passed_s: float) -> None:
         """Take in what has come from a neighbour, or count its silence."""

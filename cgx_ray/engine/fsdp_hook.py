@@ -8,6 +8,7 @@ R ranks that share the parameters, T elements of a module's shard
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -211,25 +212,31 @@ def install(
     units: Sequence[Unit],
     loss_scale: LossScale,
 ) -> Callable[[], None]:
-    """Put hooks into every group. Return a function that removes them."""
+    """Put hooks into every group. Return a function that removes them, and does not keep the model alive."""
     calls = PendingCalls(engine, loss_scale)
-    undo: list[Callable[[], None]] = []
+    # By reference to the method of a module that sets a hook: the hook that it had.
+    methods: list[tuple[weakref.WeakMethod[Any], Any]] = []
+    meshes: list[tuple[weakref.ref[Any], dist.ProcessGroup]] = []
     for (name, group), unit in zip(groups.items(), units, strict=True):
         module, mesh = model.get_submodule(name), group.mesh_info
         assert isinstance(module, FSDPModule)
-        undo.append(partial(module.set_custom_reduce_scatter, group._reduce_scatter_comm))
+        methods.append((weakref.WeakMethod(module.set_custom_reduce_scatter), group._reduce_scatter_comm))
         module.set_custom_reduce_scatter(_CompressedReduceScatter(calls, unit, group))
         if unit.parameters:
-            undo.append(partial(module.set_custom_all_gather, group._all_gather_comm))
+            methods.append((weakref.WeakMethod(module.set_custom_all_gather), group._all_gather_comm))
             module.set_custom_all_gather(_CompressedAllGather(calls, unit))
         if isinstance(mesh, HSDPMeshInfo) and mesh.replicate_mesh_size > 1:
             # FSDP2 has a hook after this all-reduce, but none in its place. Each `fully_shard` has its own mesh_info.
             replaced = mesh.replicate_process_group
-            undo.append(partial(setattr, mesh, "replicate_process_group", replaced))
+            meshes.append((weakref.ref(mesh), replaced))
             mesh.replicate_process_group = _ReplicaGroup(calls, unit, group, replaced)
 
     def uninstall() -> None:
-        for step in undo:
-            step()
+        for method, replaced in methods:
+            if (set_hook := method()) is not None:
+                set_hook(replaced)
+        for reference, replaced in meshes:
+            if (mesh := reference()) is not None:
+                mesh.replicate_process_group = replaced
 
     return uninstall

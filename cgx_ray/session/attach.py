@@ -155,12 +155,13 @@ def _attach(
         return alone
     with own_groups() as groups, ExitStack() as undo:
         settings, world = _agreed_settings(make_settings, groups)
+        process.close_old()
         with world.gather.telling():
             lifeline = watch(world, settings.silent_s, settings.timeout_s)
             undo.callback(lifeline.close)
             make_engine = _engine_maker(model, settings, asks_controller=asks_controller)
             engine, detach = make_engine(model, plan, settings, parameters, scaler, world, lifeline, groups)
-            attachment = Attachment(engine, groups, detach, lifeline)
+            attachment = Attachment(engine, groups, detach, lifeline, model)
             undo.callback(attachment.close)
             if process.session is not None:
                 # The state of a checkpoint may not fit the model. The engine's thread must not outlive the error.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
 
 import torch.distributed as dist
+from torch import nn
 
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.collectives.lifeline import Lifeline
@@ -26,6 +29,10 @@ from cgx_ray.session.served_metrics import ServedMetrics
 from cgx_ray.session.settings import Settings
 from cgx_ray.session.states import STATE_FORMAT, check_format, state_of
 from cgx_ray.torch_compat import is_registered
+
+# Seconds from the end of a model to that of its connections. Other ranks may be in their last step of it, and what they
+# send meanwhile must find a reader: else TCP drops what this rank has sent and they have not received.
+LINGER_S = 5.0
 
 
 class Session(Protocol):
@@ -46,7 +53,7 @@ class Session(Protocol):
 class Attachment:
     """An engine at work behind a model.
 
-    is_closed  True once `close` was called
+    is_closed  True once `close` was called, or the model is gone
 
     At world size 1 it exchanges nothing. The state of more ranks that it loads is kept for the next checkpoint, so that
     what they still owed is not lost if there are more workers again.
@@ -58,17 +65,25 @@ class Attachment:
         groups: Sequence[dist.ProcessGroup] = (),
         detach: Callable[[], None] | None = None,
         lifeline: Lifeline | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         """
         groups    the engine's own process groups, which `close` destroys
         detach    removes the model's hooks
         lifeline  watches the ranks of the engine
+        model     has the hooks. Its end closes this, so neither this nor `detach` may keep it alive
         """
         self._engine = engine
         self._groups = groups
         self._detach = detach
         self._lifeline = lifeline
         self.is_closed = False
+        self._closing = threading.RLock()
+        self._end_of_model = weakref.finalize(model, self._begin_to_close) if model is not None else None
+        if self._end_of_model is not None:
+            # Python's end closes all that must be closed then.
+            self._end_of_model.atexit = False
+            process.attachments.add(self)
         self._served: ServedMetrics | None = None
         self._kept: dict[str, Any] | None = None
 
@@ -256,19 +271,39 @@ class Attachment:
                    they are still in the step
 
         Afterwards a DDP model cannot be trained; an FSDP2 model trains uncompressed. A new model can be attached.
+
+        The end of a model closes its attachment too, some seconds later, or when the next model is attached.
         """
         self.is_closed = True
-        if self._served is not None:
-            self._served.close()
-            self._served = None
-        if self._detach is not None:
-            self._detach()
-        if self._engine is not None:
-            self._engine.close(timeout_s)
+        with self._closing:
+            if self._end_of_model is not None:
+                self._end_of_model.detach()
+            if self._served is not None:
+                self._served.close()
+                self._served = None
+            if self._detach is not None:
+                self._detach()
+                self._detach = None
+            if self._engine is not None:
+                self._engine.close(timeout_s)
+            if self._lifeline is not None:
+                self._lifeline.close()
+            groups, self._groups = self._groups, ()
+            _destroy(groups)
+
+    def _begin_to_close(self) -> None:
+        """Leave the rest to another thread: Python collects on any thread, whatever locks that holds."""
+        self.is_closed = True
         if self._lifeline is not None:
-            self._lifeline.close()
-        groups, self._groups = self._groups, ()
-        _destroy(groups)
+            self._lifeline.call_later(LINGER_S, self._close_unless_closing)
+
+    def _close_unless_closing(self) -> None:
+        # `close` waits for the thread of the lifeline, which calls this.
+        if self._closing.acquire(blocking=False):
+            try:
+                self.close()
+            finally:
+                self._closing.release()
 
 
 class ProcessState:
@@ -276,12 +311,14 @@ class ProcessState:
 
     session       set by a Ray Train worker before the training function runs; None elsewhere
     attachment    the newest result of `attach`
+    attachments   those of models that may be collected
     state_folder  holds the checkpoints that `add_state` makes; removed at the end of the worker group
     """
 
     def __init__(self) -> None:
         self.session: Session | None = None
         self.attachment: Attachment | None = None
+        self.attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
         self.state_folder: OwnFolder | None = None
 
     def check_first_model(self) -> None:
@@ -290,6 +327,12 @@ class ProcessState:
             raise ConfigError(
                 "this worker has attached a model already; `close` its attachment before you attach another model"
             )
+
+    def close_old(self) -> None:
+        """Close the attachments of models that are gone. Call it when all ranks have come to their next `attach`."""
+        for attachment in list(self.attachments):
+            if attachment.is_closed:
+                attachment.close()
 
 
 process = ProcessState()

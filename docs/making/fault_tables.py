@@ -19,6 +19,7 @@ BEGIN, END = "<!-- begin of what is made from the tests -->\n", "<!-- end of wha
 THEMES = {
     "While ranks attach": (
         "faults/test_failing_attach.py",
+        "faults/test_collected_models.py",
         "faults/test_broken_checkpoints.py",
         "faults/test_restarts.py",
         "engine/test_state_files.py",

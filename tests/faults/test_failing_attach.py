@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch.distributed as dist
 from support.branches import Branches, train
+from support.endings import held
 from support.failing_ranks import die, said_by_survivors
 from support.ranks import run_ranks
 from support.sharded import make_mesh, shard
@@ -46,20 +44,12 @@ def _raising(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-def _held() -> tuple[int, int, int, int]:
-    """Return the numbers of threads, descriptors, shared-memory segments and process groups."""
-    gc.collect()
-    groups = dist.distributed_c10d._world.pg_map  # noqa: TID251 - torch has no public list
-    segments = left_behind([os.getpid()])
-    return threading.active_count(), psutil.Process().num_fds(), len(segments), len(groups)
-
-
 def _attach_with_faults(rank: int) -> tuple[list[str], Any, Any]:
     """Return the errors, and what is held after an attachment and after many that failed."""
     model = DistributedDataParallel(Branches())
     cgx_ray.attach(DistributedDataParallel(Branches())).close()
     dist.barrier()
-    before, said = _held(), []
+    before, said = held(), []
     for text, (owner, name, kind) in FAULTS.items():
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
@@ -70,7 +60,7 @@ def _attach_with_faults(rank: int) -> tuple[list[str], Any, Any]:
     # Its traceback holds what the last attachment had made.
     del caught
     dist.barrier()
-    after = _held()
+    after = held()
     # The model has no hook yet, so it can still be attached.
     attachment = cgx_ray.attach(model)
     train(model, rank, range(2))
@@ -177,7 +167,7 @@ def test_a_segment_that_a_killed_rank_has_left_is_removed_by_the_next_attach(tmp
 
 
 def _attach_again_and_again(rank: int, transport: str, num_times: int) -> list[Any]:
-    held = []
+    found = []
     for _ in range(num_times):
         model = DistributedDataParallel(Branches())
         attachment = cgx_ray.attach(model, codec="qsgd", scheme="sra", transport=transport)
@@ -185,10 +175,10 @@ def _attach_again_and_again(rank: int, transport: str, num_times: int) -> list[A
         attachment.close()
         del model, attachment
         dist.barrier()
-        held.append(_held())
+        found.append(held())
         # A rank that goes on would open its next connections while another one still counts.
         dist.barrier()
-    return held
+    return found
 
 
 @pytest.mark.fault("attach and close 100 times", "threads, files, shared memory and groups stay as before")
@@ -196,24 +186,24 @@ def _attach_again_and_again(rank: int, transport: str, num_times: int) -> list[A
     ("transport", "num_times"), [("tcp", 20), pytest.param("tcp", 100, marks=pytest.mark.slow), ("gloo", 20)]
 )
 def test_attaching_and_closing_again_and_again_leaves_nothing(transport: str, num_times: int) -> None:
-    for held in run_ranks(2, _attach_again_and_again, transport, num_times):
+    for found in run_ranks(2, _attach_again_and_again, transport, num_times):
         # The first ones start threads of torch that stay.
-        assert held[-1] == held[2], held
+        assert found[-1] == found[2], found
 
 
 def _attach_sharded_again_and_again(rank: int) -> list[Any]:
-    mesh, held = make_mesh(2), []
+    mesh, found = make_mesh(2), []
     for _ in range(5):
         model = shard(Branches(), mesh)
         attachment = cgx_ray.attach(model, codec="qsgd")
         train_sharded(model, rank, range(2))
         attachment.close()
         dist.barrier()
-        held.append(_held()[3])
+        found.append(held()[3])
         dist.barrier()
-    return held
+    return found
 
 
 def test_groups_of_shards_and_replicas_are_destroyed() -> None:
-    for held in run_ranks(4, _attach_sharded_again_and_again):
-        assert len(set(held)) == 1, held
+    for found in run_ranks(4, _attach_sharded_again_and_again):
+        assert len(set(found)) == 1, found
