@@ -1,5 +1,8 @@
 """Errors of cgx_ray. Every message says what was given, what is allowed and what to do next."""
 
+import errno
+import os
+import resource
 from collections.abc import Sequence
 
 
@@ -35,12 +38,35 @@ class ReplicaError(CGXError, RuntimeError):
     """Ranks hold different weights, so they train different models."""
 
 
+class LimitError(CGXError, RuntimeError):
+    """A process may open no more files, or start no more threads."""
+
+
 class StateError(CGXError, ValueError):
     """A checkpoint's compression state cannot be restored into this model."""
 
 
 class LabError(CGXError, RuntimeError):
     """An emulated network could not be made or changed."""
+
+
+def limit_met(error: BaseException) -> str | None:
+    """Return which limit of this process `error` comes from, and how to raise it; None if it comes from none.
+
+    Libraries in C++ report it in words only, which are those of the system.
+    """
+    said = str(error)
+    if os.strerror(errno.EMFILE) in said:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"this process may have {most} files open: raise that limit with ulimit -n"
+    if "can't start new thread" in said or os.strerror(errno.EAGAIN) in said:
+        most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        allowed = "any number of" if most == resource.RLIM_INFINITY else most
+        return (
+            f"no thread can be started, and this user may have {allowed} threads: raise that limit with ulimit -u, or "
+            "pids.max of the container, or free memory"
+        )
+    return None
 
 
 def listed(names: Sequence[str]) -> str:

@@ -9,23 +9,34 @@ from typing import Any
 import torch.distributed as dist
 
 from cgx_ray.collectives.lifeline import WORDS_S, Lifeline
-from cgx_ray.errors import CGXError, TransportError
+from cgx_ray.errors import CGXError, LimitError, TransportError, limit_met
 
 # Returns the values that all ranks gave, in rank order.
 Gather = Callable[[Any], list[Any]]
 
 
 def as_own(error: Exception) -> CGXError:
-    """Return `error`, or a CGXError caused by it, which can be sent to all ranks."""
-    if isinstance(error, CGXError):
+    """Return `error`, or a CGXError caused by it, which can be sent to all ranks: a LimitError if a limit was met."""
+    if isinstance(error, LimitError):
         return error
-    own = CGXError(f"rank {dist.get_rank()} cannot attach: {error!r}")
+    own: CGXError | None = None
+    # The cause first: `error` may take it for a trouble of the network.
+    for one in (error.__cause__, error):
+        if one is not None and (met := limit_met(one)) is not None:
+            own = LimitError(f"rank {dist.get_rank()} cannot attach: {one}; {met}")
+            break
+    if own is None:
+        if isinstance(error, CGXError):
+            return error
+        own = CGXError(f"rank {dist.get_rank()} cannot attach: {error!r}")
     own.__cause__ = error
     return own
 
 
-def unreachable(error: RuntimeError, why: str | None = None) -> TransportError:
+def unreachable(error: RuntimeError, why: str | None = None) -> TransportError | LimitError:
     """Return what to raise for an error of torch.distributed while ranks attach. `why`: the cause, if it is known."""
+    if (met := limit_met(error)) is not None:
+        return LimitError(f"rank {dist.get_rank()} cannot attach: {error}; {met}")
     return TransportError(
         f"rank {dist.get_rank()} cannot attach: {why or 'another rank has ended or does not answer'} ({error}); look "
         "at the log of the other ranks for the first error"
@@ -47,7 +58,7 @@ class Gatherer:
         self._raised: CGXError | None = None
 
     def __call__(self, value: Any) -> list[Any]:
-        """Return the values of all ranks. Raises the first CGXError among them, on all ranks.
+        """Return the values of all ranks. Raises one CGXError among them, on all ranks: the first, or a LimitError.
 
         Raises TransportError if a rank has ended, or does not come within the time-out of the group.
         """
@@ -60,10 +71,11 @@ class Gatherer:
             raise self._raised from error
         # The cause of this rank's own error does not travel, so keep the original.
         values[dist.get_rank(self._group)] = value
-        for other in values:
-            if isinstance(other, CGXError):
-                self._raised = other
-                raise other
+        # A rank that met a limit is the reason why others cannot reach it.
+        errors = [other for other in values if isinstance(other, CGXError)]
+        if errors:
+            self._raised = next((error for error in errors if isinstance(error, LimitError)), errors[0])
+            raise self._raised
         return values
 
     @contextmanager

@@ -33,7 +33,7 @@ import psutil
 import torch.distributed as dist
 
 from cgx_ray.collectives.gathered import Gather
-from cgx_ray.errors import ConfigError, TransportError
+from cgx_ray.errors import ConfigError, LimitError, TransportError, limit_met
 from cgx_ray.ports import ANY, REMEDY, port_range
 from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
 from cgx_ray.runtime_ext.shm import Segment, host_key
@@ -58,12 +58,13 @@ def connect_mesh(
 ) -> Mesh:
     """Connect every rank of `group` with every other, by addresses that travel through the group. Call it on all ranks.
 
-    timeout_s      also of `Mesh.local`; connecting takes at most a minute of it
+    timeout_s      also of `Mesh.local`; connecting takes at most half of it, and at most a minute
     num_streams    connections to a rank that is far
     shared_memory  let this rank share memory with other ranks of its host that may too; a failure is logged
     gather         over `group`; by default an error of one rank is not told to the others
 
-    Raises TransportError if a rank cannot be reached, ConfigError if one has no usable address or port; on all ranks.
+    Raises TransportError if a rank cannot be reached, ConfigError if one has no usable address or port, LimitError if
+    one may open no more files or start no more threads; on all ranks.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -108,7 +109,7 @@ def _connect(
         # Tell all ranks: the others would wait for one that has given up.
         places = gather(place)
         if silent := [f"rank {other} {said}" for other, said in enumerate(places) if isinstance(said, str)]:
-            raise ConfigError("; ".join(silent))
+            raise (LimitError if any(map(_names_limit, silent)) else ConfigError)("; ".join(silent))
         assert mesh is not None
         addresses = [(host, port) for host, port in places]
         ranks, segment = _share_memory(rank, gather, shared_memory=shared_memory)
@@ -121,6 +122,8 @@ def _connect(
                 for other, problem in enumerate(problems)
                 if problem
             )
+            if _names_limit(told):
+                raise LimitError(told)
             raise TransportError(
                 f"{told}; let TCP through between the nodes, set GLOO_SOCKET_IFNAME to the interface that they share, "
                 f"or {way_out}"
@@ -143,7 +146,8 @@ def _listen(rank: int, world_size: int, num_streams: int, token: bytes) -> tuple
     except ConfigError as error:
         return None, f"cannot be reached: {error}"
     except RuntimeError as error:
-        return None, f"cannot be reached: {error}{'' if ports == ANY else f'; {REMEDY}'}"
+        remedy = limit_met(error) or (REMEDY if ports != ANY else None)
+        return None, f"cannot be reached: {error}{f'; {remedy}' if remedy else ''}"
     return mesh, [mesh.address, mesh.port]
 
 
@@ -156,11 +160,21 @@ def _dial(
 ) -> str | None:
     """Connect to all ranks. On an error hang up and return its message, else return None."""
     try:
-        mesh.connect(addresses, min(timeout_s, MAX_CONNECT_S), segment, sharers)
+        mesh.connect(addresses, connect_s(timeout_s), segment, sharers)
     except RuntimeError as error:
         mesh.close()
-        return str(error)
+        met = limit_met(error)
+        return f"{error}; {met}" if met and not _names_limit(str(error)) else str(error)
     return None
+
+
+def connect_s(timeout_s: float) -> float:
+    """Return how long to try to connect: ranks that gave up at once wait for the others' verdict, for `timeout_s`."""
+    return min(timeout_s / 2, MAX_CONNECT_S)
+
+
+def _names_limit(said: str) -> bool:
+    return "ulimit" in said
 
 
 def _share_memory(rank: int, gather: Gather, *, shared_memory: bool) -> tuple[list[int], Segment | None]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cgx_ray.collectives.gathered import Gatherer
 from cgx_ray.collectives.gloo_sockets import GlooSockets
 from cgx_ray.collectives.lifeline import TOKEN_BYTES, Lifeline
-from cgx_ray.collectives.tcp import MAX_CONNECT_S, connect_mesh, node_address
+from cgx_ray.collectives.tcp import connect_mesh, connect_s, node_address
 from cgx_ray.collectives.transport import Transport
 from cgx_ray.errors import CGXError, ConfigError, PlanError
 from cgx_ray.plan import Layer, Plan
@@ -43,7 +43,7 @@ def watch(world: GatheredGroup, silent_s: float, timeout_s: float) -> Lifeline:
     try:
         token = secrets.token_bytes(TOKEN_BYTES) if rank == 0 else b""
         addresses, listeners, tokens = zip(*world.gather((lifeline.address, list(world.listeners), token)), strict=True)
-        lifeline.connect(addresses, tokens[0], min(timeout_s, MAX_CONNECT_S))
+        lifeline.connect(addresses, tokens[0], connect_s(timeout_s))
         world.sockets = GlooSockets(listeners, rank)
         world.gather.lifeline = lifeline
         lifeline.call_on_verdict(world.sockets.shut_down)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from cgx_ray.collectives import tcp
 from cgx_ray.collectives.gathered import Gatherer
+from cgx_ray.collectives.lifeline import Lifeline
+from cgx_ray.errors import LimitError
+from cgx_ray.runtime_ext.mesh import Mesh
 from cgx_ray.session import agree, ddp
 
 # Values that ranks gather when they attach, and which of them is the name of the shared memory.
@@ -80,6 +85,58 @@ def test_an_error_of_one_rank_while_it_attaches_is_raised_on_all_and_leaves_noth
         assert said == results[0][0]
         # A refused attachment may leave fewer threads of torch than an attachment that was closed.
         assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+
+
+def _attach_with_few_files(rank: int, num_left: int) -> str:
+    model = DistributedDataParallel(Branches())
+    cgx_ray.attach(DistributedDataParallel(Branches())).close()
+    dist.barrier()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held()[1] + num_left, most[1]))
+    with pytest.raises(LimitError) as caught:
+        cgx_ray.attach(model, timeout_s=10)
+    resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    return str(caught.value)
+
+
+# With fewer files torch itself may end the process.
+@pytest.mark.fault("a rank that attaches may open no more files", "an error, on all ranks, that names `ulimit -n`")
+@pytest.mark.parametrize("num_left", [8, 10, 12], ids=["for signs of life", "for the mesh", "for connections"])
+def test_a_rank_that_may_open_no_more_files_says_so_on_all_ranks(num_left: int) -> None:
+    for said in run_ranks(2, _attach_with_few_files, num_left):
+        assert "rank 1" in said
+        assert "Too many open files; this process may have" in said
+        assert "raise that limit with ulimit -n" in said
+        assert "let TCP through" not in said
+
+
+def _attach_without_threads(rank: int, owner: Any, name: str, words: str) -> str:
+    model = DistributedDataParallel(Branches())
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(owner, name, _raising(RuntimeError(words)))
+        with pytest.raises(LimitError) as caught:
+            cgx_ray.attach(model, timeout_s=10)
+    return str(caught.value)
+
+
+# As Python and std::thread say it.
+@pytest.mark.fault("a rank that attaches may start no more threads", "an error, on all ranks, that names `ulimit -u`")
+@pytest.mark.parametrize(
+    ("owner", "name", "words"),
+    [
+        (threading.Thread, "start", "can't start new thread"),
+        (Lifeline, "connect", "Resource temporarily unavailable"),
+        (Mesh, "connect", "Resource temporarily unavailable"),
+    ],
+)
+def test_a_rank_that_may_start_no_more_threads_says_so_on_all_ranks(owner: Any, name: str, words: str) -> None:
+    for said in run_ranks(2, _attach_without_threads, owner, name, words):
+        assert "rank 1" in said
+        assert words in said
+        assert "raise that limit with ulimit -u" in said
+        assert "let TCP through" not in said
 
 
 def _before_each_value(act: Callable[[int], None]) -> None:
