@@ -167,14 +167,16 @@ class ShardedEngine:
 
     def _run(self, jobs: Iterator[tuple[str, Callable[[], Any], Future[Any]]]) -> None:
         for module, call, future in jobs:
-            if self._failure is not None:
-                future.set_exception(self._failure)
-                continue
             follow_num_threads(self._num_threads)
             try:
-                future.set_result(call())
+                if self._failure is not None:
+                    future.set_exception(self._failure)
+                else:
+                    future.set_result(call())
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the future
                 future.set_exception(self._fail(module, error))
+            # It leads to the model, which must not stay while the thread waits for the next call.
+            del call
 
     def _reduce_scatter(
         self,

@@ -85,6 +85,22 @@ def test_after_close_it_trains_like_plain_fsdp2() -> None:
     assert all(run_ranks(4, _after_close))
 
 
+def _close_the_first_again(rank: int) -> int | None:
+    model = shard(Branches(), make_mesh())
+    first = cgx_ray.attach(model, codec="qsgd")
+    first.close()
+    second = cgx_ray.attach(model, codec="qsgd")
+    first.close()
+    train(model, rank, range(2))
+    step = second.last_step
+    second.close()
+    return step.step if step is not None else None
+
+
+def test_a_second_close_leaves_the_hooks_of_a_later_attachment() -> None:
+    assert run_ranks(2, _close_the_first_again) == [1, 1]
+
+
 def _attach_wrong(rank: int, case: str) -> str:
     model = shard(Branches(), make_mesh())
     arguments: dict[str, Any] = {
