@@ -25,6 +25,7 @@ import cgx_ray
 from cgx_ray.boards.prometheus import PrometheusServer, prometheus
 from cgx_ray.collectives.simulated_link import SimulatedLink
 from cgx_ray.ray_train.config import CGXConfig
+from cgx_ray.report.record import load_run
 
 # Quotation marks and a backslash: names of runs come from users.
 RUN_NAME = 'boards "a\\b"'
@@ -49,7 +50,7 @@ class Recording:
     start_s, end_s  seconds since 1970
     changed_s       the same, of the first step on the slow link
     steps_s         duration of each step of rank 0, by its own clock; the first also holds `attach`
-    journal         entries of decisions.jsonl
+    decisions       of the journal
     """
 
     server: PrometheusServer
@@ -57,11 +58,7 @@ class Recording:
     end_s: float
     changed_s: float
     steps_s: list[float]
-    journal: list[dict[str, Any]]
-
-    @property
-    def decisions(self) -> list[dict[str, Any]]:
-        return [entry for entry in self.journal if entry["event"] == "decision"]
+    decisions: list[dict[str, Any]]
 
 
 @contextmanager
@@ -100,14 +97,13 @@ def record(server: PrometheusServer, folder: Path) -> Recording:
     ).fit()
     # When the first step began, and when each ended.
     times_s = json.loads(log.read_text())
-    journal = folder / RUN_NAME / "decisions.jsonl"
     return Recording(
         server=server,
         start_s=times_s[0] - 1,
         end_s=times_s[-1] + SETTLE_S,
         changed_s=times_s[FAST_STEPS],
         steps_s=[after - before for before, after in itertools.pairwise(times_s)],
-        journal=[json.loads(line) for line in journal.read_text().splitlines()],
+        decisions=load_run(folder / RUN_NAME).decisions,
     )
 
 

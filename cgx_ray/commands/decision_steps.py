@@ -29,10 +29,8 @@ def decision_steps(record: RunRecord) -> list[Picture]:
         try:
             if _start_of(line, record) is not None:
                 drawn.append(_draw(line, record))
-        except (CGXError, LookupError, TypeError, ValueError) as error:
-            record.broken.append(
-                f"{record.run_dir}: the decision after step {line['step']} cannot be drawn ({error!r})"
-            )
+        except (CGXError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+            record.name_broken(f"{record.run_dir}: the decision after step {line['step']} cannot be drawn ({error!r})")
     return drawn
 
 

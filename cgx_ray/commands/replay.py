@@ -13,7 +13,6 @@ from rich.console import Console
 
 from cgx_ray.codec_spec import CodecSpec
 from cgx_ray.commands.options import console_for, json_option
-from cgx_ray.control.journal_lines import BrokenLines, read_lines
 from cgx_ray.control.replay import DecisionSummary, Replay, ReplayedDecision, WhatIf
 from cgx_ray.control.step_replay import StepReplay
 from cgx_ray.errors import CGXError, ConfigError
@@ -21,12 +20,27 @@ from cgx_ray.option import NONE, Option
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.options import codec_options
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.report.show import new_table, print_line, printable, progress_bar, write_json
+from cgx_ray.report.journal_schema import journal_problem
+from cgx_ray.report.show import new_table, print_line, progress_bar, write_json
+from cgx_ray.untrusted import BrokenLine, JsonLines, printable
 
 # Decisions of each result that are listed, the first ones: a journal may have any size, memory may not.
 MAX_LISTED = 1000
 # Exit status if something differs, and for a journal that cannot be replayed.
 DIFFERS, UNUSABLE = 1, 2
+_START = b'{"event": "start"'
+
+
+class BrokenLines:
+    """Lines that were skipped: their number, and the first in words."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = ""
+
+    def add(self, line: BrokenLine) -> None:
+        self.count += 1
+        self.first = self.first or f"line {line.number}: {line.reason:.200}"
 
 
 class _UnusableJournal(click.ClickException):
@@ -146,8 +160,15 @@ def _replay(
     num_listed: Counter[str] = Counter()
     size = path.stat().st_size
     with progress_bar(console) as on_part:
-        for entry in read_lines(path, broken, lambda place: on_part(f"{path.name}", place / max(size, 1))):
-            found = run.add(entry)
+        lines = JsonLines(path, journal_problem)
+        for line in lines.new(is_finished=True):
+            on_part(path.name, lines.num_bytes / max(size, 1))
+            if isinstance(line, BrokenLine):
+                broken.add(line)
+                # The decisions after a broken start are not of the start before it.
+                found = run.add({"event": "start"}) if line.start.startswith(_START) else None
+            else:
+                found = run.add(line[1])
             if found is None or (_result(found) == "same" and not lists_all):
                 continue
             num_listed[_result(found)] += 1
@@ -170,12 +191,14 @@ def _nothing_to_replay(run: Replay, broken: BrokenLines, listed: Sequence[Replay
         return f"is empty; {give}"
     if run.kinds == {"static"}:
         return f"is of a run with policy 'static', which keeps the plan that the user chose and decides nothing; {give}"
+    note = f" (broken lines: {broken.count}; the first is {broken.first})" if broken.count else ""
     if listed:
         first = f"the first of {run.not_again.total()}, after step {listed[0].step}: {listed[0].note}"
-        return f"holds no decision that can be made again; {first}; {give}"
+        return f"holds no decision that can be made again{note}; {first}; {give}"
+    if run.kinds and note:
+        return f"holds no decision{note}; {give}"
     if run.kinds:
         return "holds no decision yet: a run decides after its first steps; wait for them"
-    note = f" (broken lines: {broken.count}; the first is {broken.first})" if broken.count else ""
     return f"is no journal: it holds no start and no decision{note}; {give}"
 
 

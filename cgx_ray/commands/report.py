@@ -41,7 +41,7 @@ def report(run_dir: Path, events: Path | None, html: Path, price: float | None, 
     write_page(html, folder.name, records, usd_per_hour=price)
     console = console_for(None)
     for record in records:
-        for note in (*broken_note(record.broken), *record.cut):
+        for note in (*broken_note(record.broken), *record.cut, *filter(None, [record.clipped])):
             print_line(console, note)
     decided = [record for record in records if record.decisions]
     counts = [f"{f'{one.name}: ' if len(decided) > 1 else ''}{_decisions_of(one)}" for one in decided]
@@ -68,10 +68,11 @@ def _read_runs(folder: Path, events: Path | None) -> list[RunRecord]:
     if not record.decisions and not record.starts:
         records = _runs_below(folder, events)
     if not records or not records[-1].decisions:
+        skipped = "".join(f"; {note}" for note in broken_note(record.broken))
         raise ConfigError(
             f"{folder} holds no decision, neither in decisions.jsonl, which a run with CGXConfig(policy='adaptive') "
             "writes, nor in a folder below it, such as a demo's adaptive/decisions.jsonl. With a remote storage path, "
-            "decisions.jsonl is in ~/ray_results/<run name> on the node of Ray's train controller"
+            f"decisions.jsonl is in ~/ray_results/<run name> on the node of Ray's train controller{skipped}"
         )
     if events is not None and not records[-1].network:
         raise ConfigError(f"{events} holds no links; give the file that `cgx-ray lab run --events` wrote")

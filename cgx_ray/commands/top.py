@@ -18,7 +18,7 @@ from cgx_ray.commands.options import FILE
 from cgx_ray.control.live_state import NAMESPACE, run_of_actor
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_screen import draw_view, make_screen
-from cgx_ray.report.live_view import LiveView, view_of_controller, view_of_record
+from cgx_ray.report.live_view import LiveView, broken_note, view_of_controller, view_of_record
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.show import print_line
 
@@ -46,8 +46,8 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
     console = Console()
     if run is not None and Path(run).is_absolute() and not Path(run).is_dir():
         raise ConfigError(f"no such folder: {run}; give <storage path>/<run name>, or the name of a run on the cluster")
-    is_folder = run is not None and Path(run).is_dir()
-    views = _views_of_folder(Path(run)) if run is not None and is_folder else _views_of_run(run, address)
+    record = RunRecord(Path(run).resolve()) if run is not None and Path(run).is_dir() else None
+    views = _views_of_record(record) if record is not None else _views_of_run(run, address)
     last: LiveView | None = None
     with make_screen(console) as screen:
         for view in views:
@@ -55,9 +55,10 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
             screen.update([last] if last is not None else [], "waiting for the training's first step")
             if once and last is not None:
                 break
-            if once and is_folder:
+            if once and record is not None:
+                skipped = "".join(f"; {note}" for note in broken_note(record.broken))
                 raise ConfigError(
-                    f"{run} has no decisions.jsonl with a plan: not the folder of a run, or not begun yet"
+                    f"{run} has no decisions.jsonl with a plan: not the folder of a run, or not begun yet{skipped}"
                 )
             time.sleep(POLL_S)
     if last is not None and not once:
@@ -70,9 +71,8 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
         svg.write_text(re.sub(r"@font-face \{[^}]*\}\s*", "", drawn))
 
 
-def _views_of_folder(folder: Path) -> Iterator[LiveView | None]:
+def _views_of_record(record: RunRecord) -> Iterator[LiveView | None]:
     """Yield views of a run's files until the run ends; None before the first line."""
-    record = RunRecord(folder.resolve())
     ended_s: float | None = None
     while True:
         record.poll()

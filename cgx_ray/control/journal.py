@@ -67,7 +67,12 @@ class Journal:
     def write(self, entry: dict[str, Any]) -> None:
         """Append `entry` on a line of its own. A failure loses the line; all are counted and the first is logged."""
         self.recent.append(entry)
-        self._put(json.dumps(entry).encode())
+        try:
+            line = json.dumps(entry, allow_nan=False).encode()
+        except ValueError as error:
+            self._lose(f"{entry['event']}: {error}")
+        else:
+            self._put(line)
 
     def _put(self, line: bytes) -> None:
         self._append(line)

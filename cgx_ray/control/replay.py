@@ -78,13 +78,8 @@ class WhatIf:
         return self.options is not None or self.min_gain is not None
 
     def policy(self, start: Mapping[str, Any]) -> Policy:
-        """Return the policy of a `start` line with these changes. Raises ConfigError if it has no such parts."""
+        """Return the policy of a `start` line with these changes."""
         fields = dict(start["policy"])
-        if self and fields["kind"] != "adaptive":
-            raise ConfigError(
-                f"the journal is of a run with policy {fields['kind']!r}; only the choices of policy 'adaptive' depend "
-                "on candidates, fidelity and min_gain, so leave these options out"
-            )
         if self.options is not None:
             fields["options"] = list(map(str, self.options))
         if self.min_gain is not None:
@@ -124,7 +119,7 @@ class Replay:
     def add(self, entry: Mapping[str, Any]) -> ReplayedDecision | None:
         """Add a line; return what became of its decision, or None for a line of another event.
 
-        Raises ConfigError for a journal of a later format, and for one whose policy has no part that is changed.
+        Raises ConfigError for a journal of a later format.
         """
         if entry["event"] == "start":
             self._start(entry)

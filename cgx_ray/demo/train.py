@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,8 +100,12 @@ class StepLog:
         )
 
     def _write(self, line: dict[str, Any]) -> None:
+        """Write a line. JSON has no NaN, so the loss of a training that diverged is null."""
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
+            finite = {
+                key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in line.items()
+            }
+            self._file.write(json.dumps(finite) + "\n")
 
 
 @torch.no_grad()

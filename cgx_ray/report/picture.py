@@ -165,7 +165,8 @@ def _draw_step_time(axes: Axes, records: Sequence[RunRecord]) -> None:
     fit_values(axes)
     # Leaves room for the names of the plans.
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.2)
+    if axes.get_yscale() == "log":
+        axes.set_ylim(low, high * (high / low) ** 0.2)
     axes.set(ylabel="seconds per step (log scale)", title="Step time, network and decisions")
 
 
@@ -208,7 +209,7 @@ def _mark_plans(panels: Sequence[Axes], record: RunRecord) -> None:
     marks = [(axis.at(line), line["new"]["plan"]) for line in record.decisions if line["kind"] != "keep"]
     if record.steps:
         pairs = zip(record.steps, record.steps[1:], strict=False)
-        decided = {line["new"]["version"] for line in record.decisions}
+        decided = {line["new"].get("version") for line in record.decisions}
         # A plan on trial becomes permanent under another version, which no decision has and which is nothing new.
         marks = [
             (line.step, line.plan)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-import jsonschema
+from typing import Any
 
 from cgx_ray.errors import ConfigError, LabError
+from cgx_ray.json_schema import compile_check
 from cgx_ray.lab.events import LinkEvent, append_events
+from cgx_ray.report.journal_schema import JOURNAL_FORMAT, TIME, journal_problem
+from cgx_ray.units import format_count
+from cgx_ray.untrusted import BrokenLine, JsonLines
 
 # A single step of a small batch is mostly noise.
 SMOOTHED_STEPS = 10
-# Format of decisions.jsonl that this version reads.
-JOURNAL_FORMAT = 1
-JOURNAL_SCHEMA = Path(__file__).with_name("journal.schema.json")
-_Value = TypeVar("_Value")
+_PARTS = ("compute_s", "encode_s", "exchange_s", "decode_s")
+# Numbers that pictures show, either way: with others the limits of an axis overflow.
+SMALLEST, LARGEST = 1e-15, 1e15
+# Fields that no picture shows, and that a decision is made again from.
+_NOT_DRAWN = frozenset({"time", "situation", "told_codec_s"})
+# Broken lines that are named. All are counted.
+MAX_NAMED = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,36 @@ class StepLine:
     decode_s: float | None
     plan_version: int | None
     plan: str
+
+
+_STEP_FIELDS = tuple(field.name for field in fields(StepLine))
+_SECONDS = {"type": ["number", "null"], "minimum": 0}
+_STEP_CHECKS = {
+    "step": compile_check(
+        {
+            "type": "object",
+            "required": ["event", *_STEP_FIELDS],
+            "properties": {
+                "event": {"enum": ["step"]},
+                "time": TIME,
+                "step": {"type": "integer", "minimum": 0},
+                "loss": {"type": ["number", "null"]},
+                "step_s": {"type": "number", "minimum": 0},
+                **dict.fromkeys(_PARTS, _SECONDS),
+                "plan_version": {"type": ["integer", "null"]},
+                "plan": {"type": "string"},
+            },
+        }
+    ),
+    "end": compile_check(
+        {
+            "type": "object",
+            "required": ["validation_loss", "weights_identical"],
+            "properties": {"validation_loss": {"type": ["number", "null"]}, "weights_identical": {"type": "boolean"}},
+        }
+    ),
+}
+_EVENT_CHECK = compile_check({"type": "object", "required": ["time", "change"], "properties": {"time": TIME}})
 
 
 class RunRecord:
@@ -69,19 +103,29 @@ class RunRecord:
         self.network: list[LinkEvent] = []
         self.end: dict[str, Any] | None = None
         self._network_path = network_path or run_dir / "network.jsonl"
-        self._steps_tail = _Tail(run_dir / "steps.jsonl", _parse_step, self.broken)
-        self._journal_tail = _Tail(run_dir / "decisions.jsonl", _parse_journal, self.broken)
-        self._network_tail = _Tail(self._network_path, lambda line: LinkEvent(**line), self.broken)
+        self._steps_file = JsonLines(run_dir / "steps.jsonl", _step_problem)
+        self._journal_file = JsonLines(run_dir / "decisions.jsonl", journal_problem)
+        self._network_file = JsonLines(self._network_path, _event_problem)
+        self._num_unnamed = 0
+        self._clip = _Clip()
+
+    @property
+    def clipped(self) -> str:
+        """Return in words how many numbers were clipped, "" if none was."""
+        count, first = self._clip.count, self._clip.first
+        return (
+            f"clipped to {SMALLEST:g} or {LARGEST:g}: {format_count(count, 'number')}; first: {first}" if count else ""
+        )
 
     @property
     def cut(self) -> list[str]:
         """The files that end in half a line, in words. It is being written, or its writer was killed."""
-        tails = (self._steps_tail, self._journal_tail, self._network_tail)
+        files = (self._steps_file, self._journal_file, self._network_file)
         return [
-            f"{tail.path}: the last line is cut, and left out: it is being written, or the run was killed, or its disk "
+            f"{file.path}: the last line is cut, and left out: it is being written, or the run was killed, or its disk "
             "was full"
-            for tail in tails
-            if tail.is_cut
+            for file in files
+            if file.is_cut
         ]
 
     @property
@@ -103,15 +147,33 @@ class RunRecord:
         Raises ConfigError for a journal of a later format.
         """
         before = self._size()
-        for line in self._steps_tail.lines():
-            if isinstance(line, StepLine):
-                self.steps.append(line)
+        for line in self._read(self._steps_file):
+            if line["event"] == "end":
+                self.end = line | {"validation_loss": _or_nan(line["validation_loss"])}
             else:
-                self.end = line
-        for entry in self._journal_tail.lines():
+                self.steps.append(
+                    StepLine(**{name: line[name] for name in _STEP_FIELDS} | {"loss": _or_nan(line["loss"])})
+                )
+        for entry in self._read(self._journal_file):
             self._add(entry)
-        self.network.extend(self._network_tail.lines())
+        self.network.extend(LinkEvent(**line) for line in self._read(self._network_file))
         return self._size() != before
+
+    def _read(self, file: JsonLines) -> Iterator[dict[str, Any]]:
+        """Yield the new lines of a file, clipped. Broken ones are named."""
+        for line in file.new():
+            if isinstance(line, BrokenLine):
+                self.name_broken(f"{file.path}, line {line.number} is broken ({line.reason:.200})")
+            else:
+                yield self._clip.clip(line[1], f"{file.path.name}, line {line[0]}")
+
+    def name_broken(self, text: str) -> None:
+        """Add `text` to `broken`, or count it there if many are named already."""
+        if len(self.broken) < MAX_NAMED:
+            self.broken.append(text)
+        else:
+            self._num_unnamed += 1
+            self.broken[MAX_NAMED:] = [f"{self._num_unnamed} more lines are broken"]
 
     def _add(self, entry: dict[str, Any]) -> None:
         """Add a line of the journal; one of an unknown event is from a later version, and of no use here."""
@@ -157,58 +219,40 @@ def smooth_losses(lines: Sequence[StepLine]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _parse_step(line: dict[str, Any]) -> StepLine | dict[str, Any]:
-    if line["event"] == "end":
-        return line
-    return StepLine(**{field.name: line[field.name] for field in fields(StepLine)})
+def _or_nan(loss: float | None) -> float:
+    """Return `loss`; NaN, which JSON lacks, for null."""
+    return math.nan if loss is None else loss
 
 
-@cache
-def _journal_lines() -> Any:
-    """Return the validator of the journal's lines.
-
-    What only a replay reads is checked by its reader: validating its thousand numbers takes 10 ms per decision.
-    """
-    schema = json.loads(JOURNAL_SCHEMA.read_text())
-    schema["$defs"] |= {"situation": {"type": "object"}, "groups": {"type": "array"}}
-    return jsonschema.Draft202012Validator(schema)
+def _step_problem(line: Any) -> str:
+    is_end = isinstance(line, dict) and line.get("event") == "end"
+    return _STEP_CHECKS["end" if is_end else "step"](line)
 
 
-def _parse_journal(line: dict[str, Any]) -> dict[str, Any]:
-    """Return `line`. Raises ValueError if it is none of a journal."""
-    problem = jsonschema.exceptions.best_match(_journal_lines().iter_errors(line))
-    if problem is not None:
-        raise ValueError(f"{problem.json_path}: {problem.message}")
-    return line
+def _event_problem(line: Any) -> str:
+    try:
+        LinkEvent(**line)
+    except (TypeError, LabError) as error:
+        return f"{type(error).__name__}: {error}"
+    return _EVENT_CHECK(line)
 
 
-class _Tail(Generic[_Value]):
-    """The end of a JSON-lines file: each call reads the lines added since the last one. The file may not exist yet.
+class _Clip:
+    """Brings numbers into the range that a picture can show, and counts those that were outside."""
 
-    A line that is broken is skipped, and named in `broken`.
-    """
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = ""
 
-    def __init__(self, path: Path, parse: Callable[[dict[str, Any]], _Value], broken: list[str]) -> None:
-        self.path, self._parse, self._broken = path, parse, broken
-        self.is_cut = False
-        self._offset = self._num_lines = 0
-
-    def lines(self) -> Iterator[_Value]:
-        self.is_cut = False
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            for raw in file:
-                if not raw.endswith(b"\n"):
-                    self.is_cut = True  # or still being written
-                    return
-                self._offset += len(raw)
-                self._num_lines += 1
-                try:
-                    value = self._parse(json.loads(raw))
-                except (LookupError, TypeError, ValueError, LabError, RecursionError) as error:
-                    reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-                    self._broken.append(f"{self.path}, line {self._num_lines} is broken ({reason:.200})")
-                    continue
-                yield value
+    def clip(self, value: Any, where: str) -> Any:
+        """Return `value` with all its numbers, except those of `_NOT_DRAWN`, clipped. `where`: for `first`."""
+        if isinstance(value, dict):
+            return {key: one if key in _NOT_DRAWN else self.clip(one, f"{where}.{key}") for key, one in value.items()}
+        if isinstance(value, list):
+            return [self.clip(one, where) for one in value]
+        if not isinstance(value, int | float) or SMALLEST <= abs(value) <= LARGEST or value == 0:
+            return value
+        self.count += 1
+        self.first = self.first or f"{where} {value:.3g}"
+        shown = type(value)(LARGEST if abs(value) > 1 else SMALLEST)
+        return shown if value > 0 else -shown

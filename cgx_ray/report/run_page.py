@@ -192,22 +192,26 @@ def _decisions(record: RunRecord) -> str:
 def _plan(plan: Mapping[str, Any]) -> str:
     """Return the plan as a table, the options with most bytes first. Old journals count groups and layers only."""
     options = sorted(plan["options"].items(), key=lambda one: -one[1].get("dense_bytes", 0))
-    total = sum(option.get("dense_bytes", 0) for _, option in options)
+    total = max(1, sum(option.get("dense_bytes", 0) for _, option in options))
     rows = []
     for name, option in options:
         row = [name, str(option["groups"]), str(option["layers"])]
         if "dense_bytes" in option:
             row += [f"{option['dense_bytes'] / total:.1%}", format_bytes(option["dense_bytes"])]
-            row += [format_bytes(option["wire_bytes"]), f"{option['dense_bytes'] / option['wire_bytes']:.3g}x"]
+            row += [format_bytes(option["wire_bytes"]), f"{option['dense_bytes'] / max(1, option['wire_bytes']):.3g}x"]
         rows.append(row + ["-"] * (7 - len(row)))
     return page.table(["option", "groups", "layers", "share of bytes", "dense", "encoded", "smaller"], rows)
 
 
 def _broken(records: Sequence[RunRecord]) -> list[str]:
     broken = [line for record in records for line in record.broken]
-    cut = [page.paragraph(line, kind="dim") for record in records for line in record.cut]
+    notes = [
+        page.paragraph(line, kind="dim")
+        for record in records
+        for line in (*record.cut, *filter(None, [record.clipped]))
+    ]
     if not broken:
-        return cut
+        return notes
     more = [page.paragraph(f"... and {len(broken) - _NAMED_LINES} more")] if len(broken) > _NAMED_LINES else []
     lines = [page.paragraph(line, kind="dim") for line in broken[:_NAMED_LINES]]
-    return [page.heading(2, f"Skipped: {format_count(len(broken), 'broken line')}"), *lines, *more, *cut]
+    return [page.heading(2, f"Skipped: {format_count(len(broken), 'broken line')}"), *lines, *more, *notes]

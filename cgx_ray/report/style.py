@@ -12,7 +12,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
-from cgx_ray.report.show import printable
+from cgx_ray.untrusted import printable
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -77,8 +77,9 @@ def fit_values(axes: Axes) -> None:
     drawn = np.concatenate([np.empty(0), *(np.asarray(line.get_ydata(), float) for line in axes.lines)])
     values = drawn[np.isfinite(drawn)]
     if len(values) and values.min() > 0:
-        axes.set_yscale("log")
         low, high = float(values.min()) / 2, float(values.max()) * 2
+        # Before the scale, so that no limits are made up for it, which fails for tiny numbers.
         axes.set_ylim(low, high)
+        axes.set_yscale("log")
         # Up to two decades, numbers that begin with 2 and 5 are labelled too, so that at least one label is visible.
         plain_numbers(axes.yaxis, minor="25" if high <= 100 * low else "")

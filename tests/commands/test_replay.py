@@ -18,12 +18,12 @@ from cgx_ray.bench.simulate import SimulatedRun
 from cgx_ray.bench.simulated_cluster import SimulatedCluster
 from cgx_ray.cli import main
 from cgx_ray.control.journal import FORMAT, Journal
-from cgx_ray.control.journal_lines import MAX_LINE_BYTES
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy, StaticPolicy
 from cgx_ray.control.step_ring import StepRing
 from cgx_ray.plan import make_plan
 from cgx_ray.planner.options import candidate_options
+from cgx_ray.untrusted import MAX_BYTES
 
 Entries = list[dict[str, Any]]
 
@@ -147,12 +147,6 @@ def test_what_if_answers_with_differences_and_status_0(journal: Path, tmp_path: 
     assert "never chosen" in replay(journal, "--candidates", "powersgd:rank=4", status=0).output
     balanced = numbers(journal, tmp_path, "--fidelity", "balanced")
     assert any("qsgd:bits=2" in option for option in balanced["what_if"]["options"])
-
-    def rename(lines: Entries) -> None:
-        lines[0]["policy"]["kind"] = "moody"
-
-    error = replay(changed(journal, tmp_path, rename), "--min-gain", "0.5", status=2).stderr
-    assert "is of a run with policy 'moody'; only the choices of policy 'adaptive' depend on" in error
     both = replay(journal, "--fidelity", "fast", "--candidates", "bf16", status=2)
     assert "give one of them" in both.stderr
     assert "unknown codec 'nonsense'" in replay(journal, "--candidates", "nonsense", status=2).stderr
@@ -200,7 +194,7 @@ def _old(lines: Entries) -> None:
         (lambda lines: lines.__delitem__(slice(1, None)), "holds no decision yet"),
         (lambda lines: lines.pop(0), "no start line before it"),
         (lambda lines: lines[0].pop("layers"), "the start line before it is broken"),
-        (_broken_inputs, "its line is broken ("),
+        (_broken_inputs, "$.situation.backward_s: 'soon' is not of type 'array'"),
         (_old, "its inputs were not recorded: an old version wrote it"),
     ],
 )
@@ -251,8 +245,8 @@ def test_memory_does_not_grow_with_the_journal(journal: Path, tmp_path: Path) ->
             file.write(progress)
         file.write("x" * (64 << 20) + "\n")
         file.write(lines[-1])
-    # One line may take up to MAX_LINE_BYTES, and as much again twice while it is read.
-    assert peak_kb(big) - peak_kb(journal) < 4 * MAX_LINE_BYTES / 1024
+    # One line may take up to MAX_BYTES, and as much again twice while it is read.
+    assert peak_kb(big) - peak_kb(journal) < 4 * MAX_BYTES / 1024
 
 
 def test_the_loop_takes_the_steps_of_a_run_again(tmp_path: Path) -> None:

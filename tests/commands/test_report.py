@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import matplotlib.image
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from cgx_ray.cli import main
 from cgx_ray.demo.summary import NetworkPhases, decision_delay, loss_target, make_rows, time_to_loss_s
+from cgx_ray.demo.train import StepLog
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.events import LinkEvent
 from cgx_ray.report.picture import draw_runs, plot_runs
@@ -304,6 +306,19 @@ def test_a_broken_line_is_skipped_and_named(runs, tmp_path, file, line, message)
     (broken,) = again.broken
     assert message in broken
     assert (again.steps, again.decisions, again.network) == (adaptive.steps, adaptive.decisions, adaptive.network)
+
+
+def test_a_loss_that_was_not_finite_is_null_in_the_file_and_nan_here(tmp_path):
+    with StepLog(tmp_path, 0) as log:
+        log.step(0, float("inf"), None)
+        log.step(1, 2.5, None)
+        log.end(float("nan"), ["a"])
+    assert '"loss": null' in (tmp_path / "steps.jsonl").read_text()
+    record = load_run(tmp_path)
+    assert record.broken == []
+    assert [str(line.loss) for line in record.steps] == ["nan", "2.5"]
+    assert record.end is not None
+    assert math.isnan(record.end["validation_loss"])
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_a_name_from_a_user_steers_no_terminal_and_is_no_markup(tmp_path: Path) 
         text = "\n".join(lines_of(view, width))
         assert "\x1b" not in text
         assert "\x07" not in text
-        assert "?[2J[bold red]run[/]" in text
+        assert r"\x1b[2J[bold red]run[/]" in text
     file = io.StringIO()
     PlainScreen(Console(file=file, width=80)).update([view], "ok")
     assert "\x1b" not in file.getvalue()

@@ -22,7 +22,8 @@ from cgx_ray.control.recorded import read_layers, read_policy, read_situation, s
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.plan import DENSE, CodecSpec, Option, options_of
-from cgx_ray.report.record import JOURNAL_FORMAT, JOURNAL_SCHEMA, load_run
+from cgx_ray.report.journal_schema import JOURNAL_FORMAT, JOURNAL_SCHEMA
+from cgx_ray.report.record import load_run
 
 LINE = {"event": "outcome", "time": 1.0, "step": 1, "measured_step_s": 0.5}
 
@@ -185,6 +186,16 @@ assert log.num_errors == 2, log.num_errors
     assert len(record.outcomes) == 2
     assert len(record.broken) == 1
     assert "line 2 is broken" in record.broken[0]
+
+
+def test_a_number_that_is_not_finite_loses_its_line_only(tmp_path: Path) -> None:
+    log = Journal(tmp_path / "decisions.jsonl")
+    for seconds in (1.0, math.nan, math.inf, 2.0):
+        log.write(LINE | {"measured_step_s": seconds})
+    assert log.num_errors == 2
+    record = load_run(tmp_path)
+    assert [line["measured_step_s"] for line in record.outcomes] == [1.0, 2.0]
+    assert record.broken == []
 
 
 @pytest.mark.fault("a journal with broken lines", "readers skip, count and name them")

@@ -17,8 +17,9 @@ from cgx_ray.control.notes import MAX_FAULTS
 from cgx_ray.control.policy import StaticPolicy
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import make_plan
+from cgx_ray.report.journal_schema import JOURNAL_SCHEMA
 from cgx_ray.report.live_view import view_of_record
-from cgx_ray.report.record import JOURNAL_SCHEMA, load_run
+from cgx_ray.report.record import load_run
 from cgx_ray.report.run_page import Extras, report_page
 
 
