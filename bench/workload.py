@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.options import CodecCost, codec_options
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 from cgx_ray.planner.scenario import TYPICAL_GAINS
+from cgx_ray.untrusted import read_table
 
 # The default of `CGXConfig` and of `cgx-ray plan`.
 MIN_GAIN = 0.8
@@ -159,8 +159,7 @@ def predicted_s(measured: Measured, plan: Plan) -> float:
 def _shapes_of(model: str) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of a model that `load_model` has read."""
     path = Path(models.__file__).parent / f"{model}.csv" if model in models.MODEL_NAMES else Path(model)
-    with path.open(newline="") as file:
-        return tuple(tuple(map(int, row["shape"].split("x"))) for row in csv.DictReader(file))
+    return tuple(tuple(map(int, row["shape"].split("x"))) for row in read_table(path))
 
 
 def _powersgd_bytes(shape: tuple[int, ...]) -> int:

@@ -10,6 +10,7 @@ import click
 
 from cgx_ray.commands.lazy import LazyGroup
 from cgx_ray.errors import CGXError
+from cgx_ray.untrusted import printable_lines
 
 _COMMANDS = {
     "bench": ("cgx_ray.commands.bench:bench", "Measure a part of cgx_ray."),
@@ -43,12 +44,15 @@ class _MainGroup(LazyGroup):
         signal.signal(signal.SIGTERM, _raise_interrupt)
         try:
             return super().invoke(ctx)
+        except click.ClickException as error:
+            error.message = printable_lines(error.message)  # type: ignore[misc]
+            raise
         except CGXError as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(printable_lines(str(error))) from error
         except OSError as error:
             if error.filename is None:
                 raise
-            raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+            raise click.ClickException(printable_lines(f"{error.filename}: {error.strerror}")) from error
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:

@@ -16,7 +16,7 @@ from cgx_ray.commands.options import console_for
 from cgx_ray.commands.plan_picture import main_option
 from cgx_ray.planner.clusters import Rental, read_clusters, rent
 from cgx_ray.planner.prediction import Prediction
-from cgx_ray.report.show import new_table, print_line, printable, progress_bar, write_json
+from cgx_ray.report.show import new_table, print_line, progress_bar, write_json
 from cgx_ray.report.style import (
     BLUE,
     GREEN,
@@ -31,6 +31,7 @@ from cgx_ray.report.style import (
     plain_numbers,
     save_figure,
 )
+from cgx_ray.untrusted import printable
 
 _COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY)
 

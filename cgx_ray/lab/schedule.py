@@ -13,6 +13,7 @@ when the schedule is played.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -26,11 +27,14 @@ from cgx_ray.errors import LabError
 from cgx_ray.lab.events import LinkAction
 from cgx_ray.lab.handle import LabHandle
 from cgx_ray.lab.link import DIRECTIONS, Direction, LinkChange, parse_change
+from cgx_ray.untrusted import read_bytes
 
 Unit = Literal["s", "step", "epoch"]
 UNITS: tuple[Unit, ...] = ("s", "step", "epoch")
 STEP_FILE_VARIABLE = "CGX_LAB_STEPS"
 _POLL_S = 0.02
+# Of 50,000 short lines.
+MAX_SCHEDULE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ class Schedule:
         """Read a file, or "c1" or "c2", which come with the package. Raises LabError with the line's number."""
         shipped = files("cgx_ray.lab") / "schedules" / f"{name}.txt"
         if Path(name).exists():
-            text = Path(name).read_text()
+            text = _text_of(Path(name))
         elif shipped.is_file():
             text = shipped.read_text()
         else:
@@ -109,11 +113,21 @@ def parse_schedule(name: str, text: str) -> Schedule:
     return Schedule(name=name, unit=unit, events=tuple(events), end=end if end is not None else events[-1].at)
 
 
+def _text_of(path: Path) -> str:
+    content = read_bytes(path, MAX_SCHEDULE_BYTES)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise LabError(f"schedule {path} is no text ({error})") from error
+
+
 def _time(word: str, events: list[ScheduledAction]) -> float:
     try:
         at = float(word)
     except ValueError:
-        raise LabError(f"{word!r} is not a time; a line starts with a number") from None
+        at = math.nan
+    if not math.isfinite(at):
+        raise LabError(f"{word!r:.80} is not a time; a line starts with a number")
     if at < (events[-1].at if events else 0):
         raise LabError(f"{word} comes after {events[-1].at if events else 0:g}; put the lines in order of time")
     return at
@@ -128,7 +142,7 @@ def _event(at: float, words: list[str]) -> ScheduledAction:
         key, _, value = word.partition("=")
         if word in ("cut", "reconnect"):
             is_connected = word == "reconnect"
-        elif key == "host" and value.isdecimal():
+        elif key == "host" and value.isdecimal() and len(value) < 10:
             host = int(value)
         elif key == "direction" and value in DIRECTIONS:
             direction = value

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import yaml
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.prediction import Prediction
 from cgx_ray.planner.question import INSIDE_BANDWIDTH, INSIDE_LATENCY, Question, read_question
 from cgx_ray.planner.scenario import Epoch
+from cgx_ray.untrusted import parse_yaml, read_bytes, read_table
 
 _TEXT = {"type": "string", "minLength": 1}
 _SCHEMA = {
@@ -25,15 +24,15 @@ _SCHEMA = {
         "type": "object",
         "properties": {
             "name": _TEXT,
-            "nodes": {"type": "integer", "minimum": 1},
-            "gpus_per_node": {"type": "integer", "minimum": 1},
-            "usd_per_hour": {"type": "number", "exclusiveMinimum": 0},
+            "nodes": {"type": "integer", "minimum": 1, "maximum": 1_000_000},
+            "gpus_per_node": {"type": "integer", "minimum": 1, "maximum": 1_000_000},
+            "usd_per_hour": {"type": "number", "exclusiveMinimum": 0, "minimum": 1e-6, "maximum": 1e9},
             "bandwidth": _TEXT,
             "latency": _TEXT,
             "inside_bandwidth": _TEXT,
             "inside_latency": _TEXT,
             "gpu": _TEXT,
-            "throughput": {"type": "number", "exclusiveMinimum": 0},
+            "throughput": {"type": "number", "exclusiveMinimum": 0, "minimum": 1e-6, "maximum": 1e12},
             "step_time": _TEXT,
         },
         "required": ["name", "usd_per_hour"],
@@ -195,20 +194,17 @@ def _where(rows: Any, keys: Sequence[int | str]) -> Iterator[str]:
 
 
 def _read_yaml(path: Path) -> Any:
+    content = read_bytes(path)
     try:
-        return yaml.safe_load(path.read_text())
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not YAML ({said}); a table in CSV needs a name that ends in .csv") from error
+        return parse_yaml(content.decode())
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} cannot be read as YAML ({error}); a table in CSV needs a name that ends in .csv"
+        ) from error
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
-    try:
-        with path.open(newline="") as file:
-            lines = list(csv.DictReader(file, restkey="(no heading)"))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path} is no CSV table ({error})") from error
-    return [{key: _number(key, text) for key, text in line.items() if text} for line in lines]
+    return [{key: _number(key, text) for key, text in line.items() if text} for line in read_table(path)]
 
 
 def _whole(key: str, value: Any) -> Any:

@@ -9,57 +9,61 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
 from cgx_ray.errors import ConfigError
+from cgx_ray.json_schema import Check, compile_check
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import CodecCost
+from cgx_ray.untrusted import parse_json, read_bytes
 
 FORMAT_VERSION = 1
 
 _SECONDS = {"type": "number", "minimum": 0}
-_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "format_version": {"const": FORMAT_VERSION},
-        "package_version": {"type": "string"},
-        "device": {"type": "string", "minLength": 1},
-        "threads": {"type": "integer", "minimum": 1},
-        "codec_costs": {
-            "type": "object",
-            "minProperties": 1,
-            "additionalProperties": {
+_PROFILE = compile_check(
+    {
+        "type": "object",
+        "properties": {
+            "format_version": {"const": FORMAT_VERSION},
+            "package_version": {"type": "string"},
+            "device": {"type": "string", "minLength": 1},
+            "threads": {"type": "integer", "minimum": 1},
+            "codec_costs": {
                 "type": "object",
-                "properties": dict.fromkeys(CodecCost.__slots__, _SECONDS),
-                "required": list(CodecCost.__slots__),
+                "minProperties": 1,
+                "additionalProperties": {
+                    "type": "object",
+                    "properties": dict.fromkeys(CodecCost.__slots__, _SECONDS),
+                    "required": list(CodecCost.__slots__),
+                    "additionalProperties": False,
+                },
+            },
+            "link": {
+                "type": ["object", "null"],
+                "properties": {"alpha_s": _SECONDS, "beta_s_per_byte": {"type": "number", "exclusiveMinimum": 0}},
+                "required": ["alpha_s", "beta_s_per_byte"],
                 "additionalProperties": False,
             },
         },
-        "link": {
-            "type": ["object", "null"],
-            "properties": {"alpha_s": _SECONDS, "beta_s_per_byte": {"type": "number", "exclusiveMinimum": 0}},
-            "required": ["alpha_s", "beta_s_per_byte"],
-            "additionalProperties": False,
+        "required": ["format_version", "package_version", "device", "threads", "codec_costs", "link"],
+        "additionalProperties": False,
+    }
+)
+_PROBED = compile_check(
+    {
+        "type": "object",
+        "properties": {
+            "ways": {
+                "type": "array",
+                "minItems": 1,
+                "items": {
+                    "type": "object",
+                    "properties": {"latency_s": _SECONDS, "bytes_per_s": {"type": "number", "exclusiveMinimum": 0}},
+                    "required": ["latency_s", "bytes_per_s"],
+                },
+            }
         },
-    },
-    "required": ["format_version", "package_version", "device", "threads", "codec_costs", "link"],
-    "additionalProperties": False,
-}
-_PROBED_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "ways": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "properties": {"latency_s": _SECONDS, "bytes_per_s": {"type": "number", "exclusiveMinimum": 0}},
-                "required": ["latency_s", "bytes_per_s"],
-            },
-        }
-    },
-    "required": ["ways"],
-}
+        "required": ["ways"],
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
 
 def load_profile(path: str | Path) -> Profile:
     """Read a file of `save_profile`. Raises ConfigError if it cannot be read or is not of this format."""
-    found = _read(path, _SCHEMA, "no profile of this version; make one by `cgx-ray profile`")
+    found = _read(path, _PROFILE, "no profile of this version; make one by `cgx-ray profile`")
     return Profile(
         package_version=found["package_version"],
         device=found["device"],
@@ -98,22 +102,23 @@ def load_profile(path: str | Path) -> Profile:
 
 def load_link(path: str | Path) -> Link:
     """Return the link of a `cgx-ray probe` file: the longest latency and lowest bandwidth, which all wait for."""
-    ways = _read(path, _PROBED_SCHEMA, "not what `cgx-ray probe --json` writes")["ways"]
+    ways = _read(path, _PROBED, "not what `cgx-ray probe --json` writes")["ways"]
     return Link(
         alpha_s=max(way["latency_s"] for way in ways), beta_s_per_byte=1 / min(way["bytes_per_s"] for way in ways)
     )
 
 
-def _read(path: str | Path, schema: Mapping[str, Any], otherwise: str) -> Any:
+def _read(path: str | Path, problem_of: Check, otherwise: str) -> Any:
     try:
-        found = json.loads(Path(path).read_text())
-        jsonschema.validate(found, schema)
+        content = read_bytes(Path(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        found = parse_json(content)
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON ({error}): {otherwise}") from error
-    except jsonschema.ValidationError as error:
-        raise ConfigError(f"{path}, {error.json_path}: {error.message}: {otherwise}") from error
+    if problem := problem_of(found):
+        raise ConfigError(f"{path}, {problem}: {otherwise}")
     return found
 
 

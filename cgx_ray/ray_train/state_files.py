@@ -69,14 +69,37 @@ def _state_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    """Return the state in `file`. Raises StateError if it is cut, or has changed: torch ignores the checksums."""
+    """Return the state in `file`. Raises StateError if it is cut, or has changed: torch ignores the checksums.
+
+    `torch.save` compresses nothing and its tensors share no elements, so a state takes no more memory than its file.
+    """
+    num_bytes = file.stat().st_size
     try:
         with zipfile.ZipFile(file) as parts:
-            damaged = parts.testzip()
+            is_larger = sum(part.file_size for part in parts.infolist()) > num_bytes
+            damaged = "its parts are larger than it is" if is_larger else parts.testzip()
         if damaged is None:
             state: dict[str, Any] = torch.load(file, weights_only=True)
-            return state
-    except (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, EOFError, ValueError, OSError) as error:
+            if _tensor_bytes(state) <= num_bytes:
+                return state
+            damaged = "its tensors are larger than it is"
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        struct.error,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        OSError,
+        MemoryError,
+    ) as error:
         # A flipped bit in the directory of the file may look like an encryption, an unknown method or a wrong offset.
         damaged = str(error)
     raise StateError(f"{file} is damaged ({damaged}); start from another checkpoint")
+
+
+def _tensor_bytes(value: object) -> int:
+    """Return the bytes that copies of all tensors in `value` take: an expanded tensor is larger than its file."""
+    if isinstance(value, Mapping):
+        return sum(map(_tensor_bytes, value.values()))
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cgx_ray.report.live_view import PARTS, DecisionLine, LiveView, RankLine
-from cgx_ray.report.show import print_line, printable
+from cgx_ray.report.show import print_line
+from cgx_ray.untrusted import printable
 
 _COLORS = dict(zip(PARTS, ("green", "magenta", "red", "blue"), strict=True))
 _PLAIN_INTERVAL_S = 5.0

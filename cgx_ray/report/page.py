@@ -9,8 +9,8 @@ import html
 from collections.abc import Sequence
 
 from cgx_ray.report.run_pictures import Picture
-from cgx_ray.report.show import printable
 from cgx_ray.report.svg import inline_svg
+from cgx_ray.untrusted import printable
 
 _CSS = """
 :root { --paper: #ffffff; --ink: #1c1e21; --dim: #5d636b; --line: #d9dce0; --soft: #f4f5f7; --mark: #0072b2; }

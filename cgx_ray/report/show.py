@@ -14,17 +14,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cgx_ray.untrusted import printable_lines
+
 STANDARD_OUTPUT = "-"
 
 
 def print_line(console: Console, text: str, style: str | None = None) -> None:
-    """Print `text` as it is: no markup, no colours of numbers, and long lines wrapped by the terminal only."""
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    """Print `text` as it is: no markup, no escape sequences, and long lines wrapped by the terminal only."""
+    console.print(printable_lines(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def printable(text: str) -> str:
-    """Return `text` without characters that would steer a terminal or a page: names come from users."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+class _Table(Table):
+    """Shows texts as they are, since names come from users."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(printable_lines(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def new_table(title: str | None, *headings: str, num_left: int = 1, gap: int = 1, wrap: bool = False) -> Table:
@@ -34,7 +38,7 @@ def new_table(title: str | None, *headings: str, num_left: int = 1, gap: int = 1
     gap       spaces on either side of a column; 0 for wide tables
     wrap      wrap long cells; else a cell too long for the terminal ends in "..."
     """
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, gap))
+    table = _Table(title=title, title_justify="left", box=SIMPLE, padding=(0, gap))
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < num_left else "right", no_wrap=not wrap)
     return table

@@ -142,7 +142,7 @@ def test_the_example_is_answered_with_a_table_and_a_picture(tmp_path: Path) -> N
         ("- {name: a}", "cluster 1 (a): 'usd_per_hour' is a required property"),
         ("- {usd_per_hour: 1}", "cluster 1: 'name' is a required property"),
         ("- {name: a, usd_per_hour: 0}", "cluster 1 (a), usd_per_hour: 0 is less than or equal to the minimum of 0"),
-        ("- {name: a, usd_per_hour: .nan}", "cluster 'a', 1 of its nodes: price nan is not allowed"),
+        ("- {name: a, usd_per_hour: .nan}", "nan is no finite number"),
         ("- {name: a, usd_per_hour: much}", "usd_per_hour: 'much' is not of type 'number'"),
         ("- {name: a, usd_per_hour: 1, nodes: 1.5}", "nodes: 1.5 is not of type 'integer'"),
         ("- {name: a, usd_per_hour: 1, price: 2}", "('price' was unexpected)"),
@@ -151,7 +151,7 @@ def test_the_example_is_answered_with_a_table_and_a_picture(tmp_path: Path) -> N
         ("- {name: a, usd_per_hour: 1, nodes: 2, latency: 1ms, bandwidth: fast}", "bandwidth 'fast' is not allowed"),
         ("- {name: a, usd_per_hour: 1, gpu: abacus}", "no GPU 'abacus'"),
         ("- {name: a, usd_per_hour: 1, gpu: a100, throughput: 3}", "throughput and GPU both say"),
-        ("- [", "is not YAML"),
+        ("- [", "cannot be read as YAML"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_one_clear_error(tmp_path: Path, text: str, says: str) -> None:

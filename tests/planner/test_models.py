@@ -94,7 +94,7 @@ def test_fusion_of_resnet101_is_never_behind_any_bucket_size() -> None:
         ("name,shape,forward_macs\nw,3x3,0\n", "0 multiply-adds"),
         ("name,shape,forward_macs\nw,3x3,9\nv,3x3,9\nw,3x3,9\n", "line 4: line 2 is 'w' too"),
         ("name,shape,forward_macs\nw,3x3,9\n,3x3,9\n", "line 3: the name is empty"),
-        ("\udcff", "is no CSV file"),
+        ("\udcff", "is no CSV table"),
     ],
 )
 def test_files_that_are_no_model_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -13,8 +13,11 @@ from typing import NamedTuple
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Layer
 from cgx_ray.planner.cost import check_seconds
+from cgx_ray.untrusted import read_table
 
 _FOLDER = Path(__file__).parent
+# Elements or multiply-adds of a layer: all whole numbers below it are exact as floats too.
+MAX_COUNT = 2**53
 MODEL_NAMES = tuple(sorted(path.stem for path in _FOLDER.glob("*.csv")))
 
 
@@ -91,7 +94,7 @@ def load_model(name: str | Path) -> ModelDescription:
         )
     layers, macs, ready_s = [], [], []
     line_of: dict[str, int] = {}
-    rows = _read_rows(path)
+    rows = read_table(path)
     is_measured = bool(rows) and "ready_s" in rows[0]
     for number, row in enumerate(rows, start=2):
         try:
@@ -107,8 +110,10 @@ def load_model(name: str | Path) -> ModelDescription:
             raise ConfigError(
                 f"{path}, line {number}: {error!r}; give name, shape (64x3x7x7), and forward_macs or ready_s"
             ) from error
-        if min(shape) < 1 or min(macs[-1:], default=0) < 0:
-            raise ConfigError(f"{path}, line {number}: sizes are 1 or more and multiply-adds 0 or more")
+        if not (min(shape) >= 1 and layer.numel < MAX_COUNT and 0 <= min(macs[-1:], default=0) < MAX_COUNT):
+            raise ConfigError(
+                f"{path}, line {number}: sizes are 1 or more and multiply-adds 0 or more, both less than 2^53"
+            )
         if ready_s:
             check_seconds(f"{path}, line {number}: ready_s", ready_s[-1])
         if not layer.name:
@@ -124,16 +129,6 @@ def load_model(name: str | Path) -> ModelDescription:
         measure = "seconds" if is_measured else "multiply-adds"
         raise ConfigError(f"{path} has {len(layers)} layers and {sum(macs)} {measure}; give some of both")
     return ModelDescription(name=path.stem, layers=tuple(layers), forward_macs=tuple(macs), ready_s=tuple(ready_s))
-
-
-def _read_rows(path: Path) -> list[dict[str, str]]:
-    try:
-        with path.open(newline="") as file:
-            return list(csv.DictReader(file))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(
-            f"{path} is no CSV file ({error}); give one, as `cgx-ray profile-model` writes them"
-        ) from error
 
 
 def write_model(layers: Sequence[MeasuredLayer], path: Path) -> None:
