@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_FORMAT = 5
 # Newest plans that are handed over. Ranks and leases refer to the last two or three.
 KEPT_PLANS = 8
+# Raised by a pickle that is cut or changed.
+_READ_ERRORS = (
+    *(pickle.UnpicklingError, LookupError, TypeError, ValueError, AttributeError, EOFError, ImportError, MemoryError),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +101,14 @@ class Snapshot:
         """Return the history, or None if there is none of this version."""
         if not self.path.exists():
             return None
-        with self.path.open("rb") as file:
-            # A history of another version cannot always be read.
-            version = pickle.load(file)
-            history = pickle.load(file) if version == SNAPSHOT_FORMAT else None
+        try:
+            with self.path.open("rb") as file:
+                # A history of another version cannot always be read.
+                version = pickle.load(file)
+                history = pickle.load(file) if version == SNAPSHOT_FORMAT else None
+        except _READ_ERRORS as error:
+            logger.warning("%s is damaged (%r); the controller begins without its history", self.path, error)
+            return None
         if not isinstance(history, History):
             logger.warning("%s has format %s, this version reads %s", self.path, version, SNAPSHOT_FORMAT)
             return None

@@ -224,6 +224,17 @@ def test_a_controller_that_crashed_goes_on_from_its_snapshot(tmp_path: Path) -> 
     assert "bandwidth rose" in run.run(5)[0].reason
 
 
+def test_a_damaged_snapshot_is_none_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    snapshot = Snapshot(tmp_path / "controller")
+    snapshot.write(History())
+    whole = snapshot.path.read_bytes()
+    for damaged in (b"", whole[:-5], b"x" + whole, b"\x80\x05cos\nnothing\n."):
+        snapshot.path.write_bytes(damaged)
+        caplog.clear()
+        assert snapshot.read() is None
+        assert "is damaged" in caplog.text
+
+
 def test_a_snapshot_that_cannot_be_written_leaves_none_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
