@@ -37,11 +37,36 @@ _COMMANDS = {
 }
 
 
+class _Ended(KeyboardInterrupt):
+    """A signal told the command to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 class _MainGroup(LazyGroup):
-    """Shows our own errors, and files that cannot be read or written, as one message instead of a traceback."""
+    """Shows our own errors, and files that cannot be read or written, as one message instead of a traceback.
+
+    SIGTERM and SIGINT end a command in order: nothing is left behind, and the exit status is 143 or 130.
+    """
 
     def invoke(self, ctx: click.Context) -> object:
-        signal.signal(signal.SIGTERM, _raise_interrupt)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # A shell lets programs in the background ignore Ctrl-C.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _raise_ended)
+        try:
+            return self._invoke(ctx)
+        except KeyboardInterrupt as end:
+            ctx.exit(128 + (end.number if isinstance(end, _Ended) else signal.SIGINT))
+        except SystemExit as end:
+            # Ray sets a handler of SIGTERM of its own, which exits with the signal's number.
+            if end.code != signal.SIGTERM:
+                raise
+            ctx.exit(128 + signal.SIGTERM)
+
+    def _invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
@@ -55,9 +80,8 @@ class _MainGroup(LazyGroup):
             raise click.ClickException(printable_lines(f"{error.filename}: {error.strerror}")) from error
 
 
-def _raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """Make SIGTERM end a command in order, as Ctrl-C does: nothing is left behind."""
-    raise KeyboardInterrupt
+def _raise_ended(number: int, frame: FrameType | None) -> None:
+    raise _Ended(number)
 
 
 @click.group(cls=_MainGroup, places=_COMMANDS)

@@ -1,0 +1,182 @@
+"""SIGTERM and Ctrl-C end every command soon and in order: the status that a shell expects, and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+from support.control_runs import start
+from support.emulated import needs_lab
+
+from cgx_ray.cli import main
+from cgx_ray.commands.lazy import LazyGroup
+
+# Processes started in the background by a shell ignore SIGINT, and their children inherit it.
+CGX_RAY = ["env", "--default-signal=INT", sys.executable, "-m", "cgx_ray.cli"]
+# Longest wait for a command to begin, and for it to end. The promise is 2 s; two cores at load 8 took up to 5.
+BEGIN_S, END_S = 120.0, 30.0
+NUM_LAYERS = 1500
+NETWORK = ["--workers", "64", "--latency", "50us", "--bandwidth", "1gbps", "--step-time", "100ms"]
+Begun = Callable[[psutil.Process, Path], bool]
+
+
+def takes_signals(process: psutil.Process, folder: Path) -> bool:
+    """Return whether the command's handler of SIGTERM is set. It may still be importing its module."""
+    caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) & 1 << signal.SIGTERM - 1)
+
+
+def computes(process: psutil.Process, folder: Path) -> bool:
+    """Return whether the command has worked for longer than its imports take."""
+    return sum(process.cpu_times()[:2]) > 2.5
+
+
+def has_said(process: psutil.Process, folder: Path) -> bool:
+    return (folder / "output").stat().st_size > 0
+
+
+def has_built(process: psutil.Process, folder: Path) -> bool:
+    return (folder / "built").exists()
+
+
+def has_children(process: psutil.Process, folder: Path) -> bool:
+    """Return whether two children or more have worked for longer than their imports take."""
+    return sum(sum(child.cpu_times()[:2]) > 2.5 for child in process.children(recursive=True)) >= 2
+
+
+class Case(NamedTuple):
+    """A command that takes long. `{}` in its words stands for its folder."""
+
+    words: str
+    begun: Begun
+    statuses: tuple[int, ...] = ()
+
+
+JSON, PLOT = "--json {}/out.json", "--plot {}/out.png"
+CASES = [
+    Case("collective --numel 1000 --density 0.1 --workers 4 --latency 1ms --bandwidth 1gbps", takes_signals),
+    Case("doctor", takes_signals),
+    Case(f"probe {PLOT} {JSON}", takes_signals),
+    Case(f"bench kernels {PLOT} {JSON}", computes),
+    Case(f"bench adapt {PLOT} {JSON}", computes),
+    Case(f"bench planner {PLOT} {JSON}", computes),
+    Case(f"plan --model {{}}/model.csv {' '.join(NETWORK)} --sweep workers=64..1024 {PLOT} {JSON}", computes),
+    Case("profile --out {}/out.json", computes),
+    Case("profile-model {}/slow_model.py:build --out {}/out.csv", has_built),
+    Case(f"replay {{}} {JSON}", computes),
+    Case(f"report {{}} --html {{}}/out.html {PLOT}", computes),
+    Case("top {}", has_said),
+]
+LAB_CASES = [
+    Case("lab up --hosts 2", has_said, statuses=(0,)),
+    Case(f"bench accuracy --ranks 2 {PLOT} {JSON}", has_children),
+    Case(f"bench adapt --lab {PLOT} {JSON}", has_children),
+    Case(f"bench chaos {JSON}", has_children),
+    Case(f"bench collectives --ranks 2 {JSON}", has_children),
+    Case(f"bench lab {JSON}", has_children),
+    Case(f"bench network {JSON}", has_children),
+    Case(f"bench scale --nodes 20 --agreeing 8 {JSON}", has_children),
+    Case(f"bench step --ranks 2 {JSON}", has_children),
+    Case(f"demo --workers 2 --steps 400 --out {{}}/demo {JSON}", has_children),
+]
+TERMINATED, INTERRUPTED = signal.SIGTERM, signal.SIGINT
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with files that keep commands busy: a long journal of a run that goes on, and a large model."""
+    folder = tmp_path_factory.mktemp("inputs")
+    run = start(folder)
+    for gbps in (100.0, 0.1):
+        run.gbps = gbps
+        run.run(20)
+    first, *others = (folder / "decisions.jsonl").read_text().splitlines(keepends=True)
+    (folder / "decisions.jsonl").write_text(first + "".join(others) * 500)
+    rows = [f"layer{index},100x100,1000\n" for index in range(NUM_LAYERS)]
+    (folder / "model.csv").write_text("name,shape,forward_macs\n" + "".join(rows))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, inputs: Path) -> Path:
+    for path in inputs.iterdir():
+        (tmp_path / path.name).hardlink_to(path)
+    begin = f"import pathlib, time\ndef build():\n    pathlib.Path({str(tmp_path / 'built')!r}).touch()\n"
+    (tmp_path / "slow_model.py").write_text(f"{begin}    time.sleep(99)\n")
+    return tmp_path
+
+
+def id_of(case: Case) -> str:
+    return " ".join(word for word in case.words.split()[:2] if word[0] not in "-{")
+
+
+def commands(group: LazyGroup, path: str = "") -> Iterator[str]:
+    for name, (place, _) in group.places.items():
+        inside = group.get_command(None, name) if place.endswith((":bench", ":lab")) else None  # type: ignore[arg-type]
+        if isinstance(inside, LazyGroup) and not path:
+            yield from commands(inside, f"{name} ")
+        else:
+            yield f"{path}{name}"
+
+
+def test_every_command_that_takes_long_is_among_the_cases() -> None:
+    assert isinstance(main, LazyGroup)
+    short = {f"lab {name}" for name in ("set", "cut", "reconnect", "status", "schedule", "down", "run")}
+    assert {id_of(case) for case in (*CASES, *LAB_CASES)} == set(commands(main)) - short
+
+
+def check_end(case: Case, folder: Path, number: signal.Signals) -> None:
+    words = case.words.replace("{}", str(folder)).split()
+    with (folder / "output").open("w") as output, (folder / "errors").open("w") as errors:
+        process = psutil.Popen([*CGX_RAY, *words], cwd=folder, stdout=output, stderr=errors)
+    said = (folder / "errors").read_text
+    children: list[psutil.Process] = []
+    try:
+        deadline_s = time.monotonic() + BEGIN_S
+        while not (takes_signals(process, folder) and case.begun(process, folder)):
+            assert process.poll() is None, said()
+            assert time.monotonic() < deadline_s, said()
+            time.sleep(0.02)
+        children = process.children(recursive=True)
+        process.send_signal(number)
+        status = process.wait(timeout=END_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        _, left = psutil.wait_procs(children, timeout=END_S)
+        for child in left:
+            child.kill()
+    assert status in (case.statuses or (128 + number,)), (status, said())
+    assert not left
+    assert "Traceback" not in said()
+    assert not list(folder.glob("out.*"))
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=id_of)
+def test_sigterm_ends_a_command(case: Case, folder: Path) -> None:
+    check_end(case, folder, TERMINATED)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case.begun is has_said else pytest.mark.slow, id=id_of(case)) for case in CASES],
+)
+def test_ctrl_c_ends_a_command(case: Case, folder: Path) -> None:
+    check_end(case, folder, INTERRUPTED)
+
+
+@pytest.mark.slow
+@needs_lab()
+@pytest.mark.parametrize("number", [TERMINATED, INTERRUPTED])
+@pytest.mark.parametrize("case", LAB_CASES, ids=id_of)
+def test_a_signal_ends_a_command_with_its_processes(case: Case, folder: Path, number: signal.Signals) -> None:
+    check_end(case, folder, number)
+    assert subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout.count("cgx") == 0
