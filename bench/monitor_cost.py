@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -101,7 +102,10 @@ def publishing_row(num_rounds: int = 30) -> Row:
 @contextmanager
 def local_ray() -> Iterator[None]:
     """Start a Ray cluster on this machine, and end it with the body."""
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20)
+    # Ray's own one ends the process inside its C++ code, which aborts.
+    signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:

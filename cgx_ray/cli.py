@@ -37,14 +37,6 @@ _COMMANDS = {
 }
 
 
-class _Ended(KeyboardInterrupt):
-    """A signal told the command to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 class _MainGroup(LazyGroup):
     """Shows our own errors, and files that cannot be read or written, as one message instead of a traceback.
 
@@ -52,17 +44,24 @@ class _MainGroup(LazyGroup):
     """
 
     def invoke(self, ctx: click.Context) -> object:
+        # Not in the exception: Ray's C++ code raises another one.
+        received: list[int] = []
+
+        def end(number: int, frame: FrameType | None) -> None:
+            received.append(number)
+            raise KeyboardInterrupt
+
         for number in (signal.SIGTERM, signal.SIGINT):
             # A shell lets programs in the background ignore Ctrl-C.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, _raise_ended)
+                signal.signal(number, end)
         try:
             return self._invoke(ctx)
-        except KeyboardInterrupt as end:
-            ctx.exit(128 + (end.number if isinstance(end, _Ended) else signal.SIGINT))
-        except SystemExit as end:
-            # Ray sets a handler of SIGTERM of its own, which exits with the signal's number.
-            if end.code != signal.SIGTERM:
+        except KeyboardInterrupt:
+            ctx.exit(128 + (received[0] if received else signal.SIGINT))
+        except SystemExit as error:
+            # Ray sets a handler of SIGTERM of its own while it starts, which exits with the signal's number.
+            if error.code != signal.SIGTERM:
                 raise
             ctx.exit(128 + signal.SIGTERM)
 
@@ -78,10 +77,6 @@ class _MainGroup(LazyGroup):
             if error.filename is None:
                 raise
             raise click.ClickException(printable_lines(f"{error.filename}: {error.strerror}")) from error
-
-
-def _raise_ended(number: int, frame: FrameType | None) -> None:
-    raise _Ended(number)
 
 
 @click.group(cls=_MainGroup, places=_COMMANDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 
 import click
@@ -21,6 +22,9 @@ def connect(address: str) -> None:
         if host and port.isdigit():
             # Ray itself would try for minutes.
             socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        handler = signal.getsignal(signal.SIGTERM)
         ray.init(address=address, log_to_driver=False)
+        # Ray's own one ends the process inside its C++ code, which aborts.
+        signal.signal(signal.SIGTERM, handler)
     except OSError as error:
         raise ConfigError(f"no Ray cluster at {address!r} ({error}); start one, or give its --address") from error

@@ -19,7 +19,7 @@ from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.profile import Profile, load_link, save_profile
 from cgx_ray.report.result import cpu_model
-from cgx_ray.report.show import new_table, print_line, progress_bar
+from cgx_ray.report.show import new_table, print_line, progress_bar, whole_file
 from cgx_ray.session.calibrate import TURN_S, measure_codec
 
 PROFILE_NUMELS = tuple(1 << exponent for exponent in range(10, 23, 2))
@@ -40,7 +40,8 @@ def profile(device: str, threads: int, network: Path | None, out: Path) -> None:
     console = console_for(None)
     with progress_bar(console) as on_codec:
         measured = measure_profile(torch.device(device), threads if device == "cpu" else 1, link, on_codec)
-    save_profile(measured, out)
+    with whole_file(out) as new:
+        save_profile(measured, new)
     console.print(cost_table(measured.codec_costs, f"{measured.device}, threads: {measured.threads}"))
     print_line(console, f"profile: {out}")
 

@@ -20,7 +20,7 @@ from cgx_ray.engine.layers import layers_of
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.gradient_times import measure_ready_s
 from cgx_ray.planner.models import MeasuredLayer, write_model
-from cgx_ray.report.show import print_line, progress_bar
+from cgx_ray.report.show import print_line, progress_bar, whole_file
 
 NUM_WARM_STEPS = 3
 _RETURNS = "(model, batch) or (model, function that computes the loss), or the model alone and give --input 8x3x224x224"
@@ -48,7 +48,8 @@ def profile_model(target: str, out: Path, input_shape: str | None, steps: int) -
         MeasuredLayer(name, tuple(parameters[name].shape), str(parameters[name].dtype).removeprefix("torch."), seconds)
         for name, seconds in ready_s.items()
     ]
-    write_model(layers, out)
+    with whole_file(out) as new:
+        write_model(layers, new)
     numel = sum(math.prod(layer.shape) for layer in layers)
     print_line(
         console,

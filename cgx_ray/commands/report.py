@@ -15,7 +15,7 @@ from cgx_ray.report.picture import plot_runs
 from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.run_facts import spans, world_size
 from cgx_ray.report.run_page import Extras, report_page
-from cgx_ray.report.show import print_line
+from cgx_ray.report.show import print_line, whole_file
 from cgx_ray.units import format_count
 
 
@@ -56,7 +56,8 @@ def _decisions_of(record: RunRecord) -> str:
 def write_page(path: Path, title: str, records: Sequence[RunRecord], *, usd_per_hour: float | None = None) -> None:
     """Write the report of `records` as one HTML file."""
     extras = Extras(usd_per_hour=usd_per_hour, timelines=decision_steps)
-    path.write_text(report_page(title, records, extras), encoding="utf-8")
+    with whole_file(path) as new:
+        new.write_text(report_page(title, records, extras), encoding="utf-8")
 
 
 def _read_runs(folder: Path, events: Path | None) -> list[RunRecord]:

@@ -20,7 +20,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_screen import draw_view, make_screen
 from cgx_ray.report.live_view import LiveView, broken_note, view_of_controller, view_of_record
 from cgx_ray.report.record import RunRecord
-from cgx_ray.report.show import print_line
+from cgx_ray.report.show import print_line, whole_file
 
 # Agents report every second.
 POLL_S = 1.0
@@ -68,7 +68,8 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
         picture.print(draw_view(last))
         drawn = picture.export_svg(title="cgx-ray top")
         # Rich names fonts on the web; the picture loads nothing.
-        svg.write_text(re.sub(r"@font-face \{[^}]*\}\s*", "", drawn))
+        with whole_file(svg) as new:
+            new.write_text(re.sub(r"@font-face \{[^}]*\}\s*", "", drawn))
 
 
 def _views_of_record(record: RunRecord) -> Iterator[LiveView | None]:

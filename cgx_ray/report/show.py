@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,10 +55,29 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, float], None]]:
         yield lambda part, fraction: progress.update(task, description=part, completed=fraction)
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, whose file takes the place of `path` at the end, unless the body raises.
+
+    So a command that is ended leaves no half file, and an old one stays.
+    """
+    place = path.resolve()
+    if place.exists() and not place.is_file():
+        yield path  # such as /dev/stdout
+        return
+    new = place.with_name(f".{os.getpid()}.new{place.suffix}")
+    try:
+        yield new
+        os.replace(new, place)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def write_json(path: str | Path, data: Any) -> None:
     """Write `data` as JSON to the file `path`, or to standard output for "-"."""
     text = json.dumps(data, indent=2) + "\n"
     if path == STANDARD_OUTPUT:
         sys.stdout.write(text)
     else:
-        Path(path).write_text(text)
+        with whole_file(Path(path)) as new:
+            new.write_text(text)

@@ -12,6 +12,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
+from cgx_ray.report.show import whole_file
 from cgx_ray.untrusted import printable
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
@@ -30,7 +31,8 @@ def new_figure(width: float, height: float) -> Figure:
 def save_figure(figure: Figure, path: Path) -> None:
     """Write `figure` in the format that the name ends in, and make the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with whole_file(path) as new:
+        figure.savefig(new)
 
 
 def add_title(figure: Figure, text: str) -> None:
