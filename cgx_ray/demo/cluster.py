@@ -21,6 +21,8 @@ from cgx_ray.lab.namespaces import Lab, uninterrupted
 from cgx_ray.lab.ray_nodes import RayNodes, ray_env
 
 _END_TIMEOUT_S = 10.0
+# Ray takes some seconds to end a training in order, of which nothing is left to keep when a signal ends the demo.
+_ABORT_TIMEOUT_S = 0.5
 
 
 class DemoError(CGXError, RuntimeError):
@@ -110,15 +112,17 @@ def local_cluster(num_workers: int, out: Path) -> Iterator[Cluster]:
             start_new_session=True,
         )
     assert driver.stdin is not None
+    timeout_s = _ABORT_TIMEOUT_S
     try:
         with driver.stdin:
             yield Cluster(driver=driver, driver_log=log_path, set_rate=None)
+        timeout_s = _END_TIMEOUT_S
     except BaseException:
         driver.terminate()
         raise
     finally:
         with uninterrupted():
-            _end(driver)
+            _end(driver, timeout_s)
 
 
 def _driver_argv(address: str, num_workers: int) -> list[str]:
@@ -126,13 +130,13 @@ def _driver_argv(address: str, num_workers: int) -> list[str]:
     return [sys.executable, "-m", "cgx_ray.demo.driver", settings]
 
 
-def _end(driver: subprocess.Popen[str]) -> None:
-    """Wait for the driver to end, kill it after a while, then kill the remaining processes of its Ray cluster.
+def _end(driver: subprocess.Popen[str], timeout_s: float) -> None:
+    """Wait for the driver to end, kill it after `timeout_s`, then kill the remaining processes of its Ray cluster.
 
     Ray's processes notice the end of the driver themselves, but those that were starting notice only after minutes.
     """
     try:
-        driver.wait(timeout=_END_TIMEOUT_S)
+        driver.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         driver.kill()
         driver.wait()

@@ -86,6 +86,7 @@ LAB_CASES = [
     Case(f"bench scale --nodes 20 --agreeing 8 {JSON}", has_children),
     Case(f"bench step --ranks 2 {JSON}", has_children),
     Case(f"demo --workers 2 --steps 400 --out {{}}/demo {JSON}", has_children),
+    Case(f"demo --simulated-link --workers 2 --steps 400 --out {{}}/demo {JSON}", has_children),
 ]
 TERMINATED, INTERRUPTED = signal.SIGTERM, signal.SIGINT
 
@@ -115,6 +116,7 @@ def folder(tmp_path: Path, inputs: Path) -> Path:
 
 
 def id_of(case: Case) -> str:
+    """Return the name of the command."""
     return " ".join(word for word in case.words.split()[:2] if word[0] not in "-{")
 
 
