@@ -192,8 +192,9 @@ def add_state(checkpoint: ray.train.Checkpoint | None = None) -> ray.train.Check
                 residuals, and Ray Train merges the files of all ranks
 
     Returns `checkpoint` as it is if no model is attached, or at world size 1 without residuals of a larger worker group
-    before. Files of another world size, of a checkpoint whose folder is used again, are removed. Raises StateError if
-    it is not local.
+    before. Files of another world size, of a checkpoint whose folder is used again, are removed. Warns if only some
+    ranks call it: a restart then begins with the mean of their residuals. Raises StateError if `checkpoint` is not
+    local.
     """
     attachment = process.attachment
     if attachment is None or not attachment.has_state:
@@ -204,6 +205,7 @@ def add_state(checkpoint: ray.train.Checkpoint | None = None) -> ray.train.Check
     if not folder.is_dir():
         raise StateError(f"checkpoint {checkpoint.path} is not a local folder; call add_state before you upload it")
     write_state(attachment.state_dict(), folder)
+    attachment.note_added()
     return checkpoint
 
 

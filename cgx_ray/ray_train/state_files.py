@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
 import zipfile
@@ -14,6 +15,8 @@ import torch
 
 from cgx_ray.errors import StateError, listed
 from cgx_ray.session.states import state_of
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"cgx_ray-rank(\d{5,})-of-(\d{5,})\.pt")
 _NAMES = "cgx_ray-rank*-of-*.pt"
@@ -34,8 +37,9 @@ def write_state(state: Mapping[str, Any], folder: Path) -> None:
 def read_state(folder: Path, rank: int, world_size: int) -> dict[str, Any] | None:
     """Return the state that this rank begins with, from the files in `folder`; None if there are none.
 
-    It is the rank's own, or the mean of all if the world size has changed: see `state_of`. One file is read at a time.
-    Raises StateError that names the folder if it has files of several world sizes, or not those of all ranks.
+    It is the rank's own, or the mean of all if the world size has changed: see `state_of`. If some ranks made none, it
+    is the mean of the others, with a warning. One file is read at a time. Raises StateError that names the folder if it
+    has files of several world sizes.
     """
     files = _state_files(folder)
     if not files:
@@ -47,15 +51,20 @@ def read_state(folder: Path, rank: int, world_size: int) -> dict[str, Any] | Non
             f"checkpoint {folder} has states of several runs: {counts} ({_NAMES}); keep the files of the run "
             "that wrote the checkpoint last, and delete the others"
         )
-    if sizes[0] == world_size and (rank, world_size) in files:
+    old_size = sizes[0]
+    missing = [str(other) for other in range(old_size) if (other, old_size) not in files]
+    if old_size == world_size and not missing:
         return _load(files[rank, world_size])
-    missing = [str(other) for other in range(sizes[0]) if (other, sizes[0]) not in files]
-    if missing:
-        raise StateError(
-            f"checkpoint {folder} lacks the states of ranks {listed(missing)} of {sizes[0]} ({_NAMES}); add "
-            "them, or delete those of the other ranks to go on without what is still owed"
+    if missing and rank == 0:
+        logger.warning(
+            "checkpoint %s lacks the states of ranks %s of %d (%s): every rank begins with the mean of the others'; "
+            "call add_state on every rank",
+            folder,
+            listed(missing),
+            old_size,
+            _NAMES,
         )
-    return state_of(rank, world_size, map(_load, files.values()))
+    return state_of(rank, world_size, map(_load, files.values()), is_complete=not missing)
 
 
 def _state_files(folder: Path) -> dict[tuple[int, int], Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,8 +28,13 @@ from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.served_metrics import ServedMetrics
 from cgx_ray.session.settings import Settings
-from cgx_ray.session.states import STATE_FORMAT, check_format, state_of
+from cgx_ray.session.states import STATE_FORMAT, check_own, named_as, state_of
 from cgx_ray.torch_compat import is_registered
+
+logger = logging.getLogger(__name__)
+
+# Key of the number of ranks that have added their state to a checkpoint, in the store of a process group.
+_NUM_ADDING = "cgx_ray/num_adding"
 
 # Seconds from the end of a model to that of its connections. Other ranks may be in their last step of it, and what they
 # send meanwhile must find a reader: else TCP drops what this rank has sent and they have not received.
@@ -86,6 +92,7 @@ class Attachment:
             process.attachments.add(self)
         self._served: ServedMetrics | None = None
         self._kept: dict[str, Any] | None = None
+        self._num_added = 0
 
     def __repr__(self) -> str:
         doing = self.plan.describe() if self.plan is not None else "one worker, nothing to exchange"
@@ -246,23 +253,43 @@ class Attachment:
 
         Call it on every rank before training goes on. From those of all, each rank takes its own state, or the mean of
         all if the world size has changed. An iterator is asked for one state at a time, and no other is in memory then.
-        The loss scale may have changed since. Raises StateError if a state is of another format or model, or if the
-        states are not those of all ranks of one run at one step.
+        The loss scale may have changed since, and so may names that wrappers of torch give, such as torch.compile.
+
+        Raises StateError, and changes nothing, if a state is of another format, model, rank or world size, or not
+        finite, or if the states are not those of all ranks of one run at one step.
         """
         if self._engine is None:
             rank, world_size = 0, 1
         else:
             rank, world_size = dist.get_rank(), dist.get_world_size()
-        if isinstance(states, Mapping):
-            check_format(states)
-            state = dict(states)
-        else:
-            state = state_of(rank, world_size, states)
+        state = dict(states) if isinstance(states, Mapping) else state_of(rank, world_size, states)
+        check_own(state, rank, world_size)
         if self._engine is None:
             # From now on it is the state of this rank, which is alone.
-            self._kept = {**state, "rank": rank, "world_size": world_size}
+            self._kept = state
             return
-        self._engine.load_state(state["step"], {kind: state[kind] for kind in KINDS}, loss_scale=state["loss_scale"])
+        names = [name for group in self._engine.plan.groups for name in group.layers]
+        memories = {kind: named_as(state[kind], names) for kind in KINDS}
+        self._engine.load_state(state["step"], memories, loss_scale=state["loss_scale"])
+
+    def note_added(self) -> None:
+        """Note that a checkpoint gets the state of this rank. Warn once if only some ranks do this.
+
+        Ranks report their checkpoints together. So when this rank adds its second state, all have reported the first.
+        """
+        if not self._groups:
+            return
+        store, world_size = self._groups[0].get_group_store(), dist.get_world_size()
+        self._num_added += 1
+        num_adding = store.add(_NUM_ADDING, 1 if self._num_added == 1 else 0)
+        if self._num_added == 2 and num_adding < world_size:
+            logger.warning(
+                "rank %d: only %d of %d ranks add their state to checkpoints; call add_state on every rank, else a "
+                "restart loses what the others still owe",
+                dist.get_rank(),
+                num_adding,
+                world_size,
+            )
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Stop the engine's thread and destroy its process groups.

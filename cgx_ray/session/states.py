@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.errors import StateError
 
 STATE_FORMAT = 3
+# Parts of parameters' names that wrappers of torch add: torch.compile, DataParallel and DDP, checkpoint_wrapper, FSDP.
+_WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def check_format(state: Mapping[str, Any]) -> None:
@@ -19,18 +23,68 @@ def check_format(state: Mapping[str, Any]) -> None:
         raise StateError(f"state has format {state.get('format')!r}, this version reads {STATE_FORMAT}")
 
 
-def state_of(rank: int, world_size: int, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def check_own(state: Mapping[str, Any], rank: int, world_size: int) -> None:
+    """Raise StateError unless `state` is that of `rank` of `world_size` ranks, and all its numbers are finite."""
+    check_format(state)
+    whose = f"rank {state['rank']} of {state['world_size']}"
+    if (state["rank"], state["world_size"]) != (rank, world_size):
+        raise StateError(
+            f"got the state of {whose} on rank {rank} of {world_size}; memory is each rank's own, so save the states "
+            "of all ranks and load them as a list, or load none to begin without memory"
+        )
+    if not 0 < state["loss_scale"] < math.inf:
+        raise StateError(f"the state of {whose} has loss scale {state['loss_scale']}; start from another checkpoint")
+    for kind in KINDS:
+        for name, value in state[kind].items():
+            if value.dtype != torch.float32 or not _is_finite(value):
+                raise StateError(
+                    f"the state of {whose} has {kind} of layer {name!r} with NaN or Inf, or not in float32 (it is "
+                    f"{value.dtype}); start from another checkpoint"
+                )
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Return True if no element is NaN or Inf. Needs no memory."""
+    return value.numel() == 0 or all(math.isfinite(float(end)) for end in value.aminmax())
+
+
+def named_as(memory: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return `memory`, of one kind, by the `names` of a model's layers.
+
+    Names are the same if only wrappers of torch, such as torch.compile, set them apart. A name that is none or several
+    of `names` stays. Layers without elements, which earlier versions remembered, are left out.
+    """
+    known = set(names)
+    of_plain: dict[str, list[str]] = {}
+    for name in known:
+        of_plain.setdefault(_without_wrappers(name), []).append(name)
+    found: dict[str, Tensor] = {}
+    for name in sorted(memory, key=lambda name: name not in known):
+        same = [name] if name in known else of_plain.get(_without_wrappers(name), [])
+        if memory[name].numel() > 0:
+            found[same[0] if len(same) == 1 and same[0] not in found else name] = memory[name]
+    return found
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def state_of(
+    rank: int, world_size: int, states: Iterable[Mapping[str, Any]], *, is_complete: bool = True
+) -> dict[str, Any]:
     """Return the state that `rank` of a new group of `world_size` ranks begins with.
 
-    states  of all ranks of one run at one step, in any order. Each is let go before the next is taken, so where
-            `states` is an iterator that loads them, no more than two states are in memory, for any number of ranks
+    states       of all ranks of one run at one step, in any order. Each is let go before the next is taken, so where
+                 `states` is an iterator that loads them, no more than two states are in memory, for any number of ranks
+    is_complete  False if some ranks have no state: then every rank begins with the mean of the others
 
     It is the rank's own state if the old group had as many ranks, else the mean of all. The mean keeps the gradient
     that is still owed: (1/N) times the sum of residuals is the same before and after, for any two world sizes.
     Momentum is a sum of gradients too. PowerSGD's Q is the same on all ranks, except over allgather, where every start
     will do.
 
-    Raises StateError unless the states are complete and belong together.
+    Raises StateError unless the states belong together and, if `is_complete`, none is missing.
     """
     total: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
     runs: set[tuple[Any, Any, Any]] = set()
@@ -39,16 +93,21 @@ def state_of(rank: int, world_size: int, states: Iterable[Mapping[str, Any]]) ->
         check_format(state)
         ranks.append(state["rank"])
         runs.add((state["world_size"], state["step"], state["loss_scale"]))
-        is_own = state["world_size"] == world_size and state["rank"] == rank
-        if is_own or (state["world_size"] != world_size and len(runs) == 1):
+        averages = not is_complete or state["world_size"] != world_size
+        is_own = not averages and state["rank"] == rank
+        if is_own or (averages and len(runs) == 1):
             _add(state, total, is_first=is_own or len(ranks) == 1)
         del state  # else it would stay in memory while the next one is loaded
-    _check_complete(ranks, runs)
+    if len(runs) != 1 or (is_complete and sorted(ranks) != list(range(next(iter(runs))[0]))):
+        raise StateError(
+            f"got states of ranks {sorted(ranks)} with (world size, step, loss scale) {sorted(runs, key=str)}; give "
+            "the states of all ranks of one run at one step, or only this rank's own"
+        )
     old_size, step, loss_scale = runs.pop()
-    if old_size != world_size:
+    if old_size != world_size or not is_complete:
         for memory in total.values():
             for value in memory.values():
-                value.div_(old_size)
+                value.div_(len(ranks))
     own = {"rank": rank, "world_size": world_size, "step": step, "loss_scale": loss_scale}
     return {"format": STATE_FORMAT, **own, **total}
 
@@ -68,11 +127,3 @@ def _add(state: Mapping[str, Any], total: Mapping[str, dict[str, Tensor]], *, is
                     "one step"
                 )
             total[kind][name].add_(values[name])
-
-
-def _check_complete(ranks: list[int], runs: set[tuple[Any, Any, Any]]) -> None:
-    if len(runs) != 1 or sorted(ranks) != list(range(next(iter(runs))[0])):
-        raise StateError(
-            f"got states of ranks {sorted(ranks)} with (world size, step, loss scale) {sorted(runs, key=str)}; give "
-            "the states of all ranks of one run at one step, or only this rank's own"
-        )

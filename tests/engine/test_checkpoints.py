@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 import torch.distributed as dist
 from support.branches import Branches, train
 from support.ranks import run_ranks
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import cgx_ray
 from cgx_ray.codecs.codec import KINDS
-from cgx_ray.session.states import STATE_FORMAT, state_of
+from cgx_ray.session.states import STATE_FORMAT, named_as, state_of
 
 
 def _bad_states(rank: int) -> list[str]:
@@ -24,22 +27,88 @@ def _bad_states(rank: int) -> list[str]:
     foreign = {**good, "residuals": {"other.weight": torch.zeros(3)}}
     larger = {**good, "momentum": {"left.weight": torch.zeros(3)}}
     messages = []
-    for states in ([], [good], foreign, larger, {**good, "format": 1}):
+    poisoned = {**good, "residuals": {"left.weight": torch.full((4323,), float("nan"))}}
+    wide = {**good, "residuals": {"left.weight": torch.zeros(4323, dtype=torch.float64)}}
+    unscaled = {**good, "loss_scale": float("inf")}
+    others = {**good, "rank": 1 - rank}
+    bad = [foreign, larger, {**good, "format": 1}, poisoned, wide, unscaled, others, {**good, "world_size": 4}]
+    for states in ([], [good], *bad):
         with pytest.raises(cgx_ray.StateError) as caught:
             attachment.load_state_dict(states)
         messages.append(str(caught.value))
+    unchanged = attachment.state_dict()["residuals"]
+    assert all(torch.equal(unchanged[name], value) for name, value in good["residuals"].items())
     train(model, rank, range(2, 3))
     attachment.close()
     return messages
 
 
-def test_states_that_are_incomplete_or_of_another_model_are_refused() -> None:
-    empty, partial, foreign, larger, version = run_ranks(2, _bad_states)[0]
+def test_states_that_are_incomplete_not_finite_or_of_another_model_or_rank_are_refused() -> None:
+    said = run_ranks(2, _bad_states)[0]
+    empty, partial, foreign, larger, version, poisoned, wide, unscaled, others, other_size = said
     assert "ranks []" in empty
     assert "ranks [0]" in partial
     assert "no such layer" in foreign
     assert "momentum of 3 elements for layer 'left.weight', the model has 4323" in larger
     assert "format 1, this version reads 3" in version
+    assert "the state of rank 0 of 2 has residuals of layer 'left.weight' with NaN or Inf" in poisoned
+    assert "(it is torch.float64); start from another checkpoint" in wide
+    assert "rank 0 of 2 has loss scale inf" in unscaled
+    assert "got the state of rank 1 of 2 on rank 0 of 2; memory is each rank's own" in others
+    assert "got the state of rank 0 of 4 on rank 0 of 2" in other_size
+
+
+def _resume_wrapped(rank: int, before: Wrap, after: Wrap) -> bool:
+    """Return True if a model in other wrappers begins with the memory that was saved."""
+    attachment = cgx_ray.attach(model := DistributedDataParallel(before(Branches())), codec="topk:density=0.1")
+    train(model, rank, range(2))
+    saved = attachment.state_dict()
+    attachment.close()
+    attachment = cgx_ray.attach(model := DistributedDataParallel(after(Branches())), codec="topk:density=0.1")
+    attachment.load_state_dict(saved)
+    loaded = attachment.state_dict()["residuals"]
+    train(model, rank, range(2, 4))
+    attachment.close()
+    return len(loaded) > 2 and all(
+        torch.equal(one, other) for one, other in zip(saved["residuals"].values(), loaded.values(), strict=True)
+    )
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def _compiled_in_part(model: Branches) -> nn.Module:
+    model.first = torch.compile(model.first, backend="eager")
+    return model
+
+
+def _averaged(model: nn.Module) -> nn.Module:
+    return AveragedModel(model)
+
+
+Wrap = Callable[[Any], nn.Module]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(_compiled, _plain), (_plain, _compiled), (_compiled_in_part, _compiled), (_averaged, _compiled_in_part)],
+)
+def test_memory_is_found_again_in_a_model_with_other_wrappers(before: Wrap, after: Wrap) -> None:
+    assert run_ranks(2, _resume_wrapped, before, after) == [True, True]
+
+
+def test_layers_whose_names_differ_in_more_than_wrappers_stay_apart() -> None:
+    memory = {name: torch.zeros(1) for name in ("a.module.w", "a.w", "_orig_mod.b")}
+    names = {"a.module.w": "a.module.w", "a.w": "a.w", "b": "_orig_mod.b"}
+    found = named_as(memory, ["a.w", "b"])
+    assert found.keys() == names.keys()
+    assert all(value is memory[names[name]] for name, value in found.items())
+    assert named_as(memory, ["_orig_mod.a.module.w", "_orig_mod.a.w"]).keys() == memory.keys()
 
 
 RESUMED = [
@@ -128,6 +197,8 @@ def test_a_worker_that_is_alone_keeps_what_more_ranks_still_owed_for_the_next_ch
 
     alone = cgx_ray.attach(torch.nn.Linear(1, 1))
     assert not alone.has_state
+    with pytest.raises(cgx_ray.StateError, match="got the state of rank 0 of 2 on rank 0 of 1"):
+        alone.load_state_dict(state(0, 1.0))
     alone.load_state_dict([state(0, 1.0), state(1, 4.0)])
     assert alone.has_state
     kept = alone.state_dict()

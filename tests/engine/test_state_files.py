@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ray.train import Checkpoint
+from support.branches import Branches
+from support.ranks import log_lines, run_ranks
+from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.ray_train.state_files import read_state, state_file, write_state
@@ -116,14 +121,40 @@ def test_a_folder_with_files_of_two_world_sizes_is_one_clear_error(tmp_path: Pat
         )
 
 
-def test_a_folder_that_lacks_states_says_which(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_folder_that_lacks_states_gives_every_rank_the_mean_of_the_others_and_says_so(
+    world_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _write_all(tmp_path, 4)
-    for rank in (1, 3):
+    for rank in (1, 2):
         (tmp_path / state_file(rank, 4)).unlink()
-    assert read_state(tmp_path, 2, 4) is not None
-    for rank, world_size in ((1, 4), (0, 2)):
-        with pytest.raises(cgx_ray.StateError, match=rf"checkpoint {tmp_path} lacks the states of ranks 1, 3 of 4"):
-            read_state(tmp_path, rank, world_size)
+    for rank in range(world_size):
+        state = read_state(tmp_path, rank, world_size)
+        assert state is not None
+        assert (state["rank"], state["world_size"], state["residuals"]["w"].tolist()) == (rank, world_size, [1.5] * 3)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"checkpoint {tmp_path} lacks the states of ranks 1, 2 of 4" in said
+    assert "begins with the mean of the others'; call add_state on every rank" in said
+
+
+def _add_states(rank: int, calling: tuple[int, ...], folder: Path) -> list[str]:
+    """Add the states of the ranks `calling` to three checkpoints; return what is said."""
+    attachment = cgx_ray.attach(DistributedDataParallel(Branches()), codec="topk:density=0.1", scheme="allgather")
+    said = log_lines()
+    for _ in range(3):
+        if rank in calling:
+            cgx_ray.add_state(Checkpoint.from_directory(folder))
+        dist.barrier()
+    attachment.close()
+    return said
+
+
+def test_a_rank_that_adds_its_state_alone_is_warned_once_while_it_trains(tmp_path: Path) -> None:
+    alone, silent = run_ranks(2, _add_states, (0,), tmp_path)
+    assert silent == []
+    (warning,) = alone
+    assert warning.startswith("rank 0: only 1 of 2 ranks add their state to checkpoints; call add_state on every rank")
+    assert run_ranks(2, _add_states, (0, 1), tmp_path) == [[], []]
 
 
 def test_a_folder_that_is_used_again_keeps_the_files_of_the_last_run(tmp_path: Path) -> None:

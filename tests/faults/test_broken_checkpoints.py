@@ -46,11 +46,23 @@ def _of_another_model(file: Path) -> None:
     torch.save({**state, "residuals": {"other.weight": torch.zeros(3)}}, file)
 
 
+def _not_finite(file: Path) -> None:
+    state = torch.load(file, weights_only=True)
+    state["residuals"]["left.weight"][3] = float("nan")
+    torch.save(state, file)
+
+
+def _of_another_rank(file: Path) -> None:
+    file.write_bytes(_file(file.parent, 0).read_bytes())
+
+
 # By what is done to the file of one rank, what all ranks say.
 BREAKS: dict[Callable[[Path], object], str] = {
     _cut: "is damaged (File is not a zip file); start from another checkpoint",
     _flip: "is damaged (",
     _empty: "is damaged (File is not a zip file); start from another checkpoint",
+    _not_finite: f"rank {BROKEN} of {NUM_RANKS} has residuals of layer 'left.weight' with NaN or Inf",
+    _of_another_rank: f"got the state of rank 0 of {NUM_RANKS} on rank {BROKEN} of {NUM_RANKS}; memory is each rank's",
     _of_another_model: "layer 'other.weight', the model has no such layer; the state is from another model",
 }
 
@@ -93,7 +105,9 @@ def _refused(rank: int, folder: Path) -> list[str]:
     return said
 
 
-@pytest.mark.fault("one state in a checkpoint is cut, empty or has a flipped bit", "one `StateError` on all ranks")
+@pytest.mark.fault(
+    "one state in a checkpoint is cut, empty, not finite or another rank's", "one `StateError` on all ranks"
+)
 def test_a_broken_state_of_one_rank_is_refused_by_all(tmp_path: Path) -> None:
     for breaks in BREAKS:
         (tmp_path / breaks.__name__).mkdir()
