@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.backend.options import BackendOptions, check_option
-from cgx_ray.engine.layers import as_layer, averaged_parameters, sparse_modules
+from cgx_ray.engine.layers import as_layer, averaged_parameters, layers_of, sparse_modules
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE, Intra, Layer, Option, Plan
 from cgx_ray.torch_compat import (
@@ -209,7 +209,9 @@ def _before_forward(module: nn.Module, inputs: Any) -> None:
 
 def _buckets_of(model: DistributedDataParallel) -> list[list[Layer]]:
     layers = {id(parameter): as_layer(name, parameter) for name, parameter in averaged_parameters(model).items()}
-    return [[layers[id(parameter)] for parameter in bucket] for bucket in bucket_parameters(model)]
+    return [
+        [layers[id(parameter)] for parameter in bucket if parameter.numel() > 0] for bucket in bucket_parameters(model)
+    ]
 
 
 def _options_of(plan: Plan, model: DistributedDataParallel) -> dict[str, Option | None]:
@@ -224,8 +226,7 @@ def _options_of(plan: Plan, model: DistributedDataParallel) -> dict[str, Option 
             "a plan needs a process group of backend cgx that compresses: make it by init_process_group('cgx'), with "
             "another codec than none, or leave the plan out"
         )
-    layers = [as_layer(name, parameter) for name, parameter in averaged_parameters(model).items()]
-    plan.check(layers, model.process_group.size())
+    plan.check(layers_of(model), model.process_group.size())
     options: dict[str, Option | None] = {}
     for group in plan.groups:
         if group.option.intra is not Intra.FLAT:

@@ -81,7 +81,12 @@ class DdpBuckets:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if on_cuda else None)
         self._expects_bucket = self._has_begun = not bucket.is_last()
         self._newest = None
-        gradients = dict(zip(names, bucket.gradients(), strict=True))
+        unused = self._used.take_unused(bucket, names)
+        # A parameter without elements is no layer, see `layers_of`.
+        gradients = {name: one for name, one in zip(names, bucket.gradients(), strict=True) if one.numel() > 0}
+        if not gradients:
+            future.set_result(buffer)
+            return future
         # A rank without inputs gets buckets of zeros inside `join`, which lie elsewhere.
         if self._keeps_buckets and not self._allows_uneven_inputs():
             self._places.update(gradients)
@@ -91,7 +96,7 @@ class DdpBuckets:
                 buffer=buffer,
                 future=future,
                 scales=self._loss_scale.now(),
-                unused=self._used.take_unused(bucket, names),
+                unused=unused,
                 # After `now`, so that the event also covers the device's copies of the scales.
                 computed=_end_of_kernels(buffer.device) if on_cuda else None,
                 weights=self._weights_hash(),

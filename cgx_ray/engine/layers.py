@@ -17,6 +17,8 @@ GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def layers_of(model: nn.Module) -> list[Layer]:
     """Return the layers of a model whose gradients are averaged, in registration order.
 
+    A parameter without elements is no layer: it has nothing to average. DDP puts it into its buckets all the same.
+
     Raises ConfigError for devices and types of gradients that this version does not support.
     """
     parameters = averaged_parameters(model)
@@ -28,7 +30,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
         if parameter.dtype not in GRADIENT_DTYPES:
             known = ", ".join(str(dtype) for dtype in GRADIENT_DTYPES)
             raise ConfigError(f"{name} is {parameter.dtype}; gradients must be one of {known}")
-    return [as_layer(name, parameter) for name, parameter in parameters.items()]
+    return [as_layer(name, parameter) for name, parameter in parameters.items() if parameter.numel() > 0]
 
 
 def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

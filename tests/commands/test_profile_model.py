@@ -57,6 +57,17 @@ def unused():
     built.inner.forward = lambda x: built.inner[0](x)[:, :4]
     return built, {"x": torch.randn(8, 16), "y": torch.zeros(8, 4)}
 
+class WithEmpty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = model()
+        self.empty = nn.Parameter(torch.empty(0, 8))
+    def forward(self, x):
+        return self.inner(x) + self.empty.sum()
+
+def empty():
+    return WithEmpty(), torch.randn(8, 16)
+
 def nothing():
     return None
 
@@ -117,6 +128,19 @@ def test_gradients_are_ready_from_the_last_layer_to_the_first_and_after_what_lie
     gap_s = min(ready_s["first.weight"], ready_s["first.bias"]) - max(ready_s["last.weight"], ready_s["last.bias"])
     assert gap_s >= 0.02, ready_s
     assert first.weight.grad is None, "the model is left without gradients"
+
+
+def test_a_profiled_model_with_a_parameter_without_elements_is_one_to_plan_with(script: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    code, output = run(f"{script}:empty", "--out", str(out), "--steps", "2")
+    assert code == 0, output
+    assert "\nempty,0x8," in out.read_text()
+    assert [layer.name for layer in load_model(out).layers] == [
+        f"inner.{index}.{kind}" for index in range(3) for kind in ("weight", "bias")
+    ]
+    network = ["--workers", "4", "--latency", "1ms", "--bandwidth", "1gbps"]
+    planned = CliRunner().invoke(main, ["plan", "--model", str(out), *network])
+    assert planned.exit_code == 0, planned.output
 
 
 @pytest.mark.parametrize("function", ["batch", "loss", "keywords", "half", "model"])

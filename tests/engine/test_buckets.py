@@ -72,3 +72,53 @@ def test_dense_groups_are_ddps_buckets_where_those_are_smaller_than_25_mib() -> 
     for groups, buckets in run_ranks(2, _dense_groups_and_buckets, "none"):
         assert groups == buckets == [4, 4, 4]
     assert run_ranks(2, _dense_groups_and_buckets, "qsgd")[0][0] == [6, 6]
+
+
+class _WithEmpty(Branches):
+    """The same model with parameters that have no elements. One is used first, so its gradient comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 5))
+        self.tail = nn.ParameterList([torch.empty(0), torch.empty(3, 0)])
+
+    def forward(self, x_BD: torch.Tensor, use_right: bool = True) -> torch.Tensor:
+        used = self.tail if use_right else []
+        return super().forward(x_BD + self.empty.sum(), use_right) + sum(parameter.sum() for parameter in used)
+
+
+def _train_empty(rank: int, codec: str, ddp: dict[str, object], use_right: bool) -> list[list[str]]:
+    """Return the weights by step, without and with empty parameters."""
+    outcomes = []
+    for make_model in (Branches, _WithEmpty):
+        model = DistributedDataParallel(make_model(), **ddp)
+        attachment = cgx_ray.attach(model, codec=codec)
+        hashes = train(model, rank, range(3))
+        # What the model leaves out, DDP must be told to look for.
+        hashes += train(model, rank, range(3, 5), use_right=use_right)
+        outcomes.append(hashes)
+        assert attachment.plan is not None
+        planned = {name for group in attachment.plan.groups for name in group.layers}
+        assert planned == {name for name, parameter in model.module.named_parameters() if parameter.numel() > 0}
+        attachment.load_state_dict(attachment.state_dict())
+        attachment.close()
+    return outcomes
+
+
+EMPTY_CASES: list[tuple[dict[str, object], bool]] = [
+    ({}, True),
+    # Buckets of one layer each, so the last one has no elements.
+    ({"bucket_cap_mb": 1e-6}, True),
+    ({"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-6}, True),
+    ({"find_unused_parameters": True}, False),
+    ({"find_unused_parameters": True, "bucket_cap_mb": 1e-6}, False),
+    ({"static_graph": True, "bucket_cap_mb": 1e-6}, True),
+]
+
+
+@pytest.mark.parametrize(("ddp", "use_right"), EMPTY_CASES)
+@pytest.mark.parametrize("codec", ["none", "qsgd", "topk:density=0.05", "powersgd"])
+def test_a_parameter_without_elements_changes_nothing(codec: str, ddp: dict[str, object], use_right: bool) -> None:
+    first, other = run_ranks(2, _train_empty, codec, ddp, use_right)
+    assert first == other
+    assert first[0] == first[1]

@@ -89,7 +89,8 @@ def test_fusion_of_resnet101_is_never_behind_any_bucket_size() -> None:
     [
         ("name,shape\nw,3x3\n", "line 2"),
         ("name,shape,forward_macs\nw,3xa,9\n", "line 2"),
-        ("name,shape,forward_macs\nw,3x0,9\n", "line 2: sizes"),
+        ("name,shape,forward_macs\nw,3x-1,9\n", "line 2: sizes"),
+        ("name,shape,forward_macs\nw,3x0,9\n", "0 layers"),
         ("name,shape,forward_macs\n", "0 layers"),
         ("name,shape,forward_macs\nw,3x3,0\n", "0 multiply-adds"),
         ("name,shape,forward_macs\nw,3x3,9\nv,3x3,9\nw,3x3,9\n", "line 4: line 2 is 'w' too"),

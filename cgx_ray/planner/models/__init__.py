@@ -110,10 +110,8 @@ def load_model(name: str | Path) -> ModelDescription:
             raise ConfigError(
                 f"{path}, line {number}: {error!r}; give name, shape (64x3x7x7), and forward_macs or ready_s"
             ) from error
-        if not (min(shape) >= 1 and layer.numel < MAX_COUNT and 0 <= min(macs[-1:], default=0) < MAX_COUNT):
-            raise ConfigError(
-                f"{path}, line {number}: sizes are 1 or more and multiply-adds 0 or more, both less than 2^53"
-            )
+        if not (min(shape) >= 0 and layer.numel < MAX_COUNT and 0 <= min(macs[-1:], default=0) < MAX_COUNT):
+            raise ConfigError(f"{path}, line {number}: sizes and multiply-adds are 0 or more, both less than 2^53")
         if ready_s:
             check_seconds(f"{path}, line {number}: ready_s", ready_s[-1])
         if not layer.name:
@@ -125,6 +123,10 @@ def load_model(name: str | Path) -> ModelDescription:
             )
         line_of[layer.name] = number
         layers.append(layer)
+    # A parameter without elements is no layer: there is nothing to send.
+    has_elements = [layer.numel > 0 for layer in layers]
+    layers = list(itertools.compress(layers, has_elements))
+    macs, ready_s = list(itertools.compress(macs, has_elements)), list(itertools.compress(ready_s, has_elements))
     if not layers or not any((*macs, *ready_s)):
         measure = "seconds" if is_measured else "multiply-adds"
         raise ConfigError(f"{path} has {len(layers)} layers and {sum(macs)} {measure}; give some of both")
