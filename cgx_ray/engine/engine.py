@@ -31,7 +31,7 @@ from cgx_ray.engine.unused import StepResult
 from cgx_ray.engine.weight_check import WeightCheck
 from cgx_ray.errors import CGXError, PlanError, ReplicaError, StateError, listed
 from cgx_ray.monitors.sample import InsideLink, StepSample
-from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.plan import NONE, CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ class Engine:
         self.trace: StepTrace | None = None
         self._clock = StepClock(device)
         self._pauses = PauseWatch()
+        self._has_warned = False
         self.plan = plan
         self._groups = self._make_groups()
         self._num_threads = torch.get_num_threads()
@@ -348,10 +349,24 @@ class Engine:
             Group(index, group, self._layers, self._transport, self._memories, self.device)
             for index, group in enumerate(self.plan.groups)
         ]
+        self._warn_of_float64()
         if self.device.type == "cuda":
             # The groups' memory is filled on the stream of the calling thread, and used on the engine's stream.
             torch.cuda.current_stream(self.device).synchronize()
         return groups
+
+    def _warn_of_float64(self) -> None:
+        """Say once, on rank 0, which layers of float64 the plan in force compresses."""
+        compressed = [name for group in self.plan.groups if group.option.codec != NONE for name in group.layers]
+        lossy = [name for name in compressed if self._layers[name].dtype == "float64"]
+        if lossy and not self._has_warned and self._transport.rank == 0:
+            self._has_warned = True
+            logger.warning(
+                "gradients of float64 are compressed by way of float32, of %s: values beyond 3.4e38 become Inf, those "
+                "below 1e-45 become 0; to keep float64, leave these layers uncompressed (CGXConfig(exclude=), or "
+                "make_plan(overrides=))",
+                listed(lossy),
+            )
 
     def _end(self, step: StepRun) -> None:
         if step.meter is not None:

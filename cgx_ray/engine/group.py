@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Handle, Phases, Transport, make_exchange
 from cgx_ray.engine.gain_meter import GroupGradients, StepMeter
 from cgx_ray.errors import CGXError
-from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Intra, Layer, Scheme
+from cgx_ray.plan import NONE, CodecSpec, Device, GroupPlan, Intra, Layer, Scheme
 
 
 class Group:
@@ -43,10 +44,14 @@ class Group:
         self._layers = [layers[name] for name in plan.layers]
         # A plan has one type per group.
         self._own_dtype: torch.dtype = getattr(torch, self._layers[0].dtype)
-        self._is_dense = plan.option.scheme is Scheme.DENSE
+        self._option = plan.option
+        if plan.option.codec == NONE and self._own_dtype == torch.float64:
+            # The other schemes send float32, with its range.
+            self._option = replace(plan.option, scheme=Scheme.DENSE, device=Device.AUTO)
+        self._is_dense = self._option.scheme is Scheme.DENSE
         self._transport = transport
         self._is_compressible = not all(layer.is_small for layer in self._layers)
-        self._device = HOST if plan.option.is_on_host else device
+        self._device = HOST if self._option.is_on_host else device
         self._use(plan.option.codec)
         # Groups whose layers lie side by side in a bucket do not use this buffer. The system gives it no memory before
         # it is first written, unless it is pinned: a CUDA device copies at full speed from and to such memory only.
@@ -56,7 +61,7 @@ class Group:
         self._memory = memories.of_group(self._codec)
         # With a hierarchical scheme a residual belongs to the gradient of the whole node, so gains are measured without
         # it.
-        self._own_memory = self._memory if plan.option.intra is Intra.FLAT else None
+        self._own_memory = self._memory if self._option.intra is Intra.FLAT else None
         self._paid: list[str] = []
         self._arrived: dict[str, Tensor] = {}
         self.is_finite = True
@@ -72,7 +77,7 @@ class Group:
         self.index_bytes = self._codec.index_bytes(self.numel)
         self.codec_text = str(spec)
         self.exchange = make_exchange(
-            self._codec, self.plan.option.scheme, self.numel, item_bytes, self._transport, self.plan.option.intra
+            self._codec, self._option.scheme, self.numel, item_bytes, self._transport, self._option.intra
         )
 
     def _working_dtype(self) -> torch.dtype:
