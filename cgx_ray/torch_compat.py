@@ -135,7 +135,9 @@ def copy_of_scale(scaler: GradScaler) -> Tensor:
     """
     scale = scaler._get_scale_async() if scaler.is_enabled() else None
     # A copy, since `update` changes it in place.
-    return torch.tensor(scaler.get_scale()) if scale is None else scale.to("cpu", non_blocking=True, copy=True)
+    if scale is None:
+        return torch.tensor(scaler.get_scale(), dtype=torch.float64, device="cpu")
+    return scale.to("cpu", non_blocking=True, copy=True)
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:

@@ -21,7 +21,9 @@ class LayerEnds:
             if not 0 <= kept <= numel:
                 raise ValueError(f"cannot keep {kept} of a layer of {numel} elements; give 0 to {numel}")
         ends, kept_ends = (list(itertools.accumulate(counts, initial=0)) for counts in (numels, num_kept))
-        self.ends_L, self.kept_ends_L = (torch.tensor(x[1:], dtype=torch.int64) for x in (ends, kept_ends))
+        self.ends_L, self.kept_ends_L = (
+            torch.tensor(x[1:], dtype=torch.int64, device="cpu") for x in (ends, kept_ends)
+        )
         self.numel, self.num_kept = ends[-1], kept_ends[-1]
         pairs = zip(itertools.pairwise(ends), itertools.pairwise(kept_ends), strict=True)
         self.parts = [(slice(*part), slice(*kept)) for part, kept in pairs]

@@ -159,12 +159,12 @@ def sample_thresholds(grad_N: Tensor, num_kept: int, stride: int, key: int) -> T
     num_sampled = max(1, num_kept * sample.numel() // numel)
     if runs_on_cuda(grad_N):
         index = torch.empty(num_sampled, dtype=torch.int32, device=grad_N.device)
-        value = torch.empty(num_sampled, device=grad_N.device)
+        value = torch.empty(num_sampled, dtype=torch.float32, device=grad_N.device)
         cuda_sparse.topk_select(sample, None, None, index, value)
         thresholds_2 = torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
         thresholds_2[1] = reference.magnitudes(value).amin().clamp(min=1)
     else:
-        thresholds_2 = torch.empty(2, dtype=torch.int64)
+        thresholds_2 = torch.empty(2, dtype=torch.int64, device="cpu")
         args = (address(sample), sample.numel(), num_sampled, address(thresholds_2))
         native.rank_thresholds(*args, torch.get_num_threads())
     return thresholds_2
@@ -185,7 +185,7 @@ def sidco_thresholds(grad_N: Tensor, ratios: Sequence[float], num_kept: int) -> 
         thresholds_2 = torch.full((2,), NEVER, dtype=torch.int64, device=grad_N.device)
         cuda_sparse.sidco_threshold(counts, tuple(ratios), num_kept, thresholds_2)
     else:
-        thresholds_2 = torch.empty(2, dtype=torch.int64)
+        thresholds_2 = torch.empty(2, dtype=torch.int64, device="cpu")
         grad_N = as_float32(grad_N)
         args = (address(grad_N), grad_N.numel(), list(ratios), num_kept, address(thresholds_2))
         native.sidco_thresholds(*args, torch.get_num_threads())

@@ -36,7 +36,7 @@ class ReduceThread:
         self._mesh = connect_mesh_by_store(store, group.rank(), group.size(), timeout_s)
         self._transport: Transport | None = None
         self._exchanges: dict[tuple[Option, int], Exchange] = {}
-        self._buffer_N = torch.empty(0)
+        self._buffer_N = torch.empty(0, dtype=torch.float32, device="cpu")
         self._failure: CGXError | None = None
         closed = "this process group is shut down; make a new one to reduce further tensors"
         self._thread = WorkThread("cgx-ray-backend", self._run, self._mesh.close, closed=closed)
@@ -92,7 +92,7 @@ class ReduceThread:
         """Return the parts beside each other as float32, in a buffer that the next call overwrites."""
         numel = sum(part.numel() for part in parts)
         if numel > self._buffer_N.numel():
-            self._buffer_N = torch.empty(numel)
+            self._buffer_N = torch.empty(numel, dtype=torch.float32, device="cpu")
         buffer_N = self._buffer_N[:numel]
         for part, room in zip(parts, buffer_N.split([part.numel() for part in parts]), strict=True):
             room.copy_(part)

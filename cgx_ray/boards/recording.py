@@ -119,7 +119,8 @@ def train(config: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
     rank = ray.train.get_context().get_world_rank()
     for step in range(config["steps"]):
-        x_BD = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x_BD = torch.randn(16, 64, generator=generator, dtype=torch.float32, device="cpu")
         optimizer.zero_grad()
         time.sleep(_COMPUTE_S)
         loss = (model(x_BD) - x_BD).square().mean()

@@ -115,7 +115,7 @@ class Codec:
 
     def memory_of(self, numel: int, layer: Layer | None = None) -> dict[str, Tensor]:
         """Return by kind the memory of one layer, or of a whole group of unknown layers, before the first step."""
-        return {RESIDUALS: torch.zeros(numel)} if self.needs_feedback else {}
+        return {RESIDUALS: torch.zeros(numel, dtype=torch.float32, device=HOST)} if self.needs_feedback else {}
 
     def new_memory(self, numel: int, device: torch.device | str = "cpu") -> Memory | None:
         """Return the memory of a group before its first step; None for codecs without memory."""

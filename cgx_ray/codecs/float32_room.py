@@ -10,7 +10,7 @@ from torch import Tensor
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.values_N = torch.empty(0)
+        self.values_N = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 _ROOM = _OfThread()
@@ -22,7 +22,7 @@ def float32_room(numel: int) -> Tensor:
     New memory for every piece would cost as much as the conversion: the system clears its pages first.
     """
     if numel > _ROOM.values_N.numel():
-        _ROOM.values_N = torch.empty(numel)
+        _ROOM.values_N = torch.empty(numel, dtype=torch.float32, device="cpu")
     return _ROOM.values_N[:numel]
 
 

@@ -9,7 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import Codec
+from cgx_ray.codecs.codec import HOST, Codec
 from cgx_ray.runtime_ext import reference, sparse
 
 # Samples are made of whole blocks, since neighbours share the scale of a quantization bucket.
@@ -80,8 +80,8 @@ class GainCurve:
         counts = sparse.magnitude_histogram(grad_N).cpu().double()
         # Bins are flipped to have the largest magnitudes first. Empty bins of NaN and Inf would give 0 * inf.
         energy = torch.where(counts > 0, counts * _bin_squares(), 0.0)
-        self._numel = torch.cat((torch.zeros(1), counts.flip(0).cumsum(0)))
-        self._energy = torch.cat((torch.zeros(1), energy.flip(0).cumsum(0)))
+        self._numel = torch.cat((torch.zeros(1, dtype=torch.float64, device=HOST), counts.flip(0).cumsum(0)))
+        self._energy = torch.cat((torch.zeros(1, dtype=torch.float64, device=HOST), energy.flip(0).cumsum(0)))
 
     def gain(self, densities: Sequence[float]) -> list[float]:
         """Return, for each density, the share of |g|^2 in the largest elements.
@@ -91,7 +91,7 @@ class GainCurve:
         total = float(self._energy[-1])
         if total == 0:
             return [1.0] * len(densities)
-        kept_D = (torch.tensor(densities, dtype=torch.float64) * self._numel[-1]).ceil()
+        kept_D = (torch.tensor(densities, dtype=torch.float64, device=HOST) * self._numel[-1]).ceil()
         # The first bin that reaches `kept_D` elements.
         last_D = torch.searchsorted(self._numel, kept_D).clamp(1, len(self._numel) - 1)
         first_D = last_D - 1
@@ -103,7 +103,7 @@ class GainCurve:
 @cache
 def _bin_squares() -> Tensor:
     """Return (NUM_BINS,) float64, the mean square of magnitudes that are spread evenly over each bin."""
-    edges = torch.arange(reference.NUM_BINS + 1, dtype=torch.int64) << reference.HISTOGRAM_SHIFT
+    edges = torch.arange(reference.NUM_BINS + 1, dtype=torch.int64, device=HOST) << reference.HISTOGRAM_SHIFT
     edges[-1] -= 1
     edge = edges.to(torch.int32).view(torch.float32).double()
     low, high = edge[:-1], edge[1:]

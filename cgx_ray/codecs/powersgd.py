@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codec_spec import near_square
-from cgx_ray.codecs.codec import POWERSGD_Q, Codec, Memory
+from cgx_ray.codecs.codec import HOST, POWERSGD_Q, Codec, Memory
 from cgx_ray.plan import CodecSpec, Layer
 from cgx_ray.runtime_ext.checks import check_sized
 
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
 # Operands of one element on the host, which torch takes on every device. From plain numbers it would make such tensors
 # anew in every call.
-_ZERO, _ONE, _MINUS_ONE = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(-1.0)
+_ZERO, _ONE, _MINUS_ONE = (torch.tensor(value, dtype=torch.float32, device=HOST) for value in (0.0, 1.0, -1.0))
 
 
 class PowerSgd(Codec):
@@ -191,4 +191,5 @@ def _expand(p: Tensor, q: Tensor, out_N: Tensor, shape: Shape, sign: int) -> Non
 
 
 def _first_q(shape: Shape) -> Tensor:
-    return torch.randn(shape.num_columns * shape.rank, generator=torch.Generator().manual_seed(0))
+    numel, generator = shape.num_columns * shape.rank, torch.Generator().manual_seed(0)
+    return torch.randn(numel, generator=generator, dtype=torch.float32, device=HOST)

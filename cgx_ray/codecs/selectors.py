@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import MOMENTUM, Memory
+from cgx_ray.codecs.codec import HOST, MOMENTUM, Memory
 from cgx_ray.codecs.sparse import Selection, Sparse
 from cgx_ray.plan import CodecSpec, Layer
 from cgx_ray.runtime_ext import ops, sparse
@@ -109,7 +109,7 @@ class Dgc(Sparse):
     """
 
     def memory_of(self, numel: int, layer: Layer | None = None) -> dict[str, Tensor]:
-        return {**super().memory_of(numel, layer), MOMENTUM: torch.zeros(numel)}
+        return {**super().memory_of(numel, layer), MOMENTUM: torch.zeros(numel, dtype=torch.float32, device=HOST)}
 
     def feed(self, grad_N: Tensor, memory: Memory) -> Tensor:
         assert self.spec.momentum is not None

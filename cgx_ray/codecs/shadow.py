@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import RESIDUALS, Codec
+from cgx_ray.codecs.codec import HOST, RESIDUALS, Codec
 from cgx_ray.codecs.sparse import Sparse
 from cgx_ray.plan import CodecSpec
 from cgx_ray.runtime_ext import sparse
@@ -136,7 +136,7 @@ class ArtopkGains(NamedTuple):
 def settled_artopk_gains(spec: CodecSpec, gradients_JN: Tensor, key: int) -> ArtopkGains:
     """Return the gains of `spec` over AR-Topk, means over ranks. Arguments are those of `settled_gain`."""
     model, chance, pace = GradientModel(gradients_JN), random.Random(key), _Pace.of(spec)
-    residual_RN = torch.zeros(NUM_RANKS, gradients_JN.shape[1])
+    residual_RN = torch.zeros(NUM_RANKS, gradients_JN.shape[1], dtype=torch.float32, device=HOST)
     joined = pace.joined(spec)
     assert joined.density is not None
     # In a joined step all ranks select in turn, each its share of the elements.
@@ -165,7 +165,7 @@ def _send(codec: Codec, residual_N: Tensor, key: int) -> None:
     """Replace the error-fed gradient in `residual_N` by what encoding leaves of it."""
     memory = codec.new_memory(len(residual_N))
     assert memory is not None
-    payload = torch.empty(codec.payload_bytes(len(residual_N)), dtype=torch.uint8)
+    payload = torch.empty(codec.payload_bytes(len(residual_N)), dtype=torch.uint8, device=HOST)
     codec.encode(residual_N, payload, key & MAX_KEY, memory)
     residual_N.copy_(memory.next_N)
 

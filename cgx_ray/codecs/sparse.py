@@ -20,7 +20,7 @@ class Selection:
 
     def __init__(self, num_kept: int, device: torch.device) -> None:
         self.index_K = torch.empty(num_kept, dtype=torch.int32, device=device)
-        self.value_K = torch.empty(num_kept, device=device)
+        self.value_K = torch.empty(num_kept, dtype=torch.float32, device=device)
         self.count_1 = torch.empty(1, dtype=torch.int32, device=device)
 
     @property
@@ -135,7 +135,7 @@ class Sparse(Codec):
         assert bits is not None
         if bits == 16:
             return part.view(torch.float16).to(torch.float32)
-        value_K = torch.empty(num_kept, device=part.device)
+        value_K = torch.empty(num_kept, dtype=torch.float32, device=part.device)
         ops.qsgd_decode(part, value_K, bits=bits, bucket_size=VALUE_BUCKET_SIZE)
         return value_K
 

@@ -55,9 +55,9 @@ class Message:
         num_bytes = HEADER_BYTES + payload_bytes
         # A CUDA device copies at full speed from and to pinned memory only.
         is_pinned = device.type == "cuda"
-        self.wire = (
-            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned) if room is None else room[:num_bytes]
-        )
+        if room is None:
+            room = torch.empty(num_bytes, dtype=torch.uint8, device=HOST, pin_memory=is_pinned)
+        self.wire = room[:num_bytes]
         self.header = self.wire[:HEADER_BYTES]
         self.body = self.wire[HEADER_BYTES:]
         self.payload = self.body if device == HOST else torch.empty_like(self.body, device=device)

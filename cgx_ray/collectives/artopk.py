@@ -48,7 +48,7 @@ class ArTopk(Exchange):
         self.star_or_var = StarOrVar(transport.world_size) if choice == "auto" else None
         # The values, a number that is NaN if any rank's gradient is not finite, and for `StarOrVar` |g_e|^2.
         num_sums = num_kept + 1 + (self.star_or_var is not None)
-        self._sums = torch.empty(num_sums, device=codec.device)
+        self._sums = torch.empty(num_sums, dtype=torch.float32, device=codec.device)
         raw = make_codec(NONE, device=codec.device)
         self._average = Tree(raw, num_sums, transport) if by_tree else Dense(4 * num_sums, transport)
         self._norms = [Message(4) for _ in range(transport.world_size)]

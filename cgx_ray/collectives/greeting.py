@@ -36,8 +36,8 @@ class Greetings:
         self._mesh = mesh
         self._channel = channel
         # By other rank, room for its greeting, and what it is sent.
-        self._heard = {peer: torch.empty(1, dtype=torch.uint8) for peer in greeted(rank, world_size)}
-        self._said = dict.fromkeys(self._heard, torch.zeros(1, dtype=torch.uint8))
+        self._heard = {peer: torch.empty(1, dtype=torch.uint8, device="cpu") for peer in greeted(rank, world_size)}
+        self._said = dict.fromkeys(self._heard, torch.zeros(1, dtype=torch.uint8, device="cpu"))
         self._ticket: int | None = None
 
     def greet(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import POWERSGD_Q, RESIDUALS, Memory
+from cgx_ray.codecs.codec import HOST, POWERSGD_Q, RESIDUALS, Memory
 from cgx_ray.collectives.parcel import Step
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.subset import MessageGroup
@@ -85,7 +85,7 @@ class CompressedInside:
         self._sra = sra
         self._num_debtors = num_debtors
         self._own = slice(*own)
-        self._dropped_N = torch.zeros(numel)
+        self._dropped_N = torch.zeros(numel, dtype=torch.float32, device=HOST)
 
     def reduce(self, step: Step) -> Iterator[Handle]:
         """Replace the own chunk by its sum over the node."""

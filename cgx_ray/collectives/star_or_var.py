@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 # Turns of the round-robin per trial. The first turn sends what the other choice left in the residuals; only the second
@@ -60,5 +59,5 @@ def compression_gain(average_K: Tensor, fed_energy: float) -> float:
     if not (0 < fed_energy < math.inf and 0 < largest < math.inf):
         return 0.0
     _, exponent = math.frexp(largest)
-    quantized_K = torch.ldexp(average_K.double(), torch.tensor(15 - exponent)).round().long()
+    quantized_K = (average_K.double() * math.ldexp(1.0, 15 - exponent)).round().long()
     return math.ldexp(int(quantized_K.square().sum()), 2 * exponent - 30) / fed_energy

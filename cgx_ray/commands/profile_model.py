@@ -126,7 +126,7 @@ def _noise(model: nn.Module, shape: str) -> Tensor:
         sizes = []
     if not sizes or min(sizes) < 1:
         raise ConfigError(f"--input {shape!r} is not a shape; give sizes of 1 or more, such as 8x3x224x224")
-    like = next(model.parameters(), torch.empty(0))
+    like = next(model.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
     return torch.randn(sizes, dtype=like.dtype, device=like.device)
 
 

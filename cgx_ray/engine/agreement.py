@@ -90,7 +90,8 @@ class Agreement:
         # The bits of positive numbers are in the order of the numbers.
         (scale,) = struct.unpack("<q", struct.pack("<d", loss_scale))
         both = [sign * value for value in (held, step, in_force, scale, weights) for sign in (1, -1)]
-        self._pending = self._transport.start_minimum(torch.tensor([*both, int(is_held), -affordable_from]))
+        numbers = [*both, int(is_held), -affordable_from]
+        self._pending = self._transport.start_minimum(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
 
     def settle(self) -> tuple[int, int] | None:
         """Read the result of the previous step. Return None before the first step.
@@ -141,7 +142,7 @@ class Agreement:
         Raises ReplicaError if more than rounding is the cause.
         """
         assert self.weight_check is not None
-        hash_R = torch.full((self._transport.world_size,), _LARGEST)
+        hash_R = torch.full((self._transport.world_size,), _LARGEST, dtype=torch.int64, device="cpu")
         hash_R[self._transport.rank] = self._hash
         odd, others = odd_ranks(self._transport.start_minimum(hash_R)().tolist())
         layer, self.drift, limit = self.weight_check.drift(self._transport.start_minimum(self.weight_check.bounds())())

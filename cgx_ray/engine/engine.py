@@ -183,8 +183,10 @@ class Engine:
         self.step = step
         self._result = None
         self._gains.start(step)
-        self._memories.load(memories, loss_scale)
-        self._groups = self._make_groups()
+        # The thread could not write to memory that is made in inference mode.
+        with torch.inference_mode(mode=False):
+            self._memories.load(memories, loss_scale)
+            self._groups = self._make_groups()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Stop the thread after it has finished all submitted buckets. After `timeout_s` seconds, hang up on them."""

@@ -117,7 +117,7 @@ class Group:
         flat_N = self._flat_N
         if self._owes_float32():
             # Residuals are added in float32: once, after a plan switch.
-            flat_N = torch.empty(self.numel)
+            flat_N = torch.empty(self.numel, dtype=torch.float32, device=HOST)
         grad_N, parts, copies = self._places(views, flat_N)
         copy_each(copies)
         layers = dict(zip(self.plan.layers, parts, strict=True))

@@ -52,7 +52,7 @@ class LossScale:
         if isinstance(self._scaler, GradScaler):
             return (copy_of_scale(self._scaler),)
         if self._scaler is not None:
-            return (torch.tensor(float(self._scaler.get_scale()), dtype=torch.float64),)
+            return (torch.tensor(float(self._scaler.get_scale()), dtype=torch.float64, device="cpu"),)
         scales = WATCH.scales
         return None if not scales and WATCH.is_bypassed(self._layers) else scales
 
@@ -72,7 +72,7 @@ def one_scale(scales: Scales, known: float | None = None, where: str = "") -> fl
     """
     if scales is None:
         raise _unknown(where, "a GradScaler is updated whose scale() was not used on the loss")
-    found = sorted({float(scale) for scale in scales or (torch.ones(()),)} | ({known} if known is not None else set()))
+    found = sorted(({float(scale) for scale in scales} or {1.0}) | ({known} if known is not None else set()))
     if len(found) > 1:
         listed = " and ".join(f"{scale:g}" for scale in found)
         raise _unknown(where, f"gradients of one step have loss scales {listed}")

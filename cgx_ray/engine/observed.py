@@ -63,7 +63,7 @@ def _reported(name: str, value: SupportsFloat) -> _Reported:
         if value_1.device.type != "cuda":
             return _Reported(float(value_1))
         # The engine's thread must not wait for the training's stream, so the copy begins here, behind the loss.
-        host_1 = torch.empty(1, dtype=value_1.dtype, pin_memory=True)
+        host_1 = torch.empty(1, dtype=value_1.dtype, device="cpu", pin_memory=True)
         host_1.copy_(value_1, non_blocking=True)
         is_copied = torch.cuda.Event()
         is_copied.record()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import RESIDUALS, Memory
+from cgx_ray.codecs.codec import HOST, RESIDUALS, Memory
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport
 from cgx_ray.collectives.sharded import Rows, all_gather, reduce_scatter
@@ -142,8 +142,9 @@ class ShardExchange:
     def _averaging_of(self, part: Part) -> tuple[Sra, Memory | None]:
         if part.index not in self._averaging:
             assert self._replicas is not None
-            kinds = [{RESIDUALS: torch.zeros(part.width)}] if part.memory is not None else []
-            self._averaging[part.index] = Sra(part.codec, part.width, self._replicas), Memory.joined(kinds)
+            dropped_N = torch.zeros(part.width, dtype=torch.float32, device=HOST)
+            memory = Memory.joined([{RESIDUALS: dropped_N}] if part.memory is not None else [])
+            self._averaging[part.index] = Sra(part.codec, part.width, self._replicas), memory
         return self._averaging[part.index]
 
 

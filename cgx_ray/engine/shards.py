@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import RESIDUALS, Memory
+from cgx_ray.codecs.codec import HOST, RESIDUALS, Memory
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option, Plan, Scheme
 
 
@@ -88,14 +88,13 @@ class Part:
             (there, here, layer.width) for there, here, layer in zip(offsets, starts, layers, strict=False)
         ]
         # One row per rank, since the shards of all ranks are encoded: this rank's own only if replicas exchange it.
-        remembers = feeds_back and self.codec.needs_feedback
-        self.memory = Memory.joined([{RESIDUALS: torch.zeros(num_ranks * self.width)}] if remembers else [])
+        self.memory = Memory.joined([self.codec.memory_of(num_ranks * self.width)] if feeds_back else [])
 
     def room(self, rows_RT: Tensor) -> Tensor:
         """Return memory for `gather`, (R, S) float32: `rows_RT` itself if it has no other columns, else new memory."""
         if self.width == rows_RT.shape[1] and rows_RT.dtype == torch.float32:
             return rows_RT
-        return torch.empty(rows_RT.shape[0], self.width)
+        return torch.empty(rows_RT.shape[0], self.width, dtype=torch.float32, device=HOST)
 
     def gather(self, rows_RT: Tensor, rows_RS: Tensor) -> None:
         """Copy this part's columns of a module's rows to `rows_RS`."""

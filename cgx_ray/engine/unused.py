@@ -68,7 +68,7 @@ def begin_marked_by_all(
 ) -> Callable[[], frozenset[str]]:
     """Begin to find the `names` that are in `marked` on all ranks. Return a function that waits for the result."""
     ordered = sorted(names)
-    marked_L = torch.tensor([name in marked for name in ordered], dtype=torch.uint8)
+    marked_L = torch.tensor([name in marked for name in ordered], dtype=torch.uint8, device="cpu")
     minimum = transport.start_minimum(marked_L, within_step=True)
     return lambda: frozenset(name for name, is_marked in zip(ordered, minimum().tolist(), strict=True) if is_marked)
 

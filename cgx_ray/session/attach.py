@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -154,7 +155,8 @@ def _attach(
         if process.session is not None:
             process.session.start(alone)
         return alone
-    with own_groups() as groups, ExitStack() as undo:
+    # The engine's thread could not write to memory that is made in inference mode.
+    with torch.inference_mode(mode=False), own_groups() as groups, ExitStack() as undo:
         settings, world = _agreed_settings(make_settings, groups)
         process.close_old()
         with world.gather.telling():

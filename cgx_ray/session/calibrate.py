@@ -97,8 +97,8 @@ def measure_bus(device: torch.device) -> Link:
     """Return the link between `device` and the host, as the engine copies gradients: one copy, and wait for it."""
     times = []
     for numel in BUS_NUMELS:
-        grad_N = torch.zeros(numel, device=device)
-        host_N = torch.zeros(numel, pin_memory=device.type == "cuda")
+        grad_N = torch.zeros(numel, dtype=torch.float32, device=device)
+        host_N = torch.zeros(numel, dtype=torch.float32, device=HOST, pin_memory=device.type == "cuda")
         copies = partial(_copy_and_wait, grad_N, host_N), partial(_copy_and_wait, host_N, grad_N)
         times.append(fmean(best_seconds(copies, HOST, num_rounds=NUM_ROUNDS, turn_s=0.0)))
     small_s, large_s = times
@@ -127,7 +127,8 @@ def measure_codec(
     codec, device = make_codec(spec), torch.device(device)
     times = []
     for numel in numels:
-        grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+        generator = torch.Generator().manual_seed(0)
+        grad_N = torch.randn(numel, generator=generator, dtype=torch.float32, device=HOST).to(device)
         payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8, device=device)
         calls = (
             partial(codec.encode, grad_N, payload, 0, codec.new_memory(numel, device)),

@@ -36,7 +36,7 @@ def measure_inside(local: LocalGroup) -> InsideLink:
 
 def _best_s(local: LocalGroup, numel: int) -> float:
     """Return the least seconds of a sum of `numel` elements inside the node: a reduce-scatter and an all-gather."""
-    values_N = torch.zeros(numel)
+    values_N = torch.zeros(numel, dtype=torch.float32, device="cpu")
     cuts = [numel * place // local.size for place in range(local.size + 1)]
     bounds = list(itertools.pairwise(cuts))
     best_s = math.inf

@@ -68,12 +68,12 @@ def pack_indices(index_K: Tensor, count: int, numel: int, out: Tensor) -> None:
         out.copy_(pack_levels(bit_M, 1))
     else:
         low_bytes = 4 * -(-num_kept * low_bits // 32)
-        shift = torch.arange(low_bits, device=out.device)
+        shift = torch.arange(low_bits, dtype=torch.int64, device=out.device)
         bit_M = torch.zeros(8 * low_bytes, dtype=torch.uint8, device=out.device)
         bit_M[: count * low_bits] = (index[:, None] >> shift & 1).view(-1).to(torch.uint8)
         out[:low_bytes] = pack_levels(bit_M, 1)
         high_M = torch.zeros(8 * (num_bytes - low_bytes), dtype=torch.uint8, device=out.device)
-        high = (index >> low_bits) + torch.arange(count, device=out.device)
+        high = (index >> low_bits) + torch.arange(count, dtype=torch.int64, device=out.device)
         high_M[high[is_inside]] = 1
         out[low_bytes:] = pack_levels(high_M, 1)
 
@@ -94,9 +94,9 @@ def unpack_indices(packed: Tensor, count: int, numel: int, index_K: Tensor) -> N
     else:
         low_bytes = 4 * -(-num_kept * low_bits // 32)
         bit_KW = unpack_levels(packed[:low_bytes], num_kept * low_bits, 1).view(num_kept, low_bits).long()
-        low_K = (bit_KW << torch.arange(low_bits, device=packed.device)).sum(1)
+        low_K = (bit_KW << torch.arange(low_bits, dtype=torch.int64, device=packed.device)).sum(1)
         ones = unpack_levels(packed[low_bytes:], 8 * (packed.numel() - low_bytes), 1).nonzero().view(-1)
-        high = ones - torch.arange(ones.numel(), device=packed.device)
+        high = ones - torch.arange(ones.numel(), dtype=torch.int64, device=packed.device)
         index = (high << low_bits) + low_K[: ones.numel()] if ones.numel() == count else high
     is_below = index.numel() == count and (count == 0 or 0 <= int(index[0]) <= int(index[-1]) < numel)
     if not is_below or bool((index[1:] <= index[:-1]).any()):

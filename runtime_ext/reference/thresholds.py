@@ -51,7 +51,7 @@ def sidco_threshold(histogram: Tensor, ratios: Sequence[float], num_kept: int) -
     """
     eta = _fit_exponentials(histogram, ratios)
     # Above the largest float32 there are only Inf and NaN.
-    bits = int(torch.tensor([eta], dtype=torch.float64).to(torch.float32).view(torch.int32))
+    bits = int(torch.tensor([eta], dtype=torch.float64, device="cpu").to(torch.float32).view(torch.int32))
     num_above = int(histogram[(bits >> HISTOGRAM_SHIFT) + 1 :].sum())
     if 2 * num_above < num_kept or num_above > 2 * num_kept:
         num_reaching = histogram.flip(0).cumsum(0).tolist()
@@ -61,7 +61,8 @@ def sidco_threshold(histogram: Tensor, ratios: Sequence[float], num_kept: int) -
 
 def _fit_exponentials(histogram: Tensor, ratios: Sequence[float]) -> float:
     num_finite = INF_MAGNITUDE >> HISTOGRAM_SHIFT
-    middle_bits = (torch.arange(num_finite, dtype=torch.int32) << HISTOGRAM_SHIFT) + (1 << HISTOGRAM_SHIFT - 1)
+    bins = torch.arange(num_finite, dtype=torch.int32, device="cpu")
+    middle_bits = (bins << HISTOGRAM_SHIFT) + (1 << HISTOGRAM_SHIFT - 1)
     middles = middle_bits.view(torch.float32).double().tolist()
     counts = histogram[:num_finite].tolist()
     eta = 0.0

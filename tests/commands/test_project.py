@@ -120,6 +120,29 @@ def test_a_class_name_has_one_meaning() -> None:
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
+# Functions that make a tensor of torch's default type, or on its default device, unless they are told others.
+TENSOR_MAKERS = {
+    "arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace", "logspace",
+    "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices",
+    "zeros",
+}  # fmt: skip
+
+
+def test_what_runs_in_a_training_depends_on_no_default_of_torch() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: torch.{node.func.attr} without dtype= and device="
+        for path in tracked_files(".py")
+        if path.relative_to(ROOT).parts[0] in {"cgx_ray", "cgx_ray_autoload", "monitors", "runtime_ext"}
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in TENSOR_MAKERS
+        and not {"dtype", "device"} <= {keyword.arg for keyword in node.keywords}
+    ]
+    assert found == []
+
+
 def test_documents_are_narrow_and_the_readme_is_one_page() -> None:
     wide = [
         f"{path.relative_to(ROOT)}:{number}"

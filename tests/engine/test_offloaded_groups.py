@@ -81,7 +81,7 @@ def test_residuals_go_on_bit_for_bit_when_offload_begins_and_ends(device: str, d
 
 
 def _averages_in_order(rank: int, device: str, order: int) -> list[Tensor]:
-    """Average gradients of bfloat16, which codec none gets as float32. `order`: of the layers in their group, 1 or -1."""
+    """Average bfloat16 gradients, which codec none gets as float32. `order`: of the layers in their group, 1 or -1."""
     model = DistributedDataParallel(TwoLayers().to(device, torch.bfloat16))
     plan = cgx_ray.make_plan(
         cgx_ray.layers_of(model), version=0, world_size=2, codec="none", scheme="sra", first_bytes=1 << 20, device="cpu"
