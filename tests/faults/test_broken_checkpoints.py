@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import ray.train
 import torch
+import torch.distributed as dist
 from support.branches import Branches, train
-from support.ranks import run_ranks
+from support.ranks import log_lines, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
@@ -117,3 +118,28 @@ def test_a_broken_state_of_one_rank_is_refused_by_all(tmp_path: Path) -> None:
     for said in run_ranks(NUM_RANKS, _refused, tmp_path):
         for text, breaks in zip(said, BREAKS, strict=True):
             assert BREAKS[breaks] in text, (breaks, text)
+
+
+def _added_by_one(rank: int, folder: Path) -> tuple[list[str], bool]:
+    """Save the state of rank 0 alone, then start from it. Return what is said, and whether all is that state."""
+    model, attachment = _attach(rank, None)
+    train(model, rank, range(3))
+    state = attachment.state_dict()
+    if rank == 0:
+        torch.save(state, _file(folder, rank))
+    attachment.close()
+    dist.barrier()
+    said = log_lines()
+    model, attachment = _attach(rank, folder)
+    saved, found = torch.load(_file(folder, 0)), attachment.state_dict()
+    train(model, rank, range(3, 5))
+    attachment.close()
+    return said, all(torch.equal(value, found["residuals"][name]) for name, value in saved["residuals"].items())
+
+
+@pytest.mark.fault("a checkpoint that only some ranks added their state to", "all begin with the mean, with a warning")
+def test_a_run_goes_on_from_a_checkpoint_to_which_only_one_rank_added_its_state(tmp_path: Path) -> None:
+    (said, is_same), *others = run_ranks(NUM_RANKS, _added_by_one, tmp_path)
+    assert is_same
+    assert [line for line in said if f"lacks the states of ranks 1, 2 of {NUM_RANKS}" in line] == said != []
+    assert others == [([], True)] * (NUM_RANKS - 1)
