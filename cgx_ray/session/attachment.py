@@ -285,7 +285,7 @@ class Attachment:
         if self._num_added == 2 and num_adding < world_size:
             logger.warning(
                 "rank %d: only %d of %d ranks add their state to checkpoints; call add_state on every rank, else a "
-                "restart loses what the others still owe",
+                "restart begins with the mean of theirs",
                 dist.get_rank(),
                 num_adding,
                 world_size,
