@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -60,7 +60,7 @@ class Engine:
         by_layer: Sequence[CodecSpec] = (),
         device: torch.device = HOST,
         inside: InsideLink | None = None,
-        judged_together: Callable[[], Sequence[frozenset[str]]] = tuple,
+        judged_together: Callable[[], Iterable[frozenset[str]]] = tuple,
     ) -> None:
         """Start the thread.
 
@@ -194,6 +194,8 @@ class Engine:
             self._transport.give_up(overdue_at_close(self._transport.rank, self.step, timeout_s))
             self._thread.end(timeout_s)
         self._transport.close()
+        # It holds the weights, and the attachment, which may outlive the model, holds this engine.
+        self._agreement.weight_check = None
 
     # Called by the engine's own thread.
 

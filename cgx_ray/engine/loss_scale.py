@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
-from cgx_ray.engine.scale_watch import WATCH
+from cgx_ray.engine.scale_watch import WATCH, holds, parameters_of
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.torch_compat import copy_of_scale
 
@@ -45,6 +47,8 @@ class LossScale:
             )
         self._scaler = scaler
         self._layers = {id(parameter): name for name, parameter in parameters.items()}
+        self._num_judged = 0
+        self._judges: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         WATCH.start()
 
     def now(self) -> Scales:
@@ -56,10 +60,21 @@ class LossScale:
         scales = WATCH.scales
         return None if not scales and WATCH.is_bypassed(self._layers) else scales
 
-    def judged_together(self) -> list[frozenset[str]]:
-        """Return the layers of each optimizer that a GradScaler steps: NaN or Inf in one of them skips all of them."""
-        sets = [self._layers.keys() & parameters for parameters in WATCH.judged_together()]
-        return [frozenset(self._layers[key] for key in found) for found in sets if found]
+    def judged_together(self) -> Iterator[frozenset[str]]:
+        """Return the layers of each optimizer that a GradScaler has judged since the last call.
+
+        NaN or Inf in one of them skips all of them. Where none was judged since, as between passes that accumulate, it
+        is those of the call before.
+        """
+        judged = WATCH.judged_after(self._num_judged)
+        self._num_judged = max(judged.values(), default=self._num_judged)
+        # Others may be those of another model, in another thread.
+        if own := [optimizer for optimizer in judged if holds(optimizer, self._layers)]:
+            self._judges = weakref.WeakSet(own)
+        return (
+            frozenset(self._layers[key] for key in parameters_of(optimizer) if key in self._layers)
+            for optimizer in self._judges
+        )
 
 
 def one_scale(scales: Scales, known: float | None = None, where: str = "") -> float:

@@ -45,6 +45,9 @@ class ScaleWatch:
         self._optimizers: weakref.WeakKeyDictionary[GradScaler, weakref.WeakSet[Optimizer]] = (
             weakref.WeakKeyDictionary()
         )
+        # Number of the newest judgement of each.
+        self._judged: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._num_judged = 0
 
     def start(self) -> None:
         """Begin to watch. Further calls change nothing."""
@@ -61,7 +64,7 @@ class ScaleWatch:
         with self._lock:
             own = self._passes.get(backward_number())
             on_thread = [one for one in self._passes.values() if one.thread == threading.get_ident()]
-            found = [own] if own is not None else on_thread or list(self._passes.values())
+            found = [own] if own is not None else on_thread
             return tuple(scale for one in found for scale in one.scales)
 
     def is_bypassed(self, parameters: Container[int]) -> bool:
@@ -71,15 +74,17 @@ class ScaleWatch:
         """
         with self._lock:
             return any(
-                not (optimizers := self._optimizers.get(scaler)) or any(_holds(one, parameters) for one in optimizers)
+                not (optimizers := self._optimizers.get(scaler)) or any(holds(one, parameters) for one in optimizers)
                 for scaler in self._bypassed
             )
 
-    def judged_together(self) -> list[set[int]]:
-        """Return the parameters, by `id`, of each optimizer that a GradScaler has judged: it skips a step for all."""
+    def judged_after(self, number: int) -> dict[Optimizer, int]:
+        """Return the optimizers whose gradients a GradScaler has judged since judgement `number`, with the newest one.
+
+        It skips a step for all parameters of an optimizer.
+        """
         with self._lock:
-            optimizers = [one for several in self._optimizers.values() for one in several]
-        return [set(_parameters(optimizer)) for optimizer in optimizers]
+            return {one: newest for one, newest in self._judged.items() if newest > number}
 
     def _watch(self, cls: type[GradScaler]) -> None:
         if cls not in self._watched:
@@ -143,6 +148,8 @@ class ScaleWatch:
                 for given in (*args, *kwargs.values()):
                     if isinstance(given, Optimizer):
                         self._optimizers.setdefault(scaler, weakref.WeakSet()).add(given)
+                        self._num_judged += 1
+                        self._judged[given] = self._num_judged
             return judge(scaler, *args, **kwargs)
 
         return wrapped
@@ -162,12 +169,14 @@ class ScaleWatch:
         return wrapped
 
 
-def _parameters(optimizer: Optimizer) -> list[int]:
+def parameters_of(optimizer: Optimizer) -> list[int]:
+    """Return the parameters of `optimizer`, by `id`."""
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _holds(optimizer: Optimizer, parameters: Container[int]) -> bool:
-    return any(key in parameters for key in _parameters(optimizer))
+def holds(optimizer: Optimizer, parameters: Container[int]) -> bool:
+    """Return True if one of the `parameters`, by `id`, is of `optimizer`."""
+    return any(key in parameters for key in parameters_of(optimizer))
 
 
 # One per process, since it changes a class of torch.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ class ShardMemory:
     """
 
     def __init__(
-        self, units: Sequence[Unit], shards: Transport, judged_together: Callable[[], Sequence[frozenset[str]]]
+        self, units: Sequence[Unit], shards: Transport, judged_together: Callable[[], Iterable[frozenset[str]]]
     ) -> None:
         """
         shards           connects the ranks that share the parameters

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ class ShardedEngine:
         replicas: Transport | None,
         *,
         seed: int = 0,
-        judged_together: Callable[[], Sequence[frozenset[str]]] = tuple,
+        judged_together: Callable[[], Iterable[frozenset[str]]] = tuple,
     ) -> None:
         """Start the thread.
 

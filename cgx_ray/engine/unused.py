@@ -84,7 +84,7 @@ class StepResult:
     unused: frozenset[str] = frozenset()
     broken: frozenset[str] = frozenset()
 
-    def not_applied(self, layers: Iterable[str], judged_together: Sequence[frozenset[str]]) -> frozenset[str]:
+    def not_applied(self, layers: Iterable[str], judged_together: Iterable[frozenset[str]]) -> frozenset[str]:
         """Return the `layers` whose averages change no weight, so that their memory must stay as it was.
 
         judged_together  the layers of each optimizer that skips its step if one of them is not finite. All other layers
@@ -92,6 +92,7 @@ class StepResult:
         """
         if not self.broken:
             return self.unused
-        others = frozenset(layers).difference(*judged_together)
-        stepped = (one for one in (*judged_together, others) if one.isdisjoint(self.broken - self.unused))
-        return frozenset(layers).difference(*stepped) | self.unused
+        judged, everything = list(judged_together), frozenset(layers)
+        others = everything.difference(*judged)
+        stepped = (one for one in (*judged, others) if one.isdisjoint(self.broken - self.unused))
+        return everything.difference(*stepped) | self.unused

@@ -80,9 +80,10 @@ def agree_on_settings(settings: Settings | CGXError, gather: Gatherer) -> Settin
     for rank, other in enumerate(everyones):
         for name, value in everyones[0].items():
             if other[name] != value:
+                hint = ", which init_process_group sets if attach does not" if name == "timeout_s" else ""
                 raise ConfigError(
-                    f"ranks were given different settings: rank {rank} has {name}={other[name]}, rank 0 {value}; give "
-                    "every rank the same"
+                    f"ranks were given different settings: rank {rank} has {name}={other[name]}, rank 0 {value}{hint}; "
+                    "give every rank the same"
                 )
     assert isinstance(settings, Settings)
     return settings

@@ -98,7 +98,8 @@ class Settings:
                     weights than the others train another model, so all ranks then raise ReplicaError, or warn if
                     rounding may be the cause. It hashes all weights once in so many steps, some 10 GB/s
     average_weights DDP models: if a comparison finds that the weights differ by rounding, replace them by their mean
-                    before the next step but one, the same bits on all ranks. It sends them in float64
+                    before the next step but one, the same bits on all ranks. It sends them in float64, in the first
+                    forward pass with gradients, so no rank may make one alone (validate under `torch.no_grad()`)
     trace_steps     first and last step of which every rank writes what its groups did when, in the format of Chrome's
                     and Perfetto's traces, to `trace-rankNNNNN.json` in the run's folder
     replay_bytes    bytes on disk that the newest joined steps may take, for `cgx-ray replay --steps`, in `steps.ring`

@@ -22,7 +22,7 @@ from cgx_ray.plan import CodecSpec, Option, Scheme, make_plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import candidate_options, host_name
 from cgx_ray.planner.prediction import PlannedGroup
-from cgx_ray.report.record import JOURNAL_SCHEMA
+from cgx_ray.report.journal_schema import JOURNAL_SCHEMA
 from cgx_ray.session.calibrate import measure_bus, measure_offload
 from cgx_ray.session.settings import Settings
 

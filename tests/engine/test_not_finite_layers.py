@@ -246,12 +246,42 @@ def test_lwtopk_sends_an_element_of_each_layer_at_any_density() -> None:
         assert is_owed_finite
 
 
-def _two_threads(rank: int) -> list[float]:
-    """Train a model with a GradScaler of its own in each of two threads. Return the errors of all layers."""
+def _two_stages(rank: int, is_forgotten: list[bool]) -> bool:
+    """Train B alone, then A and B with another optimizer. Return True if a step of both that is skipped changes B.
+
+    is_forgotten  by rank, the first optimizer is gone by then
+    """
+    run, scaler = Run(rank, "topk:density=0.05", "allgather"), _scaler()
+    first, second = torch.optim.SGD([run.weights[1]], lr=1.0), torch.optim.SGD(run.weights, lr=1.0)
+    owed: list[torch.Tensor] = []
+    for step in range(8):
+        optimizer = first if step < 3 else second
+        gradients = [run.gradient(), run.gradient()]
+        if step == 7:
+            gradients[0][3, 3] = float("nan")
+        run.model.zero_grad()
+        scaler.scale(run.model(gradients)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 3 and is_forgotten[rank]:
+            del first, optimizer
+        state = run.attachment.state_dict()
+        owed.append(state["residuals"]["weights.1"] / state["loss_scale"])
+    run.attachment.close()
+    return not torch.equal(owed[-1], owed[-2])
+
+
+@pytest.mark.parametrize("is_forgotten", [[False, False], [True, False]])
+def test_an_optimizer_of_an_earlier_stage_judges_no_layer(is_forgotten: list[bool]) -> None:
+    assert run_ranks(2, _two_stages, is_forgotten) == [False, False]
+
+
+def _two_threads(rank: int, scales: list[float]) -> list[float]:
+    """Train a model in each of two threads, with a GradScaler of its own unless the scale is 1. Return all errors."""
     runs = []
-    for scale in (2.0**4, 2.0**12):
+    for scale in scales:
         group = dist.new_group()
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6, enabled=scale != 1)
         runs.append((Run(rank, "topk:density=0.05", "allgather", process_group=group), scaler))
 
     def train(run: Run, scaler: torch.amp.GradScaler) -> None:
@@ -272,6 +302,7 @@ def _two_threads(rank: int) -> list[float]:
     return [error for run, scaler in runs for error in run.errors(scaler.get_scale())]
 
 
-def test_models_in_two_threads_follow_the_scale_of_their_own_scaler() -> None:
-    for errors in run_ranks(2, _two_threads):
+@pytest.mark.parametrize("scales", [[2.0**4, 2.0**12], [2.0**10, 1.0]])
+def test_models_in_two_threads_follow_the_scale_of_their_own_scaler(scales: list[float]) -> None:
+    for errors in run_ranks(2, _two_threads, scales):
         assert max(errors) <= MAX_ERROR, errors
