@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,8 @@ from support.wheels import ROOT, make_environment
 TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node 2"
 SENT = r"(?P<less>[\d.,]+) MB of (?P<more>[\d.,]+) MB"
 DIGITS = r"accuracy [789]\d\.\d%, (?P<{}>[\d,]+) bytes sent per step and rank\n"
+# A Ray Train script and one under torchrun are run as jobs in `make test`, all others in `make test-faults`.
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,23 +103,20 @@ def test_every_example_is_submitted_here() -> None:
 @pytest.mark.parametrize(
     ("entrypoint", "says"),
     [
-        pytest.param(
-            "python examples/existing_script.py --epochs 5",
-            r"epoch 5: accuracy [89]\d\.\d%\n",
-            # Plain Ray Train, before our three lines.
-            marks=pytest.mark.slow,
-        ),
+        # Plain Ray Train, before our three lines.
+        slow("python examples/existing_script.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
         ("python examples/existing_script_cgx.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
-        ("python examples/lightning_digits.py --epochs 3", r"epoch 3: accuracy [89]\d\.\d%\n"),
+        slow("python examples/lightning_digits.py --epochs 3", r"epoch 3: accuracy [89]\d\.\d%\n"),
         (f"{TORCHRUN} examples/torchrun_gpt_bytes.py --steps 5 --batch-size 1", r"step 5: loss \d\.\d+\n"),
-        (f"{TORCHRUN} examples/torchrun_fsdp2.py --steps 5 --batch-size 1", rf"step 5: loss \d\.\d+, sent {SENT}\n"),
-        (f"{TORCHRUN} examples/backend_cgx.py --steps 2 --batch-size 1", r"cgx: loss \d\.\d+ after [\d.]+ s\n"),
-        pytest.param(
+        slow(
+            f"{TORCHRUN} examples/torchrun_fsdp2.py --steps 5 --batch-size 1", rf"step 5: loss \d\.\d+, sent {SENT}\n"
+        ),
+        slow(f"{TORCHRUN} examples/backend_cgx.py --steps 2 --batch-size 1", r"cgx: loss \d\.\d+ after [\d.]+ s\n"),
+        slow(
             f"{TORCHRUN} examples/digits_accuracy.py --steps 100",
             rf"none: {DIGITS.format('more')}qsgd:bits=3: {DIGITS.format('less')}",
-            marks=pytest.mark.slow,
         ),
-        (
+        slow(
             "python examples/elastic_nodes.py --max-workers 2 --steps 10 --checkpoint-every 5 --storage runs",
             r"2 workers begin at step 0\n(.*\n)*.*step 5: 2 workers, loss \d\.\d+\n(.*\n)*done: 10 steps, 2 workers",
         ),
