@@ -1,5 +1,5 @@
-# make demo | test | test-faults | check | bench | bare | test-gpu | test-sanitize; each but test-gpu first makes .venv
-# if it is missing or out of date.
+# make install | demo | test | test-faults | check | bench | bare | test-gpu | test-sanitize; each but test-gpu first
+# makes .venv if it is missing or out of date.
 # More arguments: make demo ARGS="--workers 2 --json out.json", make test ARGS="-k codec",
 # make bench BENCH=kernels ARGS="--json kernels.json"
 
@@ -11,8 +11,11 @@ BIN := .venv/bin
 CSRC := $(wildcard $(foreach e,c cpp hpp h cu cuh,runtime_ext/csrc/*.$(e) runtime_ext/csrc/*/*.$(e)))
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-faults check bench bare test-gpu test-sanitize system
+.PHONY: install demo test test-faults check bench bare test-gpu test-sanitize system
 .DELETE_ON_ERROR:
+
+# Nothing but the set-up.
+install: system .venv/.installed
 
 demo: system .venv/.installed
 	@$(BIN)/cgx-ray demo $(ARGS)
