@@ -75,7 +75,7 @@ def begin_marked_by_all(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the model got of a step, the same on all ranks.
+    """Layers whose averages a step did not apply, the same on all ranks.
 
     unused  layers that no rank used: DDP does not deliver their averages
     broken  layers with NaN or Inf
