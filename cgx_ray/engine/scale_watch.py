@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,9 +169,9 @@ class ScaleWatch:
         return wrapped
 
 
-def parameters_of(optimizer: Optimizer) -> list[int]:
-    """Return the parameters of `optimizer`, by `id`."""
-    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+def parameters_of(optimizer: Optimizer) -> Iterator[int]:
+    """Yield the parameters of `optimizer`, by `id`."""
+    return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def holds(optimizer: Optimizer, parameters: Container[int]) -> bool:

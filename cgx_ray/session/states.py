@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import KINDS
+from cgx_ray.codecs.codec import KINDS, is_finite
 from cgx_ray.errors import StateError
 
 STATE_FORMAT = 3
@@ -36,16 +36,11 @@ def check_own(state: Mapping[str, Any], rank: int, world_size: int) -> None:
         raise StateError(f"the state of {whose} has loss scale {state['loss_scale']}; start from another checkpoint")
     for kind in KINDS:
         for name, value in state[kind].items():
-            if value.dtype != torch.float32 or not _is_finite(value):
+            if value.dtype != torch.float32 or not is_finite(value):
                 raise StateError(
                     f"the state of {whose} has {kind} of layer {name!r} with NaN or Inf, or not in float32 (it is "
                     f"{value.dtype}); start from another checkpoint"
                 )
-
-
-def _is_finite(value: Tensor) -> bool:
-    """Return True if no element is NaN or Inf. Needs no memory."""
-    return value.numel() == 0 or all(math.isfinite(float(end)) for end in value.aminmax())
 
 
 def named_as(memory: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.given_gradients import Given, errors_at_end
 from support.ranks import run_ranks
 from support.sharded import make_mesh, whole
 from torch import nn
@@ -38,24 +39,12 @@ CODECS = [
 MAX_ERROR = 1e-5
 
 
-class Layers(nn.Module):
-    """Layers whose gradients are given in the forward pass; None leaves a layer out."""
-
-    def __init__(self, num_layers: int = 2, side: int = SIDE) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(side, side)) for _ in range(num_layers)])
-
-    def forward(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
-        pairs = zip(self.weights, gradients, strict=True)
-        return torch.stack([(weight * given).sum() for weight, given in pairs if given is not None]).sum()
-
-
 class Run:
-    """Ranks that train `Layers` with SGD at a learning rate of 1, so weights are minus the sum of what was applied."""
+    """Ranks that train `Given` with SGD at a learning rate of 1, so weights are minus the sum of what was applied."""
 
     def __init__(self, rank: int, codec: str, scheme: str, num_layers: int = 2, **ddp: Any) -> None:
         self.generator = torch.Generator().manual_seed(rank)
-        self.model = DistributedDataParallel(Layers(num_layers), **ddp)
+        self.model = DistributedDataParallel(Given([(SIDE, SIDE)] * num_layers), **ddp)
         self.attachment = cgx_ray.attach(self.model, codec=codec, scheme=scheme, timeout_s=20)
         self.weights = list(self.model.module.weights)
         self.true = torch.zeros(num_layers, SIDE, SIDE, dtype=torch.float64)
@@ -64,18 +53,8 @@ class Run:
         return torch.rand(SIDE, SIDE, generator=self.generator) + 0.5
 
     def errors(self, loss_scale: float | None = None) -> list[float]:
-        """Return by layer |applied + mean residual - mean of what is true| / |the latter|, and close."""
-        state = self.attachment.state_dict()
-        self.attachment.close()
-        zeros = torch.zeros(SIDE * SIDE)
-        owed = torch.stack([state["residuals"].get(f"weights.{n}", zeros) for n in range(len(self.weights))])
-        owed = owed.view(self.true.shape).double() / (loss_scale or state["loss_scale"])
-        for summed in (owed, self.true):
-            dist.all_reduce(summed)
-        applied = -torch.stack([weight.detach() for weight in self.weights]).double()
-        world_size = dist.get_world_size()
-        differences = applied + (owed - self.true) / world_size
-        return [float(d.norm() / t.norm()) * world_size for d, t in zip(differences, self.true, strict=True)]
+        """Close, and return the errors by layer, see `errors_at_end`."""
+        return errors_at_end(self.attachment, self.model.module, self.true, loss_scale)
 
 
 def _scaler() -> torch.amp.GradScaler:

@@ -11,9 +11,8 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.given_gradients import Given, errors_at_end
 from support.ranks import run_ranks
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
@@ -45,18 +44,6 @@ NUM_STEPS = 30
 MAX_ERROR = 2e-5
 
 
-class Given(nn.Module):
-    """Layers whose gradients are given in the forward pass; None leaves a layer out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
-
-    def forward(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
-        pairs = zip(self.weights, gradients, strict=True)
-        return torch.stack([(weight * given).sum() for weight, given in pairs if given is not None]).sum()
-
-
 class Schedule:
     """A training of this rank. `shared` draws alike on all ranks, `own` does not."""
 
@@ -65,7 +52,7 @@ class Schedule:
         self.generator = torch.Generator().manual_seed(1000 * seed + rank)
         self.leaves_out = self.shared.random() < 0.5
         self.model = DistributedDataParallel(
-            Given(),
+            Given(SHAPES),
             find_unused_parameters=self.leaves_out,
             gradient_as_bucket_view=self.shared.random() < 0.5,
             bucket_cap_mb=self.shared.choice([0.005, 0.01, 25]),
@@ -119,20 +106,6 @@ class Schedule:
                 self.scaler.step(optimizer)
         self.scaler.update()
 
-    def errors(self) -> list[float]:
-        """Return by layer |applied + mean residual - mean of what is true| / |the latter|, and close."""
-        state = self.attachment.state_dict()
-        self.attachment.close()
-        found = []
-        for place, (weight, true) in enumerate(zip(self.weights, self.true, strict=True)):
-            owed = state["residuals"].get(f"weights.{place}", torch.zeros(weight.numel()))
-            owed = owed.double().view(weight.shape) / state["loss_scale"]
-            for summed in (owed, true):
-                dist.all_reduce(summed)
-            applied = -weight.detach().double()
-            found.append(float((applied + (owed - true) / 2).norm() / (true.norm() / 2).clamp(min=1e-9)))
-        return found
-
 
 def _schedule(rank: int, seeds: list[int]) -> dict[int, list[float]]:
     """Return the errors by layer of each seed."""
@@ -146,7 +119,7 @@ def _schedule(rank: int, seeds: list[int]) -> dict[int, list[float]]:
             run.step()
             if run.shared.random() < 0.1:
                 run.attachment.load_state_dict(run.attachment.state_dict())
-        errors[seed] = run.errors()
+        errors[seed] = errors_at_end(run.attachment, run.model.module, run.true)
     return errors
 
 
