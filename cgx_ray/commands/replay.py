@@ -14,7 +14,6 @@ from rich.console import Console
 from cgx_ray.codec_spec import CodecSpec
 from cgx_ray.commands.options import console_for, json_option
 from cgx_ray.control.replay import DecisionSummary, Replay, ReplayedDecision, WhatIf
-from cgx_ray.control.step_replay import StepReplay
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.option import NONE, Option
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
@@ -59,12 +58,6 @@ class _UnusableJournal(click.ClickException):
     type=click.Choice([level.value for level in Fidelity]),
     help="What if: the candidates of this level, as in CGXConfig.",
 )
-@click.option(
-    "--steps",
-    "takes_steps",
-    is_flag=True,
-    help="Let the whole control loop take the run's newest steps again, from steps.ring.",
-)
 @json_option("every count and the listed decisions")
 @click.pass_context
 def replay(
@@ -74,7 +67,6 @@ def replay(
     min_gain: float | None,
     candidates: tuple[str, ...],
     fidelity: str | None,
-    takes_steps: bool,
     json_path: str | None,
 ) -> None:
     """Decide again from a journal, and list where this version decides otherwise.
@@ -82,9 +74,6 @@ def replay(
     JOURNAL is the decisions.jsonl of an adaptive run, or its folder. Each decision of the policy is made again from the
     inputs that the journal holds of it. With --min-gain, --candidates or --fidelity it is made by that policy instead:
     what would have been decided in the same situations?
-
-    With --steps the control loop takes the newest joined steps of the run again, which lie in steps.ring beside the
-    journal, and so decides when to decide, too.
 
     Exit status: 0 if nothing differs, or with a "what if"; 1 if something differs; 2 if the journal cannot be replayed.
     """
@@ -94,50 +83,14 @@ def replay(
         if not path.is_file():
             raise ConfigError(f"{path} is no file; give the decisions.jsonl of a run, or the folder that it lies in")
         what_if = WhatIf(options=_options(candidates, fidelity), min_gain=min_gain)
-        if takes_steps:
-            is_same = _take_steps(path.parent, what_if, lists_all, console, json_path)
-        else:
-            run, broken, listed = _replay(path, what_if, lists_all, console)
-            _show(listed, _summary(run, broken, listed), console)
-            if json_path is not None:
-                write_json(json_path, _fields(path, run, broken, listed, what_if))
-            is_same = not run.num_different or bool(what_if)
+        run, broken, listed = _replay(path, what_if, lists_all, console)
+        _show(listed, _summary(run, broken, listed), console)
+        if json_path is not None:
+            write_json(json_path, _fields(path, run, broken, listed, what_if))
     except CGXError as error:
         raise _UnusableJournal(str(error)) from error
-    if not is_same:
+    if run.num_different and not what_if:
         context.exit(DIFFERS)
-
-
-def _take_steps(folder: Path, what_if: WhatIf, lists_all: bool, console: Console, json_path: str | None) -> bool:
-    """Show what the loop makes of the recorded steps; return whether it decides the same."""
-    if what_if:
-        raise ConfigError(
-            "--steps is given with --min-gain, --candidates or --fidelity; the steps after another decision were never "
-            "made, so leave one of them out"
-        )
-    run = StepReplay()
-    listed: list[ReplayedDecision] = []
-    with progress_bar(console) as on_part:
-        for found in run.run(folder, on_part):
-            if (found.differs or lists_all) and len(listed) < MAX_LISTED:
-                listed.append(found)
-    if run.num_steps == 0:
-        why = run.broken[0] if run.broken else "the run has not made any yet"
-        raise ConfigError(f"{folder} holds no steps that can be taken again: {why}")
-    _show(listed, _step_summary(run), console)
-    if json_path is not None:
-        counts = {
-            "num_steps": run.num_steps,
-            "num_unusable_steps": run.num_unusable,
-            "num_made_again": run.num_again,
-            "num_same": run.num_same,
-            "num_different": run.num_different,
-            "num_other_prediction": run.num_other_prediction,
-            "broken": run.broken,
-        }
-        decisions = [{"result": _result(found), **asdict(found)} for found in listed]
-        write_json(json_path, {"folder": str(folder), **counts, "decisions": decisions})
-    return run.num_different == 0
 
 
 def _options(candidates: Sequence[str], fidelity: str | None) -> Sequence[Option] | None:
@@ -218,21 +171,13 @@ def _show(listed: Sequence[ReplayedDecision], summary: Iterable[str], console: C
         print_line(console, printable(line))
 
 
-def _counted(run: Replay | StepReplay) -> Iterable[str]:
+def _counted(run: Replay) -> Iterable[str]:
     share = run.num_same / max(run.num_again, 1)
     # 100 % is all of them, never a rounded 99.96 %.
     text = f" ({f'{share:.0%}' if share in (0.0, 1.0) else f'{min(share, 0.999):.1%}'})" if run.num_again else ""
     yield f"decisions made again: {run.num_again}; the same: {run.num_same}{text}; otherwise: {run.num_different}"
     if run.num_other_prediction:
         yield f"the same decision, but another prediction: {run.num_other_prediction}"
-
-
-def _step_summary(run: StepReplay) -> Iterable[str]:
-    yield f"joined steps taken again: {run.num_steps}"
-    yield from _counted(run)
-    if run.num_unusable:
-        yield f"steps after a decision that came out otherwise, which tell nothing: {run.num_unusable}"
-    yield from run.broken
 
 
 def _summary(run: Replay, broken: BrokenLines, listed: Sequence[ReplayedDecision]) -> Iterable[str]:

@@ -68,13 +68,11 @@ class Controller:
         snapshot_path: str,
         history: History | None = None,
         nodes: Sequence[str] = (),
-        ring_bytes: int = 0,
     ) -> None:
         """
         snapshot_path  of a file that no other controller uses
         history        that of the previous worker group's controller, None for the first
         nodes          address of each rank's node
-        ring_bytes     of the files beside the journal that keep joined steps for a replay; 0 keeps none
         """
         logging.basicConfig(level=logging.INFO)
         self._metrics = ControllerMetrics(RaySink(), run_name, run_id)
@@ -84,7 +82,7 @@ class Controller:
         self._orders: dict[str, str] = {}
         self._errors: dict[str, BaseException] = {}
         self._has_logged = False
-        arguments = policy, journal_path, run_name, snapshot_path, history, nodes, ring_bytes
+        arguments = policy, journal_path, run_name, snapshot_path, history, nodes
         self._loop = LoopProcess(self._work, arguments, self._take, self._end)
 
     def meet_agents(self, agents: Sequence[Any]) -> None:

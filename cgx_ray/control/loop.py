@@ -38,7 +38,6 @@ from cgx_ray.control.measured import dense_groups, is_dense
 from cgx_ray.control.notes import Notes
 from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation
 from cgx_ray.control.progress import Progress
-from cgx_ray.control.step_ring import Decided, JoinedReport, StepRing
 from cgx_ray.control.tally import CauseKind
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
@@ -74,12 +73,10 @@ class ControlLoop:
         history: History | None = None,
         *,
         nodes: Sequence[str] = (),
-        ring: StepRing | None = None,
     ) -> None:
         """
         history  that of the controller before
         nodes    address of each rank's node, for the journal
-        ring     gets the joined steps, so that they can be replayed
         """
         self._policy = policy
         self._journal = journal
@@ -87,7 +84,6 @@ class ControlLoop:
         self.layers = self._earlier.layers
         self.plans = list(self._earlier.plans)
         self._registration = self._earlier.registration
-        self._ring = ring
         self._notes = Notes(journal, nodes, self._earlier.num_faults)
         self._state: WorkerGroupState | None = None
         self._progress = Progress()
@@ -165,8 +161,6 @@ class ControlLoop:
         )
         self._progress, self._last_step = Progress(), None
         self._notes.start_group()
-        if self._ring is not None:
-            self._ring.restart()
         return self._state
 
     def _start_journal(self, state: WorkerGroupState, time_s: float) -> None:
@@ -182,49 +176,33 @@ class ControlLoop:
         state = self._state
         if state is None:
             return []
-        if self._ring is not None:
-            self._ring.begin(self, now_s)
         if sample.steps:
             self._start_journal(state, sample.time_s)
         self._notes.drift(sample.steps, sample.time_s)
         silent_before = state.silent_ranks
-        report = JoinedReport(
-            sample=replace(sample, steps=()),
-            ranks=frozenset(rank for step in sample.steps for rank in step.ranks),
-            steps=tuple(state.join(sample.steps, now_s)),
-            now_s=now_s,
-        )
+        steps = state.join(sample.steps, now_s)
         if state.silent_ranks != silent_before:
             self._notes.silence(state, sample.time_s)
-        decided = self.follow(report)
-        if self._ring is not None:
-            self._ring.add(report, decided)
+        state.add_report(sample, now_s)
+        made = [self._add_step(state, step, _When(step.step, now_s, sample.time_s)) for step in steps]
         for line in self._progress.due_lines(now_s, sample.time_s, state.facts):
             self._journal.write(line)
-        return [one.decision for one in decided]
+        return [decision for decision in made if decision is not None]
 
-    def follow(self, report: JoinedReport) -> list[Decided]:
-        """Take joined steps; return the decisions that they cause."""
-        state = self._state
-        assert state is not None
-        decided = []
-        state.add_report(report.sample, report.ranks, report.now_s)
-        for step in report.steps:
-            self._last_step = step.step
-            is_current = state.add_step(step, report.now_s)
-            self._progress.add_step(step, state.speed_up if is_current else None, report.now_s)
-            if not is_current:
-                continue
-            at = _When(step.step, report.now_s, report.sample.time_s)
-            self._write_outcome(state, step, at)
-            guarded = self._policy.is_guarded
-            decision = (self._guard(state, at) if guarded else None) or self._decide(state, at)
-            decision = decision or (self._compare(state, at) if guarded else None)
-            if decision is not None:
-                decided.append(Decided(step.step, decision, state.plan))
-            if state.may_accept:
-                self.plans.append(state.accept())
-        return decided
+    def _add_step(self, state: WorkerGroupState, step: JoinedStep, at: _When) -> Decision | None:
+        """Take a joined step; return the decision that it causes."""
+        self._last_step = step.step
+        is_current = state.add_step(step, at.now_s)
+        self._progress.add_step(step, state.speed_up if is_current else None, at.now_s)
+        if not is_current:
+            return None
+        self._write_outcome(state, step, at)
+        guarded = self._policy.is_guarded
+        decision = (self._guard(state, at) if guarded else None) or self._decide(state, at)
+        decision = decision or (self._compare(state, at) if guarded else None)
+        if state.may_accept:
+            self.plans.append(state.accept())
+        return decision
 
     def add_fault(self, fault: Fault, time_s: float) -> None:
         """Note an error that ended the training on a rank. `time_s`: seconds since 1970."""

@@ -16,7 +16,6 @@ from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import Decision, Policy
 from cgx_ray.control.sample_watch import SampleWatch
-from cgx_ray.control.step_ring import StepRing
 from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.cost import Link
@@ -60,15 +59,13 @@ class LoopWork:
         snapshot_path: str,
         history: History | None,
         nodes: Sequence[str],
-        ring_bytes: int,
     ) -> None:
         """Go on from the snapshot, if there is one, else from `history`. Arguments are those of `Controller`."""
         self._journal = QueuedJournal(Path(journal_path))
         self._samples = SampleWatch(self._journal)
         self._snapshot = Snapshot(Path(snapshot_path))
         own = self._snapshot.read()
-        ring = StepRing(Path(journal_path).parent, ring_bytes) if ring_bytes else None
-        self._loop = ControlLoop(policy, self._journal, own or history, nodes=nodes, ring=ring)
+        self._loop = ControlLoop(policy, self._journal, own or history, nodes=nodes)
         self._live = LiveState(run_name, nodes)
         self._is_ended = False
         self._logged: set[type[Exception]] = set()

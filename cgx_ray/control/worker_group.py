@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -163,9 +163,10 @@ class WorkerGroupState:
         """Add records of nodes; return the steps that they complete, oldest first. Give each of them to `add_step`."""
         return self._joiner.add(parts, now_s)
 
-    def add_report(self, sample: NodeSample, ranks: Collection[int], now_s: float) -> None:
-        """Add what a node reports besides steps. `ranks`: those on the node that have reported steps."""
+    def add_report(self, sample: NodeSample, now_s: float) -> None:
+        """Add what a node reports besides steps."""
         self._reported_s[sample.node_id] = self._now_s = now_s
+        ranks = [rank for step in sample.steps for rank in step.ranks]
         if self.network.add_report(sample, ranks, now_s):
             self._recent = []
 

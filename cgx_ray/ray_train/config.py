@@ -155,8 +155,6 @@ def _start_controller(settings: Settings, facts: RunFacts, snapshot: Snapshot, h
             str(snapshot.path),
             history,
             [addresses[node_id] for node_id in facts.node_ids],
-            # Policy "static" decides nothing that could be replayed.
-            settings.replay_bytes if settings.decides else 0,
         )
     )
 

@@ -43,8 +43,6 @@ TRANSPORTS = ("tcp", "gloo")
 REVIEW_S = 60.0
 # Steps between two comparisons of the weights: hashing 1 GB of them takes 0.1 s, which is 0.2 % of steps of 0.1 s.
 WEIGHT_CHECK_STEPS = 500
-# Some hours of a run with 8 ranks and one step per second.
-REPLAY_BYTES = 64 << 20
 # 31 years. Python and torch refuse to wait for some larger numbers of seconds.
 MAX_TIMEOUT_S = 1e9
 
@@ -102,8 +100,6 @@ class Settings:
                     forward pass with gradients, so no rank may make one alone (validate under `torch.no_grad()`)
     trace_steps     first and last step of which every rank writes what its groups did when, in the format of Chrome's
                     and Perfetto's traces, to `trace-rankNNNNN.json` in the run's folder
-    replay_bytes    bytes on disk that the newest joined steps may take, for `cgx-ray replay --steps`, in `steps.ring`
-                    and `steps.ring.old` in the run's folder; 0 keeps none. Policy "static" keeps none
     simulated_link  holds messages back as a slow link would; for demos and tests
     """
 
@@ -131,7 +127,6 @@ class Settings:
     average_weights: bool = False
     simulated_link: SimulatedLink | None = None
     trace_steps: tuple[int, int] | None = None
-    replay_bytes: int = REPLAY_BYTES
 
     def __post_init__(self) -> None:
         names = {
@@ -144,14 +139,14 @@ class Settings:
         for name, known in names.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
-        counts = ("group_bytes", "num_streams", "weight_check_steps", "replay_bytes", "seed")
+        counts = ("group_bytes", "num_streams", "weight_check_steps", "seed")
         whole = {name: getattr(self, name) for name in counts}
         if whole["group_bytes"] is None:
             del whole["group_bytes"]
         for name, value in whole.items():
             if not isinstance(value, int):
                 raise ConfigError(f"{name} {value!r} is not allowed; give a whole number")
-            least = {"seed": -math.inf, "weight_check_steps": 0, "replay_bytes": 0}.get(name, 1)
+            least = {"seed": -math.inf, "weight_check_steps": 0}.get(name, 1)
             if value < least:
                 raise ConfigError(f"{name} {value!r} is not allowed; give {least} or more")
         if not isinstance(self.min_gain, int | float) or not 0 <= self.min_gain <= 1:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.control_runs import COSTS, LAYERS, WORLD, FakeTraining, start
+from support.control_runs import LAYERS, WORLD, start
 
 from cgx_ray.bench.adapt_cases import CASES
 from cgx_ray.bench.simulate import SimulatedRun
@@ -20,9 +20,7 @@ from cgx_ray.cli import main
 from cgx_ray.control.journal import FORMAT, Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy, StaticPolicy
-from cgx_ray.control.step_ring import StepRing
 from cgx_ray.plan import make_plan
-from cgx_ray.planner.options import candidate_options
 from cgx_ray.untrusted import MAX_BYTES
 
 Entries = list[dict[str, Any]]
@@ -247,22 +245,3 @@ def test_memory_does_not_grow_with_the_journal(journal: Path, tmp_path: Path) ->
         file.write(lines[-1])
     # One line may take up to MAX_BYTES, and as much again twice while it is read.
     assert peak_kb(big) - peak_kb(journal) < 4 * MAX_BYTES / 1024
-
-
-def test_the_loop_takes_the_steps_of_a_run_again(tmp_path: Path) -> None:
-    policy = AdaptivePolicy(candidate_options((0.1, 0.01)), min_gain=0.8)
-    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), ring=StepRing(tmp_path, 1 << 20))
-    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
-    run = FakeTraining(loop, step=1)
-    run.run(20)
-    run.gbps = 0.05
-    run.run(20)
-    found = numbers(tmp_path, tmp_path, "--steps", "--all")
-    assert (found["num_steps"], found["num_different"], found["broken"]) == (40, 0, [])
-    lines = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
-    made = decisions(lines, "policy", "codec_trial", "dense_trial", "return", "guard")
-    assert [one["step"] for one in found["decisions"]] == [line["step"] for line in made]
-    said = replay(tmp_path, "--steps", "--min-gain", "0.9", status=2).stderr
-    assert "the steps after another decision were never made" in said
-    (tmp_path / "steps.ring").unlink()
-    assert "has no steps.ring" in replay(tmp_path, "--steps", status=2).stderr

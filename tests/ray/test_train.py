@@ -267,7 +267,7 @@ def test_a_forgotten_line_is_named_once_in_the_log(cluster: Path, tmp_path: Path
         ({"seed": "a"}, "seed 'a' is not allowed"),
         ({"min_gain": 2}, "min_gain 2 is not in [0, 1]"),
         ({"num_streams": 0}, "num_streams 0 is not allowed; give 1 or more"),
-        ({"replay_bytes": -1}, "replay_bytes -1 is not allowed; give 0 or more"),
+        ({"weight_check_steps": -1}, "weight_check_steps -1 is not allowed; give 0 or more"),
     ],
 )
 def test_a_wrong_config_fails_where_it_is_written(arguments: dict[str, Any], says: str) -> None:
