@@ -57,7 +57,7 @@ test-sanitize: system .venv/.installed
 
 bench: .venv/.installed
 	$(if $(and $(ARGS),$(word 2,$(BENCH))),$(error ARGS are those of one bench: make bench BENCH=kernels ARGS="$(ARGS)"))
-	@for bench in $(BENCH); do $(BIN)/cgx-ray bench $$bench $(ARGS) || exit; done
+	@for bench in $(BENCH); do $(BIN)/python -m bench $$bench $(ARGS) || exit; done
 
 # sdist, wheel and a bare environment, as a user without a checkout has them: see the script.
 bare: .venv/.installed
@@ -67,7 +67,7 @@ check: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(if $(CSRC),$(BIN)/clang-format --dry-run -Werror $(CSRC))
-	$(BIN)/mypy -p cgx_ray -p cgx_ray_autoload
+	$(BIN)/mypy -p cgx_ray -p cgx_ray_autoload -p bench -p dashboards.making
 	$(BIN)/lint-imports --no-logo
 
 # Build isolation is off, so that constraints.txt pins the build tools as well. setuptools and wheel build iperf3, which

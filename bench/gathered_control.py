@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import cgx_ray
-from cgx_ray.control.journal import Journal
+from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.paper_policies import CgxPolicy
 from cgx_ray.control.policy import AdaptivePolicy, Policy

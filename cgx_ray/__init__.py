@@ -18,7 +18,7 @@ from cgx_ray.plan import CodecSpec, GroupPlan, Intra, Layer, Option, Plan, Schem
 
 if TYPE_CHECKING:
     from cgx_ray.backend import configure_backend, exclude_layers, register_model
-    from cgx_ray.collectives.simulated_link import SimulatedLink
+    from cgx_ray.collectives.transport.simulated_link import SimulatedLink
     from cgx_ray.engine.layers import layers_of
     from cgx_ray.ray_train.config import CGXConfig, add_state
     from cgx_ray.session.attach import attach
@@ -29,7 +29,7 @@ _MODULE_OF = {
     "attach": "cgx_ray.session.attach",
     "Attachment": "cgx_ray.session.attachment",
     **dict.fromkeys(("configure_backend", "exclude_layers", "register_model"), "cgx_ray.backend"),
-    "SimulatedLink": "cgx_ray.collectives.simulated_link",
+    "SimulatedLink": "cgx_ray.collectives.transport.simulated_link",
     "layers_of": "cgx_ray.engine.layers",
     **dict.fromkeys(("CGXConfig", "add_state"), "cgx_ray.ray_train.config"),
 }

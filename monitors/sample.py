@@ -85,7 +85,7 @@ class StepSample:
     """One step of one rank. All times in seconds.
 
     step_s     from the end of the previous exchange to the end of this one, without `between_s`
-    between_s  what happened between the two steps: evaluations, checkpoints, reports, sleeps (`engine.step_clock`)
+    between_s  what happened between the two steps: evaluations, checkpoints, reports, sleeps (`engine.step`)
     compute_s  step_s less the communication that compute did not hide
     encode_s, exchange_s, decode_s
                sums over groups; groups overlap, so the sums may exceed the time that passed

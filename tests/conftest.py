@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 from support.cuda_emulator import Emulator
 
 from cgx_ray.runtime_ext import cuda_launch, ops, sparse
+
+# For bench and dashboards.making, which are no part of the package. Last, so that ./cgx_ray hides no installed one.
+sys.path.append(str(Path(__file__).parents[1]))
 
 # Ray Train asks cloud services whether nodes are about to end: 1.6 s of a processor in each training, and nothing here.
 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")

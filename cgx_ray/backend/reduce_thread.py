@@ -14,7 +14,7 @@ from cgx_ray.backend.work import CompressedWork
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange
-from cgx_ray.collectives.tcp import connect_mesh_by_store
+from cgx_ray.collectives.transport.tcp import connect_mesh_by_store
 from cgx_ray.engine.thread import WorkThread
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import Option

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cgx_ray.codec_spec import near_square
 from cgx_ray.codecs.codec import HOST, POWERSGD_Q, Codec, Memory
-from cgx_ray.plan import CodecSpec, Layer
+from cgx_ray.plan import CodecSpec, Layer, near_square
 from cgx_ray.runtime_ext.checks import check_sized
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cgx_ray.codec_spec import COUNT_BYTES, VALUE_BUCKET_SIZE, packed_index_bytes, value_bytes
 from cgx_ray.codecs.codec import MOMENTUM, RESIDUALS, Codec, Memory
 from cgx_ray.errors import WireError
+from cgx_ray.plan import COUNT_BYTES, VALUE_BUCKET_SIZE, packed_index_bytes, value_bytes
 from cgx_ray.runtime_ext import ops, sparse
 from cgx_ray.runtime_ext.checks import check_sized
 

@@ -21,8 +21,8 @@ from cgx_ray.collectives.hierarchical import Hierarchical, has_inside
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.ring import Ring
 from cgx_ray.collectives.sra import Sra
-from cgx_ray.collectives.transport import Transport
-from cgx_ray.collectives.transport_like import Handle, TransportLike
+from cgx_ray.collectives.transport.transport import Transport
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 from cgx_ray.collectives.tree import Tree
 from cgx_ray.plan import Intra, Scheme
 

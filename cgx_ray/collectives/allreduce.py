@@ -14,7 +14,7 @@ from cgx_ray.codecs.sparse import RandomK
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport_like import Handle, TransportLike
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 from cgx_ray.runtime_ext import ops
 
 

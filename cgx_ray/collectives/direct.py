@@ -22,7 +22,7 @@ from cgx_ray.codecs.codec import Codec
 from cgx_ray.codecs.float32_room import in_float32
 from cgx_ray.collectives.parcel import Parcel, Step
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport_like import Handle, TransportLike
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 
 
 class DirectLane:

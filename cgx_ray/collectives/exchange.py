@@ -10,7 +10,7 @@ from torch import Tensor
 from cgx_ray.codecs.codec import Memory
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport_like import Handle, TransportLike, finish_all
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike, finish_all
 
 
 class Exchange(ABC):

@@ -23,8 +23,8 @@ from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.pieces import chunk_bounds
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.subset import MessageGroup, Subset
-from cgx_ray.collectives.transport import Transport
-from cgx_ray.collectives.transport_like import Handle, TransportLike
+from cgx_ray.collectives.transport.transport import Transport
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 from cgx_ray.plan import Intra, Layer, Scheme
 from cgx_ray.runtime_ext import ops
 

@@ -15,8 +15,8 @@ from cgx_ray.codecs.codec import HOST, POWERSGD_Q, RESIDUALS, Memory
 from cgx_ray.collectives.parcel import Step
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.subset import MessageGroup
-from cgx_ray.collectives.transport import Transport
-from cgx_ray.collectives.transport_like import Handle
+from cgx_ray.collectives.transport.transport import Transport
+from cgx_ray.collectives.transport.transport_like import Handle
 from cgx_ray.runtime_ext.shm import LocalGroup
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cgx_ray.codecs.codec import Codec
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport_like import Handle, TransportLike
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 from cgx_ray.plan import PIECE_BYTES
 
 

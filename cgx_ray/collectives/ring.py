@@ -14,7 +14,7 @@ from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.parcel import Parcel, Step
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.pieces import Piece, chunk_bounds, cut, take_turns
-from cgx_ray.collectives.transport_like import Handle, TransportLike
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 
 
 class Ring(Exchange):

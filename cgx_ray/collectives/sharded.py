@@ -16,7 +16,7 @@ from cgx_ray.collectives.direct import DirectLane
 from cgx_ray.collectives.parcel import Step
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.pieces import cut
-from cgx_ray.collectives.transport_like import Handle, TransportLike, finish_all
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike, finish_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

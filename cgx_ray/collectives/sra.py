@@ -14,7 +14,7 @@ from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.parcel import Step
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.pieces import chunk_bounds, cut
-from cgx_ray.collectives.transport_like import Handle, TransportLike
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 
 
 class Sra(Exchange):

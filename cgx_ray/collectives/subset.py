@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from cgx_ray.collectives.transport_like import Handle, TransportLike, send_and_receive
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike, send_and_receive
 from cgx_ray.runtime_ext.mesh import Parts
 
 

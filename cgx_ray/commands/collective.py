@@ -2,11 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import click
 
 from cgx_ray.commands.options import console_for, json_option
-from cgx_ray.planner.what_if import compare_schemes, parse_link
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.planner.cost import Link, exchange_s
+from cgx_ray.planner.papers.flexible import allgather_tree_s, artopk_tree_s
 from cgx_ray.report.show import new_table, write_json
+from cgx_ray.units import parse_rate, parse_seconds
+
+
+def parse_link(latency: str, bandwidth: str) -> Link:
+    """Return the link of texts such as "4ms" and "10gbps". Raises ConfigError for a text that is neither."""
+    return Link.from_rates(
+        bandwidth_gbps=parse_rate("bandwidth", bandwidth) / 1e9, latency_ms=1e3 * parse_seconds("latency", latency)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Milliseconds of one exchange by scheme, without codec time, and the fastest scheme.
+
+    costs_ms  with 4 bytes of value and 4 of index per element, and the collectives of the literature (Flexible
+              Communication, table 6): allgather by recursive doubling, artopk_tree with all values at each level, dense
+              over a ring
+    ours_ms   as this package sends top-k: indices packed, all pairs at once, trees by halving
+    """
+
+    scheme: str
+    costs_ms: Mapping[str, float]
+    ours_ms: Mapping[str, float]
+
+
+def compare_schemes(*, numel: int, density: float, num_workers: int, link: Link) -> Comparison:
+    """Compare schemes that average `numel` float32, of which each worker sends the share `density`.
+
+    With one worker all cost nothing, and the fastest is dense. Raises ConfigError for a value that is not allowed.
+    """
+    if numel < 1:
+        raise ConfigError(f"numel {numel!r} is not allowed; give the number of elements, 1 or more")
+    codec = CodecSpec(name="topk", density=density)
+    dense_bytes, wire_bytes = 4 * numel, 8 * numel * density
+
+    def cost_s(scheme: Scheme, wire_bytes: float, index_bytes: float) -> float:
+        return exchange_s(
+            scheme,
+            num_workers=num_workers,
+            dense_bytes=dense_bytes,
+            wire_bytes=wire_bytes,
+            index_bytes=index_bytes,
+            link=link,
+        )
+
+    costs_s = {
+        "dense": cost_s(Scheme.DENSE, dense_bytes, 0),
+        "allgather": allgather_tree_s(num_workers, wire_bytes, link),
+        "artopk_ring": cost_s(Scheme.ARTOPK_RING, wire_bytes, wire_bytes / 2),
+        "artopk_tree": artopk_tree_s(num_workers, wire_bytes, link, wire_bytes / 2),
+    }
+    ours = (Scheme.DENSE, Scheme.ALLGATHER, Scheme.ARTOPK_RING, Scheme.ARTOPK_TREE)
+    return Comparison(
+        scheme=min(costs_s, key=lambda scheme: costs_s[scheme]),
+        costs_ms={scheme: 1e3 * seconds for scheme, seconds in costs_s.items()},
+        ours_ms={
+            str(scheme): 1e3 * cost_s(scheme, codec.payload_bytes(numel), codec.index_bytes(numel)) for scheme in ours
+        },
+    )
 
 
 @click.command()

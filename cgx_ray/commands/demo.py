@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from cgx_ray.bench.engine_overhead import measure_overhead
 from cgx_ray.commands.options import console_for, json_option
 from cgx_ray.commands.report import write_page
+from cgx_ray.demo.engine_overhead import measure_overhead
 from cgx_ray.demo.run import DemoOptions, run_demo
 from cgx_ray.demo.summary import make_rows, print_summary
 from cgx_ray.planner.fidelity import Fidelity

@@ -1,11 +1,16 @@
-"""A group of commands that imports a command's module when that command is used."""
+"""Groups of commands: imported when used, ended in order, with our own errors as one line."""
 
 from __future__ import annotations
 
 import importlib
+import signal
 from collections.abc import Mapping
+from types import FrameType
 
 import click
+
+from cgx_ray.errors import CGXError
+from cgx_ray.untrusted import printable_lines
 
 
 class LazyGroup(click.Group):
@@ -32,3 +37,45 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, self.places[name][1]) for name in self.list_commands(ctx)])
+
+
+class MainGroup(LazyGroup):
+    """Shows our own errors, and files that cannot be read or written, as one message instead of a traceback.
+
+    SIGTERM and SIGINT end a command in order: nothing is left behind, and the exit status is 143 or 130.
+    """
+
+    def invoke(self, ctx: click.Context) -> object:
+        # Not in the exception: Ray's C++ code raises another one.
+        received: list[int] = []
+
+        def end(number: int, frame: FrameType | None) -> None:
+            received.append(number)
+            raise KeyboardInterrupt
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # A shell lets programs in the background ignore Ctrl-C.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, end)
+        try:
+            return self._invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(128 + (received[0] if received else signal.SIGINT))
+        except SystemExit as error:
+            # Ray sets a handler of SIGTERM of its own while it starts, which exits with the signal's number.
+            if error.code != signal.SIGTERM:
+                raise
+            ctx.exit(128 + signal.SIGTERM)
+
+    def _invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            error.message = printable_lines(error.message)  # type: ignore[misc]
+            raise
+        except CGXError as error:
+            raise click.ClickException(printable_lines(str(error))) from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise click.ClickException(printable_lines(f"{error.filename}: {error.strerror}")) from error

@@ -11,11 +11,10 @@ from typing import Any
 import click
 from rich.console import Console
 
-from cgx_ray.codec_spec import CodecSpec
 from cgx_ray.commands.options import console_for, json_option
 from cgx_ray.control.replay import DecisionSummary, Replay, ReplayedDecision, WhatIf
 from cgx_ray.errors import CGXError, ConfigError
-from cgx_ray.option import NONE, Option
+from cgx_ray.plan import NONE, CodecSpec, Option
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.options import codec_options
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES

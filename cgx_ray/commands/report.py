@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from cgx_ray.commands.decision_steps import decision_steps
 from cgx_ray.commands.options import FILE, console_for, plot_option
+from cgx_ray.commands.plan.decision_steps import decision_steps
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_view import broken_note
 from cgx_ray.report.picture import plot_runs

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import ray
 
-from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.history import History
+from cgx_ray.control.journal.facts import LoopFacts
 from cgx_ray.control.loop_process import LoopProcess
 from cgx_ray.control.loop_work import LoopWork, News
 from cgx_ray.control.policy import Policy

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from cgx_ray.control.evidence import Evidence
-from cgx_ray.control.excursion import MAX_SPEEDUP, Excursion
-from cgx_ray.control.measured import is_dense
+from cgx_ray.control.learned.evidence import Evidence
+from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.policy import Disable, Replace
+from cgx_ray.control.trial.excursion import MAX_SPEEDUP, Excursion
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.planner.prediction import groups_of, predict
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cgx_ray.control.baseline import DenseBaseline
-from cgx_ray.control.learned_errors import LearnedErrors
-from cgx_ray.control.setbacks import Setbacks
+from cgx_ray.control.learned.learned_errors import LearnedErrors
+from cgx_ray.control.trial.experience import DenseBaseline
+from cgx_ray.control.trial.setbacks import Setbacks
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn

@@ -10,7 +10,7 @@ from itertools import chain
 from operator import add
 from statistics import median
 
-from cgx_ray.control.traffic import ObservedExchange, StepTraffic
+from cgx_ray.control.network.traffic import ObservedExchange, StepTraffic
 from cgx_ray.monitors.sample import Burst, InsideLink, LayerError, NodeStep, Sum, Transfer, slowest_link
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms

@@ -26,19 +26,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from cgx_ray.control.choice import Outlook
-from cgx_ray.control.evidence import Evidence, Verdict, verdict
-from cgx_ray.control.excursion import COMPARED, EXCURSION_STEPS, Excursion, codec_trial
-from cgx_ray.control.facts import LoopFacts
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.history import KEPT_PLANS, History, Registration
 from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.control.journal import Journal, MadeBy, decision_entry, outcome_entry
-from cgx_ray.control.measured import dense_groups, is_dense
+from cgx_ray.control.journal.facts import CauseKind, LoopFacts
+from cgx_ray.control.journal.lines import Journal, MadeBy, decision_entry, outcome_entry
+from cgx_ray.control.journal.progress import Progress
+from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
+from cgx_ray.control.learned.measured import dense_groups, is_dense
 from cgx_ray.control.notes import Notes
-from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Policy, Replace, Situation
-from cgx_ray.control.progress import Progress
-from cgx_ray.control.tally import CauseKind
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Outlook, Policy, Replace, Situation
+from cgx_ray.control.trial.excursion import COMPARED, EXCURSION_STEPS, Excursion, codec_trial
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Lease, Plan

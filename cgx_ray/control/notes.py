@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.history import Registration
 from cgx_ray.control.joined_steps import AWAITED_S
-from cgx_ray.control.journal import (
+from cgx_ray.control.journal.lines import (
     Journal,
     drift_entry,
     end_entry,

@@ -6,20 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from cgx_ray.control.changes import SlowRanks
-from cgx_ray.control.evidence import MIN_STEPS, Evidence, Verdict, verdict
-from cgx_ray.control.excursion import Excursion
-from cgx_ray.control.experience import SURPRISE, Experience
-from cgx_ray.control.facts import LoopFacts
-from cgx_ray.control.gains import GAIN_CHANGE
+from cgx_ray.control.gains.gain_watch import GAIN_CHANGE, KnownGains
+from cgx_ray.control.gains.known_losses import KnownLosses
+from cgx_ray.control.gains.loss_trend import LossTrend
 from cgx_ray.control.history import Learned, Registration
-from cgx_ray.control.innovation import Innovations
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
-from cgx_ray.control.known_gains import KnownGains
-from cgx_ray.control.known_losses import KnownLosses
-from cgx_ray.control.known_network import KnownNetwork
-from cgx_ray.control.loss_trend import LossTrend
-from cgx_ray.control.measured import (
+from cgx_ray.control.journal.facts import Cause, LoopFacts, Tally
+from cgx_ray.control.learned.evidence import MIN_STEPS, Evidence, Verdict, verdict
+from cgx_ray.control.learned.measured import (
     bits_by_layer,
     compressing_options,
     is_dense,
@@ -27,13 +21,15 @@ from cgx_ray.control.measured import (
     network_of,
     non_dense_options,
 )
-from cgx_ray.control.network_change import network_cause
-from cgx_ray.control.outcome import PendingOutcome, PlanRecord
+from cgx_ray.control.learned.stretch import ComputeStretch
+from cgx_ray.control.network.changes import Innovations, SlowRanks, network_cause
+from cgx_ray.control.network.known_network import KnownNetwork
+from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.control.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Disable, Keep, Policy, Replace
-from cgx_ray.control.recent_links import RecentLinks
-from cgx_ray.control.setbacks import Setbacks
-from cgx_ray.control.stretch import ComputeStretch
-from cgx_ray.control.tally import Cause, Tally
+from cgx_ray.control.trial.excursion import Excursion
+from cgx_ray.control.trial.experience import SURPRISE, Experience
+from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
+from cgx_ray.control.trial.setbacks import Setbacks
 from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import NONE, Layer, Option, Plan
 from cgx_ray.planner.bits import bits_of

@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 class Agreement:
     """Starts, in each step, a minimum over ranks of the newest plan version held, and reads that of the step before.
 
-    The 96 bytes travel beside the gradients, in ceil(log3 N) rounds among N > 17 ranks (`collectives.minimum`). They
-    have a whole step to arrive, so no rank waits. A plan takes effect in the second step after the last rank received
-    it; in the third if some ranks hold a newer one as well, because they may lack this one. Until all ranks hold the
-    same one, the plan in force stays.
+    The 96 bytes travel beside the gradients, in ceil(log3 N) rounds among N > 17 ranks
+    (`collectives.transport.greeting`). They have a whole step to arrive, so no rank waits. A plan takes effect in the
+    second step after the last rank received it; in the third if some ranks hold a newer one as well, because they may
+    lack this one. Until all ranks hold the same one, the plan in force stays.
 
     The message also carries the step, the plan in force, the loss scale and a hash of the weights, as they are and
     negated, so that ranks that differ are found. Its last number is the step from which this rank can afford to measure

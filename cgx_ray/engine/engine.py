@@ -16,16 +16,14 @@ from cgx_ray.codecs.codec import HOST, KINDS, POWERSGD_Q
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.agreement import Agreement
-from cgx_ray.engine.gain_meter import StepMeter
-from cgx_ray.engine.gain_schedule import GainSchedule
+from cgx_ray.engine.gains.gain_meter import StepMeter
+from cgx_ray.engine.gains.gain_schedule import GainSchedule
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import one_scale
-from cgx_ray.engine.observed import ObservedTraining
-from cgx_ray.engine.step import EarlyGradient, PendingBucket, StepRun
-from cgx_ray.engine.step_clock import PauseWatch, StepClock
+from cgx_ray.engine.step import EarlyGradient, PauseWatch, PendingBucket, StepClock, StepRun
 from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.step_trace import StepTrace
-from cgx_ray.engine.telemetry import Telemetry
+from cgx_ray.engine.telemetry import ObservedTraining, Telemetry
 from cgx_ray.engine.thread import CLOSE_S, Inbox, WorkThread, follow_num_threads, noting_more, overdue_at_close
 from cgx_ray.engine.unused import StepResult
 from cgx_ray.engine.weight_check import WeightCheck

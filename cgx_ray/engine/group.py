@@ -14,7 +14,7 @@ from cgx_ray.codecs.codec import HOST, is_finite
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Handle, Phases, Transport, make_exchange
-from cgx_ray.engine.gain_meter import GroupGradients, StepMeter
+from cgx_ray.engine.gains.gain_meter import GroupGradients, StepMeter
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import NONE, CodecSpec, Device, GroupPlan, Intra, Layer, Scheme
 

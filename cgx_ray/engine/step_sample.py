@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.counted import counted_bursts, counted_lags, counted_peers
-from cgx_ray.engine.shard_exchange import ShardExchange
+from cgx_ray.engine.sharded.shard_exchange import ShardExchange
 from cgx_ray.engine.step import StepRun
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.monitors.sample import Burst, StepSample, Transfer

@@ -2,7 +2,7 @@
 
 A level says which codecs policy "adaptive" may choose, besides none:
 
-strict    codecs that ended within 1 % of dense's validation loss in all three workloads of `cgx-ray bench accuracy`
+strict    codecs that ended within 1 % of dense's validation loss in all three workloads of `python -m bench accuracy`
 balanced  codecs that ended within 5 %
 fast      also top-k at the densities of the settings, whatever it costs
 

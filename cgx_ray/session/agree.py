@@ -9,11 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cgx_ray.collectives.gathered import Gatherer
-from cgx_ray.collectives.gloo_sockets import GlooSockets
-from cgx_ray.collectives.lifeline import TOKEN_BYTES, Lifeline
-from cgx_ray.collectives.tcp import connect_mesh, connect_s, node_address
-from cgx_ray.collectives.transport import Transport
+from cgx_ray.collectives.transport.gathered import Gatherer
+from cgx_ray.collectives.transport.gloo_sockets import GlooSockets
+from cgx_ray.collectives.transport.lifeline import TOKEN_BYTES, Lifeline
+from cgx_ray.collectives.transport.tcp import connect_mesh, connect_s, node_address
+from cgx_ray.collectives.transport.transport import Transport
 from cgx_ray.errors import CGXError, ConfigError, PlanError
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.session.settings import Settings

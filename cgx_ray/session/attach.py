@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cgx_ray.collectives.gathered import Gatherer, as_own, unreachable
-from cgx_ray.collectives.gloo_sockets import noted_listeners
-from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
+from cgx_ray.collectives.transport.gathered import Gatherer, as_own, unreachable
+from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
+from cgx_ray.collectives.transport.transport import DEFAULT_TIMEOUT_S
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scaler
-from cgx_ray.engine.sharded import ShardedEngine
+from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import CodecSpec, Plan, Scheme, preferred_scheme
 from cgx_ray.session import ddp

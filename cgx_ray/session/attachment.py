@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from cgx_ray.codecs.codec import KINDS
-from cgx_ray.collectives.lifeline import Lifeline
-from cgx_ray.collectives.tcp import node_address
+from cgx_ray.collectives.transport.lifeline import Lifeline
+from cgx_ray.collectives.transport.tcp import node_address
 from cgx_ray.engine.engine import Engine
-from cgx_ray.engine.sharded import ShardedEngine
+from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.engine.step_sample import Span
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.thread import CLOSE_S
@@ -138,9 +138,9 @@ class Attachment:
     def observe(self, *, loss: SupportsFloat | None = None, lr: SupportsFloat | None = None) -> None:
         """Report the loss and the learning rate of this rank's step, once per step, to an adaptive run. Optional.
 
-        The controller takes the mean loss over ranks. A plan under which it gets worse is left for one that keeps more
-        (`control.loss_trend`). After a learning rate changes by 2x, only options that keep 95 % are taken up for a
-        while (`control.learning_phase`).
+        The controller takes the mean loss over ranks (`control.gains.loss_trend`). A plan under which it gets worse is
+        left for one that keeps more. After a learning rate changes by 2x, only options that keep 95 % are taken up for
+        a while.
 
         loss, lr  real numbers, NumPy's as well, or tensors or arrays with one element; a tensor on a GPU is copied
                   without waiting for it

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.collectives import Transport
-from cgx_ray.collectives.gathered import Gatherer, as_own
-from cgx_ray.collectives.lifeline import Lifeline
+from cgx_ray.collectives.transport.gathered import Gatherer, as_own
+from cgx_ray.collectives.transport.lifeline import Lifeline
 from cgx_ray.engine.counted import MAX_MEASURING
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook

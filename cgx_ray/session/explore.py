@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cgx_ray.engine.engine import Engine
-from cgx_ray.engine.gain_schedule import FIRST_STEP
+from cgx_ray.engine.gains.gain_schedule import FIRST_STEP
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import CodecSpec, Option, Plan, Scheme, make_plan, preferred_scheme

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from cgx_ray.collectives import Transport
-from cgx_ray.collectives.gathered import Gatherer, as_own
-from cgx_ray.collectives.gloo_sockets import noted_listeners
-from cgx_ray.collectives.lifeline import Lifeline
-from cgx_ray.engine import fsdp_hook, fsdp_layout
+from cgx_ray.collectives.transport.gathered import Gatherer, as_own
+from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
+from cgx_ray.collectives.transport.lifeline import Lifeline
 from cgx_ray.engine.loss_scale import LossScale, Scaler
-from cgx_ray.engine.sharded import ShardedEngine
-from cgx_ray.engine.shards import plan_of
+from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
+from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
+from cgx_ray.engine.sharded.shards import plan_of
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Intra, Layer, Plan, Scheme
 from cgx_ray.session.agree import GatheredGroup, agree, connect

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from cgx_ray.collectives.lifeline import SILENT_S
-from cgx_ray.collectives.simulated_link import SimulatedLink
-from cgx_ray.collectives.tcp import NUM_STREAMS
-from cgx_ray.collectives.transport import DEFAULT_TIMEOUT_S
+from cgx_ray.collectives.transport.lifeline import SILENT_S
+from cgx_ray.collectives.transport.simulated_link import SimulatedLink
+from cgx_ray.collectives.transport.tcp import NUM_STREAMS
+from cgx_ray.collectives.transport.transport import DEFAULT_TIMEOUT_S
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import (
     DEFAULT_GROUP_BYTES,

@@ -1,4 +1,4 @@
-"""`cgx-ray bench accuracy`: a run of seconds end to end, its numbers, and bad input."""
+"""`python -m bench accuracy`: a run of seconds end to end, its numbers, and bad input."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.image import imread
 
-from cgx_ray.bench.accuracy import CodecAccuracy, TrainingRun, accuracies_of, rows_of
-from cgx_ray.bench.accuracy_cases import (
+from bench.accuracy.cases import (
     CODECS,
     LARGE_WORKLOAD,
     POLICIES,
@@ -23,8 +22,16 @@ from cgx_ray.bench.accuracy_cases import (
     quick_options,
     read_option,
 )
-from cgx_ray.bench.accuracy_workloads import load_task
-from cgx_ray.bench.show_accuracy import accuracy_table, beside_static_table, plot_accuracy
+from bench.accuracy.measure import (
+    CodecAccuracy,
+    TrainingRun,
+    accuracies_of,
+    accuracy_table,
+    beside_static_table,
+    plot_accuracy,
+    rows_of,
+)
+from bench.accuracy.workloads import load_task
 from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab

@@ -1,4 +1,4 @@
-"""`cgx-ray bench adapt`: the simulated cluster is what it says, the numbers are complete, and the loop answers changes.
+"""`bench adapt`: the simulated cluster is what it says, the numbers are complete, and the loop answers changes.
 
 The simulation has no clock and fixed seeds, so its numbers are the same on every machine.
 """
@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.image import imread
 
-from cgx_ray.bench.adapt import measure_adapt
-from cgx_ray.bench.adapt_cases import CASES
-from cgx_ray.bench.adapt_papers import bytecomp_groups, compare_papers, cupcake_groups, paper_rows
-from cgx_ray.bench.simulated_cluster import WORLD, ClusterErrors, ClusterState, SimulatedCluster
+from bench.adapt.cases import CASES
+from bench.adapt.measure import measure_adapt
+from bench.adapt.papers import bytecomp_groups, compare_papers, cupcake_groups, paper_rows
+from bench.shared.simulated_cluster import WORLD, ClusterErrors, ClusterState, SimulatedCluster
 from cgx_ray.cli import main
 from cgx_ray.control.paper_policies import Groups
 from cgx_ray.plan import DENSE, make_plan

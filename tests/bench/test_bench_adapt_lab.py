@@ -1,4 +1,4 @@
-"""`cgx-ray bench adapt --lab`: progress, oracle and schedules as values, and one small run. No test judges speed."""
+"""`python -m bench adapt --lab`: progress, oracle and schedules as values, and one small run. No test judges speed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.image import imread
 
-from cgx_ray.bench.adapt_lab import AdaptLabNumbers, GridPoint, PlanTime
-from cgx_ray.bench.adapt_lab_cases import (
+from bench.adapt.lab import AdaptLabNumbers, GridPoint, PlanTime, lab_rows
+from bench.adapt.lab_cases import (
     ADAPTIVE,
     DDP,
     LAB_WAYS,
@@ -22,10 +22,9 @@ from cgx_ray.bench.adapt_lab_cases import (
     candidate_specs,
     phases_of,
 )
-from cgx_ray.bench.adapt_progress import WeightedStep, progress_in, score_schedule, weighted_steps
-from cgx_ray.bench.show_adapt_lab import lab_rows
-from cgx_ray.bench.step_cases import StepNetwork
-from cgx_ray.bench.workload import GAINS
+from bench.adapt.progress import WeightedStep, progress_in, score_schedule, weighted_steps
+from bench.step.cases import StepNetwork
+from bench.step.workload import GAINS
 from cgx_ray.cli import main
 from cgx_ray.demo.gpt import GPT
 from cgx_ray.lab.namespaces import Lab

@@ -1,4 +1,4 @@
-"""`cgx-ray bench chaos`: faults as values, what its numbers are judged by, and one small run with real faults."""
+"""`python -m bench chaos`: faults as values, what its numbers are judged by, and one small run with real faults."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from click.testing import CliRunner
 from support.emulated import needs_lab
 
-from cgx_ray.bench.chaos import ChaosNumbers, ChaosResult, Survived
-from cgx_ray.bench.chaos_cluster import OURS
-from cgx_ray.bench.chaos_faults import IN_LOOP, ChaosKind, ChaosOptions, quick_options
-from cgx_ray.bench.show_chaos import chaos_rows
+from bench.chaos.cluster import OURS
+from bench.chaos.faults import IN_LOOP, ChaosKind, ChaosOptions, quick_options
+from bench.chaos.measure import ChaosNumbers, ChaosResult, Survived, chaos_rows
 from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.record import RunRecord
@@ -96,6 +95,6 @@ def test_a_quick_run_survives_its_faults_and_leaves_nothing(tmp_path: Path) -> N
     assert rows["faults_survived"]["value"] == options.faults, done.output
     assert {name: row["value"] for name, row in rows.items() if row["met"] is False} == {}, done.output
     assert rows["worker_threads"]["value"] > 0
-    assert "to repeat it: cgx-ray bench chaos --quick --seed 1" in done.output
+    assert "to repeat it: python -m bench chaos --quick --seed 1" in done.output
     for fault in options.draw():
         assert str(fault.kind) in done.output

@@ -1,4 +1,4 @@
-"""`cgx-ray bench collectives`: its numbers are complete and consistent. Tests do not judge speed."""
+"""`python -m bench collectives`: its numbers are complete and consistent. Tests do not judge speed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cgx_ray.bench import collective_cases
-from cgx_ray.bench.collective_cases import (
+from bench.collectives import cases as collective_cases
+from bench.collectives.cases import (
     CASES,
     DIRECT,
     FAR,
@@ -30,8 +30,7 @@ from cgx_ray.bench.collective_cases import (
     Setting,
     settings_of,
 )
-from cgx_ray.bench.collectives import Timing
-from cgx_ray.bench.show_collectives import notes
+from bench.collectives.measure import Timing, notes
 from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab

@@ -1,4 +1,4 @@
-"""`cgx-ray bench kernels`: its numbers are complete and consistent. Tests do not judge speed."""
+"""`python -m bench kernels`: its numbers are complete and consistent. Tests do not judge speed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from click.testing import CliRunner
 from matplotlib.image import imread
 
-from cgx_ray.bench import kernels
-from cgx_ray.bench.codec_numbers import DISTRIBUTIONS, draw_samples, measure_quality
-from cgx_ray.bench.kernels import SWEPT_CODECS, KernelOptions
+from bench.kernels import measure as kernels
+from bench.kernels.codec_numbers import DISTRIBUTIONS, draw_samples, measure_quality
+from bench.kernels.measure import SWEPT_CODECS, KernelOptions
 from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CODEC_DEFAULTS

@@ -1,4 +1,4 @@
-"""`cgx-ray bench network`: all rows are there and have the right goals. No test judges how good the numbers are."""
+"""`python -m bench network`: all rows are there and have the right goals. No test judges how good the numbers are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cgx_ray.bench import network, network_link
+from bench.network import link as network_link
+from bench.network import measure as network
 from cgx_ray.cli import main
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.report.result import Row

@@ -1,4 +1,4 @@
-"""`cgx-ray bench planner`, a quick run: its numbers are complete and right. Tests do not judge speed."""
+"""`python -m bench planner`, a quick run: its numbers are complete and right. Tests do not judge speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.image import imread
 
-from cgx_ray.bench import planner
+from bench.planner import measure as planner
 from cgx_ray.cli import main
 
 

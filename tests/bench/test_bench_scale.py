@@ -1,4 +1,4 @@
-"""`cgx-ray bench scale`: its numbers are complete and consistent. Tests do not judge speed."""
+"""`python -m bench scale`: its numbers are complete and consistent. Tests do not judge speed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from cgx_ray.bench.large_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
-from cgx_ray.bench.scale import ScaleNumbers, ScaleOptions
+from bench.scale.measure import ScaleNumbers, ScaleOptions
+from bench.shared.simulated_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
 from cgx_ray.cli import main
-from cgx_ray.control.journal import Journal
+from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy
 

@@ -1,4 +1,4 @@
-"""`cgx-ray bench step`: its parts, and one small run. Tests do not judge speed."""
+"""`python -m bench step`: its parts, and one small run. Tests do not judge speed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from cgx_ray.bench.sleeping_model import SHORTEST_SLEEP_S, BackwardClock, SleepingModel, fixed_gradients
-from cgx_ray.bench.step import StepRecord, StepTiming, rows_of, timings_of
-from cgx_ray.bench.step_cases import (
+from bench.step.cases import (
     GOAL_NETWORK,
     LOOPBACK,
     LOOPBACK_WAYS,
@@ -25,7 +23,9 @@ from cgx_ray.bench.step_cases import (
     networks_of,
     quick_options,
 )
-from cgx_ray.bench.workload import Workload, joint_plan, predicted_s
+from bench.step.measure import StepRecord, StepTiming, rows_of, timings_of
+from bench.step.sleeping_model import SHORTEST_SLEEP_S, BackwardClock, SleepingModel, fixed_gradients
+from bench.step.workload import Workload, joint_plan, predicted_s
 from cgx_ray.cli import main
 from cgx_ray.engine.chrome_trace import PhaseSpan, chrome_trace
 from cgx_ray.errors import ConfigError

@@ -14,10 +14,10 @@ import jsonschema
 import pytest
 import yaml
 
-from cgx_ray.boards.board import Kind, chosen, metrics_in, of
-from cgx_ray.boards.files import BOARDS, made_files
-from cgx_ray.boards.grafana import DECISION_MARKS
 from cgx_ray.monitors.export import METRICS, RUN, served_name
+from dashboards.making.board import Kind, chosen, metrics_in, of
+from dashboards.making.files import BOARDS, made_files
+from dashboards.making.grafana import DECISION_MARKS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "dashboards"
@@ -32,7 +32,7 @@ def board_file(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("path", sorted(made_files()))
 def test_the_file_is_up_to_date(path: str) -> None:
     made = made_files()[path]
-    assert (ROOT / path).read_text() == made, f"{path} is old; run: .venv/bin/python -m cgx_ray.boards"
+    assert (ROOT / path).read_text() == made, f"{path} is old; run: .venv/bin/python -m dashboards.making"
 
 
 def test_panels_use_known_metrics_and_every_metric_is_on_a_panel() -> None:

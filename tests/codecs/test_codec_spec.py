@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.codec_cases import TEXTS
 
-from cgx_ray.codec_spec import near_square, packed_index_bytes
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec
+from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec, near_square, packed_index_bytes
 from cgx_ray.runtime_ext import ops, sparse
 
 # A busy machine would miss hypothesis's deadline of 200 ms per example.

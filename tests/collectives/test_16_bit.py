@@ -20,8 +20,8 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange, pieces
-from cgx_ray.collectives.tcp import connect_mesh
-from cgx_ray.collectives.transport_like import finish_all
+from cgx_ray.collectives.transport.tcp import connect_mesh
+from cgx_ray.collectives.transport.transport_like import finish_all
 from cgx_ray.engine.group import Group
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, GroupPlan, Layer, Option, Scheme
 

@@ -16,9 +16,8 @@ import cgx_ray
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
-from cgx_ray.collectives.artopk import ArTopk
-from cgx_ray.collectives.star_or_var import StarOrVar, compression_gain
-from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.collectives.artopk import ArTopk, StarOrVar, compression_gain
+from cgx_ray.collectives.transport.tcp import connect_mesh
 from cgx_ray.plan import CodecSpec, Scheme
 
 WORLD = 4

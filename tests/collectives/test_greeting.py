@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cgx_ray.collectives.greeting import greeted
-from cgx_ray.collectives.minimum import MAX_DIRECT
+from cgx_ray.collectives.transport.greeting import MAX_DIRECT, greeted
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 17, 18, 28, 40, 256, 1024])

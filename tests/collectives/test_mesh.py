@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from support.meshes import TIMEOUT_S, TOKEN, close_all, connect_meshes, in_threads, make_message
 from support.ranks import run_ranks
 
-from cgx_ray.collectives.tcp import connect_mesh, connect_mesh_by_store, node_address
+from cgx_ray.collectives.transport.tcp import connect_mesh, connect_mesh_by_store, node_address
 from cgx_ray.errors import ConfigError, TransportError
 from cgx_ray.runtime_ext.mesh import Mesh
 

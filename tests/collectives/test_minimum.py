@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.meshes import TIMEOUT_S, close_all, connect_meshes, in_threads
 
-from cgx_ray.collectives.minimum import MAX_DIRECT, partners
+from cgx_ray.collectives.transport.greeting import MAX_DIRECT, partners
 
 
 def test_every_rank_hears_of_every_other_in_two_log3_n_messages() -> None:

@@ -10,9 +10,10 @@ from support.ranks import TIMEOUT_S, run_ranks
 import cgx_ray
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import HEADER_BYTES, Stamp
-from cgx_ray.collectives import Phases, Transport, make_exchange, pieces, simulated_link, transport
+from cgx_ray.collectives import Phases, Transport, make_exchange, pieces
 from cgx_ray.collectives import phases as phases_module
-from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.collectives.transport import simulated_link, transport
+from cgx_ray.collectives.transport.tcp import connect_mesh
 from cgx_ray.plan import CodecSpec, Scheme
 
 WORLD = 3

@@ -12,7 +12,7 @@ from support.meshes import TIMEOUT_S, close_all, in_threads
 from support.ranks import run_ranks
 
 from cgx_ray import ports
-from cgx_ray.collectives.tcp import connect_mesh, connect_mesh_by_store, node_address
+from cgx_ray.collectives.transport.tcp import connect_mesh, connect_mesh_by_store, node_address
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.iperf3_probe import Iperf3Server, measure_iperf3
 from cgx_ray.monitors.probe import BulkServer, Prober, measure_tcp

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.collectives import Transport
-from cgx_ray.collectives.transport_like import finish_all
+from cgx_ray.collectives.transport.transport_like import finish_all
 from cgx_ray.errors import ConfigError
 from cgx_ray.runtime_ext.shm import Segment
 from cgx_ray.session.attachment import process

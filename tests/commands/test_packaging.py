@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHERE = """
 import sys
 from importlib.util import find_spec
-for name in ("cgx_ray.monitors.sample", "cgx_ray.runtime_ext.ops", "cgx_ray.bench.step"):
+for name in ("cgx_ray.monitors.sample", "cgx_ray.runtime_ext.ops", "bench.step.measure"):
     print(find_spec(name).origin)
 """
 
@@ -63,7 +63,7 @@ def test_the_editable_install_finds_the_checkout(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WHERE], cwd=tmp_path, capture_output=True, text=True, check=True)
     found = [Path(file) for file in done.stdout.splitlines()]
     assert [file.resolve() for file in found] == [
-        ROOT / "monitors/sample.py", ROOT / "runtime_ext/ops.py", ROOT / "bench/step.py"
+        ROOT / "monitors/sample.py", ROOT / "runtime_ext/ops.py", ROOT / "bench/step/measure.py"
     ]  # fmt: skip
 
 

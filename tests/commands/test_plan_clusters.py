@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from cgx_ray.cli import main
-from cgx_ray.commands.plan_clusters import best_buy, draw_clusters, shared_assumptions
+from cgx_ray.commands.plan.clusters import PricedCluster, Rental, read_clusters, rent, samples_per_usd
+from cgx_ray.commands.plan.plan_clusters import best_buy, draw_clusters, shared_assumptions
 from cgx_ray.errors import ConfigError
-from cgx_ray.planner.clusters import PricedCluster, Rental, read_clusters, rent, samples_per_usd
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "clusters.yaml"

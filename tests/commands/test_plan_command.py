@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from cgx_ray.cli import main
-from cgx_ray.commands.plan_picture import draw_answer
+from cgx_ray.commands.plan.plan_picture import draw_answer
+from cgx_ray.commands.plan.question import compute_time
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Plan
-from cgx_ray.planner.compute import compute_time
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import THREAD_S
 from cgx_ray.planner.models import load_model

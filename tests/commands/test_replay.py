@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 from support.control_runs import LAYERS, WORLD, start
 
-from cgx_ray.bench.adapt_cases import CASES
-from cgx_ray.bench.simulate import SimulatedRun
-from cgx_ray.bench.simulated_cluster import SimulatedCluster
+from bench.adapt.cases import CASES
+from bench.adapt.simulate import SimulatedRun
+from bench.shared.simulated_cluster import SimulatedCluster
 from cgx_ray.cli import main
-from cgx_ray.control.journal import FORMAT, Journal
+from cgx_ray.control.journal.lines import FORMAT, Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy, StaticPolicy
 from cgx_ray.plan import make_plan
@@ -27,7 +27,7 @@ Entries = list[dict[str, Any]]
 
 
 def simulate(folder: Path, name: str, *, until_s: float) -> Path:
-    """Return the journal of the case `name` of `cgx-ray bench adapt`."""
+    """Return the journal of the case `name` of `python -m bench adapt`."""
     case = next(case for case in CASES if case.name == name)
     cluster = SimulatedCluster(case.model, case.costs, case.gain, case.errors(0), 0)
     path = folder / name / "decisions.jsonl"

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from support.control_runs import COSTS, LAYERS, WORLD, start
 
-from cgx_ray.control.choice import Outlook
-from cgx_ray.control.learned_errors import NUM_OUTCOMES, LearnedErrors
-from cgx_ray.control.measured import is_dense
-from cgx_ray.control.policy import AdaptivePolicy, Disable, Keep, Replace, Situation
+from cgx_ray.control.learned.learned_errors import NUM_OUTCOMES, LearnedErrors
+from cgx_ray.control.learned.measured import is_dense
+from cgx_ray.control.policy import AdaptivePolicy, Disable, Keep, Outlook, Replace, Situation
 from cgx_ray.plan import Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, groups_of

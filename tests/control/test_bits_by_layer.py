@@ -8,9 +8,9 @@ import pytest
 from support.control_runs import COST, GAIN, LAYERS, WORLD, MeteredTraining, journal
 
 from cgx_ray.control.history import History
-from cgx_ray.control.journal import Journal
+from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.learned.measured import bits_by_layer
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.measured import bits_by_layer
 from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.control.replay import Replay, WhatIf
 from cgx_ray.plan import NONE, CodecSpec, make_plan

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cgx_ray.control.changes import ChangeDetector, SlowRanks
+from cgx_ray.control.network.changes import ChangeDetector, SlowRanks
 
 
 def noisy(level: float, num: int, *, seed: int = 0, sigma: float = 0.05) -> Iterator[float]:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from support.control_runs import COSTS, LAYERS, WORLD, journal, start
 
-from cgx_ray.control.facts import LoopFacts
-from cgx_ray.control.tally import CAUSE_KINDS
+from cgx_ray.control.journal.facts import CAUSE_KINDS, LoopFacts
 from cgx_ray.monitors.export import LABELS
 from cgx_ray.plan import make_plan
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from cgx_ray.control.gains import NUM_MEASUREMENTS, GainWatch
-from cgx_ray.control.learning_phase import LearningPhase
+from cgx_ray.control.gains.gain_watch import NUM_MEASUREMENTS, GainWatch
+from cgx_ray.control.gains.loss_trend import LearningPhase
 
 TOPK, QSGD = "topk:density=0.01", "qsgd:bits=4,bucket_size=128"
 STAR = f"{TOPK} over artopk_ring"

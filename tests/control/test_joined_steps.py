@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from support.control_runs import LAYERS, WORLD, FakeTraining, start
 
-from cgx_ray.collectives.greeting import greeted
+from cgx_ray.collectives.transport.greeting import greeted
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner, join
-from cgx_ray.control.link_estimate import PassiveLink
-from cgx_ray.control.measured import layer_times
+from cgx_ray.control.learned.measured import layer_times
+from cgx_ray.control.network.link_estimate import PassiveLink
 from cgx_ray.engine.counted import FEWER, MAX_BURSTS, MAX_TELLING, counted_bursts, counted_lags, counted_peers
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import ROTATION_STEPS, Burst, NodeStep, StepSample, counted_offsets

@@ -16,9 +16,9 @@ import pytest
 from support.control_runs import LAYERS, FakeTraining, journal, start
 
 from cgx_ray.control.joined_steps import JoinedStep, join
-from cgx_ray.control.journal import Journal
-from cgx_ray.control.progress import Progress
-from cgx_ray.control.recorded import read_layers, read_policy, read_situation, situation_fields
+from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.journal.progress import Progress
+from cgx_ray.control.journal.recorded import read_layers, read_policy, read_situation, situation_fields
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.plan import DENSE, CodecSpec, Option, options_of
@@ -162,8 +162,8 @@ def test_a_disk_that_fills_up_and_is_cleared_costs_the_lines_in_between(tmp_path
     script = f"""
 import resource, signal, sys
 from pathlib import Path
-from cgx_ray.control.journal import Journal
-from cgx_ray.control.progress import Progress
+from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.journal.progress import Progress
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 line = {LINE!r}
 log = Journal(Path(sys.argv[1]))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.control_runs import QUIET, start
 
-from cgx_ray.control.known_network import PROBE_HOLDS_S, RATE_HOLDS_S, KnownNetwork
-from cgx_ray.control.traffic import StepTraffic
+from cgx_ray.control.network.known_network import PROBE_HOLDS_S, RATE_HOLDS_S, KnownNetwork
+from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import Bandwidth, Burst, HostLoad, NodeSample

@@ -7,7 +7,7 @@ import math
 import pytest
 from support.control_runs import COST
 
-from cgx_ray.control.learned_errors import MEMORY_S, LearnedErrors
+from cgx_ray.control.learned.learned_errors import MEMORY_S, LearnedErrors
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Scheme
 from cgx_ray.planner.prediction import PlannedGroup
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from cgx_ray.control.link_estimate import PassiveLink
-from cgx_ray.control.rate_estimates import fit_exchanges
-from cgx_ray.control.traffic import ObservedExchange, StepTraffic
+from cgx_ray.control.network.link_estimate import PassiveLink
+from cgx_ray.control.network.rate_estimates import fit_exchanges
+from cgx_ray.control.network.traffic import ObservedExchange, StepTraffic
 from cgx_ray.monitors.sample import Burst
 
 WORLD = 4

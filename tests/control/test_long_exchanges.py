@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cgx_ray.control.link_estimate import PassiveLink
-from cgx_ray.control.traffic import ObservedExchange, StepTraffic
+from cgx_ray.control.network.link_estimate import PassiveLink
+from cgx_ray.control.network.traffic import ObservedExchange, StepTraffic
 
 PAIRS = list(itertools.combinations(range(4), 2))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from statistics import median
 
-from cgx_ray.control.node_latencies import NodeLatencies
+from cgx_ray.control.network.known_network import NodeLatencies
 
 
 def test_the_median_is_that_of_the_newest_latency_of_each_node() -> None:

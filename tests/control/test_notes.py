@@ -11,7 +11,7 @@ import pytest
 from support.control_runs import COSTS, LAYERS, WORLD, journal, start
 
 from cgx_ray.control.guard import BASELINE_STEPS
-from cgx_ray.control.journal import MAX_TEXT, Journal
+from cgx_ray.control.journal.lines import MAX_TEXT, Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.notes import MAX_FAULTS
 from cgx_ray.control.policy import StaticPolicy

@@ -12,12 +12,12 @@ import pytest
 import torch
 from support.control_runs import COST, COSTS, LAYERS, WORLD, FakeTraining, journal, start
 
-from cgx_ray.control.journal import Journal
-from cgx_ray.control.learned_errors import LearnedErrors
+from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.journal.recorded import read_groups, read_layers, read_policy, read_situation, situation_fields
+from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy
-from cgx_ray.control.recorded import read_groups, read_layers, read_policy, read_situation, situation_fields
-from cgx_ray.control.setbacks import Setbacks
+from cgx_ray.control.trial.setbacks import Setbacks
 from cgx_ray.plan import CodecSpec, Option, Scheme, make_plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import candidate_options, host_name

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from support.control_runs import COST, LAYERS, WORLD, MeteredTraining
 
+from cgx_ray.control.gains.known_losses import KnownLosses, lost_share
 from cgx_ray.control.joined_steps import JoinedStep, join
-from cgx_ray.control.journal import Journal
-from cgx_ray.control.known_losses import KnownLosses, lost_share
+from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy, PaperPolicy
 from cgx_ray.errors import ConfigError

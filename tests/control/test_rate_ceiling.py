@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cgx_ray.control.rate_ceiling import RateCeiling
-from cgx_ray.control.traffic import StepTraffic
+from cgx_ray.control.network.rate_ceiling import RateCeiling
+from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.monitors.sample import Burst, HostLoad
 
 RATE = 125e6

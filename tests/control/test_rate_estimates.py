@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from cgx_ray.control.estimate import quantile_interval
-from cgx_ray.control.rate_estimates import estimate_from_bursts, link_rates
+from cgx_ray.control.network.estimate import quantile_interval
+from cgx_ray.control.network.rate_estimates import estimate_from_bursts, link_rates
 from cgx_ray.monitors.sample import Burst
 
 MIB = 1 << 20

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from cgx_ray.control.innovation import Innovations
-from cgx_ray.control.recent_links import RecentLinks
+from cgx_ray.control.network.changes import Innovations
+from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.planner.cost import Link
 
 

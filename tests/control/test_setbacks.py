@@ -9,11 +9,11 @@ import pytest
 from support.control_runs import COSTS, LAYERS, QUIET, WORLD, journal, start
 
 from cgx_ray.control.guard import BASELINE_STEPS
-from cgx_ray.control.learned_errors import MEMORY_S
-from cgx_ray.control.measured import is_dense, non_dense_options
-from cgx_ray.control.outcome import JUDGED_STEPS, WARM_UP_STEPS
+from cgx_ray.control.learned.learned_errors import MEMORY_S
+from cgx_ray.control.learned.measured import is_dense, non_dense_options
 from cgx_ray.control.policy import Disable, Replace
-from cgx_ray.control.setbacks import BAN_S, MIN_BAN_STEPS, Setbacks
+from cgx_ray.control.trial.outcome import JUDGED_STEPS, WARM_UP_STEPS
+from cgx_ray.control.trial.setbacks import BAN_S, MIN_BAN_STEPS, Setbacks
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import Burst, NodeSample

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.control_runs import journal, start
 
-from cgx_ray.control.measured import is_dense
-from cgx_ray.control.stretch import ComputeStretch, SideBySide
+from cgx_ray.control.learned.measured import is_dense
+from cgx_ray.control.learned.stretch import ComputeStretch, SideBySide
 from cgx_ray.plan import Option
 
 

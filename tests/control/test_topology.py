@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from cgx_ray.control.topology import SilentNodes, clusters, slow_links
+from cgx_ray.control.network.topology import SilentNodes, clusters, slow_links
 
 PAIRS = list(itertools.combinations(range(4), 2))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.collectives import tcp
+from cgx_ray.collectives.transport import tcp
 from cgx_ray.plan import CODECS_OF_SCHEME, Scheme
 
 LARGE, SMALL = (40, 50), (9,)

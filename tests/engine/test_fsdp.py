@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 import cgx_ray
 from cgx_ray.codecs.wire import HEADER_BYTES
-from cgx_ray.engine.shards import ShardedLayer
+from cgx_ray.engine.sharded.shards import ShardedLayer
 from cgx_ray.plan import CodecSpec, Layer
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.engine.gain_history import HISTORY_BLOCK, HISTORY_NUMEL, MAX_POOLS, NUM_GRADIENTS, GradientHistory
+from cgx_ray.engine.gains.gain_history import HISTORY_BLOCK, HISTORY_NUMEL, MAX_POOLS, NUM_GRADIENTS, GradientHistory
 from cgx_ray.plan import CodecSpec, Layer
 
 TOPK = make_codec(CodecSpec(name="topk", density=0.1))

@@ -15,9 +15,9 @@ import cgx_ray
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.gain import squared_error
 from cgx_ray.collectives import Transport
-from cgx_ray.engine import gain_schedule
 from cgx_ray.engine.engine import Engine
-from cgx_ray.engine.gain_meter import GainMeter, GroupGradients
+from cgx_ray.engine.gains import gain_schedule
+from cgx_ray.engine.gains.gain_meter import GainMeter, GroupGradients
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.plan import CodecSpec, Scheme, make_plan
 

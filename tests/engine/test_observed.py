@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.engine.observed import ObservedTraining
+from cgx_ray.engine.telemetry import ObservedTraining
 from cgx_ray.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.collectives.simulated_link import SimulatedLink
+from cgx_ray.collectives.transport.simulated_link import SimulatedLink
 from cgx_ray.plan import Plan
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings

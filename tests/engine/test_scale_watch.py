@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import cgx_ray
-from cgx_ray.engine.scale_watch import WATCH, ScaleWatch
+from cgx_ray.engine.loss_scale import WATCH, ScaleWatch
 
 
 class _Own(GradScaler):

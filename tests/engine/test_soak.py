@@ -16,7 +16,7 @@ from support.ranks import TIMEOUT_S, run_ranks
 
 import cgx_ray
 from cgx_ray.collectives import Transport
-from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.collectives.transport.tcp import connect_mesh
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.step import PendingBucket
 from cgx_ray.errors import CGXError

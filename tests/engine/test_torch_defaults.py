@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.codecs.codec import HOST
-from cgx_ray.engine.gain_schedule import FIRST_STEP
+from cgx_ray.engine.gains.gain_schedule import FIRST_STEP
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.session.attachment import process
 from cgx_ray.session.calibrate import measure_codecs

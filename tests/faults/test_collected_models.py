@@ -15,7 +15,7 @@ from support.sharded import train as train_sharded
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.collectives.transport import Transport
+from cgx_ray.collectives.transport.transport import Transport
 from cgx_ray.session import attachment
 
 

@@ -23,9 +23,9 @@ from support.shared_memory import left_behind
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.collectives import tcp
-from cgx_ray.collectives.gathered import Gatherer
-from cgx_ray.collectives.lifeline import Lifeline
+from cgx_ray.collectives.transport import tcp
+from cgx_ray.collectives.transport.gathered import Gatherer
+from cgx_ray.collectives.transport.lifeline import Lifeline
 from cgx_ray.errors import LimitError
 from cgx_ray.runtime_ext.mesh import Mesh
 from cgx_ray.session import agree, ddp

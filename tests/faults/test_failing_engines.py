@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.codecs import make_codec
-from cgx_ray.collectives import tcp
+from cgx_ray.collectives.transport import tcp
 from cgx_ray.engine.step import StepRun
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.plan import CodecSpec

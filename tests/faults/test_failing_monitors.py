@@ -14,9 +14,9 @@ import pytest
 from support.control_runs import QUIET
 from support.samples import step_sample
 
-from cgx_ray.control import journal as journal_module
-from cgx_ray.control.journal import Journal, QueuedJournal
-from cgx_ray.control.sample_watch import SampleWatch
+from cgx_ray.control.journal import lines as journal_module
+from cgx_ray.control.journal.lines import Journal, QueuedJournal
+from cgx_ray.control.loop_work import SampleWatch
 from cgx_ray.monitors import host as host_module
 from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.sample import NodeSample

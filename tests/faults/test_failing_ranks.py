@@ -21,7 +21,7 @@ from support.ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.collectives.gloo_sockets import GlooSockets
+from cgx_ray.collectives.transport.gloo_sockets import GlooSockets
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.step import PendingBucket, StepRun

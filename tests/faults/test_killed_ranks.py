@@ -14,7 +14,7 @@ from support.failing_ranks import die, said_by_survivors
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.collectives import tcp
+from cgx_ray.collectives.transport import tcp
 from cgx_ray.engine.step import StepRun, _UnderWay
 from cgx_ray.plan import CodecSpec, GroupPlan, Intra, Option, Plan, Scheme
 from cgx_ray.runtime_ext.shm import LocalGroup

@@ -6,7 +6,7 @@ import pytest
 from support.meshes import TIMEOUT_S, in_threads
 from support.strangers import HOST, is_hung_up, strangers
 
-from cgx_ray.collectives.lifeline import TOKEN_BYTES, Lifeline
+from cgx_ray.collectives.transport.lifeline import TOKEN_BYTES, Lifeline
 
 TOKEN = bytes(range(TOKEN_BYTES))
 

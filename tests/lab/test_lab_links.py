@@ -15,7 +15,7 @@ import pytest
 from support.emulated import needs_lab
 from support.lab_probe import AHEAD, exchange, receiver, send
 
-from cgx_ray.bench.lab import measure_lab
+from bench.lab.measure import measure_lab
 from cgx_ray.errors import LabError
 from cgx_ray.lab.link import LinkState, parse_change
 from cgx_ray.lab.namespaces import Lab, choose_backend

@@ -12,10 +12,10 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from cgx_ray.collectives import tcp
+from cgx_ray.collectives.transport import tcp
 from cgx_ray.control.joined_steps import StepJoiner
-from cgx_ray.control.link_estimate import PassiveLink
-from cgx_ray.control.traffic import StepTraffic
+from cgx_ray.control.network.link_estimate import PassiveLink
+from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import Burst, StepSample
@@ -89,7 +89,7 @@ def test_a_real_exchange_shows_the_rate_of_the_lab_within_10_percent() -> None:
 
 _EXCHANGE = """
 import json, sys, torch, torch.distributed as dist
-from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.collectives.transport.tcp import connect_mesh
 rank, folder, numel = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 3), rank=rank, world_size=3)
 mesh = connect_mesh(dist.group.WORLD, 60.0)

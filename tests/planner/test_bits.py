@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgx_ray.bench.planner_bits import CGX_TABLE_7, gain_error, measure_bits, measure_errors, record_gradients
+from bench.planner.bits import CGX_TABLE_7, gain_error, measure_bits, measure_errors, record_gradients
 from cgx_ray.codecs.gain import GainCurve
 from cgx_ray.demo.gpt import GPTConfig
 from cgx_ray.errors import CGXError

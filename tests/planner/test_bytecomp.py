@@ -17,7 +17,7 @@ from cgx_ray.planner.papers.bytecomp import (
     Move,
     MovePart,
     MoveScope,
-    Path,
+    TreePath,
     option_of,
     path_cost,
     paths,
@@ -39,7 +39,7 @@ NETWORKS = (
 )
 
 
-def named(path: Path) -> str:
+def named(path: TreePath) -> str:
     return " ".join(task.task if isinstance(task, CodecTask) else task.routine for task in path)
 
 

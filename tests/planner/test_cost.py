@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgx_ray.bench.planner_cases import read_table
+from bench.planner.cases import read_table
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import Link, exchange_s, terms

@@ -1,4 +1,4 @@
-"""Levels of fidelity: they follow from the committed run of `cgx-ray bench accuracy`."""
+"""Levels of fidelity: they follow from the committed run of `python -m bench accuracy`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cgx_ray.bench.accuracy_cases import CODECS, WORKLOADS, read_option
+from bench.accuracy.cases import CODECS, WORKLOADS, read_option
 from cgx_ray.plan import NONE, CodecSpec, preferred_scheme
 from cgx_ray.planner.fidelity import LOSS_COSTS, Fidelity, codecs_of, describe_costs
 from cgx_ray.planner.options import efficiency

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from cgx_ray.bench.planner_cases import earliest_finish_s, random_pipeline
+from bench.planner.cases import earliest_finish_s, random_pipeline
+from bench.planner.fusion import fuse
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Option, Scheme
 from cgx_ray.planner.cost import Link, Network, exchange_s
-from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.legs import MESSAGE_S, THREAD_S
 from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.papers.cupcake import cupcake

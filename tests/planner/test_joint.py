@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from support.groupings import all_plans
 
+from bench.planner.strategies import named_strategies
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, make_plan
 from cgx_ray.planner import chain
@@ -20,7 +21,6 @@ from cgx_ray.planner.models import MODEL_NAMES, load_model
 from cgx_ray.planner.options import CodecCost, candidate_options
 from cgx_ray.planner.pipeline import Pipeline, cheapest, group_cost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
-from cgx_ray.planner.strategies import named_strategies
 from cgx_ray.planner.timeline import Resource
 
 ROUNDING = 1e-9

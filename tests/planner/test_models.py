@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cgx_ray.bench.planner_cases import COMPRESSING, DENSE_INDEX, MODEL_OPTIONS, OFFLOADED, model_pipeline
+from bench.planner.cases import COMPRESSING, DENSE_INDEX, MODEL_OPTIONS, OFFLOADED, model_pipeline
+from bench.planner.fusion import fuse
+from bench.planner.strategies import named_strategies
 from cgx_ray.errors import ConfigError
-from cgx_ray.planner.fusion import fuse
 from cgx_ray.planner.models import MODEL_NAMES, generate, load_model
 from cgx_ray.planner.search import search
-from cgx_ray.planner.strategies import named_strategies
 
 ROUNDING = 1e-12
 

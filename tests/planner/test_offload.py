@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from support.groupings import all_plans
 
-from cgx_ray.bench.planner_cases import earliest_finish_s
+from bench.planner.cases import earliest_finish_s
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Device, GroupPlan, Intra, Layer, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network

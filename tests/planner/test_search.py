@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from cgx_ray.bench.planner_cases import earliest_finish_s, random_pipeline, with_random_tolls
+from bench.planner.cases import earliest_finish_s, random_pipeline, with_random_tolls
+from bench.planner.strategies import named_strategies
 from cgx_ray.errors import ConfigError
 from cgx_ray.planner.papers.bytecomp import bytecomp
 from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline
 from cgx_ray.planner.search import search
-from cgx_ray.planner.strategies import named_strategies
 
 ROUNDING = 1e-12
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgx_ray.bench.planner_cases import random_pipeline
+from bench.planner.cases import random_pipeline
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, PIECE_BYTES, CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link, Network

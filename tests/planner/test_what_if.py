@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cgx_ray.bench.planner_cases import read_table
+from bench.planner.cases import read_table
 from cgx_ray.cli import main
+from cgx_ray.commands.collective import compare_schemes, parse_link
 from cgx_ray.errors import ConfigError
-from cgx_ray.planner.what_if import compare_schemes, parse_link
 
 
 def run_collective(row: dict[str, str], density: str) -> dict[str, Any]:

@@ -17,11 +17,16 @@ import ray
 from support.controller_facts import KnownFacts
 from support.samples import step_sample
 
-from cgx_ray.boards.board import Panel, chosen, metrics_in
-from cgx_ray.boards.files import BOARDS
-from cgx_ray.boards.grafana import DECISION_MARKS
-from cgx_ray.boards.prometheus import PrometheusServer, Series
-from cgx_ray.boards.recording import (
+from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.monitors.controller_metrics import ControllerMetrics
+from cgx_ray.monitors.export import METRICS
+from cgx_ray.monitors.ray_sink import RaySink
+from cgx_ray.monitors.round_trip import EchoServer
+from dashboards.making.board import Panel, chosen, metrics_in
+from dashboards.making.files import BOARDS
+from dashboards.making.grafana import DECISION_MARKS
+from dashboards.making.prometheus import PrometheusServer, Series
+from dashboards.making.recording import (
     FAST_BIT_PER_S,
     FAST_STEPS,
     RUN_NAME,
@@ -31,11 +36,6 @@ from cgx_ray.boards.recording import (
     ray_and_prometheus,
     record,
 )
-from cgx_ray.monitors.agent import NodeAgent
-from cgx_ray.monitors.controller_metrics import ControllerMetrics
-from cgx_ray.monitors.export import METRICS
-from cgx_ray.monitors.ray_sink import RaySink
-from cgx_ray.monitors.round_trip import EchoServer
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "dashboards" / "rules.yaml"

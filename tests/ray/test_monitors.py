@@ -16,7 +16,7 @@ import ray
 from support.controller_facts import KnownFacts
 from support.samples import step_sample
 
-from cgx_ray.bench.monitor_cost import monitor_rows
+from bench.network.monitor_cost import monitor_rows
 from cgx_ray.monitors.agent import NodeAgent
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.export import LABELS, METRICS, RUN, served_name

@@ -16,7 +16,7 @@ from support.wheels import ROOT, bare_environment, build_sdist, install, make_en
 MODULES = (
     "cgx_ray.monitors.sample",
     "cgx_ray.runtime_ext.ops",
-    "cgx_ray.bench.step",
+    "bench.step.measure",
     "cgx_ray.runtime_ext._native",
     "cgx_ray.planner._search",
 )

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.control.gains.known_losses import lost_share
 from cgx_ray.control.history import History
-from cgx_ray.control.journal import Journal
-from cgx_ray.control.known_losses import lost_share
+from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.measured import is_dense
 from cgx_ray.control.policy import AdaptivePolicy, Decision
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, InsideLink, LayerError, NodeSample, StepSample, Transfer

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from cgx_ray.collectives.subset import MessageGroup
-from cgx_ray.collectives.transport_like import Handle
+from cgx_ray.collectives.transport.transport_like import Handle
 from cgx_ray.runtime_ext.mesh import Mesh, Parts
 from support.meshes import TIMEOUT_S
 

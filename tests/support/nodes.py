@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from cgx_ray.codecs import Memory, make_codec
 from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange, tcp
-from cgx_ray.collectives.transport_like import Handle
+from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange
+from cgx_ray.collectives.transport import tcp
+from cgx_ray.collectives.transport.transport_like import Handle
 from cgx_ray.plan import CodecSpec, Intra, Layer, Scheme
 from cgx_ray.runtime_ext.mesh import Parts, flat
 from support.ranks import TIMEOUT_S

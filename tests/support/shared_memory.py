@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from cgx_ray.collectives.tcp import connect_mesh
+from cgx_ray.collectives.transport.tcp import connect_mesh
 from cgx_ray.runtime_ext.mesh import Mesh
 
 TIMEOUT_S = 30.0

@@ -167,7 +167,7 @@ class CodecTask(NamedTuple):
     device: CodecDevice
 
 
-Path = tuple[Move | CodecTask, ...]
+TreePath = tuple[Move | CodecTask, ...]
 _Pattern = tuple[tuple[MoveScope, MovePart, bool], ...]
 
 # Key: is the tensor compressed, and does the next move want it compressed.
@@ -179,7 +179,7 @@ _CONNECTIONS: dict[tuple[bool, bool], tuple[tuple[str, ...], ...]] = {
 }
 
 
-def paths() -> Iterator[Path]:
+def paths() -> Iterator[TreePath]:
     """Yield every valid path once."""
     for pattern in _patterns():
         for is_compressed in itertools.product((False, True), repeat=len(pattern)):
@@ -201,7 +201,7 @@ def _patterns() -> Iterator[_Pattern]:
         yield ((MoveScope.INSIDE, MovePart.FIRST, is_rooted), *between, (MoveScope.INSIDE, MovePart.SECOND, is_rooted))
 
 
-def _on_devices(moves: Sequence[Move], tasks: Sequence[tuple[str, ...]]) -> Iterator[Path]:
+def _on_devices(moves: Sequence[Move], tasks: Sequence[tuple[str, ...]]) -> Iterator[TreePath]:
     """Yield the paths with `tasks` before each of `moves` and after the last, on each combination of devices."""
     choices = [
         itertools.product(*([CodecTask(task, device) for device in CodecDevice] for task in here)) for here in tasks
@@ -227,7 +227,7 @@ _INSIDE: dict[Intra, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def option_of(path: Path, codec: CodecSpec) -> Option | None:
+def option_of(path: TreePath, codec: CodecSpec) -> Option | None:
     """Return the engine's option that does `path` with `codec`, which every scheme must carry; None if there is none.
 
     The engine does all codec work of a group on one device, and on the CPU if the group is hierarchical.
@@ -267,7 +267,7 @@ class _TensorState:
 
 
 def path_cost(
-    path: Path, network: Network, codec: CodecSpec, costs: Mapping[CodecDevice, CodecCost], numel: int = 1 << 24
+    path: TreePath, network: Network, codec: CodecSpec, costs: Mapping[CodecDevice, CodecCost], numel: int = 1 << 24
 ) -> GroupCost:
     """Return the cost of a float32 group on `path`, one task after the other.
 
@@ -309,7 +309,7 @@ def _num_ranks(scope: MoveScope, network: Network) -> int:
 
 
 def _code_s(
-    task: CodecTask, after: Path, tensor: _TensorState, network: Network, cost: CodecCost
+    task: CodecTask, after: TreePath, tensor: _TensorState, network: Network, cost: CodecCost
 ) -> tuple[float, float]:
     """Return seconds, and seconds per element of the whole tensor. A move that scatters takes one piece per rank."""
     if task.task == "decompress":

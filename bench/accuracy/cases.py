@@ -1,0 +1,107 @@
+"""Workloads and codecs that `python -m bench accuracy` trains, and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, preferred_scheme
+from cgx_ray.planner.fidelity import Fidelity
+from cgx_ray.planner.papers.cgx import METHODS as CGX_METHODS
+from cgx_ray.session.settings import Settings
+
+WORKLOADS = ("gpt_adamw", "gpt_sgd", "digits")
+# Twelve times as large, so its dense steps take seconds at 100 Mbit/s: it runs only if asked for.
+LARGE_WORKLOAD = "gpt_demo"
+_ALL_WORKLOADS = (*WORKLOADS, LARGE_WORKLOAD)
+# Every codec family whose accuracy the documents state, and what the adaptive policy may choose.
+CODECS = (
+    "bf16",
+    "qsgd:bits=4",
+    "qsgd:bits=3",
+    "qsgd:bits=2,bucket_size=128",
+    "qsgd:bits=2,bucket_size=64",
+    "terngrad",
+    "powersgd:rank=4",
+    "topk:density=0.1",
+    "topk:density=0.033",
+    "topk:density=0.01",
+    "topk:density=0.001",
+    "topk:density=0.01 over artopk_ring",
+    "dgc:density=0.01",
+    "ef_signsgd",
+)
+# The policy with its defaults, and with each other level of fidelity.
+ADAPTIVE = ("adaptive", *(f"adaptive {level}" for level in Fidelity if level is not Fidelity.STRICT))
+# Bits by layer as CGX chooses them during training, by each of its methods.
+CGX = tuple(f"cgx {method}" for method in CGX_METHODS)
+POLICIES = (*ADAPTIVE, *CGX)
+# Seconds between two choices of bits: a training of the bench takes seconds.
+_CGX_REVIEW_S = 5.0
+_QUICK_CODECS = ("qsgd:bits=2,bucket_size=128", "topk:density=0.01")
+_QUICK_STEPS = 60
+# The learning rate warms up for 10 steps, and the loss is validated after each tenth of the steps.
+_LEAST_STEPS = 20
+
+
+def read_option(text: str) -> Option:
+    """Read a codec, with its scheme after "over" if it is not the usual one: "topk:density=0.01 over artopk_ring"."""
+    codec, has_scheme, scheme = text.strip().partition(" over ")
+    if codec == "dense":
+        return DENSE
+    spec = CodecSpec.parse(codec)
+    if has_scheme and scheme.strip() not in set(Scheme):
+        raise ConfigError(f"{text!r}: unknown scheme {scheme.strip()!r}; known: {', '.join(Scheme)}")
+    return Option(codec=spec, scheme=Scheme(scheme.strip()) if has_scheme else preferred_scheme(spec))
+
+
+def policy_settings(way: str, *, shared_memory: bool) -> Settings:
+    """Return the settings of one of POLICIES."""
+    policy, _, given = way.partition(" ")
+    if way in CGX:
+        return Settings(policy=policy, method=given, review_s=_CGX_REVIEW_S, shared_memory=shared_memory)
+    return Settings(policy=policy, fidelity=given or str(Fidelity.STRICT), shared_memory=shared_memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracyOptions:
+    """Options of the bench.
+
+    codecs          as `read_option` reads them, and those of POLICIES; dense always runs too
+    num_seeds       of weights and batches: 0, 1, ...
+    rate_bit_per_s  of the lab's links; None: loopback, where times mean nothing
+    """
+
+    workloads: tuple[str, ...] = WORKLOADS
+    codecs: tuple[str, ...] = CODECS
+    num_seeds: int = 3
+    num_steps: int = 300
+    num_ranks: int = 4
+    rate_bit_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.workloads:
+            if name not in _ALL_WORKLOADS:
+                raise ConfigError(f"unknown workload {name!r}; known: {', '.join(_ALL_WORKLOADS)}")
+        if not self.workloads:
+            raise ConfigError(f"no workload is given; give some of {', '.join(_ALL_WORKLOADS)}")
+        if self.num_seeds < 1:
+            raise ConfigError(f"seeds {self.num_seeds} is not allowed; give 1 or more")
+        if self.num_steps < _LEAST_STEPS:
+            raise ConfigError(f"steps {self.num_steps} is not allowed; give {_LEAST_STEPS} or more")
+        if not 2 <= self.num_ranks <= 16:
+            raise ConfigError(f"ranks {self.num_ranks} is not allowed; give 2 to 16")
+        self.ways  # noqa: B018 - raises on codecs that are not allowed
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Dense, then the codecs over their schemes and the policies, each once, as text."""
+        given = (text if text in POLICIES else str(read_option(text)) for text in map(str.strip, self.codecs))
+        return tuple(dict.fromkeys([str(DENSE), *given]))
+
+
+def quick_options(options: AccuracyOptions) -> AccuracyOptions:
+    """Return a check of minutes: one seed, few steps, and two codecs unless others were given."""
+    codecs: Sequence[str] = _QUICK_CODECS if options.codecs == CODECS else options.codecs
+    return replace(options, codecs=tuple(codecs), num_seeds=1, num_steps=min(options.num_steps, _QUICK_STEPS))

@@ -1,0 +1,146 @@
+"""One rank of `python -m bench accuracy`: trains all cases, one after the other.
+
+Rank 0 writes a `TrainingRun` as a line of JSON after each case.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from bench.accuracy.bits import BitsBesideStatic
+from bench.accuracy.cases import POLICIES, policy_settings, read_option
+from bench.accuracy.measure import TrainingRun
+from bench.accuracy.workloads import Batch, TrainingTask, load_task
+from bench.gathered_control import GatheredControl
+from bench.shared.rank_process import run_rank
+from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.gain import squared_error
+from cgx_ray.demo.train import learning_rate_factor
+from cgx_ray.plan import SMALL_LAYER_NUMEL
+
+_MAX_NORM = 1.0
+_NUM_POINTS = 10
+
+
+def _measure(job: dict[str, Any]) -> None:
+    tasks = {name: load_task(name) for name in job["workloads"]}
+    for seed in range(job["num_seeds"]):
+        for workload, task in tasks.items():
+            for way in job["ways"]:
+                run = _train(task, workload, way, seed, job["num_steps"], job["is_loopback"])
+                # Reducer and model hold each other: without this the memory of the cases adds up.
+                gc.collect()
+                if job["rank"] == 0:
+                    print(json.dumps(asdict(run)), flush=True)
+    dist.barrier()
+
+
+def _train(task: TrainingTask, workload: str, way: str, seed: int, num_steps: int, shared_memory: bool) -> TrainingRun:
+    """Train one case. It ends early at the first validation loss that is not finite.
+
+    shared_memory  between ranks; in a lab it would go around the links
+    """
+    model = DistributedDataParallel(task.build(seed))
+    has_momentum = way in POLICIES or read_option(way).codec.name != "dgc"
+    optimizer = task.make_optimizer(model.parameters(), has_momentum)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, num_steps))
+    points, errors, steps_s, wire_bytes, beside = [], [], [], 0, BitsBesideStatic()
+    with _attached(model, way, shared_memory) as (attachment, after_step):
+        for step in range(num_steps):
+            began_s = time.perf_counter()
+            model(*task.batch(seed, step, dist.get_rank())).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            steps_s.append(time.perf_counter() - began_s)
+            after_step(step)
+            sample = attachment.last_step
+            wire_bytes += sample.wire_bytes if sample is not None else 0
+            if (step + 1) * _NUM_POINTS // num_steps > step * _NUM_POINTS // num_steps:
+                loss = _validate(model.module, task.validation)
+                if not math.isfinite(loss):
+                    break
+                points.append((step + 1, math.fsum(steps_s), loss))
+                gradients = _gradients(model.module, task.batch(seed, step, dist.get_rank()))
+                if way not in POLICIES:
+                    errors.append(_relative_error(gradients, way))
+                assert attachment.plan is not None
+                beside.add(attachment.plan, gradients, step)
+    return TrainingRun(
+        workload=workload,
+        option=way,
+        seed=seed,
+        points=tuple(points),
+        has_diverged=len(points) < _NUM_POINTS,
+        wire_bytes=wire_bytes / (step + 1),
+        relative_error=max(errors, default=math.nan),
+        bytes_over_static=beside.bytes_share,
+        error_over_static=beside.error_ratio,
+        step_s=median(steps_s[len(steps_s) // 2 :]),
+    )
+
+
+@contextmanager
+def _attached(
+    model: DistributedDataParallel, way: str, shared_memory: bool
+) -> Iterator[tuple[cgx_ray.Attachment, Callable[[int], None]]]:
+    """Attach the codec or the policy; yield the attachment, and what is to be called with each step's number."""
+    if way in POLICIES:
+        settings = policy_settings(way, shared_memory=shared_memory)
+        with GatheredControl(settings) as control, closing(cgx_ray.attach(model)) as attachment:
+            yield attachment, control.after_step
+    else:
+        option = read_option(way)
+        attachment = cgx_ray.attach(model, codec=option.codec, scheme=option.scheme, shared_memory=shared_memory)
+        with closing(attachment):
+            yield attachment, lambda step: None
+
+
+@torch.no_grad()
+def _validate(model: nn.Module, batches: tuple[Batch, ...]) -> float:
+    """Return the mean loss, the same on all ranks, of which each computes a part. A collective call."""
+    own = sum((model(*batch).item() for batch in _own(batches)), 0.0)
+    total = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / len(batches)
+
+
+def _relative_error(gradients: Mapping[str, Tensor], way: str) -> float:
+    """Return |g - decode(encode(g))|^2 / |g|^2 of this rank's gradient g of the layers that are encoded."""
+    large = [
+        gradient.flatten()
+        for gradient in gradients.values()
+        if gradient.ndim > 1 and gradient.numel() >= SMALL_LAYER_NUMEL
+    ]
+    grad_N = torch.cat(large)
+    return squared_error(make_codec(read_option(way).codec), grad_N, key=0) / float(grad_N.double().square().sum())
+
+
+def _gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return this rank's gradients by layer."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    # Not by `backward`, which would call DDP's hooks.
+    return dict(zip(names, torch.autograd.grad(model(*batch), parameters), strict=True))
+
+
+def _own(batches: tuple[Batch, ...]) -> Iterator[Batch]:
+    yield from batches[dist.get_rank() :: dist.get_world_size()]
+
+
+if __name__ == "__main__":
+    run_rank(_measure)

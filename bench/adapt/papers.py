@@ -1,0 +1,161 @@
+"""The papers' policies on the schedules of `python -m bench adapt`: seconds for the same progress, beside ours."""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.adapt.cases import COST, AdaptCase
+from bench.adapt.simulate import SimulatedRun
+from bench.shared.simulated_cluster import SimulatedCluster
+from cgx_ray.control.gains.known_losses import lost_share
+from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy, Groups, PaperPolicy
+from cgx_ray.control.policy import AdaptivePolicy, Policy
+from cgx_ray.monitors.sample import LayerError
+from cgx_ray.plan import DENSE, Intra, Layer, Option, make_plan, options_of
+from cgx_ray.planner.bits import QSGD, STATIC_BITS, WIDTHS
+from cgx_ray.planner.options import candidate_options, codec_options
+from cgx_ray.planner.papers.bytecomp import bytecomp
+from cgx_ray.planner.papers.cupcake import cupcake
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
+from cgx_ray.planner.pipeline import Pipeline, group_cost
+from cgx_ray.planner.prediction import Measured, PlannedGroup
+from cgx_ray.planner.scenario import TYPICAL_GAINS
+from cgx_ray.report.result import Row
+
+# Cases whose only departure is the schedule: links, compute and gains that change.
+PAPER_CASES = ("drop", "sine", "flapping", "latency", "slow_node", "less_compute", "more_compute")
+# Partial groupings of Cupcake's search, less than a second.
+CUPCAKE_NODES = 2_000
+# Bits that all policies may use. One layer's error differs from another's by this deviation of the logarithm.
+QSGDS = tuple(replace(QSGD, bits=bits) for bits in WIDTHS)
+ERROR_SPREAD = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRun:
+    """One policy on one case.
+
+    score       seconds for the progress of a dense step
+    step_s      mean seconds of a step
+    efficiency  mean progress of a step, as a share of a dense step's
+    """
+
+    policy: str
+    score: float
+    step_s: float
+    efficiency: float
+
+
+class FixedChoice:
+    """Chooses groups at the first measurements and keeps them."""
+
+    def __init__(self, choose: Callable[[Measured], Groups]) -> None:
+        self._choose = choose
+        self._chosen: Groups | None = None
+
+    def groups(self, measured: Measured) -> Groups:
+        """Return the groups that were chosen first."""
+        self._chosen = self._chosen or self._choose(measured)
+        return self._chosen
+
+
+def cupcake_groups(measured: Measured) -> Groups:
+    """Return Cupcake's fusion of all layers under qsgd 4/128 over sra."""
+    pipeline, layers = _pipeline(measured, [QSGD_SRA])
+    return _cut(layers, [(group.end, QSGD_SRA) for group in cupcake(pipeline, 0, CUPCAKE_NODES)])
+
+
+def bytecomp_groups(measured: Measured) -> Groups:
+    """Return ByteComp's choice for each layer by itself: dense, or qsgd 4/128 over one of its schemes."""
+    options = [DENSE, *(option for option in options_of(QSGD) if option.intra is Intra.FLAT)]
+    pipeline, layers = _pipeline(measured, options)
+    found = bytecomp(pipeline, dense=0, compressing=range(1, len(options)), offloaded={})
+    return _cut(layers, [(group.end, options[group.option]) for group in found])
+
+
+QSGD_SRA = next(option for option in options_of(QSGD) if option.scheme == "sra" and option.intra is Intra.FLAT)
+POLICIES: Mapping[str, Callable[[], PaperPolicy]] = {
+    "cgx": lambda: CgxPolicy("kmeans"),
+    "flexible": lambda: FlexiblePolicy("knee"),
+    "cupcake": lambda: PaperPolicy("cupcake", FixedChoice(cupcake_groups).groups),
+    "bytecomp": lambda: PaperPolicy("bytecomp", FixedChoice(bytecomp_groups).groups),
+}
+
+
+def _pipeline(measured: Measured, options: list[Option]) -> tuple[Pipeline, list[Layer]]:
+    layers = list(reversed(measured.layers))
+    costs = (
+        group_cost(
+            option,
+            network=measured.network,
+            codec_cost=measured.cost_of(option),
+            # As the papers do, which know no thread beside backward and dense sums that take no compute.
+            encodes_on="backward",
+        )
+        for option in options
+    )
+    numels = tuple(layer.numel for layer in layers)
+    return Pipeline(backward_s=measured.backward_s, numel=numels, costs=tuple(costs)), layers
+
+
+def _cut(layers: list[Layer], ends: list[tuple[int, Option]]) -> Groups:
+    starts = [0, *(end for end, _ in ends)]
+    return tuple(PlannedGroup.of(layers[start:end], option) for start, (end, option) in zip(starts, ends, strict=False))
+
+
+def compare_papers(case: AdaptCase, seed: int = 0) -> list[PolicyRun]:
+    """Return ours, then each paper's policy, on the same schedule, with the same codecs and errors."""
+    lost = {STATIC_BITS: 1 - TYPICAL_GAINS[str(QSGD)]}
+    gain = dict(TYPICAL_GAINS) | {str(codec): 1 - lost_share(lost, codec.bits or STATIC_BITS) for codec in QSGDS}
+    options = tuple(dict.fromkeys([*candidate_options(CANDIDATE_DENSITIES), *codec_options(QSGDS)]))
+    case = replace(case, options=options, gain=gain)
+    ours: dict[str, Callable[[], Policy]] = {"adaptive": lambda: AdaptivePolicy(options, min_gain=case.min_gain)}
+    return [_run(name, make(), case, seed) for name, make in {**ours, **POLICIES}.items()]
+
+
+def _run(name: str, policy: Policy, case: AdaptCase, seed: int) -> PolicyRun:
+    costs = case.costs | {"topk": COST}
+    cluster = SimulatedCluster(case.model, costs, case.gain, case.errors(seed), seed, layer_errors(case.model.layers))
+    with tempfile.TemporaryDirectory() as folder:
+        loop = ControlLoop(policy, Journal(Path(folder) / "decisions.jsonl"))
+        loop.register(case.model.layers, make_plan(case.model.layers, version=0, world_size=4), costs)
+        run = SimulatedRun(loop=loop, cluster=cluster, schedule=case.schedule)
+        run.run(until_s=case.seconds)
+    seconds, progress = math.fsum(one.step_s for one in run.steps), math.fsum(one.efficiency for one in run.steps)
+    return PolicyRun(
+        policy=name, score=seconds / progress, step_s=seconds / len(run.steps), efficiency=progress / len(run.steps)
+    )
+
+
+def layer_errors(layers: tuple[Layer, ...]) -> dict[str, LayerError]:
+    """Return made-up energies and errors with 4 bits of all large layers; energy is that of its elements on average."""
+    chance = random.Random(0)
+    lost = 1 - TYPICAL_GAINS[str(QSGD)]
+    return {
+        layer.name: LayerError(
+            layer.numel * math.exp(chance.gauss(0, ERROR_SPREAD)), lost * math.exp(chance.gauss(0, ERROR_SPREAD / 3))
+        )
+        for layer in layers
+        if not layer.is_small
+    }
+
+
+def paper_rows(case: str, runs: list[PolicyRun]) -> list[Row]:
+    """Return the seconds of each paper's policy over ours, for the same progress, and the two reasons for it."""
+    ours, *others = runs
+    rows = []
+    for run in others:
+        name = f"{case}_{run.policy}_over_ours"
+        rows += [
+            Row(name=name, value=run.score / ours.score, unit="x", baseline=ours.score, goal=">= 1"),
+            Row(name=f"{name}_step", value=run.step_s / ours.step_s, unit="x"),
+            Row(name=f"{name}_progress", value=run.efficiency / ours.efficiency, unit="x"),
+        ]
+    return rows

@@ -1,0 +1,124 @@
+"""Progress on a schedule of networks: of single plans, of the best one of each phase (the oracle), and of the loop.
+
+The progress of a step is its efficiency, as a share of a dense step's: the weight by which the loop chooses plans. The
+schedule is one of times, so that progress in the same time is compared. Its ratio is that of times for the same
+progress.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bench.adapt.lab_cases import LabPhase
+from bench.step.cases import StepNetwork
+from cgx_ray.plan import Plan
+from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
+
+
+class WeightedStep(NamedTuple):
+    """A step, in seconds after the start, and its progress as a share of a dense step's."""
+
+    began_s: float
+    ended_s: float
+    efficiency: float
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds for the progress of a dense step."""
+        return (self.ended_s - self.began_s) / self.efficiency
+
+
+def progress_in(steps: Iterable[WeightedStep], begin_s: float, end_s: float) -> float:
+    """Return the progress between two times. A step that lies partly between them counts as partly."""
+    return math.fsum(
+        step.efficiency
+        * max(0.0, min(step.ended_s, end_s) - max(step.began_s, begin_s))
+        / (step.ended_s - step.began_s)
+        for step in steps
+    )
+
+
+def groups_by_version(plans: Iterable[Plan], measured: Measured) -> dict[int, tuple[PlannedGroup, ...]]:
+    """Return the groups of each version that may be in force: those of plans, and of the fallbacks of their leases."""
+    fallbacks = (plan.lease.fallback for plan in plans if plan.lease is not None)
+    return {plan.version: groups_of(plan, measured.layers) for plan in (*fallbacks, *plans)}
+
+
+def weighted_steps(
+    ends_s: Sequence[float], versions: Mapping[int, int], plans: Sequence[Plan], measured: Measured
+) -> list[WeightedStep]:
+    """Return the steps of a training after its first one, which allocates memory.
+
+    ends_s    when the first step began, then when each step ended
+    versions  of the plan by step, from 0; one that is missing is that of the step before
+    """
+    groups = groups_by_version(plans, measured)
+    efficiency = {version: predict(measured, found).efficiency for version, found in groups.items()}
+    steps, version = [], plans[0].version
+    for step, (began_s, ended_s) in enumerate(itertools.pairwise(ends_s)):
+        version = versions.get(step, version)
+        share = efficiency[version]
+        assert share is not None
+        if step > 0:
+            steps.append(WeightedStep(began_s, ended_s, share))
+    return steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleScore:
+    """Progress over one schedule, in dense steps.
+
+    static    by the name of a plan
+    oracle    of the best static plan of each phase
+    adaptive  of the loop
+    best      name of the best static plan of each phase
+    paces     of each adaptive step: when it began, its seconds per progress, and those of the phase's best static plan
+    """
+
+    phases: Sequence[LabPhase]
+    static: Mapping[str, float]
+    oracle: float
+    adaptive: float
+    best: Sequence[str]
+    paces: Sequence[tuple[float, float, float]]
+
+    @property
+    def over_oracle(self) -> float:
+        """Time of the loop over that of the oracle, for the same progress."""
+        return self.oracle / self.adaptive
+
+    @property
+    def over_best_static(self) -> float:
+        """Time of the loop over that of the best single plan, for the same progress."""
+        return max(self.static.values()) / self.adaptive
+
+
+def score_schedule(
+    phases: Sequence[LabPhase], pace_s: Mapping[StepNetwork, Mapping[str, float]], steps: Sequence[WeightedStep]
+) -> ScheduleScore:
+    """Compare the loop's `steps` with static plans.
+
+    phases  as they were played; times as those of `steps`
+    pace_s  seconds for the progress of a dense step, by network and static plan
+    """
+    names = list(pace_s[phases[0].network])
+    best = [min(names, key=lambda name: pace_s[phase.network][name]) for phase in phases]
+    best_s = [pace_s[phase.network][name] for phase, name in zip(phases, best, strict=True)]
+    paces = [
+        (step.began_s, step.pace_s, oracle_s)
+        for phase, oracle_s in zip(phases, best_s, strict=True)
+        for step in steps
+        if phase.begin_s <= step.began_s < phase.end_s
+    ]
+    return ScheduleScore(
+        phases=phases,
+        static={name: math.fsum(one.seconds / pace_s[one.network][name] for one in phases) for name in names},
+        oracle=math.fsum(phase.seconds / oracle_s for phase, oracle_s in zip(phases, best_s, strict=True)),
+        adaptive=math.fsum(progress_in(steps, phase.begin_s, phase.end_s) for phase in phases),
+        best=best,
+        paces=paces,
+    )

@@ -1,0 +1,164 @@
+"""`python -m bench lab`: compares Gloo's all-reduce in the lab with the alpha-beta model.
+
+A time is that of the slowest rank, from a barrier until it holds the sum; the median of several rounds, after one that
+opens the TCP windows. The model is that of the dense ring. A row is sound if the switch delivered 99 % of the packets
+less than 0.2 ms late. If a sound row is far from the model, the cause is TCP and Gloo, as on real wires.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+from cgx_ray.errors import CGXError
+from cgx_ray.lab.namespaces import Lab
+from cgx_ray.plan import Scheme
+from cgx_ray.planner.cost import Link, exchange_s
+from cgx_ray.report.result import Row
+from cgx_ray.report.show import new_table
+from cgx_ray.units import compact_rate
+
+_NUM_RANKS = 4
+RATES = (1e8, 5e8, 1e9, 2e9)
+LATENCIES_S = (0.05e-3, 0.5e-3, 5e-3, 25e-3)
+_NUM_ROUNDS = 5
+# The gradient takes this long at the rate, so that every row takes the same time.
+_WIRE_S = 0.4
+_SOUND_MS = 0.2
+
+
+class LabBenchError(CGXError, RuntimeError):
+    """A rank ended early; the message holds its last lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabPoint:
+    """Seconds of an all-reduce of `numel` float32 over one link."""
+
+    rate_bit_per_s: float
+    latency_s: float
+    numel: int
+    seconds: float
+    late_p99_ms: float
+
+    @property
+    def model_s(self) -> float:
+        return exchange_s(
+            Scheme.DENSE,
+            num_workers=_NUM_RANKS,
+            dense_bytes=4 * self.numel,
+            wire_bytes=4 * self.numel,
+            link=Link(alpha_s=self.latency_s, beta_s_per_byte=8 / self.rate_bit_per_s),
+        )
+
+    @property
+    def name(self) -> str:
+        return f"gloo_allreduce_{compact_rate(self.rate_bit_per_s)}_{self.latency_s * 1e3:g}ms"
+
+    def rows(self) -> list[Row]:
+        return [
+            Row(name=self.name, value=self.seconds, unit="s", limit=self.model_s, ratio=self.seconds / self.model_s),
+            Row(name=f"{self.name}_late_p99", value=self.late_p99_ms, unit="ms"),
+        ]
+
+
+def measure_lab(
+    rates: Sequence[float], latencies_s: Sequence[float], on_point: Callable[[LabPoint], None]
+) -> list[LabPoint]:
+    """Time an all-reduce between four processes, each in its own host, over every link.
+
+    Raises LabBenchError if a rank ends early, LabError if the lab cannot be made.
+    """
+    points = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        lab = stack.enter_context(Lab(_NUM_RANKS, rate_bit_per_s=rates[0], latency_s=0))
+        errors = stack.enter_context((folder / "errors").open("w+"))
+        ranks = [
+            lab.popen(
+                rank,
+                [sys.executable, "-m", "bench.lab.measure", str(rank), str(folder / "store")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stderr=errors,
+                text=True,
+            )
+            for rank in range(_NUM_RANKS)
+        ]
+        for pipe in (*(rank.stdin for rank in ranks), ranks[0].stdout):
+            assert pipe is not None
+            stack.enter_context(pipe)
+        for rate in rates:
+            for latency_s in latencies_s:
+                numel = int(_WIRE_S * rate / 8 * _NUM_RANKS / (2 * (_NUM_RANKS - 1)) / 4)
+                lab.set(rate_bit_per_s=rate, latency_s=latency_s)
+                lab.clear_counters()
+                seconds = _measure(ranks, numel, folder / "errors")
+                late = lab.counters().late_p99_ms
+                points.append(
+                    LabPoint(rate_bit_per_s=rate, latency_s=latency_s, numel=numel, seconds=seconds, late_p99_ms=late)
+                )
+                on_point(points[-1])
+    return points
+
+
+def _measure(ranks: Sequence[subprocess.Popen[str]], numel: int, errors: Path) -> float:
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write(f"{numel}\n")
+        rank.stdin.flush()
+    assert ranks[0].stdout is not None
+    line = ranks[0].stdout.readline()
+    if not line:
+        raise LabBenchError(f"a rank ended early:\n{errors.read_text()[-2000:]}")
+    return float(line)
+
+
+def lab_table(points: Sequence[LabPoint]) -> Table:
+    """Return a table with one row per link."""
+    title = f"Gloo's all-reduce on {_NUM_RANKS} hosts, times the alpha-beta model; late: p99 of the switch, ms"
+    headings = ("rate", "one way", "MB", "ms", "model ms", "ratio", "late", "")
+    table = new_table(title, *headings, num_left=0, gap=0)
+    for point in points:
+        table.add_row(
+            compact_rate(point.rate_bit_per_s),
+            f"{point.latency_s * 1e3:g} ms",
+            f"{point.numel * 4e-6:.1f}",
+            f"{point.seconds * 1e3:.0f}",
+            f"{point.model_s * 1e3:.0f}",
+            f"{point.seconds / point.model_s:.2f}",
+            f"{point.late_p99_ms:.3f}",
+            "" if point.late_p99_ms < _SOUND_MS else "too late",
+        )
+    return table
+
+
+def _rank_main(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, _NUM_RANKS), rank=rank, world_size=_NUM_RANKS)
+    for line in sys.stdin:
+        grad_N = torch.zeros(int(line))
+        seconds_R = torch.zeros(1 + _NUM_ROUNDS, dtype=torch.float64)
+        for turn in range(1 + _NUM_ROUNDS):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(grad_N)
+            seconds_R[turn] = time.perf_counter() - start
+        dist.all_reduce(seconds_R, op=dist.ReduceOp.MAX)
+        if rank == 0:
+            print(seconds_R[1:].median().item(), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank_main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,94 @@
+"""`python -m bench network`: compares the monitors' view of the network with the lab's settings during a training.
+
+Four hosts train the demo's GPT with adaptive plans. `ControlLoop` gets their samples as in a real training and returns
+its estimates.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.network.events import (
+    BASE_LATENCY_S,
+    BASE_RATE,
+    change_rows,
+    cut_rows,
+    neighbour_rows,
+    slow_host_rows,
+)
+from bench.network.job import Job
+from bench.network.link import delivered_row, estimate_rows, probe_rows
+from bench.network.monitor_cost import local_ray, monitor_rows, publishing_row
+from cgx_ray.lab.namespaces import Lab
+from cgx_ray.report.result import Row, write_result
+
+_NUM_HOSTS = 4
+_RATES = (1e8, 5e8, 1e9, 2e9)
+_LATENCIES_S = (0.1e-3, 1e-3, 10e-3, 50e-3)
+# From this rate on the lab itself may be slower than its links, so that is measured first. Two cores deliver 1 Gbit/s.
+_CHECKED_RATE = 2e9
+# Seconds over which an agent's processor time is measured.
+_MONITOR_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkOptions:
+    """Options of the benchmark.
+
+    minutes  time beside a bursty neighbour
+    quick    measure one link only, to check that everything works
+    """
+
+    minutes: float = 1.0
+    quick: bool = False
+
+
+def measure_network(options: NetworkOptions, on_line: Callable[[str], None]) -> list[Row]:
+    """Return all rows after some 8 minutes. `on_line` gets a line per row as soon as it is measured.
+
+    Raises NetworkBenchError if the job ends early, LabError if the lab cannot run here.
+    """
+    rates, latencies_s = ((1e8,), (1e-3,)) if options.quick else (_RATES, _LATENCIES_S)
+    rows: list[Row] = []
+
+    def add(*new: Row) -> None:
+        for row in new:
+            rows.append(row)
+            met = {None: "", True: "met", False: "NOT met"}[row.met]
+            on_line(f"{row.name}: {row.value if row.value is None else round(row.value, 4)} {row.unit} {met}")
+
+    if not options.quick:
+        with local_ray():
+            add(*monitor_rows(_MONITOR_S), publishing_row())
+    points = [(rate, latency_s) for rate in rates for latency_s in latencies_s]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        lab = stack.enter_context(Lab(_NUM_HOSTS, rate_bit_per_s=BASE_RATE, latency_s=BASE_LATENCY_S))
+        for row in probe_rows(lab, points):
+            add(row)
+        delivered = {rate: delivered_row(lab, rate) for rate in rates if rate >= _CHECKED_RATE}
+        add(*delivered.values())
+        job = Job(lab, folder)
+        stack.callback(job.close)
+        job.wait_registered()
+        for point in points:
+            add(*estimate_rows(lab, job, *point, delivered.get(point[0])))
+        if not options.quick:
+            add(*change_rows(lab, job))
+            add(*neighbour_rows(lab, job, options.minutes))
+            add(*slow_host_rows(lab, job))
+            add(*cut_rows(lab, job))
+    return rows
+
+
+def network_command(options: NetworkOptions, console: Console, json_path: str | None) -> None:
+    """Measure, print each row as soon as it is known, and write all rows to `json_path` if it is given."""
+    rows = measure_network(options, lambda line: console.print(line, highlight=False))
+    if json_path:
+        write_result("network", rows, json_path)

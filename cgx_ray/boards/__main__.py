@@ -1,9 +1,0 @@
-"""`python -m cgx_ray.boards` writes the boards of `dashboards/` and `docs/metrics.md`."""
-
-from __future__ import annotations
-
-from cgx_ray.boards.files import ROOT, made_files
-
-for path, text in made_files().items():
-    (ROOT / path).write_text(text)
-    print(path)

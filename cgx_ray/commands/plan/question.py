@@ -1,0 +1,215 @@
+"""Options of `cgx-ray plan`, read into a scenario, with the assumptions for options that are not given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cgx_ray.commands.collective import parse_link
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import CodecSpec
+from cgx_ray.planner.cost import Link, check_positive
+from cgx_ray.planner.models import ModelDescription, load_model
+from cgx_ray.planner.profile import Profile, load_profile
+from cgx_ray.planner.scenario import (
+    TYPICAL_GAINS,
+    TYPICAL_PROFILE,
+    Price,
+    Scenario,
+    Sweep,
+    make_network,
+    parse_sweep,
+)
+from cgx_ray.units import format_count, parse_rate, parse_seconds
+
+# Dense 16-bit tensor TFLOP/s with float32 sums, from the data sheets.
+PEAK_TFLOPS = {
+    "a10": 125, "a100": 312, "h100": 989, "h200": 989, "l4": 121, "l40s": 362, "rtx3090": 71, "rtx4090": 165, "t4": 65,
+    "v100": 125,
+}  # fmt: skip
+# Share of the peak that training reaches; published runs have 0.2 (convolutions) to 0.5 (large transformers).
+UTILISATION = 0.3
+
+
+def compute_time(
+    model: ModelDescription,
+    *,
+    batch: int,
+    step_s: float | None = None,
+    samples_per_s: float | None = None,
+    gpu: str | None = None,
+) -> tuple[float, str]:
+    """Return the seconds of forward and backward of one worker's step, and a sentence that says where they come from.
+
+    `batch` is the number of samples per worker and step. Give one of the others, or none for a model whose times were
+    measured.
+
+    step_s         the seconds themselves
+    samples_per_s  samples that one worker trains per second, without communication
+    gpu            name in `PEAK_TFLOPS`: forward and backward are three passes of two operations per multiply-add, at
+                   `UTILISATION` of the peak
+    """
+    named = {"step time": step_s, "throughput": samples_per_s, "GPU": gpu}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} both say how long a step computes; give one of them")
+    if batch < 1:
+        raise ConfigError(f"batch {batch!r} is not allowed; give the samples of a worker's step, 1 or more")
+    if step_s is not None:
+        return check_positive("step time", step_s), "compute time of a step as given"
+    if samples_per_s is not None:
+        seconds = batch / check_positive("throughput", samples_per_s)
+        return seconds, f"{batch} samples per worker and step at {samples_per_s:g} samples/s"
+    if gpu is None and model.measured_s is not None:
+        return model.measured_s, f"measured times of {model.name}"
+    if gpu is None:
+        raise ConfigError(
+            f"how long a step of {model.name} computes is unknown; give --step-time 120ms, --throughput, --gpu a100, "
+            "or as --model a file of `cgx-ray profile-model`"
+        )
+    name = gpu.lower()
+    if name not in PEAK_TFLOPS:
+        raise ConfigError(
+            f"no GPU {gpu!r}; known: {', '.join(PEAK_TFLOPS)}; or give the compute time or throughput of a step"
+        )
+    if not model.forward_macs:
+        raise ConfigError(
+            f"model {model.name} has measured times and no multiply-adds, so what GPU {name} takes is unknown; leave "
+            "it out, or give the compute time or throughput of a step"
+        )
+    operations = 6 * sum(model.forward_macs) * batch
+    seconds = operations / (PEAK_TFLOPS[name] * 1e12 * UTILISATION)
+    return seconds, f"{batch} samples per worker and step, {name} at {UTILISATION:.0%} of {PEAK_TFLOPS[name]} TFLOP/s"
+
+
+# Links between ranks of a node that nobody described: GPUs on one bus, without NVLink.
+INSIDE_LATENCY, INSIDE_BANDWIDTH = "50us", "16gbps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Scenario to plan for, and the assumptions in it, in words."""
+
+    scenario: Scenario
+    assumptions: tuple[str, ...]
+    price: Price | None
+    sweep: Sweep | None
+
+
+def read_question(
+    *,
+    model: str,
+    workers: int,
+    latency: str | None,
+    bandwidth: str | None,
+    ranks_per_node: int,
+    inside_latency: str,
+    inside_bandwidth: str,
+    step_time: str | None,
+    throughput: float | None,
+    gpu: str | None,
+    batch: int,
+    profile: Path | None,
+    gains: Sequence[str],
+    min_gain: float,
+    price: float | None,
+    samples_per_epoch: int | None,
+    sweep: str | None,
+) -> Question:
+    """Read the options of `cgx-ray plan`. Raises ConfigError for a value that is not allowed."""
+    description = load_model(model)
+    compute_s, compute_from = compute_time(
+        description,
+        step_s=None if step_time is None else parse_seconds("step time", step_time),
+        samples_per_s=throughput,
+        gpu=gpu,
+        batch=batch,
+    )
+    measured = load_profile(profile or TYPICAL_PROFILE)
+    inside = parse_link(inside_latency, inside_bandwidth)
+    network = make_network(workers, ranks_per_node, _between(latency, bandwidth, measured.link), inside)
+    if samples_per_epoch is not None and price is None:
+        raise ConfigError("--samples-per-epoch says what an epoch costs with --price; give that too")
+    given = dict(_read_gain(text) for text in gains)
+    scenario = Scenario(
+        model=description,
+        network=network,
+        compute_s=compute_s,
+        # A run sends dense gradients from where they lie, while the profile's "none" copies them.
+        codec_costs={codec: cost for codec, cost in measured.codec_costs.items() if codec != "none"},
+        gain={**TYPICAL_GAINS, **given},
+        min_gain=min_gain,
+    )
+    swept = None if sweep is None else parse_sweep(sweep, ranks_per_node)
+    nodes = ranks_per_node if swept is not None and swept.name == "workers" else network.ranks_per_node
+    assumptions = [f"{compute_from}: {1e3 * compute_s:.4g} ms of forward and backward"]
+    if samples_per_epoch is not None and (step_time is not None or compute_s == description.measured_s):
+        assumptions.append(f"{batch} samples per worker and step (--batch)")
+    assumptions += _about_compute(description, gpu)
+    if nodes > 1:
+        assumptions.append(f"nodes of {nodes}, inside {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
+    assumptions += _about_codecs(scenario, measured, given)
+    return Question(
+        scenario=scenario,
+        assumptions=tuple(assumptions),
+        price=None if price is None else Price(usd_per_hour=price, batch=batch, samples=samples_per_epoch),
+        sweep=swept,
+    )
+
+
+def _about_compute(model: ModelDescription, gpu: str | None) -> list[str]:
+    """Return the assumptions about what was not measured, or is not in the model."""
+    assumptions = ["no copies between a GPU and its host, and no NCCL: neither is in the model"]
+    if gpu is not None:
+        assumptions.append(f"nothing was measured on a GPU: the speed of {gpu} is that of its data sheet")
+    if not model.ready_s:
+        assumptions.append("a layer's share of backward is that of its multiply-adds; `cgx-ray profile-model` measures")
+    return assumptions
+
+
+def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, float]) -> list[str]:
+    """Return the assumptions about codecs. `given`: gains that the user gave."""
+    threads = format_count(measured.threads, "thread")
+    kept = ", ".join(f"{codec} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
+    assumptions = [
+        f"codec times of {measured.device}, {threads}; --profile takes those of your machine",
+        f"codecs keep as much of a gradient as of a small GPT's ({kept}); --gain takes what yours keep",
+    ]
+    dropped = [codec for codec, gain in scenario.gain.items() if gain < scenario.min_gain]
+    if dropped:
+        assumptions.append(f"{', '.join(dropped)} left out: they keep less than {scenario.min_gain:g} (--min-gain)")
+    if scenario.too_small:
+        largest = max(scenario.model.layers, key=lambda layer: layer.numel)
+        assumptions.append(
+            f"{', '.join(scenario.too_small)} left out: a message has room for 4 GiB, indices for 2^31 elements, and "
+            f"{largest.name} has {largest.numel:,}"
+        )
+    return assumptions
+
+
+def _between(latency: str | None, bandwidth: str | None, measured: Link | None) -> Link:
+    """Return the link as given; what is not given comes from the profile."""
+    if latency is not None and bandwidth is not None:
+        return parse_link(latency, bandwidth)
+    if measured is None:
+        raise ConfigError(
+            "the network is unknown; give --latency 4ms and --bandwidth 10gbps, or a --profile with a link"
+        )
+    return Link.from_rates(
+        bandwidth_gbps=measured.bandwidth_gbps if bandwidth is None else parse_rate("bandwidth", bandwidth) / 1e9,
+        latency_ms=1e3 * (measured.alpha_s if latency is None else parse_seconds("latency", latency)),
+    )
+
+
+def _read_gain(text: str) -> tuple[str, float]:
+    codec, _, share = text.rpartition("=")
+    try:
+        name, kept = str(CodecSpec.parse(codec)), float(share)
+    except ValueError as error:  # ConfigError is one
+        raise ConfigError(
+            f"--gain {text!r} is not allowed ({error}); give a codec and a share, such as qsgd:bits=2=0.9"
+        ) from error
+    if not 0 < kept <= 1:
+        raise ConfigError(f"--gain {text!r} is not allowed; a share is more than 0 and at most 1")
+    return name, kept

@@ -1,0 +1,159 @@
+"""The trend of the loss that the training reports, before and since a change of options.
+
+Without reports nothing is judged. A loss is worse since the change if one of these is sure:
+
+1. Its mean is above the mean before, where it did not surely rise before.
+2. Its mean is above the line through the losses before, continued from the change on with half the slope. A loss that
+   falls as a power of the steps, up to -1.5, keeps so much, as no more is looked back than a quarter of the training.
+
+A rise before the change may go on as fast. The line rules out a plan that learns slower, the mean needs fewer losses.
+Losses since the change are judged while they are no more than those before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, median
+from typing import NamedTuple
+
+# Measured norms that are compared, the older half with the newer: 120 steps at the usual interval.
+NUM_NORMS = 6
+# Least ratio of the two halves that counts as a fast change. With small batches single norms differ by 2x.
+FAST_CHANGE = 1.5
+# Least gain of options that a plan may take up meanwhile. Gains that were measured on other gradients may be off by
+# much, and steps that change the loss fast are the ones where lost progress costs most.
+LEARNING_GAIN = 0.95
+# Ratio of learning rates that counts as a change, and steps for which gradients change fast after it: as many as the
+# norms above take.
+OTHER_RATE, RATE_STEPS = 2.0, 120
+
+
+class LearningPhase:
+    """Compares the norms of the fresh gradients in the last measurements, and the learning rates of steps."""
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=NUM_NORMS)
+        self._rate: float | None = None
+        self._num_left = 0
+
+    def add(self, norm: float | None) -> None:
+        """Add the norm of a step; None if the step did not measure it. A norm of 0, NaN or Inf is left out."""
+        if norm is not None and 0 < norm < math.inf:
+            self._norms.append(norm)
+
+    def add_rate(self, lr: float | None) -> bool:
+        """Add the learning rate of a step, None if it is unknown; return whether it has changed by OTHER_RATE.
+
+        A slow decay counts each time that it has added up to OTHER_RATE. The first rate is no change. Without any rate
+        the norm alone tells.
+        """
+        self._num_left = max(0, self._num_left - 1)
+        if lr is None or not 0 < lr < math.inf:
+            return False
+        self._rate = self._rate or lr
+        if 1 / OTHER_RATE < lr / self._rate < OTHER_RATE:
+            return False
+        self._rate, self._num_left = lr, RATE_STEPS
+        return True
+
+    @property
+    def is_on(self) -> bool:
+        """True if the learning rate has just changed, or norms: the medians of their halves differ by FAST_CHANGE."""
+        if self._num_left:
+            return True
+        if len(self._norms) < 2:
+            return False
+        norms = list(self._norms)
+        half = len(norms) // 2
+        ratio = median(norms[-half:]) / median(norms[:half])
+        return not 1 / FAST_CHANGE < ratio < FAST_CHANGE
+
+
+# Losses on either side of a change that a verdict needs, and at most has. Single losses scatter by some 5 %.
+MIN_LOSSES, MAX_LOSSES = 20, 100
+# Losses from this on are left out: their squares have no float.
+MAX_LOSS = 1e100
+# Standard errors on the safe side. The verdict is made anew after every step.
+SURE = 4.0
+# Standard errors by which a slope must rise to be a rise.
+SURE_RISE = 2.0
+# Share of the training that may be looked back.
+LOOK_BACK = 0.25
+# Share of a falling slope that must go on.
+KEPT_SLOPE = 0.5
+
+
+class LossTrend:
+    """The last losses before and since a change of options."""
+
+    def __init__(self) -> None:
+        self._num_losses = self._num_since = 0
+        self._before: list[float] = []
+        self._since: list[float] = []
+        self.worse: str | None = None
+
+    def add(self, loss: float | None) -> None:
+        """Add a step's loss, unless it is None, not finite or huge. Set `worse` if it says so, in words."""
+        if loss is None or not abs(loss) < MAX_LOSS:
+            return
+        self._num_losses, self._num_since = self._num_losses + 1, self._num_since + 1
+        self._since = [*self._since[1 - MAX_LOSSES :], loss]
+        if self.worse is None and MIN_LOSSES <= self._num_since <= len(self._before):
+            self.worse = _worse(self._before, self._since)
+
+    def start_plan(self) -> None:
+        """Begin with other options."""
+        num = min(MAX_LOSSES, int(LOOK_BACK * self._num_losses))
+        before = [*self._before, *self._since][-num:] if num >= MIN_LOSSES else []
+        self._before = before if len(before) >= MIN_LOSSES else []
+        self._since, self._num_since, self.worse = [], 0, None
+
+    def restart(self) -> None:
+        """Forget all losses so far: they have another trend than those to come."""
+        self._before, self._since, self._num_since, self.worse = [], [], 0, None
+
+
+class _Line(NamedTuple):
+    """Least-squares line through values at 0, 1, ...
+
+    scatter  standard deviation of the values about it; larger if neighbours deviate alike, as they then say less
+    """
+
+    mean: float
+    slope: float
+    scatter: float
+
+
+def _line(values: Sequence[float]) -> _Line:
+    num, middle, mean = len(values), (len(values) - 1) / 2, fmean(values)
+    slope = math.fsum((x - middle) * y for x, y in enumerate(values)) / _squares(num)
+    left = [y - mean - slope * (x - middle) for x, y in enumerate(values)]
+    squares = math.fsum(one**2 for one in left)
+    alike = math.fsum(a * b for a, b in pairwise(left)) / squares if squares > 0 else 0.0
+    alike = min(max(alike, 0.0), 0.9)
+    return _Line(mean, slope, math.sqrt(squares / (num - 2) * (1 + alike) / (1 - alike)))
+
+
+def _squares(num: int) -> float:
+    """Return the sum of the squared distances of 0, 1, ... num - 1 from their mean."""
+    return num * (num**2 - 1) / 12
+
+
+def _worse(before: Sequence[float], since: Sequence[float]) -> str | None:
+    """Return in words how the losses `since` are worse than those `before`, or None."""
+    # The losses since do not tell the scatter: one that begins to rise scatters too.
+    old, mean = _line(before), fmean(since)
+    mean_error = old.scatter * math.sqrt(1 / len(before) + 1 / len(since))
+    slope_error = old.scatter / math.sqrt(_squares(len(before)))
+    # Steps from the middle of the losses before to the change, and from there to the middle of those since.
+    until, after = len(before) / 2, len(since) / 2
+    reach = until + after * (KEPT_SLOPE if old.slope < 0 else 1.0)
+    line = old.mean + old.slope * reach
+    is_higher = old.slope <= SURE_RISE * slope_error and mean > old.mean + SURE * mean_error
+    is_slower = mean > line + SURE * math.hypot(mean_error, slope_error * reach)
+    if not is_higher and not is_slower:
+        return None
+    return f"loss is {mean:.4g} since the change of options, expected at most {old.mean if is_higher else line:.4g}"

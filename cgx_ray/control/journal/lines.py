@@ -1,0 +1,291 @@
+"""The journal of a training, `decisions.jsonl`: one JSON line per event. `report/journal.schema.json` describes them.
+
+| event | written |
+|---|---|
+| `start` | first, per worker group and per start of a controller: layers, policy, told codec times, nodes |
+| `decision` | with each decision: plans, reason, prediction, and the situation that the policy was given (`recorded`) |
+| `outcome` | when the prediction of a decision has been compared with measured steps |
+| `progress` | in growing intervals: mean seconds of a step's parts, bytes and link since the last one (`progress`) |
+| `wait` | when a plan is wanted, but dense is not known well enough to judge it; once until the next decision |
+| `silence` | when other ranks than before are silent |
+| `drift` | when the ranks' weights differ by rounding, and again when twice as much |
+| `fault` | with each of the first errors that end the training on a rank |
+| `no_samples` | when no rank's samples have come for a minute; once until they come again |
+| `end` | when the controller is told to end; a controller that was killed leaves none |
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from cgx_ray.control.journal.recorded import cost_fields, group_fields, situation_fields
+from cgx_ray.control.policy import Decision, Policy, Replace, Situation
+from cgx_ray.control.trial.outcome import PendingOutcome
+from cgx_ray.monitors.sample import Fault
+from cgx_ray.plan import Layer, Plan
+from cgx_ray.planner.legs import EncodesOn
+from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.prediction import Measured, groups_of
+
+logger = logging.getLogger(__name__)
+
+# Rises when a field changes so that an older reader would misread it. New fields and events leave it as it is.
+FORMAT = 1
+# Newest lines that are also kept in memory, for the live view: they are there even if the disk is full.
+KEPT_LINES = 20
+# Characters of an error's text that are kept.
+MAX_TEXT = 1000
+# Lines that wait for a slow file system: hours of them, some megabytes.
+MAX_WAITING_LINES = 1000
+# Part of the control loop that made a decision: the policy; a codec timed in one layer; dense measured anew; the end of
+# such an excursion; the guard of the promise.
+MadeBy = Literal["policy", "codec_trial", "dense_trial", "return", "guard"]
+
+
+class Journal:
+    """Appends to `path`. When the disk is full, lines are lost but training goes on.
+
+    recent      newest lines, whether or not they reached the disk
+    num_errors  lines that were lost
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_errors = 0
+        self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_LINES)
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Append `entry` on a line of its own. A failure loses the line; all are counted and the first is logged."""
+        self.recent.append(entry)
+        try:
+            line = json.dumps(entry, allow_nan=False).encode()
+        except ValueError as error:
+            self._lose(f"{entry['event']}: {error}")
+        else:
+            self._put(line)
+
+    def _put(self, line: bytes) -> None:
+        self._append(line)
+
+    def _append(self, line: bytes) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab+") as file:
+                # A write that failed, or a killed process, leaves half a line. It must cost no other line.
+                file.write(b"\n" * _ends_in_mid_line(file.fileno()) + line + b"\n")
+        except OSError as error:
+            self._lose(str(error))
+
+    def _lose(self, why: str) -> None:
+        if self.num_errors == 0:
+            logger.warning("decisions are no longer written to %s: %s; training goes on", self.path, why)
+        self.num_errors += 1
+
+
+class QueuedJournal(Journal):
+    """A journal with a thread of its own, so that nobody waits for a file system that hangs.
+
+    Lines wait in memory. Once MAX_WAITING_LINES do, further ones are lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._waiting: queue.Queue[bytes | threading.Event] = queue.Queue(MAX_WAITING_LINES)
+        self._thread = threading.Thread(target=self._work, name="cgx-ray-journal", daemon=True)
+        self._thread.start()
+
+    def _put(self, line: bytes) -> None:
+        """Have `line` appended. Returns at once."""
+        try:
+            self._waiting.put_nowait(line)
+        except queue.Full:
+            self._lose(f"{MAX_WAITING_LINES} lines wait for the file system")
+
+    def flush(self, timeout_s: float) -> bool:
+        """Return True once all lines so far are written or lost; False after `timeout_s` seconds."""
+        end_s, is_done = time.monotonic() + timeout_s, threading.Event()
+        try:
+            self._waiting.put(is_done, timeout=timeout_s)
+        except queue.Full:
+            return False
+        return is_done.wait(max(end_s - time.monotonic(), 0.0))
+
+    def _work(self) -> None:
+        while True:
+            item = self._waiting.get()
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                self._append(item)
+
+
+def _ends_in_mid_line(file: int) -> bool:
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
+
+
+def start_entry(
+    policy: Policy,
+    layers: Sequence[Layer],
+    plan: Plan,
+    told_costs: Mapping[str, CodecCost],
+    encodes_on: EncodesOn,
+    *,
+    nodes: Sequence[str],
+    time_s: float,
+) -> dict[str, Any]:
+    """Return the journal's first line of a worker group, which begins with `plan`.
+
+    nodes  address of each rank's node; empty if unknown
+    """
+    return {
+        "event": "start",
+        "format": FORMAT,
+        "time": time_s,
+        "policy": policy.recorded(),
+        "world_size": plan.world_size,
+        "nodes": list(nodes),
+        "layers": [asdict(layer) for layer in layers],
+        "told_codec_s": cost_fields(told_costs),
+        "encodes_on": encodes_on,
+        "plan": _plan_fields(plan, layers),
+    }
+
+
+def decision_entry(
+    decision: Decision,
+    *,
+    old: Plan,
+    new: Plan,
+    measured: Measured,
+    situation: Situation,
+    made_by: MadeBy,
+    step: int,
+    time_s: float,
+) -> dict[str, Any]:
+    """Return the journal's line for a decision made after `step` on `measured`.
+
+    situation  given to the policy; for a decision that the policy did not make, what it would have been given
+    """
+    return {
+        "event": "decision",
+        "time": time_s,
+        "step": step,
+        "kind": type(decision).__name__.lower(),
+        "made_by": made_by,
+        "old": _plan_fields(old, measured.layers),
+        "new": _plan_fields(new, measured.layers),
+        "new_groups": [] if new is old else group_fields(new.groups, measured.layers),
+        "reason": decision.reason,
+        "inputs": _measured_fields(measured),
+        "predicted_step_s": decision.step_s,
+        "predicted_dense_s": decision.dense_s,
+        "bound_by": decision.predicted.bound_by,
+        "situation": situation_fields(situation),
+    }
+
+
+def outcome_entry(outcome: PendingOutcome, *, version: int, step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for the step time that a decision led to. `version` is that of its plan."""
+    return {
+        "event": "outcome",
+        "time": time_s,
+        "step": step,
+        "version": version,
+        "applied_step": outcome.applied_step,
+        "predicted_step_s": outcome.decision.step_s,
+        "measured_step_s": outcome.step_s,
+    }
+
+
+def silence_entry(silent_ranks: Collection[int], *, step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for other silent ranks than before, none if all report again."""
+    return {"event": "silence", "time": time_s, "step": step, "silent_ranks": sorted(silent_ranks)}
+
+
+def wait_entry(decision: Replace, *, num_dense: int, needed: int, step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for a decision that waits until `needed` dense steps were measured, not `num_dense`."""
+    return {
+        "event": "wait",
+        "time": time_s,
+        "step": step,
+        "plan": decision.plan.describe(),
+        "reason": decision.reason,
+        "predicted_step_s": decision.step_s,
+        "predicted_dense_s": decision.dense_s,
+        "num_dense_steps": num_dense,
+        "needed_dense_steps": needed,
+    }
+
+
+def drift_entry(weight_drift: float, *, step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for weights that differ between ranks."""
+    return {"event": "drift", "time": time_s, "step": step, "weight_drift": weight_drift}
+
+
+def fault_entry(fault: Fault, *, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for an error that ended the training on a rank."""
+    return {
+        "event": "fault",
+        "time": time_s,
+        "step": fault.step,
+        "rank": fault.rank,
+        "kind": fault.kind,
+        "text": fault.text[:MAX_TEXT],
+    }
+
+
+def no_samples_entry(seconds: float, quiet_nodes: Sequence[str], *, step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for a time without samples. `quiet_nodes`: those whose monitor does not report."""
+    return {
+        "event": "no_samples",
+        "time": time_s,
+        "step": step,
+        "seconds": round(seconds, 1),
+        "quiet_nodes": list(quiet_nodes),
+    }
+
+
+def end_entry(*, step: int | None, time_s: float) -> dict[str, Any]:
+    """Return the journal's last line of a worker group. `step`: the last one that was joined."""
+    return {"event": "end", "time": time_s, "step": step}
+
+
+def _plan_fields(plan: Plan, layers: Sequence[Layer]) -> dict[str, Any]:
+    """Return the plan in one phrase; and the groups, layers, elements and bytes of a step for each option."""
+    options: dict[str, dict[str, Any]] = {}
+    for group in groups_of(plan, layers):
+        codec = group.option.codec
+        counts = options.setdefault(
+            str(group.option),
+            {"groups": 0, "layers": 0, "numel": 0, "dense_bytes": 0, "wire_bytes": 0}
+            | {"codec": codec.name, "scheme": str(group.option.scheme), "density": codec.density or 1.0},
+        )
+        added = (1, len(group.layers), group.numel, group.dense_bytes, group.wire_bytes)
+        for name, number in zip(("groups", "layers", "numel", "dense_bytes", "wire_bytes"), added, strict=True):
+            counts[name] += number
+    return {"version": plan.version, "plan": plan.describe(), "options": options}
+
+
+def _measured_fields(measured: Measured) -> dict[str, Any]:
+    """Return the measurements that a decision was made on."""
+    network = measured.network
+    return {
+        "world_size": network.num_workers,
+        "ranks_per_node": network.ranks_per_node,
+        "bandwidth_gbps": network.between.bandwidth_gbps,
+        "latency_ms": network.between.alpha_s * 1e3,
+        "compute_s": measured.compute_s,
+        "dense_bytes": sum(layer.dense_bytes for layer in measured.layers),
+        "gain": dict(measured.gain),
+    }

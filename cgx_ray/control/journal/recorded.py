@@ -1,0 +1,156 @@
+"""The situation that a policy was given, as JSON: written with every decision, and read back to decide again.
+
+The layers are in the journal's `start` line alone; groups name them by their index there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
+from typing import Any
+
+from cgx_ray.control.learned.learned_errors import LearnedErrors
+from cgx_ray.control.policy import AdaptivePolicy, Outlook, Policy, Situation, StaticPolicy
+from cgx_ray.plan import GroupPlan, Layer, Option, Plan
+from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of
+
+
+def situation_fields(situation: Situation) -> dict[str, Any]:
+    """Return `situation` as JSON."""
+    outlook = situation.outlook
+    now = outlook.now
+    links = [_link_fields(measured.network.between) for measured in outlook.states]
+    return {
+        "cause": situation.cause,
+        "groups": group_fields(situation.plan.groups, now.layers),
+        "dense_groups": group_fields(outlook.dense_groups, now.layers),
+        "version": situation.plan.version,
+        "network": {
+            "num_nodes": now.network.num_nodes,
+            "ranks_per_node": now.network.ranks_per_node,
+            "between": _link_fields(now.network.between),
+            "inside": _link_fields(now.network.inside) if now.network.inside is not None else None,
+        },
+        # More than one only if the link changes too fast to follow.
+        "recent_links": links if len(links) > 1 else [],
+        "backward_s": list(now.backward_s),
+        "after_s": now.after_s,
+        "codec_s": cost_fields(now.codec_costs),
+        "gain": dict(now.gain),
+        "squared_errors": {
+            str(bits): [errors.get(layer.name) for layer in now.layers] for bits, errors in now.squared_errors.items()
+        },
+        "encodes_on": now.encodes_on,
+        "bus": _link_fields(now.bus) if now.bus is not None else None,
+        "errors": outlook.errors.recorded(),
+        "dwell_s": situation.dwell_s if math.isfinite(situation.dwell_s) else None,
+        "switch_s": situation.switch_s,
+        "banned": sorted(map(str, situation.banned)),
+    }
+
+
+def read_layers(start: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """Return the layers of a journal's `start` line."""
+    return tuple(Layer(**fields) for fields in start["layers"])
+
+
+def read_policy(start: Mapping[str, Any]) -> Policy:
+    """Return the policy of a journal's `start` line."""
+    fields = start["policy"]
+    if fields["kind"] == "static":
+        return StaticPolicy()
+    return AdaptivePolicy([Option.parse(text) for text in fields["options"]], min_gain=fields["min_gain"])
+
+
+def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situation:
+    """Return the situation that `situation_fields` wrote. `layers`: those of the `start` line before it.
+
+    Raises ConfigError, PlanError or LookupError for values that no situation has.
+    """
+    network = fields["network"]
+    inside = network["inside"]
+    between = Network(
+        num_nodes=network["num_nodes"],
+        ranks_per_node=network["ranks_per_node"],
+        between=Link(**network["between"]),
+        inside=Link(**inside) if inside is not None else None,
+    )
+    groups = read_groups(fields["groups"], layers)
+    plan = Plan(version=fields["version"], world_size=between.num_workers, groups=groups)
+    now = Measured(
+        layers=tuple(layers),
+        backward_s=tuple(fields["backward_s"]),
+        after_s=fields["after_s"],
+        network=between,
+        codec_costs=_read_costs(fields["codec_s"]),
+        gain=fields["gain"],
+        # Earlier journals have none.
+        squared_errors={
+            int(bits): {layer.name: error for layer, error in zip(layers, errors, strict=True) if error is not None}
+            for bits, errors in fields.get("squared_errors", {}).items()
+        },
+        encodes_on=fields["encodes_on"],
+        bus=Link(**fields["bus"]) if fields.get("bus") is not None else None,
+        # Every plan has the fixed groups, so the plan in force has them too.
+        fixed=tuple(group for group in groups_of(plan, layers) if group.is_fixed),
+    )
+    dense = read_groups(fields.get("dense_groups", ()), layers)
+    links = [Link(**link) for link in fields["recent_links"]]
+    return Situation(
+        cause=fields["cause"],
+        plan=plan,
+        outlook=Outlook(
+            now=now,
+            states=[replace(now, network=replace(between, between=link)) for link in links] or [now],
+            errors=LearnedErrors.read(fields["errors"]),
+            # Earlier journals have none.
+            dense_groups=groups_of(replace(plan, groups=dense), layers) if dense else (),
+        ),
+        dwell_s=fields["dwell_s"] if fields["dwell_s"] is not None else math.inf,
+        switch_s=fields["switch_s"],
+        banned=frozenset(map(Option.parse, fields["banned"])),
+    )
+
+
+def group_fields(groups: Sequence[GroupPlan | PlannedGroup], layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    """Return `groups` as JSON. `layers`: in registration order."""
+    place = {layer.name: index for index, layer in enumerate(layers)}
+    return [
+        {
+            "layers": [place[name] for name in group.layers],
+            "option": str(group.option),
+            "device": str(group.option.device),
+            "fixed": group.is_fixed,
+        }
+        for group in groups
+    ]
+
+
+def read_groups(fields: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> tuple[GroupPlan, ...]:
+    """Return the groups that `group_fields` wrote."""
+    return tuple(
+        GroupPlan(
+            layers=tuple(layers[index].name for index in group["layers"]),
+            # Texts of options did not say the device at first.
+            option=Option.parse(group["option"]).on(group["device"]),
+            is_fixed=group.get("fixed", False),
+        )
+        for group in fields
+    )
+
+
+def cost_fields(costs: Mapping[str, CodecCost]) -> dict[str, list[float]]:
+    """Return the four times of each codec, in the order of `CodecCost`."""
+    return {name: list(astuple(cost)) for name, cost in costs.items()}
+
+
+def _read_costs(fields: Mapping[str, Sequence[float]]) -> dict[str, CodecCost]:
+    names = CodecCost.__slots__
+    return {codec: CodecCost(**dict(zip(names, seconds, strict=True))) for codec, seconds in fields.items()}
+
+
+def _link_fields(link: Link) -> dict[str, float]:
+    return {"alpha_s": link.alpha_s, "beta_s_per_byte": link.beta_s_per_byte}

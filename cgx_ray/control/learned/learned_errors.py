@@ -1,0 +1,169 @@
+"""Errors of the planner's model, learned from every step: measured over predicted seconds, by option and by codec."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median_low
+from typing import Any, TypeVar
+
+from cgx_ray.control.learned.measured import dense_shares
+from cgx_ray.control.learned.stretch import ComputeStretch
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option
+from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.prediction import PlannedGroup, Prediction
+
+# Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed. They
+# double with each plan that was slower than dense on the same network, since a trial costs slow steps.
+MEMORY_S = 600.0
+# Seconds before the notice of another network in which errors may have been learned from it: a change is noticed after
+# 2 to 5 s, a slow drift later.
+LATE_NOTICE_S = 15.0
+# Steps that an earlier error counts as when new steps are added to it.
+EARLIER_STEPS = 1.0
+# Newest outcomes that tell how far predictions are off. One per minute, if nothing else happens.
+NUM_OUTCOMES = 8
+# Largest factor by which one outcome corrects a codec's times. They may be told 300 times too long.
+MAX_CODEC_CORRECTION = 1000.0
+
+T = TypeVar("T")
+
+
+class LearnedErrors:
+    """Factors that predictions are multiplied with.
+
+    A plan's error is the mean of its options' (of logarithms, by dense bytes). Dense counts only in plans with nothing
+    else: dense steps tell its error, so the error of a mixture is that of the rest, however small its part is. An
+    option that was never tried has the mean error of those with its codec on its device, else the median of the codecs'
+    and of no error: one codec that failed says little of the others, but two say that the machine is slower than the
+    model.
+
+    stretch  factors that measured compute beside codecs is divided by
+    """
+
+    def __init__(self) -> None:
+        self._memory_s = MEMORY_S
+        # By option, the logarithm of its error and the time at which it was measured last.
+        self._steps: dict[Option, tuple[float, float]] = {}
+        # Errors before each time that something was learned, oldest first, for as long as that may be undone.
+        self._before: list[tuple[float, dict[Option, tuple[float, float]]]] = []
+        self.stretch = ComputeStretch()
+        # By name of a codec's cost, see `Measured.cost_name`, the logarithm of its measured over its told time.
+        self._codecs: dict[str, float] = {}
+        # Time, and logarithm of measured over expected seconds, of the newest outcomes.
+        self._misses: deque[tuple[float, float]] = deque(maxlen=NUM_OUTCOMES)
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> LearnedErrors:
+        """Return the errors that `recorded` wrote. They have no age."""
+        errors = cls()
+        errors._steps = {Option.parse(option): (log, 0.0) for option, log in fields["options"].items()}
+        errors._codecs = dict(fields["codecs"])
+        # Earlier journals have none.
+        errors._misses.extend((0.0, miss) for miss in fields.get("misses", ()))
+        return errors
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the logarithms of the errors by option and by codec, and of the newest outcomes, for the journal."""
+        return {
+            "options": {str(option): log for option, (log, _) in self._steps.items()},
+            "codecs": dict(self._codecs),
+            "misses": [miss for _, miss in self._misses],
+        }
+
+    def add_outcome(self, ratio: float, now_s: float) -> None:
+        """Add the measured over the expected seconds of a decision's steps."""
+        self._misses.append((now_s, math.log(ratio)))
+
+    @property
+    def doubt(self) -> float:
+        """Logarithm of the ratio by which expected seconds have been off lately (root mean square)."""
+        return math.sqrt(fmean(miss**2 for _, miss in self._misses)) if self._misses else 0.0
+
+    def factor(self, groups: Sequence[PlannedGroup]) -> float:
+        """Return the seconds that a step with `groups` will take over those that are predicted."""
+        return math.exp(math.fsum(share * self._log(option) for option, share in _counted_shares(groups).items()))
+
+    def step_s(self, predicted: Prediction) -> float:
+        """Return the seconds that the predicted step will take."""
+        return self.factor(predicted.groups) * predicted.step_s
+
+    def option_factor(self, option: Option) -> float:
+        return math.exp(self._log(option))
+
+    def learn_step(self, groups: Sequence[PlannedGroup], log_ratio: float, num_steps: int, now_s: float) -> None:
+        """Add `num_steps` steps, whose measured over predicted seconds have the mean logarithm `log_ratio`."""
+        self._before = [*undoable(self._before, now_s), (now_s, dict(self._steps))]
+        shares = _counted_shares(groups)
+        before = {option: self._log(option) for option in shares}
+        miss = log_ratio - math.fsum(share * before[option] for option, share in shares.items())
+        weight = num_steps / (num_steps + EARLIER_STEPS) / math.fsum(share**2 for share in shares.values())
+        for option, share in shares.items():
+            self._steps[option] = before[option] + weight * share * miss, now_s
+
+    def network_changed(self, now_s: float) -> None:
+        """Undo what was learned in the last seconds, and remember errors for the usual time again."""
+        self.undo(now_s)
+        self._memory_s = MEMORY_S
+
+    def undo(self, now_s: float) -> None:
+        """Undo what was learned in the last seconds, while predictions were made for the network before."""
+        self._misses = deque([one for one in self._misses if one[0] < now_s - LATE_NOTICE_S], maxlen=NUM_OUTCOMES)
+        recent = undoable(self._before, now_s)
+        if recent:
+            self._steps = recent[0][1]
+        self._before = []
+
+    def learn_codecs(self, codecs: Iterable[str], ratio: float) -> None:
+        """Correct the times of `codecs`, which took `ratio` times as long as predicted with the present correction."""
+        limit = math.log(MAX_CODEC_CORRECTION)
+        before = {codec: self._codec_log(codec) for codec in codecs}
+        for codec, log in before.items():
+            self._codecs[codec] = log + min(max(math.log(ratio), -limit), limit)
+
+    def is_timed(self, codec: str) -> bool:
+        """Return whether `codec` was timed in steps of this training."""
+        return codec in self._codecs
+
+    def corrected(self, told: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
+        """Return codec times as they are in steps. Codecs that were not timed there have nearly the mean correction."""
+        return {codec: cost.slowed(math.exp(self._codec_log(codec))) for codec, cost in told.items()}
+
+    def forget_old(self, now_s: float) -> None:
+        self._steps = {option: found for option, found in self._steps.items() if now_s - found[1] < self._memory_s}
+
+    def remember_longer(self) -> None:
+        """Take into account that a plan was slower than dense."""
+        self._memory_s *= 2
+
+    def _log(self, option: Option) -> float:
+        if option in self._steps:
+            return self._steps[option][0]
+        if option == DENSE:
+            return 0.0
+        tried = {(other.codec, other.device) for other in self._steps}
+        if (option.codec, option.device) in tried:
+            return self._mean_log(option.codec, option.device)
+        return median_low([0.0, *(self._mean_log(codec, device) for codec, device in tried if codec != NONE)])
+
+    def _mean_log(self, codec: CodecSpec, device: Device) -> float:
+        return fmean(
+            log for option, (log, _) in self._steps.items() if (option.codec, option.device) == (codec, device)
+        )
+
+    def _codec_log(self, codec: str) -> float:
+        if codec in self._codecs:
+            return self._codecs[codec]
+        return math.fsum(self._codecs.values()) / (len(self._codecs) + 1)
+
+
+def undoable(learned: Iterable[tuple[float, T]], now_s: float) -> list[tuple[float, T]]:
+    """Return those of `learned`, with their time first, that another network would undo now."""
+    return [one for one in learned if one[0] >= now_s - LATE_NOTICE_S]
+
+
+def _counted_shares(groups: Sequence[PlannedGroup]) -> dict[Option, float]:
+    """Return each option's share of the dense bytes, without fixed groups; dense counts only where nothing else is."""
+    free = [group for group in groups if not group.is_fixed] or groups
+    return dense_shares([group for group in free if group.option != DENSE] or free)

@@ -1,0 +1,214 @@
+"""Detectors that tell a change from noise: CUSUM (Page 1954) on logarithms, with evidence counted in seconds.
+
+Each second adds log(value / level) - DRIFT to the evidence for a rise, and the same with the other sign for a fall;
+evidence never falls below 0. An alarm is raised when it reaches ALARM. A change by 2x adds log 2 - log 1.2 = 0.51 per
+second, so it is noticed after 2.1 s, and one of 2 s is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from cgx_ray.planner.cost import Link
+
+# Ratio of two bandwidths. Larger than the spread of an estimate that is sure (1.15x), so noise is no change.
+LINK_CHANGE = 1.5
+# Ratio of two latencies. Larger than for bandwidths, since busy processors add to latencies.
+LATENCY_CHANGE = 2.0
+# Least difference of two latencies, seconds: below it a busy processor explains the difference.
+MIN_LATENCY_CHANGE_S = 1e-3
+
+
+def network_cause(old: Link, new: Link) -> str | None:
+    """Return in words how `new` differs from `old`, or None if both count as the same network."""
+    if is_other_latency(old.alpha_s, new.alpha_s):
+        verb = _verb(old.alpha_s, new.alpha_s)
+        return f"latency {verb} from {old.alpha_s * 1e3:.1f} to {new.alpha_s * 1e3:.1f} ms"
+    if not 1 / LINK_CHANGE < new.bandwidth_gbps / old.bandwidth_gbps < LINK_CHANGE:
+        verb = _verb(old.bandwidth_gbps, new.bandwidth_gbps)
+        return f"bandwidth {verb} from {_rate(old.bandwidth_gbps)} to {_rate(new.bandwidth_gbps)}"
+    return None
+
+
+def is_other_latency(old_s: float, new_s: float) -> bool:
+    return abs(new_s - old_s) > MIN_LATENCY_CHANGE_S and not 1 / LATENCY_CHANGE < new_s / old_s < LATENCY_CHANGE
+
+
+def _verb(old: float, new: float) -> str:
+    return "rose" if new > old else "fell"
+
+
+def _rate(gbps: float) -> str:
+    return f"{gbps:.2f} Gbit/s" if gbps >= 1 else f"{gbps * 1e3:.0f} Mbit/s"
+
+
+# Logarithm of the largest ratio to the level that adds no evidence: 1.2x is usual noise and slow drift.
+DRIFT = math.log(1.2)
+# Logarithm of the largest ratio that counts in full. A huge deviation must still last for 1.1 s until ALARM.
+CLIP = math.log(3)
+# Evidence that raises an alarm, in units of logarithm times seconds: 2.1 s of a change by 2x.
+ALARM = 1.05
+# Evidence for a change for the better: 1.5 s of a change by 2x. Lower, as nothing makes a network faster for a moment.
+RELIEF_ALARM = 0.75
+# Seconds, and samples if these come faster, from which the first level is learned before anything can be a change.
+LEARN_S = 2.0
+LEARN_SAMPLES = 10
+# Seconds over which the level follows the samples while there is no evidence of a change.
+MEMORY_S = 10.0
+# Largest number of seconds that one sample counts for, so that a single long step does not outweigh many others.
+MAX_SAMPLE_S = 3.0
+# Samples that an alarm needs at least, whatever they cover: one may always be an outlier.
+MIN_SAMPLES = 2
+# Ratios to the level that add no evidence for a rise, for sure: less than the exponential of DRIFT.
+_NO_EVIDENCE = 1.1
+
+
+class ChangeDetector:
+    """Watches one positive quantity and reports when its level has moved by about 2x or more, up or down.
+
+    Samples may come at any rate: a sample that covers `seconds` counts as much as several that cover them together.
+    After an alarm the new level is the mean of the samples since the evidence began to grow.
+    """
+
+    def __init__(
+        self,
+        better: int = 0,
+        alarm: float = ALARM,
+        relief_alarm: float = RELIEF_ALARM,
+        learn_s: float = LEARN_S,
+    ) -> None:
+        """
+        better        1 if a rise is an improvement that never lasts for a moment only, -1 if a fall is, 0 if neither
+        alarm         evidence needed for a change that is not an improvement
+        relief_alarm  evidence needed for an improvement
+        learn_s       seconds over which the first level is learned; the very first sample always sets it
+        """
+        self._better, self._alarm, self._relief_alarm, self._learn_s = better, alarm, relief_alarm, learn_s
+        self._level: float | None = None
+        self._seconds = 0.0
+        self._num_samples = 0
+        self._up = _Evidence()
+        self._down = _Evidence()
+
+    def add(self, value: float, seconds: float, patience: float = 1.0) -> float | None:
+        """Add a sample; return the seconds since the level changed if that is now certain, else None.
+
+        patience  factor on the evidence that this sample needs for an alarm
+
+        Raises ValueError if `value` is not a positive number.
+        """
+        if not 0 < value < math.inf:
+            raise ValueError(f"value {value!r} has no logarithm; give a positive number")
+        log_value, seconds = math.log(value), min(seconds, MAX_SAMPLE_S)
+        self._num_samples += 1
+        if self._level is None or (self._seconds < self._learn_s and self._num_samples <= LEARN_SAMPLES):
+            self._learn(log_value, seconds)
+            return None
+        for evidence, sign in ((self._up, 1), (self._down, -1)):
+            has_grown = evidence.add(sign * (log_value - self._level), log_value, seconds)
+            alarm = patience * (self._relief_alarm if sign == self._better else self._alarm)
+            if has_grown and evidence.num_samples >= MIN_SAMPLES and evidence.amount >= alarm:
+                since_s = evidence.seconds
+                # Some of these samples may be from before the change, so the level goes on learning.
+                self._level, self._seconds = evidence.sum / since_s, min(since_s, LEARN_S)
+                self._up, self._down = _Evidence(), _Evidence()
+                return since_s
+        if not (self._up.seconds or self._down.seconds):
+            self._learn(log_value, seconds)
+        return None
+
+    def _learn(self, log_value: float, seconds: float) -> None:
+        level = self._level if self._level is not None else log_value
+        self._seconds = min(self._seconds + seconds, MEMORY_S)
+        self._level = level + (log_value - level) * min(1.0, seconds / self._seconds)
+
+
+class _Evidence:
+    """Evidence for a change in one direction, and the samples since it last was 0."""
+
+    def __init__(self) -> None:
+        self.amount = 0.0
+        self.num_samples = 0
+        self.seconds = 0.0
+        self.sum = 0.0
+
+    def add(self, deviation: float, log_value: float, seconds: float) -> bool:
+        """Add a sample; return whether there is more evidence than before."""
+        self.amount = max(0.0, self.amount + (min(deviation, CLIP) - DRIFT) * seconds)
+        if not self.amount:
+            self.num_samples, self.seconds, self.sum = 0, 0.0, 0.0
+            return False
+        self.num_samples += 1
+        self.seconds += seconds
+        self.sum += log_value * seconds
+        return deviation > DRIFT
+
+
+class SlowRanks:
+    """Ranks whose compute takes more than 1.2x the median for seconds on end; cleared after as many normal seconds."""
+
+    def __init__(self, world_size: int) -> None:
+        self._evidence = [0.0] * world_size
+        self.ranks: frozenset[int] = frozenset()
+
+    def add(self, ratios: Mapping[int, float], seconds: float) -> bool:
+        """Add compute times over their median by rank; return whether `ranks` has changed."""
+        before = self.ranks
+        for rank, ratio in ratios.items():
+            if ratio < _NO_EVIDENCE and not self._evidence[rank]:
+                # Nearly all ranks, nearly always: nothing changes.
+                continue
+            deviation = max(-CLIP, min(math.log(ratio), CLIP)) if ratio > 0 else -CLIP
+            step = (deviation - DRIFT) * min(seconds, MAX_SAMPLE_S)
+            self._evidence[rank] = min(ALARM, max(0.0, self._evidence[rank] + step))
+            if self._evidence[rank] >= ALARM:
+                self.ranks |= {rank}
+            elif self._evidence[rank] == 0:
+                self.ranks -= {rank}
+        return self.ranks != before
+
+
+# Ratio of compute from which a change is a reason to decide anew.
+OTHER_COMPUTE = 1.2
+# Evidence (`changes.ALARM`) for steps that take another time than predicted: three times that for another network,
+# which is the usual cause, so that the network is noticed first.
+RATIO_ALARM = 3 * ALARM
+
+
+class Innovations:
+    """CUSUM tests of compute, and of measured over predicted seconds for that compute and network."""
+
+    def __init__(self) -> None:
+        self._compute = ChangeDetector()
+        self._ratio = _ratio_detector()
+        self._has_other_compute = False
+        self._other_ratio: float | None = None
+
+    def add(self, compute_s: float, ratio: float, seconds: float) -> None:
+        """Add a step under the plan in force. `ratio`: its seconds over the prediction for its compute and network."""
+        self._has_other_compute |= self._compute.add(compute_s, seconds) is not None
+        if self._ratio.add(ratio, seconds) is not None:
+            self._other_ratio = ratio
+
+    def cause(self, decided_compute_s: float, compute_s: float) -> str | None:
+        """Return in words what has changed since `acknowledge`, or None."""
+        shorter_s, longer_s = sorted((decided_compute_s, compute_s))
+        if self._has_other_compute and longer_s >= OTHER_COMPUTE * shorter_s:
+            verb = "rose" if compute_s > decided_compute_s else "fell"
+            return f"compute {verb} from {decided_compute_s:.3f} to {compute_s:.3f} s"
+        if self._other_ratio is not None:
+            return f"steps take {self._other_ratio:.2f} times what is predicted for their compute and network"
+        return None
+
+    def acknowledge(self) -> None:
+        """Forget the changes until now, because a decision has taken them into account."""
+        self._has_other_compute, self._other_ratio = False, None
+
+    def restart_ratio(self) -> None:
+        """Learn the ratio anew, because predictions are made in another way or for another plan from now on."""
+        self._ratio = _ratio_detector()
+
+
+def _ratio_detector() -> ChangeDetector:
+    return ChangeDetector(alarm=RATIO_ALARM, relief_alarm=RATIO_ALARM)

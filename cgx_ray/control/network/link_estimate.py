@@ -1,0 +1,412 @@
+"""Latency and bandwidth of the network, estimated from the training's own messages. No probes, clock or sockets.
+
+Busy processors, late ranks and full queues can only make a message slower. So all estimates use the fast side of the
+observations: high quantiles of rates, low quantiles of times. The observations come from the engine's TCP mesh:
+
+- A burst (`Burst`) is some 20 to 50 ms of long messages at one receiver, or 2 MiB of them, by the kernel's time stamps.
+  Bursts are added up over trains of packets. A pause ends a train, because then the sender was encoding or TCP's window
+  was full. The first bytes of each train are left out, as they come from queues in front of the link.
+- Some milliseconds after a step, when nothing else is under way, ranks greet each other. Each notes when the others'
+  greetings arrived. The delays that two ranks note add up to one round trip, whichever rank was late and whatever their
+  clocks say.
+- An exchange is the wall time of one group, on any transport.
+
+The estimates over a window of ten seconds:
+
+1. Latency is half of the 0.1 quantile of a pair's round trips, and then the median over the pairs whose ranks are not
+   near each other (`topology.clusters`).
+2. Bandwidth is the 0.85 quantile of each rank's burst rates, by time. It is sure if that is within SURE_FACTOR of the
+   median burst. Without bursts it is fitted to exchanges of different sizes. If all groups have similar sizes, or if
+   messages go over the mesh, it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has
+   these three estimators. If none is sure, the last bandwidth that bursts were sure of since the last change stands:
+   short messages do not fill the link, and what they seem to show is up to 10x too slow or too fast. If there are
+   hardly any bursts, what longer exchanges have shown since the last change stands, as long as shorter ones do not
+   contradict it.
+3. A rank whose link has less than 0.6 of the median rate, sending or receiving, is slow. Then the bandwidth is the
+   slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate
+   (`link_rates`).
+
+A CUSUM test (`changes.ChangeDetector`) watches these quantities. After a change all observations older than the change
+are dropped. A rate that falls by 2x is noticed after 1.1 s, one that doubles after 0.9 s, and a latency after 0.8 s.
+One step alone is enough only for rates, and if both halves of its bursts show the change. While a node's cards carry
+more than the bursts show, as with several ranks or beside another program, a fall of the rate needs 2.1 s and a rise
+1.7: so a neighbour's burst of 2 s that fills the link is not a change. Exchanges tell a change only while there are no
+bursts: a fall after 2.1 s, a rise after 1.5. On the mesh only what TURN_S per hop does not explain counts.
+
+Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
+downlinks, a receiver observes more than the senders can sustain (`KnownNetwork`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from cgx_ray.control.network.changes import ALARM, ChangeDetector
+from cgx_ray.control.network.estimate import NOT_SURE_FACTOR, Estimate, quantile, quantile_interval
+from cgx_ray.control.network.rate_estimates import (
+    estimate_at_latency,
+    estimate_from_bursts,
+    fit_exchanges,
+    link_rates,
+    slowest_rate,
+)
+from cgx_ray.control.network.topology import clusters, slow_links
+from cgx_ray.control.network.traffic import ObservedExchange, StepTraffic, gather_rates
+from cgx_ray.monitors.sample import Burst
+
+
+class LinkRates:
+    """The newest rate of each rank.
+
+    After a change of the network a rate from before it is compared with the new ones, but names nobody slow who was not
+    slow already: where one link has become slow, the plan for it sends so little that only that link is filled.
+
+    all   bytes per second by rank, from before the last change if there is none since
+    slow  those that are much slower than the others
+    """
+
+    def __init__(self) -> None:
+        self.all: dict[int, float] = {}
+        self.slow: dict[int, float] = {}
+        self._new: set[int] = set()
+
+    def update(self, rates: Mapping[int, float]) -> None:
+        """Add rates that were measured since the last change."""
+        self.all.update(rates)
+        self._new |= rates.keys()
+        known = self._new | self.slow.keys()
+        self.slow = {rank: rate for rank, rate in slow_links(self.all).items() if rank in known}
+
+    def forget(self) -> None:
+        """Take all rates for those from before a change."""
+        self._new = set()
+
+    @property
+    def usual(self) -> float | None:
+        """Median rate; None unless the rates of all ranks are from after the last change."""
+        return median(self.all.values()) if self.all and self._new >= self.all.keys() else None
+
+    @property
+    def is_outdated(self) -> bool:
+        """True if a rank counts as slow by its rate from before the last change."""
+        return not self.slow.keys() <= self._new
+
+
+# Seconds of steps that estimates are made from. Long enough for quantiles, short enough to follow a drift.
+WINDOW_S = 10.0
+# Steps that are kept even if they cover more than WINDOW_S.
+MIN_STEPS = 3
+# Seconds between two estimates: with many ranks an estimate takes milliseconds.
+REFRESH_S = 0.5
+# Quantile of round trips that stands for the idle network; the very shortest may be an artefact of time stamps.
+FAST_TIME = 0.1
+# Fewest bursts that make one watched value, unless they are faster than before: one alone may be slow by chance.
+MIN_WATCHED_BURSTS = 2
+# Longest time without bursts, in seconds, that the next bursts also stand for if they are faster than before: on a link
+# that has become faster, most short messages make none.
+HELD_S = 1.0
+# Seconds of a step from which each half of its bursts makes a watched value.
+HALVED_S = 0.7
+# Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
+QUIET_S = 0.5
+# Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
+LATENCY_FLOOR_S = 5e-4
+# Ratio of two plans' bytes per hop up to which their exchanges tell the rate equally well.
+SAME_LENGTH = 1.5
+# Newest steps with the longest exchanges that are kept.
+LONG_STEPS = 20
+# Seconds per hop that a rank may wait for a processor, where ranks share them: a turn or two of the scheduler.
+TURN_S = 5e-3
+# Ratio of bytes and of hops up to which exchanges of two plans are compared, and the same on the mesh.
+ALIKE, ALIKE_ON_MESH = 2.0, 1.2
+# Evidence for a change of the bursts' rate while no card carries more than SHARED times the rate that bursts show:
+# 1.1 s of a change by 2x, and 0.9 s if the rate rises, as messages are never faster than their link for long.
+BURST_ALARM, BURST_RELIEF_ALARM = 0.55, 0.45
+SHARED = 1.2
+# Factor on it while one does.
+SHARED_PATIENCE = ALARM / BURST_ALARM
+# Evidence (`changes.ALARM`) for another latency. Lower than for rates: the lesser of two latencies is watched, which
+# already ignores single steps.
+LATENCY_ALARM = 0.36
+# Evidence for another ratio of the slowest link to the usual one. Higher than for rates, since a neighbour's burst, and
+# the queues it leaves, slow one link for longer than all links together.
+SLOW_ALARM = 2.0
+
+
+class _Watched(NamedTuple):
+    """A value for a detector, see `ChangeDetector.add`."""
+
+    detector: ChangeDetector
+    value: float
+    seconds: float
+    patience: float = 1.0
+
+
+class PassiveLink:
+    """The link between two workers, by the last ten seconds of training. Call `add` once per step.
+
+    latency_s       one way, between ranks that are not near each other; None without round trips
+    bandwidth       of a worker's link, the slowest one's where some are slow; None at first
+    slow            rates by rank, for ranks whose link, up or down, is much slower than the others'
+    sent, received  rates by rank, for ranks whose messages show that of their link up or down
+    num_changes     number of times that the network has changed
+    """
+
+    def __init__(self) -> None:
+        self.latency_s: Estimate | None = None
+        self.bandwidth: Estimate | None = None
+        self.slow: dict[int, float] = {}
+        self.sent: dict[int, float] = {}
+        self.received: dict[int, float] = {}
+        self.num_changes = 0
+        self._window: deque[StepTraffic] = deque()
+        self._detectors = {
+            "latency": ChangeDetector(alarm=LATENCY_ALARM),
+            "bursts": ChangeDetector(better=1, alarm=BURST_ALARM, relief_alarm=BURST_RELIEF_ALARM),
+            "slowest": ChangeDetector(better=1, alarm=SLOW_ALARM),
+        }
+        # By bytes and hops of a step's largest exchange: only rates of exchanges that are alike are compared.
+        self._exchange_detectors: dict[tuple[float, float], ChangeDetector] = {}
+        # Whether ranks greet each other, as they do on the mesh.
+        self._has_mesh = False
+        self._unwatched: list[StepTraffic] = []
+        self._quiet_s = QUIET_S
+        self._held_s = 0.0
+        self._down, self._up = LinkRates(), LinkRates()
+        # Newest bandwidth since the last change that bursts were sure of.
+        self._known: Estimate | None = None
+        # Exchanges of the newest steps with the longest ones since the last change was noticed.
+        self._long: deque[Sequence[ObservedExchange]] = deque(maxlen=LONG_STEPS)
+        self._last_latency_s: float | None = None
+        self._far: frozenset[tuple[int, int]] = frozenset()
+        self._estimate_age_s = 0.0
+
+    def add(self, traffic: StepTraffic, probed_latency_s: float, carried: float = math.inf) -> None:
+        """Add a step. If the network has changed, forget the steps before the change.
+
+        probed_latency_s  one way, used if there are no round trips
+        carried           bytes per second through the cards of the busiest node, infinite if unknown
+        """
+        self._window.append(traffic)
+        self._add_long(traffic.exchanges)
+        self._trim(WINDOW_S, MIN_STEPS)
+        self._estimate_age_s += traffic.seconds
+        latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
+        watched = self._watched_latency(traffic) + self._watched_bursts(traffic, carried)
+        exchanges = self._watched_exchanges(traffic, latency_s)
+        found = [one.detector.add(one.value, one.seconds, one.patience) for one in watched + exchanges]
+        # The exchanges' level is learned all the time, so that a change is known when bursts end.
+        changed_s = [since_s for since_s in found[: None if self._is_quiet else len(watched)] if since_s is not None]
+        if changed_s:
+            self._forget_before(min(changed_s), {one.detector for one in exchanges})
+        if self._estimate_age_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
+            self._estimate_age_s = 0.0
+            self._refresh(probed_latency_s)
+
+    @property
+    def usual_sent(self) -> float | None:
+        """Median rate at which ranks send; None until all that receive have shown theirs since the last change."""
+        return self._up.usual if self._up.all.keys() >= self._down.all.keys() else None
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self._quiet_s >= QUIET_S
+
+    def _forget_before(self, since_s: float, current: set[ChangeDetector]) -> None:
+        """The network changed `since_s` ago. `current`: detectors of the exchanges of this step."""
+        self.num_changes += 1
+        self._exchange_detectors = {
+            size: detector for size, detector in self._exchange_detectors.items() if detector in current
+        }
+        self._down.forget()
+        self._up.forget()
+        self._known = None
+        # The first step since the change may have exchanges of before it, and here one step counts for long.
+        self._long.clear()
+        self._trim(since_s, 1)
+        self._estimate_age_s = REFRESH_S
+
+    def _watched_latency(self, traffic: StepTraffic) -> list[_Watched]:
+        """Return what the round trips show, if there are any."""
+        if not traffic.round_trip_s:
+            return []
+        trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
+        value = quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
+        # Queues and busy processors rarely delay two greetings in a row. One alone could set a level that is too high.
+        watched = min(value, self._last_latency_s) if self._last_latency_s is not None else None
+        self._last_latency_s = value
+        return [_Watched(self._detectors["latency"], watched, traffic.seconds)] if watched is not None else []
+
+    def _watched_bursts(self, traffic: StepTraffic, carried: float) -> list[_Watched]:
+        """Return the usual rate and the slowest link's share of it. `carried`: as in `add`."""
+        self._quiet_s = 0.0 if any(traffic.bursts.values()) else self._quiet_s + traffic.seconds
+        # Steps with few bursts are collected until there are enough.
+        self._unwatched.append(traffic)
+        bursts, pairs = gather_rates(self._unwatched)
+        new_down, new_up = link_rates(bursts, pairs)
+        is_faster = self._are_faster(new_down)
+        if sum(map(len, bursts.values())) < MIN_WATCHED_BURSTS and not is_faster:
+            if self._is_quiet:
+                self._held_s = min(self._held_s + _seconds(self._unwatched), HELD_S)
+                self._unwatched.clear()
+            return []
+        # A slow link stays slow until its own bursts show otherwise: those of the others alone do not tell.
+        down = {**self._down.all, **new_down}
+        # Sending rates of some ranks compare only with each other.
+        up = new_up if new_up.keys() >= self._up.all.keys() else self._up.all
+        middle = median(down.values())
+        slowest = slowest_rate(middle, {**slow_links(up), **slow_links(down)})
+        own_s = _seconds(self._unwatched)
+        seconds = own_s + (self._held_s if is_faster else 0.0)
+        self._held_s = 0.0
+        self._unwatched.clear()
+        usual = median(new_down.values())
+        patience = SHARED_PATIENCE if carried > SHARED * usual else 1.0
+        rates = (_rates_of_halves(bursts) if own_s >= HALVED_S else None) or [usual]
+        return [
+            *(_Watched(self._detectors["bursts"], rate, seconds / len(rates), patience) for rate in rates),
+            _Watched(self._detectors["slowest"], slowest / middle, seconds),
+        ]
+
+    def _are_faster(self, down: Mapping[int, float]) -> bool:
+        """Return whether ranks receive faster than before, by these rates of some of them."""
+        known = self._down.all
+        ratios = [rate / known[rank] for rank, rate in down.items() if rank in known]
+        return bool(ratios) and median(ratios) > 1
+
+    def _watched_exchanges(self, traffic: StepTraffic, latency_s: float) -> list[_Watched]:
+        """Return the rate of the step's largest exchanges, if it had any."""
+        if not traffic.exchanges:
+            return []
+        largest, hops = max((one.num_bytes, one.hops) for one in traffic.exchanges)
+        if traffic.round_trip_s and not self._has_mesh:
+            self._has_mesh = True
+            self._exchange_detectors.clear()
+        # On the mesh each hop may wait for a processor, which is no change of the network. With that, rates depend on
+        # the size.
+        turn_s, ratio = (TURN_S, ALIKE_ON_MESH) if self._has_mesh else (0.0, ALIKE)
+        # The fastest single exchange counts: processors are rarely busy during all of them.
+        counted = [
+            [replace(one, seconds=one.seconds + turn_s * one.hops)]
+            for one in traffic.exchanges
+            if 2 * one.num_bytes >= largest
+        ]
+        rate = estimate_at_latency(latency_s, counted)
+        if rate is None:
+            return []
+        # A plan may change while evidence gathers, so the detectors of plans that are not in force are kept.
+        key = largest, hops
+        alike = (
+            other
+            for other in self._exchange_detectors
+            if all(a < ratio * b and b < ratio * a for a, b in zip(other, key, strict=True))
+        )
+        detector = self._exchange_detectors.setdefault(next(alike, key), ChangeDetector(better=1))
+        return [_Watched(detector, rate.value, traffic.seconds)]
+
+    def _trim(self, seconds: float, num_steps: int) -> None:
+        """Forget the oldest steps, as long as at least `num_steps` are left and cover `seconds`."""
+        covered_s = _seconds(self._window)
+        while len(self._window) > num_steps and covered_s - self._window[0].seconds >= seconds * (1 - 1e-9):
+            covered_s -= self._window.popleft().seconds
+
+    def _refresh(self, probed_latency_s: float) -> None:
+        """Make all estimates anew from the window."""
+        trips: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for step in self._window:
+            for pair, seconds in step.round_trip_s.items():
+                trips[pair].append(seconds)
+        fast = {pair: quantile_interval(times, FAST_TIME) for pair, times in trips.items()}
+        near = clusters({pair: trip[1] for pair, trip in fast.items()})
+        cluster_of = {rank: index for index, cluster in enumerate(near) for rank in cluster}
+        self._far = frozenset(pair for pair in fast if cluster_of[pair[0]] != cluster_of[pair[1]])
+        self.latency_s = _latency([trip for pair, trip in fast.items() if pair in self._far] or list(fast.values()))
+        bursts, pairs = gather_rates(self._window)
+        self.received, self.sent = link_rates(bursts, pairs)
+        self._down.update(self.received)
+        if self.sent.keys() >= self._up.all.keys():
+            self._up.update(self.sent)
+        self.slow = {**self._up.slow, **self._down.slow}
+        latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
+        steps = [step.exchanges for step in self._window]
+        found = (
+            estimate_from_bursts(bursts, pairs, self._down.all, self.slow)
+            # The mesh pushes messages, and those that were already there would make the slope of sizes too small.
+            or (None if trips else fit_exchanges(list(itertools.chain(*steps))))
+            or estimate_at_latency(latency_s, steps, is_pushed=bool(trips))
+        )
+        if found is not None and found.is_sure and found.source == "bursts":
+            self._known = found
+        elif found is not None and self._known is not None:
+            found = _not_sure(self._known, found)
+        elif found is not None and found.source == "exchanges":
+            found = self._longest(found, latency_s, is_pushed=bool(trips))
+        if found is not None and (self._down.is_outdated or self._up.is_outdated):
+            found = _not_sure(found, found)
+        self.bandwidth = found
+
+    def _add_long(self, exchanges: Sequence[ObservedExchange]) -> None:
+        """Keep a step's exchanges if none since the last change were much longer."""
+        length = _bytes_per_hop(exchanges)
+        longest = max(map(_bytes_per_hop, self._long), default=0.0)
+        if length > SAME_LENGTH * longest:
+            self._long.clear()
+        if length * SAME_LENGTH >= longest and length > 0:
+            self._long.append(exchanges)
+
+    def _longest(self, found: Estimate, latency_s: float, *, is_pushed: bool) -> Estimate:
+        """Return what the longest exchanges show if that is faster and the window does not contradict it, or `found`.
+
+        Shorter exchanges seem slower by what processors take of each hop. Of long exchanges in the window only these
+        count, as the older ones may be from before a change that was too small to notice.
+        """
+        steps = [step.exchanges for step in self._window]
+        now = set(map(id, steps))
+        long = [exchanges for exchanges in self._long if id(exchanges) in now] or self._long
+        longest = estimate_at_latency(latency_s, long, is_pushed=is_pushed)
+        fastest = estimate_at_latency(latency_s + TURN_S, steps, is_pushed=is_pushed)
+        if longest is None or fastest is None or found.is_sure or longest.value <= found.value:
+            return found
+        if longest.value <= fastest.value:
+            return _not_sure(longest, found)
+        self._long.clear()
+        return found
+
+
+def _seconds(steps: Iterable[StepTraffic]) -> float:
+    return sum(step.seconds for step in steps)
+
+
+def _rates_of_halves(bursts: Mapping[int, Sequence[Burst]]) -> list[float] | None:
+    """Return the usual rate of the earlier and of the later half of each rank's bursts, None if these are too few."""
+    halves: list[dict[int, Sequence[Burst]]] = [{}, {}]
+    for rank, found in bursts.items():
+        middle = len(found) // 2
+        halves[0][rank], halves[1][rank] = found[:middle], found[middle:]
+    if any(sum(map(len, half.values())) < MIN_WATCHED_BURSTS for half in halves):
+        return None
+    return [median(link_rates(half, {})[0].values()) for half in halves]
+
+
+def _bytes_per_hop(exchanges: Sequence[ObservedExchange]) -> float:
+    hops = sum(one.hops for one in exchanges)
+    return sum(one.num_bytes for one in exchanges) / hops if hops > 0 else 0.0
+
+
+def _not_sure(known: Estimate, found: Estimate) -> Estimate:
+    """Return what was known, with a spread that also holds what was `found`, and that is too wide to be sure."""
+    high = max(known.high, found.high, NOT_SURE_FACTOR * known.low)
+    return replace(known, low=min(known.low, found.low), high=high)
+
+
+def _latency(trips: Sequence[tuple[float, float, float]]) -> Estimate | None:
+    if not trips:
+        return None
+    low, value, high = (median(column) / 2 for column in zip(*trips, strict=True))
+    return Estimate(value=value, low=low, high=high, source="greetings")

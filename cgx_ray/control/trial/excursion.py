@@ -1,0 +1,144 @@
+"""Excursions: a few steps under another plan, to measure dense anew or to time a codec, before the loop decides again.
+
+Dense is measured anew if the plan in force may be slower than dense and the errors of the two do not tell. A codec is
+timed if it was never in use and a plan with it would be the best one by far, were its told times as much too long as
+they may be. Then one layer is sent with it, so a codec that is truly slow costs little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
+from cgx_ray.control.policy import MAX_SLOWDOWN, Keep, Policy, Replace, Situation
+from cgx_ray.control.trial.outcome import PlanRecord
+from cgx_ray.plan import CodecSpec, Option, Plan, preferred_scheme
+from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
+
+# Judged steps of an excursion.
+EXCURSION_STEPS = 3
+# Steps from which a plan that seems slower than dense is compared with dense. Fewer are often slow by chance.
+SUSPECT_STEPS = 8
+# Standard errors from the promise's limit within which a plan is in doubt.
+WORTH = 2.0
+# Standard errors by which a plan must be over MAX_SLOWDOWN right after a comparison to be taken back. Less than
+# `evidence.SURE`: dense is what was promised, and costs little if the two are that near.
+COMPARED = 1.0
+# Largest ratio of a dense step to the plan's with which it is compared: a faster plan has nothing to prove.
+MAX_SPEEDUP = 1.5
+# Share of the training that comparisons may take, and seconds of training whose share may be spent in advance.
+TIME_SHARE, ADVANCE_S = 0.005, 600.0
+# Seconds until the steps of an excursion are reported and its end has reached the ranks.
+REPORT_S = 2.0
+# Largest ratio of a step's told time to the usual one while a codec is timed.
+MAX_TRIAL_SLOWDOWN = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excursion:
+    """An excursion from the plan `home`, whose steps so far are in `record`.
+
+    codec  that is timed; None if dense is measured
+    """
+
+    home: Plan
+    record: PlanRecord
+    codec: CodecSpec | None = None
+
+
+class ComparisonBudget:
+    """Time that comparisons with dense may still take, and those of the plan in force so far."""
+
+    def __init__(self) -> None:
+        self._spent_s = 0.0
+        self._num_comparisons = 0
+
+    def start_plan(self) -> None:
+        self._num_comparisons = 0
+
+    def grant(self, slowdown: Evidence, record: PlanRecord, step_s: float, trained_s: float) -> bool:
+        """Return whether a comparison may begin now, and count it.
+
+        After one that did not tell, twice as many new steps are waited for each time.
+        """
+        if self._num_comparisons and record.num_steps < MAX_STEPS * 2 ** (self._num_comparisons - 1):
+            return False
+        lost = max(0.0, math.exp(-slowdown.mean) - 1)
+        cost_s = lost * ((EXCURSION_STEPS + 1) * step_s + REPORT_S) + 2 * record.switch_s
+        if self._spent_s + cost_s > TIME_SHARE * (trained_s + ADVANCE_S):
+            return False
+        self._spent_s += cost_s
+        self._num_comparisons += 1
+        return True
+
+
+def is_worth_comparing(slowdown: Evidence, dense: Evidence, num_steps: int) -> bool:
+    """Return whether dense steps now would tell if the plan keeps the promise.
+
+    slowdown   of the plan, over dense
+    dense      error of dense alone
+    num_steps  of the plan that are known
+    """
+    own_error = math.sqrt(max(slowdown.error**2 - dense.error**2, 0.0))
+    is_suspect = slowdown.mean > math.log(MAX_SLOWDOWN) and num_steps >= SUSPECT_STEPS
+    return (
+        verdict(slowdown, MAX_SLOWDOWN, WORTH) is Verdict.UNSURE
+        and (is_suspect or num_steps >= MAX_STEPS)
+        and slowdown.mean > -math.log(MAX_SPEEDUP)
+        # With dense known better than the plan, only more steps of the plan help.
+        and dense.error > own_error
+    )
+
+
+def codec_trial(policy: Policy, situation: Situation, kept: Keep) -> tuple[CodecSpec, Replace] | None:
+    """Return a codec whose told times may be what rules it out, and the decision to time it in one layer, or None."""
+    codec = policy.codec_to_time(situation, kept)
+    trial = trial_of(codec, situation.outlook.now, kept.predicted) if codec is not None else None
+    if codec is None or trial is None:
+        return None
+    return codec, Replace(
+        plan=trial.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
+        reason=f"{kept.reason}; time {codec} in one layer",
+        predicted=trial,
+        step_s=situation.outlook.errors.step_s(trial),
+        dense_s=kept.dense_s,
+    )
+
+
+def trial_of(codec: CodecSpec, measured: Measured, current: Prediction) -> Prediction | None:
+    """Return the step of `current` with one layer under `codec`, or None if all layers are too small to compress.
+
+    That is the largest layer that makes the step at most MAX_TRIAL_SLOWDOWN times as long by the told times, else the
+    smallest.
+    """
+    option = Option(codec=codec, scheme=preferred_scheme(codec))
+    fixed = {name for group in measured.fixed for name in group.layers}
+    free = (layer for layer in measured.layers if not layer.is_small and layer.name not in fixed)
+    layers = sorted(free, key=lambda layer: -layer.numel)
+    trial = None
+    for layer in layers:
+        trial = predict(measured, tuple(_with_layer(current.groups, measured, layer.name, option)))
+        if trial.step_s <= MAX_TRIAL_SLOWDOWN * current.step_s:
+            break
+    return trial
+
+
+def _with_layer(
+    groups: Sequence[PlannedGroup], measured: Measured, name: str, option: Option
+) -> Iterable[PlannedGroup]:
+    """Yield `groups`, with the layer `name` cut out into a group of its own under `option`."""
+    layers = {layer.name: layer for layer in measured.layers}
+    for group in groups:
+        if name not in group.layers:
+            yield group
+            continue
+        at = group.layers.index(name)
+        for names, used in (
+            (group.layers[:at], group.option),
+            ((name,), option),
+            (group.layers[at + 1 :], group.option),
+        ):
+            if names:
+                yield PlannedGroup.of([layers[one] for one in names], used)

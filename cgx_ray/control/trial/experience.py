@@ -1,0 +1,264 @@
+"""Measured beside predicted seconds: evidence of the steps so far for the plan in force, dense and all options."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+from cgx_ray.control.joined_steps import JoinedStep
+from cgx_ray.control.learned.evidence import MAX_STEPS, MIN_STEPS, Evidence, evidence
+from cgx_ray.control.learned.learned_errors import LearnedErrors, undoable
+from cgx_ray.control.learned.measured import at_compute, is_dense, non_dense_options, timed_options
+from cgx_ray.control.learned.stretch import SideBySide
+from cgx_ray.control.network.changes import network_cause
+from cgx_ray.control.trial.excursion import ComparisonBudget, is_worth_comparing
+from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
+from cgx_ray.plan import CodecSpec, Layer, Option, Plan
+from cgx_ray.planner.cost import Link
+from cgx_ray.planner.options import FREE, CodecCost
+from cgx_ray.planner.prediction import Measured, groups_of, predict
+
+# Error of the model (standard deviation of a logarithm) without any dense step, and on another network than the one
+# that dense steps were measured on.
+UNKNOWN_ERROR, MOVED_ERROR = 0.2, 0.1
+
+
+class DenseBaseline:
+    """Logarithm of measured over predicted seconds of the newest dense steps, all on one network."""
+
+    def __init__(self) -> None:
+        self._logs: deque[float] = deque(maxlen=MAX_STEPS)
+        self._link: Link | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._logs)
+
+    def add(self, log_ratio: float, link: Link) -> None:
+        """Add a dense step on `link`; forget those on another network."""
+        if self._link is None or network_cause(self._link, link) is not None:
+            self._logs.clear()
+            self._link = link
+        self._logs.append(log_ratio)
+
+    def on(self, link: Link) -> Evidence:
+        """Return what is known of dense steps on `link`."""
+        if self._link is None:
+            return Evidence(0.0, UNKNOWN_ERROR)
+        found = evidence(self._logs)
+        return found if network_cause(self._link, link) is None else found.also(MOVED_ERROR)
+
+
+# Ratio of measured and predicted seconds, either way, that is a surprise.
+SURPRISE = 1.2
+# Ratio of bandwidths from which a link has drifted. Estimates of the same link differ by less (`SURE_FACTOR`).
+DRIFT = 1.25
+# Least share of a dense step's progress that a plan counts as keeping.
+MIN_KEPT = 1e-3
+# Least seconds that a codec is taken to need: a clock cannot tell less.
+MIN_CODEC_S = 1e-7
+
+
+class Experience:
+    """Steps beside their predictions.
+
+    plan          in force
+    dense_plan    that plans are compared with: that of DDP
+    dense_groups  those of `dense_plan`
+    record        steps under the plan in force
+    trained_s     seconds of all steps
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], plan: Plan, dense_plan: Plan, told_costs: Mapping[str, CodecCost]
+    ) -> None:
+        """`told_costs`: codec times as they were measured before training."""
+        self.layers = tuple(layers)
+        self.dense_plan = dense_plan
+        self.baseline = DenseBaseline()
+        self.errors = LearnedErrors()
+        self.trained_s = 0.0
+        self.dense_groups = groups_of(dense_plan, layers)
+        self._told_costs = dict(told_costs)
+        self._comparisons = ComparisonBudget()
+        self._switch_s: list[float] = []
+        # Options of the plan that dense steps are compared with: that in force, or the last one before it.
+        self._options: frozenset[Option] = frozenset()
+        # Options whose stretch the steps under the plan in force have; None: that of dense steps.
+        self._stretched: frozenset[Option] | None = None
+        self._sides = SideBySide()
+        # Whether the stretch has changed since the steps of the plan with `_options` were paired.
+        self.has_old_pairs = False
+        # Time and link of each time that something was learned, for as long as that may be undone.
+        self._learned: list[tuple[float, Link]] = []
+        self.start_plan(plan, None, is_excursion=False)
+
+    @property
+    def codec_costs(self) -> dict[str, CodecCost]:
+        """Codec times as they are in steps."""
+        return self.errors.corrected(self._told_costs)
+
+    def start_plan(self, plan: Plan, before: PlanRecord | None, *, is_excursion: bool) -> None:
+        """Begin with `plan`. `before`: its steps before an excursion that ends now."""
+        self.plan, self._groups = plan, groups_of(plan, self.layers)
+        if before is None and not is_excursion:
+            self._comparisons.start_plan()
+        # An excursion to another plan than dense times one codec in one layer, which says little of compute.
+        self._is_trial = is_excursion and not is_dense(plan)
+        if not self._is_trial:
+            self._sides.start_plan(is_dense=is_dense(plan), is_new=before is None)
+            self._stretched = None if is_dense(plan) else non_dense_options(plan)
+            self._options = self._stretched or self._options
+        self.record = PlanRecord(window=before.window) if before is not None else PlanRecord()
+
+    @property
+    def stretch(self) -> float:
+        """Compute of steps under the plan in force over that of dense steps."""
+        return 1.0 if self._stretched is None else math.exp(self.errors.stretch.under(self._stretched).mean)
+
+    def add(self, step: JoinedStep, measured: Measured | None) -> float | None:
+        """Compare a step with the predictions under `measured`; return measured over predicted seconds.
+
+        None for a step that warms the plan up, or without measurements.
+        """
+        self.trained_s += step.step_s
+        is_warm = self.record.is_warm(step.step_s)
+        if is_warm and step.compute_s > 0 and not self._is_trial:
+            self._learn_stretch(step.compute_s)
+        if not is_warm or measured is None or min(step.step_s, step.compute_s, measured.compute_s) <= 0:
+            return None
+        paired = self._paired(step, measured)
+        self.record.window.append(paired)
+        if is_dense(self.plan):
+            self.baseline.add(paired.over_plan, measured.network.between)
+        if self.has_old_pairs and self._stretched is not None and not self._is_trial:
+            self.record.window = deque((self._paired(one, measured) for one in self.record.window), maxlen=MAX_STEPS)
+            self.has_old_pairs = False
+        return math.exp(self.record.window[-1].over_plan)
+
+    def _paired(self, step: JoinedStep | PairedStep, measured: Measured) -> PairedStep:
+        """Return `step` beside the predictions under `measured` for its own compute."""
+        own = at_compute(measured, step.compute_s / self.stretch)
+        predicted = predict(own, self._groups)
+        over_plan, over_dense, kept = math.log(step.step_s / predicted.step_s), 0.0, 1.0
+        if not predicted.is_dense:
+            # Errors by layer may say that the plan in force keeps nothing.
+            kept = 1.0 if predicted.efficiency is None else max(predicted.efficiency, MIN_KEPT)
+            over_dense = math.log(step.step_s / kept / predict(own, self.dense_groups).step_s)
+        return PairedStep(step.step_s, step.compute_s, step.codec_s, over_plan, over_dense, math.log(kept))
+
+    def _learn_stretch(self, compute_s: float) -> None:
+        """Add a step's compute; compare dense steps with others once there are enough of both."""
+        both = self._sides.add(compute_s)
+        if both is not None:
+            before = self.errors.stretch.under(self._options)
+            self.errors.stretch.add(self._options, *both)
+            self.has_old_pairs |= self.errors.stretch.under(self._options).mean != before.mean
+
+    def network_changed(self, now_s: float) -> None:
+        """Forget what steps said in the last seconds, while predictions were made for the network before."""
+        self.record.window.clear()
+        self._learned = []
+        self.errors.network_changed(now_s)
+
+    def link_drifted(self, link: Link, now_s: float) -> bool:
+        """Forget what the last seconds have taught if the link has drifted since; return whether it has.
+
+        A change is noticed seconds late, and meanwhile slow steps look like errors of the options in use. Smaller
+        changes than those that count as another network have this effect too.
+        """
+        self._learned = undoable(self._learned, now_s)
+        ratios = [link.beta_s_per_byte / before.beta_s_per_byte for _, before in self._learned]
+        if all(1 / DRIFT < ratio < DRIFT for ratio in ratios):
+            return False
+        self.record.window.clear()
+        self._learned = []
+        self.errors.undo(now_s)
+        return True
+
+    def learn(self, measured: Measured, now_s: float) -> list[str]:
+        """Learn the errors of the plan in force; return the codecs that were never timed in steps before.
+
+        A codec on a GPU is another one than on the host, see `Measured.cost_name`.
+        """
+        window = self.record.window
+        # All plans are compared with dense, so a single dense step counts.
+        if len(window) < (1 if is_dense(self.plan) else MIN_STEPS):
+            return []
+        self.errors.forget_old(now_s)
+        before = predict(measured, self._groups)
+        codec_s = median(step.codec_s for step in window)
+        codecs = {measured.cost_name(option) for option in timed_options(self.plan)}
+        untimed = [codec for codec in codecs if not self.errors.is_timed(codec)]
+        # Without a GPU these codecs take all of it.
+        others_s = self._others_s(measured, codecs) if measured.bus is not None else 0.0
+        told_s, took_s = before.codec_s - others_s, codec_s - others_s
+        if told_s > 0 and codec_s > 0 and codecs:
+            self.errors.learn_codecs(codecs, max(took_s, MIN_CODEC_S) / told_s)
+            corrected = predict(replace(measured, codec_costs=self.codec_costs), self._groups)
+            self.record.shift(math.log(corrected.step_s / before.step_s))
+        self._learned = [*undoable(self._learned, now_s), (now_s, measured.network.between)]
+        self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, len(window), now_s)
+        return untimed
+
+    def _others_s(self, measured: Measured, codecs: Collection[str]) -> float:
+        """Return the predicted seconds of all codecs but `codecs`, and of copies between a GPU and the host."""
+        free = {**measured.codec_costs, **dict.fromkeys(codecs, FREE)}
+        return predict(replace(measured, codec_costs=free), self._groups).codec_s
+
+    def learn_trial(self, codec: CodecSpec, measured: Measured) -> None:
+        """Learn the times of `codec` from the steps of an excursion with one layer under it."""
+        others_s = self._others_s(measured, [str(codec)])
+        told_s = predict(measured, self._groups).codec_s - others_s
+        codec_s = median(step.codec_s for step in self.record.window) - others_s
+        if told_s > 0:
+            self.errors.learn_codecs([str(codec)], max(codec_s, MIN_CODEC_S) / told_s)
+
+    def learn_switch(self) -> None:
+        """Learn what the change to the plan in force has cost."""
+        if self.record.window:
+            self._switch_s = [*self._switch_s[-4:], self.record.switch_s]
+
+    def switch_s(self, usual_s: float) -> float:
+        """Return the seconds that a change of plan takes, by those so far; `usual_s` before the first."""
+        return median(self._switch_s or [usual_s])
+
+    def dense_s(self, measured: Measured) -> float:
+        """Return the seconds of a dense step under `measured`."""
+        dense = self.baseline.on(measured.network.between)
+        return math.exp(dense.mean) * predict(measured, self.dense_groups).step_s
+
+    def slowdown(self, record: PlanRecord, measured: Measured) -> Evidence:
+        """Return the logarithm of the seconds per progress in `record` over those of dense."""
+        return evidence([step.over_dense for step in record.window]).less(self._dense_error(measured))
+
+    def speed_up(self, measured: Measured | None) -> float | None:
+        """Return the seconds of a dense step over those of a step under the plan in force, None if unknown; 1 if dense.
+
+        The only source of that number. It is the median over the newest steps, each beside a dense step with its own
+        compute, as predicted and then corrected by measured dense steps. Neither has the time between steps.
+        """
+        if is_dense(self.plan):
+            return 1.0
+        if measured is None or not self.record.window:
+            return None
+        slower = median(step.over_dense + step.log_kept for step in self.record.window)
+        return math.exp(self.baseline.on(measured.network.between).mean - slower)
+
+    def _dense_error(self, measured: Measured) -> Evidence:
+        """Return the error of dense predictions beside the plan with `_options`; more dense steps make it smaller."""
+        return self.baseline.on(measured.network.between).also(self.errors.stretch.under(self._options).error)
+
+    def grants_comparison(self, slowdown: Evidence, measured: Measured) -> bool:
+        """Return whether to compare the plan with dense now, and count the time that this takes."""
+        window = self.record.window
+        # A step unlike the others: something is changing, and the policy will soon be asked.
+        if abs(window[-1].over_plan - median(step.over_plan for step in window)) > math.log(SURPRISE):
+            return False
+        if not is_worth_comparing(slowdown, self._dense_error(measured), len(window)):
+            return False
+        step_s = median(step.step_s for step in window)
+        return self._comparisons.grant(slowdown, self.record, step_s, self.trained_s)

@@ -1,0 +1,242 @@
+"""FSDP2's hooks: a `ShardedEngine` reduces gradients and gathers parameters in place of `fully_shard`.
+
+Torch calls the hooks on the training thread, in program order, the same on all ranks. On the CPU, torch treats an
+operation as finished when its hook returns, except where a comment here says otherwise.
+
+R ranks that share the parameters, T elements of a module's shard
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from cgx_ray.engine.loss_scale import LossScale
+from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
+from cgx_ray.engine.sharded.shards import Unit
+from cgx_ray.errors import CGXError
+from cgx_ray.torch_compat import (
+    AllGather,
+    FSDPParamGroup,
+    HSDPMeshInfo,
+    ReduceScatter,
+    as_delivered,
+    call_after_backward,
+)
+
+
+class PendingCalls:
+    """Calls to the engine that the hooks of one model have begun and nobody has waited for."""
+
+    def __init__(self, engine: ShardedEngine, loss_scale: LossScale) -> None:
+        self.engine = engine
+        self.loss_scale = loss_scale
+        self._begun: list[Future[None]] = []
+        self._reading: deque[Future[None]] = deque()
+
+    def make_room(self, max_buffers: int) -> None:
+        """Wait until fewer than `max_buffers` inputs of reduce-scatters are in use, as FSDP2 does on a GPU."""
+        while len(self._reading) >= max_buffers:
+            self.engine.wait(self._reading.popleft())
+
+    def begin(self, future: Future[None], group: FSDPParamGroup, op: Any) -> None:
+        """Wait for `future`, which reduces gradients of `group`, when backward ends, or at once if FSDP2 reads them."""
+        # Autograd calls `_finish` at the end of backward, after FSDP2's own callback, which may reduce as well.
+        call_after_backward(self._finish)
+        self._begun.append(future)
+        if _is_read_at_once(group, op):
+            self.engine.wait(future)
+
+    def begin_reading(self, future: Future[None]) -> None:
+        """Count the input of a reduce-scatter as in use until `future` is done."""
+        self._reading.append(future)
+
+    def raise_later(self, error: CGXError) -> None:
+        """Raise `error` when backward ends."""
+        failed: Future[None] = Future()
+        failed.set_exception(error)
+        self._begun.append(failed)
+
+    def _finish(self) -> None:
+        if not self._begun:
+            return
+        begun, self._begun = self._begun, []
+        self._reading.clear()
+        for future in begun:
+            self.engine.wait(future)
+        self.engine.wait(self.engine.end_step())
+
+
+def _is_read_at_once(group: FSDPParamGroup, op: Any) -> bool:
+    """Return True if FSDP2 reads a reduced gradient before backward ends (`foreach_reduce` in torch)."""
+    return (
+        op != dist.ReduceOp.AVG  # divides it
+        or group._orig_dtype != torch.float32  # converts it
+        or group._all_reduce_hook is not None
+        or not group.all_reduce_grads  # keeps it to add the next one
+        or group._partial_reduce_output is not None
+        or any(
+            parameter.offload_to_cpu
+            or parameter.sharded_param.grad is not None  # adds it
+            or getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
+            for parameter in group.fsdp_params
+        )
+    )
+
+
+class _PendingWork(dist.Work):
+    """Work that torch may wait for. `wait` calls the given function; without one it returns at once."""
+
+    def __init__(self, wait: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._wait is not None:
+            self._wait()
+        return True
+
+
+class _CompressedReduceScatter(ReduceScatter):
+    """Averages a module's gradients.
+
+    Works in float32 and ignores the policy's `reduce_dtype`, since the codec makes the messages small.
+    """
+
+    def __init__(self, calls: PendingCalls, unit: Unit, group: FSDPParamGroup) -> None:
+        self._calls = calls
+        self._unit = unit
+        self._group = group
+        self._has_replicas = isinstance(group.mesh_info, HSDPMeshInfo) and group.mesh_info.replicate_mesh_size > 1
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for the input, the gradients of all ranks' shards, or for the output, those of this rank's."""
+        self._calls.make_room(self._group.comm_ctx.reduce_scatter_max_input_buffers)
+        return torch.empty(*size, dtype=torch.float32, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        rows_RT = input_tensor.view(group.size(), -1)
+        future = self._calls.engine.reduce_scatter(
+            self._unit,
+            rows_RT,
+            output_tensor,
+            is_average=_is_average(op),
+            scales=self._calls.loss_scale.now(),
+            # With replicas the gradient is complete only after their all-reduce.
+            delivered=None if self._has_replicas else partial(as_delivered, self._group, op),
+        )
+        self._calls.begin_reading(future)
+        self._calls.begin(future, self._group, op)
+
+
+class _CompressedAllGather(AllGather):
+    """Gathers a module's parameters, encoded."""
+
+    def __init__(self, calls: PendingCalls, unit: Unit) -> None:
+        self._calls = calls
+        self._unit = unit
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work:
+        rows_RT = output_tensor.view(group.size(), -1)
+        assert input_tensor.data_ptr() == rows_RT[group.rank()].data_ptr(), "FSDP2 gathers in place"
+        engine = self._calls.engine
+        future = engine.all_gather(self._unit, rows_RT)
+        return _PendingWork(lambda: engine.wait(future))
+
+
+class _ReplicaGroup(dist.ProcessGroup):
+    """Replaces the process group in which FSDP2 all-reduces sharded gradients after their reduce-scatter (HSDP)."""
+
+    def __init__(self, calls: PendingCalls, unit: Unit, group: FSDPParamGroup, replaced: dist.ProcessGroup) -> None:
+        super().__init__(replaced.rank(), replaced.size())  # type: ignore[call-arg]  # torch's stub wants a store
+        self._calls = calls
+        self._unit = unit
+        self._group = group
+
+    # One of the three signatures in torch's stub: the one that dist.all_reduce uses.
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
+        op, (shard_T,) = opts.reduceOp, tensors
+        try:
+            future = self._calls.engine.all_reduce(
+                self._unit, shard_T, is_average=_is_average(op), delivered=partial(as_delivered, self._group, op)
+            )
+            self._calls.begin(future, self._group, op)
+        except CGXError as error:
+            # Torch would log the error, look up the name of this group, and fail because it is not registered.
+            self._calls.raise_later(error)
+        # `begin` has already waited if torch reads the result now. In all other cases nobody may wait yet.
+        return _PendingWork(None)
+
+
+def _is_average(op: Any) -> bool:
+    if op == dist.ReduceOp.AVG:
+        return True
+    if op != dist.ReduceOp.SUM:
+        raise CGXError(
+            f"FSDP2 asks for {op}, because of set_gradient_divide_factor; also call "
+            "set_force_sum_reduction_for_comms(True), so that FSDP2 itself divides"
+        )
+    return False
+
+
+def install(
+    model: nn.Module,
+    engine: ShardedEngine,
+    groups: Mapping[str, FSDPParamGroup],
+    units: Sequence[Unit],
+    loss_scale: LossScale,
+) -> Callable[[], None]:
+    """Put hooks into every group. Return a function that removes them, and does not keep the model alive."""
+    calls = PendingCalls(engine, loss_scale)
+    # By reference to the method of a module that sets a hook: the hook that it had.
+    methods: list[tuple[weakref.WeakMethod[Any], Any]] = []
+    meshes: list[tuple[weakref.ref[Any], dist.ProcessGroup]] = []
+    for (name, group), unit in zip(groups.items(), units, strict=True):
+        module, mesh = model.get_submodule(name), group.mesh_info
+        assert isinstance(module, FSDPModule)
+        methods.append((weakref.WeakMethod(module.set_custom_reduce_scatter), group._reduce_scatter_comm))
+        module.set_custom_reduce_scatter(_CompressedReduceScatter(calls, unit, group))
+        if unit.parameters:
+            methods.append((weakref.WeakMethod(module.set_custom_all_gather), group._all_gather_comm))
+            module.set_custom_all_gather(_CompressedAllGather(calls, unit))
+        if isinstance(mesh, HSDPMeshInfo) and mesh.replicate_mesh_size > 1:
+            # FSDP2 has a hook after this all-reduce, but none in its place. Each `fully_shard` has its own mesh_info.
+            replaced = mesh.replicate_process_group
+            meshes.append((weakref.ref(mesh), replaced))
+            mesh.replicate_process_group = _ReplicaGroup(calls, unit, group, replaced)
+
+    def uninstall() -> None:
+        for method, replaced in methods:
+            if (set_hook := method()) is not None:
+                set_hook(replaced)
+        for reference, replaced in meshes:
+            if (mesh := reference()) is not None:
+                mesh.replicate_process_group = replaced
+
+    return uninstall

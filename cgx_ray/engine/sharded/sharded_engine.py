@@ -1,0 +1,247 @@
+"""The engine of FSDP2 models: one communication thread per rank, which reduces and gathers shards in call order.
+
+R ranks that share the parameters, T elements of a module's shard
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cgx_ray.codecs.codec import RESIDUALS
+from cgx_ray.collectives import Transport
+from cgx_ray.engine.loss_scale import Scales
+from cgx_ray.engine.sharded.shard_exchange import ShardExchange
+from cgx_ray.engine.sharded.shard_memory import ShardMemory
+from cgx_ray.engine.sharded.shards import Unit
+from cgx_ray.engine.step import PauseWatch
+from cgx_ray.engine.step_sample import sample_of_shards
+from cgx_ray.engine.telemetry import Telemetry
+from cgx_ray.engine.thread import CLOSE_S, WorkThread, follow_num_threads, noting_more, overdue_at_close
+from cgx_ray.errors import CGXError, PlanError
+from cgx_ray.monitors.sample import StepSample
+from cgx_ray.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+class ShardedEngine:
+    """Averages shards of gradients, and gathers parameters, on its own thread.
+
+    Every rank must make the same calls in the same order. A step lasts until `end_step`, or until a unit comes again.
+    The codecs' new memory becomes valid when the next step begins, except of layers whose averages were not applied.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        plan: Plan,
+        rank: int,
+        shards: Transport,
+        replicas: Transport | None,
+        *,
+        seed: int = 0,
+        judged_together: Callable[[], Iterable[frozenset[str]]] = tuple,
+    ) -> None:
+        """Start the thread.
+
+        rank      in the whole run, for messages and samples
+        shards    connects the ranks that share the parameters
+        replicas  connects the ranks that hold the same shard; None if this rank alone holds it
+        judged_together  as `LossScale.judged_together`
+        """
+        self.plan = plan
+        self.telemetry = Telemetry(rank)
+        self._rank = rank
+        self._has_replicas = replicas is not None
+        self._exchange = ShardExchange(shards, replicas, plan.version, seed)
+        self._memory = ShardMemory(units, shards, judged_together)
+        self._failure: CGXError | None = None
+        # Units reduced in the step under way.
+        self._ran: list[Unit] = []
+        self._last_end_s = self._first_s = time.perf_counter()
+        self._pauses = PauseWatch()
+        # Seconds that the training thread has waited in this step. Only that thread uses it.
+        self._waited_s = 0.0
+        self._num_threads = torch.get_num_threads()
+        closed = "the engine is closed; attach again to compress"
+        self._thread = WorkThread("cgx-ray-engine", self._run, self._exchange.close, closed=closed)
+
+    # Called by the training thread.
+
+    def reduce_scatter(
+        self,
+        unit: Unit,
+        rows_RT: Tensor,
+        out_T: Tensor,
+        *,
+        is_average: bool,
+        scales: Scales = (),
+        delivered: Callable[[Tensor], Tensor] | None = None,
+    ) -> Future[None]:
+        """Begin to fill `out_T` with the sum or average of this rank's row over the ranks that share the parameters.
+
+        rows_RT, out_T  float32, the gradients of the unit; the rows are changed
+        scales          loss scales of the gradients, see `LossScale.now`
+        delivered       turns `out_T` into the gradient that the model gets, which is then checked for NaN and Inf
+        """
+        return self._submit(
+            unit.name, lambda: self._reduce_scatter(unit, rows_RT, out_T, is_average, scales, delivered or _as_it_is)
+        )
+
+    def all_reduce(
+        self, unit: Unit, shard_T: Tensor, *, is_average: bool, delivered: Callable[[Tensor], Tensor] | None = None
+    ) -> Future[None]:
+        """Begin to replace `shard_T`, filled by `reduce_scatter`, by its sum or average over replicas.
+
+        `delivered` as in `reduce_scatter`.
+        """
+        return self._submit(unit.name, lambda: self._all_reduce(unit, shard_T, is_average, delivered or _as_it_is))
+
+    def all_gather(self, unit: Unit, rows_RT: Tensor) -> Future[None]:
+        """Begin to fill `rows_RT` with the parameters of all ranks. This rank's own row becomes what its peers see."""
+        return self._submit(unit.name, lambda: self._all_gather(unit, rows_RT))
+
+    def end_step(self) -> Future[None]:
+        """End the step. Does nothing if the step has reduced no gradient."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return self._submit("", lambda: self._end_step(waited_s))
+
+    def wait(self, future: Future[None]) -> None:
+        """Wait for a call. Raises the error that stopped the engine, if there was one."""
+        start = time.perf_counter()
+        future.result()
+        self._waited_s += time.perf_counter() - start
+
+    def hold(self, plan: Plan) -> None:
+        """Raise PlanError: a sharded model keeps its first plan."""
+        raise PlanError("the plan of an FSDP2 model cannot change; attach with another codec in the next run")
+
+    @property
+    def step(self) -> int:
+        """Number of the step under way."""
+        return self._exchange.step
+
+    @property
+    def last_step(self) -> StepSample | None:
+        """Sample of the last finished step; None before the first."""
+        return self.telemetry.last_step
+
+    def take_samples(self) -> list[StepSample]:
+        """See `Engine.take_samples`. Samples have no transfers: the planner knows schemes of whole gradients only."""
+        return self.telemetry.take_samples()
+
+    def state(self) -> dict[str, Any]:
+        """See `Engine.state`. Residuals are laid out like whole gradients, so they fit any number of ranks."""
+        state: dict[str, Any] = self._submit("", self._state).result()
+        return state
+
+    def load_state(self, step: int, memories: Mapping[str, Mapping[str, Tensor]], *, loss_scale: float = 1.0) -> None:
+        """See `Engine.load_state`. Also raises StateError for memory that the codec does not use."""
+        self._memory.check(memories, self.plan.describe())
+        self._submit("", lambda: self._load(step, memories[RESIDUALS], loss_scale)).result()
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Stop the thread after it has finished all submitted calls. After `timeout_s` seconds, hang up on them."""
+        if not self._thread.end(timeout_s):
+            self._exchange.give_up(overdue_at_close(self._rank, self.step, timeout_s))
+            self._thread.end(timeout_s)
+        self._exchange.close()
+
+    def _submit(self, module: str, call: Callable[[], Any]) -> Future[Any]:
+        if self._failure is not None:
+            raise self._failure
+        self._num_threads = torch.get_num_threads()
+        future: Future[Any] = Future()
+        self._thread.put((module, call, future), f"rank {self._rank}, step {self.step}")
+        return future
+
+    # Called by the engine's own thread.
+
+    def _run(self, jobs: Iterator[tuple[str, Callable[[], Any], Future[Any]]]) -> None:
+        for module, call, future in jobs:
+            follow_num_threads(self._num_threads)
+            try:
+                if self._failure is not None:
+                    future.set_exception(self._failure)
+                else:
+                    future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the future
+                future.set_exception(self._fail(module, error))
+            # It leads to the model, which must not stay while the thread waits for the next call.
+            del call
+
+    def _reduce_scatter(
+        self,
+        unit: Unit,
+        rows_RT: Tensor,
+        out_T: Tensor,
+        is_average: bool,
+        scales: Scales,
+        delivered: Callable[[Tensor], Tensor],
+    ) -> None:
+        if unit in self._ran:
+            self._end_step(0.0)
+        if not self._ran:
+            self._first_s = time.perf_counter()
+            self._memory.settle()
+        self._memory.follow_scale(scales, is_first=not self._ran)
+        self._ran.append(unit)
+        phases = self._exchange.reduce_scatter(unit, rows_RT, out_T, is_average=is_average)
+        self._memory.note(unit, out_T, delivered)
+        phases.lap("decode")
+
+    def _all_reduce(self, unit: Unit, shard_T: Tensor, is_average: bool, delivered: Callable[[Tensor], Tensor]) -> None:
+        phases = self._exchange.all_reduce(unit, shard_T, is_average=is_average)
+        self._memory.note(unit, shard_T, delivered)
+        phases.lap("decode")
+
+    def _all_gather(self, unit: Unit, rows_RT: Tensor) -> None:
+        self._exchange.all_gather(unit, rows_RT).lap("decode")
+
+    def _end_step(self, waited_s: float) -> None:
+        if not self._ran:
+            return
+        self._memory.end_step(self._ran)
+        now = time.perf_counter()
+        with self.telemetry.optional("times and bytes", self.step):
+            dense_bytes = sum(unit.dense_bytes for unit in self._ran)
+            between_s = self._pauses.add(self._first_s - self._last_end_s, now - self._first_s)
+            step_s = now - self._last_end_s - between_s
+            sample = sample_of_shards(self._exchange, self._rank, dense_bytes, step_s, waited_s)
+            self.telemetry.add(replace(sample, between_s=between_s))
+        self._last_end_s = now
+        self._ran = []
+        self._exchange.next_step()
+
+    def _state(self) -> dict[str, Any]:
+        return {"step": self.step, **self._memory.state()}
+
+    def _load(self, step: int, owed: Mapping[str, Tensor], loss_scale: float) -> None:
+        self._memory.load(owed, loss_scale)
+        self._exchange.step = step
+
+    def _fail(self, module: str, error: BaseException) -> CGXError:
+        where = f"rank {self._rank}, step {self.step}" + (f", module {module!r}" if module else "")
+        if self._has_replicas:
+            where += " (below, ranks count from 0 along each dimension of the mesh)"
+        kind = type(error) if isinstance(error, CGXError) else CGXError
+        failure = kind(f"{where}: {error if isinstance(error, CGXError) else repr(error)}")
+        failure.__cause__ = error
+        with noting_more(failure):
+            logger.error("%s", failure, exc_info=error)
+            self._exchange.give_up(str(failure))
+            self.telemetry.note_fault(failure, self.step)
+        self._failure = failure
+        return failure
+
+
+def _as_it_is(average_T: Tensor) -> Tensor:
+    return average_T

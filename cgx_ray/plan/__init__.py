@@ -1,0 +1,73 @@
+"""Plans: which layers share a group, and how each group is encoded and sent. The one door to this package."""
+
+from __future__ import annotations
+
+from cgx_ray.plan.codec_spec import (
+    CODEC_DEFAULTS,
+    COUNT_BYTES,
+    VALUE_BUCKET_SIZE,
+    CodecSpec,
+    near_square,
+    packed_index_bytes,
+    value_bytes,
+)
+from cgx_ray.plan.option import (
+    CODECS_OF_SCHEME,
+    DENSE,
+    NONE,
+    Device,
+    Intra,
+    Option,
+    Scheme,
+    options_of,
+    preferred_scheme,
+)
+from cgx_ray.plan.plan import (
+    DEFAULT_GROUP_BYTES,
+    FIRST_GROUP_BYTES,
+    MAX_GROUPS,
+    MAX_INDEXED_NUMEL,
+    MAX_PAYLOAD_BYTES,
+    PIECE_BYTES,
+    SMALL_LAYER_NUMEL,
+    Given,
+    GroupPlan,
+    Layer,
+    Lease,
+    Plan,
+    as_option,
+    make_plan,
+)
+
+__all__ = [
+    "CODECS_OF_SCHEME",
+    "CODEC_DEFAULTS",
+    "COUNT_BYTES",
+    "DEFAULT_GROUP_BYTES",
+    "DENSE",
+    "FIRST_GROUP_BYTES",
+    "MAX_GROUPS",
+    "MAX_INDEXED_NUMEL",
+    "MAX_PAYLOAD_BYTES",
+    "NONE",
+    "PIECE_BYTES",
+    "SMALL_LAYER_NUMEL",
+    "VALUE_BUCKET_SIZE",
+    "CodecSpec",
+    "Device",
+    "Given",
+    "GroupPlan",
+    "Intra",
+    "Layer",
+    "Lease",
+    "Option",
+    "Plan",
+    "Scheme",
+    "as_option",
+    "make_plan",
+    "near_square",
+    "options_of",
+    "packed_index_bytes",
+    "preferred_scheme",
+    "value_bytes",
+]

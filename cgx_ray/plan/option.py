@@ -1,0 +1,188 @@
+"""Options: a codec, the scheme that carries it, the work inside nodes, and the device; and which fit together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeVar
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan.codec_spec import CODEC_DEFAULTS, CodecSpec
+
+
+class Scheme(StrEnum):
+    """Collective algorithm that moves one group."""
+
+    DENSE = "dense"
+    ALLREDUCE = "allreduce"
+    ALLGATHER = "allgather"
+    SRA = "sra"
+    RING = "ring"
+    TREE = "tree"
+    BROADCAST = "broadcast"
+    ARTOPK_RING = "artopk_ring"
+    ARTOPK_RING_VAR = "artopk_ring_var"
+    ARTOPK_RING_AUTO = "artopk_ring_auto"
+    ARTOPK_TREE = "artopk_tree"
+    ARTOPK_TREE_VAR = "artopk_tree_var"
+    ARTOPK_TREE_AUTO = "artopk_tree_auto"
+
+    @property
+    def is_artopk(self) -> bool:
+        """True if all ranks send the elements that one rank has selected (AR-Topk)."""
+        return self.startswith("artopk_")
+
+    @property
+    def by_tree(self) -> bool:
+        """True if AR-Topk sums the values over a tree, False if over a ring."""
+        return self.startswith("artopk_tree")
+
+    @property
+    def choice(self) -> str:
+        """Rule by which AR-Topk chooses the rank that selects: "star", "var" or "auto"."""
+        return self.removeprefix("artopk_").partition("_")[2] or "star"
+
+
+class Intra(StrEnum):
+    """Work inside a node: none, or its ranks sum first (dense or compressed) and the scheme runs between nodes."""
+
+    FLAT = "flat"
+    DENSE = "dense"
+    COMPRESSED = "compressed"
+
+
+class Device(StrEnum):
+    """Where codecs work: the device that holds the gradients, or the host, which encodes what a GPU has computed."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+
+
+_REENCODED = frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"})
+_SELECTED = frozenset({"topk", "lwtopk", "mstopk", "dgc", "sidco"})
+# Codecs that a node may sum encoded. prefix is not one: it would keep other elements inside a node than between nodes.
+_SUMMED_INSIDE = _REENCODED - {"none", "prefix"}
+# An all-reduce sums messages as they are. sra, ring, tree and broadcast encode sums again. AR-Topk uses the indices of
+# one rank for all. So each of them carries only these codecs.
+CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
+    Scheme.DENSE: frozenset({"none"}),
+    Scheme.ALLREDUCE: frozenset({"fp16", "bf16", "prefix", "randomk", "powersgd"}),
+    Scheme.ALLGATHER: frozenset(CODEC_DEFAULTS),
+    **dict.fromkeys((Scheme.SRA, Scheme.RING, Scheme.TREE, Scheme.BROADCAST), _REENCODED),
+    **{scheme: _SELECTED for scheme in Scheme if scheme.is_artopk},
+}
+
+
+NONE = CodecSpec(name="none")
+_ON_HOST = " on cpu"
+_Word = TypeVar("_Word", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """Codec, the scheme that carries it, the work inside nodes, and the device of the codec.
+
+    Device "cpu" is offload. Where the host holds the gradients it changes nothing. Plain dense has no codec, and ranks
+    of a node always sum on the host, so neither is offloaded. Raises ConfigError if the parts do not fit.
+    """
+
+    codec: CodecSpec
+    scheme: Scheme
+    intra: Intra = Intra.FLAT
+    device: Device = Device.AUTO
+
+    def __post_init__(self) -> None:
+        problem = _problem(self.codec, self.scheme, self.intra)
+        if problem is not None:
+            raise ConfigError(problem)
+        if _member(Device, self.device, str(self)) is Device.CPU and not self.has_choice_of_device:
+            raise ConfigError(f"device 'cpu' says nothing with {self.scheme}, intra {self.intra}; leave it out")
+
+    @property
+    def has_choice_of_device(self) -> bool:
+        """True unless it is plain dense or hierarchical."""
+        return self.scheme is not Scheme.DENSE and self.intra is Intra.FLAT
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if the host encodes, sums and decodes, wherever the gradients are."""
+        return self.device == Device.CPU or self.intra is not Intra.FLAT
+
+    def flat(self) -> Option:
+        """Return the same codec over the same scheme, without work inside nodes, and not offloaded."""
+        return replace(self, intra=Intra.FLAT, device=Device.AUTO)
+
+    def on(self, device: Device | str) -> Option:
+        """Return the same option with its codec on `device`; plain dense and hierarchical options as they are."""
+        device = _member(Device, device, str(self))
+        return replace(self, device=device) if self.has_choice_of_device else self
+
+    @classmethod
+    def parse(cls, text: str) -> Option:
+        """Read the text of an option, such as `"qsgd:bits=4 over sra, dense inside nodes"`."""
+        if text.endswith(_ON_HOST):
+            return replace(cls.parse(text.removesuffix(_ON_HOST)), device=Device.CPU)
+        flat, inside, intra = text.removesuffix(" inside nodes"), text.endswith(" inside nodes"), Intra.FLAT
+        if inside:
+            flat, _, word = flat.rpartition(", ")
+            intra = _member(Intra, word, text)
+        if flat == Scheme.DENSE:
+            return cls(codec=NONE, scheme=Scheme.DENSE, intra=intra)
+        codec, _, scheme = flat.rpartition(" over ")
+        return cls(codec=CodecSpec.parse(codec), scheme=_member(Scheme, scheme, text), intra=intra)
+
+    def __str__(self) -> str:
+        """Return `"dense"` or `"qsgd:bits=4,bucket_size=128 over sra"`.
+
+        Followed by `" on cpu"` if offloaded, by `", dense inside nodes"` if not flat.
+        """
+        text = "dense" if self.scheme is Scheme.DENSE else f"{self.codec} over {self.scheme}"
+        if self.device == Device.CPU:
+            return text + _ON_HOST
+        return text if self.intra is Intra.FLAT else f"{text}, {self.intra} inside nodes"
+
+
+def _member(words: type[_Word], word: str, text: str) -> _Word:
+    """Return the member of an enumeration that `word` names. `text` is the option that it is part of."""
+    if word not in tuple(words):
+        raise ConfigError(f"option {text!r}: {words.__name__.lower()} {word!r} is unknown; known: {', '.join(words)}")
+    return words(word)
+
+
+def _problem(codec: CodecSpec, scheme: Scheme, intra: Intra) -> str | None:
+    """Return why they do not fit together, or None if they do."""
+    allowed = CODECS_OF_SCHEME[scheme]
+    if codec.name not in allowed:
+        fitting = [str(s) for s, names in CODECS_OF_SCHEME.items() if codec.name in names]
+        return (
+            f"scheme {scheme} cannot carry codec {codec.name}; it carries {', '.join(sorted(allowed))}; "
+            f"{codec.name} goes with {', '.join(fitting)}"
+        )
+    if scheme.is_artopk and codec.value_bits != 32:
+        return f"scheme {scheme} sums values as they are, not with value_bits {codec.value_bits}; give 32"
+    if intra is Intra.COMPRESSED and codec.name not in _SUMMED_INSIDE:
+        return (
+            f"codec {codec.name} cannot be summed inside a node; give intra='dense', or with 'compressed' one of "
+            f"{', '.join(sorted(_SUMMED_INSIDE))}"
+        )
+    return None
+
+
+DENSE = Option(codec=NONE, scheme=Scheme.DENSE)
+
+
+def options_of(codec: CodecSpec) -> tuple[Option, ...]:
+    """Return `codec` over every scheme that can carry it, flat and hierarchical."""
+    return tuple(
+        Option(codec=codec, scheme=scheme, intra=intra)
+        for scheme in Scheme
+        for intra in Intra
+        if _problem(codec, scheme, intra) is None
+    )
+
+
+def preferred_scheme(codec: CodecSpec) -> Scheme:
+    """Return the default scheme for `codec`: dense for none, sra where it can carry it, else the first that can."""
+    preferred = Scheme.DENSE if codec == NONE else Scheme.SRA
+    candidates: tuple[Scheme, ...] = (preferred, *Scheme)
+    return next(scheme for scheme in candidates if codec.name in CODECS_OF_SCHEME[scheme])
