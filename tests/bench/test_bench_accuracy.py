@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.image import imread
 
+from bench.__main__ import bench
 from bench.accuracy.cases import (
     CODECS,
     LARGE_WORKLOAD,
@@ -32,14 +33,13 @@ from bench.accuracy.measure import (
     rows_of,
 )
 from bench.accuracy.workloads import load_task
-from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import DENSE, Scheme
 
 
 def _bench(*arguments: str) -> Any:
-    return CliRunner().invoke(main, ["bench", "accuracy", *arguments], env={"COLUMNS": "200"})
+    return CliRunner().invoke(bench, ["accuracy", *arguments], env={"COLUMNS": "200"})
 
 
 def _run(option: str, *losses: float, seed: int = 0, has_diverged: bool = False) -> TrainingRun:

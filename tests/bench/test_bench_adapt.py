@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.image import imread
 
+from bench.__main__ import bench
 from bench.adapt.cases import CASES
 from bench.adapt.measure import measure_adapt
 from bench.adapt.papers import bytecomp_groups, compare_papers, cupcake_groups, paper_rows
 from bench.shared.simulated_cluster import WORLD, ClusterErrors, ClusterState, SimulatedCluster
-from cgx_ray.cli import main
 from cgx_ray.control.paper_policies import Groups
 from cgx_ray.plan import DENSE, make_plan
 from cgx_ray.planner.prediction import Measured, groups_of, predict
@@ -51,8 +51,8 @@ def test_a_bias_of_dense_lengthens_dense_steps_by_as_much() -> None:
 
 def test_a_run_writes_rows_table_and_picture(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.json", tmp_path / "adapt.png"
-    argv = ["bench", "adapt", "drop", "bad_plan", "--quick", "--json", str(out), "--plot", str(plot)]
-    result = CliRunner().invoke(main, argv, env={"COLUMNS": "200"})
+    argv = ["adapt", "drop", "bad_plan", "--quick", "--json", str(out), "--plot", str(plot)]
+    result = CliRunner().invoke(bench, argv, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert written["bench"] == "adapt"
@@ -68,7 +68,7 @@ def test_a_run_writes_rows_table_and_picture(tmp_path: Path) -> None:
 
 
 def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
-    result = CliRunner().invoke(main, ["bench", "adapt", "rain"])
+    result = CliRunner().invoke(bench, ["adapt", "rain"])
     assert result.exit_code == 2
     assert "'flapping'" in result.output
 

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.image import imread
 
+from bench.__main__ import bench
 from bench.adapt.lab import AdaptLabNumbers, GridPoint, PlanTime, lab_rows
 from bench.adapt.lab_cases import (
     ADAPTIVE,
@@ -25,7 +26,6 @@ from bench.adapt.lab_cases import (
 from bench.adapt.progress import WeightedStep, progress_in, score_schedule, weighted_steps
 from bench.step.cases import StepNetwork
 from bench.step.workload import GAINS
-from cgx_ray.cli import main
 from cgx_ray.demo.gpt import GPT
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.lab.schedule import Schedule
@@ -128,7 +128,7 @@ def test_goals_judge_ratios_within_one_run() -> None:
 
 
 def test_cases_are_simulated_and_not_for_the_lab() -> None:
-    result = CliRunner().invoke(main, ["bench", "adapt", "drop", "--lab"])
+    result = CliRunner().invoke(bench, ["adapt", "drop", "--lab"])
     assert result.exit_code != 0
     assert "case drop is simulated; leave it out with --lab" in result.output
 
@@ -136,8 +136,8 @@ def test_cases_are_simulated_and_not_for_the_lab() -> None:
 @pytest.mark.skipif(NO_LAB is not None, reason=NO_LAB or "")
 def test_a_quick_run_trains_real_ranks_and_writes_rows_tables_and_picture(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.json", tmp_path / "adapt.png"
-    argv = ["bench", "adapt", "--lab", "--quick", "--json", str(out), "--plot", str(plot)]
-    result = CliRunner().invoke(main, argv, env={"COLUMNS": "200"})
+    argv = ["adapt", "--lab", "--quick", "--json", str(out), "--plot", str(plot)]
+    result = CliRunner().invoke(bench, argv, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert written["bench"] == "adapt"

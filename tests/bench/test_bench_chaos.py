@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 from support.emulated import needs_lab
 
+from bench.__main__ import bench
 from bench.chaos.cluster import OURS
 from bench.chaos.faults import IN_LOOP, ChaosKind, ChaosOptions, quick_options
 from bench.chaos.measure import ChaosNumbers, ChaosResult, Survived, chaos_rows
-from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.result import Row
@@ -86,7 +86,7 @@ def test_goals_judge_loss_faults_and_what_is_left(tmp_path: Path) -> None:
 @needs_lab(rates_only=False)
 def test_a_quick_run_survives_its_faults_and_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "chaos.json"
-    done = CliRunner().invoke(main, ["bench", "chaos", "--quick", "--seed", "1", "--json", str(path)])
+    done = CliRunner().invoke(bench, ["chaos", "--quick", "--seed", "1", "--json", str(path)])
     assert done.exit_code == 0, done.output
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     options = quick_options(1)

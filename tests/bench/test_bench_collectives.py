@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from bench.__main__ import bench
 from bench.collectives import cases as collective_cases
 from bench.collectives.cases import (
     CASES,
@@ -31,7 +32,6 @@ from bench.collectives.cases import (
     settings_of,
 )
 from bench.collectives.measure import Timing, notes
-from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 
@@ -44,7 +44,7 @@ CASE_OF = {case.name: case for case in (*CASES, *SHARED, *UNCOMPRESSED)}
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """JSON and output of one small run with two ranks."""
     path = tmp_path_factory.mktemp("bench") / "collectives.json"
-    done = CliRunner().invoke(main, ["bench", "collectives", "--quick", "--ranks", "2", "--json", str(path)])
+    done = CliRunner().invoke(bench, ["collectives", "--quick", "--ranks", "2", "--json", str(path)])
     assert done.exit_code == 0, done.output
     return json.loads(path.read_text()), done.output
 
@@ -134,7 +134,7 @@ def test_one_rank_has_nobody_to_send_to():
 def test_a_rank_that_fails_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     broken = Case(name="x", codec="lzma", scheme="sra", transport="tcp")
     monkeypatch.setattr(collective_cases, "QUICK", (replace(QUICK[0], cases=(PEER, broken)),))
-    done = CliRunner().invoke(main, ["bench", "collectives", "--quick", "--ranks", "2"])
+    done = CliRunner().invoke(bench, ["collectives", "--quick", "--ranks", "2"])
     assert done.exit_code == 1
     assert "loopback: rank 0 ended with status 1" in done.output
     assert "unknown codec 'lzma'" in done.output

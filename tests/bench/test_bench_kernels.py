@@ -14,10 +14,10 @@ import torch
 from click.testing import CliRunner
 from matplotlib.image import imread
 
+from bench.__main__ import bench
 from bench.kernels import measure as kernels
 from bench.kernels.codec_numbers import DISTRIBUTIONS, draw_samples, measure_quality
 from bench.kernels.measure import SWEPT_CODECS, KernelOptions
-from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CODEC_DEFAULTS
 from cgx_ray.session.calibrate import best_seconds
@@ -35,8 +35,8 @@ GOALS = {
 }
 RUN = """
 import sys
-from cgx_ray.cli import main
-main(sys.argv[1:], standalone_mode=False)
+from bench.__main__ import bench
+bench(sys.argv[1:], standalone_mode=False)
 print("ray" in sys.modules, file=sys.stderr)
 """
 
@@ -45,7 +45,7 @@ print("ray" in sys.modules, file=sys.stderr)
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
     """JSON of one small run, its standard error, and its picture."""
     plot = tmp_path_factory.mktemp("bench") / "kernels.png"
-    argv = [sys.executable, "-c", RUN, "bench", "kernels", "--numel", str(NUMEL), "--json", "-", "--plot", str(plot)]
+    argv = [sys.executable, "-c", RUN, "kernels", "--numel", str(NUMEL), "--json", "-", "--plot", str(plot)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr, plot
@@ -81,7 +81,7 @@ def test_a_run_of_the_size_of_the_goals_is_judged(monkeypatch):
 
 
 def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_measured(tmp_path):
-    done = CliRunner().invoke(main, ["bench", "kernels", "--plot", str(tmp_path / "x.foo")])
+    done = CliRunner().invoke(bench, ["kernels", "--plot", str(tmp_path / "x.foo")])
     assert done.exit_code == 2
     assert "x.foo" in done.output
     assert ".png" in done.output
@@ -124,7 +124,7 @@ def test_tables_show_every_codec_and_the_picture_is_where_it_says(run):
 
 def test_cuda_without_a_device_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = CliRunner().invoke(main, ["bench", "kernels", "--device", "cuda"])
+    done = CliRunner().invoke(bench, ["kernels", "--device", "cuda"])
     assert done.exit_code == 1
     assert done.output == "Error: device cuda: PyTorch sees no CUDA device here; give --device cpu\n"
 

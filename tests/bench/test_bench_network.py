@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from bench.__main__ import bench
 from bench.network import link as network_link
 from bench.network import measure as network
-from cgx_ray.cli import main
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.report.result import Row
 
@@ -25,7 +25,7 @@ def test_a_quick_run_watches_a_real_job_on_one_link(tmp_path: Path, monkeypatch:
     # Each host starts a rank, which imports torch.
     monkeypatch.setattr(network, "_NUM_HOSTS", 2)
     path = tmp_path / "network.json"
-    done = CliRunner().invoke(main, ["bench", "network", "--quick", "--json", str(path)])
+    done = CliRunner().invoke(bench, ["network", "--quick", "--json", str(path)])
     assert done.exit_code == 0, done.output
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     link = "100mbit_1ms"

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.image import imread
 
+from bench.__main__ import bench
 from bench.planner import measure as planner
-from cgx_ray.cli import main
 
 
 def test_quick_run_writes_rows_tables_and_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_quick_run_writes_rows_tables_and_picture(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(planner, "JOINT_GBPS", (10.0,))
     out, plot = tmp_path / "out.json", tmp_path / "planner.png"
     result = CliRunner().invoke(
-        main, ["bench", "planner", "--quick", "--json", str(out), "--plot", str(plot)], env={"COLUMNS": "200"}
+        bench, ["planner", "--quick", "--json", str(out), "--plot", str(plot)], env={"COLUMNS": "200"}
     )
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())

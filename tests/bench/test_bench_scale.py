@@ -7,9 +7,9 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from bench.__main__ import bench
 from bench.scale.measure import ScaleNumbers, ScaleOptions
 from bench.shared.simulated_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
-from cgx_ray.cli import main
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy
@@ -28,7 +28,7 @@ NAMES = [
 
 def test_a_quick_run_measures_a_real_controller_and_processes_that_agree(tmp_path: Path) -> None:
     path = tmp_path / "scale.json"
-    done = CliRunner().invoke(main, ["bench", "scale", "--quick", "--json", str(path)])
+    done = CliRunner().invoke(bench, ["scale", "--quick", "--json", str(path)])
     assert done.exit_code == 0, done.output
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     assert list(rows) == NAMES

@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from bench.__main__ import bench
 from bench.step.cases import (
     GOAL_NETWORK,
     LOOPBACK,
@@ -26,7 +27,6 @@ from bench.step.cases import (
 from bench.step.measure import StepRecord, StepTiming, rows_of, timings_of
 from bench.step.sleeping_model import SHORTEST_SLEEP_S, BackwardClock, SleepingModel, fixed_gradients
 from bench.step.workload import Workload, joint_plan, predicted_s
-from cgx_ray.cli import main
 from cgx_ray.engine.chrome_trace import PhaseSpan, chrome_trace
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
@@ -324,7 +324,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[
     """JSON, trace and output of one small run with two ranks."""
     folder = tmp_path_factory.mktemp("bench")
     files = ["--json", str(folder / "step.json"), "--trace", str(folder / "trace.json")]
-    done = CliRunner().invoke(main, ["bench", "step", "--quick", *files])
+    done = CliRunner().invoke(bench, ["step", "--quick", *files])
     assert done.exit_code == 0, done.output
     return (*(json.loads((folder / name).read_text()) for name in ("step.json", "trace.json")), done.output)
 

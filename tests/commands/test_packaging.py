@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHERE = """
 import sys
 from importlib.util import find_spec
-for name in ("cgx_ray.monitors.sample", "cgx_ray.runtime_ext.ops", "bench.step.measure"):
+for name in ("cgx_ray.monitors.sample", "cgx_ray.runtime_ext.ops"):
     print(find_spec(name).origin)
 """
 
@@ -62,15 +62,11 @@ def test_nothing_is_missing_where_the_tests_run() -> None:
 def test_the_editable_install_finds_the_checkout(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WHERE], cwd=tmp_path, capture_output=True, text=True, check=True)
     found = [Path(file) for file in done.stdout.splitlines()]
-    assert [file.resolve() for file in found] == [
-        ROOT / "monitors/sample.py", ROOT / "runtime_ext/ops.py", ROOT / "bench/step/measure.py"
-    ]  # fmt: skip
+    assert [file.resolve() for file in found] == [ROOT / "monitors/sample.py", ROOT / "runtime_ext/ops.py"]
 
 
 def test_a_plain_checkout_finds_every_package_and_its_command() -> None:
     found = run_python("-c", WHERE, path=ROOT, cwd=ROOT)
-    assert [Path(file).parent for file in found] == [
-        ROOT / "cgx_ray" / name for name in ("monitors", "runtime_ext", "bench")
-    ]
+    assert [Path(file).parent for file in found] == [ROOT / "cgx_ray" / name for name in ("monitors", "runtime_ext")]
     assert run_python("-m", "cgx_ray", "--help", path=ROOT, cwd=ROOT)[0].startswith("Usage: ")
     assert set(cgx_ray.__all__) <= set(dir(cgx_ray))

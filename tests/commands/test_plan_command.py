@@ -297,7 +297,6 @@ def test_what_cannot_be_planned_is_one_clear_error(
         ),
         ("profile --out {0}/none/p.json", "{0}/none is no folder"),
         ("profile-model train.py:build --out {0}/none/x.csv", "{0}/none is no folder"),
-        ("bench kernels --json {0}/none/x.json", "{0}/none is no folder"),
     ],
 )
 def test_files_that_cannot_be_written_are_refused_before_the_work(tmp_path: Path, command: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,14 +16,16 @@ import pytest
 from support.control_runs import start
 from support.emulated import needs_lab
 
+from bench.__main__ import bench
 from cgx_ray.cli import main
 from cgx_ray.commands.lazy import LazyGroup
 from cgx_ray.report.show import whole_file
 
 # Processes started in the background by a shell ignore SIGINT, and their children inherit it.
-CGX_RAY = ["env", "--default-signal=INT", sys.executable, "-m", "cgx_ray.cli"]
+WITH_INT = ["env", "--default-signal=INT"]
 # Longest wait for a command to begin, and for it to end. The promise is 2 s; two cores at load 8 took up to 5.
 BEGIN_S, END_S = 120.0, 30.0
+ROOT = Path(__file__).parents[2]
 NUM_LAYERS = 1500
 NETWORK = ["--workers", "64", "--latency", "50us", "--bandwidth", "1gbps", "--step-time", "100ms"]
 Begun = Callable[[psutil.Process, Path], bool]
@@ -122,7 +125,7 @@ def id_of(case: Case) -> str:
 
 def commands(group: LazyGroup, path: str = "") -> Iterator[str]:
     for name, (place, _) in group.places.items():
-        inside = group.get_command(None, name) if place.endswith((":bench", ":lab")) else None  # type: ignore[arg-type]
+        inside = group.get_command(None, name) if place.endswith(":lab") else None  # type: ignore[arg-type]
         if isinstance(inside, LazyGroup) and not path:
             yield from commands(inside, f"{name} ")
         else:
@@ -131,15 +134,20 @@ def commands(group: LazyGroup, path: str = "") -> Iterator[str]:
 
 def test_every_command_that_takes_long_is_among_the_cases() -> None:
     assert isinstance(main, LazyGroup)
+    assert isinstance(bench, LazyGroup)
     short = {f"lab {name}" for name in ("set", "cut", "reconnect", "status", "schedule", "down", "run")}
-    assert {id_of(case) for case in (*CASES, *LAB_CASES)} == set(commands(main)) - short
+    long = {*commands(main), *(f"bench {name}" for name in bench.places)} - short
+    assert {id_of(case) for case in (*CASES, *LAB_CASES)} == long
 
 
 def check_end(case: Case, folder: Path, number: signal.Signals) -> int:
     """Send a signal to the command once it works; check its end. Return its process id."""
     words = case.words.replace("{}", str(folder)).split()
+    module = ["bench", *words[1:]] if words[0] == "bench" else ["cgx_ray.cli", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} if words[0] == "bench" else None
     with (folder / "output").open("w") as output, (folder / "errors").open("w") as errors:
-        process = psutil.Popen([*CGX_RAY, *words], cwd=folder, stdout=output, stderr=errors)
+        argv = [*WITH_INT, sys.executable, "-m", *module]
+        process = psutil.Popen(argv, cwd=folder, env=environment, stdout=output, stderr=errors)
     said = (folder / "errors").read_text
     children: list[psutil.Process] = []
     try:

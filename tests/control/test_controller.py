@@ -138,7 +138,7 @@ def test_decisions_are_those_of_a_loop_that_is_stepped(
     folders = [tmp_path / name for name in ("stepped", "waits", "does not wait")]
     for folder in folders:
         folder.mkdir()
-    stepped = LoopWork(policy, str(folders[0] / "decisions.jsonl"), "run", str(folders[0] / "snapshot"), None, (), 0)
+    stepped = LoopWork(policy, str(folders[0] / "decisions.jsonl"), "run", str(folders[0] / "snapshot"), None, ())
     stepped.register(LAYERS, FIRST, COSTS, "thread", 0, None, 0.0, 1.0)
     for now_s, report in enumerate(made, 2):
         stepped.add_report(report.node_id, pickle.dumps(report), float(now_s))

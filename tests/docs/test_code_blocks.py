@@ -16,6 +16,7 @@ from support.doc_blocks import MODES, ROOT, Block, blocks_of, run_on_a_rank
 from support.ranks import free_port, run_ranks
 
 import cgx_ray
+from bench.__main__ import bench
 from cgx_ray.cli import main
 
 PAGES = sorted(
@@ -28,7 +29,7 @@ PAGES = sorted(
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 # Commands in running text, such as `cgx-ray plan --sweep`, and the first words of lines of blocks.
-_INLINE = re.compile(r"`(cgx-ray [^`]*--[^`]*)`")
+_INLINE = re.compile(r"`((?:cgx-ray|python -m bench) [^`]*--[^`]*)`")
 
 
 def modes(mode: str) -> Any:
@@ -80,7 +81,7 @@ def test_a_block_that_fails_is_found_with_its_line() -> None:
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Yield each `cgx-ray` command of the pages with its place.
+    """Yield each command and bench of the pages with its place.
 
     In running text a FILE may be missing at the end.
     """
@@ -88,7 +89,7 @@ def commands() -> Iterator[tuple[str, str]]:
         if block.language in ("", "bash"):
             for line in block.code.replace("\\\n", " ").splitlines():
                 word = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")
-                if word.startswith("cgx-ray "):
+                if word.startswith(("cgx-ray ", "python -m bench ")):
                     yield str(block), word
     for page in PAGES:
         for found in _INLINE.finditer(page.read_text()):
@@ -96,9 +97,8 @@ def commands() -> Iterator[tuple[str, str]]:
             yield str(page.relative_to(ROOT)), f"{text} FILE" if re.search(r"--(json|trace)$", text) else text
 
 
-def find_command(words: list[str]) -> tuple[click.Command, list[str]]:
-    """Return the command that `words` name, and the words after it."""
-    command: click.Command = main
+def find_command(command: click.Command, words: list[str]) -> tuple[click.Command, list[str]]:
+    """Return the command inside `command` that `words` name, and the words after it."""
     while isinstance(command, click.Group) and words and not words[0].startswith(("-", "...")):
         found = command.get_command(click.Context(command), words[0])
         if found is None:
@@ -113,9 +113,10 @@ def check_command(text: str) -> None:
     lexer.whitespace_split = True
     for is_end, part in itertools.groupby(lexer, lambda word: word in (";", "|")):
         words = list(part)
-        if is_end or words[:1] != ["cgx-ray"]:
+        if is_end or words[:1] not in (["cgx-ray"], ["python"]):
             continue
-        command, rest = find_command(words[1:])
+        group, first = (main, 1) if words[0] == "cgx-ray" else (bench, 3)
+        command, rest = find_command(group, words[first:])
         if isinstance(command, click.Group) and rest[:1] == ["..."]:
             continue  # any of its commands
         context = click.Context(command)
@@ -134,7 +135,9 @@ def test_commands_of_the_pages_exist_with_their_options() -> None:
     assert len(found) > 30
 
 
-@pytest.mark.parametrize("text", ["cgx-ray paln", "cgx-ray plan --modle x", "cgx-ray top run --svg"])
+@pytest.mark.parametrize(
+    "text", ["cgx-ray paln", "cgx-ray plan --modle x", "cgx-ray top run --svg", "python -m bench stpe"]
+)
 def test_a_wrong_command_would_be_found(text: str) -> None:
     with pytest.raises(click.UsageError):
         check_command(text)

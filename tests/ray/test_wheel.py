@@ -16,7 +16,6 @@ from support.wheels import ROOT, bare_environment, build_sdist, install, make_en
 MODULES = (
     "cgx_ray.monitors.sample",
     "cgx_ray.runtime_ext.ops",
-    "bench.step.measure",
     "cgx_ray.runtime_ext._native",
     "cgx_ray.planner._search",
 )
@@ -66,7 +65,7 @@ def test_the_sdist_has_what_the_wheel_is_built_from(tmp_path: Path) -> None:
         packed.extractall(tmp_path, filter="data")
     (made,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
-    sources = ["cgx_ray", "cgx_ray_autoload", "monitors", "runtime_ext", "bench"]
+    sources = ["cgx_ray", "cgx_ray_autoload", "monitors", "runtime_ext"]
     files = ["CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"]
     listed = subprocess.run([*git, "--", *sources, *files], cwd=ROOT, check=True, capture_output=True, text=True)
     names = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
@@ -74,7 +73,7 @@ def test_the_sdist_has_what_the_wheel_is_built_from(tmp_path: Path) -> None:
     differ = [name for name in names if not _is_same(made / name, ROOT / name)]
     assert differ == []
     # Symbolic links in the checkout: links or copies here.
-    for name in ("monitors", "runtime_ext", "bench"):
+    for name in ("monitors", "runtime_ext"):
         assert (made / "cgx_ray" / name / "__init__.py").exists()
     assert not (made / ".venv").exists()
     assert not (made / "build").exists()

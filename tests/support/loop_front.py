@@ -21,7 +21,7 @@ from support.loop_reports import FIRST, reports
 def main() -> None:
     folder = Path(sys.argv[1])
     policy = SlowPolicy(folder)
-    arguments = policy, str(folder / "decisions.jsonl"), "run", str(folder / "snapshot"), None, (), 0
+    arguments = policy, str(folder / "decisions.jsonl"), "run", str(folder / "snapshot"), None, ()
     loop = LoopProcess(LoopWork, arguments, lambda news: None, lambda: None)
     loop.ask("register", LAYERS, FIRST, COSTS, "thread", 0, None, 0.0, 0.0)
     for number, report in enumerate(itertools.islice(reports(), 20), 1):
