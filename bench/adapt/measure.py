@@ -19,7 +19,7 @@ from bench.adapt.simulate import SimulatedRun, SimulatedStep
 from bench.shared.simulated_cluster import ClusterState, SimulatedCluster
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import AdaptivePolicy, Disable, Keep
+from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.plan import make_plan
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.prediction import PlannedGroup, groups_of, predict
@@ -135,7 +135,7 @@ def _judge(case: AdaptCase, run: SimulatedRun, seed: int, dense: Groups) -> Adap
     slow_s = math.fsum(step.step_s for step in steps if is_slow(step.plan.version, step.state))
     return AdaptRun(
         seed=seed,
-        num_switches_per_min=60 * sum(not isinstance(one, Keep) for _, one in run.decisions) / run.now_s,
+        num_switches_per_min=60 * sum(one.kind != "keep" for _, one in run.decisions) / run.now_s,
         regret=math.fsum(time_s[state] / best[state] for state in states) / progress - 1,
         over_static=static / progress,
         slow_share=slow_s / math.fsum(time_s.values()),
@@ -144,7 +144,7 @@ def _judge(case: AdaptCase, run: SimulatedRun, seed: int, dense: Groups) -> Adap
         num_false=sum(
             not is_slow(one.plan.version - 1, run.schedule(time_s))
             for time_s, one in run.decisions
-            if isinstance(one, Disable)
+            if one.kind == "disable"
         ),
         scores=[(step.began_s, score(step.plan.version, step.state), best[step.state]) for step in run.steps],
     )

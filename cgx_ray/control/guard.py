@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cgx_ray.control.learned.evidence import Evidence
 from cgx_ray.control.learned.measured import is_dense
-from cgx_ray.control.policy import Disable, Replace
+from cgx_ray.control.policy import Decision
 from cgx_ray.control.trial.excursion import MAX_SPEEDUP, Excursion
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.planner.prediction import groups_of, predict
@@ -16,7 +16,7 @@ from cgx_ray.planner.prediction import groups_of, predict
 BASELINE_STEPS = 8
 
 
-def needs_dense_steps(state: WorkerGroupState, decision: Replace) -> bool:
+def needs_dense_steps(state: WorkerGroupState, decision: Decision) -> bool:
     """Return whether dense is known from too few steps to judge `decision` by, and little is lost by more."""
     experience = state.experience
     if not is_dense(state.plan) or experience.baseline.num_steps >= BASELINE_STEPS:
@@ -24,11 +24,12 @@ def needs_dense_steps(state: WorkerGroupState, decision: Replace) -> bool:
     return experience.dense_s(state.known()) < MAX_SPEEDUP * decision.step_s
 
 
-def replace_by_dense(state: WorkerGroupState, reason: str) -> Replace:
+def replace_by_dense(state: WorkerGroupState, reason: str) -> Decision:
     """Return the decision to measure dense steps."""
     measured, experience = state.known(), state.experience
     dense_s = experience.dense_s(measured)
-    return Replace(
+    return Decision(
+        kind="replace",
         plan=replace(experience.dense_plan, version=state.plan.last_version + 1, lease=None),
         reason=reason,
         predicted=predict(measured, experience.dense_groups),
@@ -37,11 +38,12 @@ def replace_by_dense(state: WorkerGroupState, reason: str) -> Replace:
     )
 
 
-def disable(state: WorkerGroupState, reason: str) -> Disable:
+def disable(state: WorkerGroupState, reason: str) -> Decision:
     """Return the decision to go back to dense, or to stay with it."""
     found = replace_by_dense(state, reason)
     plan = state.plan if is_dense(state.plan) else found.plan
-    return Disable(
+    return Decision(
+        kind="disable",
         plan=plan,
         reason=f"{reason}; dense takes {found.dense_s:.3f} s per step on this network",
         predicted=found.predicted,
@@ -50,12 +52,13 @@ def disable(state: WorkerGroupState, reason: str) -> Disable:
     )
 
 
-def return_home(state: WorkerGroupState, excursion: Excursion) -> Replace:
+def return_home(state: WorkerGroupState, excursion: Excursion) -> Decision:
     """Return the decision to end `excursion`."""
     measured = state.known()
     predicted = predict(measured, groups_of(excursion.home, state.layers))
     what = "dense is measured" if excursion.codec is None else f"{excursion.codec} is timed"
-    return Replace(
+    return Decision(
+        kind="replace",
         plan=replace(excursion.home, version=state.plan.last_version + 1, lease=None),
         reason=f"{what}: back to {predicted.describe_options()}",
         predicted=predicted,

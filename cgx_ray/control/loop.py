@@ -3,7 +3,7 @@
 Each step of all ranks is compared with the predictions for its own compute, of its plan and of dense (`experience`).
 Then the loop does the first of these that has a cause:
 
-1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`Disable`),
+1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`disable`),
    and its options are banned for a time (`setbacks`).
 2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency (`network_change`),
    another compute or other errors (`innovation`), another gain (`gains`), a loss that got worse (`loss_trend`), an
@@ -35,7 +35,7 @@ from cgx_ray.control.journal.progress import Progress
 from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.learned.measured import dense_groups, is_dense
 from cgx_ray.control.notes import Notes
-from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Keep, Outlook, Policy, Replace, Situation
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Outlook, Policy, Situation
 from cgx_ray.control.trial.excursion import COMPARED, EXCURSION_STEPS, Excursion, codec_trial
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
@@ -267,7 +267,7 @@ class ControlLoop:
             measured = state.known()
             asked = self._situation(state, f"{excursion.codec} is timed", excursion.home, measured, at)
             decision = self._ask(state, asked, at)
-            if isinstance(decision, Replace):
+            if decision is not None and decision.kind == "replace":
                 return self._apply(state, decision, measured, at, "policy", "excursion_ended", asked=asked)
         # With another stretch the steps of the plan at home are paired anew first; then the guard judges them.
         elif not state.experience.has_old_pairs:
@@ -303,11 +303,11 @@ class ControlLoop:
         decision = self._ask(state, asked, at)
         if decision is None:
             return None
-        if isinstance(decision, Replace) and self._policy.is_guarded and needs_dense_steps(state, decision):
+        if decision.kind == "replace" and self._policy.is_guarded and needs_dense_steps(state, decision):
             num_dense = state.experience.baseline.num_steps
             self._notes.wait(decision, num_dense=num_dense, step=at.step, time_s=at.time_s)
             return None
-        trial = codec_trial(self._policy, asked, decision) if isinstance(decision, Keep) else None
+        trial = codec_trial(self._policy, asked, decision) if decision.kind == "keep" else None
         if trial is not None:
             codec, decision = trial
             state.excursion = Excursion(home=state.plan, record=state.experience.record, codec=codec)
@@ -317,7 +317,7 @@ class ControlLoop:
     def _ask(self, state: WorkerGroupState, situation: Situation, at: _When) -> Decision | None:
         """Return the policy's decision."""
         decision = self._policy.decide(situation)
-        if isinstance(decision, Replace) and self._policy.is_guarded:
+        if decision is not None and decision.kind == "replace" and self._policy.is_guarded:
             # Only steps under an option tell how much it really keeps.
             state.setbacks.add_gain_fall(state.fallen_options(situation.outlook.now), at.step, at.now_s)
         return decision
@@ -358,12 +358,12 @@ class ControlLoop:
         self._notes.decided()
         old, is_planned = state.plan, made_by in ("policy", "codec_trial")
         situation = asked or self._situation(state, decision.reason, old, measured, at)
-        if isinstance(decision, Replace):
+        if decision.kind == "replace":
             decision = replace(decision, plan=self._leased(state, decision, at))
         state.apply(decision, measured, at.step, at.now_s, is_planned=is_planned, ended=ended)
         if state.plan is not old:
             self.plans.append(state.plan)
-        state.tally.add_decision(type(decision).__name__.lower(), cause, at.time_s)
+        state.tally.add_decision(decision.kind, cause, at.time_s)
         entry = decision_entry(
             decision,
             old=old,
@@ -377,7 +377,7 @@ class ControlLoop:
         self._journal.write(entry)
         return decision
 
-    def _leased(self, state: WorkerGroupState, decision: Replace, at: _When) -> Plan:
+    def _leased(self, state: WorkerGroupState, decision: Decision, at: _When) -> Plan:
         """Return the plan of `decision` with a lease, after which the ranks return to the plan before it."""
         plan, before = decision.plan, state.plan.lease.fallback if state.plan.lease is not None else state.plan
         steps = max(LEASE_STEPS, math.ceil(LEASE_S / decision.step_s))

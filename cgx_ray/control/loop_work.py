@@ -182,7 +182,7 @@ class LoopWork:
         self._live.add(sample)
         self._samples.add(sample, now_s)
         for decision in self._decide(sample, now_s):
-            logger.info("%s: %s", type(decision).__name__.lower(), decision.reason)
+            logger.info("%s: %s", decision.kind, decision.reason)
         if not self._loop.is_registered:
             return
         self._keep(now_s)

@@ -18,7 +18,7 @@ from cgx_ray.control.journal.lines import (
     start_entry,
     wait_entry,
 )
-from cgx_ray.control.policy import Policy, Replace
+from cgx_ray.control.policy import Decision, Policy
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.errors import listed
 from cgx_ray.monitors.sample import Fault, NodeStep
@@ -77,7 +77,7 @@ class Notes:
                 AWAITED_S,
             )
 
-    def wait(self, decision: Replace, *, num_dense: int, step: int, time_s: float) -> None:
+    def wait(self, decision: Decision, *, num_dense: int, step: int, time_s: float) -> None:
         """Write down that `decision` waits for dense steps, of which `num_dense` are known; once until `decided`."""
         if self._is_waiting:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cgx_ray.control.policy import REVIEW_S, Decision, Keep, Replace, Situation
+from cgx_ray.control.policy import REVIEW_S, Decision, Situation
 from cgx_ray.plan import CodecSpec, Option
 from cgx_ray.planner.bits import ALPHA
 from cgx_ray.planner.papers.cgx import cgx_groups
@@ -43,17 +43,17 @@ class PaperPolicy:
         step_s, dense_s = map(outlook.errors.step_s, (predicted, dense))
         what = f"{self._name} keeps" if predicted is current else f"{self._name} chooses"
         reason = f"{situation.cause}: {what} {predicted.describe_options()}; predicted {step_s:.3f} s per step"
-        if predicted is current:
-            return Keep(reason=reason, predicted=current, step_s=step_s, dense_s=dense_s)
-        return Replace(
-            plan=predicted.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
+        is_kept, now = predicted is current, situation.plan
+        return Decision(
+            kind="keep" if is_kept else "replace",
+            plan=now if is_kept else predicted.plan(version=now.version + 1, world_size=now.world_size),
             reason=reason,
             predicted=predicted,
             step_s=step_s,
             dense_s=dense_s,
         )
 
-    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
+    def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
         return None
 
     def recorded(self) -> dict[str, Any]:

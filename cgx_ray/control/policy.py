@@ -25,7 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean, harmonic_mean
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Option, Plan
@@ -124,45 +124,28 @@ MAX_OVERSTATED = 300.0
 GAIN_MARGIN = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
-    """Stay with the plan in force.
+DecisionKind = Literal["keep", "replace", "disable"]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Answer of a policy, or of the loop that guards it.
+
+    kind       keep: stay with the plan in force. replace: switch to `plan`. disable: go back to `plan`, which is dense,
+               because a plan was measured slower
+    plan       of `keep`, the one that the policy was given
     reason     one sentence for journal and dashboard: cause, change and prediction
     predicted  of the plan that is in force after the decision
     step_s     expected seconds of its steps: as predicted, with the errors learned so far
     dense_s    the same of a dense step, in DDP's groups
     """
 
-    reason: str
-    predicted: Prediction
-    step_s: float
-    dense_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replace:
-    """Switch to `plan`. The other fields are those of `Keep`."""
-
+    kind: DecisionKind
     plan: Plan
     reason: str
     predicted: Prediction
     step_s: float
     dense_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disable:
-    """Go back to `plan`, which is dense, because a plan was measured slower. The other fields are those of `Keep`."""
-
-    plan: Plan
-    reason: str
-    predicted: Prediction
-    step_s: float
-    dense_s: float
-
-
-Decision = Keep | Replace | Disable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +189,7 @@ class Policy(Protocol):
     def decide(self, situation: Situation) -> Decision | None:
         """Return a decision, or None if this policy never decides."""
 
-    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
+    def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
         """Return a codec whose told times may be what keeps it out of the best plan, or None."""
 
     def recorded(self) -> dict[str, Any]:
@@ -224,7 +207,7 @@ class StaticPolicy:
     def decide(self, situation: Situation) -> Decision | None:
         return None
 
-    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
+    def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
         return None
 
     def recorded(self) -> dict[str, Any]:
@@ -255,17 +238,27 @@ class AdaptivePolicy:
         current_s, best_s, dense_s = map(outlook.errors.step_s, (current, best, found.dense))
         if best.groups == current.groups:
             reason = f"{cause}: {_describe_best(found, outlook)}"
-            return Keep(reason=reason, predicted=current, step_s=current_s, dense_s=dense_s)
+            return Decision(
+                kind="keep",
+                plan=situation.plan,
+                reason=reason,
+                predicted=current,
+                step_s=current_s,
+                dense_s=dense_s,
+            )
         if self._may_stay(situation, current) and not self._is_worth(situation, current, found):
             kept, other = current.describe_options(), best.describe_options()
-            return Keep(
+            return Decision(
+                kind="keep",
+                plan=situation.plan,
                 reason=f"{cause}: kept {kept}; {other if other != kept else 'another grouping'} would be less than "
                 f"{_least_improvement(current, outlook):.0%} better",
                 predicted=current,
                 step_s=current_s,
                 dense_s=dense_s,
             )
-        return Replace(
+        return Decision(
+            kind="replace",
             plan=best.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
             reason=f"{cause}: {_describe_best(found, outlook)}",
             predicted=best,
@@ -304,7 +297,7 @@ class AdaptivePolicy:
         saved = 1 - best_s / current_s
         return saved > _least_improvement(current, outlook) and saved * situation.dwell_s > situation.switch_s
 
-    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
+    def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
         """Return a codec that was never in use, if its told times may be all that keeps a plan from replacing `kept`.
 
         They may be MAX_OVERSTATED times too long.

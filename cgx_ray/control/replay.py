@@ -10,10 +10,10 @@ from typing import Any
 
 from cgx_ray.control.journal.lines import FORMAT
 from cgx_ray.control.journal.recorded import read_groups, read_layers, read_policy, read_situation
-from cgx_ray.control.policy import Decision, Keep, Policy, Situation, StaticPolicy
+from cgx_ray.control.policy import Decision, Policy, Situation, StaticPolicy
 from cgx_ray.control.trial.excursion import codec_trial
 from cgx_ray.errors import CGXError, ConfigError
-from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option, Plan
+from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option
 
 # Two predictions are the same up to this relative difference: processors round the last bits of exp differently.
 SAME_PREDICTION = 1e-9
@@ -181,7 +181,7 @@ class Replay:
 def decide_again(policy: Policy, situation: Situation) -> Decision | None:
     """Return what the loop makes of the policy's answer: if that changes nothing, a codec may be timed in one layer."""
     decision = policy.decide(situation)
-    trial = codec_trial(policy, situation, decision) if isinstance(decision, Keep) else None
+    trial = codec_trial(policy, situation, decision) if decision is not None and decision.kind == "keep" else None
     return trial[1] if trial is not None else decision
 
 
@@ -192,11 +192,9 @@ def _compare(
     decision: Decision,
     situation: Situation,
 ) -> ReplayedDecision:
-    plan: Plan = situation.plan if isinstance(decision, Keep) else decision.plan
-    now = DecisionSummary(
-        kind=type(decision).__name__.lower(), plan=plan.describe(), step_s=decision.step_s, dense_s=decision.dense_s
-    )
-    same_plan = isinstance(decision, Keep) or plan.groups == groups
+    plan = decision.plan
+    now = DecisionSummary(kind=decision.kind, plan=plan.describe(), step_s=decision.step_s, dense_s=decision.dense_s)
+    same_plan = decision.kind == "keep" or plan.groups == groups
     differs = recorded.kind != now.kind or not same_plan
     note = "in other groups" if differs and (recorded.kind, recorded.plan) == (now.kind, now.plan) else ""
     return _replayed(entry, recorded, now, differs=differs, note=note)

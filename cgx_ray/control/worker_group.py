@@ -25,7 +25,7 @@ from cgx_ray.control.learned.stretch import ComputeStretch
 from cgx_ray.control.network.changes import Innovations, SlowRanks, network_cause
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
-from cgx_ray.control.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Disable, Keep, Policy, Replace
+from cgx_ray.control.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
 from cgx_ray.control.trial.excursion import Excursion
 from cgx_ray.control.trial.experience import SURPRISE, Experience
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
@@ -241,7 +241,7 @@ class WorkerGroupState:
         self.pending, self._is_judged = None, True
         if self.excursion is not None or self._predicted_s is None:
             return
-        if isinstance(outcome.decision, Replace):
+        if outcome.decision.kind == "replace":
             self.experience.learn_switch()
         self.learn(now_s)
         ratio = outcome.step_s / self._predicted_s
@@ -334,10 +334,10 @@ class WorkerGroupState:
         """
         self.gains.acknowledge(measured.gain)
         self._innovations.acknowledge()
-        plan = self.plan if isinstance(decision, Keep) else decision.plan
+        plan = self.plan if decision.kind == "keep" else decision.plan
         if plan != self.plan:
             self._start_plan(plan, ended.record if ended is not None else None)
-        if not isinstance(decision, Disable):
+        if decision.kind != "disable":
             self.failed = None
         self._news = None
         if is_planned:

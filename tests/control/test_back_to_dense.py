@@ -11,7 +11,7 @@ from support.control_runs import COSTS, LAYERS, WORLD, start
 
 from cgx_ray.control.learned.learned_errors import NUM_OUTCOMES, LearnedErrors
 from cgx_ray.control.learned.measured import is_dense
-from cgx_ray.control.policy import AdaptivePolicy, Disable, Keep, Outlook, Replace, Situation
+from cgx_ray.control.policy import AdaptivePolicy, Outlook, Situation
 from cgx_ray.plan import Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, groups_of
@@ -48,11 +48,11 @@ def test_dense_is_ddps_plan_even_if_other_groups_promise_more() -> None:
     ddp = asked.outlook.dense()
     assert own.step_s < 0.95 * ddp.step_s
     kept = policy.decide(asked)
-    assert isinstance(kept, Keep)
+    assert kept.kind == "keep"
     assert (kept.predicted, kept.dense_s) == (ddp, pytest.approx(ddp.step_s))
     compressed = make_plan(LAYERS, version=1, world_size=WORLD, codec="bf16", scheme=Scheme.SRA)
     back = AdaptivePolicy([BF16], min_gain=0.8).decide(replace(situation(compressed, 1.0), banned=frozenset([BF16])))
-    assert isinstance(back, Replace)
+    assert back.kind == "replace"
     assert groups_of(back.plan, LAYERS) == asked.outlook.dense_groups
 
 
@@ -67,17 +67,17 @@ def test_dense_is_ddps_plan_on_a_link_that_goes_back_and_forth() -> None:
 @pytest.mark.parametrize(("gbps", "is_left_in_doubt"), [(8.0, False), (0.5, True)])
 def test_dense_is_left_for_little_only_if_predictions_were_right_lately(gbps: float, is_left_in_doubt: bool) -> None:
     policy, errors, plan = AdaptivePolicy([BF16], min_gain=0.8), LearnedErrors(), ddp_plan()
-    assert isinstance(policy.decide(situation(plan, gbps, errors)), Replace)
+    assert policy.decide(situation(plan, gbps, errors)).kind == "replace"
     for ratio in (2.0, 1.5):
         errors.add_outcome(ratio, 0.0)
     decision = policy.decide(situation(plan, gbps, errors))
-    assert isinstance(decision, Replace) == is_left_in_doubt, decision.reason
+    assert (decision.kind == "replace") == is_left_in_doubt, decision.reason
     if not is_left_in_doubt:
         assert decision.reason.endswith("would be less than 20% better")
     assert LearnedErrors.read(errors.recorded()).doubt == errors.doubt > 0
     for _ in range(NUM_OUTCOMES):
         errors.add_outcome(1.01, 1.0)
-    assert isinstance(policy.decide(situation(plan, gbps, errors)), Replace)
+    assert policy.decide(situation(plan, gbps, errors)).kind == "replace"
 
 
 @pytest.mark.parametrize("slowdown", [1.36, 1.4])
@@ -87,5 +87,5 @@ def test_a_plan_that_seems_slower_right_after_a_comparison_with_dense_is_left(sl
     run.gbps, run.slowdown, run.jitter = 2.0, slowdown, 0.3
     decisions = run.run(160)
     slower = [index for index, one in enumerate(decisions) if re.match("compare with dense.* slower", one.reason)]
-    assert isinstance(decisions[slower[0] + 1], Disable)
+    assert decisions[slower[0] + 1].kind == "disable"
     assert is_dense(run.loop.plans[-1])

@@ -15,7 +15,7 @@ from cgx_ray.control.history import SNAPSHOT_FORMAT, History, Snapshot
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import LEASE_S, LEASE_STEPS, ControlLoop
 from cgx_ray.control.network.known_network import KnownNetwork
-from cgx_ray.control.policy import AdaptivePolicy, Keep, Replace, StaticPolicy
+from cgx_ray.control.policy import AdaptivePolicy, StaticPolicy
 from cgx_ray.control.trial.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.plan import CodecSpec, Intra, Plan, make_plan
@@ -27,7 +27,7 @@ def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_netwo
     run = start(tmp_path)
     run.gbps = 0.1
     decisions = run.run(LINK_STEPS)
-    assert [type(decision) for decision in decisions] == [Replace]
+    assert [decision.kind for decision in decisions] == ["replace"]
     assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
     assert decisions[0].reason == (
         "first measurements: 1x qsgd:bits=4,bucket_size=128 over sra, 1x dense; predicted 0.620 s per step "
@@ -39,7 +39,7 @@ def test_a_fast_network_keeps_dense(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 1000
     decisions = run.run(5)
-    assert [type(decision) for decision in decisions] == [Keep]
+    assert [decision.kind for decision in decisions] == ["keep"]
     assert "nothing beats dense" in decisions[0].reason or "less than 5%" in decisions[0].reason
 
 
@@ -102,9 +102,9 @@ def test_compute_times_that_scatter_by_a_fifth_flip_no_plan(tmp_path: Path) -> N
     run = start(tmp_path)
     run.gbps, run.jitter = 0.2, 0.2
     first, *later = run.run(500)
-    assert isinstance(first, Replace)
+    assert first.kind == "replace"
     assert len(later) >= 4
-    assert {type(decision) for decision in later} == {Keep}, [decision.reason for decision in later]
+    assert {decision.kind for decision in later} == {"keep"}, [decision.reason for decision in later]
 
 
 def test_where_some_ranks_share_memory_nodes_sum_before_they_exchange(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_controller_that_crashed_goes_on_from_its_snapshot(tmp_path: Path) -> 
     # Ranks measure gains later.
     run.gain = {}
     (kept,) = run.run(LINK_STEPS)
-    assert isinstance(kept, Keep)
+    assert kept.kind == "keep"
     assert kept.reason.startswith("the controller was started again: ")
     run.gbps = 100.0
     assert "bandwidth rose" in run.run(5)[0].reason
@@ -273,7 +273,7 @@ def test_ranks_that_have_returned_from_a_trial_get_another_plan(tmp_path: Path) 
     run.run(LINK_STEPS)
     run.returns = True
     (decision,) = run.run(LINK_STEPS)
-    assert isinstance(decision, Replace)
+    assert decision.kind == "replace"
     assert decision.reason.startswith("the lease of plan 1 has ended: 1x qsgd"), decision.reason
     assert decision.plan.version == 3
 

@@ -79,7 +79,7 @@ def test_the_policy_decides_the_same_again_from_the_journal_alone(eventful: Path
         decision = policy.decide(situation)
         assert decision is not None
         if line["made_by"] == "policy":
-            found = (type(decision).__name__.lower(), decision.reason, decision.step_s, decision.dense_s)
+            found = (decision.kind, decision.reason, decision.step_s, decision.dense_s)
             assert found == tuple(line[name] for name in ("kind", "reason", "predicted_step_s", "predicted_dense_s"))
 
 

@@ -11,7 +11,6 @@ from support.control_runs import COSTS, LAYERS, QUIET, WORLD, journal, start
 from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.learned.learned_errors import MEMORY_S
 from cgx_ray.control.learned.measured import is_dense, non_dense_options
-from cgx_ray.control.policy import Disable, Replace
 from cgx_ray.control.trial.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.trial.setbacks import BAN_S, MIN_BAN_STEPS, Setbacks
 from cgx_ray.control.worker_group import LINK_STEPS
@@ -25,14 +24,14 @@ def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_more_and_more_ra
     run = start(tmp_path)
     run.slowdown = 30.0
     first, second = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
-    assert isinstance(first, Replace)
-    assert isinstance(second, Disable)
+    assert first.kind == "replace"
+    assert second.kind == "disable"
     assert run.loop.plans[-1].describe() == "dense"
     assert "times as slow as dense for the same progress" in second.reason
     assert "its options are banned for 300 s" in second.reason
     ends = [run.step]
     while run.step < 6000:
-        ends += [run.step for decision in run.run(1) if isinstance(decision, Disable)]
+        ends += [run.step for decision in run.run(1) if decision.kind == "disable"]
     assert len([step for step in ends if step < 2 * MEMORY_S]) == 2, ends
     assert 2 < len(ends) <= 6, ends
 
@@ -123,7 +122,7 @@ def test_a_network_that_changes_ends_the_ban_of_a_slow_plan(tmp_path: Path) -> N
     assert run.loop.plans[-1].describe() == "dense"
     run.gbps, run.slowdown = 0.02, 1.0
     decision, *_ = run.run(3)
-    assert isinstance(decision, Replace)
+    assert decision.kind == "replace"
     assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
 
 
@@ -140,7 +139,7 @@ def test_what_dense_took_before_latency_or_compute_grew_disables_no_plan(
     vars(run).update(change)
     decisions = run.run(150)
     assert decisions
-    assert not any(isinstance(decision, Disable) for decision in decisions), [one.reason for one in decisions]
+    assert not any(decision.kind == "disable" for decision in decisions), [one.reason for one in decisions]
     assert run.loop.plans[-1].describe().startswith("qsgd")
 
 
@@ -159,9 +158,9 @@ def test_hierarchical_sums_that_are_slower_than_dense_are_taken_back(tmp_path: P
     run = start(tmp_path, options=[Option(codec=NONE, scheme=Scheme.DENSE, intra=Intra.DENSE)])
     run.num_local, run.latency_s, run.slowdown = 2, 0.02, 3.0
     first, second, *_ = run.run(BASELINE_STEPS + 1 + WARM_UP_STEPS + JUDGED_STEPS + 2)
-    assert isinstance(first, Replace)
+    assert first.kind == "replace"
     assert first.plan.describe() == "dense, dense inside nodes"
-    assert isinstance(second, Disable)
+    assert second.kind == "disable"
     said = "dense, dense inside nodes was 3.0 times as slow as dense for the same progress; its options are banned"
     assert second.reason.startswith(said)
     assert is_dense(run.loop.plans[-1])
@@ -271,7 +270,7 @@ def test_while_gradients_change_fast_only_options_with_a_large_gain_are_taken_up
 def test_where_all_codecs_are_slow_two_are_tried_in_ten_minutes_even_if_gains_rise(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.slowdown = 30.0
-    assert any(isinstance(decision, Disable) for decision in run.run(20))
+    assert any(decision.kind == "disable" for decision in run.run(20))
     run.gain |= {"topk:density=0.01": 0.95, "topk:density=0.1": 0.99}
     run.run(int(MEMORY_S) - 50)
     used = {option.codec for plan in run.loop.plans for option in non_dense_options(plan)} - {NONE}

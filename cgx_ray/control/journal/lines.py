@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cgx_ray.control.journal.recorded import cost_fields, group_fields, situation_fields
-from cgx_ray.control.policy import Decision, Policy, Replace, Situation
+from cgx_ray.control.policy import Decision, Policy, Situation
 from cgx_ray.control.trial.outcome import PendingOutcome
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan
@@ -181,7 +181,7 @@ def decision_entry(
         "event": "decision",
         "time": time_s,
         "step": step,
-        "kind": type(decision).__name__.lower(),
+        "kind": decision.kind,
         "made_by": made_by,
         "old": _plan_fields(old, measured.layers),
         "new": _plan_fields(new, measured.layers),
@@ -213,7 +213,7 @@ def silence_entry(silent_ranks: Collection[int], *, step: int, time_s: float) ->
     return {"event": "silence", "time": time_s, "step": step, "silent_ranks": sorted(silent_ranks)}
 
 
-def wait_entry(decision: Replace, *, num_dense: int, needed: int, step: int, time_s: float) -> dict[str, Any]:
+def wait_entry(decision: Decision, *, num_dense: int, needed: int, step: int, time_s: float) -> dict[str, Any]:
     """Return the journal's line for a decision that waits until `needed` dense steps were measured, not `num_dense`."""
     return {
         "event": "wait",

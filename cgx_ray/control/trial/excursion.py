@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
-from cgx_ray.control.policy import MAX_SLOWDOWN, Keep, Policy, Replace, Situation
+from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Policy, Situation
 from cgx_ray.control.trial.outcome import PlanRecord
 from cgx_ray.plan import CodecSpec, Option, Plan, preferred_scheme
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
@@ -92,13 +92,14 @@ def is_worth_comparing(slowdown: Evidence, dense: Evidence, num_steps: int) -> b
     )
 
 
-def codec_trial(policy: Policy, situation: Situation, kept: Keep) -> tuple[CodecSpec, Replace] | None:
+def codec_trial(policy: Policy, situation: Situation, kept: Decision) -> tuple[CodecSpec, Decision] | None:
     """Return a codec whose told times may be what rules it out, and the decision to time it in one layer, or None."""
     codec = policy.codec_to_time(situation, kept)
     trial = trial_of(codec, situation.outlook.now, kept.predicted) if codec is not None else None
     if codec is None or trial is None:
         return None
-    return codec, Replace(
+    return codec, Decision(
+        kind="replace",
         plan=trial.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
         reason=f"{kept.reason}; time {codec} in one layer",
         predicted=trial,
