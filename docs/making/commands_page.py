@@ -1,22 +1,27 @@
-"""`python docs/making/commands_page.py` writes docs/commands.md, the page of commands, from the help of click."""
+"""Hook of MkDocs: the page of commands, made from the help of click."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 
 from cgx_ray.cli import main
 
-PAGE = Path(__file__).resolve().parents[1] / "commands.md"
 _HEAD = """# Commands
 
-Made from the commands' own help by `.venv/bin/python docs/making/commands_page.py`; change it there. Pages about them:
-[first run](first-run.md), [planning](planning.md), [watching](watching.md), [the lab](lab.md),
-[performance](performance.md).
+The help of each command. Pages about them: [first run](first-run.md), [planning](planning.md), [watching](watching.md),
+[the lab](lab.md).
 """
 _WIDTH = 110
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the page."""
+    files.append(File.generated(config, "commands.md", content=commands_page()))
+    return files
 
 
 def commands_page() -> str:
@@ -38,8 +43,3 @@ def _section(command: click.Command, path: str) -> str:
     # The parent is in `path` already, so the context has none.
     context = click.Context(command, info_name=path, terminal_width=_WIDTH, max_content_width=_WIDTH)
     return f"## {path}\n\n```text\n{context.get_help().rstrip()}\n```\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(commands_page())
-    print(PAGE)
