@@ -19,14 +19,14 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 # Ray Train asks cloud services whether nodes are about to end: 1.6 s of a processor in each training, and nothing here.
 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+# Its controller looks every 2 s whether workers have begun, have ended or report, so each training would last longer.
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 
-# Tests that run one after the other on one worker of pytest-xdist, by folder or file. The first ones look at rates and
-# latencies, or start a Ray that other programs of this machine may find; the others start Ray clusters that only they
-# know. All other tests of one file stay together, for the sake of what they share.
-_SCOPES = {
-    "rates and Ray": {"ray", "lab", "monitors", "bench", "test_failing_controller", "test_network_cut"},
-    "own clusters of Ray": {"test_job_submit", "test_wheel", "test_elastic", "test_driver_ends"},
-}
+# Tests that run one after the other on one worker of pytest-xdist, by folder or file: those that look at rates and
+# latencies, and those that build the wheel in build/. Elsewhere the tests of a file stay together, for the sake of what
+# they share, and any worker takes the next file. A test that starts Ray gives the address of its cluster to all that
+# ask for one, so clusters live side by side.
+_SCOPES = {"rates": {"lab", "monitors", "bench", "test_network_cut"}, "wheel": {"test_job_submit", "test_wheel"}}
 
 
 @pytest.hookimpl(optionalhook=True)  # `make test-gpu` does without pytest-xdist
@@ -37,14 +37,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = Path(nodeid.partition("::")[0])
-            scopes = {name: scope for scope, names in _SCOPES.items() for name in names}
-            return scopes.get(file.stem) or scopes.get(file.parent.name) or str(file)
+            scopes = [name for name, names in _SCOPES.items() if names & {file.stem, file.parent.name}]
+            return scopes[0] if scopes else str(file)
 
         def _assign_work_unit(self, node: Any) -> None:
-            # They take the longest, so they begin first.
-            for name in reversed(_SCOPES):
-                if name in self.workqueue:
-                    self.workqueue.move_to_end(name, last=False)
+            # The longest begin first, so that no worker is left alone with one of them at the end.
+            with_ray = [scope for scope in self.workqueue if Path(scope).parent.name == "ray"]
+            for scope in [*with_ray, *_SCOPES]:
+                if scope in self.workqueue:
+                    self.workqueue.move_to_end(scope, last=False)
             super()._assign_work_unit(node)
 
     return ByFolder(config, log)

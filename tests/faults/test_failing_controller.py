@@ -130,6 +130,7 @@ def test_a_stopped_controller_holds_up_neither_the_training_nor_its_end(tmp_path
     assert alive == []
 
 
+@pytest.mark.slow  # test_train.py kills the controller with its loop
 @pytest.mark.fault("SIGKILL of the control loop's process", "Ray starts the controller again, and decisions go on")
 def test_decisions_go_on_after_the_process_of_the_loop_was_killed(cluster: Path, tmp_path: Path) -> None:
     killed = Signalled(tmp_path, signal.SIGKILL, loop=True)

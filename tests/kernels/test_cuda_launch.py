@@ -62,9 +62,12 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     return Emulator(folder, sources=folder)
 
 
-@pytest.mark.parametrize(("source", "define"), BUILDS)
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_every_kernel_compiles_for_a100_and_h100(source: str, define: str | None, architecture: str) -> None:
+# Nothing in the sources depends on the architecture, so one kernel is enough for A100.
+@pytest.mark.parametrize(
+    ("source", "define", "architecture"),
+    [*((source, define, "sm_90") for source, define in BUILDS), ("qsgd", "CGX_BITS=4", "sm_80")],
+)
+def test_every_kernel_compiles_for_h100_and_one_for_a100(source: str, define: str | None, architecture: str) -> None:
     machine_code = cuda_launch.compile_source(source, architecture, define)
     assert machine_code.startswith(b"\x7fELF")
     assert f"{source}_".encode() in machine_code

@@ -124,7 +124,7 @@ def test_topk_without_a_residual_leaves_the_rest_of_the_gradient_in_next(numel: 
         check_topk(grad_N, num_kept, None, torch.full((numel,), 7.0))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("num_threads", [2], indirect=True)
 @pytest.mark.usefixtures("num_threads")
 def test_next_of_a_gradient_larger_than_caches_is_the_same_at_any_alignment() -> None:
     numel, num_kept = (1 << 22) + 5, 41_943
@@ -160,10 +160,10 @@ def _uneven_gradient() -> Tensor:
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     grad_N, residual_N = _uneven_gradient(), torch.randn(300_007)
     assert_same(sparse.magnitude_histogram(grad_N), reference.magnitude_histogram(grad_N))
-    for num_kept in (0, 1, 3000, 30_000, 200_000, 300_007):
+    for num_kept in (0, 3000, 200_000, 300_007):
         check_topk(grad_N, num_kept)
         check_topk(grad_N, num_kept, residual_N, torch.zeros(300_007))
-        for num_rounds in (3, 12, 25, 31):
+        for num_rounds in (3, 31):
             sure, maybe = sparse.bisect_thresholds(grad_N, num_kept, num_rounds).tolist()
             assert (sure, maybe) == reference.bisect_thresholds(grad_N, num_kept, num_rounds)
             for key in (0, 1, KEY):

@@ -182,7 +182,7 @@ def has_workers(out: Path, demo: subprocess.Popen[bytes]) -> bool:
     ("arguments", "is_time"),
     [
         pytest.param([], is_training, marks=NEEDS_LAB, id="training in the lab"),
-        pytest.param(["--simulated-link"], has_workers, id="starting with a simulated link"),
+        pytest.param(["--simulated-link"], has_workers, marks=pytest.mark.slow, id="starting with a simulated link"),
     ],
 )
 def test_ctrl_c_leaves_no_process_and_no_namespace(tmp_path, arguments, is_time):

@@ -25,7 +25,7 @@ from support.wheels import ROOT, make_environment
 TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node 2"
 SENT = r"(?P<less>[\d.,]+) MB of (?P<more>[\d.,]+) MB"
 DIGITS = r"accuracy [789]\d\.\d%, (?P<{}>[\d,]+) bytes sent per step and rank\n"
-# A Ray Train script and one under torchrun are run as jobs in `make test`, all others in `make test-faults`.
+# One under torchrun, and train_gpt_bytes.py with Ray Train, are jobs in `make test`; all others in `make test-faults`.
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -105,7 +105,7 @@ def test_every_example_is_submitted_here() -> None:
     [
         # Plain Ray Train, before our three lines.
         slow("python examples/existing_script.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
-        ("python examples/existing_script_cgx.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
+        slow("python examples/existing_script_cgx.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
         slow("python examples/lightning_digits.py --epochs 3", r"epoch 3: accuracy [89]\d\.\d%\n"),
         (f"{TORCHRUN} examples/torchrun_gpt_bytes.py --steps 5 --batch-size 1", r"step 5: loss \d\.\d+\n"),
         slow(

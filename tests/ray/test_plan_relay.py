@@ -20,14 +20,19 @@ ONE, TWO, THREE = PLANS = [
 ]
 
 
-@pytest.fixture
-def agent() -> Iterator[NodeAgent]:
-    """An agent in the test's own process. Its controllers are real actors."""
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def agent(local_ray: None) -> Iterator[NodeAgent]:
+    """An agent in the test's own process. Its controllers are real actors."""
     agent = NodeAgent("a", "run", "127.0.0.1", interval_s=0.05)
     yield agent
     agent.stop()
-    ray.shutdown()
 
 
 # Ray pickles a class inside a function by value. Its workers cannot import test modules.

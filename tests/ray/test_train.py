@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +89,57 @@ def our_actors() -> list[Any]:
     ]
 
 
-@pytest.mark.usefixtures("cluster")
-def test_an_adaptive_run_decides_switches_and_leaves_no_actor(tmp_path: Path) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveRun:
+    """A finished run, and what two `cgx-ray top` showed of it: one once, one until its end.
+
+    temporary_left  temporary folders of ours that are new
+    """
+
+    folder: Path
+    once: subprocess.CompletedProcess[str]
+    whole: subprocess.CompletedProcess[str]
+    actors_left: list[Any]
+    temporary_left: set[Path]
+
+
+@pytest.fixture(scope="module")
+def adaptive(cluster: Path, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> AdaptiveRun:
+    """A run of 400 steps, on a link that becomes ten times slower after 60, with a checkpoint every 20 at first."""
+    folder, before = tmp_path_factory.mktemp("adaptive"), set(temporary.glob("cgx_ray-*"))
     link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 1e8), (60, 1e7)))
     config = cgx_ray.CGXConfig(simulated_link=link, trace_steps=(5, 8))
-    # On a busy machine reports reach the controller seconds after the steps.
-    fit(tmp_path, steps=600, torch_config=config, pace=True)
-    first, second = log_of(tmp_path, 0)[1:], log_of(tmp_path, 1)[1:]
+    argv = [sys.executable, "-m", "cgx_ray.cli", "top", "--address", ray.get_runtime_context().gcs_address]
+
+    def top(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*argv, *arguments], capture_output=True, text=True, check=False, timeout=280)
+
+    with ThreadPoolExecutor(3) as threads:
+        # On a busy machine reports reach the controller seconds after the steps.
+        run = threads.submit(fit, folder, steps=400, torch_config=config, pace=True, report_at=(20, 40, 60))
+        while not (folder / "run" / "decisions.jsonl").exists():
+            assert not run.done(), run.result()
+            time.sleep(0.1)
+        once, whole = threads.submit(top, "--once"), threads.submit(top, "run")
+        run.result()
+    return AdaptiveRun(
+        folder=folder,
+        once=once.result(),
+        whole=whole.result(),
+        actors_left=our_actors(),
+        temporary_left=set(temporary.glob("cgx_ray-*")) - before,
+    )
+
+
+def test_an_adaptive_run_decides_switches_and_leaves_no_actor(adaptive: AdaptiveRun) -> None:
+    first, second = log_of(adaptive.folder, 0)[1:], log_of(adaptive.folder, 1)[1:]
     assert [line["hash"] for line in first] == [line["hash"] for line in second]
     assert first[0]["plan_version"] == 0
     assert first[-1]["plan_version"] > 0
     # The last plan may be dense again, which is faster if processors are too busy to encode.
     assert min(line["wire_bytes"] for line in first) < first[0]["wire_bytes"]
-    decisions = [entry for entry in journal_of(tmp_path) if entry["event"] == "decision"]
-    outcomes = [entry for entry in journal_of(tmp_path) if entry["event"] == "outcome"]
+    decisions = [entry for entry in journal_of(adaptive.folder) if entry["event"] == "decision"]
+    outcomes = [entry for entry in journal_of(adaptive.folder) if entry["event"] == "outcome"]
     assert decisions[0]["reason"].startswith("first measurements")
     assert decisions[0]["kind"] == "replace"
     assert decisions[0]["old"]["plan"] == "dense"
@@ -111,21 +150,61 @@ def test_an_adaptive_run_decides_switches_and_leaves_no_actor(tmp_path: Path) ->
     assert any(step > 60 and gbps < 0.03 for step, gbps in rates), rates
     assert outcomes
     for rank in range(2):
-        events = json.loads((tmp_path / "run" / f"trace-rank{rank:05d}.json").read_text())["traceEvents"]
-        steps = [event["name"] for event in events if event.get("cat") == "step"]
+        traced = json.loads((adaptive.folder / "run" / f"trace-rank{rank:05d}.json").read_text())["traceEvents"]
+        steps = [event["name"] for event in traced if event.get("cat") == "step"]
         assert steps == ["step 5", "step 6", "step 7", "step 8"]
-        assert {"ready", "exchange"} < {event.get("cat") for event in events}
+        assert {"ready", "exchange"} < {event.get("cat") for event in traced}
     assert outcomes[0]["version"] == decisions[0]["new"]["version"]
     assert outcomes[0]["measured_step_s"] > 0
-    assert our_actors() == []
+    assert adaptive.actors_left == []
+    events = [entry["event"] for entry in journal_of(adaptive.folder)]
+    assert (events[0], events[-1]) == ("start", "end")
 
 
-@pytest.mark.usefixtures("cluster")
-def test_a_static_run_keeps_the_users_choice(tmp_path: Path) -> None:
+def test_checkpoints_and_the_controllers_snapshot_leave_no_temporary_folder(adaptive: AdaptiveRun) -> None:
+    states = [path.name for path in (adaptive.folder / "run").glob("checkpoint_*/cgx_ray-rank*.pt")]
+    assert len(states) == 6, states
+    assert adaptive.temporary_left == set()
+
+
+def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: AdaptiveRun) -> None:
+    once, whole = adaptive.once, adaptive.whole
+    assert once.returncode == 0, once.stdout + once.stderr
+    assert re.search(r"^run: step \d+ .* s/step \(compute ", once.stdout, re.MULTILINE), once.stdout
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert re.search(r"^run has ended after step \d+$", whole.stdout, re.MULTILINE), whole.stdout
+    # A late watcher sees the last decisions only.
+    said = once.stdout + whole.stdout
+    assert re.search(r"^run: step \d+: .*(->|keep )", said, re.MULTILINE), said
+
+
+@pytest.fixture(scope="module")
+def static(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with the user's codec, one of whose workers died at step 8, after a checkpoint at step 5."""
+    folder = tmp_path_factory.mktemp("static")
     config = cgx_ray.CGXConfig(policy="static", codec="topk:density=0.05", scheme="allgather")
-    fit(tmp_path, steps=20, torch_config=config, expect_plan="topk:density=0.05 over allgather")
-    assert log_of(tmp_path, 0)[-1]["plan_version"] == 0
-    assert log_of(tmp_path, 0)[-1]["hash"] == log_of(tmp_path, 1)[-1]["hash"]
+    expected = "topk:density=0.05 over allgather"
+    fit(folder, steps=12, die_at=8, report_at=(5, 12), failures=1, torch_config=config, expect_plan=expected)
+    return folder
+
+
+def test_a_static_run_keeps_the_users_choice(static: Path) -> None:
+    assert log_of(static, 0, first=5)[-1]["plan_version"] == 0
+    assert log_of(static, 0, first=5)[-1]["hash"] == log_of(static, 1, first=5)[-1]["hash"]
+
+
+@pytest.mark.fault("a worker dies, with `add_state` and `max_failures`", "the repeated steps have the same bits")
+def test_residuals_come_back_after_a_worker_died(static: Path) -> None:
+    for rank in (0, 1):
+        resumed = log_of(static, rank, first=5)
+        assert resumed[0]["engine_step"] == 5
+        assert set(resumed[0]["residuals"]) == {"0.weight", "2.weight"}
+        assert min(resumed[0]["residuals"].values()) > 0
+        assert resumed[-1]["step"] == 11
+    # The restart repeats steps 5 to 7 with the same random numbers and residuals, so with the same weights.
+    before = {line["step"]: line["hash"] for line in log_of(static, 0)[1:]}
+    after = {line["step"]: line["hash"] for line in log_of(static, 0, first=5)[1:]}
+    assert [after[step] for step in (5, 6, 7)] == [before[step] for step in (5, 6, 7)]
 
 
 @pytest.mark.usefixtures("cluster")
@@ -141,33 +220,6 @@ def test_ranks_with_different_weights_end_the_training_and_the_journal_says_why(
     assert sorted((fault["rank"], fault["kind"], fault["step"]) for fault in faults) == [
         (rank, "weights_differ", 11) for rank in range(2)
     ]
-
-
-@pytest.mark.fault("a worker dies, with `add_state` and `max_failures`", "the repeated steps have the same bits")
-@pytest.mark.usefixtures("cluster")
-def test_residuals_come_back_after_a_worker_died(tmp_path: Path) -> None:
-    config = cgx_ray.CGXConfig(policy="static", codec="topk:density=0.05", scheme="allgather")
-    fit(tmp_path, steps=12, die_at=8, report_at=(5, 12), failures=1, torch_config=config)
-    for rank in (0, 1):
-        resumed = log_of(tmp_path, rank, first=5)
-        assert resumed[0]["engine_step"] == 5
-        assert set(resumed[0]["residuals"]) == {"0.weight", "2.weight"}
-        assert min(resumed[0]["residuals"].values()) > 0
-        assert resumed[-1]["step"] == 11
-    # The restart repeats steps 5 to 7 with the same random numbers and residuals, so with the same weights.
-    before = {line["step"]: line["hash"] for line in log_of(tmp_path, 0)[1:]}
-    after = {line["step"]: line["hash"] for line in log_of(tmp_path, 0, first=5)[1:]}
-    assert [after[step] for step in (5, 6, 7)] == [before[step] for step in (5, 6, 7)]
-
-
-@pytest.mark.usefixtures("cluster")
-def test_checkpoints_and_the_controllers_snapshot_leave_no_temporary_folder(temporary: Path, tmp_path: Path) -> None:
-    before = set(temporary.glob("cgx_ray-*"))
-    link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 1e8),))
-    fit(tmp_path, steps=60, report_at=(20, 40, 60), pace=True, torch_config=cgx_ray.CGXConfig(simulated_link=link))
-    states = [path.name for path in (tmp_path / "run").glob("checkpoint_*/cgx_ray-rank*.pt")]
-    assert len(states) == 6, states
-    assert set(temporary.glob("cgx_ray-*")) - before == set()
 
 
 @pytest.mark.fault("SIGKILL of controller and monitor", "training goes on; Ray starts them again, and decisions go on")
@@ -238,15 +290,19 @@ def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(tmp_path: Pa
 
 
 def test_a_forgotten_line_is_named_once_in_the_log(cluster: Path, tmp_path: Path) -> None:
-    forgotten = {"no model was attached": (cgx_ray.CGXConfig(), False), "without CGXConfig": (TorchConfig(), True)}
-    for torch_config, attaches in forgotten.values():
+    def train(torch_config: TorchConfig, attaches: bool) -> None:
         TorchTrainer(
             train_functions.train_a_step,
             train_loop_config={"attaches": attaches},
             torch_config=torch_config,
             scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+            run_config=RunConfig(name=f"attaches {attaches}", storage_path=str(tmp_path)),
         ).fit()
+
+    forgotten = {"no model was attached": (cgx_ray.CGXConfig(), False), "without CGXConfig": (TorchConfig(), True)}
+    with ThreadPoolExecutor(2) as threads:
+        for run in [threads.submit(train, *arguments) for arguments in forgotten.values()]:
+            run.result()
     text = "".join(path.read_text() for path in (cluster / "logs").glob("worker-*.err"))
     assert {said: text.count(said) for said in forgotten} == dict.fromkeys(forgotten, 1)
 
@@ -274,29 +330,3 @@ def test_a_wrong_config_fails_where_it_is_written(arguments: dict[str, Any], say
     with pytest.raises(cgx_ray.ConfigError) as caught:
         cgx_ray.CGXConfig(**arguments)
     assert says in str(caught.value)
-
-
-@pytest.mark.usefixtures("cluster")
-def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(tmp_path: Path) -> None:
-    config = cgx_ray.CGXConfig(simulated_link=cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 1e8),)))
-    address = ray.get_runtime_context().gcs_address
-    argv = [sys.executable, "-m", "cgx_ray.cli", "top", "--address", address]
-    training = threading.Thread(
-        target=fit, args=(tmp_path,), kwargs={"steps": 400, "torch_config": config, "pace": True}
-    )
-    training.start()
-    while not (tmp_path / "run" / "decisions.jsonl").exists():
-        assert training.is_alive()
-        time.sleep(0.1)
-    once = subprocess.run([*argv, "--once"], capture_output=True, text=True, check=False, timeout=100)
-    assert once.returncode == 0, once.stdout + once.stderr
-    assert re.search(r"^run: step \d+ .* s/step \(compute ", once.stdout, re.MULTILINE), once.stdout
-    whole = subprocess.Popen([*argv, "run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    output, errors = whole.communicate(timeout=200)
-    training.join()
-    assert whole.returncode == 0, output + errors
-    assert re.search(r"^run has ended after step \d+$", output, re.MULTILINE), output
-    # A late watcher sees the last decisions only.
-    assert re.search(r"^run: step \d+: .*(->|keep )", once.stdout + output, re.MULTILINE), output
-    events = [entry["event"] for entry in journal_of(tmp_path)]
-    assert (events[0], events[-1]) == ("start", "end")
