@@ -17,9 +17,8 @@ import pytest
 import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray.util.state import list_actors
 from support import train_functions
-from support.endings import living, loops_below
+from support.endings import living, loops_below, our_actors
 from support.failing_control import RaisingConfig
 from support.failing_ranks import WITHIN_S
 
@@ -42,9 +41,7 @@ def cluster() -> Iterator[Path]:
     """A Ray cluster, as the folder of its session."""
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env_vars = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    context = ray.init(
-        num_cpus=4, include_dashboard=True, dashboard_port=0, log_to_driver=False, runtime_env={"env_vars": env_vars}
-    )
+    context = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env_vars})
     yield Path(context.address_info["session_dir"])
     ray.shutdown()
 
@@ -67,11 +64,9 @@ def hashes_of(tmp_path: Path, rank: int) -> list[str]:
 
 def controller_pids() -> tuple[int, int]:
     """Return the ids of the controller's process and of its loop's."""
-    address = ray.get_runtime_context().gcs_address
-    actors = list_actors(address=address, filters=[("state", "=", "ALIVE"), ("class_name", "=", "Controller")])
-    (pid,) = [actor.pid for actor in actors]
+    pid = our_actors()["ray::Controller"]
     (loop,) = loops_below(pid)
-    return int(pid), loop
+    return pid, loop
 
 
 def decisions_of(tmp_path: Path) -> list[dict[str, Any]]:

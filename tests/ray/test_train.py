@@ -21,9 +21,8 @@ import ray
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.state import list_actors
 from support import plain_script, train_functions
-from support.endings import living, loops_below, wait_for_nothing
+from support.endings import living, loops_below, our_actors, wait_for_nothing
 
 import cgx_ray
 
@@ -48,8 +47,7 @@ def cluster(temporary: Path) -> Iterator[Path]:
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     context = ray.init(
         num_cpus=4,
-        include_dashboard=True,
-        dashboard_port=0,
+        include_dashboard=False,
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}},
     )
@@ -79,16 +77,6 @@ def journal_of(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()]
 
 
-def our_actors() -> list[Any]:
-    # Without an address Ray would search the machine for clusters, and there may be others.
-    address = ray.get_runtime_context().gcs_address
-    return [
-        actor
-        for actor in list_actors(address=address, filters=[("state", "=", "ALIVE")])
-        if actor.class_name in ("Controller", "NodeAgent")
-    ]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveRun:
     """A finished run, and what two `cgx-ray top` showed of it: one once, one until its end.
@@ -99,7 +87,6 @@ class AdaptiveRun:
     folder: Path
     once: subprocess.CompletedProcess[str]
     whole: subprocess.CompletedProcess[str]
-    actors_left: list[Any]
     temporary_left: set[Path]
 
 
@@ -126,7 +113,6 @@ def adaptive(cluster: Path, temporary: Path, tmp_path_factory: pytest.TempPathFa
         folder=folder,
         once=once.result(),
         whole=whole.result(),
-        actors_left=our_actors(),
         temporary_left=set(temporary.glob("cgx_ray-*")) - before,
     )
 
@@ -156,7 +142,7 @@ def test_an_adaptive_run_decides_switches_and_leaves_no_actor(adaptive: Adaptive
         assert {"ready", "exchange"} < {event.get("cat") for event in traced}
     assert outcomes[0]["version"] == decisions[0]["new"]["version"]
     assert outcomes[0]["measured_step_s"] > 0
-    assert adaptive.actors_left == []
+    wait_for_nothing(lambda: {*our_actors()}, 10.0)
     events = [entry["event"] for entry in journal_of(adaptive.folder)]
     assert (events[0], events[-1]) == ("start", "end")
 
@@ -231,10 +217,10 @@ def test_decisions_go_on_after_controller_and_monitor_were_killed(cluster: Path,
         path = tmp_path / "run" / "decisions.jsonl"
         while not path.exists() or '"outcome"' not in path.read_text():
             time.sleep(0.2)
-        for actor in our_actors():
-            loops.extend(loops_below(actor.pid))
-            os.kill(actor.pid, signal.SIGKILL)
-            killed.append((actor.class_name, time.time()))
+        for title, pid in our_actors().items():
+            loops.extend(loops_below(pid))
+            os.kill(pid, signal.SIGKILL)
+            killed.append((title, time.time()))
         # Ray's next controller goes on with the same files, so no loop may be left. A busy machine is slower than 1 s.
         wait_for_nothing(lambda: living(*loops), 10.0)
         ended.append(time.time())
@@ -244,7 +230,7 @@ def test_decisions_go_on_after_controller_and_monitor_were_killed(cluster: Path,
     link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 2e7),))
     fit(tmp_path, steps=500, pace=True, torch_config=cgx_ray.CGXConfig(simulated_link=link))
     thread.join()
-    assert sorted(name for name, _ in killed) == ["Controller", "NodeAgent"]
+    assert sorted(name for name, _ in killed) == ["ray::Controller", "ray::NodeAgent"]
     assert len(loops) == len(ended) == 1
     first, second = log_of(tmp_path, 0)[1:], log_of(tmp_path, 1)[1:]
     assert len(first) == 500
@@ -262,7 +248,7 @@ def test_decisions_go_on_after_controller_and_monitor_were_killed(cluster: Path,
     counts = [text.count("the controller does not answer: training goes on with plan") for text in logs]
     assert set(counts) <= {0, 1}, counts
     assert not any("is gone" in text for text in logs)
-    assert our_actors() == []
+    wait_for_nothing(lambda: {*our_actors()}, 10.0)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -38,6 +39,13 @@ def loops_below(pid: int) -> list[int]:
 def actors_below(pid: int) -> set[str]:
     """Return the titles of the actors that run below process `pid`."""
     return _actors([process.pid for process in psutil.Process(pid).children(recursive=True)])
+
+
+def our_actors() -> dict[str, int]:
+    """Return the processes of controller and agent, by title, of a Ray that this process has started."""
+    commands = {process.pid: _command(process.pid) for process in psutil.Process().children(recursive=True)}
+    titles = ("ray::Controller", "ray::NodeAgent")
+    return {title: pid for title in titles for pid, text in commands.items() if re.match(rf"{title}\b", text)}
 
 
 def actors_in_session(leader: int) -> set[str]:

@@ -1,6 +1,9 @@
-"""Every tested pair of codec and scheme, and averages of given gradients with them."""
+"""Every tested pair of codec and scheme, averages of given gradients with them, and all codecs on the same ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ import cgx_ray
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import KINDS
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Scheme
+from support.ranks import run_ranks
 
 # Specs for tests of codecs that are not tested with their defaults.
 TEXTS = {name: f"{name}:density=0.05" for name in ("topk", "lwtopk", "mstopk", "dgc", "sidco", "randomk")}
@@ -45,6 +49,22 @@ class Given(nn.Module):
 def noise(rank: int, *shapes: tuple[int, ...], step: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def run_codecs(
+    world_size: int, function: Callable[[int, str, str], Any], pairs: list[tuple[str, str]], scheme: str
+) -> dict[str, list[Any]]:
+    """Return the results of `function(rank, codec, scheme)` by codec and rank, for the pairs with this scheme.
+
+    The codecs share the processes of the ranks, which take longer to start than to try one codec.
+    """
+    codecs = [codec for codec, other in pairs if other == scheme]
+    results = run_ranks(world_size, _each_codec, function, codecs, scheme)
+    return dict(zip(codecs, zip(*results, strict=True), strict=True))
+
+
+def _each_codec(rank: int, function: Callable[[int, str, str], Any], codecs: list[str], scheme: str) -> list[Any]:
+    return [function(rank, codec, scheme) for codec in codecs]
 
 
 UNBIASED = [(codec, scheme) for codec, scheme in PAIRS if not make_codec(CodecSpec.parse(codec)).needs_feedback]
