@@ -1,5 +1,5 @@
-# make install | demo | test | test-faults | check | bench | bare | test-gpu | test-sanitize; each but test-gpu first
-# makes .venv if it is missing or out of date.
+# make install | demo | quick | test | test-faults | check | bench | bare | test-gpu | test-sanitize; each but test-gpu
+# first makes .venv if it is missing or out of date.
 # More arguments: make demo ARGS="--workers 2 --json out.json", make test ARGS="-k codec",
 # make bench BENCH=kernels ARGS="--json kernels.json"
 
@@ -11,7 +11,10 @@ BIN := .venv/bin
 CSRC := $(wildcard $(foreach e,c cpp hpp h cu cuh,runtime_ext/csrc/*.$(e) runtime_ext/csrc/*/*.$(e)))
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo test test-faults check bench bare test-gpu test-sanitize system
+# Folders with tests of `make quick`.
+QUICK_TESTS := $(addprefix tests/,codecs collectives commands control engine kernels planner)
+
+.PHONY: install demo quick test test-faults check bench bare test-gpu test-sanitize system
 .DELETE_ON_ERROR:
 
 # Nothing but the set-up.
@@ -19,6 +22,13 @@ install: system .venv/.installed
 
 demo: system .venv/.installed
 	@$(BIN)/cgx-ray demo $(ARGS)
+
+# Before a commit: lint of what differs from main, and the tests that start neither ranks nor Ray.
+quick: .venv/.installed
+	@base=$$(git merge-base HEAD main 2>/dev/null || echo HEAD); \
+	changed=$$(git diff --name-only --diff-filter=d $$base -- '*.py'; git ls-files --others --exclude-standard -- '*.py'); \
+	[ -z "$$changed" ] || { $(BIN)/ruff check $$changed && $(BIN)/ruff format --check $$changed; }
+	@$(BIN)/pytest -q -m "not (gpu or slow or long)" -n 2 $(QUICK_TESTS) $(ARGS)
 
 test: system .venv/.installed
 	@$(BIN)/pytest -m "not gpu and not slow" -n 2 $(ARGS)

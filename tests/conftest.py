@@ -29,6 +29,16 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 _SCOPES = {"rates": {"lab", "monitors", "bench", "test_network_cut"}, "wheel": {"test_job_submit", "test_wheel"}}
 
 
+# What takes seconds to start: a test file that imports it, or a test with such a fixture, is no part of `make quick`.
+_STARTERS = {"ray", "run_ranks", "browser", "compiled_emulator", "emulated_cuda"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    for item in items:
+        if _STARTERS & {*vars(item.module), *item.fixturenames}:
+            item.add_marker("long")
+
+
 @pytest.hookimpl(optionalhook=True)  # `make test-gpu` does without pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Spread scopes over workers. xdist's own groups (xdist_group) do nothing with pytest 9."""

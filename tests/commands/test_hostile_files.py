@@ -127,6 +127,7 @@ def test_a_model_or_schedule_that_is_a_bomb_is_one_clear_error(tmp_path: Path) -
         assert message in run("lab", "schedule", str(schedule), "--plot", str(tmp_path / "a.png"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["report", "top", "replay"])
 def test_a_journal_with_a_line_of_a_gigabyte_is_one_clear_error(tmp_path: Path, command: str) -> None:
     with (tmp_path / "decisions.jsonl").open("wb") as file:

@@ -15,6 +15,7 @@ import pytest
 
 import cgx_ray
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 # A module of each folder beside cgx_ray/ that is its subpackage.
 WHERE = """

@@ -21,6 +21,7 @@ from cgx_ray.cli import main
 from cgx_ray.commands.lazy import LazyGroup
 from cgx_ray.report.show import whole_file
 
+pytestmark = pytest.mark.long
 # Processes started in the background by a shell ignore SIGINT, and their children inherit it.
 WITH_INT = ["env", "--default-signal=INT"]
 # Longest wait for a command to begin, and for it to end. The promise is 2 s; two cores at load 8 took up to 5.

@@ -245,6 +245,7 @@ def test_a_latency_that_changes_by_2x_is_noticed_within_3_s(factor: float) -> No
     assert link.latency_s.value == pytest.approx(network.latency_s, rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("duty", [None, 0.3, 0.8])
 @pytest.mark.parametrize("seed", range(2))
 def test_ten_minutes_beside_a_bursty_neighbour_are_no_change(seed: int, duty: float | None) -> None:

@@ -20,6 +20,7 @@ from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme, make_plan
 from cgx_ray.planner.options import codec_options
 
 
+@pytest.mark.long
 def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_more_and_more_rarely(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.slowdown = 30.0
@@ -66,6 +67,7 @@ def test_a_ban_lasts_as_many_steps_after_a_restart_from_an_earlier_step(tmp_path
     assert not state.setbacks.banned(first + MIN_BAN_STEPS, later_s)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slowdown", [2.0, 4.0])
 def test_plans_that_are_slower_than_predicted_are_left_on_a_link_that_goes_back_and_forth(
     tmp_path: Path, slowdown: float

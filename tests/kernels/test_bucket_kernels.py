@@ -123,6 +123,7 @@ def test_native_equals_the_reference_bit_for_bit(codec: BucketKernels, bucket_si
                     _check(each, torch.randn(numel) * 1e-3, feedback)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
@@ -193,6 +194,7 @@ def test_strided_outputs_get_what_contiguous_ones_get(codec: BucketKernels) -> N
     assert_same(out_N.contiguous(), decode(codec, payload, 1001))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bucket_size", [128, 72])
 @pytest.mark.parametrize("codec", [QsgdKernels("max_min", 4), QsgdKernels("linf", 3), *SIGN], ids=name)
 def test_what_is_not_sent_of_a_large_gradient_equals_the_reference(codec: BucketKernels, bucket_size: int) -> None:

@@ -25,6 +25,7 @@ def _added(
     return next_momentum_N, next_N
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numel", [*SIZES, LARGE])
 @pytest.mark.parametrize("kind", KINDS)
 def test_momentum_equals_the_reference_bit_for_bit(kind: str, numel: int) -> None:

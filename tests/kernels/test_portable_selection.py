@@ -17,6 +17,7 @@ def portable() -> Iterator[None]:
     native.use_instruction_set(native.instruction_sets()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numel", [1025, 70_001])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_portable_selection_equals_the_reference_bit_for_bit(kind: str, numel: int) -> None:

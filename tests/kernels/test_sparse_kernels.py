@@ -124,6 +124,7 @@ def test_topk_without_a_residual_leaves_the_rest_of_the_gradient_in_next(numel: 
         check_topk(grad_N, num_kept, None, torch.full((numel,), 7.0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_threads", [2], indirect=True)
 @pytest.mark.usefixtures("num_threads")
 def test_next_of_a_gradient_larger_than_caches_is_the_same_at_any_alignment() -> None:
@@ -155,6 +156,7 @@ def _uneven_gradient() -> Tensor:
     return grad_N
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_threads", [2, 3, 5], indirect=True)
 @pytest.mark.usefixtures("num_threads")
 def test_results_do_not_depend_on_the_number_of_threads() -> None:

@@ -170,6 +170,7 @@ def test_the_last_group_has_no_hops_that_another_option_would_save(model: str) -
     assert best.score <= min(scores.values()) * (1 + MAX_GAP), (str(last.option), scores)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", MODEL_NAMES)
 def test_joint_plan_is_behind_neither_dense_nor_a_named_strategy_on_a_model(model: str) -> None:
     """All layers are large, since the strategies know no layers that stay dense."""

@@ -61,6 +61,7 @@ def test_backward_times_are_shares_of_the_multiply_adds_from_the_last_layer_to_t
 
 
 # `bench planner` has all models at both rates.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "gbps"), [("alexnet", 25), ("resnet18", 1), ("resnet50", 1), ("vgg16", 25), ("bert_base", 25)]
 )

@@ -20,6 +20,7 @@ from cgx_ray.planner.search import search
 ROUNDING = 1e-12
 
 
+@pytest.mark.long
 def test_joint_search_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_options() -> None:
     rng = random.Random(0)
     for case in range(300):
@@ -29,6 +30,7 @@ def test_joint_search_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_op
         assert plan.gap == 0, (case, plan)
 
 
+@pytest.mark.long
 def test_joint_search_with_tolls_by_layer_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_options() -> None:
     rng = random.Random(8)
     for case in range(300):
