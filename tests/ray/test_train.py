@@ -32,6 +32,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+    # Several claims wait for one training, on machines that may be busy.
+    pytest.mark.timeout(600),
 ]
 
 

@@ -1,4 +1,7 @@
-"""Greetings: one byte to some other ranks between two steps, which tells latencies without any probe."""
+"""Greetings: one byte to some other ranks between two steps, which tells latencies without any probe.
+
+No gradients are in front of it then, so it shows an idle link; messages of the agreement queue behind gradients.
+"""
 
 from __future__ import annotations
 
