@@ -50,6 +50,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+    # `make test` compares the boards with Grafana's schema and the known metrics (test_board_files.py).
+    pytest.mark.slow,
     # A run and two clusters' worth of processes, on machines that may be busy.
     pytest.mark.timeout(600),
 ]

@@ -142,6 +142,7 @@ def test_a_training_that_fails_shows_its_last_lines(tmp_path):
         Cluster(driver=driver, driver_log=log, set_rate=None).check()
 
 
+@pytest.mark.slow  # CI runs `make demo` too
 def test_the_demo_runs_to_its_end_and_its_json_is_well_formed(tmp_path):
     out = tmp_path / "out"
     argv = [*CGX_RAY, "demo", "--workers", "2", "--steps", "8", "--out", str(out), "--json", "-"]

@@ -13,7 +13,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,8 +24,7 @@ from support.wheels import ROOT, make_environment
 TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node 2"
 SENT = r"(?P<less>[\d.,]+) MB of (?P<more>[\d.,]+) MB"
 DIGITS = r"accuracy [789]\d\.\d%, (?P<{}>[\d,]+) bytes sent per step and rank\n"
-# One under torchrun, and train_gpt_bytes.py with Ray Train, are jobs in `make test`; all others in `make test-faults`.
-slow = partial(pytest.param, marks=pytest.mark.slow)
+# Jobs of train_gpt_bytes.py are in `make test`, those of the other examples in `make test-faults`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,24 +97,22 @@ def test_every_example_is_submitted_here() -> None:
     assert [path.name for path in (ROOT / "examples").glob("*.py") if f"`{path.name}`" not in readme] == []
 
 
-# The first job waits until its environment is made, 20 s.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entrypoint", "says"),
     [
         # Plain Ray Train, before our three lines.
-        slow("python examples/existing_script.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
-        slow("python examples/existing_script_cgx.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
-        slow("python examples/lightning_digits.py --epochs 3", r"epoch 3: accuracy [89]\d\.\d%\n"),
+        ("python examples/existing_script.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
+        ("python examples/existing_script_cgx.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
+        ("python examples/lightning_digits.py --epochs 3", r"epoch 3: accuracy [89]\d\.\d%\n"),
         (f"{TORCHRUN} examples/torchrun_gpt_bytes.py --steps 5 --batch-size 1", r"step 5: loss \d\.\d+\n"),
-        slow(
-            f"{TORCHRUN} examples/torchrun_fsdp2.py --steps 5 --batch-size 1", rf"step 5: loss \d\.\d+, sent {SENT}\n"
-        ),
-        slow(f"{TORCHRUN} examples/backend_cgx.py --steps 2 --batch-size 1", r"cgx: loss \d\.\d+ after [\d.]+ s\n"),
-        slow(
+        (f"{TORCHRUN} examples/torchrun_fsdp2.py --steps 5 --batch-size 1", rf"step 5: loss \d\.\d+, sent {SENT}\n"),
+        (f"{TORCHRUN} examples/backend_cgx.py --steps 2 --batch-size 1", r"cgx: loss \d\.\d+ after [\d.]+ s\n"),
+        (
             f"{TORCHRUN} examples/digits_accuracy.py --steps 100",
             rf"none: {DIGITS.format('more')}qsgd:bits=3: {DIGITS.format('less')}",
         ),
-        slow(
+        (
             "python examples/elastic_nodes.py --max-workers 2 --steps 10 --checkpoint-every 5 --storage runs",
             r"2 workers begin at step 0\n(.*\n)*.*step 5: 2 workers, loss \d\.\d+\n(.*\n)*done: 10 steps, 2 workers",
         ),
@@ -146,6 +142,7 @@ def test_a_job_leaves_checkpoints_with_residuals_and_a_journal(jobs: Jobs, tmp_p
         assert json.loads(line)["event"] in ("start", "decision", "outcome", "progress", "end")
 
 
+@pytest.mark.slow
 def test_a_job_with_a_wrong_argument_fails_with_our_message(jobs: Jobs) -> None:
     done = jobs.submit("python examples/train_gpt_bytes.py --codec zip")
     assert done.returncode == 1
