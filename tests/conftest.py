@@ -33,6 +33,7 @@ _SCOPES = {"rates": {"lab", "monitors", "bench", "test_network_cut"}, "wheel": {
 _STARTERS = {"ray", "run_ranks", "browser", "compiled_emulator", "emulated_cuda"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         if _STARTERS & {*vars(item.module), *item.fixturenames}:

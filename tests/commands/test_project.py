@@ -70,7 +70,7 @@ def test_make_has_every_target_that_the_documents_name() -> None:
         for path in ("README.md", "CONTRIBUTING.md", "docs/design.md")
         for target in command.findall((ROOT / path).read_text())
     }
-    assert {"demo", "test", "check", "bench", "test-gpu"} <= named
+    assert {"demo", "quick", "test", "check", "bench", "test-gpu"} <= named
     assert named - targets == set()
 
 
