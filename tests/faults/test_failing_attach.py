@@ -195,7 +195,9 @@ def _stopped_while_attaching(rank: int, place: int) -> str:
 
 
 @pytest.mark.fault("SIGSTOP of a rank that attaches, once ranks are connected", "named by all after `silent_s`")
-@pytest.mark.parametrize("place", [2, OF_SEGMENT, NUM_VALUES - 1])
+@pytest.mark.parametrize(
+    "place", [OF_SEGMENT, *(pytest.param(place, marks=pytest.mark.slow) for place in (2, NUM_VALUES - 1))]
+)
 def test_a_rank_that_is_stopped_while_it_attaches_is_named_by_all(place: int) -> None:
     for said in run_ranks(3, _stopped_while_attaching, place):
         assert "rank 1 has been silent for 5 s" in said
