@@ -57,13 +57,13 @@ def cluster(temporary: Path) -> Iterator[Path]:
     ray.shutdown()
 
 
-def fit(tmp_path: Path, *, workers: int = 2, failures: int = 0, torch_config: Any = None, **config: Any) -> Any:
+def fit(tmp_path: Path, *, failures: int = 0, torch_config: Any = None, **config: Any) -> Any:
     (tmp_path / "log").mkdir(exist_ok=True)
     return TorchTrainer(
         train_functions.train,
         train_loop_config={"log": str(tmp_path / "log"), **config},
         torch_config=torch_config or cgx_ray.CGXConfig(),
-        scaling_config=ScalingConfig(num_workers=workers),
+        scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
             name="run", storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=failures)
         ),
@@ -253,22 +253,39 @@ def test_decisions_go_on_after_controller_and_monitor_were_killed(cluster: Path,
     wait_for_nothing(lambda: {*our_actors()}, 10.0)
 
 
-@pytest.mark.usefixtures("cluster")
-def test_world_size_one_trains_as_if_nothing_was_attached(tmp_path: Path) -> None:
-    fit(tmp_path, workers=1, steps=5, report_at=(5,))
-    assert len(log_of(tmp_path, 0)) == 6
+@pytest.fixture(scope="module")
+def short_runs(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of trainings of a few steps, which run at the same time."""
+    folder = tmp_path_factory.mktemp("short")
+
+    def train(name: str, function: Any, config: dict[str, Any], torch_config: TorchConfig, num_workers: int) -> None:
+        TorchTrainer(
+            function,
+            train_loop_config=config,
+            torch_config=torch_config,
+            scaling_config=ScalingConfig(num_workers=num_workers, resources_per_worker={"CPU": 0.5}),
+            run_config=RunConfig(name=name, storage_path=str(folder)),
+        ).fit()
+
+    log, step = str(folder), train_functions.train_a_step
+    runs: list[tuple[str, Any, dict[str, Any], TorchConfig, int]] = [
+        ("alone", train_functions.train, {"log": log, "steps": 5, "report_at": (5,)}, cgx_ray.CGXConfig(), 1),
+        ("plain", plain_script.train, {"log": log}, TorchConfig(backend="cgx"), 2),
+        ("not attached", step, {"attaches": False}, cgx_ray.CGXConfig(), 2),
+        ("not configured", step, {"attaches": True}, TorchConfig(), 2),
+    ]
+    with ThreadPoolExecutor(len(runs)) as threads:
+        for done in [threads.submit(train, *run) for run in runs]:
+            done.result()
+    return folder
 
 
-@pytest.mark.usefixtures("cluster")
-def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(tmp_path: Path) -> None:
-    TorchTrainer(
-        plain_script.train,
-        train_loop_config={"log": str(tmp_path)},
-        torch_config=TorchConfig(backend="cgx"),
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
-    ).fit()
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+def test_world_size_one_trains_as_if_nothing_was_attached(short_runs: Path) -> None:
+    assert len((short_runs / "rank0-from0.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(short_runs: Path) -> None:
+    first, second = (json.loads((short_runs / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first["backend"] == "cgx"
     assert first["hash"] == second["hash"]
     for losses in (first["losses"], second["losses"]):
@@ -277,22 +294,11 @@ def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(tmp_path: Pa
     assert 0 < first["error"] <= 2 * 2 * (2 * 128 / 5000 + 2 * 2**-7) / 15, first["error"]
 
 
-def test_a_forgotten_line_is_named_once_in_the_log(cluster: Path, tmp_path: Path) -> None:
-    def train(torch_config: TorchConfig, attaches: bool) -> None:
-        TorchTrainer(
-            train_functions.train_a_step,
-            train_loop_config={"attaches": attaches},
-            torch_config=torch_config,
-            scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(name=f"attaches {attaches}", storage_path=str(tmp_path)),
-        ).fit()
-
-    forgotten = {"no model was attached": (cgx_ray.CGXConfig(), False), "without CGXConfig": (TorchConfig(), True)}
-    with ThreadPoolExecutor(2) as threads:
-        for run in [threads.submit(train, *arguments) for arguments in forgotten.values()]:
-            run.result()
+@pytest.mark.usefixtures("short_runs")
+def test_a_forgotten_line_is_named_once_in_the_log(cluster: Path) -> None:
     text = "".join(path.read_text() for path in (cluster / "logs").glob("worker-*.err"))
-    assert {said: text.count(said) for said in forgotten} == dict.fromkeys(forgotten, 1)
+    for said in ("no model was attached", "without CGXConfig"):
+        assert text.count(said) == 1, said
 
 
 @pytest.mark.parametrize(
