@@ -1,4 +1,4 @@
-"""`python -m bench NAME`, from the root of a checkout: one folder per benchmark, with its options in `command`."""
+"""`python -m bench NAME`, from the root of a checkout: one folder per benchmark, whose `measure` has its options."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from cgx_ray.commands.lazy import MainGroup
 
 _BENCHES = {
     "accuracy": (
-        "bench.accuracy.command:accuracy",
+        "bench.accuracy.measure:accuracy",
         "Train small models with each codec and dense, and compare the losses.",
     ),
-    "adapt": ("bench.adapt.command:adapt", "Drive the control loop in a simulated cluster, or in a lab."),
-    "chaos": ("bench.chaos.command:chaos", "Train beside random faults, and compare with a quiet run."),
-    "collectives": ("bench.collectives.command:collectives", "Time schemes against Gloo and the bound."),
-    "kernels": ("bench.kernels.command:kernels", "Measure throughput, latency and error of codecs."),
-    "lab": ("bench.lab.command:lab", "Compare the lab with the alpha-beta model."),
-    "network": ("bench.network.command:network", "Compare the monitors' estimates with the lab's links."),
-    "planner": ("bench.planner.command:planner", "Check that plans are optimal, and time the planner."),
-    "scale": ("bench.scale.command:scale", "Load one controller with the reports of thousands of ranks."),
-    "step": ("bench.step.command:step", "Time a step with DDP, torch's hooks and the engine."),
+    "adapt": ("bench.adapt.measure:adapt", "Drive the control loop in a simulated cluster, or in a lab."),
+    "chaos": ("bench.chaos.measure:chaos", "Train beside random faults, and compare with a quiet run."),
+    "collectives": ("bench.collectives.measure:collectives", "Time schemes against Gloo and the bound."),
+    "kernels": ("bench.kernels.measure:kernels", "Measure throughput, latency and error of codecs."),
+    "lab": ("bench.lab.measure:lab", "Compare the lab with the alpha-beta model."),
+    "network": ("bench.network.measure:network", "Compare the monitors' estimates with the lab's links."),
+    "planner": ("bench.planner.measure:planner", "Check that plans are optimal, and time the planner."),
+    "scale": ("bench.scale.measure:scale", "Load one controller with the reports of thousands of ranks."),
+    "step": ("bench.step.measure:step", "Time a step with DDP, torch's hooks and the engine."),
 }
 
 

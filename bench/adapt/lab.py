@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty
-
-from rich.table import Table
 
 from bench.adapt.lab_cases import (
     ADAPTIVE,
@@ -30,6 +29,7 @@ from bench.adapt.lab_cases import (
     DDP,
     NOOP,
     PROCESSOR_NETWORK,
+    QUICK,
     RATE_DIVISOR,
     AdaptLabOptions,
     LabPhase,
@@ -37,18 +37,15 @@ from bench.adapt.lab_cases import (
 )
 from bench.adapt.progress import ScheduleScore, WeightedStep, score_schedule, weighted_steps
 from bench.network.job import Job
+from bench.shared.runner import BenchRun, OnPart
 from bench.step.cases import StepNetwork
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 from cgx_ray.report.result import Row
-from cgx_ray.report.show import new_table
-from cgx_ray.units import compact_rate
 
 # Seconds between two looks at whether the ranks still live, and at the clock.
 _LOOK_S = 0.05
-
-OnPart = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +109,19 @@ class AdaptLabNumbers:
         for one in self.times:
             found.setdefault(one.network, {})[one.way] = one.pace_s
         return found
+
+
+def measure_in_lab(run: BenchRun) -> tuple[list[Row], Mapping[str, ScheduleScore]]:
+    """Run all parts, and say how the papers' networks are scaled to the lab. Return rows, and scores by schedule."""
+    options = QUICK if run.quick else AdaptLabOptions()
+    run.say(
+        f"{options.num_ranks} ranks, {options.workload().dense_bytes / 1e6:.1f} MB of gradients, "
+        f"{1e3 * COMPUTE_S:g} ms of compute per step. Schedules: rates divided by {RATE_DIVISOR:g}, as for a model "
+        f"{RATE_DIVISOR:g} times as large; latencies as in the paper; {options.epoch_s:g} s per epoch."
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = measure_adapt_lab(options, Path(folder), run.on_part)
+    return list(lab_rows(numbers, has_goals=options.has_goals)), numbers.scores
 
 
 def measure_adapt_lab(options: AdaptLabOptions, folder: Path, on_part: OnPart) -> AdaptLabNumbers:
@@ -369,30 +379,6 @@ def lab_rows(numbers: AdaptLabNumbers, *, has_goals: bool) -> Iterator[Row]:
     yield Row(name="lab_minutes", value=numbers.seconds / 60, unit="min")
 
 
-def scale_line(options: AdaptLabOptions) -> str:
-    """Return how the papers' networks are scaled to the lab."""
-    return (
-        f"{options.num_ranks} ranks, {options.workload().dense_bytes / 1e6:.1f} MB of gradients, "
-        f"{1e3 * COMPUTE_S:g} ms of compute per step. Schedules: rates divided by {RATE_DIVISOR:g}, as for a model "
-        f"{RATE_DIVISOR:g} times as large; latencies as in the paper; {options.epoch_s:g} s per epoch."
-    )
-
-
-def times_table(numbers: AdaptLabNumbers, rows: dict[str, Row]) -> Table:
-    """Return seconds of a step by network and plan, and the error of the simulated time."""
-    ways = list(dict.fromkeys(one.way for one in numbers.times))
-    table = new_table("seconds per step; simulated over lab, less 1; *: best for progress", "", *ways, gap=0)
-    pace_s, times = numbers.pace_s, {(one.network, one.way): one for one in numbers.times}
-    for network, paces in pace_s.items():
-        best, cells = min(paces, key=paces.__getitem__), []
-        for way in ways:
-            one, star = times[network, way], "*" if way == best else ""
-            cells.append(f"{one.step_s:.3f}{star} {one.error:+.0%}{mark(rows[_simulated(one)])}")
-        table.add_row(network.name, *cells)
-    table.add_row("of it processors", *(f"{seconds:.3f}" for seconds in _processor_s(numbers).values()))
-    return table
-
-
 def _processor_s(numbers: AdaptLabNumbers) -> dict[str, float]:
     return {one.way: one.processor_s for one in numbers.times}
 
@@ -400,39 +386,3 @@ def _processor_s(numbers: AdaptLabNumbers) -> dict[str, float]:
 def _simulated(one: PlanTime) -> str:
     """Return the name of the row of a simulated time."""
     return f"simulated_{one.way}_{one.network.name}"
-
-
-def scores_table(numbers: AdaptLabNumbers, rows: dict[str, Row]) -> Table:
-    """Return a row per schedule: times for the same progress, over the oracle's."""
-    ways = list(next(iter(numbers.scores.values())).static)
-    title = "time for the same progress, over the best static plan of each phase"
-    table = new_table(title, "", "loop", "/ best static", *ways, "switches", gap=0)
-    for name, score in numbers.scores.items():
-        table.add_row(
-            name,
-            f"{score.over_oracle:.2f}{mark(rows[f'{name}_over_oracle'])}",
-            f"{score.over_best_static:.2f}{mark(rows[f'{name}_over_best_static'])}",
-            *(f"{score.oracle / score.static[way]:.2f}" for way in ways),
-            str(numbers.num_switches[name]),
-        )
-    return table
-
-
-def grid_table(numbers: AdaptLabNumbers, rows: dict[str, Row]) -> Table:
-    """Return a row per rate, a column per latency: time of the loop over plain DDP's for the same progress."""
-    latencies_s = list(dict.fromkeys(point.network.latency_s for point in numbers.grid))
-    headings = [f"{1e3 * latency_s:g} ms" for latency_s in latencies_s]
-    table = new_table("adaptive over plain DDP, time for the same progress, from the second step on", "", *headings)
-    ratios: dict[float, list[str]] = {}
-    for point in numbers.grid:
-        row = rows[f"{point.network.name}_over_dense"]
-        assert point.network.rate_bit_per_s is not None
-        ratios.setdefault(point.network.rate_bit_per_s, []).append(f"{row.ratio:.2f}{mark(row)}")
-    for rate, cells in ratios.items():
-        table.add_row(compact_rate(rate), *cells)
-    return table
-
-
-def mark(row: Row) -> str:
-    """Return an exclamation mark if `row` misses its goal."""
-    return "!" if row.met is False else ""

@@ -5,27 +5,29 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-from rich.table import Table
+import click
 
 from bench.adapt.cases import CASES, AdaptCase
 from bench.adapt.papers import PAPER_CASES, PolicyRun, compare_papers, paper_rows
 from bench.adapt.simulate import SimulatedRun, SimulatedStep
+from bench.shared.picture import Line, Panel
+from bench.shared.runner import BenchRun, bench_command
 from bench.shared.simulated_cluster import ClusterState, SimulatedCluster
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy
+from cgx_ray.errors import ConfigError
+from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import make_plan
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.prediction import PlannedGroup, groups_of, predict
 from cgx_ray.report.result import Row
-from cgx_ray.report.show import new_table
-from cgx_ray.report.style import BLUE, GREY, add_title, clean, new_figure, plain_numbers, save_figure
 
 # Largest ratio of a plan's seconds per progress to dense that keeps the promise.
 PROMISE = 1.03
@@ -35,6 +37,42 @@ ANSWERED = 1.05
 Groups = tuple[PlannedGroup, ...]
 # Seconds and number of steps that follow each other.
 Stretch = tuple[float, int]
+
+
+@bench_command(quick="One seed per case; with --lab, a check of half a minute without goals.", picture="adapt.png")
+@click.argument("cases", nargs=-1, type=click.Choice([case.name for case in CASES]), metavar="[CASE]...")
+@click.option(
+    "--lab",
+    "is_in_lab",
+    is_flag=True,
+    help="Real ranks on emulated networks: two schedules, and 16 networks beside plain DDP. Takes 12 minutes.",
+)
+def adapt(run: BenchRun, cases: tuple[str, ...], is_in_lab: bool) -> Iterable[Row]:
+    """Drive the control loop in a simulated cluster, or in a lab.
+
+    Runs all cases in six minutes, or those named. Regret is over the best plan of each moment.
+    """
+    if not is_in_lab:
+        numbers = measure_adapt(run.quick, cases, run.on_part)
+        run.panels += [pace_panel(case, runs[0].scores) for case, runs in numbers.runs.items()]
+        return numbers.rows
+    from bench.adapt.lab import measure_in_lab  # noqa: PLC0415 - it imports torch: 2 s
+
+    if cases:
+        raise ConfigError(f"case {cases[0]} is simulated; leave it out with --lab")
+    reason = Lab.available(rates_only=False)
+    if reason is not None:
+        raise ConfigError(f"--lab: {reason}")
+    rows, scores = measure_in_lab(run)
+    run.panels += [pace_panel(name, score.paces) for name, score in scores.items()]
+    return rows
+
+
+def pace_panel(name: str, paces: Sequence[tuple[float, float, float]]) -> Panel:
+    """Return a panel of seconds per progress of a dense step. `paces`: when each step began, the loop's, the best's."""
+    time_s, plan_s, best_s = zip(*paces, strict=True)
+    lines = [Line(label="best plan", x=time_s, y=best_s, style="-"), Line(label="loop", x=time_s, y=plan_s, style="-")]
+    return Panel(title=name, x="", y="", lines=lines, log="y")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,69 +242,3 @@ def _stretch_rows(name: str, found: Sequence[Stretch], limit: Stretch | None) ->
     ratio = min(seconds / limit[0], steps / limit[1]) if limit is not None else None
     yield Row(name=name, value=seconds, unit="s", ratio=ratio, goal="<= 1" if limit is not None else None)
     yield Row(name=f"{name}_steps", value=float(steps), unit="steps")
-
-
-_COLUMNS = {
-    "regret": ("regret", "{:.1%}"),
-    "over_best_static": ("/ static", "{:.2f}"),
-    "slower_than_dense": ("slow", "{:.1%}"),
-    "slow_stretch": ("on end, s", "{:.1f}"),
-    "switches": ("/ min", "{:.1f}"),
-    "false_disables": ("false", "{:.0f}"),
-    "answer": ("answer, s", "{:.1f}"),
-    "answer_steps": ("steps", "{:.0f}"),
-}
-
-
-def adapt_table(numbers: AdaptNumbers) -> Table:
-    """Return one row per case; a number that misses its goal has an exclamation mark."""
-    table = new_table("the loop over the best plan of each moment", "", *(name for name, _ in _COLUMNS.values()), gap=0)
-    rows = {row.name: row for row in numbers.rows}
-    for case in numbers.runs:
-        table.add_row(case, *(_cell(rows.get(f"{case}_{name}"), text) for name, (_, text) in _COLUMNS.items()))
-    return table
-
-
-def papers_table(numbers: AdaptNumbers) -> Table:
-    """Return one row per case: seconds of each paper's policy over ours for the same progress, and why.
-
-    The reason in brackets: seconds of a step, and progress of a step, both over ours. The first over the second is the
-    number before it.
-    """
-    names = [run.policy for run in next(iter(numbers.papers.values()))[1:]]
-    table = new_table("papers' policies over ours (step x, progress x)", "", *names, gap=0)
-    for case, (ours, *others) in numbers.papers.items():
-        cells = (
-            f"{run.score / ours.score:.2f} ({run.step_s / ours.step_s:.2f}, {run.efficiency / ours.efficiency:.2f})"
-            for run in others
-        )
-        table.add_row(case, *cells)
-    return table
-
-
-def _cell(row: Row | None, text: str) -> str:
-    if row is None or row.value is None:
-        return ""
-    return text.format(row.value) + ("!" if row.met is False else "")
-
-
-def plot_paces(scores: Mapping[str, Sequence[tuple[float, float, float]]], path: Path) -> None:
-    """Write a picture with a panel per case: seconds per progress over time, of the loop and of the best plan.
-
-    scores  of each step of a case: when it began, and both numbers
-    """
-    num_columns = min(4, len(scores))
-    num_lines = math.ceil(len(scores) / num_columns)
-    figure = new_figure(3.6 * num_columns, 2.4 * num_lines)
-    panels = figure.subplots(num_lines, num_columns, squeeze=False).flat
-    for (case, steps), axes in zip(scores.items(), panels, strict=False):
-        time_s, plan_s, best_s = zip(*steps, strict=True)
-        axes.plot(time_s, best_s, color=GREY, linewidth=3, label="best plan")
-        axes.plot(time_s, plan_s, color=BLUE, linewidth=1, label="loop")
-        axes.set(title=case, yscale="log")
-        plain_numbers(axes.yaxis, minor="25")
-        clean(axes)
-    for axes in panels:
-        axes.set_visible(False)
-    add_title(figure, "python -m bench adapt: seconds per progress of a dense step; grey: the best plan")
-    save_figure(figure, path)

@@ -69,7 +69,7 @@ class FixedChoice:
 def cupcake_groups(measured: Measured) -> Groups:
     """Return Cupcake's fusion of all layers under qsgd 4/128 over sra."""
     pipeline, layers = _pipeline(measured, [QSGD_SRA])
-    return _cut(layers, [(group.end, QSGD_SRA) for group in cupcake(pipeline, 0, CUPCAKE_NODES)])
+    return _cut(layers, [(group.end, QSGD_SRA) for group in cupcake(pipeline, 0, CUPCAKE_NODES)[0]])
 
 
 def bytecomp_groups(measured: Measured) -> Groups:

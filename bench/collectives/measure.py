@@ -8,11 +8,11 @@ counts whole frames: 96 % of them is payload in labs with rates only, 99 % in la
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from rich.table import Table
+import click
 
 from bench.collectives.cases import (
     BOUND_GOALS,
@@ -22,12 +22,29 @@ from bench.collectives.cases import (
     Case,
     CollectiveOptions,
     Setting,
+    settings_of,
 )
 from bench.shared.ranks import run_ranks
+from bench.shared.runner import BenchRun, OnPart, bench_command
+from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.report.result import Row
-from cgx_ray.report.show import new_table
+
+
+@bench_command(quick="A short check: 4 MB, two rounds, not 100 Mbit/s, no goals.")
+@click.option("--ranks", default=4, show_default=True, help="Processes, one per host of the lab; the goals are for 4.")
+def collectives(run: BenchRun, ranks: int) -> Iterable[Row]:
+    """Time schemes against Gloo and the bound.
+
+    The schemes run over TCP connections of cgx_ray and over Gloo. Gloo's own all-reduce is the alternative.
+    """
+    options = CollectiveOptions(num_ranks=ranks, quick=run.quick)
+    run.title += f", {ranks} ranks, fp32 gradients; slowest rank, median of the rounds"
+    lab_reason, latency_reason = Lab.available(), Lab.available(rates_only=False)
+    for note in notes(lab_reason, latency_reason):
+        run.say(note)
+    return rows_of(options, measure_collectives(options, settings_of(options, lab_reason, latency_reason), run.on_part))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +83,7 @@ class Timing:
         return rows
 
 
-def measure_collectives(
-    options: CollectiveOptions, settings: Sequence[Setting], on_turn: Callable[[str, float], None]
-) -> list[Timing]:
+def measure_collectives(options: CollectiveOptions, settings: Sequence[Setting], on_turn: OnPart) -> list[Timing]:
     """Measure the cases of all `settings`, which takes some 10 minutes.
 
     on_turn  called before each setting and after each turn of a case with its name and the fraction of turns done
@@ -139,17 +154,3 @@ def notes(lab_reason: str | None, latency_reason: str | None) -> list[str]:
     """Return a line per setting that is not measured, with the reason."""
     reasons = {"1 Gbit/s and 100 Mbit/s": lab_reason, "paths with latency": latency_reason}
     return [f"Left out: {what}; {reason}." for what, reason in reasons.items() if reason is not None]
-
-
-def timing_table(options: CollectiveOptions, timings: Sequence[Timing]) -> Table:
-    """Return a table with one row per case and setting."""
-    title = f"{options.num_ranks} ranks, fp32 gradients; slowest rank, median of the rounds"
-    table = new_table(title, "", "network", "MB", "rounds", "ms", "Gloo / it", "it / bound", gap=0)
-    for timing in timings:
-        setting = timing.setting
-        over_bound = "" if timing.bound_s is None else f"{timing.seconds / timing.bound_s:.2f}"
-        speedup = f"{timing.gloo_s / timing.seconds:.2f}"
-        size, rounds = f"{4e-6 * setting.numel:.0f}", str(setting.num_rounds)
-        ms = f"{timing.seconds * 1e3:.1f}"
-        table.add_row(timing.case.name, setting.name, size, rounds, ms, speedup, over_bound)
-    return table

@@ -6,17 +6,12 @@ the best of several turns, and a codec and its alternative take turns.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
+import click
 import torch
-from matplotlib.axes import Axes
-from rich.table import Table
 
 from bench.kernels.codec_numbers import (
     DISTRIBUTIONS,
@@ -36,23 +31,11 @@ from bench.kernels.goals import (
     reference_goal,
     topk_goal,
 )
+from bench.shared.picture import Line, Panel
+from bench.shared.runner import BenchRun, OnPart, bench_command
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CODEC_DEFAULTS
 from cgx_ray.report.result import Row
-from cgx_ray.report.show import new_table
-from cgx_ray.report.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    PURPLE,
-    VERMILION,
-    add_legend,
-    add_title,
-    clean,
-    new_figure,
-    plain_numbers,
-    save_figure,
-)
 from cgx_ray.runtime_ext import ops
 from cgx_ray.units import format_bytes, format_count
 
@@ -128,7 +111,7 @@ def _row_size(num_bytes: int) -> str:
     return f"{num_bytes >> 10}KB" if num_bytes < 1 << 20 else f"{num_bytes >> 20}MB"
 
 
-def measure_kernels(options: KernelOptions, on_part: Callable[[str, float], None]) -> KernelNumbers:
+def measure_kernels(options: KernelOptions, on_part: OnPart) -> KernelNumbers:
     """Measure everything, which takes about 2 minutes for 2**26 elements on one core.
 
     on_part  called before each part with its name and the fraction done
@@ -197,120 +180,37 @@ def _throughput_rows(timing: CodecTiming, suffix: str) -> list[Row]:
     ]
 
 
-def goal_table(numbers: KernelNumbers) -> Table:
-    """Return a table of the numbers that have a goal, each beside its alternative."""
-    table = new_table("Goals", "", "value", "peer", "ratio", "goal", "met", gap=0)
-    for row in numbers.goals:
-        peer = row.limit if row.baseline is None else row.baseline
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        table.add_row(row.name, *(f"{x:.2f} {row.unit}" for x in (row.value, peer)), ratio, row.goal or "", row.verdict)
-    return table
-
-
-def latency_table(numbers: KernelNumbers) -> Table:
-    """Return a table of the time of an encode per codec and message size."""
-    table = new_table("Latency of an encode, us", "", *(format_bytes(size) for size in LATENCY_BYTES), gap=0)
-    seconds = {(timing.codec, timing.message_bytes): timing.encode_s for timing in numbers.timings}
-    seconds |= {("copy_", timing.message_bytes): timing.copy_s for timing in numbers.timings}
-    for name in (*SWEPT_CODECS, "copy_"):
-        table.add_row(name, *(f"{seconds[name, size] * 1e6:.1f}" for size in LATENCY_BYTES))
-    return table
-
-
-def codec_table(numbers: KernelNumbers) -> Table:
-    """Return a table of size, error and throughput per codec."""
-    title = "Codecs at their defaults: error by distribution, GB/s (decode: and add)"
-    table = new_table(title, "", "bits", "ratio", *DISTRIBUTIONS, "encode", "decode", "copy_", gap=0)
-    for quality, timing in zip(numbers.qualities, numbers.large, strict=True):
-        gbps = (timing.message_bytes / s / 1e9 for s in (timing.encode_s, timing.decode_add_s, timing.copy_s))
-        errors = (f"{quality.errors[name]:.4f}" for name in DISTRIBUTIONS)
-        bits, ratio = f"{quality.bits:.3f}", f"{32 / quality.bits:.1f}"
-        table.add_row(quality.spec.name, bits, ratio, *errors, *(f"{x:.2f}" for x in gbps))
-    return table
-
-
-_COLORS = dict(zip(SWEPT_CODECS, (BLUE, VERMILION, GREEN, PURPLE), strict=True))
-_STYLES = {"encode": "o-", "decode-add": "v--"}
-_MARKERS: dict[str, dict[str, Any]] = {
-    "gaussian": {"marker": "o", "s": 36, "color": BLUE},
-    "laplace": {"marker": "s", "s": 14, "color": GREY},
-    "student_t3": {"marker": "^", "s": 14, "color": GREY},
-}
-
-
-def plot_kernels(numbers: KernelNumbers, path: Path) -> None:
-    """Write the picture with both panels."""
-    figure = new_figure(13.5, 5.6)
-    speed_axes, error_axes = figure.subplots(1, 2)
-    _draw_speed(speed_axes, numbers.timings)
-    _draw_errors(error_axes, numbers.qualities)
-    options = numbers.options
-    device = "CUDA" if options.device == "cuda" else f"CPU, {format_count(options.threads, 'thread')}"
-    add_title(figure, f"python -m bench kernels, {device}")
-    save_figure(figure, path)
-
-
-def _draw_speed(axes: Axes, timings: Sequence[CodecTiming]) -> None:
-    for what, style in _STYLES.items():
-        for name, color in _COLORS.items():
-            line = [timing for timing in timings if timing.codec == name]
-            sizes = [timing.message_bytes for timing in line]
-            seconds = [timing.encode_s if what == "encode" else timing.decode_add_s for timing in line]
-            gbps = [size / s / 1e9 for size, s in zip(sizes, seconds, strict=True)]
-            axes.plot(sizes, gbps, style, color=color, markersize=4, linewidth=1.6, label=f"{name} {what}")
-    copies = {timing.message_bytes: timing.message_bytes / timing.copy_s / 1e9 for timing in timings}
-    axes.plot(list(copies), list(copies.values()), ":", color="black", linewidth=2, label="copy_")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(list(copies), [format_bytes(size) for size in copies], rotation=45, ha="right")
-    plain_numbers(axes.yaxis)
-    axes.set(xlabel="size of the float32 gradient", ylabel="GB/s of gradient", title="Throughput")
-    add_legend(axes, num_columns=2)
-    clean(axes)
-
-
-def _draw_errors(axes: Axes, qualities: Sequence[Quality]) -> None:
-    bits = [quality.bits for quality in qualities]
-    for distribution, style in _MARKERS.items():
-        errors = [quality.errors[distribution] for quality in qualities]
-        axes.scatter(bits, errors, label=distribution, **style)
-    axes.set_xscale("log", base=2)
-    plain_numbers(axes.xaxis)
-    axes.set_xlim(min(bits) / 1.3, max(bits) * 2)
-    axes.margins(y=0.1)
-    _label_points(axes, qualities)
-    axes.set(
-        xlabel="bits per element on the wire",
-        ylabel="|x - decode(encode(x))| / |x|",
-        title="Error of one message, codecs at their defaults",
-    )
-    add_legend(axes)
-    clean(axes)
-
-
-def _label_points(axes: Axes, qualities: Sequence[Quality]) -> None:
-    """Write each codec's name to the right of its Gaussian point, as near as points and other names leave room."""
-    line_height = 0.033 * (axes.get_ylim()[1] - axes.get_ylim()[0])
-    # A letter takes about 1/90 of the panel's width.
-    letter = math.log2(axes.get_xlim()[1] / axes.get_xlim()[0]) / 90
-    taken = [
-        (math.log2(quality.bits) - letter, math.log2(quality.bits) + letter, error)
-        for quality in qualities
-        for error in quality.errors.values()
+@bench_command(picture="kernels.png")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--numel", default=1 << 26, show_default=True, help="Elements of the large gradients.")
+@click.option("--threads", default=1, show_default=True, help="Threads of the CPU; the goals are for one.")
+@click.option("--seed", default=0, show_default=True, help="Seed of gradients and rounding.")
+def kernels(run: BenchRun, device: str, numel: int, threads: int, seed: int) -> Iterable[Row]:
+    """Measure throughput, latency and error of codecs."""
+    options = KernelOptions(device=device, numel=numel, threads=threads, seed=seed)
+    run.title += f", {device}, {format_count(threads, 'thread')}, {numel:,} elements"
+    if not options.is_judged:
+        run.say(f"no goals: they are for {GOAL_NUMEL:,} elements and one thread")
+    numbers = measure_kernels(options, run.on_part)
+    by_bits = sorted(numbers.qualities, key=lambda quality: quality.bits)
+    names = [f"{quality.spec.name}, {quality.bits:.2g} bits" for quality in by_bits]
+    errors = [Line(label=x, x=names, y=[one.errors[x] for one in by_bits]) for x in DISTRIBUTIONS]
+    run.panels += [
+        Panel(title="Throughput", x="MiB of float32", y="GB/s", lines=list(_speeds(numbers.timings)), log="xy"),
+        Panel(title="Error of one message", x="", y="|x - decode(encode(x))| / |x|", lines=errors),
     ]
-    for quality in sorted(qualities, key=lambda quality: (quality.errors["gaussian"], quality.bits)):
-        error = quality.errors["gaussian"]
-        left = math.log2(quality.bits) + 3 * letter
-        right = left + (len(quality.spec.name) + 1) * letter
-        in_the_way = [y for start, end, y in taken if left < end and start < right]
-        shifts = (sign * step * line_height / 4 for step in itertools.count() for sign in (1, -1))
-        height = next(error + x for x in shifts if all(abs(error + x - y) >= line_height for y in in_the_way))
-        taken.append((left, right, height))
-        axes.annotate(
-            quality.spec.name,
-            (quality.bits, error),
-            xytext=(2**left, height),
-            va="center",
-            fontsize=8.5,
-            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2},
-        )
+    return numbers.rows()
+
+
+def _speeds(timings: list[CodecTiming]) -> Iterator[Line]:
+    for name in SWEPT_CODECS:
+        found = [timing for timing in timings if timing.codec == name]
+        mib = [timing.message_bytes / 2**20 for timing in found]
+        ways = {
+            f"{name} encode": ("o-", [timing.encode_s for timing in found]),
+            f"{name} decode-add": ("v--", [timing.decode_add_s for timing in found]),
+        }
+        for label, (style, seconds) in ways.items():
+            gbps = [timing.message_bytes / s / 1e9 for timing, s in zip(found, seconds, strict=True)]
+            yield Line(label=label, x=mib, y=gbps, style=style)
+    yield Line(label="copy_", x=mib, y=[one.message_bytes / one.copy_s / 1e9 for one in found], style=":")

@@ -7,10 +7,11 @@ less than 0.2 ms late. If a sound row is far from the model, the cause is TCP an
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
+from bench.shared.runner import BenchRun, bench_command
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.report.result import Row
-from cgx_ray.report.show import new_table
 from cgx_ray.units import compact_rate
 
 _NUM_RANKS = 4
@@ -34,7 +34,6 @@ LATENCIES_S = (0.05e-3, 0.5e-3, 5e-3, 25e-3)
 _NUM_ROUNDS = 5
 # The gradient takes this long at the rate, so that every row takes the same time.
 _WIRE_S = 0.4
-_SOUND_MS = 0.2
 
 
 class LabBenchError(CGXError, RuntimeError):
@@ -124,23 +123,17 @@ def _measure(ranks: Sequence[subprocess.Popen[str]], numel: int, errors: Path) -
     return float(line)
 
 
-def lab_table(points: Sequence[LabPoint]) -> Table:
-    """Return a table with one row per link."""
-    title = f"Gloo's all-reduce on {_NUM_RANKS} hosts, times the alpha-beta model; late: p99 of the switch, ms"
-    headings = ("rate", "one way", "MB", "ms", "model ms", "ratio", "late", "")
-    table = new_table(title, *headings, num_left=0, gap=0)
-    for point in points:
-        table.add_row(
-            compact_rate(point.rate_bit_per_s),
-            f"{point.latency_s * 1e3:g} ms",
-            f"{point.numel * 4e-6:.1f}",
-            f"{point.seconds * 1e3:.0f}",
-            f"{point.model_s * 1e3:.0f}",
-            f"{point.seconds / point.model_s:.2f}",
-            f"{point.late_p99_ms:.3f}",
-            "" if point.late_p99_ms < _SOUND_MS else "too late",
-        )
-    return table
+@bench_command()
+def lab(run: BenchRun) -> Iterable[Row]:
+    """Compare the lab with the alpha-beta model.
+
+    Times Gloo's all-reduce on 4 hosts over 16 links. Takes about a minute. Limits are the model's seconds. A number is
+    sound if the switch was less than 0.2 ms late.
+    """
+    num_links = len(RATES) * len(LATENCIES_S)
+    names = itertools.count(1)
+    points = measure_lab(RATES, LATENCIES_S, lambda point: run.on_part(point.name, next(names) / num_links))
+    return [row for point in points for row in point.rows()]
 
 
 def _rank_main(rank: int, store: str) -> None:

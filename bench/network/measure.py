@@ -7,12 +7,12 @@ its estimates.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
+import click
 
 from bench.network.events import (
     BASE_LATENCY_S,
@@ -25,8 +25,9 @@ from bench.network.events import (
 from bench.network.job import Job
 from bench.network.link import delivered_row, estimate_rows, probe_rows
 from bench.network.monitor_cost import local_ray, monitor_rows, publishing_row
+from bench.shared.runner import BenchRun, bench_command
 from cgx_ray.lab.namespaces import Lab
-from cgx_ray.report.result import Row, write_result
+from cgx_ray.report.result import Row
 
 _NUM_HOSTS = 4
 _RATES = (1e8, 5e8, 1e9, 2e9)
@@ -35,6 +36,16 @@ _LATENCIES_S = (0.1e-3, 1e-3, 10e-3, 50e-3)
 _CHECKED_RATE = 2e9
 # Seconds over which an agent's processor time is measured.
 _MONITOR_S = 30.0
+
+
+@bench_command(quick="A short check on one link.")
+@click.option("--minutes", default=1.0, show_default=True, help="Time beside a bursty neighbour; the goals are for 10.")
+def network(run: BenchRun, minutes: float) -> Iterable[Row]:
+    """Compare the monitors' estimates with the lab's links.
+
+    A training job runs meanwhile. Also measures the processor time and memory of the monitors.
+    """
+    return measure_network(NetworkOptions(minutes=minutes, quick=run.quick), run.say)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +96,3 @@ def measure_network(options: NetworkOptions, on_line: Callable[[str], None]) -> 
             add(*slow_host_rows(lab, job))
             add(*cut_rows(lab, job))
     return rows
-
-
-def network_command(options: NetworkOptions, console: Console, json_path: str | None) -> None:
-    """Measure, print each row as soon as it is known, and write all rows to `json_path` if it is given."""
-    rows = measure_network(options, lambda line: console.print(line, highlight=False))
-    if json_path:
-        write_result("network", rows, json_path)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.gain import GainCurve, squared_error
+from cgx_ray.codecs.gain import GainCurve
 from cgx_ray.demo.gpt import GPTConfig, StdlibBytes, build_gpt
 from cgx_ray.plan import CodecSpec, Layer
-from cgx_ray.planner.bits import QSGD, BitsProblem, LayerErrors, dp
+from cgx_ray.planner.bits import BitsProblem, dp
 from cgx_ray.planner.papers.cgx import bayes, kmeans, linear
 from cgx_ray.report.result import Row
-from cgx_ray.runtime_ext import ops
+from cgx_ray.session.calibrate import measure_errors
 
 # CGX, table 7: compression over that of 4 bits everywhere, Transformer-XL base.
 CGX_TABLE_7 = {"kmeans": 0.68, "bayes": 0.65, "linear": 0.53}
@@ -45,27 +43,6 @@ def record_gradients(
                 if parameter.grad is not None
                 and not Layer(name=name, numel=parameter.numel(), ndim=parameter.ndim).is_small
             }
-
-
-def measure_errors(
-    gradients: list[dict[str, Tensor]], widths: tuple[int, ...] = tuple(range(1, 9)), codec: CodecSpec = QSGD
-) -> Mapping[str, LayerErrors]:
-    """Return the errors of each layer for `BitsProblem`, summed over the steps of `gradients`."""
-    errors = {}
-    for index, name in enumerate(gradients[0]):
-        steps = [gradient[name] for gradient in gradients]
-        errors[name] = LayerErrors(
-            numel=steps[0].numel(),
-            norm=math.sqrt(sum(float(grad_N.double().square().sum()) for grad_N in steps)),
-            squared_errors={
-                bits: sum(
-                    squared_error(make_codec(replace(codec, bits=bits)), grad_N, ops.message_key(0, step, index, 0, 0))
-                    for step, grad_N in enumerate(steps)
-                )
-                for bits in widths
-            },
-        )
-    return errors
 
 
 def measure_bits(gradients: list[dict[str, Tensor]] | None = None) -> list[Row]:

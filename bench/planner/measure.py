@@ -7,14 +7,11 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 
 import torch
-from matplotlib.axes import Axes
-from rich.table import Table
 
 from bench.planner.bits import measure_bits, measure_gain, record_gradients
 from bench.planner.cases import (
@@ -37,8 +34,9 @@ from bench.planner.cases import (
     with_hosts,
 )
 from bench.planner.fusion import fuse
-from bench.planner.numbers import ModelPlan, PlannerNumbers, Scaling, SearchTime
 from bench.planner.strategies import named_strategies
+from bench.shared.picture import Line, Panel
+from bench.shared.runner import BenchRun, OnPart, bench_command
 from cgx_ray.commands.collective import compare_schemes
 from cgx_ray.plan import CodecSpec, Option
 from cgx_ray.planner.cost import Link
@@ -52,20 +50,7 @@ from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.pipeline import GroupCost, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.prediction import Measured, forget_work, predict
 from cgx_ray.planner.search import search
-from cgx_ray.report.show import new_table
-from cgx_ray.report.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    PURPLE,
-    VERMILION,
-    add_legend,
-    add_title,
-    clean,
-    new_figure,
-    plain_numbers,
-    save_figure,
-)
+from cgx_ray.report.result import Row
 from cgx_ray.session.calibrate import Call, best_seconds
 
 MODEL_GBPS = (1.0, 25.0)
@@ -75,29 +60,65 @@ SWEPT_LAYERS = (10, 20, 50, 100, 200, 314, 500, 1000, 2000)
 SWEPT_WORKERS = tuple(1 << exponent for exponent in range(3, 15))
 SCALING_GBPS = 3.0
 TREE_GBPS = 1.0
-# Partial groupings, about 5 s. Cupcake's search of 314 tensors does not end by itself.
-CUPCAKE_NODES = 20_000
+# Partial groupings: half a minute for 314 layers where Cupcake's search does not end by itself.
+CUPCAKE_NODES = 100_000
+CUPCAKE_GBPS, CUPCAKE_LAYERS = (1.0, 10.0, 25.0), (20, 28, 40, 56, 80, 160, 314)
 ROUNDING = 1e-12
 
 
-def measure_planner(quick: bool, on_part: Callable[[str, float], None]) -> PlannerNumbers:
-    """Measure everything in about a minute; `quick` leaves out most parts and all goals.
+@dataclass(slots=True)
+class PlannerNumbers:
+    """Rows and panels. `longer`: % that a step takes longer than the joint plan, by strategy and model."""
 
-    on_part  called before each part with its name and the share of the parts that are done
+    quick: bool
+    rows: list[Row] = field(default_factory=list)
+    panels: list[Panel] = field(default_factory=list)
+    longer: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def add(self, name: str, value: float, unit: str, goal: str | None = None, baseline: float | None = None) -> None:
+        self.rows.append(Row(name=name, value=value, unit=unit, goal=None if self.quick else goal, baseline=baseline))
+
+    def value(self, name: str) -> float:
+        """Return the value of a row."""
+        (found,) = (row.value for row in self.rows if row.name == name)
+        assert found is not None
+        return found
+
+
+@bench_command(quick="A short check: few cases, small models, no goals.", picture="planner.png")
+def planner(run: BenchRun) -> Iterable[Row]:
+    """Check that plans are optimal, and time the planner.
+
+    Compares with brute force and with strategies of the literature, for up to 16,384 workers.
     """
-    numbers = PlannerNumbers(quick=quick)
+    numbers = PlannerNumbers(quick=run.quick)
+    measure_planner(numbers, run.on_part)
+    run.panels += numbers.panels
+    shown = [
+        Line(label=name, x=list(by_model), y=list(by_model.values()), style="o")
+        for name, by_model in numbers.longer.items()
+    ]
+    title = f"A step of 8 workers at {MODEL_GBPS[0]:g} Gbit/s"
+    run.panels.append(Panel(title=title, x="", y="% longer than the joint plan", lines=shown))
+    return numbers.rows
+
+
+def measure_planner(numbers: PlannerNumbers, on_part: OnPart) -> None:
+    """Measure everything in about two minutes; quick ones leave out most parts and all goals."""
     record = cache(lambda: list(record_gradients()))
+    models = MODEL_NAMES[: 1 if numbers.quick else None]
     parts: list[tuple[str, Callable[[PlannerNumbers], None]]] = [
         ("tables of Flexible Communication", _tables),
         ("fusion and brute force", _fusion_is_exact),
         ("joint search and brute force", _joint_is_exact),
-        *((f"strategies for {model}", partial(_model, model=model)) for model in MODEL_NAMES[: 1 if quick else None]),
+        *((f"strategies for {model}", partial(_model, model=model)) for model in models),
         ("planning times", _times),
         ("numbers of layers", _sweep_layers),
+        ("Cupcake's search", _cupcake_ends),
         ("numbers of workers", _sweep_workers),
         ("the decision tree", _tree),
     ]
-    if not quick:
+    if not numbers.quick:
         parts += [
             ("bits per layer", lambda numbers: numbers.rows.extend(measure_bits(record()))),
             ("gain from a histogram", lambda numbers: numbers.rows.extend(measure_gain(record()))),
@@ -105,12 +126,11 @@ def measure_planner(quick: bool, on_part: Callable[[str, float], None]) -> Plann
     for index, (what, measure) in enumerate(parts):
         on_part(what, index / len(parts))
         measure(numbers)
-    return numbers
 
 
 def _tables(numbers: PlannerNumbers) -> None:
     columns = {"allgather": "ag_ms", "artopk_ring": "art_ring_ms", "artopk_tree": "art_tree_ms"}
-    winners, errors = 0, []
+    winners, errors, points = 0, [], []
     for row in read_table("flexible_table6"):
         found = compare_schemes(
             numel=int(row["params"]), density=float(row["cr"]), num_workers=int(row["workers"]), link=_link_of(row)
@@ -118,7 +138,20 @@ def _tables(numbers: PlannerNumbers) -> None:
         cells = [(scheme, found.costs_ms[scheme], float(row[column])) for scheme, column in columns.items()]
         winners += found.scheme == min(cells, key=lambda cell: cell[2])[0]
         errors += [abs(math.log(predicted / measured)) for _, predicted, measured in cells]
-        numbers.table6 += cells
+        points += cells
+    lines = [
+        Line(
+            label=scheme,
+            x=[measured for name, _, measured in points if name == scheme],
+            y=[predicted for name, predicted, _ in points if name == scheme],
+            style="o",
+        )
+        for scheme in columns
+    ]
+    ends = [min(point[2] for point in points), max(point[2] for point in points)]
+    lines.append(Line(label="as measured", x=ends, y=ends, style=":"))
+    title = "Flexible Communication, table 6"
+    numbers.panels.append(Panel(title=title, x="measured, ms", y="predicted, ms", lines=lines, log="xy"))
     numbers.add("table6_winners", winners, "rows", "== 18")
     numbers.add("table6_mean_log_error", statistics.mean(errors), "|log|", "<= 0.03")
     errors = []
@@ -164,15 +197,11 @@ def _model(numbers: PlannerNumbers, *, model: str) -> None:
         pipeline = model_pipeline(model, gbps)
         joint = search(pipeline)
         strategies = named_strategies(pipeline, dense=DENSE_INDEX, compressing=COMPRESSING, offloaded=OFFLOADED)
-        found = ModelPlan(
-            model=model,
-            gbps=gbps,
-            joint_s=joint.finish_s,
-            gap=joint.gap,
-            strategies_s={name: pipeline.finish_s(groups) for name, groups in strategies.items()},
-        )
-        numbers.models.append(found)
-        best_s = found.strategies_s[found.best_strategy]
+        strategies_s = {name: pipeline.finish_s(groups) for name, groups in strategies.items()}
+        best_s = min(strategies_s.values())
+        if gbps == MODEL_GBPS[0]:
+            for label, seconds in strategies_s.items():
+                numbers.longer.setdefault(label, {})[model] = 100 * (seconds / joint.finish_s - 1)
         name = f"{model}_{gbps:g}gbps"
         numbers.add(f"{name}_best_strategy_over_joint", _over(best_s, joint.finish_s), "x", ">= 1")
         numbers.add(f"{name}_gap", joint.gap, "share", "<= 0.01")
@@ -192,12 +221,13 @@ def _first_plan(measured: Measured, options: Sequence[Option]) -> BestPlan:
 def _times(numbers: PlannerNumbers) -> None:
     pipeline = model_pipeline("resnet101", SWEPT_GBPS)
     start = time.perf_counter()
-    groups = cupcake(pipeline, QSGD_INDEX, max_nodes=CUPCAKE_NODES)
-    numbers.cupcake_ms = 1e3 * (time.perf_counter() - start)
+    groups, has_ended = cupcake(pipeline, QSGD_INDEX, max_nodes=CUPCAKE_NODES)
+    cupcake_ms = 1e3 * (time.perf_counter() - start)
     fusion_ms = _milliseconds(partial(fuse, pipeline, QSGD_INDEX))
-    numbers.add("fusion_314_ms", fusion_ms, "ms", "<= 100", baseline=numbers.cupcake_ms)
+    numbers.add("fusion_314_ms", fusion_ms, "ms", "<= 100", baseline=cupcake_ms)
     found_s = fuse(pipeline, QSGD_INDEX)[1]
-    numbers.add("cupcake_314_over_fusion", _over(pipeline.finish_s(groups), found_s), "x", ">= 1")
+    unit = "x" if has_ended else f"x, cut at {CUPCAKE_NODES:,} groupings"
+    numbers.add("cupcake_314_over_fusion", _over(pipeline.finish_s(groups), found_s), unit, ">= 1")
     options = candidate_options(CANDIDATE_DENSITIES)
     numbers.add("options", len(options), "options")
     for gbps in JOINT_GBPS:
@@ -237,7 +267,8 @@ def _times_with_bits(numbers: PlannerNumbers) -> None:
 
 def _sweep_layers(numbers: PlannerNumbers) -> None:
     """Measure planning times for the layers of ResNet-101, repeated until there are enough."""
-    for num_layers in SWEPT_LAYERS[: 3 if numbers.quick else None]:
+    swept = SWEPT_LAYERS[: 3 if numbers.quick else None]
+    for num_layers in swept:
         pipeline = repeated(model_pipeline("resnet101", SWEPT_GBPS), num_layers)
         rounds = []
         for _ in range(3 if num_layers <= 500 else 1):
@@ -247,27 +278,45 @@ def _sweep_layers(numbers: PlannerNumbers) -> None:
             gap = search(pipeline, max_gap=MAX_GAP).gap
             rounds.append((1e3 * (fused - start), 1e3 * (time.perf_counter() - fused)))
         fusion_ms, joint_ms = (min(column) for column in zip(*rounds, strict=True))
-        found = SearchTime(num_layers=num_layers, fusion_ms=fusion_ms, joint_ms=joint_ms, gap=gap)
-        numbers.times.append(found)
-        numbers.add(f"fusion_{num_layers}_layers_ms", found.fusion_ms, "ms")
-        numbers.add(f"joint_{num_layers}_layers_ms", found.joint_ms, "ms")
-        numbers.add(f"joint_{num_layers}_layers_gap", found.gap, "share")
+        numbers.add(f"fusion_{num_layers}_layers_ms", fusion_ms, "ms")
+        numbers.add(f"joint_{num_layers}_layers_ms", joint_ms, "ms")
+        numbers.add(f"joint_{num_layers}_layers_gap", gap, "share")
+    lines = [
+        Line(label=label, x=swept, y=[numbers.value(f"{search}_{num_layers}_layers_ms") for num_layers in swept])
+        for search, label in (("joint", "joint search, 6 options"), ("fusion", "fusion, 1 option"))
+    ]
+    numbers.panels.append(Panel(title="Time to plan", x="layers", y="ms", lines=lines, log="xy"))
+
+
+def _cupcake_ends(numbers: PlannerNumbers) -> None:
+    """Find the most layers of ResNet-101 for which Cupcake's search ends before CUPCAKE_NODES groupings."""
+    for gbps in CUPCAKE_GBPS:
+        pipelines = [repeated(model_pipeline("resnet101", gbps), num_layers) for num_layers in CUPCAKE_LAYERS]
+        ended = itertools.takewhile(lambda one: cupcake(one, QSGD_INDEX, max_nodes=CUPCAKE_NODES)[1], pipelines)
+        most = max((one.num_layers for one in ended), default=0)
+        numbers.add(f"cupcake_ends_up_to_{gbps:g}gbps", most, f"layers of {CUPCAKE_LAYERS[-1]}")
 
 
 def _sweep_workers(numbers: PlannerNumbers) -> None:
     options = candidate_options(CANDIDATE_DENSITIES)
-    for ranks_per_node, num_workers in itertools.product(
-        (1, RANKS_PER_NODE), SWEPT_WORKERS[: 2 if numbers.quick else None]
-    ):
-        measured = resnet101(cluster(num_workers, gbps=SCALING_GBPS, ranks_per_node=ranks_per_node))
-        start = time.perf_counter()
-        plan = _first_plan(measured, options)
-        seconds = time.perf_counter() - start
-        found = Scaling(num_workers=num_workers, ranks_per_node=ranks_per_node, plan=plan)
-        numbers.scaling.append(found)
-        name = f"plan_{num_workers // ranks_per_node}x{ranks_per_node}"
-        numbers.add(f"{name}_s", seconds, "s", "<= 1")
-        numbers.add(f"{name}_efficiency", found.efficiency, "share", baseline=found.dense_efficiency)
+    swept, lines = SWEPT_WORKERS[: 2 if numbers.quick else None], []
+    for ranks_per_node in (1, RANKS_PER_NODE):
+        for num_workers in swept:
+            measured = resnet101(cluster(num_workers, gbps=SCALING_GBPS, ranks_per_node=ranks_per_node))
+            start = time.perf_counter()
+            plan = _first_plan(measured, options)
+            seconds = time.perf_counter() - start
+            name = f"plan_{num_workers // ranks_per_node}x{ranks_per_node}"
+            numbers.add(f"{name}_s", seconds, "s", "<= 1")
+            # Shares of the progress without any communication; what compression loses is left out.
+            planned, dense = plan.best.compute_s / plan.best.score, plan.dense.compute_s / plan.dense.step_s
+            numbers.add(f"{name}_efficiency", planned, "share", baseline=dense)
+        rows = [row for row in numbers.rows if row.name.endswith(f"x{ranks_per_node}_efficiency")]
+        for label, shares in (("planned", [row.value for row in rows]), ("dense", [row.baseline for row in rows])):
+            y = [100 * share for share in shares if share is not None]
+            lines.append(Line(label=f"{label}, {ranks_per_node} per node", x=swept, y=y))
+    title = f"Predicted scaling, ResNet-101, {SCALING_GBPS:g} Gbit/s between nodes"
+    numbers.panels.append(Panel(title=title, x="workers", y="% of the progress alone", lines=lines, log="x"))
 
 
 def _tree(numbers: PlannerNumbers) -> None:
@@ -296,110 +345,3 @@ def _tree(numbers: PlannerNumbers) -> None:
     rest = [index for index in range(len(all_paths.costs)) if index != dense]
     greedy_s = all_paths.finish_s(bytecomp(all_paths, dense=dense, compressing=rest, offloaded={}))
     numbers.add("tree_bytecomp_over_best", _over(greedy_s, best.finish_s), "x", ">= 1")
-
-
-_HEADINGS = {
-    "whole model": "whole",
-    "layer-wise": "layers",
-    "DDP buckets of 25 MB": "DDP",
-    "best of buckets": "buckets",
-    "best of even splits": "even",
-    "Cupcake": "Cupcake",
-    "ByteComp": "Byte-C.",
-}
-
-
-def strategy_table(numbers: PlannerNumbers, gbps: float) -> Table:
-    """Return the joint plan of each model, its proven gap, and how many % longer a step takes under each strategy."""
-    title = f"8 workers at {gbps:g} Gbit/s: ms per step, gap, % longer"
-    names = list(numbers.models[0].strategies_s)
-    table = new_table(title, "", "joint", "gap", *(_HEADINGS[name] for name in names), gap=0)
-    for found in numbers.models:
-        if found.gbps == gbps:
-            longer = (100 * (found.strategies_s[name] / found.joint_s - 1) for name in names)
-            # Adding 0 turns -0 into 0.
-            cells = (f"{round(share, 2) + 0:.2f}" for share in longer)
-            table.add_row(found.model, f"{1e3 * found.joint_s:.1f}", f"{found.gap:.2%}", *cells)
-    return table
-
-
-def row_table(numbers: PlannerNumbers) -> Table:
-    """Return a table of the rows that are neither in `strategy_table` nor in the picture."""
-    models = tuple(f"{found.model}_" for found in numbers.models)
-    table = new_table(None, "", "value", "unit", "baseline", "goal", "met", gap=0)
-    for row in numbers.rows:
-        if not row.name.startswith(models) and "_layers_" not in row.name:
-            value, baseline = ("" if x is None else f"{x:.4g}" for x in (row.value, row.baseline))
-            table.add_row(row.name, value, row.unit, baseline, (row.goal or "")[:9], row.verdict)
-    return table
-
-
-def plot_planner(numbers: PlannerNumbers, path: Path) -> None:
-    """Write a picture of four panels."""
-    figure = new_figure(13.5, 9.5)
-    (table_axes, strategy_axes), (time_axes, scale_axes) = figure.subplots(2, 2)
-    _draw_table(table_axes, numbers)
-    _draw_strategies(strategy_axes, numbers)
-    _draw_times(time_axes, numbers)
-    _draw_scaling(scale_axes, numbers)
-    for axes in (table_axes, strategy_axes, time_axes, scale_axes):
-        clean(axes)
-    add_title(figure, "python -m bench planner")
-    save_figure(figure, path)
-
-
-def _draw_table(axes: Axes, numbers: PlannerNumbers) -> None:
-    styles = {"allgather": (BLUE, "o"), "artopk_ring": (VERMILION, "s"), "artopk_tree": (GREEN, "^")}
-    for scheme, (color, marker) in styles.items():
-        cells = [(measured, predicted) for name, predicted, measured in numbers.table6 if name == scheme]
-        measured_ms, predicted_ms = zip(*cells, strict=True)
-        axes.scatter(measured_ms, predicted_ms, color=color, marker=marker, s=28, label=scheme, zorder=2)
-    ends = [min(cell[2] for cell in numbers.table6) / 1.3, max(cell[2] for cell in numbers.table6) * 1.3]
-    axes.plot(ends, ends, color=GREY, linewidth=1, zorder=1)
-    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", xlim=ends, ylim=ends)
-    axes.set_title("Cost model and Flexible Communication, table 6")
-    plain_numbers(axes.xaxis)
-    plain_numbers(axes.yaxis)
-    add_legend(axes)
-
-
-def _draw_strategies(axes: Axes, numbers: PlannerNumbers) -> None:
-    """Draw how much longer a step takes than under the joint plan, on the slower network."""
-    found = [plan for plan in numbers.models if plan.gbps == MODEL_GBPS[0]]
-    colors = {"layer-wise": GREY, "best of buckets": PURPLE, "Cupcake": VERMILION, "ByteComp": BLUE}
-    width = 0.8 / len(colors)
-    for index, (name, color) in enumerate(colors.items()):
-        heights = [100 * (plan.strategies_s[name] / plan.joint_s - 1) for plan in found]
-        places = [place + (index - (len(colors) - 1) / 2) * width for place in range(len(found))]
-        axes.bar(places, heights, width, color=color, label=name, zorder=2)
-    axes.set_xticks(range(len(found)), [plan.model for plan in found], rotation=30, ha="right", fontsize=9)
-    axes.set(ylabel="% longer than the joint plan", title=f"A step of 8 workers at {MODEL_GBPS[0]:g} Gbit/s")
-    add_legend(axes)
-
-
-def _draw_times(axes: Axes, numbers: PlannerNumbers) -> None:
-    layers = [time.num_layers for time in numbers.times]
-    axes.plot(layers, [time.joint_ms for time in numbers.times], "o-", color=BLUE, label="joint search, 6 options")
-    axes.plot(layers, [time.fusion_ms for time in numbers.times], "s-", color=GREEN, label="fusion, 1 option")
-    axes.plot([314], [numbers.cupcake_ms], "D", color=VERMILION, label="Cupcake's search, ResNet-101")
-    axes.set(xscale="log", yscale="log", xlabel="layers", ylabel="ms", title="Time to plan")
-    plain_numbers(axes.xaxis)
-    plain_numbers(axes.yaxis)
-    add_legend(axes)
-
-
-def _draw_scaling(axes: Axes, numbers: PlannerNumbers) -> None:
-    for ranks_per_node, style in ((RANKS_PER_NODE, "o-"), (1, "s--")):
-        found = [scaling for scaling in numbers.scaling if scaling.ranks_per_node == ranks_per_node]
-        workers, place = [scaling.num_workers for scaling in found], f"{ranks_per_node} per node"
-        planned, dense = (
-            [100 * share for share in shares]
-            for shares in zip(*((scaling.efficiency, scaling.dense_efficiency) for scaling in found), strict=True)
-        )
-        axes.plot(workers, planned, style, color=BLUE, label=f"planned, {place}")
-        axes.plot(workers, dense, style, color=GREY, label=f"dense, {place}")
-    axes.set(xlabel="workers", ylabel="% of the progress without communication", ylim=(0, 105))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(workers, [f"{count:,}" for count in workers], rotation=45, ha="right")
-    axes.set_title(f"Predicted scaling, ResNet-101, {SCALING_GBPS:g} Gbit/s between nodes")
-    add_legend(axes)

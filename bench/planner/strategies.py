@@ -14,6 +14,8 @@ DDP_BUCKET_NUMEL = 25 * (1 << 20) // 4
 # Cupcake, section 5.3: thresholds of 2 to 64 MB, 2 to 32 groups, the best of each.
 BUCKET_NUMELS = tuple((1 << 20) * megabytes // 4 for megabytes in (2, 4, 8, 16, 32, 64))
 NUM_EVEN_GROUPS = range(2, 33)
+# Partial groupings, about a second for 314 layers: Cupcake's search is tried with every option of every model.
+CUPCAKE_NODES = 5_000
 
 
 def whole_model(pipeline: Pipeline, option: int) -> Groups:
@@ -61,6 +63,6 @@ def named_strategies(
         "DDP buckets of 25 MB": best(buckets),
         "best of buckets": best(buckets, BUCKET_NUMELS),
         "best of even splits": best(even_split, NUM_EVEN_GROUPS),
-        "Cupcake": best(cupcake),
+        "Cupcake": best(lambda pipeline, option: cupcake(pipeline, option, CUPCAKE_NODES)[0]),
         "ByteComp": bytecomp(pipeline, dense=dense, compressing=compressing, offloaded=offloaded),
     }

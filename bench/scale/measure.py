@@ -14,16 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import click
 import psutil
 import ray
 
+from bench.network.monitor_cost import local_ray
 from bench.scale.timed_loop import TimedLoop
+from bench.shared.runner import BenchRun, OnPart, bench_command
 from bench.shared.simulated_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
 from cgx_ray.control.controller import ACTOR_OPTIONS, Controller
 from cgx_ray.control.network.estimate import quantile
@@ -50,6 +53,28 @@ class ScaleOptions:
 
 
 QUICK = ScaleOptions(num_nodes=20, ranks_per_node=2, seconds=10.0, num_agreeing=20, has_goals=False)
+
+
+@bench_command(quick="A short check: 20 nodes of 2 ranks, 20 processes, no goals.")
+@click.option("--minutes", default=1.0, show_default=True, type=click.FloatRange(0.5, 60), help="Time of the reports.")
+@click.option("--nodes", default=512, show_default=True, type=click.IntRange(2), help="Nodes; the goals are for 512.")
+@click.option("--ranks-per-node", default=8, show_default=True, type=click.IntRange(1), help="The goals are for 8.")
+@click.option("--agreeing", default=256, show_default=True, type=click.IntRange(2), help="Processes that agree.")
+def scale(run: BenchRun, minutes: float, nodes: int, ranks_per_node: int, agreeing: int) -> Iterable[Row]:
+    """Load one controller with the reports of thousands of ranks.
+
+    The controller is real, and so are its Ray and the processes that agree, whose baseline is that each sends to all;
+    the nodes that report are simulated, one report per second each. Half-way their links become ten times slower.
+    Memory is judged from two minutes on.
+    """
+    options = ScaleOptions(num_nodes=nodes, ranks_per_node=ranks_per_node, seconds=60 * minutes, num_agreeing=agreeing)
+    whole = ScaleOptions()
+    is_whole = replace(options, seconds=whole.seconds) == whole
+    options = QUICK if run.quick else replace(options, has_goals=is_whole)
+    num_ranks = options.num_nodes * options.ranks_per_node
+    run.title += f": {num_ranks:,} ranks on {options.num_nodes:,} nodes; {options.num_agreeing} processes agree"
+    with local_ray():
+        return measure_scale(options, run.on_part).rows(options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +215,7 @@ class Pushed:
             self._nodes.take_push.remote(pickle.loads(plans))
 
 
-def measure_scale(options: ScaleOptions, on_turn: Callable[[str, float], None]) -> ScaleNumbers:
+def measure_scale(options: ScaleOptions, on_turn: OnPart) -> ScaleNumbers:
     """Measure the agreement, then a controller in this process's Ray cluster.
 
     `on_turn` gets what runs, and the share of it that is done.
@@ -230,7 +255,7 @@ def measure_scale(options: ScaleOptions, on_turn: Callable[[str, float], None]) 
 
 
 def _watch(
-    run: Any, processes: Sequence[psutil.Process], seconds: float, on_turn: Callable[[str, float], None]
+    run: Any, processes: Sequence[psutil.Process], seconds: float, on_turn: OnPart
 ) -> tuple[list[float], tuple[float, float]]:
     """Wait for `run`. Return the memory of `processes` each second after the warm-up, and their processor time and the
     time at the end of the warm-up."""
@@ -252,7 +277,7 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
     return sum(one.user + one.system for one in times)
 
 
-def measure_agreement(num_ranks: int, on_turn: Callable[[str, float], None]) -> tuple[float, float]:
+def measure_agreement(num_ranks: int, on_turn: OnPart) -> tuple[float, float]:
     """Return the milliseconds of a rank's processor per agreement of `num_ranks` processes, and if each tells all."""
     on_turn(f"agreement of {num_ranks} processes", 0.0)
     argv = [sys.executable, "-m", "bench.scale.agreeing_ranks", str(num_ranks)]

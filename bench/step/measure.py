@@ -10,13 +10,15 @@ measured, and codec times measured on rank 0 before.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 
-from rich.table import Table
+import click
 
 from bench.shared.ranks import run_ranks
+from bench.shared.runner import BenchRun, OnPart, bench_command
 from bench.step.cases import (
     FASTEST_GOAL,
     LIMIT_GOALS,
@@ -26,15 +28,75 @@ from bench.step.cases import (
     StepNetwork,
     StepOptions,
     StepWay,
+    networks_of,
+    quick_options,
 )
 from bench.step.workload import Workload, predicted_s
-from cgx_ray.engine.chrome_trace import PhaseSpan
+from cgx_ray.commands.options import FILE
+from cgx_ray.engine.chrome_trace import PhaseSpan, chrome_trace
+from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Plan
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.report.result import Row
-from cgx_ray.report.show import new_table
+from cgx_ray.report.show import write_json
+from cgx_ray.units import parse_rate, parse_seconds
 
 _STEPS_PER_TURN = 2
+
+
+@bench_command(quick="A short check: ResNet18, two ranks, one round, few ways, no goals.")
+@click.option("--model", default="resnet50", show_default=True, metavar="NAME|FILE", help="As for `cgx-ray plan`.")
+@click.option("--backward", default="250ms", show_default=True, help="Backward of a step, which the layers share.")
+@click.option("--rate", default="1gbit", show_default=True, help="Rate of every link, such as 100mbit.")
+@click.option("--latency", default="0.5ms", show_default=True, help="Latency one way, such as 10ms.")
+@click.option("--ranks", default=4, show_default=True, help="Processes, one per host of the lab; the goals are for 4.")
+@click.option("--rounds", default=4, show_default=True, help="Rounds; each times two steps of every way.")
+@click.option("--ways", metavar="NAME,...", help="Time these only, such as noop,ddp,joint.  [default: all]")
+@click.option("--trace", type=FILE, help="Write one step's timeline per way of the engine, for ui.perfetto.dev.")
+def step(
+    run: BenchRun,
+    model: str,
+    backward: str,
+    rate: str,
+    latency: str,
+    ranks: int,
+    rounds: int,
+    ways: str | None,
+    trace: Path | None,
+) -> Iterable[Row]:
+    """Time a step with DDP, torch's hooks and the engine.
+
+    The engine runs with several codecs and with the planner's plan, on loopback and on an emulated network. Layers and
+    sizes are those of a model; backward only sleeps.
+    """
+    options = StepOptions(
+        model=model,
+        backward_s=parse_seconds("backward", backward),
+        network=StepNetwork(rate_bit_per_s=parse_rate("rate", rate), latency_s=parse_seconds("latency", latency)),
+        num_ranks=ranks,
+        num_rounds=rounds,
+        ways=tuple(ways.split(",")) if ways else (),
+    )
+    options = quick_options(options) if run.quick else options
+    run.title += f", {options.model}, {options.num_ranks} ranks, {1e3 * options.backward_s:g} ms of backward"
+    lab_reason = Lab.available(rates_only=not options.network.latency_s)
+    timings: list[StepTiming] = []
+    spans: Mapping[str, Sequence[PhaseSpan]] = {}
+    for network in networks_of(options, lab_reason):
+        found, spans = measure_step(options, network, run.on_part)
+        timings += found
+    rows = rows_of(options, timings)
+    if options.is_whole:
+        from cgx_ray.demo.engine_overhead import measure_overhead  # noqa: PLC0415 - it imports torch: 2 s
+
+        run.on_part("the engine behind the demo's model", 1.0)
+        rows += measure_overhead()
+    if lab_reason is not None:
+        run.say(f"Left out: the network of {options.network.title}; {lab_reason}.")
+    if trace is not None:
+        write_json(trace, chrome_trace(spans))
+        run.say(f"timeline: {trace}")
+    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +182,7 @@ class StepTiming:
 
 
 def measure_step(
-    options: StepOptions, network: StepNetwork, on_turn: Callable[[str, float], None]
+    options: StepOptions, network: StepNetwork, on_turn: OnPart
 ) -> tuple[list[StepTiming], Mapping[str, Sequence[PhaseSpan]]]:
     """Time the ways on one network. Return their timings, and the timelines of the engine.
 
@@ -200,33 +262,3 @@ def rows_of(options: StepOptions, timings: Sequence[StepTiming]) -> list[Row]:
         Row(name="backward", value=options.backward_s, unit="s"),
         *(row for timing in timings for row in timing.rows(with_goals=options.has_goals)),
     ]
-
-
-def step_table(options: StepOptions, network: StepNetwork, timings: Sequence[StepTiming]) -> Table:
-    """Return a table with one row per way: milliseconds of a step, and ratios within this run."""
-    title = (
-        f"{options.model}, {options.num_ranks} ranks, {1e3 * options.backward_s:g} ms of backward, {network.title}; "
-        "slowest rank, median"
-    )
-    headings = ("", "ms", "/ DDP", "/ fp16 hook", "limit ms", "/ limit", "predicted ms", "groups")
-    table = new_table(title, *headings, gap=0)
-    for timing in timings:
-        table.add_row(
-            timing.way.name,
-            _ms(timing.seconds),
-            _ratio(timing.over(timing.ddp_s)),
-            _ratio(timing.over(timing.fp16_hook_s)),
-            _ms(timing.limit_s),
-            _ratio(timing.over(timing.limit_s)),
-            _ms(timing.predicted_s),
-            "" if timing.plan is None else str(len(timing.plan.groups)),
-        )
-    return table
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.0f}"
-
-
-def _ratio(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"

@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,14 +75,26 @@ def write_result(bench: str, rows: Sequence[Row], path: str) -> None:
 
 
 def result_table(title: str, rows: Sequence[Row]) -> Table:
-    """Return the numbers beside their goals."""
-    table = new_table(title, "", "value", "unit", "baseline", "goal", "met")
-    for row in rows:
-        value, baseline = ("" if number is None else f"{number:.4g}" for number in (row.value, row.baseline))
-        colour = {"yes": "green", "no": "red"}.get(row.verdict)
-        verdict = f"[{colour}]{row.verdict}[/]" if colour else ""
-        table.add_row(row.name.replace("_", " "), value, row.unit, baseline, row.goal or "", verdict)
+    """Return the numbers beside their goals, without columns that no row needs."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "value": lambda row: _short(row.value),
+        "unit": lambda row: row.unit,
+        "baseline": lambda row: _short(row.baseline),
+        "limit": lambda row: _short(row.limit),
+        "ratio": lambda row: _short(row.ratio),
+        "goal": lambda row: (row.goal or "")[:10],
+        "met": lambda row: {"yes": "[green]yes[/]", "no": "[red]no[/]"}.get(row.verdict, ""),
+    }
+    used = {name: cells for name, show in columns.items() if any(cells := [show(row) for row in rows])}
+    table = new_table(title, "", *used, gap=0)
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    for row, *cells in zip(rows, *used.values(), strict=True):
+        table.add_row(row.name, *cells)
     return table
+
+
+def _short(number: float | None) -> str:
+    return "" if number is None else f"{number:.4g}"
 
 
 def commit() -> str | None:

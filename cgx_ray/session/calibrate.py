@@ -1,10 +1,14 @@
-"""Time codecs on this machine: for milliseconds before an adaptive run, for longer in `cgx-ray profile`."""
+"""Time codecs on this machine: for milliseconds before an adaptive run, for longer in `cgx-ray profile`.
+
+`measure_errors` measures them on the gradients of a model instead, for bits by layer.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -13,11 +17,14 @@ from torch import Tensor
 
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import HOST
+from cgx_ray.codecs.gain import squared_error
 from cgx_ray.engine.group import copy_each
 from cgx_ray.plan import CodecSpec
+from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import CodecCost, host_name
 from cgx_ray.planner.profile import fit_cost
+from cgx_ray.runtime_ext import ops
 from cgx_ray.session.settings import Settings
 
 Call = Callable[[], object]
@@ -137,3 +144,28 @@ def measure_codec(
         times.append(best_seconds(calls, device, num_rounds=NUM_ROUNDS, turn_s=turn_s))
     encode_s, decode_s = zip(*times, strict=True)
     return fit_cost(numels, encode_s, decode_s)
+
+
+def measure_errors(
+    gradients: Sequence[Mapping[str, Tensor]], widths: Sequence[int] = range(1, 9), codec: CodecSpec = QSGD
+) -> dict[str, LayerErrors]:
+    """Return what `BitsProblem` needs of each layer: its errors with every number of bits in `widths`.
+
+    gradients  of some steps, each flat float32 by layer, with the same layers; errors are summed over the steps
+    codec      encodes them, with its bits replaced
+    """
+    errors = {}
+    for index, name in enumerate(gradients[0]):
+        steps = [gradient[name] for gradient in gradients]
+        errors[name] = LayerErrors(
+            numel=steps[0].numel(),
+            norm=math.sqrt(sum(float(grad_N.double().square().sum()) for grad_N in steps)),
+            squared_errors={
+                bits: sum(
+                    squared_error(make_codec(replace(codec, bits=bits)), grad_N, ops.message_key(0, step, index, 0, 0))
+                    for step, grad_N in enumerate(steps)
+                )
+                for bits in widths
+            },
+        )
+    return errors

@@ -35,6 +35,8 @@ def test_quick_run_writes_rows_tables_and_picture(monkeypatch: pytest.MonkeyPatc
             assert ratio >= 1 - planner.MAX_GAP, (name, ratio)
     assert rows["fusion_314_ms"]["baseline"] > 0
     assert 0 < value["plan_1x8_efficiency"] <= 1
-    for text in ("table6_winners", "alexnet", "Cupcake"):
+    assert rows["cupcake_314_over_fusion"]["unit"] == "x, cut at 20 groupings"
+    assert value["cupcake_ends_up_to_1gbps"] == 20
+    for text in ("table6_winners", "alexnet"):
         assert text in result.output, result.output
     assert imread(plot).shape[2] == 4

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.planner.bits import CGX_TABLE_7, gain_error, measure_bits, measure_errors, record_gradients
+from bench.planner.bits import CGX_TABLE_7, gain_error, measure_bits, record_gradients
 from cgx_ray.codecs.gain import GainCurve
 from cgx_ray.demo.gpt import GPTConfig
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import CodecSpec, Layer, make_plan
 from cgx_ray.planner.bits import BitsProblem, LayerErrors, dp
 from cgx_ray.planner.papers.cgx import bayes, kmeans, linear
+from cgx_ray.session.calibrate import measure_errors
 
 SMALL_GPT = GPTConfig(context=64, width=128, num_layers=3)
 

@@ -42,7 +42,7 @@ def test_cupcakes_search_and_fusion_find_the_same_finish_without_leads_and_tails
         pipeline = random_pipeline(rng, rng.randint(1, 14), 1)
         (cost,) = pipeline.costs
         pipeline = replace(pipeline, costs=(GroupCost(**{name: getattr(cost, name) for name in PAPER}),))
-        found_s = pipeline.finish_s(cupcake(pipeline, 0))
+        found_s = pipeline.finish_s(cupcake(pipeline, 0)[0])
         assert found_s == pytest.approx(fuse(pipeline)[1], rel=ROUNDING), (case, pipeline)
 
 

@@ -6,8 +6,12 @@ Depth first, a partial grouping is extended by every next group, except where on
    found, the partial grouping is dropped.
 2. Layers that are encoded while the network is still busy may as well be one group.
 
-The search starts from the better of one group and two. `fusion.fuse` solves the same problem in polynomial time.
-The paper knows no lead and no tail (`GroupCost`); with these, insight 2 may miss the optimum.
+The search starts from the better of one group and two. The paper knows no lead and no tail (`GroupCost`); with these,
+insight 2 may miss the optimum.
+
+It takes exponential time at worst. With qsgd on 8 workers and 0.2 s of compute it ended by itself for all 314 tensors of
+ResNet-101 and 207 of BERT at 1 Gbit/s, within 0.1 s. At 10 and 25 Gbit/s, where the network often idles, so that insight
+2 rules out little, it ended for up to 40 of them within 5 s, and for 56 (ResNet-101) or 80 (BERT) not within a minute.
 """
 
 from __future__ import annotations
@@ -16,15 +20,15 @@ import itertools
 
 from cgx_ray.planner.pipeline import GroupEnd, Groups, Pipeline
 
-MAX_NODES = 5_000
+# A minute or more, depending on the number of layers.
+MAX_NODES = 1_000_000
 
 
-def cupcake(pipeline: Pipeline, option: int, max_nodes: int = MAX_NODES) -> Groups:
-    """Return the groups with the earliest finish when all use `option`.
+def cupcake(pipeline: Pipeline, option: int, max_nodes: int = MAX_NODES) -> tuple[Groups, bool]:
+    """Return the groups with the earliest finish when all use `option`, and whether the search ended by itself.
 
-    Departure: the search takes exponential time at worst, so it gives up after `max_nodes` partial groupings and
-    returns the best so far. If it ends before that, the answer is the optimum unless
-    the option has a lead or a tail.
+    Departure: it gives up after `max_nodes` partial groupings and returns the best so far. If it ends before that, the
+    answer is the optimum unless the option has a lead or a tail.
     """
     cost, N = pipeline.costs[option], pipeline.num_layers
     numel = [0, *itertools.accumulate(pipeline.numel)]
@@ -63,4 +67,4 @@ def cupcake(pipeline: Pipeline, option: int, max_nodes: int = MAX_NODES) -> Grou
             if least_s + pipeline.after_s < best_s:
                 found.append((grouping, done_s, next_sent_s))
         open_groupings += reversed(found)
-    return best
+    return best, not open_groupings
