@@ -14,7 +14,6 @@ _BENCHES = {
         "Train small models with each codec and dense, and compare the losses.",
     ),
     "adapt": ("bench.adapt.measure:adapt", "Drive the control loop in a simulated cluster, or in a lab."),
-    "chaos": ("bench.chaos.measure:chaos", "Train beside random faults, and compare with a quiet run."),
     "collectives": ("bench.collectives.measure:collectives", "Time schemes against Gloo and the bound."),
     "kernels": ("bench.kernels.measure:kernels", "Measure throughput, latency and error of codecs."),
     "lab": ("bench.lab.measure:lab", "Compare the lab with the alpha-beta model."),

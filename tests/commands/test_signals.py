@@ -83,7 +83,6 @@ LAB_CASES = [
     Case("lab up --hosts 2", has_said, statuses=(0,)),
     Case(f"bench accuracy --ranks 2 {PLOT} {JSON}", has_children),
     Case(f"bench adapt --lab {PLOT} {JSON}", has_children),
-    Case(f"bench chaos {JSON}", has_children),
     Case(f"bench collectives --ranks 2 {JSON}", has_children),
     Case(f"bench lab {JSON}", has_children),
     Case(f"bench network {JSON}", has_children),

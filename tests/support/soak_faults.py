@@ -1,4 +1,4 @@
-"""Faults of `bench chaos`: which there are, and how a seed draws them. A training must survive each of them."""
+"""Faults of the soak test: which there are, and how a seed draws them. A training must survive each of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cgx_ray.errors import CGXError, ConfigError
 
-
-class ChaosError(CGXError, RuntimeError):
-    """A training did not survive its faults. The message names the fault, and how to repeat it."""
-
-
-class ChaosKind(StrEnum):
+class SoakKind(StrEnum):
     """Effect of a fault. Those of `IN_LOOP` happen inside the training loop, the others are done to it from outside."""
 
     NAN = "NaN in a loss"
@@ -40,7 +34,7 @@ class ChaosKind(StrEnum):
     JOURNAL_PIPE = "pipe in place of the journal"
 
 
-IN_LOOP = (ChaosKind.NAN, ChaosKind.UNUSED, ChaosKind.UNUSED_BY_ONE, ChaosKind.SLOW_RANK)
+IN_LOOP = (SoakKind.NAN, SoakKind.UNUSED, SoakKind.UNUSED_BY_ONE, SoakKind.SLOW_RANK)
 # Shares of the steps between which faults begin. At first nothing is decided yet; the end shows whether all recovers.
 _FIRST_SHARE, _LAST_SHARE = 0.05, 0.85
 # Steps for which layers are unused, or a rank is slow.
@@ -48,7 +42,7 @@ _MAX_LOOP_STEPS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChaosFault:
+class SoakFault:
     """One fault.
 
     step       after which it begins; in the loop, the first step that has it
@@ -57,7 +51,7 @@ class ChaosFault:
     num_steps  that it lasts in the loop; of no meaning elsewhere
     """
 
-    kind: ChaosKind
+    kind: SoakKind
     step: int
     target: int
     seconds: float
@@ -68,7 +62,7 @@ class ChaosFault:
         return self.kind in IN_LOOP
 
     def __str__(self) -> str:
-        if self.kind is ChaosKind.NAN:
+        if self.kind is SoakKind.NAN:
             length = "once"
         else:
             length = f"for {self.num_steps} steps" if self.is_in_loop else f"for {self.seconds:.1f} s"
@@ -80,8 +74,8 @@ class ChaosFault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChaosOptions:
-    """Options of `python -m bench chaos`.
+class SoakOptions:
+    """Sizes of a soak test.
 
     seed             of the faults, the model, its batches and the codecs
     steps            of each of the two trainings
@@ -91,7 +85,6 @@ class ChaosOptions:
     step_s           seconds that a step takes at least, so that a fault of seconds does not last for all steps
     width, num_layers
                      of the model
-    has_goals        whether the numbers are judged
     """
 
     seed: int
@@ -103,59 +96,27 @@ class ChaosOptions:
     step_s: float = 0.1
     width: int = 256
     num_layers: int = 6
-    has_goals: bool = True
-
-    def __post_init__(self) -> None:
-        if self.faults > self._num_places:
-            raise ConfigError(
-                f"{self.faults} faults are not allowed in {self.steps} steps; give at most {self._num_places}, or more "
-                "minutes"
-            )
 
     @property
     def num_ranks(self) -> int:
         return self.num_hosts * self.ranks_per_host
 
-    @property
-    def _places(self) -> range:
-        return range(math.ceil(_FIRST_SHARE * self.steps), int(_LAST_SHARE * self.steps))
-
-    @property
-    def _num_places(self) -> int:
-        return len(self._places)
-
-    def draw(self) -> list[ChaosFault]:
+    def draw(self) -> list[SoakFault]:
         """Return the faults in order of their steps. All kinds come about equally often."""
         chance = random.Random(self.seed)
-        rounds = [
-            chance.sample(list(ChaosKind), len(ChaosKind)) for _ in range(math.ceil(self.faults / len(ChaosKind)))
-        ]
+        places = range(math.ceil(_FIRST_SHARE * self.steps), int(_LAST_SHARE * self.steps))
+        rounds = [chance.sample(list(SoakKind), len(SoakKind)) for _ in range(math.ceil(self.faults / len(SoakKind)))]
         kinds = itertools.chain.from_iterable(rounds)
         faults = []
-        for step, kind in zip(sorted(chance.sample(self._places, self.faults)), kinds, strict=False):
-            is_rank = kind in IN_LOOP or kind is ChaosKind.RANK_STOPPED
+        for step, kind in zip(sorted(chance.sample(places, self.faults)), kinds, strict=False):
+            is_rank = kind in IN_LOOP or kind is SoakKind.RANK_STOPPED
             faults.append(
-                ChaosFault(
+                SoakFault(
                     kind=kind,
                     step=step,
                     target=chance.randrange(self.num_ranks if is_rank else self.num_hosts),
                     seconds=chance.uniform(self.longest_s / 5, self.longest_s),
-                    num_steps=1 if kind is ChaosKind.NAN else chance.randint(2, _MAX_LOOP_STEPS),
+                    num_steps=1 if kind is SoakKind.NAN else chance.randint(2, _MAX_LOOP_STEPS),
                 )
             )
         return faults
-
-
-def quick_options(seed: int) -> ChaosOptions:
-    """Return options for a check of less than a minute: a rank per host, a small model, short faults, fewer goals."""
-    return ChaosOptions(
-        seed=seed,
-        steps=120,
-        faults=6,
-        ranks_per_host=1,
-        longest_s=1.0,
-        step_s=0.05,
-        width=64,
-        num_layers=2,
-        has_goals=False,
-    )
