@@ -8,20 +8,18 @@ less than 0.2 ms late. If a sound row is far from the model, the cause is TCP an
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bench.shared.rank_process import run_rank
+from bench.shared.ranks import started_ranks
 from bench.shared.runner import BenchRun, bench_command
-from cgx_ray.errors import CGXError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import Link, exchange_s
@@ -34,10 +32,6 @@ LATENCIES_S = (0.05e-3, 0.5e-3, 5e-3, 25e-3)
 _NUM_ROUNDS = 5
 # The gradient takes this long at the rate, so that every row takes the same time.
 _WIRE_S = 0.4
-
-
-class LabBenchError(CGXError, RuntimeError):
-    """A rank ended early; the message holds its last lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,51 +70,25 @@ def measure_lab(
 ) -> list[LabPoint]:
     """Time an all-reduce between four processes, each in its own host, over every link.
 
-    Raises LabBenchError if a rank ends early, LabError if the lab cannot be made.
+    Raises BenchError if a rank ends early, LabError if the lab cannot be made.
     """
     points = []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        lab = stack.enter_context(Lab(_NUM_RANKS, rate_bit_per_s=rates[0], latency_s=0))
-        errors = stack.enter_context((folder / "errors").open("w+"))
-        ranks = [
-            lab.popen(
-                rank,
-                [sys.executable, "-m", "bench.lab.measure", str(rank), str(folder / "store")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stderr=errors,
-                text=True,
+    with (
+        Lab(_NUM_RANKS, rate_bit_per_s=rates[0], latency_s=0) as lab,
+        started_ranks("bench.lab.measure", {}, name="bench lab", num_ranks=_NUM_RANKS, lab=lab) as ranks,
+    ):
+        lines = ranks.lines()
+        for rate, latency_s in itertools.product(rates, latencies_s):
+            numel = int(_WIRE_S * rate / 8 * _NUM_RANKS / (2 * (_NUM_RANKS - 1)) / 4)
+            lab.set(rate_bit_per_s=rate, latency_s=latency_s)
+            lab.clear_counters()
+            ranks.tell(str(numel))
+            seconds, late = float(next(lines)), lab.counters().late_p99_ms
+            points.append(
+                LabPoint(rate_bit_per_s=rate, latency_s=latency_s, numel=numel, seconds=seconds, late_p99_ms=late)
             )
-            for rank in range(_NUM_RANKS)
-        ]
-        for pipe in (*(rank.stdin for rank in ranks), ranks[0].stdout):
-            assert pipe is not None
-            stack.enter_context(pipe)
-        for rate in rates:
-            for latency_s in latencies_s:
-                numel = int(_WIRE_S * rate / 8 * _NUM_RANKS / (2 * (_NUM_RANKS - 1)) / 4)
-                lab.set(rate_bit_per_s=rate, latency_s=latency_s)
-                lab.clear_counters()
-                seconds = _measure(ranks, numel, folder / "errors")
-                late = lab.counters().late_p99_ms
-                points.append(
-                    LabPoint(rate_bit_per_s=rate, latency_s=latency_s, numel=numel, seconds=seconds, late_p99_ms=late)
-                )
-                on_point(points[-1])
+            on_point(points[-1])
     return points
-
-
-def _measure(ranks: Sequence[subprocess.Popen[str]], numel: int, errors: Path) -> float:
-    for rank in ranks:
-        assert rank.stdin is not None
-        rank.stdin.write(f"{numel}\n")
-        rank.stdin.flush()
-    assert ranks[0].stdout is not None
-    line = ranks[0].stdout.readline()
-    if not line:
-        raise LabBenchError(f"a rank ended early:\n{errors.read_text()[-2000:]}")
-    return float(line)
 
 
 @bench_command()
@@ -136,9 +104,7 @@ def lab(run: BenchRun) -> Iterable[Row]:
     return [row for point in points for row in point.rows()]
 
 
-def _rank_main(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, _NUM_RANKS), rank=rank, world_size=_NUM_RANKS)
+def _measure(job: dict[str, Any]) -> None:
     for line in sys.stdin:
         grad_N = torch.zeros(int(line))
         seconds_R = torch.zeros(1 + _NUM_ROUNDS, dtype=torch.float64)
@@ -148,10 +114,9 @@ def _rank_main(rank: int, store: str) -> None:
             dist.all_reduce(grad_N)
             seconds_R[turn] = time.perf_counter() - start
         dist.all_reduce(seconds_R, op=dist.ReduceOp.MAX)
-        if rank == 0:
+        if job["rank"] == 0:
             print(seconds_R[1:].median().item(), flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    _rank_main(int(sys.argv[1]), sys.argv[2])
+    run_rank(_measure)

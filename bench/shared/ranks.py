@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.link import LinkChange
@@ -18,6 +19,33 @@ from cgx_ray.lab.namespaces import Lab
 
 class BenchError(CGXError, RuntimeError):
     """A rank ended early; the message holds its last lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The processes of a bench. `name`: begins the message of an error; `folder`: of their logs."""
+
+    name: str
+    folder: Path
+    processes: Sequence[subprocess.Popen[str]]
+
+    def tell(self, line: str) -> None:
+        """Write a line to the standard input of every rank."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that rank 0 writes. Raises BenchError if a rank ends early."""
+        assert self.processes[0].stdout is not None
+        yield from (line.rstrip("\n") for line in self.processes[0].stdout)
+        for process in self.processes:
+            _close(process.stdin)  # else a rank that waits for a line would wait for ever
+        for rank, status in enumerate([process.wait() for process in self.processes]):
+            if status != 0:
+                tail = "\n".join((self.folder / f"rank{rank}.log").read_text(errors="replace").splitlines()[-20:])
+                raise BenchError(f"{self.name}: rank {rank} ended with status {status}:\n{tail}")
 
 
 def run_ranks(
@@ -31,74 +59,59 @@ def run_ranks(
 ) -> Iterator[str]:
     """Start `num_ranks` processes of `module` and yield the lines that rank 0 writes.
 
-    module          runs `rank_process.run_rank`, which gets `job` with rank, ranks and store
-    name            begins the message of an error
     rate_bit_per_s  of every link of a lab; None: loopback
     latency_s       one way
 
-    Raises BenchError if a rank ends early, LabError if the lab cannot be made.
+    `started_ranks` has the other arguments. Raises BenchError if a rank ends early, LabError if the lab cannot be made.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        whole: dict[str, Any] = {
-            **job,
-            "world_size": num_ranks,
-            # Hosts of a lab share this folder: only their own temporary folders are private.
-            "store": str(Path(folder) / "store"),
-            "is_loopback": rate_bit_per_s is None,
-        }
-        with _starter(num_ranks, rate_bit_per_s, latency_s) as start, _logs(Path(folder), num_ranks) as logs:
-            ranks = [
-                start(
-                    rank,
-                    [sys.executable, "-m", module, json.dumps({**whole, "rank": rank})],
-                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                    stderr=logs[rank],
-                    text=True,
-                )
-                for rank in range(num_ranks)
-            ]
-            assert ranks[0].stdout is not None
-            with ranks[0].stdout as lines:
-                yield from (line.rstrip("\n") for line in lines)
-            statuses = [process.wait() for process in ranks]
-        for rank, status in enumerate(statuses):
-            if status != 0:
-                tail = "\n".join((Path(folder) / f"rank{rank}.log").read_text(errors="replace").splitlines()[-20:])
-                raise BenchError(f"{name}: rank {rank} ended with status {status}:\n{tail}")
+    with ExitStack() as stack:
+        lab = None
+        if rate_bit_per_s is not None:
+            # A lab with rates only takes less processor time, and has the frames of stock hosts.
+            link = LinkChange(rate_bit_per_s=rate_bit_per_s)
+            if latency_s:
+                link["latency_s"] = latency_s
+            lab = stack.enter_context(Lab(num_ranks, **link))
+        yield from stack.enter_context(started_ranks(module, job, name=name, num_ranks=num_ranks, lab=lab)).lines()
 
 
 @contextmanager
-def _logs(folder: Path, num_ranks: int) -> Iterator[list[Any]]:
-    logs = [(folder / f"rank{rank}.log").open("w") for rank in range(num_ranks)]
-    try:
-        yield logs
-    finally:
-        for log in logs:
-            log.close()
+def started_ranks(
+    module: str, job: Mapping[str, Any], *, name: str, num_ranks: int, lab: Lab | None
+) -> Iterator[Ranks]:
+    """Start `num_ranks` processes of `module`, one per host of `lab` or all on loopback; they end with the body.
+
+    module  runs `rank_process.run_rank`, which gets `job` with rank, ranks and store
+    name    begins the message of an error
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        # Hosts of a lab share this folder: only their own temporary folders are private.
+        shared = {"world_size": num_ranks, "store": str(folder / "store"), "is_loopback": lab is None}
+        processes: list[subprocess.Popen[str]] = []
+        for rank in range(num_ranks):
+            argv = [sys.executable, "-m", module, json.dumps({**job, **shared, "rank": rank})]
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                "stderr": stack.enter_context((folder / f"rank{rank}.log").open("w")),
+                "text": True,
+            }
+            process = subprocess.Popen(argv, **pipes) if lab is None else lab.popen(rank, argv, **pipes)
+            stack.callback(_end, process)
+            processes.append(process)
+        yield Ranks(name=name, folder=folder, processes=processes)
 
 
-@contextmanager
-def _starter(
-    num_ranks: int, rate_bit_per_s: float | None, latency_s: float
-) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Yield a function that starts the process of a rank, with options of `subprocess.Popen`; all end with the body."""
-    if rate_bit_per_s is not None:
-        # A lab with rates only takes less processor time, and has the frames of stock hosts.
-        link = LinkChange(rate_bit_per_s=rate_bit_per_s)
-        if latency_s:
-            link["latency_s"] = latency_s
-        with Lab(num_ranks, **link) as lab:
-            yield lab.popen
-        return
-    started: list[subprocess.Popen[str]] = []
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    _close(process.stdin)
+    _close(process.stdout)
 
-    def start(rank: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        started.append(subprocess.Popen(argv, **options))
-        return started[-1]
 
-    try:
-        yield start
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+def _close(pipe: IO[str] | None) -> None:
+    if pipe is not None:
+        # What was not yet written has no reader any more.
+        with suppress(BrokenPipeError):
+            pipe.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -52,6 +52,37 @@ OPTIONS = candidate_options(CANDIDATE_DENSITIES)
 BURST_S = 0.05
 # Standard deviation of what each rank measures by itself.
 _NOISE = 0.02
+
+
+def simulated_transfers(
+    groups: Sequence[PlannedGroup], seconds: Callable[[PlannedGroup], float]
+) -> tuple[Transfer, ...]:
+    """Return the exchange of each group of a step. `seconds`: of a group's exchange."""
+    return tuple(
+        Transfer(
+            group=index,
+            scheme=str(group.option.scheme),
+            codec=str(group.option.codec),
+            intra=str(group.option.intra),
+            numel=group.numel,
+            wire_bytes=group.wire_bytes,
+            index_bytes=group.option.codec.index_bytes(group.numel),
+            seconds=seconds(group),
+        )
+        for index, group in enumerate(groups)
+    )
+
+
+def flat_exchange_s(group: PlannedGroup, num_workers: int, link: Link) -> float:
+    """Return the seconds of a group's exchange between workers that are all on nodes of their own."""
+    return exchange_s(
+        group.option.scheme,
+        num_workers=num_workers,
+        dense_bytes=group.dense_bytes,
+        wire_bytes=group.wire_bytes,
+        index_bytes=group.option.codec.index_bytes(group.numel),
+        link=link,
+    )
 
 
 @dataclass(frozen=True)
@@ -150,7 +181,7 @@ class Reports:
         truth, size = self._cluster.truth(gbps), self._cluster.ranks_per_node
         groups = groups_of(plan, truth.layers)
         predicted = predict(truth, groups)
-        transfers = tuple(self._transfer(index, group, truth) for index, group in enumerate(groups))
+        transfers = simulated_transfers(groups, lambda group: _exchange_s(group, truth))
         return NodeStep(
             step=0,
             plan_version=plan.version,
@@ -169,23 +200,6 @@ class Reports:
             inside=InsideLink(INSIDE.alpha_s, INSIDE.beta_s_per_byte),
         )
 
-    def _transfer(self, index: int, group: PlannedGroup, truth: Measured) -> Transfer:
-        codec, option = group.option.codec, group.option
-        index_bytes = codec.index_bytes(group.numel)
-        inside, between = truth.network.terms(
-            option.scheme, option.intra, group.dense_bytes, group.wire_bytes, index_bytes
-        )
-        return Transfer(
-            group=index,
-            scheme=str(option.scheme),
-            codec=str(codec),
-            intra=str(option.intra),
-            numel=group.numel,
-            wire_bytes=group.wire_bytes,
-            index_bytes=index_bytes,
-            seconds=INSIDE.seconds(*inside) + truth.network.between.seconds(*between),
-        )
-
     def _new_peers(self, rank: int, turn: int) -> list[int]:
         return counted_peers(rank, self._cluster.nodes, turn * ROTATION_STEPS)
 
@@ -200,6 +214,12 @@ class Reports:
 
     def _noise(self) -> float:
         return 1 + _NOISE * abs(self._random.gauss(0, 1))
+
+
+def _exchange_s(group: PlannedGroup, truth: Measured) -> float:
+    option, index_bytes = group.option, group.option.codec.index_bytes(group.numel)
+    inside, between = truth.network.terms(option.scheme, option.intra, group.dense_bytes, group.wire_bytes, index_bytes)
+    return INSIDE.seconds(*inside) + truth.network.between.seconds(*between)
 
 
 def _predicted_ready_s(predicted: Prediction) -> tuple[float, ...]:
@@ -315,7 +335,8 @@ class SimulatedCluster:
         step_s = own.compute_s + (predicted.step_s - own.compute_s) * self._noise()
         step_s = step_s * self.bias(groups) + (self.errors.switch_s if is_new else 0.0)
         ready_s = _ready_s(own, groups)
-        transfers = self._transfers(groups, truth.network.between)
+        link = truth.network.between
+        transfers = simulated_transfers(groups, lambda group: self._delay() * flat_exchange_s(group, WORLD, link))
         gain = {codec: self._measured_gain(gain) for codec, gain in truth.gain.items()}
         losses = self._losses(truth.gain) if is_measured(number, affordable_from=0) else {}
         rates = [state.rate(rank) for rank in range(WORLD)]
@@ -375,30 +396,6 @@ class SimulatedCluster:
             "layer_errors": errors,
             "error_bits": bits if errors else None,
         }
-
-    def _transfers(self, groups: tuple[PlannedGroup, ...], link: Link) -> tuple[Transfer, ...]:
-        transfers = []
-        for index, group in enumerate(groups):
-            codec = group.option.codec
-            seconds = self._delay() * exchange_s(
-                group.option.scheme,
-                num_workers=WORLD,
-                dense_bytes=group.dense_bytes,
-                wire_bytes=group.wire_bytes,
-                index_bytes=codec.index_bytes(group.numel),
-                link=link,
-            )
-            transfers.append(
-                Transfer(
-                    group=index,
-                    scheme=str(group.option.scheme),
-                    numel=group.numel,
-                    wire_bytes=group.wire_bytes,
-                    seconds=seconds,
-                    index_bytes=codec.index_bytes(group.numel),
-                )
-            )
-        return tuple(transfers)
 
     def _bursts(self, groups: tuple[PlannedGroup, ...], rate: float) -> tuple[Burst, ...]:
         """Return the bursts at a link of `rate` bytes per second, at most 64."""

@@ -109,8 +109,10 @@ class SoakTraining:
                 print(fault)
             else:
                 result.back_s.append(self._meet(fault))
-        self._wait(partial(self._has_reached, round(COUNTED_SHARE * self._options.steps)))
-        self._count(result)
+        if MINUTES:
+            # A short run could end meanwhile.
+            self._wait(partial(self._has_reached, round(COUNTED_SHARE * self._options.steps)))
+            self._count(result)
         self._wait(lambda: self._steps.end is not None)
         result.ended_s = self._cluster.wait_until(lambda: not self._actors(), GONE_S)
         result.left = self._actors() + self._cluster.leftover_files()
@@ -180,8 +182,8 @@ def test_a_training_survives_random_faults_and_leaves_nothing(tmp_path: Path) ->
     assert harmed.has_same_weights
     assert harmed.run.is_ended
     assert harmed.left == []
-    assert harmed.num_actors == quiet.num_actors
     if MINUTES:
+        assert harmed.num_actors == quiet.num_actors
         assert harmed.loss <= 1.01 * quiet.loss
         assert harmed.ended_s is not None
         assert harmed.ended_s <= SOON_S

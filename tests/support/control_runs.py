@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bench.shared.simulated_cluster import flat_exchange_s, simulated_transfers
 from cgx_ray.control.gains.known_losses import lost_share
 from cgx_ray.control.history import History
 from cgx_ray.control.journal.lines import Journal
@@ -17,11 +18,12 @@ from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy, Decision
 from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, InsideLink, LayerError, NodeSample, StepSample, Transfer
+from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, InsideLink, LayerError, NodeSample, StepSample
 from cgx_ray.plan import Layer, Option, Plan, make_plan
 from cgx_ray.planner.bits import WIDTHS
-from cgx_ray.planner.cost import Link, exchange_s
+from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import CodecCost, candidate_options
+from cgx_ray.planner.prediction import groups_of
 
 WORLD = 4
 
@@ -127,26 +129,8 @@ class FakeTraining:
         if self.returns and plan.lease is not None:
             plan = plan.lease.fallback
         link = Link.from_rates(bandwidth_gbps=self.gbps, latency_ms=self.latency_s * 1e3)
-        numel = {layer.name: layer.numel for layer in LAYERS}
-        transfers = []
-        for index, group in enumerate(plan.groups):
-            n = sum(numel[name] for name in group.layers)
-            m = group.option.codec.payload_bytes(n)
-            m_i = group.option.codec.index_bytes(n)
-            seconds = exchange_s(
-                group.option.scheme, num_workers=WORLD, dense_bytes=4 * n, wire_bytes=m, index_bytes=m_i, link=link
-            )
-            transfers.append(
-                Transfer(
-                    group=index,
-                    scheme=str(group.option.scheme),
-                    numel=n,
-                    wire_bytes=m,
-                    index_bytes=m_i,
-                    seconds=seconds,
-                    intra=str(group.option.intra),
-                )
-            )
+        groups = groups_of(plan, LAYERS)
+        transfers = simulated_transfers(groups, lambda group: flat_exchange_s(group, WORLD, link))
         exchange = sum(transfer.seconds for transfer in transfers)
         compute_s = self.compute_s * (1.0 if is_dense(plan) else self.stretch)
         late_s = self.late_rank_s if rank else 0.0
