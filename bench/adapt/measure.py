@@ -14,7 +14,7 @@ from statistics import fmean
 import click
 
 from bench.adapt.cases import CASES, AdaptCase
-from bench.adapt.papers import PAPER_CASES, PolicyRun, compare_papers, paper_rows
+from bench.adapt.papers import PAPER_CASES, compare_papers, paper_rows
 from bench.adapt.simulate import SimulatedRun, SimulatedStep
 from bench.shared.picture import Line, Panel
 from bench.shared.runner import BenchRun, bench_command
@@ -101,10 +101,9 @@ class AdaptRun:
 
 @dataclass(slots=True)
 class AdaptNumbers:
-    """Results by case. `papers`: ours, then the papers' policies, on the same schedule."""
+    """Results by case, and all rows."""
 
     runs: dict[str, list[AdaptRun]] = field(default_factory=dict)
-    papers: dict[str, list[PolicyRun]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
 
@@ -121,8 +120,7 @@ def measure_adapt(quick: bool, only: Sequence[str], on_part: Callable[[str, floa
         numbers.runs[case.name] = runs
         numbers.rows += _rows(case, runs)
         if case.name in PAPER_CASES and not quick:
-            numbers.papers[case.name] = compare_papers(case)
-            numbers.rows += paper_rows(case.name, numbers.papers[case.name])
+            numbers.rows += paper_rows(case.name, compare_papers(case))
     return numbers
 
 

@@ -75,7 +75,6 @@ class ScheduleScore:
     static    by the name of a plan
     oracle    of the best static plan of each phase
     adaptive  of the loop
-    best      name of the best static plan of each phase
     paces     of each adaptive step: when it began, its seconds per progress, and those of the phase's best static plan
     """
 
@@ -83,7 +82,6 @@ class ScheduleScore:
     static: Mapping[str, float]
     oracle: float
     adaptive: float
-    best: Sequence[str]
     paces: Sequence[tuple[float, float, float]]
 
     @property
@@ -106,8 +104,7 @@ def score_schedule(
     pace_s  seconds for the progress of a dense step, by network and static plan
     """
     names = list(pace_s[phases[0].network])
-    best = [min(names, key=lambda name: pace_s[phase.network][name]) for phase in phases]
-    best_s = [pace_s[phase.network][name] for phase, name in zip(phases, best, strict=True)]
+    best_s = [min(pace_s[phase.network].values()) for phase in phases]
     paces = [
         (step.began_s, step.pace_s, oracle_s)
         for phase, oracle_s in zip(phases, best_s, strict=True)
@@ -119,6 +116,5 @@ def score_schedule(
         static={name: math.fsum(one.seconds / pace_s[one.network][name] for one in phases) for name in names},
         oracle=math.fsum(phase.seconds / oracle_s for phase, oracle_s in zip(phases, best_s, strict=True)),
         adaptive=math.fsum(progress_in(steps, phase.begin_s, phase.end_s) for phase in phases),
-        best=best,
         paces=paces,
     )

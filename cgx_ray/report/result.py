@@ -48,11 +48,6 @@ class Row:
             judged = self.value if self.ratio is None else self.ratio
             object.__setattr__(self, "met", judged is not None and _meets(judged, self.goal))
 
-    @property
-    def verdict(self) -> str:
-        """The word for `met` in a table: "yes", "no", or "" without a goal."""
-        return {None: "", True: "yes", False: "no"}[self.met]
-
 
 def _meets(value: float, goal: str) -> bool:
     match = _GOAL.fullmatch(goal)
@@ -83,7 +78,7 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
         "limit": lambda row: _short(row.limit),
         "ratio": lambda row: _short(row.ratio),
         "goal": lambda row: (row.goal or "")[:10],
-        "met": lambda row: {"yes": "[green]yes[/]", "no": "[red]no[/]"}.get(row.verdict, ""),
+        "met": lambda row: {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[row.met],
     }
     used = {name: cells for name, show in columns.items() if any(cells := [show(row) for row in rows])}
     table = new_table(title, "", *used, gap=0)

@@ -56,8 +56,8 @@ def _characters() -> frozenset[int]:
     return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())
 
 
-def add_legend(axes: Axes, num_columns: int = 1) -> None:
-    axes.legend(frameon=False, fontsize=9, ncols=num_columns)
+def add_legend(axes: Axes) -> None:
+    axes.legend(frameon=False, fontsize=9)
 
 
 def clean(axes: Axes, hidden_spines: Sequence[str] = ("top", "right")) -> None:

@@ -100,7 +100,6 @@ def test_the_oracle_takes_the_best_plan_of_each_phase() -> None:
     ]
     steps += [WeightedStep(26, 31, 1.0)]
     score = score_schedule(phases, pace_s, steps)
-    assert score.best == ["ddp", "qsgd4"]
     assert score.oracle == pytest.approx(20 + 10)
     assert score.static == pytest.approx({"ddp": 20 + 2, "qsgd4": 10 + 10})
     assert score.adaptive == pytest.approx(20 + 2 + 3 + 0.8)
