@@ -154,10 +154,12 @@ def test_bytecomp_keeps_the_layer_dense_that_hides_behind_backward_and_compresse
         bytecomp(pipeline, dense=1, compressing=(), offloaded={})
 
 
-def test_cupcakes_search_gives_its_best_so_far_when_it_gives_up() -> None:
+def test_cupcakes_search_says_whether_it_has_ended_and_gives_its_best_so_far_when_it_gives_up() -> None:
     pipeline = random_pipeline(random.Random(5), 30, 1)
-    few, many = (pipeline.finish_s(cupcake(pipeline, 0, max_nodes=nodes)[0]) for nodes in (1, 20_000))
-    assert search(pipeline).finish_s * (1 - ROUNDING) <= many <= few
+    (few, has_ended), (many, _) = (cupcake(pipeline, 0, max_nodes=nodes) for nodes in (1, 20_000))
+    assert not has_ended
+    assert search(pipeline).finish_s * (1 - ROUNDING) <= pipeline.finish_s(many) <= pipeline.finish_s(few)
+    assert cupcake(random_pipeline(random.Random(5), 6, 1), 0)[1]
 
 
 def test_a_step_without_time_has_no_gap() -> None:
