@@ -14,16 +14,13 @@ import torch.distributed as dist
 import cgx_ray
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.paper_policies import CgxPolicy
-from cgx_ray.control.policy import AdaptivePolicy, Policy
 from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Layer, Plan
-from cgx_ray.planner.options import codec_options
 from cgx_ray.session.attachment import process
 from cgx_ray.session.calibrate import measure_codecs
-from cgx_ray.session.settings import Settings
+from cgx_ray.session.settings import Settings, make_policy
 
 # Steps between two reports to the loop. In a Ray run a report comes once per second.
 REPORT_STEPS = 5
@@ -39,7 +36,7 @@ class GatheredControl:
         self.settings = settings
         self._host = HostMonitor()
         self._folder = tempfile.TemporaryDirectory()
-        self._loop = ControlLoop(_policy(settings), Journal(Path(self._folder.name) / "decisions.jsonl"))
+        self._loop = ControlLoop(make_policy(settings), Journal(Path(self._folder.name) / "decisions.jsonl"))
         self._num_told = 0
         self._attachment: cgx_ray.Attachment | None = None
 
@@ -85,10 +82,3 @@ class GatheredControl:
     def __exit__(self, *error: object) -> None:
         process.session = process.attachment = None
         self._folder.cleanup()
-
-
-def _policy(settings: Settings) -> Policy:
-    if settings.policy == "cgx":
-        return CgxPolicy(settings.used_method, review_s=settings.review_s)
-    options = codec_options(settings.candidate_codecs())
-    return AdaptivePolicy(options, min_gain=settings.min_gain, review_s=settings.review_s)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cgx_ray.backend import configure_backend, exclude_layers, register_model
     from cgx_ray.collectives.transport.simulated_link import SimulatedLink
     from cgx_ray.engine.layers import layers_of
+    from cgx_ray.policies import Adaptive, Cgx, Flexible, Static
     from cgx_ray.ray_train.config import CGXConfig, add_state
     from cgx_ray.session.attach import attach
     from cgx_ray.session.attachment import Attachment
@@ -31,6 +32,7 @@ _MODULE_OF = {
     **dict.fromkeys(("configure_backend", "exclude_layers", "register_model"), "cgx_ray.backend"),
     "SimulatedLink": "cgx_ray.collectives.transport.simulated_link",
     "layers_of": "cgx_ray.engine.layers",
+    **dict.fromkeys(("Adaptive", "Cgx", "Flexible", "Static"), "cgx_ray.policies"),
     **dict.fromkeys(("CGXConfig", "add_state"), "cgx_ray.ray_train.config"),
 }
 
@@ -47,11 +49,14 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Adaptive",
     "Attachment",
     "CGXConfig",
     "CGXError",
+    "Cgx",
     "CodecSpec",
     "ConfigError",
+    "Flexible",
     "GroupPlan",
     "Intra",
     "Layer",
@@ -62,6 +67,7 @@ __all__ = [
     "Scheme",
     "SimulatedLink",
     "StateError",
+    "Static",
     "TransportError",
     "WireError",
     "add_state",

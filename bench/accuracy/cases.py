@@ -61,7 +61,7 @@ def policy_settings(way: str, *, shared_memory: bool) -> Settings:
     policy, _, given = way.partition(" ")
     if way in CGX:
         return Settings(policy=policy, method=given, review_s=_CGX_REVIEW_S, shared_memory=shared_memory)
-    return Settings(policy=policy, fidelity=given or str(Fidelity.STRICT), shared_memory=shared_memory)
+    return Settings(policy=policy, fidelity=given or None, shared_memory=shared_memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from bench.step.cases import StepNetwork
 from bench.step.workload import Workload
 from cgx_ray.demo.gpt import GPT, GPTConfig
 from cgx_ray.lab.schedule import Schedule
-from cgx_ray.plan import NONE, CodecSpec, Layer, Plan
+from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.session.settings import Settings
 
@@ -74,7 +74,7 @@ LAB_WAYS = {way.name: way for way in (NOOP, *STATIC_WAYS, ADAPTIVE)}
 
 def candidate_specs() -> tuple[CodecSpec, ...]:
     """Return the codecs that the loop may choose, without none."""
-    return tuple(codec for codec in ADAPTIVE.settings().candidate_codecs() if codec != NONE)
+    return tuple(ADAPTIVE.settings().chosen_policy.timed_codecs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,13 @@ from bench.adapt.simulate import SimulatedRun, SimulatedStep
 from bench.shared.picture import Line, Panel
 from bench.shared.runner import BenchRun, bench_command
 from bench.shared.simulated_cluster import ClusterState, SimulatedCluster
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
+from cgx_ray.control.policy import Disable, Keep
 from cgx_ray.plan import make_plan
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.prediction import PlannedGroup, groups_of, predict
@@ -129,7 +131,7 @@ def run_case(case: AdaptCase, seed: int) -> AdaptRun:
     cluster = SimulatedCluster(case.model, case.costs, case.gain, case.errors(seed), seed)
     layers = case.model.layers
     with tempfile.TemporaryDirectory() as folder:
-        policy = AdaptivePolicy(case.options, min_gain=case.min_gain)
+        policy = Adaptive(candidates=case.options, min_gain=case.min_gain)
         loop = ControlLoop(policy, Journal(Path(folder) / "decisions.jsonl"))
         first = make_plan(layers, version=0, world_size=4)
         loop.register(layers, first, case.told_costs(seed))

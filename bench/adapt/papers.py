@@ -12,11 +12,12 @@ from pathlib import Path
 from bench.adapt.cases import COST, AdaptCase
 from bench.adapt.simulate import SimulatedRun
 from bench.shared.simulated_cluster import SimulatedCluster
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.gains.known_losses import lost_share
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy, Groups, PaperPolicy
-from cgx_ray.control.policy import AdaptivePolicy, Policy
+from cgx_ray.control.paper_policies import Cgx, Flexible, Groups, PaperPolicy
+from cgx_ray.control.policy import Policy
 from cgx_ray.monitors.sample import LayerError
 from cgx_ray.plan import DENSE, Intra, Layer, Option, make_plan, options_of
 from cgx_ray.planner.bits import QSGD, STATIC_BITS, WIDTHS
@@ -53,8 +54,10 @@ class PolicyRun:
     efficiency: float
 
 
-class FixedChoice:
+class FixedChoice(PaperPolicy):
     """Chooses groups at the first measurements and keeps them."""
+
+    title = "fixed choice"
 
     def __init__(self, choose: Callable[[Measured], Groups]) -> None:
         self._choose = choose
@@ -82,10 +85,10 @@ def bytecomp_groups(measured: Measured) -> Groups:
 
 QSGD_SRA = next(option for option in options_of(QSGD) if option.scheme == "sra" and option.intra is Intra.FLAT)
 POLICIES: Mapping[str, Callable[[], PaperPolicy]] = {
-    "cgx": lambda: CgxPolicy("kmeans"),
-    "flexible": lambda: FlexiblePolicy("knee"),
-    "cupcake": lambda: PaperPolicy("cupcake", FixedChoice(cupcake_groups).groups),
-    "bytecomp": lambda: PaperPolicy("bytecomp", FixedChoice(bytecomp_groups).groups),
+    "cgx": Cgx,
+    "flexible": Flexible,
+    "cupcake": lambda: FixedChoice(cupcake_groups),
+    "bytecomp": lambda: FixedChoice(bytecomp_groups),
 }
 
 
@@ -116,7 +119,7 @@ def compare_papers(case: AdaptCase, seed: int = 0) -> list[PolicyRun]:
     gain = dict(TYPICAL_GAINS) | {str(codec): 1 - lost_share(lost, codec.bits or STATIC_BITS) for codec in QSGDS}
     options = tuple(dict.fromkeys([*candidate_options(CANDIDATE_DENSITIES), *codec_options(QSGDS)]))
     case = replace(case, options=options, gain=gain)
-    ours: dict[str, Callable[[], Policy]] = {"adaptive": lambda: AdaptivePolicy(options, min_gain=case.min_gain)}
+    ours: dict[str, Callable[[], Policy]] = {"adaptive": lambda: Adaptive(candidates=options, min_gain=case.min_gain)}
     return [_run(name, make(), case, seed) for name, make in {**ours, **POLICIES}.items()]
 
 

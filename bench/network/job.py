@@ -14,16 +14,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.facts import LoopFacts
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import Plan
-from cgx_ray.planner.options import codec_options
-from cgx_ray.session.settings import Settings
 
 _START_TIMEOUT_S = 120.0
 # Speed of the clock of probes in `bench network`, which are due once per minute: it must not wait for minutes.
@@ -95,15 +93,13 @@ class Job:
 
     def start_over(self) -> None:
         """Start the loop again, as after a crash of its process: it estimates the network anew, and knows the rest."""
-        settings = Settings(policy="adaptive")
-        policy = AdaptivePolicy(codec_options(settings.candidate_codecs()), min_gain=settings.min_gain)
         with self._lock:
             journal = Journal(self._folder / "decisions.jsonl")
             if self._loop is None:
-                self._loop = ControlLoop(policy, journal)
+                self._loop = ControlLoop(Adaptive(), journal)
                 self._loop.register(*self._registration)
             else:
-                self._loop = ControlLoop(policy, journal, self._loop.history())
+                self._loop = ControlLoop(Adaptive(), journal, self._loop.history())
                 self._loop.resume()
             self.num_steps, self.versions = 0, {}
 

@@ -17,7 +17,7 @@ import ray
 
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import StaticPolicy
+from cgx_ray.control.policy import Static
 from cgx_ray.monitors.agent import ACTOR_OPTIONS, NodeAgent
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.node_metrics import NodeMetrics
@@ -79,7 +79,7 @@ def publishing_row(num_rounds: int = 30) -> Row:
     host = HostLoad(sent_bytes_per_s=1e6, received_bytes_per_s=1e6, neighbour_bytes_per_s=0.0)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "decisions.jsonl")
-        loop = ControlLoop(StaticPolicy(), journal)
+        loop = ControlLoop(Static(), journal)
         layers = [Layer(name=f"layer {index}", numel=1 << 19, ndim=2) for index in range(_NUM_GROUPS)]
         loop.register(layers, make_plan(layers, version=0, world_size=_NUM_RANKS), {})
         entry = {"event": "decision", "reason": "x" * 300, "inputs": {str(index): 0.5 for index in range(40)}}

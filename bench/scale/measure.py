@@ -28,9 +28,9 @@ from bench.network.monitor_cost import local_ray
 from bench.scale.timed_loop import TimedLoop
 from bench.shared.runner import BenchRun, OnPart, bench_command
 from bench.shared.simulated_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.controller import ACTOR_OPTIONS, Controller
 from cgx_ray.control.network.estimate import quantile
-from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import Plan
 from cgx_ray.report.result import Row
@@ -224,7 +224,7 @@ def measure_scale(options: ScaleOptions, on_turn: OnPart) -> ScaleNumbers:
     cluster = LargeCluster(options.num_nodes, options.ranks_per_node)
     with tempfile.TemporaryDirectory() as folder:
         controller = ray.remote(**ACTOR_OPTIONS)(TimedController).remote(
-            AdaptivePolicy(OPTIONS, min_gain=0.8),
+            Adaptive(candidates=OPTIONS, min_gain=0.8),
             str(Path(folder) / "decisions.jsonl"),
             "bench",
             "bench",

@@ -10,13 +10,12 @@ import click
 from cgx_ray.commands.options import console_for, json_option
 from cgx_ray.commands.report import write_page
 from cgx_ray.demo.engine_overhead import measure_overhead
-from cgx_ray.demo.run import DemoOptions, run_demo
+from cgx_ray.demo.run import DECIDING, DemoOptions, run_demo
 from cgx_ray.demo.summary import make_rows, print_summary
 from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.report.picture import plot_runs
 from cgx_ray.report.result import write_result
 from cgx_ray.report.show import print_line
-from cgx_ray.session.settings import DECIDING
 from cgx_ray.units import format_rate, parse_rate
 
 
@@ -36,8 +35,7 @@ from cgx_ray.units import format_rate, parse_rate
 @click.option(
     "--fidelity",
     type=click.Choice([str(level) for level in Fidelity]),
-    default="strict",
-    show_default=True,
+    show_default="strict",
     help="Codecs that the adaptive run may choose; fast allows top-k, which costs accuracy.",
 )
 @click.option("--dense-only", is_flag=True, help="Do the dense run only.")
@@ -58,7 +56,7 @@ def demo(
     slow_rate: str,
     seed: int,
     policy: str,
-    fidelity: str,
+    fidelity: str | None,
     dense_only: bool,
     simulated_link: bool,
     json_path: str | None,

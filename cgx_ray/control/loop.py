@@ -315,9 +315,15 @@ class ControlLoop:
         return self._apply(state, decision, measured, at, "policy", cause.kind, asked=asked)
 
     def _ask(self, state: WorkerGroupState, situation: Situation, at: _When) -> Decision | None:
-        """Return the policy's decision."""
-        decision = self._policy.decide(situation)
-        if decision is not None and decision.kind == "replace" and self._policy.is_guarded:
+        """Return the policy's decision, None if it fails: then the plan in force stays."""
+        try:
+            decision = self._policy.decide(situation)
+            if decision is not None:
+                situation.check(decision)
+        except Exception as error:  # noqa: BLE001 - of a policy that anyone may have written: training goes on
+            self._notes.policy_error(error, at.step, at.time_s)
+            return None
+        if isinstance(decision, Replace) and self._policy.is_guarded:
             # Only steps under an option tell how much it really keeps.
             state.setbacks.add_gain_fall(state.fallen_options(situation.outlook.now), at.step, at.now_s)
         return decision

@@ -14,6 +14,7 @@ from cgx_ray.control.journal.lines import (
     drift_entry,
     end_entry,
     fault_entry,
+    policy_error_entry,
     silence_entry,
     start_entry,
     wait_entry,
@@ -52,6 +53,7 @@ class Notes:
         """Begin with a new worker group."""
         self._is_started = self._is_waiting = False
         self._num_fault_lines = 0
+        self._policy_errors: set[type[Exception]] = set()
         self._weight_drift = 0.0
 
     def start(self, policy: Policy, state: WorkerGroupState, told: Registration, time_s: float) -> None:
@@ -84,6 +86,20 @@ class Notes:
         self._is_waiting = True
         entry = wait_entry(decision, num_dense=num_dense, needed=BASELINE_STEPS, step=step, time_s=time_s)
         self._journal.write(entry)
+
+    def policy_error(self, error: Exception, step: int, time_s: float) -> None:
+        """Write down and log that the policy has failed, once per type of error."""
+        if type(error) in self._policy_errors:
+            return
+        self._policy_errors.add(type(error))
+        self._journal.write(policy_error_entry(error, step=step, time_s=time_s))
+        logger.error(
+            "the policy has failed after step %d (%r): the plan in force stays, and the policy is asked again; later "
+            "errors of this type are not logged",
+            step,
+            error,
+            exc_info=error,
+        )
 
     def decided(self) -> None:
         """Note that nothing waits any more."""

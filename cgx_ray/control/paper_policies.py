@@ -1,20 +1,29 @@
-"""The papers' policies behind the `Policy` protocol, as published: what they choose is put in force.
+"""The papers' policies, as published: what they choose is put in force.
 
-The loop asks them for the same reasons as `AdaptivePolicy`, and every `review_s`. They neither compare with dense nor
-take back what was slower: the user has asked for them by name.
+The loop asks them for the same reasons as `Adaptive`, and every `review_s`. They neither compare with dense nor take
+back what was slower: the user has asked for them by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cgx_ray.control.policy import REVIEW_S, Decision, Situation
 from cgx_ray.plan import CodecSpec, Option
 from cgx_ray.planner.bits import ALPHA
+from cgx_ray.control.policy import REVIEW_S, Decision, Policy, Situation, check_name, check_review
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import CodecSpec
+from cgx_ray.planner.bits import ALPHA, QSGD, WIDTHS
+from cgx_ray.planner.papers.cgx import METHODS as CGX_METHODS
 from cgx_ray.planner.papers.cgx import cgx_groups
-from cgx_ray.planner.papers.flexible import FlexibleLoop
-from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES, FlexibleLoop
+from cgx_ray.planner.papers.flexible import METHODS as FLEXIBLE_METHODS
+from cgx_ray.planner.prediction import Measured, PlannedGroup, predict
 
 # Seconds between two looks at the triggers of Flexible Communication.
 TRIGGER_S = 20.0
@@ -22,59 +31,100 @@ TRIGGER_S = 20.0
 Groups = tuple[PlannedGroup, ...]
 
 
-class PaperPolicy:
+class PaperPolicy(Policy):
     """Puts the groups in force that `groups` returns for the measurements; None keeps the plan."""
 
-    options: Sequence[Option] = ()
     is_guarded = False
-    max_error: float | None = None
 
-    def __init__(self, name: str, groups: Callable[[Measured], Groups | None], *, review_s: float = REVIEW_S) -> None:
-        self.review_s = review_s
-        self._name = name
-        self._groups = groups
+    @property
+    def title(self) -> str:
+        """The policy in words."""
+        raise NotImplementedError
+
+    def groups(self, measured: Measured) -> Groups | None:
+        raise NotImplementedError
 
     def decide(self, situation: Situation) -> Decision:
-        outlook = situation.outlook
-        dense = outlook.dense()
-        current = predict(outlook.now, groups_of(situation.plan, outlook.now.layers))
-        chosen = self._groups(outlook.now)
-        predicted = current if chosen is None or chosen == current.groups else predict(outlook.now, chosen)
-        step_s, dense_s = map(outlook.errors.step_s, (predicted, dense))
-        what = f"{self._name} keeps" if predicted is current else f"{self._name} chooses"
-        reason = f"{situation.cause}: {what} {predicted.describe_options()}; predicted {step_s:.3f} s per step"
-        is_kept, now = predicted is current, situation.plan
-        return Decision(
-            kind="keep" if is_kept else "replace",
-            plan=now if is_kept else predicted.plan(version=now.version + 1, world_size=now.world_size),
-            reason=reason,
-            predicted=predicted,
-            step_s=step_s,
-            dense_s=dense_s,
+        now, current = situation.outlook.now, situation.current()
+        chosen = self.groups(now)
+        keeps = chosen is None or chosen == current.groups
+        predicted = current if chosen is None or keeps else predict(now, chosen)
+        reason = (
+            f"{situation.cause}: {self.title} {'keeps' if keeps else 'chooses'} {predicted.describe_options()}; "
+            f"predicted {situation.outlook.errors.step_s(predicted):.3f} s per step"
         )
-
-    def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
-        return None
+        return situation.decision(predicted, reason)
 
     def recorded(self) -> dict[str, Any]:
-        return {"kind": "paper", "name": self._name}
+        return {"kind": "paper", "name": self.title}
 
 
-class CgxPolicy(PaperPolicy):
-    """CGX, section 5: bits by layer, chosen anew every `review_s`."""
+@dataclass(frozen=True, kw_only=True)
+class Cgx(PaperPolicy):
+    """CGX, section 5: qsgd over sra with bits by layer, chosen anew every `review_s`.
 
-    max_error = ALPHA
+    method    "kmeans", "linear", "bayes" or "dp"
+    alpha     the largest error of all layers, over that of 4 bits
+    review_s  seconds after a decision until it is asked again without any other cause
+    """
 
-    def __init__(self, method: str, *, review_s: float = REVIEW_S) -> None:
-        self._method = method
-        super().__init__(f"cgx ({method})", self._choose, review_s=review_s)
+    method: str = "kmeans"
+    alpha: float = ALPHA
+    review_s: float = REVIEW_S
 
-    def _choose(self, measured: Measured) -> Groups | None:
-        return cgx_groups(measured, self._method)
+    gain_codecs = (QSGD,)
+    timed_codecs = tuple(replace(QSGD, bits=bits) for bits in WIDTHS)
+
+    def __post_init__(self) -> None:
+        check_name("method", self.method, tuple(CGX_METHODS))
+        if not isinstance(self.alpha, int | float) or not 1 <= self.alpha < math.inf:
+            raise ConfigError(f"alpha {self.alpha!r} is not allowed; give 1 or more, in the paper 1.5 to 3")
+        check_review(self.review_s)
+
+    @property
+    def title(self) -> str:
+        return f"cgx ({self.method})"
+
+    @property
+    def max_error(self) -> float:
+        return self.alpha
+
+    def groups(self, measured: Measured) -> Groups | None:
+        return cgx_groups(measured, self.method, self.alpha)
 
 
-class FlexiblePolicy(PaperPolicy):
-    """Flexible Communication, section 3: density and collective, chosen anew when a trigger fires."""
+@dataclass(frozen=True, kw_only=True)
+class Flexible(PaperPolicy):
+    """Flexible Communication, section 3: top-k, density and collective chosen anew when a trigger fires.
 
-    def __init__(self, method: str) -> None:
-        super().__init__(f"flexible ({method})", FlexibleLoop(method).groups, review_s=TRIGGER_S)
+    method     "knee", or "nsga2", which needs pymoo
+    densities  that may be chosen; "nsga2" chooses any from the least to the largest
+    """
+
+    method: str = "knee"
+    densities: Sequence[float] = CANDIDATE_DENSITIES
+    _loop: FlexibleLoop = field(init=False, repr=False, compare=False)
+
+    review_s = TRIGGER_S
+
+    def __post_init__(self) -> None:
+        check_name("method", self.method, FLEXIBLE_METHODS)
+        if self.method == "nsga2" and importlib.util.find_spec("pymoo") is None:
+            raise ConfigError("method 'nsga2' needs pymoo; pip install \"cgx-ray[nsga2]\", or give method='knee'")
+        if not isinstance(self.densities, tuple | list) or not self.densities:
+            raise ConfigError(f"densities {self.densities!r} is not allowed; give a tuple such as (0.1, 0.01)")
+        for density in self.densities:
+            CodecSpec(name="topk", density=density)
+        object.__setattr__(self, "densities", tuple(self.densities))
+        object.__setattr__(self, "_loop", FlexibleLoop(self.method, self.densities))
+
+    @property
+    def timed_codecs(self) -> Sequence[CodecSpec]:
+        return tuple(CodecSpec(name="topk", density=density) for density in self.densities)
+
+    @property
+    def title(self) -> str:
+        return f"flexible ({self.method})"
+
+    def groups(self, measured: Measured) -> Groups | None:
+        return self._loop.groups(measured)

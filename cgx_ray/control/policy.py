@@ -1,38 +1,23 @@
 """Policies: given the situation of a training they return a decision. They change nothing themselves.
 
-`AdaptivePolicy` asks the planner for the plan with the smallest score under the current measurements, where the score
-is predicted seconds per step, times the errors learned so far, over the fraction of a dense step's progress that the
-plan keeps. The plan in force is scored with the same measurements, then:
-
-1. If the plan in force clearly keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more
-   than 3 % slower than dense, the best plan replaces it at once.
-2. Else the best plan replaces it only if its score is more than 5 % smaller, and the seconds saved until the network is
-   expected to change are more than the change of plan takes. Dense is left only for more than half of what predictions
-   have been wrong by lately, at most 20 %: where ranks share processors, plans often promise 10 % and take 50 % longer.
-
-On a network that changes too fast to follow, a score is the mean over the recent states of the network.
-
-Gains are noisy, so options in force may keep a little less than `min_gain`, and others must keep a little more
-(GAIN_MARGIN).
-
-Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. If a node has one rank, or all
-ranks share memory, hierarchical options equal flat ones, so the planner leaves them out.
+A policy is also the value that users configure: it goes to `CGXConfig` or `attach`, and the control loop asks a copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from statistics import geometric_mean, harmonic_mean
 from typing import Any, Literal, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from cgx_ray.control.learned.learned_errors import LearnedErrors
-from cgx_ray.plan import DENSE, NONE, CodecSpec, Option, Plan
+from cgx_ray.errors import ConfigError, PlanError
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Intra, Option, Plan, Scheme, as_option, preferred_scheme
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.fidelity import describe_costs
 from cgx_ray.planner.joint import BestPlan, best_plan
-from cgx_ray.planner.options import codec_cost_of, offloaded
+from cgx_ray.planner.options import codec_options
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, groups_of, predict
 
 # Searches per network, each of 3 to 260 ms, with thousands of layers 400.
@@ -108,20 +93,11 @@ class Outlook:
         return plans
 
 
-# Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
-MIN_IMPROVEMENT = 0.05
-# The same for leaving dense while predictions are far off.
-MOST_IMPROVEMENT = 0.2
 # Seconds after a decision before a policy is asked again without any other cause. Rare enough to cost nothing, frequent
 # enough to follow slow trends.
 REVIEW_S = 60.0
 # Largest allowed ratio of a plan's seconds per step to dense: the promise is "never more than 3 % slower than dense".
 MAX_SLOWDOWN = 1.03
-# Told times of a codec may be this many times too long.
-MAX_OVERSTATED = 300.0
-# Share of the error that `min_gain` allows: options in force may have so much more, others must have so much less. Mean
-# gains scatter by about 0.02 around 0.8, which is a tenth of the error.
-GAIN_MARGIN = 0.1
 
 
 DecisionKind = Literal["keep", "replace", "disable"]
@@ -168,174 +144,158 @@ class Situation:
     switch_s: float = 0.0
     banned: frozenset[Option] = field(default_factory=frozenset)
 
+    def allowed(self, options: Iterable[Option]) -> tuple[Option, ...]:
+        """Return those of `options` that are not banned."""
+        return tuple(option for option in options if option.flat() not in self.banned)
 
+    def current(self) -> Prediction:
+        """Return the prediction of the plan in force."""
+        return predict(self.outlook.now, groups_of(self.plan, self.outlook.now.layers))
+
+    def best(self, options: Sequence[Option], min_gain: float = 0.0) -> Prediction:
+        """Return the prediction of the best plan from dense and `options`, all layers and groupings considered.
+
+        Options whose gain is unknown or less than `min_gain` are left out.
+        """
+        return self.outlook.best(options, min_gain).best
+
+    def decision(self, chosen: Prediction, reason: str, *, dense: Prediction | None = None) -> Decision:
+        """Return the decision that puts the groups of `chosen` in force, or keeps them if they are.
+
+        dense  the prediction of dense, if it is known
+        """
+        errors = self.outlook.errors
+        step_s, dense_s = errors.step_s(chosen), errors.step_s(dense or self.outlook.dense())
+        if chosen.groups == groups_of(self.plan, self.outlook.now.layers):
+            return Keep(reason=reason, predicted=chosen, step_s=step_s, dense_s=dense_s)
+        plan = chosen.plan(version=self.plan.version + 1, world_size=self.plan.world_size)
+        return Replace(plan=plan, reason=reason, predicted=chosen, step_s=step_s, dense_s=dense_s)
+
+    def check(self, decision: Decision) -> None:
+        """Raise PlanError if the ranks could not follow the plan of `decision`."""
+        if isinstance(decision, Keep):
+            return
+        layers, plan = self.outlook.now.layers, decision.plan
+        plan.check(layers, self.plan.world_size)
+        if plan.version != self.plan.version + 1 or set(self.outlook.now.fixed) - set(groups_of(plan, layers)):
+            raise PlanError(
+                f"plan {plan.version} of the policy does not follow plan {self.plan.version}, or lacks layer rules; "
+                "make decisions by `Situation.decision` from predictions of `Situation.best`"
+            )
+
+
+@runtime_checkable
 class Policy(Protocol):
+    """What the control loop asks for decisions. Subclasses need no more than `decide`, and mostly `options`.
+
+    The loop asks a copy, made by pickle in a process of its own: the class must be in a module that can be imported
+    there. An error in `decide` is written to the journal, and the plan in force stays.
+    """
+
     @property
     def options(self) -> Sequence[Option]:
-        """All options that may be chosen, besides dense."""
+        """All options that may be chosen, besides dense. Ranks measure the times and gains of their codecs."""
+        return ()
 
     @property
     def review_s(self) -> float:
         """Seconds after a decision until the policy is asked again without any other cause."""
+        return REVIEW_S
 
     @property
     def is_guarded(self) -> bool:
         """True if the loop takes back plans that are slower than dense, and compares with dense where it is unsure."""
+        return True
 
     @property
     def max_error(self) -> float | None:
         """Error of bits by layer over that of 4 bits above which it is asked at once; None if it chooses no bits."""
+        return None
+
+    @property
+    def timed_codecs(self) -> Sequence[CodecSpec]:
+        """Codecs that ranks time before training. Errors by layer are measured for the qsgd codecs among them."""
+        return tuple(dict.fromkeys(option.codec for option in self.options if option.codec != NONE))
+
+    @property
+    def gain_codecs(self) -> Sequence[CodecSpec]:
+        """Codecs whose gain ranks measure during training."""
+        return self.timed_codecs
 
     def decide(self, situation: Situation) -> Decision | None:
         """Return a decision, or None if this policy never decides."""
 
     def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
         """Return a codec whose told times may be what keeps it out of the best plan, or None."""
+        return None
 
     def recorded(self) -> dict[str, Any]:
         """Return the policy for the journal, as `recorded.read_policy` reads it."""
+        cls, given = type(self), dict[str, Any]()
+        if is_dataclass(self):
+            given = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return {"kind": "own", "name": f"{cls.__module__}:{cls.__qualname__}", "given": given}
 
 
-class StaticPolicy:
-    """Keeps the plan that the user has chosen."""
+def check_name(what: str, name: object, known: Sequence[str]) -> None:
+    """Raise ConfigError if `name` is none of `known`."""
+    if name not in known:
+        raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(known)}")
 
-    options: Sequence[Option] = ()
-    review_s = REVIEW_S
+
+def check_review(review_s: object) -> None:
+    """Raise ConfigError if `review_s` is no number of seconds that one can wait."""
+    if not isinstance(review_s, int | float) or not 0 < review_s < math.inf:
+        raise ConfigError(f"review_s {review_s!r} is not allowed; give seconds above 0, such as {REVIEW_S:g}")
+
+
+def as_candidate(given: Given) -> CodecSpec | Option:
+    """Read a codec, or an option, which is a tuple or the text of one."""
+    if isinstance(given, str):
+        is_option = " over " in given or given.startswith(Scheme.DENSE)
+        return Option.parse(given) if is_option else CodecSpec.parse(given)
+    return given if isinstance(given, CodecSpec) else as_option(given)
+
+
+def options_from(candidates: Iterable[Given]) -> tuple[Option, ...]:
+    """Return dense and the options that `candidates` allow: a codec stands for all schemes that can carry it.
+
+    Then dense has all its schemes too, also inside nodes first.
+    """
+    read = [as_candidate(one) for one in candidates]
+    found = [DENSE] if all(isinstance(one, Option) for one in read) else list(codec_options([NONE]))
+    for one in read:
+        found += [one] if isinstance(one, Option) else codec_options([one])
+    return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Static(Policy):
+    """Keeps one option for the whole run.
+
+    codec   a CodecSpec, or text for `CodecSpec.parse`; None: qsgd, or no codec with scheme "dense"
+    scheme  None: the codec's usual one
+    intra   "dense" or "compressed" sums inside nodes first, see `collectives.hierarchical`; or "flat"
+    """
+
+    codec: CodecSpec | str | None = None
+    scheme: str | None = None
+    intra: str = Intra.FLAT.value
+    option: Option = field(init=False, repr=False, compare=False)
+
     is_guarded = False
-    max_error = None
+
+    def __post_init__(self) -> None:
+        codec = self.codec or ("none" if self.scheme == Scheme.DENSE else "qsgd")
+        codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
+        option = as_option((codec, self.scheme or preferred_scheme(codec), self.intra))
+        object.__setattr__(self, "option", option)
+        for name in ("codec", "scheme", "intra"):
+            # As text, so that policies that mean the same are the same.
+            object.__setattr__(self, name, str(getattr(option, name)))
 
     def decide(self, situation: Situation) -> Decision | None:
         return None
 
-    def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
-        return None
-
     def recorded(self) -> dict[str, Any]:
         return {"kind": "static"}
-
-
-class AdaptivePolicy:
-    """Chooses the plan with the smallest score, as the module's docstring describes.
-
-    options   all that may be chosen, besides dense; where a GPU holds the gradients also offloaded
-    min_gain  least gain that an option must have, up to GAIN_MARGIN
-    """
-
-    is_guarded = True
-    max_error = None
-
-    def __init__(self, options: Sequence[Option], *, min_gain: float, review_s: float = REVIEW_S) -> None:
-        self.options: Sequence[Option] = tuple(options)
-        self._min_gain = min_gain
-        self.review_s = review_s
-        self._least_gain = max(0.0, 1 - (1 + GAIN_MARGIN) * (1 - min_gain))
-        self._enter_gain = 1 - (1 - GAIN_MARGIN) * (1 - min_gain)
-
-    def decide(self, situation: Situation) -> Decision:
-        cause, outlook = situation.cause, situation.outlook
-        found = outlook.best(self._allowed(situation), self._least_gain)
-        best, current = found.best, predict(outlook.now, groups_of(situation.plan, outlook.now.layers))
-        current_s, best_s, dense_s = map(outlook.errors.step_s, (current, best, found.dense))
-        if best.groups == current.groups:
-            reason = f"{cause}: {_describe_best(found, outlook)}"
-            return Decision(
-                kind="keep",
-                plan=situation.plan,
-                reason=reason,
-                predicted=current,
-                step_s=current_s,
-                dense_s=dense_s,
-            )
-        if self._may_stay(situation, current) and not self._is_worth(situation, current, found):
-            kept, other = current.describe_options(), best.describe_options()
-            return Decision(
-                kind="keep",
-                plan=situation.plan,
-                reason=f"{cause}: kept {kept}; {other if other != kept else 'another grouping'} would be less than "
-                f"{_least_improvement(current, outlook):.0%} better",
-                predicted=current,
-                step_s=current_s,
-                dense_s=dense_s,
-            )
-        return Decision(
-            kind="replace",
-            plan=best.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
-            reason=f"{cause}: {_describe_best(found, outlook)}",
-            predicted=best,
-            step_s=best_s,
-            dense_s=dense_s,
-        )
-
-    def recorded(self) -> dict[str, Any]:
-        return {"kind": "adaptive", "options": list(map(str, self.options)), "min_gain": self._min_gain}
-
-    def _allowed(self, situation: Situation) -> list[Option]:
-        """Return the options that are not banned and keep enough: those in force may keep a little less.
-
-        Where a GPU holds the gradients, with the same ones offloaded.
-        """
-        in_force, measured = {group.option for group in situation.plan.groups}, situation.outlook.now
-        moved = offloaded(self.options) if measured.bus is not None else ()
-        return [
-            option
-            for option in (*self.options, *moved)
-            if option.flat() not in situation.banned
-            and (option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain)
-        ]
-
-    def _may_stay(self, situation: Situation, current: Prediction) -> bool:
-        used = {group.option.flat() for group in current.groups if group.option != DENSE and not group.is_fixed}
-        keeps_enough = current.efficiency is not None and current.efficiency >= self._least_gain
-        return keeps_enough and situation.banned.isdisjoint(used)
-
-    def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
-        """Return whether the best plan saves enough, and pays back the time that the change takes."""
-        outlook = situation.outlook
-        current_s, best_s = outlook.score(current.groups), outlook.score(found.best.groups)
-        if not current.is_dense and current_s > MAX_SLOWDOWN * outlook.score(found.dense.groups):
-            return True
-        saved = 1 - best_s / current_s
-        return saved > _least_improvement(current, outlook) and saved * situation.dwell_s > situation.switch_s
-
-    def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
-        """Return a codec that was never in use, if its told times may be all that keeps a plan from replacing `kept`.
-
-        They may be MAX_OVERSTATED times too long.
-        """
-        measured, errors = situation.outlook.now, situation.outlook.errors
-        allowed = self._allowed(situation)
-        codecs = {option.codec for option in allowed} - {NONE}
-        untimed = {codec for codec in codecs if not errors.is_timed(str(codec))}
-        costs = dict(measured.codec_costs)
-        for codec in untimed:
-            costs[str(codec)] = codec_cost_of(costs, codec).slowed(1 / MAX_OVERSTATED)
-        best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._least_gain).best
-        kept_s = errors.factor(kept.predicted.groups) * kept.predicted.score
-        least = _least_improvement(kept.predicted, situation.outlook)
-        if errors.factor(best.groups) * best.score >= kept_s * (1 - least):
-            return None
-        slowed = set(map(str, untimed))
-        return next((option.codec for option in best.options if measured.cost_name(option) in slowed), None)
-
-
-def _least_improvement(current: Prediction, outlook: Outlook) -> float:
-    """Return the share of the score of `current` that another plan must save."""
-    if not current.is_dense:
-        return MIN_IMPROVEMENT
-    return max(MIN_IMPROVEMENT, min(1 - math.exp(-outlook.errors.doubt / 2), MOST_IMPROVEMENT))
-
-
-def _describe_best(found: BestPlan, outlook: Outlook) -> str:
-    best = found.best
-    best_s, dense_s = map(outlook.errors.step_s, (best, found.dense))
-    if best.is_dense:
-        return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
-    assert best.efficiency is not None
-    text = (
-        f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
-        f"{best.efficiency:.1%} of its progress"
-    )
-    costs = describe_costs(option.codec for option in best.options)
-    text = f"{text}; {costs}" if costs else text
-    gap = f"{found.gap:.1%}"
-    return text if gap == "0.0%" else f"{text}, at most {gap} from the optimum"

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import FORMAT
 from cgx_ray.control.journal.recorded import read_groups, read_layers, read_policy, read_situation
 from cgx_ray.control.policy import Decision, Policy, Situation, StaticPolicy
+from cgx_ray.control.policy import Decision, Keep, Policy, Situation
 from cgx_ray.control.trial.excursion import codec_trial
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option
@@ -80,6 +82,8 @@ class WhatIf:
     def policy(self, start: Mapping[str, Any]) -> Policy:
         """Return the policy of a `start` line with these changes."""
         fields = dict(start["policy"])
+        if fields["kind"] == "own" and self.options is not None:
+            fields = {"kind": "adaptive", "min_gain": Adaptive().min_gain}
         if self.options is not None:
             fields["options"] = list(map(str, self.options))
         if self.min_gain is not None:
@@ -143,17 +147,20 @@ class Replay:
         number = entry.get("format")
         if isinstance(number, int) and number > FORMAT:
             raise ConfigError(f"the journal has format {number}, this version of cgx_ray reads {FORMAT}; update it")
+        kind = None
         try:
-            self.kinds.add(entry["policy"]["kind"])
-            if entry["policy"]["kind"] == "paper":
+            kind = entry["policy"]["kind"]
+            self.kinds.add(kind)
+            if kind == "paper":
                 # Errors by layer and gain curves would make the journal long.
                 self._no_start = f"the journal lacks the inputs of policy {entry['policy']['name']}"
                 return
-            layers, recorded = read_layers(entry), read_policy(entry)
-        except READ_ERRORS:
+            self._layers, policy = read_layers(entry), self._what_if.policy(entry)
+        except READ_ERRORS as error:
+            if kind == "own":
+                self._no_start = str(error)
             return
-        is_static = isinstance(recorded, StaticPolicy)
-        self._layers, self._policy = layers, recorded if is_static else self._what_if.policy(entry)
+        self._policy = policy
         self._candidates |= {option.codec for option in self._policy.options} - {NONE}
 
     def _again(self, entry: Mapping[str, Any]) -> ReplayedDecision:
@@ -169,9 +176,11 @@ class Replay:
         recorded = _recorded(entry)
         now = situation.outlook.now
         self._measured |= {option.codec for option in self._policy.options if now.gain_of(option) is not None}
+        # A policy that others wrote may raise anything.
+        errors = CGXError if isinstance(self._policy, Adaptive) else Exception
         try:
             decision = decide_again(self._policy, situation)
-        except CGXError as error:
+        except errors as error:
             return _replayed(entry, recorded, None, differs=True, note=f"fails: {error}")
         if decision is None:
             return _replayed(entry, recorded, None, differs=True, note="no decision")

@@ -52,7 +52,9 @@ def _fit(run: RunRequest, num_workers: int) -> None:
 def _torch_config(run: RunRequest) -> TorchConfig:
     if run.policy is None:
         return TorchConfig(backend="gloo")
-    options: dict[str, Any] = {"policy": run.policy, "fidelity": run.fidelity, "seed": run.seed}
+    options: dict[str, Any] = {"policy": run.policy, "seed": run.seed}
+    if run.policy == "adaptive":
+        options["fidelity"] = run.fidelity
     if run.policy == "static":
         options |= {"codec": "none", "scheme": "dense"}
     if run.simulated_link is not None:

@@ -21,9 +21,11 @@ from cgx_ray.report.live_screen import Screen, make_screen
 from cgx_ray.report.live_view import LiveView, view_of_record
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.show import print_line
-from cgx_ray.session.settings import DECIDING, Settings
+from cgx_ray.session.settings import Settings
 from cgx_ray.units import format_rate
 
+# Policies that decide during training, the default first.
+DECIDING = ("adaptive", "cgx", "flexible")
 SIMULATED_LATENCY_S = 1e-4
 _POLL_S = 0.05
 _STALL_S = 120.0
@@ -49,7 +51,7 @@ class DemoOptions:
     slow_rate: float = 1e8
     seed: int = 0
     policy: str = "adaptive"
-    fidelity: str = "strict"
+    fidelity: str | None = None
     dense_only: bool = False
     force_simulated: bool = False
 

@@ -22,7 +22,7 @@ class RunRequest:
     seed: int
     batch_size: int
     storage_path: str
-    fidelity: str = "strict"
+    fidelity: str | None = None
     simulated_link: tuple[float, tuple[tuple[int, float], ...]] | None = None
 
     @property

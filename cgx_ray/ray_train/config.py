@@ -18,17 +18,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cgx_ray.control.controller import ACTOR_OPTIONS, Controller
 from cgx_ray.control.history import History, Snapshot
 from cgx_ray.control.live_state import NAMESPACE, new_actor_name
-from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy
-from cgx_ray.control.policy import AdaptivePolicy, Policy, StaticPolicy
 from cgx_ray.errors import StateError
-from cgx_ray.planner.options import codec_options
 from cgx_ray.ray_train.agent_watch import MAX_RESTARTS, AgentWatch, node_addresses, start_agents
 from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
 from cgx_ray.ray_train.state_files import write_state
 from cgx_ray.ray_train.worker import close_ray_session, open_ray_session
 from cgx_ray.session.attachment import process
 from cgx_ray.session.own_folder import OwnFolder
-from cgx_ray.session.settings import Settings
+from cgx_ray.session.settings import POLICY_ARGUMENTS, Settings, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +52,8 @@ class CGXConfig(Settings, TorchConfig):
 
     def settings(self) -> Settings:
         """Return the settings alone, checked again: a config may have changed since it was made."""
-        return Settings(**{field.name: getattr(self, field.name) for field in fields(Settings)})
+        names = [*(field.name for field in fields(Settings)), *POLICY_ARGUMENTS]
+        return Settings(**{name: getattr(self, name) for name in names})
 
 
 class CGXBackend(TorchBackend):
@@ -156,19 +154,6 @@ def _start_controller(settings: Settings, facts: RunFacts, snapshot: Snapshot, h
             history,
             [addresses[node_id] for node_id in facts.node_ids],
         )
-    )
-
-
-def make_policy(settings: Settings) -> Policy:
-    """Return the policy that `settings.policy` names."""
-    if settings.policy == "static":
-        return StaticPolicy()
-    if settings.policy == "cgx":
-        return CgxPolicy(settings.used_method, review_s=settings.review_s)
-    if settings.policy == "flexible":
-        return FlexiblePolicy(settings.used_method)
-    return AdaptivePolicy(
-        codec_options(settings.candidate_codecs()), min_gain=settings.min_gain, review_s=settings.review_s
     )
 
 

@@ -19,11 +19,12 @@ from torch import nn
 from cgx_ray.collectives.transport.gathered import Gatherer, as_own, unreachable
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
 from cgx_ray.collectives.transport.transport import DEFAULT_TIMEOUT_S
+from cgx_ray.control.policy import Policy, Static
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scaler
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.errors import CGXError, ConfigError
-from cgx_ray.plan import CodecSpec, Plan, Scheme, preferred_scheme
+from cgx_ray.plan import CodecSpec, Plan, Scheme
 from cgx_ray.session import ddp
 from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
@@ -40,6 +41,7 @@ def attach(
     model: nn.Module,
     *,
     plan: Plan | None = None,
+    policy: Policy | str | None = None,
     codec: CodecSpec | str | None = None,
     scheme: str | None = None,
     intra: str | None = None,
@@ -57,10 +59,10 @@ def attach(
     model          a DistributedDataParallel, or a whole model after `fully_shard` (FSDP2), which takes one codec for
                    the whole run, over sra; compiled or not. At world size 1 any model is accepted and nothing happens
     plan           in force until `Attachment.hold` offers a newer one
-    codec, scheme  for all layers and the whole run, as in `CodecSpec.parse`. Default: CGXConfig decides in a Ray Train
-                   worker; elsewhere qsgd 4/128 over sra
-    intra          "flat", or "dense" or "compressed" sums inside nodes first, see `Settings`. Default: CGXConfig's;
-                   elsewhere "flat"
+    policy         a `Static`, for all layers and the whole run. Default: CGXConfig's in a Ray Train worker; elsewhere
+                   qsgd 4/128 over sra
+    codec, scheme, intra
+                   make a `Static` in short. What is left out is that of CGXConfig's `Static`, if it has one
     transport, shared_memory, timeout_s, silent_s, weight_check_steps, average_weights
                    see `Settings`. Default: CGXConfig's; elsewhere "tcp", True, that of the process group, a minute,
                    500 and False. As codec, scheme and intra, the same on all ranks
@@ -91,18 +93,17 @@ def attach(
     given = {name: value for name, value in others.items() if value is not None}
 
     def make_settings() -> Settings:
-        return _settings(plan, codec, scheme, intra, given)
+        return _settings(plan, policy, {"codec": codec, "scheme": scheme, "intra": intra}, given)
 
-    asks = all(choice is None for choice in (plan, codec, scheme, intra))
+    asks = all(choice is None for choice in (plan, policy, codec, scheme, intra))
     process.attachment = _attach(uncompiled(model), plan, make_settings, parameters, scaler, asks_controller=asks)
     return process.attachment
 
 
 def _settings(
     plan: Plan | None,
-    codec: CodecSpec | str | None,
-    scheme: str | None,
-    intra: str | None,
+    policy: Policy | str | None,
+    choice: Mapping[str, Any],
     others: Mapping[str, Any],
 ) -> Settings:
     """Return the settings of the Ray Train run, or static ones, changed by the arguments of `attach`."""
@@ -111,17 +112,22 @@ def _settings(
     else:
         settings = Settings(policy="static", timeout_s=_usual_timeout_s())
     settings = replace(settings, **others)
-    is_chosen = any(choice is not None for choice in (codec, scheme, intra))
-    if plan is not None and is_chosen:
+    given = {name: value for name, value in choice.items() if value is not None}
+    if plan is not None and (given or policy is not None):
         raise ConfigError(
-            "attach got a plan and a codec, scheme or intra, which the plan already sets; give one of them"
+            "attach got a plan and a policy, codec, scheme or intra, which the plan already sets; give one of them"
         )
-    if plan is not None or is_chosen:
-        if codec is None:
-            codec = "none" if scheme == Scheme.DENSE else settings.codec
-        spec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
-        scheme, intra = scheme or preferred_scheme(spec), intra or settings.intra
-        settings = replace(settings, policy="static", codec=str(spec), scheme=scheme, intra=intra)
+    if policy is not None:
+        settings = replace(settings, policy=policy, **given)
+        if settings.decides:
+            raise ConfigError(f"attach got policy {policy!r}; it takes a Static, give others to CGXConfig")
+    elif plan is not None or given:
+        usual = settings.policy
+        if isinstance(usual, Static):
+            given = {"intra": usual.intra} | given
+            if given.get("scheme") != Scheme.DENSE:
+                given = {"codec": usual.codec} | given
+        settings = replace(settings, policy=Static(**given))
     return settings
 
 
@@ -175,7 +181,7 @@ def _attach(
         logger.warning(
             "attach got no codec in a Ray Train run without CGXConfig: %s for the whole run, and nothing adapts; give "
             "TorchTrainer torch_config=cgx_ray.CGXConfig(), or give attach a codec",
-            settings.codec,
+            settings.policy,
         )
     return attachment
 

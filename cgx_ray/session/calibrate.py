@@ -18,6 +18,8 @@ from torch import Tensor
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.codecs.gain import squared_error
+from cgx_ray.control.adaptive import Adaptive
+from cgx_ray.control.paper_policies import Flexible
 from cgx_ray.engine.group import copy_each
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.bits import QSGD, LayerErrors
@@ -83,18 +85,20 @@ BUS_NUMELS = (1 << 10, 1 << 22)
 def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecCost]:
     """Return the time of every codec of `Settings.timed_codecs` on `device`, which holds the gradients, by its text.
 
-    Policy "flexible" may choose other densities of top-k, so one of them stands for all, by name.
+    `Flexible` may choose other densities of top-k, so one of them stands for all, by name.
     """
     costs = {str(codec): measure_codec(codec, device=device) for codec in settings.timed_codecs()}
-    return costs if settings.policy != "flexible" else costs | {"topk": next(reversed(costs.values()))}
+    if isinstance(settings.policy, Flexible):
+        costs["topk"] = costs[str(settings.policy.timed_codecs[-1])]
+    return costs
 
 
 def measure_offload(settings: Settings, device: torch.device) -> tuple[dict[str, CodecCost], Link | None]:
     """Return codec times on the host, by their names there, and the bus, if plans may offload codecs from `device`.
 
-    That is if it is no host, and the policy is "adaptive"; those of papers do not offload.
+    That is if it is no host, and the policy is `Adaptive`; others do not offload.
     """
-    if device.type == "cpu" or settings.policy != "adaptive":
+    if device.type == "cpu" or not isinstance(settings.policy, Adaptive):
         return {}, None
     costs = measure_codecs(settings, HOST)
     return {host_name(codec): cost for codec, cost in costs.items()}, measure_bus(device)

@@ -101,7 +101,7 @@ def _start_engine(
             plan,
             transport,
             seed=settings.seed,
-            candidates=settings.gain_codecs(),
+            candidates=settings.chosen_policy.gain_codecs,
             by_layer=settings.codecs_by_layer() if transport.rank < MAX_MEASURING else (),
             device=device,
             inside=measure_inside(local) if local is not None and is_planned_with else None,

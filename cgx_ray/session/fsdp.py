@@ -12,6 +12,7 @@ from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.gathered import Gatherer, as_own
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
 from cgx_ray.collectives.transport.lifeline import Lifeline
+from cgx_ray.control.policy import Static
 from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
@@ -108,25 +109,26 @@ def _check(
     plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None
 ) -> tuple[CodecSpec, CodecSpec | None]:
     """Return the codec of gradients and that of parameters, None if they are not compressed."""
-    if settings.intra != Intra.FLAT:
-        raise ConfigError(
-            f"an FSDP2 model cannot use intra {settings.intra!r}; shard within nodes and replicate between them"
-        )
-    if plan is not None or settings.policy != "static":
-        given = "a plan" if plan is not None else f"policy {settings.policy!r}"
+    chosen = settings.policy
+    if plan is not None or not isinstance(chosen, Static):
+        given = "a plan" if plan is not None else f"policy {chosen!r}"
         raise ConfigError(
             f"attach got an FSDP2 model and {given}; this version takes one codec for the whole model: give attach a "
             "`codec`, or CGXConfig policy='static' and a codec"
+        )
+    option = chosen.option
+    if option.intra is not Intra.FLAT:
+        raise ConfigError(
+            f"an FSDP2 model cannot use intra {chosen.intra!r}; shard within nodes and replicate between them"
         )
     if settings.average_weights:
         raise ConfigError("weights of an FSDP2 model are not compared, so leave average_weights out")
     if settings.overrides or settings.exclude:
         raise ConfigError("an FSDP2 model takes one codec for the whole model; leave out overrides and exclude")
-    codec = CodecSpec.parse(settings.codec)
-    allowed = CODECS_OF_SCHEME[Scheme.SRA]
-    if codec.name not in allowed or settings.scheme not in (Scheme.SRA, Scheme.DENSE):
+    codec, allowed = option.codec, CODECS_OF_SCHEME[Scheme.SRA]
+    if codec.name not in allowed or option.scheme not in (Scheme.SRA, Scheme.DENSE):
         raise ConfigError(
-            f"an FSDP2 model cannot use {settings.codec} over {settings.scheme}; it takes scheme sra and one of "
+            f"an FSDP2 model cannot use {codec} over {option.scheme}; it takes scheme sra and one of "
             f"{', '.join(sorted(allowed))}"
         )
     parameter_codec = CodecSpec.parse(parameters) if isinstance(parameters, str) else parameters

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from bench.__main__ import bench
 from bench.scale.measure import ScaleNumbers, ScaleOptions
 from bench.shared.simulated_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import AdaptivePolicy
 
 NAMES = [
     "controller",
@@ -54,7 +54,7 @@ def test_goals_are_for_the_whole_run_and_memory_for_two_minutes() -> None:
 def test_the_loop_finds_the_link_of_the_simulated_nodes_and_decides_when_it_changes(tmp_path: Path) -> None:
     cluster = LargeCluster(8, 4)
     reports, plan = Reports(cluster), cluster.first_plan()
-    loop = ControlLoop(AdaptivePolicy(OPTIONS, min_gain=0.8), Journal(tmp_path / "decisions.jsonl"))
+    loop = ControlLoop(Adaptive(candidates=OPTIONS), Journal(tmp_path / "decisions.jsonl"))
     loop.register(cluster.truth(GBPS).layers, plan, cluster.costs)
     found = []
     for step in range(40):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from support.control_runs import COST, GAIN, LAYERS, WORLD, MeteredTraining, journal
 
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.history import History
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.learned.measured import bits_by_layer
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.control.replay import Replay, WhatIf
 from cgx_ray.plan import NONE, CodecSpec, make_plan
 from cgx_ray.planner.options import codec_options
@@ -21,7 +21,7 @@ FEW, MORE = (CodecSpec(name="qsgd", bits=bits) for bits in (2, 4))
 
 
 def start(folder: Path, history: History | None = None) -> MeteredTraining:
-    policy = AdaptivePolicy(codec_options((NONE, FEW, MORE)), min_gain=0.8)
+    policy = Adaptive(candidates=codec_options((NONE, FEW, MORE)))
     loop = ControlLoop(policy, Journal(folder / "decisions.jsonl"), history)
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), {"qsgd": COST})
     run = MeteredTraining(loop)

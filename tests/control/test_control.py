@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from support.control_runs import COSTS, DENSITIES, LAYERS, WORLD, FakeTraining, journal, start
 
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.history import SNAPSHOT_FORMAT, History, Snapshot
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import LEASE_S, LEASE_STEPS, ControlLoop
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.policy import AdaptivePolicy, StaticPolicy
+from cgx_ray.control.policy import Keep, Replace, Static
 from cgx_ray.control.trial.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.plan import CodecSpec, Intra, Plan, make_plan
@@ -132,7 +134,7 @@ def test_codecs_that_keep_too_little_are_not_chosen(tmp_path: Path) -> None:
 
 
 def test_a_static_policy_never_decides(tmp_path: Path) -> None:
-    loop = ControlLoop(StaticPolicy(), Journal(tmp_path / "decisions.jsonl"))
+    loop = ControlLoop(Static(), Journal(tmp_path / "decisions.jsonl"))
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
     run = FakeTraining(loop, step=1)
     assert run.run(150) == []
@@ -210,7 +212,7 @@ def test_a_controller_that_crashed_goes_on_from_its_snapshot(tmp_path: Path) -> 
     assert snapshot.read() is None
     snapshot.write(run.loop.history())
     assert [path.name for path in snapshot.path.parent.iterdir()] == ["controller"]
-    again = ControlLoop(AdaptivePolicy(candidate_options(DENSITIES), min_gain=0.8), run.loop._journal, snapshot.read())
+    again = ControlLoop(Adaptive(candidates=candidate_options(DENSITIES)), run.loop._journal, snapshot.read())
     again.resume()
     plan = run.loop.plans[-1]
     assert again.plans[-1] == plan

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import json
 import os
 import pickle
 import signal
@@ -17,18 +17,18 @@ from typing import Any
 
 import psutil
 import pytest
-from support.control_runs import COSTS, DENSITIES, LAYERS, QUIET, journal
-from support.loop_policies import RaisingPolicy, SlowPolicy
+from support.control_runs import COSTS, LAYERS, QUIET, journal
+from support.loop_policies import ADAPTIVE, RaisingPolicy, SlowPolicy
 from support.loop_reports import FIRST, reports
 
 from cgx_ray.control import controller as controller_module
 from cgx_ray.control.controller import Controller
 from cgx_ray.control.history import Snapshot
 from cgx_ray.control.loop_work import LoopWork
-from cgx_ray.control.policy import AdaptivePolicy
+from cgx_ray.control.policy import Policy
 from cgx_ray.errors import CGXError
 from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.planner.options import candidate_options
+from cgx_ray.report.journal_schema import journal_problem
 
 TESTS = Path(__file__).parents[1]
 WITHIN_S = 30.0
@@ -61,7 +61,7 @@ def start(
 
     monkeypatch.setattr(Controller, "_end", end)
 
-    def start(policy: AdaptivePolicy, folder: Path = tmp_path) -> Controller:
+    def start(policy: Policy, folder: Path = tmp_path) -> Controller:
         controller = Controller(policy, str(folder / "decisions.jsonl"), "run", "id", str(folder / "snapshot"))
         started.append(controller)
         assert controller.register(LAYERS, FIRST, COSTS, "thread", 0) == FIRST
@@ -132,20 +132,19 @@ def test_decisions_are_those_of_a_loop_that_is_stepped(
         time = monotonic
 
     monkeypatch.setattr(controller_module, "time", Clock)
-    policy = AdaptivePolicy(candidate_options(DENSITIES), min_gain=0.8)
     # Reports of dense steps alone: those of later plans would depend on when the plan came.
     made = list(itertools.islice(reports(), 6))
     folders = [tmp_path / name for name in ("stepped", "waits", "does not wait")]
     for folder in folders:
         folder.mkdir()
-    stepped = LoopWork(policy, str(folders[0] / "decisions.jsonl"), "run", str(folders[0] / "snapshot"), None, ())
+    stepped = LoopWork(ADAPTIVE, str(folders[0] / "decisions.jsonl"), "run", str(folders[0] / "snapshot"), None, ())
     stepped.register(LAYERS, FIRST, COSTS, "thread", 0, None, 0.0, 1.0)
     for now_s, report in enumerate(made, 2):
         stepped.add_report(report.node_id, pickle.dumps(report), float(now_s))
     stepped.history(8.0)
     for folder in folders[1:]:
         times = iter(range(10**6))
-        controller = start(policy, folder)
+        controller = start(ADAPTIVE, folder)
         for report in made:
             observe(controller, report)
             if folder.name == "waits":
@@ -160,30 +159,49 @@ def test_decisions_are_those_of_a_loop_that_is_stepped(
 def test_an_error_of_the_loop_is_logged_and_told_to_the_node_with_its_next_report(
     start: Callable[..., Controller], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    controller = start(RaisingPolicy())
+    controller = start(ADAPTIVE)
     heard = []
-    for report in itertools.islice(reports(), 6):
+    for _ in range(6):
         try:
-            observe(controller, report)
+            controller.observe("node", b"no pickle", 0)
         except CGXError as error:
             heard.append(error)
         controller.look()
     assert heard
-    assert {str(error) for error in heard} == {"ZeroDivisionError: no plan can be found"}
-    assert "loop_policies.py" in heard[0].__notes__[0], "the traceback of the loop's process is lost"
+    assert {str(error) for error in heard} == {"UnpicklingError: invalid load key, 'n'."}
+    assert "loop_work.py" in heard[0].__notes__[0], "the traceback of the loop's process is lost"
     said = capfd.readouterr().err
-    assert said.count("could not be used (ZeroDivisionError('no plan can be found'))") == 1, said
+    assert said.count("could not be used (UnpicklingError(") == 1, said
     assert controller.plans_after(-1) == [FIRST]
 
 
-def test_an_error_does_not_hold_back_plans(start: Callable[..., Controller]) -> None:
+def test_a_policy_that_raises_leaves_the_plan_and_is_named_once_in_log_and_journal(
+    start: Callable[..., Controller], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     controller = start(RaisingPolicy())
-    heard = []
-    for report in itertools.islice(reports(), 6):
-        with contextlib.suppress(CGXError):
-            heard.append(observe(controller, report, newest=-1))
+    for report in itertools.islice(reports(), 8):
+        assert observe(controller, report)[1] == []
         controller.look()
-    assert heard == [(None, [0])] * 6
+    controller.history()
+    assert controller.plans_after(-1) == [FIRST]
+    said = capfd.readouterr().err
+    assert said.count("the policy has failed after step") == 1, said
+    assert "loop_policies.py" in said, "the traceback of the policy is lost"
+    lines = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in lines if line["event"] == "policy_error"] == [
+        "ZeroDivisionError: no plan can be found"
+    ]
+    assert set(map(journal_problem, lines)) == {""}
+    assert lines[-1] == {"event": "end", "time": lines[-1]["time"], "step": 7}
+
+
+def test_an_error_does_not_hold_back_plans(start: Callable[..., Controller]) -> None:
+    controller = start(ADAPTIVE)
+    heard = []
+    for _ in range(6):
+        heard.append(controller.observe("node", b"no pickle", -1))
+        controller.look()
+    assert heard == [(None, [FIRST])] * 6
 
 
 def test_senders_wait_when_too_many_reports_do(

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from support.control_runs import COSTS, GAIN, LAYERS, WORLD, FakeTraining
 
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.control.trial.excursion import trial_of
 from cgx_ray.errors import ConfigError, PlanError
 from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan, Scheme
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.joint import best_plan
-from cgx_ray.planner.options import candidate_options, codec_options
+from cgx_ray.planner.options import candidate_options
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 from cgx_ray.session.settings import Settings
 
@@ -28,7 +28,7 @@ RULES: dict[str, Any] = {"overrides": {"head*": "qsgd:bits=8"}, "exclude": ("emb
 
 def start_with_rules(folder: Path, **rules: Any) -> FakeTraining:
     settings = Settings(**rules)
-    loop = ControlLoop(AdaptivePolicy(candidate_options((0.1,)), min_gain=0.8), Journal(folder / "decisions.jsonl"))
+    loop = ControlLoop(Adaptive(candidates=candidate_options((0.1,))), Journal(folder / "decisions.jsonl"))
     costs = COSTS | {str(codec): COSTS["bf16"] for codec in settings.timed_codecs()}
     loop.register(LAYERS, settings.first_plan(LAYERS, WORLD, 1 << 40), costs)
     run = FakeTraining(loop)
@@ -127,9 +127,6 @@ def test_a_codec_is_timed_in_no_layer_of_a_rule() -> None:
         ({"overrides": ["head"]}, "give codecs by pattern"),
         ({"overrides": {"head": "none"}, "exclude": ("head",)}, "in overrides and in exclude; give it in one"),
         ({"exclude": "head"}, "give patterns of layers"),
-        ({"value_bits": 8}, "give fidelity='fast'"),
-        ({"value_bits": 7, "fidelity": "fast"}, "value_bits 7 is not allowed; give 32, 16, 8, 4"),
-        ({"value_bits": 8, "candidates": ("topk",)}, "among the candidates"),
         ({"overrides": {"head": ("qsgd", "sra", "dense")}, "shared_memory": False}, "needs ranks that share memory"),
     ],
 )
@@ -146,11 +143,6 @@ def test_a_rule_that_matches_nothing_is_refused_with_a_name_that_exists(policy: 
             settings.first_plan(LAYERS, WORLD, 1 << 40)
 
 
-def test_value_bits_are_those_of_top_k_at_the_densities() -> None:
-    codecs = Settings(fidelity="fast", densities=(0.1,), value_bits=8).candidate_codecs()
-    assert CodecSpec.parse("topk:density=0.1,value_bits=8") in codecs
-
-
 def test_static_plans_keep_rules_too_and_small_excluded_layers_share_a_group() -> None:
     layers = (*LAYERS, Layer(name="norm", numel=100, ndim=1))
     settings = Settings(policy="static", codec="bf16", scheme="allreduce", exclude=("bias", "norm"))
@@ -158,4 +150,3 @@ def test_static_plans_keep_rules_too_and_small_excluded_layers_share_a_group() -
     fixed = [group for group in plan.groups if group.is_fixed]
     assert [group.layers for group in fixed] == [("norm", "bias")]
     assert fixed[0].option.codec.name == "none"
-    assert codec_options(settings.candidate_codecs())[0] == DENSE

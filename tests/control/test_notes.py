@@ -14,7 +14,7 @@ from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.journal.lines import MAX_TEXT, Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.notes import MAX_FAULTS
-from cgx_ray.control.policy import StaticPolicy
+from cgx_ray.control.policy import Static
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import make_plan
 from cgx_ray.report.journal_schema import JOURNAL_SCHEMA
@@ -67,7 +67,7 @@ def test_the_first_faults_are_written_down_and_all_are_counted_over_restarts(tmp
     assert {len(line["text"]) for line in lines} == {MAX_TEXT}
     check_schema(tmp_path)
     assert run.loop.facts().num_faults == {(rank, "weights_differ"): 1 for rank in range(20)}
-    again = ControlLoop(StaticPolicy(), Journal(tmp_path / "decisions.jsonl"), run.loop.history())
+    again = ControlLoop(Static(), Journal(tmp_path / "decisions.jsonl"), run.loop.history())
     again.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
     again.add_fault(Fault(rank=1, step=5, kind="time_out", text="late"), time_s=4.0)
     assert again.facts().num_faults[1, "weights_differ"] == again.facts().num_faults[1, "time_out"] == 1

@@ -12,11 +12,11 @@ import pytest
 import torch
 from support.control_runs import COST, COSTS, LAYERS, WORLD, FakeTraining, journal, start
 
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.journal.recorded import read_groups, read_layers, read_policy, read_situation, situation_fields
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.control.trial.setbacks import Setbacks
 from cgx_ray.plan import CodecSpec, Option, Scheme, make_plan
 from cgx_ray.planner.cost import Link
@@ -35,7 +35,7 @@ GPU_COSTS = {name: cost.slowed(100) for name, cost in COSTS.items()} | {
 
 
 def start_on_gpu(tmp_path: Path) -> FakeTraining:
-    policy = AdaptivePolicy(candidate_options((0.1, 0.01)), min_gain=0.8)
+    policy = Adaptive(candidates=candidate_options((0.1, 0.01)))
     loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"))
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), GPU_COSTS, bus=BUS)
     run = FakeTraining(loop)
@@ -81,7 +81,7 @@ def test_the_bus_and_what_was_learned_go_on_over_a_restart(tmp_path: Path) -> No
     run.run(60)
     history = pickle.loads(pickle.dumps(run.loop.history()))
     assert history.registration.bus == history.learned.measured.bus == BUS
-    again = ControlLoop(AdaptivePolicy(candidate_options((0.1,)), min_gain=0.8), Journal(tmp_path / "2.jsonl"), history)
+    again = ControlLoop(Adaptive(candidates=candidate_options((0.1,))), Journal(tmp_path / "2.jsonl"), history)
     again.resume()
     assert again.plans[-1] == run.loop.plans[-1]
 

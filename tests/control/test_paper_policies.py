@@ -15,7 +15,7 @@ from cgx_ray.control.gains.known_losses import KnownLosses, lost_share
 from cgx_ray.control.joined_steps import JoinedStep, join
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.paper_policies import CgxPolicy, FlexiblePolicy, PaperPolicy
+from cgx_ray.control.paper_policies import Cgx, Flexible, PaperPolicy
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError
@@ -25,8 +25,7 @@ from cgx_ray.planner.cost import Link, Network, terms
 from cgx_ray.planner.papers import flexible
 from cgx_ray.planner.papers.cgx import METHODS, layer_bits
 from cgx_ray.planner.prediction import Measured
-from cgx_ray.ray_train.config import make_policy
-from cgx_ray.session.settings import Settings
+from cgx_ray.session.settings import Settings, make_policy
 
 COSTS = {"qsgd": COST, "topk": COST}
 
@@ -46,7 +45,7 @@ def codecs(plan: Plan) -> dict[str, CodecSpec]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_cgx_gives_few_bits_where_errors_are_small_and_chooses_anew_every_period(tmp_path: Path, method: str) -> None:
-    run = start(tmp_path, CgxPolicy(method, review_s=30.0))
+    run = start(tmp_path, Cgx(method=method, review_s=30.0))
     run.error = {"embed": 0.04, "head": 0.0001}
     run.run(5)
     before = codecs(run.loop.plans[-1])
@@ -75,7 +74,7 @@ def test_errors_of_bits_that_were_not_measured_yet_follow_from_the_nearest() -> 
 
 
 def test_a_layer_error_is_the_mean_over_ranks_weighted_by_energy(tmp_path: Path) -> None:
-    run = start(tmp_path, CgxPolicy("dp"))
+    run = start(tmp_path, Cgx(method="dp"))
     samples = [
         replace(run.sample(rank), error_bits=4, layer_errors={"head": LayerError(energy, lost)})
         for rank, (energy, lost) in enumerate([(1.0, 0.1), (3.0, 0.5)])
@@ -115,7 +114,7 @@ def _measured(run: MeteredTraining, energies: dict[str, float], bits: int = 4) -
 
 
 def test_a_layer_that_loses_nothing_any_more_is_no_error(tmp_path: Path) -> None:
-    run, losses = start(tmp_path, CgxPolicy("dp")), KnownLosses(LAYERS)
+    run, losses = start(tmp_path, Cgx(method="dp")), KnownLosses(LAYERS)
     losses.add(_measured(run, {"head": 1.0}))
     samples = [replace(run.sample(0), error_bits=4, layer_errors={"head": LayerError(1.0, 0.0)})]
     for _ in range(1000):
@@ -125,7 +124,7 @@ def test_a_layer_that_loses_nothing_any_more_is_no_error(tmp_path: Path) -> None
 
 
 def test_the_error_of_bits_in_force_is_compared_with_what_was_expected_of_them(tmp_path: Path) -> None:
-    run, losses, bits = start(tmp_path, CgxPolicy("dp")), KnownLosses(LAYERS), {"embed": 2, "head": 4}
+    run, losses, bits = start(tmp_path, Cgx(method="dp")), KnownLosses(LAYERS), {"embed": 2, "head": 4}
     losses.add(_measured(run, {"embed": 1.0, "head": 99.0}))
     # (25 * 1 + 99) / 100 is the square of 1.11.
     assert losses.too_large_error(bits, 2.0) is None
@@ -144,7 +143,7 @@ def test_the_error_of_bits_in_force_is_compared_with_what_was_expected_of_them(t
 
 
 def test_bits_are_chosen_anew_at_once_if_those_in_force_lose_too_much(tmp_path: Path) -> None:
-    run = start(tmp_path, CgxPolicy("dp", review_s=1e6))
+    run = start(tmp_path, Cgx(method="dp", review_s=1e6))
     run.error = {"embed": 0.04, "head": 0.0001}
     run.run(60)
     before = codecs(run.loop.plans[-1])
@@ -177,7 +176,7 @@ def test_equations_5_choose_the_collective_with_the_least_cost(num_workers: int,
 
 
 def test_flexible_takes_the_knee_and_stays_until_a_trigger_fires(tmp_path: Path) -> None:
-    run = start(tmp_path, FlexiblePolicy("knee"))
+    run = start(tmp_path, Flexible(method="knee"))
     run.gbps = 0.1
     run.run(60)
     (first,) = {codec for codec in codecs(run.loop.plans[-1]).values() if codec.name != "none"}
@@ -192,7 +191,7 @@ def test_flexible_takes_the_knee_and_stays_until_a_trigger_fires(tmp_path: Path)
 
 
 def test_papers_keep_layer_rules(tmp_path: Path) -> None:
-    for policy in (CgxPolicy("dp"), FlexiblePolicy("knee")):
+    for policy in (Cgx(method="dp"), Flexible(method="knee")):
         run = start(tmp_path, policy, exclude=("head",))
         run.run(80)
         assert {codecs(plan)["head"].name for plan in run.loop.plans} == {"none"}
@@ -221,17 +220,21 @@ def test_settings_name_the_method_and_make_a_policy_that_ray_can_send() -> None:
     for policy, methods in {"cgx": ["kmeans", "linear", "bayes", "dp"], "flexible": ["knee", "nsga2"]}.items():
         for method in methods:
             made = make_policy(Settings(policy=policy, method=method))
-            assert pickle.loads(pickle.dumps(made)).options == ()
-        with pytest.raises(ConfigError, match=f"method 'best' is not allowed with policy '{policy}'; give one of"):
+            assert pickle.loads(pickle.dumps(made)) == made
+        with pytest.raises(ConfigError, match=f"unknown method 'best'; known: {', '.join(methods)}"):
             Settings(policy=policy, method="best")
-        with pytest.raises(ConfigError, match="chooses among its own codecs; leave out fidelity"):
+        with pytest.raises(ConfigError, match=f"is not allowed with policy '{policy}', which takes method"):
             Settings(policy=policy, candidates=("topk",))
-    with pytest.raises(ConfigError, match="not allowed with policy 'adaptive'; leave it out"):
+    with pytest.raises(ConfigError, match=r"method 'dp' is not allowed with policy 'adaptive', .* policy='cgx' or"):
         Settings(method="dp")
+    with pytest.raises(ConfigError, match=r"alpha 0.5 is not allowed; give 1 or more"):
+        Cgx(alpha=0.5)
+    with pytest.raises(ConfigError, match=r"densities \(\) is not allowed; give a tuple"):
+        Flexible(densities=())
     assert make_policy(Settings(policy="cgx", review_s=5.0)).review_s == 5.0
-    with pytest.raises(ConfigError, match="review_s is not used by policy 'flexible'; leave it out"):
+    with pytest.raises(ConfigError, match="review_s 5.0 is not allowed with policy 'flexible', which takes method"):
         Settings(policy="flexible", review_s=5.0)
     with pytest.raises(ConfigError, match="review_s -1 is not allowed"):
         Settings(review_s=-1)
     assert len(Settings(policy="cgx").codecs_by_layer()) == 7
-    assert [str(codec) for codec in Settings(policy="cgx").gain_codecs()] == ["qsgd:bits=4,bucket_size=128"]
+    assert [str(codec) for codec in Cgx().gain_codecs] == ["qsgd:bits=4,bucket_size=128"]

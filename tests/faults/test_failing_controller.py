@@ -20,7 +20,9 @@ from ray.train.torch import TorchTrainer
 from support import train_functions
 from support.endings import living, loops_below, our_actors
 from support.failing_control import RaisingConfig
+from support.endings import living, loops_below
 from support.failing_ranks import WITHIN_S
+from support.loop_policies import RaisingPolicy
 
 import cgx_ray
 from cgx_ray.ray_train import config as ray_config
@@ -147,13 +149,14 @@ def test_decisions_go_on_after_the_process_of_the_loop_was_killed(cluster: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.fault("the controller raises at every decision", "training goes on with its first plan; the log says why")
-def test_a_controller_that_raises_does_not_hold_up_the_training(cluster: Path, tmp_path: Path) -> None:
-    fit(tmp_path, RaisingConfig(simulated_link=LINK))
+@pytest.mark.fault("the policy raises at every decision", "training goes on with its first plan; the log says why")
+def test_a_policy_that_raises_does_not_hold_up_the_training(cluster: Path, tmp_path: Path) -> None:
+    fit(tmp_path, cgx_ray.CGXConfig(policy=RaisingPolicy(), simulated_link=LINK))
     assert len(hashes_of(tmp_path, 0)) == NUM_STEPS
     assert hashes_of(tmp_path, 0) == hashes_of(tmp_path, 1)
     logs = [path.read_text() for path in (cluster / "logs").glob("worker-*.err")]
-    assert any("could not be used (ZeroDivisionError('no plan can be found'))" in text for text in logs)
+    assert any("the policy has failed after step" in text for text in logs)
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()]
     assert (events[0], events[-1]) == ("start", "end")
     assert "decision" not in events
+    assert events.count("policy_error") == 1

@@ -18,7 +18,6 @@ from ray.train.torch import TorchConfig
 from support.control_runs import DENSITIES, start
 
 import cgx_ray
-from cgx_ray.control.policy import REVIEW_S
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.fidelity import codecs_of, describe_costs
@@ -27,9 +26,8 @@ from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.ray_train import config as ray_config
 from cgx_ray.ray_train.agent_watch import AgentWatch
 from cgx_ray.ray_train.compat import run_facts
-from cgx_ray.ray_train.config import make_policy
 from cgx_ray.session.calibrate import measure_codecs
-from cgx_ray.session.settings import Settings
+from cgx_ray.session.settings import Settings, make_policy
 
 
 def test_a_config_has_the_fields_of_torch_config_and_then_those_of_settings() -> None:
@@ -46,10 +44,44 @@ def test_a_config_survives_pickling_and_replacing_and_gives_its_settings() -> No
     assert dataclasses.replace(config, seed=4).settings() == Settings(
         policy="static", codec="qsgd:bits=2", seed=4, timeout_s=60
     )
-    assert "backend='gloo', init_method='env', timeout_s=60, policy='static', codec='qsgd:bits=2'" in repr(config)
+    assert "init_method='env', timeout_s=60, policy=Static(codec='qsgd:bits=2,bucket_size=128'," in repr(config)
+    assert dataclasses.replace(config, policy="cgx").settings().policy == cgx_ray.Cgx()
     config.codec = "zip"
-    with pytest.raises(cgx_ray.ConfigError, match="unknown codec 'zip'"):
+    with pytest.raises(cgx_ray.ConfigError, match="codec cannot be given beside policy Static"):
         config.settings()
+
+
+def test_a_name_with_arguments_is_the_policy_that_they_make() -> None:
+    short = {
+        "adaptive": {"fidelity": "balanced", "min_gain": 0.7, "review_s": 5.0},
+        "static": {"codec": "bf16", "scheme": "allreduce", "intra": "dense"},
+        "cgx": {"method": "dp", "alpha": 1.5, "review_s": 9.0},
+        "flexible": {"method": "knee", "densities": (0.1, 0.02)},
+    }
+    values = (cgx_ray.Adaptive, cgx_ray.Static, cgx_ray.Cgx, cgx_ray.Flexible)
+    for (name, arguments), cls in zip(short.items(), values, strict=True):
+        config = cgx_ray.CGXConfig(policy=name, **arguments)  # type: ignore[arg-type]
+        assert config == cgx_ray.CGXConfig(policy=cls(**arguments))
+        assert config.policy == cls(**arguments) != cls()
+    assert cgx_ray.CGXConfig().policy == cgx_ray.Adaptive()
+
+
+def test_a_static_policy_takes_the_scheme_that_fits_its_codec() -> None:
+    chosen = {policy.codec: policy.scheme for policy in map(cgx_ray.Static, (None, "topk", "none", "bf16"))}
+    assert chosen == {
+        "qsgd:bits=4,bucket_size=128": "sra",
+        "topk:density=0.01": "allgather",
+        "none": "dense",
+        "bf16": "sra",
+    }
+    assert cgx_ray.Static(scheme="dense") == cgx_ray.Static("none")
+
+
+def test_each_run_gets_a_policy_of_its_own_that_remembers_nothing() -> None:
+    settings = Settings(policy=cgx_ray.Flexible())
+    one, other = make_policy(settings), make_policy(settings)
+    assert one == other == settings.policy
+    assert one is not other
 
 
 @pytest.mark.parametrize(
@@ -88,16 +120,12 @@ def _codecs(settings: Settings) -> set[str]:
 
 def test_the_default_chooses_among_codecs_that_keep_the_loss() -> None:
     settings = cgx_ray.CGXConfig().settings()
-    assert settings.fidelity == "strict"
     assert _codecs(settings) == {str(codec) for codec in codecs_of("strict")}
-    assert _codecs(cgx_ray.CGXConfig(densities=()).settings()) == _codecs(settings)
 
 
-def test_fast_adds_top_k_at_the_densities() -> None:
+def test_fast_adds_top_k_at_the_papers_densities() -> None:
     sparse = {f"topk:density={density:g}" for density in CANDIDATE_DENSITIES}
     assert sparse <= _codecs(Settings(fidelity="fast"))
-    assert _codecs(Settings(fidelity="fast", densities=(0.2,))) == {str(c) for c in codecs_of("fast", (0.2,))}
-    assert _codecs(Settings(fidelity="fast", densities=())) == _codecs(Settings(fidelity="balanced"))
 
 
 def test_the_times_of_all_candidates_are_measured_before_a_run() -> None:
@@ -111,25 +139,24 @@ def test_the_times_of_all_candidates_are_measured_before_a_run() -> None:
 
 def test_candidates_take_the_place_of_a_fidelity() -> None:
     settings = cgx_ray.CGXConfig(candidates=["qsgd:bits=4", CodecSpec.parse("topk:density=0.1")]).settings()
-    assert settings.candidates == ("qsgd:bits=4,bucket_size=128", "topk:density=0.1")
-    assert _codecs(settings) == {"none", *settings.candidates}
+    candidates = ("qsgd:bits=4,bucket_size=128", "topk:density=0.1")
+    assert settings.policy == cgx_ray.Adaptive(candidates=candidates)
+    assert _codecs(settings) == {"none", *candidates}
     assert settings == cgx_ray.CGXConfig(candidates=("qsgd", "topk:density=0.1")).settings()
+    one_scheme = make_policy(Settings(candidates=(("topk:density=0.1", "allgather"), "bf16 over sra")))
+    assert list(map(str, one_scheme.options)) == ["dense", "topk:density=0.1 over allgather", "bf16 over sra"]
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"fidelity": "exact"}, "unknown fidelity 'exact'; known: strict, balanced, fast"),
-        ({"densities": (0.1,)}, r"densities \(0.1,\) are not allowed with fidelity 'strict'.*give fidelity='fast'"),
-        ({"densities": (0.1,), "fidelity": "balanced"}, "not allowed with fidelity 'balanced'"),
+        ({"densities": (0.1,)}, r"densities \(0.1,\) is not allowed with policy 'adaptive', .* give policy='flexible'"),
         ({"candidates": ()}, r"candidates \(\) is not allowed; give one codec or more"),
         ({"candidates": "qsgd"}, "candidates 'qsgd' is not allowed; give one codec or more"),
         ({"candidates": ("zip",)}, "unknown codec 'zip'"),
-        ({"candidates": (4,)}, "codec 4 is not allowed; give text"),
-        (
-            {"candidates": ("qsgd",), "densities": (0.1,), "fidelity": "fast"},
-            "both given; name the densities among the candidates, such as 'topk:density=0.1'",
-        ),
+        ({"candidates": (4,)}, "4 is not a codec and a scheme; give a codec such as"),
+        ({"candidates": ("qsgd",), "fidelity": "fast"}, "fidelity 'fast' and candidates are both given"),
     ],
 )
 def test_a_choice_of_codecs_that_is_not_allowed_is_one_clear_error(given: dict[str, Any], says: str) -> None:
@@ -217,7 +244,3 @@ def test_the_end_of_a_worker_group_kills_all_actors_whatever_fails(
     assert (backend._controller, backend._watch, backend._history) == (None, None, history)
     assert says in caplog.text
     assert bool(caplog.text) == bool(fails)
-
-
-def test_reviews_are_as_far_apart_by_default_as_policies_have_them() -> None:
-    assert Settings().review_s == REVIEW_S

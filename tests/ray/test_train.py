@@ -304,16 +304,39 @@ def test_a_forgotten_line_is_named_once_in_the_log(cluster: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"policy": "clever"}, "unknown policy 'clever'; known: adaptive, cgx, flexible, static"),
-        ({"codec": "zip"}, "unknown codec 'zip'; known: none, fp16, bf16, prefix, qsgd"),
-        ({"codec": "qsgd:bits=9"}, "bits 9 is not allowed; give a whole number from 1 to 8"),
-        ({"codec": "qsgd:bits=x"}, "bits 'x' is not allowed; give a whole number from 1 to 8"),
-        ({"codec": "topk:density=0"}, "density 0.0 is not allowed; give a share in (0, 1]"),
-        ({"codec": "topk", "scheme": "sra"}, "scheme sra cannot carry codec topk"),
-        ({"scheme": "mesh"}, "unknown scheme 'mesh'; known: dense, allreduce, allgather, sra, ring, tree, "),
-        ({"codec": "topk", "scheme": "allgather"}, "not allowed with policy 'adaptive', which chooses for itself"),
-        ({"densities": (2.0,)}, "density 2.0 is not allowed; give a share in (0, 1]"),
-        ({"densities": 0.1}, "give a tuple such as"),
+        (
+            {"policy": "clever"},
+            "unknown policy 'clever'; known: adaptive, cgx, flexible, static; of installed",
+        ),
+        ({"policy": "static", "codec": "zip"}, "unknown codec 'zip'; known: none, fp16, bf16, prefix, qsgd"),
+        ({"policy": "static", "codec": "qsgd:bits=9"}, "bits 9 is not allowed; give a whole number from 1 to 8"),
+        ({"policy": "static", "codec": "qsgd:bits=x"}, "bits 'x' is not allowed; give a whole number from 1 to 8"),
+        ({"policy": "static", "codec": "topk:density=0"}, "density 0.0 is not allowed; give a share in (0, 1]"),
+        ({"policy": "static", "codec": "topk", "scheme": "sra"}, "scheme sra cannot carry codec topk"),
+        (
+            {"policy": "static", "scheme": "mesh"},
+            "unknown scheme 'mesh'; known: dense, allreduce, allgather, sra, ",
+        ),
+        (
+            {"codec": "topk", "scheme": "allgather"},
+            "codec 'topk' is not allowed with policy 'adaptive', which takes fidelity, candidates, min_gain, review_s; "
+            "leave it out, or give policy='static'",
+        ),
+        (
+            {"policy": "static", "min_gain": 0.9},
+            "which takes codec, scheme, intra; leave it out, or give policy='a",
+        ),
+        ({"policy": "flexible", "densities": (2.0,)}, "density 2.0 is not allowed; give a share in (0, 1]"),
+        ({"policy": "flexible", "densities": 0.1}, "give a tuple such as"),
+        (
+            {"policy": cgx_ray.Static(), "codec": "bf16"},
+            "codec cannot be given beside policy Static(codec=",
+        ),
+        (
+            {"policy": cgx_ray.Adaptive},
+            "is not allowed; give a name such as 'adaptive', or an object such as ",
+        ),
+        ({"policy": 4}, "policy 4 is not allowed; give a name such as 'adaptive', or an object"),
         ({"seed": "a"}, "seed 'a' is not allowed"),
         ({"min_gain": 2}, "min_gain 2 is not in [0, 1]"),
         ({"num_streams": 0}, "num_streams 0 is not allowed; give 1 or more"),

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.shared.simulated_cluster import flat_exchange_s, simulated_transfers
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.gains.known_losses import lost_share
 from cgx_ray.control.history import History
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import AdaptivePolicy, Decision
+from cgx_ray.control.policy import Decision
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, InsideLink, LayerError, NodeSample, StepSample
 from cgx_ray.plan import Layer, Option, Plan, make_plan
@@ -201,7 +202,7 @@ def start(
     options: Sequence[Option] = candidate_options(DENSITIES),
     gain_ratios: Mapping[str, float] | None = None,
 ) -> FakeTraining:
-    policy = AdaptivePolicy(options, min_gain=min_gain)
+    policy = Adaptive(candidates=options, min_gain=min_gain)
     loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), History(gain_ratios=gain_ratios or {}))
     loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
     run = FakeTraining(loop)

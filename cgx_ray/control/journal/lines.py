@@ -10,6 +10,7 @@
 | `silence` | when other ranks than before are silent |
 | `drift` | when the ranks' weights differ by rounding, and again when twice as much |
 | `fault` | with each of the first errors that end the training on a rank |
+| `policy_error` | when the policy raises an error, or its plan fits no rank; once per type of error |
 | `no_samples` | when no rank's samples have come for a minute; once until they come again |
 | `end` | when the controller is told to end; a controller that was killed leaves none |
 """
@@ -152,7 +153,8 @@ def start_entry(
         "event": "start",
         "format": FORMAT,
         "time": time_s,
-        "policy": policy.recorded(),
+        # Arguments that are not JSON as text, which makes no policy again.
+        "policy": json.loads(json.dumps(policy.recorded(), default=repr)),
         "world_size": plan.world_size,
         "nodes": list(nodes),
         "layers": [asdict(layer) for layer in layers],
@@ -243,6 +245,12 @@ def fault_entry(fault: Fault, *, time_s: float) -> dict[str, Any]:
         "kind": fault.kind,
         "text": fault.text[:MAX_TEXT],
     }
+
+
+def policy_error_entry(error: Exception, *, step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's line for an error of the policy, after which the plan in force stays."""
+    text = f"{type(error).__name__}: {error}"
+    return {"event": "policy_error", "time": time_s, "step": step, "text": text[:MAX_TEXT]}
 
 
 def no_samples_entry(seconds: float, quiet_nodes: Sequence[str], *, step: int, time_s: float) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.learned.learned_errors import LearnedErrors
-from cgx_ray.control.policy import AdaptivePolicy, Outlook, Policy, Situation, StaticPolicy
+from cgx_ray.control.named_policies import recorded_policy
+from cgx_ray.control.policy import Outlook, Policy, Situation, Static
 from cgx_ray.plan import GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import CodecCost
@@ -58,11 +60,13 @@ def read_layers(start: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def read_policy(start: Mapping[str, Any]) -> Policy:
-    """Return the policy of a journal's `start` line."""
+    """Return the policy of a journal's `start` line. Raises ConfigError for one that nobody here offers."""
     fields = start["policy"]
     if fields["kind"] == "static":
-        return StaticPolicy()
-    return AdaptivePolicy([Option.parse(text) for text in fields["options"]], min_gain=fields["min_gain"])
+        return Static()
+    if fields["kind"] == "own":
+        return recorded_policy(fields["name"], fields["given"])
+    return Adaptive(candidates=tuple(map(Option.parse, fields["options"])), min_gain=fields["min_gain"])
 
 
 def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situation:

@@ -171,8 +171,10 @@ def layer_bits(errors: Mapping[str, LayerErrors], method: str, alpha: float = AL
     return dict(zip(errors, choice.bits, strict=True))
 
 
-def cgx_groups(measured: Measured, method: str) -> tuple[PlannedGroup, ...] | None:
+def cgx_groups(measured: Measured, method: str, alpha: float = ALPHA) -> tuple[PlannedGroup, ...] | None:
     """Return CGX's plan: qsgd over sra with bits by layer. None before any error is known.
+
+    alpha  the largest error of all layers, over that of 4 bits
 
     A layer whose gradient is 0 has no error and keeps the usual bits. Departure: if bits in force had a larger error
     than expected of them, the next ones are chosen for an error that is smaller by that factor.
@@ -186,5 +188,5 @@ def cgx_groups(measured: Measured, method: str) -> tuple[PlannedGroup, ...] | No
     if not known:
         return None
     # With alpha 1, 4 bits everywhere are within the error.
-    bits = layer_bits(known, method, max(1.0, ALPHA / measured.error_excess))
+    bits = layer_bits(known, method, max(1.0, alpha / measured.error_excess))
     return uniform_groups(measured, QSGD, Scheme.SRA, bits)

@@ -264,8 +264,8 @@ def collective(num_workers: int, value_bytes: float, link: Link) -> Scheme:
     return Scheme.ALLGATHER
 
 
-def choose(measured: Measured, method: str = "knee") -> Trial:
-    """Return the knee over the paper's densities, or with "nsga2" over all, each over the collective of equations 5.
+def choose(measured: Measured, method: str = "knee", densities: Sequence[float] = CANDIDATE_DENSITIES) -> Trial:
+    """Return the knee over `densities`, or with "nsga2" over all between, each over the collective of equations 5.
 
     Needs `measured.gain_curve`. Raises ConfigError for "nsga2" without pymoo.
     """
@@ -279,14 +279,16 @@ def choose(measured: Measured, method: str = "knee") -> Trial:
         scheme = collective(network.num_workers, 4 * density * sum(numels), network.between)
         return predict(network, cost, [sum(numels)], gain, [scheme])(density)
 
-    return knee(nsga2(trial) if method == "nsga2" else [trial(density) for density in CANDIDATE_DENSITIES])
+    if method == "nsga2":
+        return knee(nsga2(trial, min(densities), max(densities)))
+    return knee([trial(density) for density in densities])
 
 
 class FlexibleLoop:
     """The paper's loop: `groups` returns the plan of the moment, the same as before until a trigger fires."""
 
-    def __init__(self, method: str = "knee") -> None:
-        self._method = method
+    def __init__(self, method: str = "knee", densities: Sequence[float] = CANDIDATE_DENSITIES) -> None:
+        self._method, self._densities = method, tuple(densities)
         self._chosen: Trial | None = None
         self._decided: Measured | None = None
 
@@ -295,7 +297,7 @@ class FlexibleLoop:
         if not measured.gain_curve:
             return None
         if self._chosen is None or self._decided is None or self._trigger(self._chosen, self._decided, measured):
-            self._chosen, self._decided = choose(measured, self._method), measured
+            self._chosen, self._decided = choose(measured, self._method, self._densities), measured
         return uniform_groups(measured, self._chosen.codec, self._chosen.scheme)
 
     @staticmethod

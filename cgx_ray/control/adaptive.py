@@ -1,0 +1,206 @@
+"""Policy "adaptive": the plan with the smallest score.
+
+It asks the planner for the plan with the smallest score under the current measurements, where the score is predicted
+seconds per step, times the errors learned so far, over the fraction of a dense step's progress that the plan keeps. The
+plan in force is scored with the same measurements, then:
+
+1. If the plan in force clearly keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more
+   than 3 % slower than dense, the best plan replaces it at once.
+2. Else the best plan replaces it only if its score is more than 5 % smaller, and the seconds saved until the network is
+   expected to change are more than the change of plan takes. Dense is left only for more than half of what predictions
+   have been wrong by lately, at most 20 %: where ranks share processors, plans often promise 10 % and take 50 % longer.
+
+On a network that changes too fast to follow, a score is the mean over the recent states of the network.
+
+Gains are noisy, so options in force may keep a little less than `min_gain`, and others must keep a little more
+(GAIN_MARGIN).
+
+Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. If a node has one rank, or all
+ranks share memory, hierarchical options equal flat ones, so the planner leaves them out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from cgx_ray.control.policy import (
+    MAX_SLOWDOWN,
+    REVIEW_S,
+    Decision,
+    Keep,
+    Outlook,
+    Policy,
+    Situation,
+    as_candidate,
+    check_name,
+    check_review,
+    options_from,
+)
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option
+from cgx_ray.planner.fidelity import Fidelity, codecs_of, describe_costs
+from cgx_ray.planner.joint import BestPlan, best_plan
+from cgx_ray.planner.options import codec_cost_of, offloaded
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
+from cgx_ray.planner.prediction import Prediction
+
+# Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
+MIN_IMPROVEMENT = 0.05
+# The same for leaving dense while predictions are far off.
+MOST_IMPROVEMENT = 0.2
+# Told times of a codec may be this many times too long.
+MAX_OVERSTATED = 300.0
+# Share of the error that `min_gain` allows: options in force may have so much more, others must have so much less. Mean
+# gains scatter by about 0.02 around 0.8, which is a tenth of the error.
+GAIN_MARGIN = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive(Policy):
+    """Chooses the plan with the smallest score, see the module's docstring.
+
+    fidelity    codecs that may be chosen, by the loss that they were measured to cost: "strict" at most 1 % over dense,
+                "balanced" 5 %, "fast" also top-k. See `planner.fidelity`
+    candidates  codecs that may be chosen, in place of those of a fidelity: text for `CodecSpec.parse`, over every
+                scheme that can carry it; or options, such as ("topk:density=0.01", "allgather"). Where a GPU holds the
+                gradients they may also be offloaded
+    min_gain    leaves out codecs whose gain is smaller, up to GAIN_MARGIN. For codecs without error feedback whose loss
+                was measured, dense's loss over theirs takes the place of the gain
+    review_s    seconds after a decision until it is asked again without any other cause
+    """
+
+    fidelity: str = Fidelity.STRICT.value
+    candidates: Sequence[Given] | None = None
+    min_gain: float = 0.8
+    review_s: float = REVIEW_S
+
+    def __post_init__(self) -> None:
+        check_name("fidelity", self.fidelity, tuple(Fidelity))
+        if not isinstance(self.min_gain, int | float) or not 0 <= self.min_gain <= 1:
+            raise ConfigError(
+                f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the gradient's squared norm"
+            )
+        check_review(self.review_s)
+        if self.candidates is None:
+            return
+        if not isinstance(self.candidates, tuple | list) or not self.candidates:
+            raise ConfigError(
+                f"candidates {self.candidates!r} is not allowed; give one codec or more, such as "
+                "('qsgd:bits=4', 'topk:density=0.1'), or None to choose by fidelity"
+            )
+        if self.fidelity != Fidelity.STRICT:
+            raise ConfigError(
+                f"fidelity {str(self.fidelity)!r} and candidates are both given, and both say which codecs may be "
+                "chosen; give one of them"
+            )
+        # As text, so that policies that mean the same are the same.
+        object.__setattr__(self, "candidates", tuple(str(as_candidate(one)) for one in self.candidates))
+
+    @cached_property
+    def options(self) -> Sequence[Option]:
+        """All that may be chosen."""
+        chosen = self.candidates
+        return options_from(codecs_of(self.fidelity, CANDIDATE_DENSITIES) if chosen is None else chosen)
+
+    @property
+    def _least_gain(self) -> float:
+        """What an option in force must keep."""
+        return max(0.0, 1 - (1 + GAIN_MARGIN) * (1 - self.min_gain))
+
+    @property
+    def _enter_gain(self) -> float:
+        """What other options must keep."""
+        return 1 - (1 - GAIN_MARGIN) * (1 - self.min_gain)
+
+    def decide(self, situation: Situation) -> Decision:
+        cause, outlook = situation.cause, situation.outlook
+        found, current = outlook.best(self._allowed(situation), self._least_gain), situation.current()
+        best, reason = found.best, f"{cause}: {_describe_best(found, outlook)}"
+        is_other = best.groups != current.groups
+        if is_other and self._may_stay(situation, current) and not self._is_worth(situation, current, found):
+            kept, other = current.describe_options(), best.describe_options()
+            best, reason = (
+                current,
+                (
+                    f"{cause}: kept {kept}; {other if other != kept else 'another grouping'} would be less than "
+                    f"{_least_improvement(current, outlook):.0%} better"
+                ),
+            )
+        return situation.decision(best, reason, dense=found.dense)
+
+    def recorded(self) -> dict[str, Any]:
+        return {"kind": "adaptive", "options": list(map(str, self.options)), "min_gain": self.min_gain}
+
+    def _allowed(self, situation: Situation) -> list[Option]:
+        """Return the options that are not banned and keep enough: those in force may keep a little less.
+
+        Where a GPU holds the gradients, with the same ones offloaded.
+        """
+        in_force, measured = {group.option for group in situation.plan.groups}, situation.outlook.now
+        moved = offloaded(self.options) if measured.bus is not None else ()
+        return [
+            option
+            for option in situation.allowed((*self.options, *moved))
+            if option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain
+        ]
+
+    def _may_stay(self, situation: Situation, current: Prediction) -> bool:
+        used = {group.option.flat() for group in current.groups if group.option != DENSE and not group.is_fixed}
+        keeps_enough = current.efficiency is not None and current.efficiency >= self._least_gain
+        return keeps_enough and situation.banned.isdisjoint(used)
+
+    def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
+        """Return whether the best plan saves enough, and pays back the time that the change takes."""
+        outlook = situation.outlook
+        current_s, best_s = outlook.score(current.groups), outlook.score(found.best.groups)
+        if not current.is_dense and current_s > MAX_SLOWDOWN * outlook.score(found.dense.groups):
+            return True
+        saved = 1 - best_s / current_s
+        return saved > _least_improvement(current, outlook) and saved * situation.dwell_s > situation.switch_s
+
+    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
+        """Return a codec that was never in use, if its told times may be all that keeps a plan from replacing `kept`.
+
+        They may be MAX_OVERSTATED times too long.
+        """
+        measured, errors = situation.outlook.now, situation.outlook.errors
+        allowed = self._allowed(situation)
+        codecs = {option.codec for option in allowed} - {NONE}
+        untimed = {codec for codec in codecs if not errors.is_timed(str(codec))}
+        costs = dict(measured.codec_costs)
+        for codec in untimed:
+            costs[str(codec)] = codec_cost_of(costs, codec).slowed(1 / MAX_OVERSTATED)
+        best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._least_gain).best
+        kept_s = errors.factor(kept.predicted.groups) * kept.predicted.score
+        least = _least_improvement(kept.predicted, situation.outlook)
+        if errors.factor(best.groups) * best.score >= kept_s * (1 - least):
+            return None
+        slowed = set(map(str, untimed))
+        return next((option.codec for option in best.options if measured.cost_name(option) in slowed), None)
+
+
+def _least_improvement(current: Prediction, outlook: Outlook) -> float:
+    """Return the share of the score of `current` that another plan must save."""
+    if not current.is_dense:
+        return MIN_IMPROVEMENT
+    return max(MIN_IMPROVEMENT, min(1 - math.exp(-outlook.errors.doubt / 2), MOST_IMPROVEMENT))
+
+
+def _describe_best(found: BestPlan, outlook: Outlook) -> str:
+    best = found.best
+    best_s, dense_s = map(outlook.errors.step_s, (best, found.dense))
+    if best.is_dense:
+        return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
+    assert best.efficiency is not None
+    text = (
+        f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
+        f"{best.efficiency:.1%} of its progress"
+    )
+    costs = describe_costs(option.codec for option in best.options)
+    text = f"{text}; {costs}" if costs else text
+    gap = f"{found.gap:.1%}"
+    return text if gap == "0.0%" else f"{text}, at most {gap} from the optimum"

@@ -1,0 +1,108 @@
+"""Policies by name: those of cgx_ray, and those that installed packages offer.
+
+A package offers a policy by an entry point of the group `cgx_ray.policies`, such as `thrifty = "my_package:Thrifty"`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from cgx_ray.control.adaptive import Adaptive
+from cgx_ray.control.paper_policies import Cgx, Flexible
+from cgx_ray.control.policy import Policy, Static
+from cgx_ray.errors import ConfigError
+
+OWN: Mapping[str, type[Policy]] = {"adaptive": Adaptive, "cgx": Cgx, "flexible": Flexible, "static": Static}
+ENTRY_POINTS = "cgx_ray.policies"
+
+
+def as_policy(policy: object, arguments: Mapping[str, Any]) -> Policy:
+    """Return `policy`, or the one that it names, made with those of `arguments` that are not None."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    found = _named_policy(policy, given) if isinstance(policy, str) else policy
+    if found is policy and given:
+        raise ConfigError(f"{', '.join(given)} cannot be given beside policy {policy!r}; give it to the policy itself")
+    if isinstance(found, type) or not isinstance(found, Policy):
+        raise ConfigError(
+            f"policy {policy!r} is not allowed; give a name such as 'adaptive', or an object such as "
+            "Adaptive(fidelity='balanced') or one whose class is a subclass of cgx_ray.policies.Policy"
+        )
+    try:
+        if type(found).__module__ == "__main__":
+            raise TypeError("its class is defined in the script itself")
+        pickle.dumps(found)
+    except Exception as error:
+        raise ConfigError(
+            f"policy {found!r} cannot be sent to the process that decides ({error}); give an object that can be "
+            "pickled, and whose class is in a module that can be imported"
+        ) from error
+    return found
+
+
+def _named_policy(name: str, given: Mapping[str, Any]) -> Policy:
+    offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if name in OWN:
+        cls = OWN[name]
+    elif name in offered:
+        cls = _load(offered[name])
+    else:
+        raise ConfigError(
+            f"unknown policy {name!r}; known: {', '.join(OWN)}; of installed packages: "
+            f"{', '.join(sorted(offered)) or 'none'}; install the package that offers it, or give a policy object"
+        )
+    allowed = _arguments(cls)
+    for argument, value in given.items():
+        if argument not in allowed:
+            takers = " or ".join(repr(other) for other in OWN if argument in _arguments(OWN[other]))
+            raise ConfigError(
+                f"{argument} {value!r} is not allowed with policy {name!r}, which takes "
+                f"{', '.join(allowed) or 'no argument'}; leave it out, or give policy={takers}"
+            )
+    return _make(cls, given)
+
+
+def _arguments(cls: type[Policy]) -> list[str]:
+    """Return the names of the arguments of a policy that is a dataclass; none of others."""
+    return [one.name for one in getattr(cls, "__dataclass_fields__", {}).values() if one.init]
+
+
+def _load(entry: EntryPoint) -> type[Policy]:
+    """Return the class of an entry point. Raises ConfigError if it cannot be imported, or is no policy."""
+    package = entry.dist.name if entry.dist is not None else "unknown"
+    try:
+        cls = entry.load()
+    except Exception as error:
+        raise ConfigError(
+            f"policy {entry.name!r} of package {package!r} cannot be imported from {entry.value!r} "
+            f"({type(error).__name__}: {error}); mend or remove the package"
+        ) from error
+    if not (isinstance(cls, type) and callable(getattr(cls, "decide", None))):
+        raise ConfigError(
+            f"policy {entry.name!r} of package {package!r} is {cls!r}; its entry point must name a class with "
+            "`decide`, such as a subclass of cgx_ray.policies.Policy"
+        )
+    return cls
+
+
+def _make(cls: type[Policy], given: Mapping[str, Any]) -> Policy:
+    """Return `cls(**given)`."""
+    try:
+        return cls(**given)
+    except TypeError as error:
+        raise ConfigError(f"policy {cls.__name__} cannot be made ({error}); give a policy object") from error
+
+
+def recorded_policy(name: str, given: Mapping[str, Any]) -> Policy:
+    """Return a policy of an installed package, as a journal has recorded it: class and arguments.
+
+    Raises ConfigError if no entry point names the class. A journal may come from anyone, so nothing else is imported.
+    """
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.value.replace(" ", "") == name:
+            return _make(_load(entry), given)
+    raise ConfigError(
+        f"policy {name!r} cannot be made again: no installed package offers it as an entry point of {ENTRY_POINTS!r}"
+    )

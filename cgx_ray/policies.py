@@ -1,0 +1,26 @@
+"""Policies that `CGXConfig(policy=...)` takes, and what a policy of your own is made from: docs/own-policy.md."""
+
+from __future__ import annotations
+
+from cgx_ray.control.adaptive import Adaptive
+from cgx_ray.control.paper_policies import Cgx, Flexible
+from cgx_ray.control.policy import Decision, Outlook, Policy, Situation, Static, options_from
+from cgx_ray.plan import CodecSpec, Option
+from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction
+
+__all__ = [
+    "Adaptive",
+    "Cgx",
+    "CodecSpec",
+    "Decision",
+    "Flexible",
+    "Measured",
+    "Option",
+    "Outlook",
+    "PlannedGroup",
+    "Policy",
+    "Prediction",
+    "Situation",
+    "Static",
+    "options_from",
+]
