@@ -232,7 +232,7 @@ def test_settings_name_the_method_and_make_a_policy_that_ray_can_send() -> None:
     with pytest.raises(ConfigError, match=r"densities \(\) is not allowed; give a tuple"):
         Flexible(densities=())
     assert make_policy(Settings(policy="cgx", review_s=5.0)).review_s == 5.0
-    with pytest.raises(ConfigError, match="review_s 5.0 is not allowed with policy 'flexible', which takes method"):
+    with pytest.raises(ConfigError, match=r"review_s 5.0 is not allowed with policy 'flexible', which takes method"):
         Settings(policy="flexible", review_s=5.0)
     with pytest.raises(ConfigError, match="review_s -1 is not allowed"):
         Settings(review_s=-1)
