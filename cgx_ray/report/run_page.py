@@ -114,13 +114,13 @@ def _what_and_where(record: RunRecord) -> str:
     texts = []
     if record.starts:
         start = record.starts[-1]
-        layers = start["layers"]
+        layers, policy = start["layers"], start["policy"]
         numel = sum(layer["numel"] for layer in layers)
         dtypes = ", ".join(sorted({layer["dtype"] for layer in layers}))
         nodes = format_count(len(set(start["nodes"])), "node") if start["nodes"] else "unknown nodes"
         texts.append(
             f"A model of {len(layers)} layers with {numel / 1e6:.3g} million parameters ({dtypes}), trained by "
-            f"{format_count(ranks or 0, 'rank')} on {nodes}, with policy {start['policy']['kind']}."
+            f"{format_count(ranks or 0, 'rank')} on {nodes}, with policy {policy.get('name', policy['kind'])}."
         )
         if len(record.starts) > 1:
             texts.append(f"The workers were started {len(record.starts)} times.")
