@@ -249,12 +249,15 @@ def check_review(review_s: object) -> None:
         raise ConfigError(f"review_s {review_s!r} is not allowed; give seconds above 0, such as {REVIEW_S:g}")
 
 
+def as_codec(given: CodecSpec | str) -> CodecSpec:
+    return given if isinstance(given, CodecSpec) else CodecSpec.parse(given)
+
+
 def as_candidate(given: Given) -> CodecSpec | Option:
     """Read a codec, or an option, which is a tuple or the text of one."""
-    if isinstance(given, str):
-        is_option = " over " in given or given.startswith(Scheme.DENSE)
-        return Option.parse(given) if is_option else CodecSpec.parse(given)
-    return given if isinstance(given, CodecSpec) else as_option(given)
+    if isinstance(given, str) and (" over " in given or given.startswith(Scheme.DENSE)):
+        return Option.parse(given)
+    return as_codec(given) if isinstance(given, str | CodecSpec) else as_option(given)
 
 
 def options_from(candidates: Iterable[Given]) -> tuple[Option, ...]:
@@ -286,9 +289,9 @@ class Static(Policy):
     is_guarded = False
 
     def __post_init__(self) -> None:
-        codec = self.codec or ("none" if self.scheme == Scheme.DENSE else "qsgd")
-        codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
-        option = as_option((codec, self.scheme or preferred_scheme(codec), self.intra))
+        usual = "none" if self.scheme == Scheme.DENSE else "qsgd"
+        codec = as_codec(usual if self.codec is None else self.codec)
+        option = as_option((codec, preferred_scheme(codec) if self.scheme is None else self.scheme, self.intra))
         object.__setattr__(self, "option", option)
         for name in ("codec", "scheme", "intra"):
             # As text, so that policies that mean the same are the same.

@@ -59,8 +59,7 @@ def attach(
     model          a DistributedDataParallel, or a whole model after `fully_shard` (FSDP2), which takes one codec for
                    the whole run, over sra; compiled or not. At world size 1 any model is accepted and nothing happens
     plan           in force until `Attachment.hold` offers a newer one
-    policy         a `Static`, for all layers and the whole run. Default: CGXConfig's in a Ray Train worker; elsewhere
-                   qsgd 4/128 over sra
+    policy         a `Static`, for all layers and the whole run. Default: CGXConfig's; elsewhere qsgd 4/128 over sra
     codec, scheme, intra
                    make a `Static` in short. What is left out is that of CGXConfig's `Static`, if it has one
     transport, shared_memory, timeout_s, silent_s, weight_check_steps, average_weights

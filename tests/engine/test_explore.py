@@ -75,7 +75,7 @@ def _explore(rank: int) -> dict[str, Any]:
             attachment.explore(stateful, step, iterations=iterations)
         errors.append(str(caught.value))
     process.session = SimpleNamespace(settings=Settings())  # type: ignore[assignment]
-    with pytest.raises(cgx_ray.ConfigError, match="with policy 'adaptive' the controller chooses plans"):
+    with pytest.raises(cgx_ray.ConfigError, match=r"with policy Adaptive.* the controller chooses plans"):
         attachment.explore(stateful, run.step)
     process.session = None
     run.step(3)

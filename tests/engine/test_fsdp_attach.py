@@ -141,7 +141,7 @@ def _attach_wrong(rank: int, case: str) -> str:
         ("part of the ranks", "sharded over 1 ranks and replicated over 1, of 2"),
         (
             "codec of one rank",
-            "different settings: rank 1 has codec='qsgd:bits=2,bucket_size=128', rank 0 'qsgd:bits=4",
+            "different settings: rank 1 has policy=Static(codec='qsgd:bits=2,bucket_size=128', ",
         ),
         ("bad codec of one rank", "unknown codec 'zip'"),
         ("float64", "torch.float64"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import closing
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.collectives.transport.simulated_link import SimulatedLink
-from cgx_ray.plan import Plan
+from cgx_ray.plan import Plan, make_plan
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
@@ -109,7 +110,7 @@ ONE_RANK = [
     ({"weight_check_steps": 50}, "different settings: rank 1 has weight_check_steps=50, rank 0 500"),
     ({"transport": "gloo"}, "different settings: rank 1 has transport='gloo', rank 0 'tcp'; give every rank the same"),
     ({"timeout_s": 1800}, f"different settings: rank 1 has timeout_s=1800.0, rank 0 {GROUP_TIMEOUT_S}"),
-    ({"codec": "qsgd:bits=2"}, "different settings: rank 1 has codec='qsgd:bits=2,bucket_size=128', rank 0 'qsgd:bits"),
+    ({"codec": "qsgd:bits=2"}, "different settings: rank 1 has policy=Static(codec='qsgd:bits=2,bucket_size=128', "),
 ]
 
 
@@ -149,6 +150,29 @@ def test_attach_before_the_process_group_is_an_error_in_a_job_of_several_process
         cgx_ray.attach(nn.Linear(2, 2))
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert repr(cgx_ray.attach(nn.Linear(2, 2))) == "<Attachment: one worker, nothing to exchange>"
+
+
+def test_attach_takes_a_static_policy_alone() -> None:
+    static = cgx_ray.Static("bf16", "allreduce")
+    for given, says in (
+        ({"policy": "adaptive"}, "attach got policy 'adaptive'; it takes a Static, give others to CGXConfig"),
+        ({"policy": static, "codec": "bf16"}, "codec cannot be given beside policy Static"),
+        ({"policy": static, "plan": make_plan([], version=0, world_size=1)}, "a plan and a policy, codec, scheme or"),
+    ):
+        with pytest.raises(cgx_ray.ConfigError, match=says):
+            cgx_ray.attach(nn.Linear(2, 2), **given)  # type: ignore[arg-type]
+    cgx_ray.attach(nn.Linear(2, 2), policy=static)
+
+
+def _attach_a_static_policy(rank: int) -> str:
+    model = DistributedDataParallel(Branches())
+    with closing(cgx_ray.attach(model, policy=cgx_ray.Static("bf16", "allreduce"))) as attachment:
+        assert attachment.plan is not None
+        return attachment.plan.describe()
+
+
+def test_a_static_policy_is_the_plan_of_all_ranks() -> None:
+    assert run_ranks(2, _attach_a_static_policy) == ["bf16 over allreduce"] * 2
 
 
 def test_an_empty_codec_is_not_the_default() -> None:
