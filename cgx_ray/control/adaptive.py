@@ -133,6 +133,8 @@ class Adaptive(Policy):
         return situation.decision(best, reason, dense=found.dense)
 
     def recorded(self) -> dict[str, Any]:
+        if type(self) is not Adaptive:
+            return super().recorded()
         return {"kind": "adaptive", "options": list(map(str, self.options)), "min_gain": self.min_gain}
 
     def _allowed(self, situation: Situation) -> list[Option]:

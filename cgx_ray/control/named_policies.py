@@ -43,16 +43,14 @@ def as_policy(policy: object, arguments: Mapping[str, Any]) -> Policy:
 
 
 def _named_policy(name: str, given: Mapping[str, Any]) -> Policy:
-    offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-    if name in OWN:
-        cls = OWN[name]
-    elif name in offered:
-        cls = _load(offered[name])
-    else:
+    # Entry points are looked for only if they are needed: it takes 0.1 s.
+    offered = {} if name in OWN else {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if name not in OWN and name not in offered:
         raise ConfigError(
             f"unknown policy {name!r}; known: {', '.join(OWN)}; of installed packages: "
             f"{', '.join(sorted(offered)) or 'none'}; install the package that offers it, or give a policy object"
         )
+    cls = OWN[name] if name in OWN else _load(offered[name])
     allowed = _arguments(cls)
     for argument, value in given.items():
         if argument not in allowed:

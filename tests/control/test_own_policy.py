@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from support.control_runs import COSTS, LAYERS, WORLD, FakeTraining, journal
 from support.own_policy import install
 
 from cgx_ray.cli import main
+from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.journal.recorded import read_policy
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.named_policies import as_policy
-from cgx_ray.control.policy import Decision, Policy, Replace, Situation, options_from
+from cgx_ray.control.policy import Decision, Policy, Replace, Situation, Static, options_from
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import make_plan
 from cgx_ray.report.journal_schema import journal_problem
@@ -144,3 +147,14 @@ def test_a_plan_that_the_ranks_could_not_follow_is_not_put_in_force(tmp_path: Pa
     assert len(run.loop.plans) == 1
     (line,) = journal(tmp_path, "policy_error")
     assert "PlanError: plan 0 of the policy does not follow plan 0" in line["text"]
+
+
+def test_policies_of_journals_are_made_again_from_the_fields_that_journals_have_always_had() -> None:
+    start = {"policy": {"kind": "adaptive", "options": ["dense", "bf16 over sra"], "min_gain": 0.7}}
+    assert read_policy(start) == Adaptive(candidates=["dense", "bf16 over sra"], min_gain=0.7)
+    for policy in (Adaptive(fidelity="balanced", min_gain=0.7), read_policy(start)):
+        again = read_policy({"policy": json.loads(json.dumps(policy.recorded()))})
+        assert again.options == policy.options
+        assert again.recorded() == policy.recorded()
+    assert start["policy"] == read_policy(start).recorded()
+    assert read_policy({"policy": {"kind": "static"}}) == Static()

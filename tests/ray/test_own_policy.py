@@ -57,4 +57,4 @@ def test_an_installed_policy_decides_a_real_training(tmp_path: Path) -> None:
     assert lines[0]["policy"]["name"] == "thrifty:Thrifty"
     (first, *_) = [line for line in lines if line["event"] == "decision"]
     assert first["new"]["plan"].startswith("qsgd:bits=4"), first["new"]
-    assert "Mbit/s, so qsgd" in first["reason"]
+    assert "Mbit/s, so" in first["reason"]
