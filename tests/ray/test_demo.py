@@ -125,7 +125,7 @@ def test_options_that_make_no_sense_are_refused_before_anything_starts(tmp_path)
         DemoOptions(out=tmp_path, fidelity="exact")
     with pytest.raises(ConfigError, match="policy 'static' decides nothing; give adaptive, cgx, flexible"):
         DemoOptions(out=tmp_path, policy="static")
-    with pytest.raises(ConfigError, match="policy 'flexible' chooses among its own codecs"):
+    with pytest.raises(ConfigError, match="fidelity 'fast' is not allowed with policy 'flexible'"):
         DemoOptions(out=tmp_path, policy="flexible", fidelity="fast")
     (tmp_path / "x").write_text("")
     done = subprocess.run([*CGX_RAY, "demo", "--out", tmp_path], capture_output=True, text=True, check=False)
