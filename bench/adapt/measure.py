@@ -22,10 +22,8 @@ from bench.shared.simulated_cluster import ClusterState, SimulatedCluster
 from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import AdaptivePolicy
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
-from cgx_ray.control.policy import Disable, Keep
 from cgx_ray.plan import make_plan
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.prediction import PlannedGroup, groups_of, predict

@@ -31,7 +31,6 @@ from cgx_ray.control.policy import (
     MAX_SLOWDOWN,
     REVIEW_S,
     Decision,
-    Keep,
     Outlook,
     Policy,
     Situation,
@@ -164,7 +163,7 @@ class Adaptive(Policy):
         saved = 1 - best_s / current_s
         return saved > _least_improvement(current, outlook) and saved * situation.dwell_s > situation.switch_s
 
-    def codec_to_time(self, situation: Situation, kept: Keep) -> CodecSpec | None:
+    def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
         """Return a codec that was never in use, if its told times may be all that keeps a plan from replacing `kept`.
 
         They may be MAX_OVERSTATED times too long.

@@ -323,7 +323,7 @@ class ControlLoop:
         except Exception as error:  # noqa: BLE001 - of a policy that anyone may have written: training goes on
             self._notes.policy_error(error, at.step, at.time_s)
             return None
-        if isinstance(decision, Replace) and self._policy.is_guarded:
+        if decision is not None and decision.kind == "replace" and self._policy.is_guarded:
             # Only steps under an option tell how much it really keeps.
             state.setbacks.add_gain_fall(state.fallen_options(situation.outlook.now), at.step, at.now_s)
         return decision

@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cgx_ray.control.policy import REVIEW_S, Decision, Situation
-from cgx_ray.plan import CodecSpec, Option
-from cgx_ray.planner.bits import ALPHA
 from cgx_ray.control.policy import REVIEW_S, Decision, Policy, Situation, check_name, check_review
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec

@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from statistics import geometric_mean, harmonic_mean
-from typing import Any, Literal, Protocol
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.errors import ConfigError, PlanError
@@ -166,14 +165,20 @@ class Situation:
         """
         errors = self.outlook.errors
         step_s, dense_s = errors.step_s(chosen), errors.step_s(dense or self.outlook.dense())
-        if chosen.groups == groups_of(self.plan, self.outlook.now.layers):
-            return Keep(reason=reason, predicted=chosen, step_s=step_s, dense_s=dense_s)
-        plan = chosen.plan(version=self.plan.version + 1, world_size=self.plan.world_size)
-        return Replace(plan=plan, reason=reason, predicted=chosen, step_s=step_s, dense_s=dense_s)
+        is_kept = chosen.groups == groups_of(self.plan, self.outlook.now.layers)
+        new = chosen.plan(version=self.plan.version + 1, world_size=self.plan.world_size)
+        return Decision(
+            kind="keep" if is_kept else "replace",
+            plan=self.plan if is_kept else new,
+            reason=reason,
+            predicted=chosen,
+            step_s=step_s,
+            dense_s=dense_s,
+        )
 
     def check(self, decision: Decision) -> None:
         """Raise PlanError if the ranks could not follow the plan of `decision`."""
-        if isinstance(decision, Keep):
+        if decision.kind == "keep":
             return
         layers, plan = self.outlook.now.layers, decision.plan
         plan.check(layers, self.plan.world_size)

@@ -11,8 +11,7 @@ from typing import Any
 from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import FORMAT
 from cgx_ray.control.journal.recorded import read_groups, read_layers, read_policy, read_situation
-from cgx_ray.control.policy import Decision, Policy, Situation, StaticPolicy
-from cgx_ray.control.policy import Decision, Keep, Policy, Situation
+from cgx_ray.control.policy import Decision, Policy, Situation
 from cgx_ray.control.trial.excursion import codec_trial
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option

@@ -21,7 +21,7 @@ from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.journal.recorded import read_policy
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.named_policies import as_policy
-from cgx_ray.control.policy import Decision, Policy, Replace, Situation, Static, options_from
+from cgx_ray.control.policy import Decision, Policy, Situation, Static, options_from
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import make_plan
 from cgx_ray.report.journal_schema import journal_problem
@@ -139,7 +139,7 @@ class _OldPlan(Policy):
     def decide(self, situation: Situation) -> Decision:
         best = situation.best(self.options)
         plan = best.plan(version=situation.plan.version, world_size=WORLD)
-        return Replace(plan=plan, reason="", predicted=best, step_s=1.0, dense_s=1.0)
+        return Decision(kind="replace", plan=plan, reason="", predicted=best, step_s=1.0, dense_s=1.0)
 
 
 def test_a_plan_that_the_ranks_could_not_follow_is_not_put_in_force(tmp_path: Path) -> None:

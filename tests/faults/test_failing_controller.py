@@ -19,8 +19,6 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from support import train_functions
 from support.endings import living, loops_below, our_actors
-from support.failing_control import RaisingConfig
-from support.endings import living, loops_below
 from support.failing_ranks import WITHIN_S
 from support.loop_policies import RaisingPolicy
 
