@@ -18,7 +18,7 @@ from cgx_ray.collectives.transport.greeting import greeted
 from cgx_ray.control.gains.known_losses import lost_share
 from cgx_ray.engine.counted import MAX_BURSTS, counted_lags, counted_peers, tells_rates
 from cgx_ray.engine.gains.gain_schedule import is_measured
-from cgx_ray.monitors.agent import measured_nodes
+from cgx_ray.monitors.node_monitor import measured_nodes
 from cgx_ray.monitors.sample import (
     CURVE_DENSITIES,
     ROTATION_STEPS,

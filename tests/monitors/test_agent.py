@@ -10,8 +10,9 @@ from contextlib import closing
 
 import pytest
 
-from cgx_ray.monitors import agent as agent_module
-from cgx_ray.monitors.agent import NodeAgent, measured_nodes
+from cgx_ray.monitors import agent, node_monitor
+from cgx_ray.monitors.agent import NodeAgent
+from cgx_ray.monitors.node_monitor import measured_nodes
 from cgx_ray.monitors.round_trip import EchoServer
 
 HOST = "127.0.0.1"
@@ -34,8 +35,8 @@ def test_an_unexpected_error_is_logged_once_and_both_threads_go_on(
 
     measured: list[int] = []
     published: list[int] = []
-    monkeypatch.setattr(agent_module.Peers, "measure", failing_twice(agent_module.Peers.measure, measured))
-    monkeypatch.setattr(agent_module.NodeMetrics, "export", failing_twice(lambda *_: None, published))
+    monkeypatch.setattr(node_monitor.Peers, "measure", failing_twice(node_monitor.Peers.measure, measured))
+    monkeypatch.setattr(agent.NodeMetrics, "export", failing_twice(lambda *_: None, published))
     node = NodeAgent("a", "run", HOST, interval_s=0.01, latency_interval_s=0.01)
     with closing(EchoServer(HOST)) as peer:
         node.start({"b": peer.address})

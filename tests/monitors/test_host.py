@@ -11,7 +11,6 @@ import pytest
 from support.samples import step_sample
 
 from cgx_ray.monitors import host
-from cgx_ray.monitors.agent import OwnBytes
 from cgx_ray.monitors.host import (
     CARDS_HOLD_S,
     CardMeter,
@@ -23,6 +22,7 @@ from cgx_ray.monitors.host import (
     read_nics,
     read_pressure,
 )
+from cgx_ray.monitors.node_monitor import OwnBytes
 
 HOST = "127.0.0.1"
 
