@@ -66,6 +66,7 @@ class LoopProcess:
         arguments: tuple[Any, ...],
         on_news: Callable[[News], None],
         on_end: Callable[[], None],
+        after: str = "the controller ends too, and Ray starts it again",
     ) -> None:
         """Start it; it calls `make` with `arguments`, whose classes it must be able to import.
 
@@ -73,7 +74,8 @@ class LoopProcess:
 
         on_news  gets what has changed, before the calls that came with it have their results; at first from here, then
                  from a thread
-        on_end   called by a thread when the process has ended
+        on_end   called by a thread when the process has ended, other than by `close`
+        after    says in the log what follows from that
         """
         own, its = socket.socketpair()
         # Ray gives its workers more paths than Python has. PYTHONPATH would come after the working folder.
@@ -83,7 +85,8 @@ class LoopProcess:
             argv = [sys.executable, "-c", code, str(its.fileno())]
             self._process = subprocess.Popen(argv, pass_fds=[its.fileno()])
         self._pipe = Connection(own.detach())
-        self._on_news, self._on_end = on_news, on_end
+        self._on_news, self._on_end, self._after = on_news, on_end, after
+        self._is_closing = False
         self._numbers = itertools.count()
         self._calls: dict[int, Future[Any]] = {}
         self._asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -107,6 +110,10 @@ class LoopProcess:
         return self._process.pid
 
     @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
     def num_waiting(self) -> int:
         """Number of calls without a result."""
         return len(self._calls)
@@ -118,6 +125,14 @@ class LoopProcess:
         call = self._calls[number] = Future[Any]()
         self._asked.put(asked)
         return call
+
+    def close(self) -> None:
+        """End the process, whatever it does. Ask for its history before."""
+        self._is_closing = True
+        self._process.kill()
+        self._process.wait()
+        # So that the sending thread meets its end.
+        self._asked.put(b"")
 
     def _send(self) -> None:
         # `_receive` meets the end of the process too.
@@ -135,20 +150,21 @@ class LoopProcess:
                 for one in done:
                     self._end_call(one)
         except Exception:
-            logger.exception("the controller has failed and ends; Ray starts it again")
-        self._on_end()
+            logger.exception("the controller has failed: %s", self._after)
+        if not self._is_closing:
+            self._on_end()
 
     def _received(self) -> tuple[News, list[_Done]] | None:
         """Return what the process sends next, None if it has ended."""
         try:
             news, done = self._pipe.recv()
         except (EOFError, OSError):
+            if self._is_closing:
+                return None
             # Ray ends the children of an actor right before the actor. Then nobody shall read of it.
             time.sleep(END_S)
             logger.error(
-                "the process of the control loop has ended (exit status %s): the controller ends too, and Ray starts "
-                "it again",
-                self._process.wait(),
+                "the process of the control loop has ended (exit status %s): %s", self._process.wait(), self._after
             )
             return None
         return news, done

@@ -19,10 +19,9 @@ from cgx_ray.errors import PlanError
 from cgx_ray.monitors.plan_relay import POLL_TIMEOUT_S
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan
-from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.ray_train.state_files import read_state
 from cgx_ray.session.attachment import Attachment, process
-from cgx_ray.session.calibrate import measure_codecs, measure_offload
+from cgx_ray.session.calibrate import calibrate
 from cgx_ray.session.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -52,17 +51,11 @@ class RaySession:
 
     def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
-        device = ray.train.torch.get_device()
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
-        costs = measure_codecs(self.settings, device) if self.settings.decides else {}
-        host_costs, bus = measure_offload(self.settings, device)
-        # On a GPU codecs have a stream of their own. On a CPU they take the cores that backward runs on.
-        encodes_on: EncodesOn = "backward" if device.type == "cpu" else "thread"
+        costs, encodes_on, bus = calibrate(self.settings, ray.train.torch.get_device())
         while True:
             try:
-                call = self._controller.register.remote(
-                    layers, fresh, costs | host_costs, encodes_on, self._restored_step(), bus
-                )
+                call = self._controller.register.remote(layers, fresh, costs, encodes_on, self._restored_step(), bus)
                 plan: Plan = ray.get(call, timeout=REGISTER_S)
                 return plan
             except ActorUnavailableError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,12 +72,15 @@ def connect(
     return Transport(by.group, link, mesh, timeout_s, cuda_group, lifeline=lifeline, sockets=sockets)
 
 
-def agree_on_settings(settings: Settings | CGXError, gather: Gatherer) -> Settings:
-    """Return `settings` if they are the same on all ranks and no error; else raise one error on all ranks.
+def agree_on_settings(
+    settings: Settings | CGXError, folder: str | os.PathLike[str] | None, gather: Gatherer
+) -> Settings:
+    """Return `settings` if they and `folder` are the same on all ranks and no error; else raise one error on all ranks.
 
     settings  or the error that this rank met in making them
     """
-    everyones = gather(settings.texts() if isinstance(settings, Settings) else settings)
+    texts = {**settings.texts(), "folder": str(folder)} if isinstance(settings, Settings) else settings
+    everyones = gather(texts)
     for rank, other in enumerate(everyones):
         for name, value in everyones[0].items():
             if other[name] != value:

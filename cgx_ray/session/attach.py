@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -19,15 +19,16 @@ from torch import nn
 from cgx_ray.collectives.transport.gathered import Gatherer, as_own, unreachable
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
 from cgx_ray.collectives.transport.transport import DEFAULT_TIMEOUT_S
-from cgx_ray.control.policy import Policy, Static
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scaler
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
+from cgx_ray.control.policy import Policy, Static
 from cgx_ray.errors import CGXError, ConfigError
-from cgx_ray.plan import CodecSpec, Plan, Scheme
+from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme
 from cgx_ray.session import ddp
 from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
+from cgx_ray.session.local_control import LocalControl
 from cgx_ray.session.settings import MAX_TIMEOUT_S, Settings
 from cgx_ray.torch_compat import longest_timeout_s, uncompiled
 
@@ -40,8 +41,9 @@ EngineMaker = Callable[..., tuple[Engine | ShardedEngine, Callable[[], None]]]
 def attach(
     model: nn.Module,
     *,
-    plan: Plan | None = None,
     policy: Policy | str | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    plan: Plan | None = None,
     codec: CodecSpec | str | None = None,
     scheme: str | None = None,
     intra: str | None = None,
@@ -58,8 +60,10 @@ def attach(
 
     model          a DistributedDataParallel, or a whole model after `fully_shard` (FSDP2), which takes one codec for
                    the whole run, over sra; compiled or not. At world size 1 any model is accepted and nothing happens
+    policy         a `Static`, for all layers and the whole run; without Ray also a policy that decides during training,
+                   such as "adaptive" (`session.local_control`). Default: CGXConfig's; elsewhere qsgd 4/128 over sra
+    folder         without Ray: where rank 0 writes the journal. Default: `cgx-ray-runs/<time>` if the policy decides
     plan           in force until `Attachment.hold` offers a newer one
-    policy         a `Static`, for all layers and the whole run. Default: CGXConfig's; elsewhere qsgd 4/128 over sra
     codec, scheme, intra
                    make a `Static` in short. What is left out is that of CGXConfig's `Static`, if it has one
     transport, shared_memory, timeout_s, silent_s, weight_check_steps, average_weights
@@ -89,37 +93,49 @@ def attach(
         "average_weights": average_weights,
         "silent_s": silent_s,
     }
-    given = {name: value for name, value in others.items() if value is not None}
+    choice = {"codec": codec, "scheme": scheme, "intra": intra}
+    make_settings = partial(_settings, policy, folder, plan, choice, others)
+    asks, model = all(choice is None for choice in (policy, plan, codec, scheme, intra)), uncompiled(model)
+    process.attachment = _attach(model, plan, make_settings, folder, parameters, scaler, asks_controller=asks)
+    return process.attachment
 
-    def make_settings() -> Settings:
-        return _settings(plan, policy, {"codec": codec, "scheme": scheme, "intra": intra}, given)
 
-    asks = all(choice is None for choice in (plan, policy, codec, scheme, intra))
-    process.attachment = _attach(uncompiled(model), plan, make_settings, parameters, scaler, asks_controller=asks)
+def attach_with(
+    model: nn.Module, settings: Settings, *, folder: str | os.PathLike[str] | None = None, **options: Any
+) -> Attachment:
+    """Attach as `attach` does without Ray, with all of `settings` and with `options` of `LocalControl`."""
+    make_control = partial(LocalControl, **options)
+    process.attachment = _attach(
+        uncompiled(model), None, lambda: settings, folder, None, None, make_control, asks_controller=True
+    )
     return process.attachment
 
 
 def _settings(
-    plan: Plan | None,
     policy: Policy | str | None,
+    folder: str | os.PathLike[str] | None,
+    plan: Plan | None,
     choice: Mapping[str, Any],
     others: Mapping[str, Any],
 ) -> Settings:
     """Return the settings of the Ray Train run, or static ones, changed by the arguments of `attach`."""
-    if process.session is not None:
-        settings = process.session.settings
-    else:
-        settings = Settings(policy="static", timeout_s=_usual_timeout_s())
-    settings = replace(settings, **others)
+    session = process.session
+    settings = session.settings if session is not None else Settings(policy="static", timeout_s=_usual_timeout_s())
+    settings = replace(settings, **{name: value for name, value in others.items() if value is not None})
     given = {name: value for name, value in choice.items() if value is not None}
     if plan is not None and (given or policy is not None):
         raise ConfigError(
             "attach got a plan and a policy, codec, scheme or intra, which the plan already sets; give one of them"
         )
+    if folder is not None and (plan is not None or session is not None):
+        why = "a plan, which nothing replaces" if plan is not None else "a Ray Train worker, where CGXConfig decides"
+        raise ConfigError(f"attach got a folder for decisions and {why}; leave the folder out")
     if policy is not None:
         settings = replace(settings, policy=policy, **given)
-        if settings.decides:
-            raise ConfigError(f"attach got policy {policy!r}; it takes a Static, give others to CGXConfig")
+        if settings.decides and session is not None:
+            raise ConfigError(
+                f"attach got policy {policy!r} in a Ray Train worker; it takes a Static there, give others to CGXConfig"
+            )
     elif plan is not None or given:
         usual = settings.policy
         if isinstance(usual, Static):
@@ -142,8 +158,10 @@ def _attach(
     model: nn.Module,
     plan: Plan | None,
     make_settings: Callable[[], Settings],
+    folder: str | os.PathLike[str] | None,
     parameters: CodecSpec | str | None,
     scaler: Scaler | None,
+    make_control: Callable[..., LocalControl] = LocalControl,
     *,
     asks_controller: bool,
 ) -> Attachment:
@@ -162,18 +180,27 @@ def _attach(
         return alone
     # The engine's thread could not write to memory that is made in inference mode.
     with torch.inference_mode(mode=False), own_groups() as groups, ExitStack() as undo:
-        settings, world = _agreed_settings(make_settings, groups)
+        settings, world = _agreed_settings(make_settings, folder, groups)
         process.close_old()
         with world.gather.telling():
             lifeline = watch(world, settings.silent_s, settings.timeout_s)
             undo.callback(lifeline.close)
-            make_engine = _engine_maker(model, settings, asks_controller=asks_controller)
+            control = None
+            if process.session is None and plan is None and (settings.decides or folder is not None):
+                if _is_fsdp2(model):
+                    raise ConfigError("FSDP2 models keep one codec, nothing is decided; leave policy and folder out")
+                control = make_control(settings, folder, model, world.gather)
+                undo.callback(control.close)
+            session = control or (process.session if asks_controller else None)
+            make_engine = _engine_maker(model, session.first_plan if session is not None else settings.first_plan)
             engine, detach = make_engine(model, plan, settings, parameters, scaler, world, lifeline, groups)
-            attachment = Attachment(engine, groups, detach, lifeline, model)
+            attachment = Attachment(engine, groups, detach, lifeline, model, control)
             undo.callback(attachment.close)
             if process.session is not None:
                 # The state of a checkpoint may not fit the model. The engine's thread must not outlive the error.
                 process.session.start(attachment)
+            if control is not None:
+                control.start(attachment, world.gather)
             world.gather(None)
         undo.pop_all()
     if asks_controller and process.session is None and dist.get_rank() == 0 and _is_ray_train_worker():
@@ -194,20 +221,22 @@ def _is_ray_train_worker() -> bool:
         return False
 
 
-def _engine_maker(model: nn.Module, settings: Settings, *, asks_controller: bool) -> EngineMaker:
-    """Return the `make_engine` for the kind of `model`."""
+def _is_fsdp2(model: nn.Module) -> bool:
     # Found by a method of FSDP2's class: importing the class takes 0.7 s.
-    if hasattr(model, "set_custom_reduce_scatter"):
+    return hasattr(model, "set_custom_reduce_scatter")
+
+
+def _engine_maker(model: nn.Module, first_plan: Callable[[Sequence[Layer], int, int], Plan]) -> EngineMaker:
+    """Return the `make_engine` for the kind of `model`."""
+    if _is_fsdp2(model):
         from cgx_ray.session import fsdp  # noqa: PLC0415 - it imports FSDP2
 
         return fsdp.make_engine
-    session = process.session
-    first_plan = session.first_plan if session is not None and asks_controller else settings.first_plan
     return partial(ddp.make_engine, first_plan=first_plan)
 
 
 def _agreed_settings(
-    make_settings: Callable[[], Settings], groups: list[dist.ProcessGroup]
+    make_settings: Callable[[], Settings], folder: str | os.PathLike[str] | None, groups: list[dist.ProcessGroup]
 ) -> tuple[Settings, GatheredGroup]:
     """Return the settings, the same on all ranks, and a group of all ranks with their time-out, which `groups` gets.
 
@@ -228,4 +257,4 @@ def _agreed_settings(
             raise unreachable(error) from error
     groups.append(group)
     gather = Gatherer(group)
-    return agree_on_settings(settings, gather), GatheredGroup(group=group, gather=gather, listeners=listeners)
+    return agree_on_settings(settings, folder, gather), GatheredGroup(group=group, gather=gather, listeners=listeners)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +22,7 @@ from cgx_ray.engine.step_sample import Span
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.thread import CLOSE_S
 from cgx_ray.errors import ConfigError, PlanError
+from cgx_ray.monitors.endpoint import Endpoint
 from cgx_ray.monitors.sample import Fault, StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
@@ -30,6 +31,9 @@ from cgx_ray.session.served_metrics import ServedMetrics
 from cgx_ray.session.settings import Settings
 from cgx_ray.session.states import STATE_FORMAT, check_own, named_as, state_of
 from cgx_ray.torch_compat import is_registered
+
+if TYPE_CHECKING:
+    from cgx_ray.session.local_control import LocalControl
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ class Attachment:
     """An engine at work behind a model.
 
     is_closed  True once `close` was called, or the model is gone
+    control    decides in a run without Ray; None in others, and if one codec or plan is kept
 
     At world size 1 it exchanges nothing. The state of more ranks that it loads is kept for the next checkpoint, so that
     what they still owed is not lost if there are more workers again.
@@ -72,6 +77,7 @@ class Attachment:
         detach: Callable[[], None] | None = None,
         lifeline: Lifeline | None = None,
         model: nn.Module | None = None,
+        control: LocalControl | None = None,
     ) -> None:
         """
         groups    the engine's own process groups, which `close` destroys
@@ -83,6 +89,7 @@ class Attachment:
         self._groups = groups
         self._detach = detach
         self._lifeline = lifeline
+        self.control = control
         self.is_closed = False
         self._closing = threading.RLock()
         self._end_of_model = weakref.finalize(model, self._begin_to_close) if model is not None else None
@@ -90,7 +97,7 @@ class Attachment:
             # Python's end closes all that must be closed then.
             self._end_of_model.atexit = False
             process.attachments.add(self)
-        self._served: ServedMetrics | None = None
+        self._served: ServedMetrics | Endpoint | None = None
         self._kept: dict[str, Any] | None = None
         self._num_added = 0
 
@@ -186,8 +193,9 @@ class Attachment:
             raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to explore")
         if not isinstance(self._engine, Engine):
             raise ConfigError("the codec of an FSDP2 model is fixed; explore with a DistributedDataParallel model")
-        if process.session is not None and process.session.settings.decides:
-            policy = process.session.settings.policy
+        session = self.control or process.session
+        if session is not None and session.settings.decides:
+            policy = session.settings.policy
             raise ConfigError(f"with policy {policy!r} the controller chooses plans; explore with policy='static'")
         return explore(
             self._engine,
@@ -231,7 +239,12 @@ class Attachment:
             raise ConfigError(f"the metrics are served already, at {self._served.address}; call serve_metrics once")
         if self._engine is None:
             return None
-        self._served = ServedMetrics(self._engine.take_samples, run_name, host or node_address(), port)
+        if self.control is not None:
+            # It takes the samples.
+            self._served = endpoint = Endpoint(host or node_address(), port)
+            self.control.export_to(endpoint, run_name)
+        else:
+            self._served = ServedMetrics(self._engine.take_samples, run_name, host or node_address(), port)
         return self._served.address
 
     def state_dict(self) -> dict[str, Any]:
@@ -305,14 +318,17 @@ class Attachment:
         with self._closing:
             if self._end_of_model is not None:
                 self._end_of_model.detach()
-            if self._served is not None:
-                self._served.close()
-                self._served = None
             if self._detach is not None:
                 self._detach()
                 self._detach = None
             if self._engine is not None:
                 self._engine.close(timeout_s)
+            # The last step is known now.
+            if self.control is not None:
+                self.control.close()
+            if self._served is not None:
+                self._served.close()
+                self._served = None
             if self._lifeline is not None:
                 self._lifeline.close()
             groups, self._groups = self._groups, ()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from cgx_ray.engine.group import copy_each
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.cost import Link
+from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.options import CodecCost, host_name
 from cgx_ray.planner.profile import fit_cost
 from cgx_ray.runtime_ext import ops
@@ -80,6 +82,22 @@ CALIBRATION_NUMELS = (1 << 10, 1 << 14, 1 << 18)
 NUM_ROUNDS = 5
 # Elements of float32: a copy that shows the latency of the bus, and one that shows its rate.
 BUS_NUMELS = (1 << 10, 1 << 22)
+
+
+class Calibration(NamedTuple):
+    """Times of codecs, where they run, and the bus: the control loop needs them before training."""
+
+    codec_costs: dict[str, CodecCost]
+    encodes_on: EncodesOn
+    bus: Link | None
+
+
+def calibrate(settings: Settings, device: torch.device) -> Calibration:
+    """Measure what the control loop needs to know of `device`, which holds the gradients."""
+    costs = measure_codecs(settings, device) if settings.decides else {}
+    host_costs, bus = measure_offload(settings, device)
+    # On a GPU codecs have a stream of their own. On a CPU they take the cores that backward runs on.
+    return Calibration(costs | host_costs, "backward" if device.type == "cpu" else "thread", bus)
 
 
 def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecCost]:
