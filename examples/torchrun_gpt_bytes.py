@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/torchrun_gpt_bytes.py --steps 50
 
 Without --codec, gradients are sent as 4-bit qsgd over the scheme sra; try also --codec topk:density=0.01. With
+--policy adaptive, rank 0 measures the network and decides; its decisions are in --folder, for `cgx-ray report`. With
 --checkpoint FILE, training continues from FILE if it exists, and writes FILE at the end. An existing DDP script needs
 only the lines marked with `cgx_ray` below.
 """
@@ -27,7 +28,8 @@ def main() -> None:
     data = StdlibBytes()
     model = DistributedDataParallel(build_gpt(seed=args.seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    attachment = cgx_ray.attach(model, codec=args.codec, scheme=args.scheme)  # cgx_ray: from now on backward compresses
+    # cgx_ray: from now on backward compresses
+    attachment = cgx_ray.attach(model, policy=args.policy, folder=args.folder, codec=args.codec, scheme=args.scheme)
 
     first_step = 0
     if args.checkpoint and args.checkpoint.exists():
@@ -62,6 +64,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", help="adaptive, cgx or flexible; default: static, one codec")
+    parser.add_argument("--folder", type=Path, help="of the decisions; default: cgx-ray-runs/<time> if they are made")
     parser.add_argument("--codec", help="such as bf16, qsgd:bits=4 or topk:density=0.01; default: qsgd, 4 bits")
     parser.add_argument("--scheme", help="such as sra or allgather; default: one that carries the codec")
     parser.add_argument("--checkpoint", type=Path)

@@ -60,6 +60,7 @@ THEMES = {
         "ray/test_config.py",
         "ray/test_plan_relay.py",
         "engine/test_plan_switches.py",
+        "engine/test_local_control.py",
     ),
     "Monitors and journal": (
         "engine/test_telemetry.py",
