@@ -9,9 +9,10 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,15 +26,17 @@ from bench.accuracy.bits import BitsBesideStatic
 from bench.accuracy.cases import POLICIES, policy_settings, read_option
 from bench.accuracy.measure import TrainingRun
 from bench.accuracy.workloads import Batch, TrainingTask, load_task
-from bench.gathered_control import GatheredControl
 from bench.shared.rank_process import run_rank
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.gain import squared_error
 from cgx_ray.demo.train import learning_rate_factor
 from cgx_ray.plan import SMALL_LAYER_NUMEL
+from cgx_ray.session.attach import attach_with
 
 _MAX_NORM = 1.0
 _NUM_POINTS = 10
+# Seconds between two reports to the control loop, 0.5 in a training: the smallest of these take seconds in all.
+_REPORT_S = 0.05
 
 
 def _measure(job: dict[str, Any]) -> None:
@@ -41,7 +44,7 @@ def _measure(job: dict[str, Any]) -> None:
     for seed in range(job["num_seeds"]):
         for workload, task in tasks.items():
             for way in job["ways"]:
-                run = _train(task, workload, way, seed, job["num_steps"], job["is_loopback"])
+                run = _train(task, workload, way, seed, job)
                 # Reducer and model hold each other: without this the memory of the cases adds up.
                 gc.collect()
                 if job["rank"] == 0:
@@ -49,17 +52,16 @@ def _measure(job: dict[str, Any]) -> None:
     dist.barrier()
 
 
-def _train(task: TrainingTask, workload: str, way: str, seed: int, num_steps: int, shared_memory: bool) -> TrainingRun:
-    """Train one case. It ends early at the first validation loss that is not finite.
-
-    shared_memory  between ranks; in a lab it would go around the links
-    """
+def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str, Any]) -> TrainingRun:
+    """Train one case. It ends early at the first validation loss that is not finite."""
+    num_steps = job["num_steps"]
+    folder = Path(job["store"]).parent / f"{workload}-{way}-{seed}"
     model = DistributedDataParallel(task.build(seed))
     has_momentum = way in POLICIES or read_option(way).codec.name != "dgc"
     optimizer = task.make_optimizer(model.parameters(), has_momentum)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, num_steps))
     points, errors, steps_s, wire_bytes, beside = [], [], [], 0, BitsBesideStatic()
-    with _attached(model, way, shared_memory) as (attachment, after_step):
+    with closing(_attach(model, way, folder, shared_memory=job["is_loopback"])) as attachment:
         for step in range(num_steps):
             began_s = time.perf_counter()
             model(*task.batch(seed, step, dist.get_rank())).backward()
@@ -68,7 +70,6 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, num_steps: in
             optimizer.zero_grad()
             schedule.step()
             steps_s.append(time.perf_counter() - began_s)
-            after_step(step)
             sample = attachment.last_step
             wire_bytes += sample.wire_bytes if sample is not None else 0
             if (step + 1) * _NUM_POINTS // num_steps > step * _NUM_POINTS // num_steps:
@@ -95,20 +96,15 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, num_steps: in
     )
 
 
-@contextmanager
-def _attached(
-    model: DistributedDataParallel, way: str, shared_memory: bool
-) -> Iterator[tuple[cgx_ray.Attachment, Callable[[int], None]]]:
-    """Attach the codec or the policy; yield the attachment, and what is to be called with each step's number."""
+def _attach(model: DistributedDataParallel, way: str, folder: Path, *, shared_memory: bool) -> cgx_ray.Attachment:
+    """Attach the codec or the policy, whose journal is in `folder`.
+
+    shared_memory  between ranks; in a lab it would go around the links
+    """
     if way in POLICIES:
-        settings = policy_settings(way, shared_memory=shared_memory)
-        with GatheredControl(settings) as control, closing(cgx_ray.attach(model)) as attachment:
-            yield attachment, control.after_step
-    else:
-        option = read_option(way)
-        attachment = cgx_ray.attach(model, codec=option.codec, scheme=option.scheme, shared_memory=shared_memory)
-        with closing(attachment):
-            yield attachment, lambda step: None
+        return attach_with(model, policy_settings(way, shared_memory=shared_memory), folder=folder, report_s=_REPORT_S)
+    option = read_option(way)
+    return cgx_ray.attach(model, codec=option.codec, scheme=option.scheme, shared_memory=shared_memory)
 
 
 @torch.no_grad()
