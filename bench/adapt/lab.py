@@ -40,6 +40,7 @@ from bench.network.job import Job
 from bench.shared.runner import BenchRun, OnPart
 from bench.step.cases import StepNetwork
 from cgx_ray.lab.namespaces import Lab
+from cgx_ray.plan import Plan
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 from cgx_ray.report.result import Row
@@ -127,7 +128,7 @@ def measure_in_lab(run: BenchRun) -> tuple[list[Row], Mapping[str, ScheduleScore
 def measure_adapt_lab(options: AdaptLabOptions, folder: Path, on_part: OnPart) -> AdaptLabNumbers:
     """Run all parts.
 
-    folder   for the ranks' errors and the journal of the loop
+    folder   for the ranks' errors and the journals
     on_part  called before each part with its name and the share of the parts that are done
 
     Raises NetworkBenchError if a rank ends early, LabError if the lab cannot be made.
@@ -139,8 +140,7 @@ def measure_adapt_lab(options: AdaptLabOptions, folder: Path, on_part: OnPart) -
         lab = stack.enter_context(
             Lab(options.num_ranks, rate_bit_per_s=first.rate_bit_per_s, latency_s=first.latency_s)
         )
-        # Probes are due when they are in a training.
-        job = Job(lab, folder, "bench.adapt.lab_rank", given=options.job(), probe_clock=1.0)
+        job = Job(lab, folder, "bench.adapt.lab_rank", given=options.job())
         stack.callback(job.close)
         num_parts = 3 + len(options.ways) + len(options.schedules) + len(options.grid)
         index = itertools.count()
@@ -154,10 +154,15 @@ def measure_adapt_lab(options: AdaptLabOptions, folder: Path, on_part: OnPart) -
 
 
 class _Training:
-    """A way at work. `ends_s`: when the first step began, then when each step ended, as of `time.monotonic`."""
+    """A way at work.
+
+    ends_s    when the first step began, then when each step ended, as of `time.monotonic`
+    plans     those that were in force, by the step from which on they were
+    """
 
     def __init__(self, job: Job) -> None:
         self.ends_s: list[float] = []
+        self.plans: dict[int, Plan] = {}
         self._job = job
         self._is_done = False
 
@@ -175,6 +180,8 @@ class _Training:
                 continue
             if isinstance(message, float):
                 self.ends_s.append(message)
+            elif isinstance(message, Plan):
+                self.plans[self.num_steps] = message
             self._is_done = message == "done"
 
     def wait_until(self, time_s: float) -> None:
@@ -200,10 +207,7 @@ class _AdaptLab:
         """Measure codecs, and a step without exchange."""
         self._on_part("codecs")
         self._job.order("codecs")
-        while self._job.answers.empty():
-            self._job.check()
-            time.sleep(_LOOK_S)
-        for codec, found in self._job.answers.get().items():
+        for codec, found in self._job.answer().items():
             self._codec_costs[codec], self._gain[codec] = CodecCost(**found["cost"]), found["gain"]
         self._on_part("noop")
         with self._at_work(NOOP) as training:
@@ -260,7 +264,7 @@ class _AdaptLab:
                 if one.ended_s > start_s
             ]
             numbers.scores[name] = score_schedule(played, numbers.pace_s, counted)
-            numbers.num_switches[name] = self._num_switches()
+            numbers.num_switches[name] = _num_switches(training)
 
     def compare_with_dense(self, numbers: AdaptLabNumbers) -> None:
         """Train on each network of the grid, with plain DDP and then adaptive."""
@@ -282,11 +286,7 @@ class _AdaptLab:
     @contextmanager
     def _at_work(self, way: LabWay) -> Iterator[_Training]:
         """Train `way` until the body ends."""
-        if way is ADAPTIVE:
-            self._job.await_model()
         self._job.order(f"train {way.name}")
-        if way is ADAPTIVE:
-            self._job.wait_registered()
         training = _Training(self._job)
         training.wait(lambda: training.num_steps > 0)
         yield training
@@ -331,11 +331,13 @@ class _AdaptLab:
 
     def _steps(self, training: _Training, network: StepNetwork) -> list[WeightedStep]:
         """Return the steps of an adaptive training that has ended."""
-        return weighted_steps(training.ends_s, self._job.versions, self._job.plans, self.measured(network))
+        versions = {step: plan.version for step, plan in training.plans.items()}
+        return weighted_steps(training.ends_s, versions, list(training.plans.values()), self.measured(network))
 
-    def _num_switches(self) -> int:
-        groups = [plan.groups for plan in self._job.plans]
-        return sum(before != after for before, after in itertools.pairwise(groups))
+
+def _num_switches(training: _Training) -> int:
+    groups = [plan.groups for plan in training.plans.values()]
+    return sum(before != after for before, after in itertools.pairwise(groups))
 
 
 # Largest time of the loop over that of the best static plan of each phase, of the best single plan, and of dense.

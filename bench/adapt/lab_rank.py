@@ -1,11 +1,9 @@
 """One rank of `python -m bench adapt --lab`: trains one way after the other, as it is told by lines on its input.
 
 `train NAME`  train that way until `stop`. Rank 0 writes when the first step began and when each step ended, in seconds
-              of `time.monotonic`, and "done" at the end
+              of `time.monotonic`; each plan before the end of the first step with it; "done" at the end
 `stop`        end the training at the same step on all ranks
 `codecs`      time the candidate codecs, and measure their gains on the fixed gradients; rank 0 writes both
-
-Other lines are for the session, see `pipe_session`.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from bench.adapt.lab_cases import ADAPTIVE, LAB_WAYS, LabWay, candidate_specs, lab_workload
-from bench.pipe_session import PipeSession, send
+from bench.network.rank import send
 from bench.shared.rank_process import run_rank
 from bench.step.sleeping_model import BackwardClock, SleepingModel, fixed_gradients
 from bench.step.torch_hooks import register_hook
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.gain import kept_energy
 from cgx_ray.lab.schedule import last_step
-from cgx_ray.session.attachment import process
+from cgx_ray.plan import Plan
+from cgx_ray.session.attach import attach_with
 from cgx_ray.session.calibrate import measure_codec
 
 
@@ -43,10 +42,9 @@ class _OrderedRank:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._rank = job["rank"]
-        self._stop_files = Path(job["store"]).parent
+        self._folder = Path(job["store"]).parent
         self._workload = lab_workload(job["width"], job["num_layers"], job["world_size"])
         self._gradients = fixed_gradients(self._workload.shapes, seed=self._rank)
-        self._session = PipeSession(ADAPTIVE.settings(), self._rank, job["address"])
         self._orders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._is_stopped = threading.Event()
         self._num_trainings = 0
@@ -69,11 +67,9 @@ class _OrderedRank:
         for line in map(str.strip, sys.stdin):
             if line == "stop":
                 self._is_stopped.set()
-            elif line == "codecs" or line.startswith("train "):
+            else:
                 self._is_stopped.clear()
                 self._orders.put(line)
-            else:
-                self._session.receive(line)
         self._orders.put(None)
 
     def _train(self, way: LabWay) -> None:
@@ -82,20 +78,24 @@ class _OrderedRank:
         model = DistributedDataParallel(
             SleepingModel(names, self._gradients, clock), init_sync=False, gradient_as_bucket_view=True
         )
-        with self._attached(model, way):
-            step = 0
-            self._tell_time()
+        with self._attached(model, way) as attachment:
+            step, version = 0, -1
+            self._tell(time.monotonic())
             while not self._is_last(step):
                 model.zero_grad(set_to_none=True)
                 loss = model(torch.zeros(()))
                 clock.begin()
                 loss.backward()
-                self._tell_time()
+                plan = attachment.plan if attachment is not None else None
+                if plan is not None and plan.version != version:
+                    version = plan.version
+                    self._tell(plan)
+                self._tell(time.monotonic())
                 step += 1
 
-    def _tell_time(self) -> None:
+    def _tell(self, message: float | Plan) -> None:
         if self._rank == 0:
-            send(time.monotonic())
+            send(message)
 
     def _is_last(self, step: int) -> bool:
         """Return whether all ranks stop before `step`.
@@ -103,34 +103,24 @@ class _OrderedRank:
         Rank 0 names the step in a file when it has averaged the one before the last. The others cannot end the last
         step without it, so they see the file in time.
         """
-        file = self._stop_files / f"stop-{self._num_trainings}"
+        file = self._folder / f"stop-{self._num_trainings}"
         if self._rank == 0 and self._is_stopped.is_set() and not file.exists():
             file.write_text(str(step + 1))
         return 0 <= last_step(file) <= step
 
     @contextmanager
-    def _attached(self, model: DistributedDataParallel, way: LabWay) -> Iterator[None]:
+    def _attached(self, model: DistributedDataParallel, way: LabWay) -> Iterator[cgx_ray.Attachment | None]:
         if way.kind == "ddp":
-            yield
+            yield None
         elif way.kind == "noop":
             register_hook(model, "noop")
-            yield
-        elif way.kind == "static":
-            # Nobody trains these weights.
-            attachment = cgx_ray.attach(
-                model, codec=way.codec, scheme=way.scheme, shared_memory=False, weight_check_steps=0
-            )
-            yield
-            attachment.close()
+            yield None
         else:
-            # Without the attachment of a model that was trained before.
-            process.session, process.attachment = self._session, None
-            attachment = cgx_ray.attach(model, weight_check_steps=0)
-            yield
-            # The last step is reported once the engine's thread has ended.
-            attachment.close()
-            self._session.end()
-            process.session = None
+            # Nobody trains these weights.
+            settings = replace(way.settings(), weight_check_steps=0)
+            folder = self._folder / f"run-{self._num_trainings}" if way is ADAPTIVE else None
+            with closing(attach_with(model, settings, folder=folder)) as attachment:
+                yield attachment
 
     def _measure_codecs(self) -> None:
         """Time codecs on all ranks at once. The shortest call counts, so it does not show that ranks share cores."""

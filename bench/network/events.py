@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from bench.network.host import process_in_host
-from bench.network.job import Job
+from bench.network.job import WatchedJob
 from bench.network.link import PAYLOAD, PROBE_S, SETTLE_S, error_rows, restart_estimates
 from cgx_ray.control.journal.facts import LoopFacts
 from cgx_ray.lab.link import Direction, LinkChange
@@ -24,7 +24,7 @@ _NAMED_S = 15.0
 _CUT_S = 8.0
 
 
-def change_rows(lab: Lab, job: Job) -> Iterator[Row]:
+def change_rows(lab: Lab, job: WatchedJob) -> Iterator[Row]:
     """Measure seconds from a change by 2x until the loop counts it and its estimate is nearer to the new link."""
     _reset(lab, job)
     rate, latency_s = BASE_RATE * PAYLOAD / math.sqrt(2), BASE_LATENCY_S * math.sqrt(2)
@@ -40,7 +40,7 @@ def change_rows(lab: Lab, job: Job) -> Iterator[Row]:
         time.sleep(SETTLE_S)
 
 
-def neighbour_rows(lab: Lab, job: Job, minutes: float) -> list[Row]:
+def neighbour_rows(lab: Lab, job: WatchedJob, minutes: float) -> list[Row]:
     """Count the changes that the loop notices on a constant link that another program uses in bursts."""
     _reset(lab, job)
     address = lab.hosts[1].address
@@ -53,11 +53,11 @@ def neighbour_rows(lab: Lab, job: Job, minutes: float) -> list[Row]:
         return [
             Row(name="neighbour_minutes", value=minutes, unit="min"),
             Row(name="neighbour_false_alarms", value=job.facts().num_link_changes, unit="alarms", goal="<= 0"),
-            Row(name="neighbour_seen", value=(job.neighbour_bytes_per_s or 0) * 8e-6, unit="Mbit/s"),
+            Row(name="neighbour_seen", value=(job.watched().neighbour_bytes_per_s or 0) * 8e-6, unit="Mbit/s"),
         ]
 
 
-def slow_host_rows(lab: Lab, job: Job) -> Iterator[Row]:
+def slow_host_rows(lab: Lab, job: WatchedJob) -> Iterator[Row]:
     """Check that the loop names a slow uplink and a slow downlink, and nobody if all uplinks are slower than downlinks.
 
     In the last case receivers observe up to twice what each sender can sustain, so probes tell the bandwidth.
@@ -73,12 +73,12 @@ def slow_host_rows(lab: Lab, job: Job) -> Iterator[Row]:
     yield Row(name="asymmetric_hosts_named", value=len(facts.slow_link_bits_per_s), unit="hosts", goal="<= 0")
 
 
-def cut_rows(lab: Lab, job: Job) -> Iterator[Row]:
+def cut_rows(lab: Lab, job: WatchedJob) -> Iterator[Row]:
     """Cut host 3 off for some seconds: the loop must name it, and training must go on when it is back."""
     _reset(lab, job)
     lab.cut(3)
     cut_s = time.monotonic()
-    seconds = job.wait_for(lambda facts: facts.silent_nodes == {"host 3"}, _NAMED_S)
+    seconds = job.wait_for(lambda facts: _addresses(facts.silent_nodes) == {lab.hosts[3].address}, _NAMED_S)
     yield Row(name="cut_host_named_after", value=seconds, unit="s", goal=f"<= {_NAMED_S:g}")
     time.sleep(max(0.0, _CUT_S - (time.monotonic() - cut_s)))
     lab.reconnect(3)
@@ -88,17 +88,21 @@ def cut_rows(lab: Lab, job: Job) -> Iterator[Row]:
     yield Row(name="cut_host_back_after", value=seconds, unit="s", goal=f"<= {3 * _NAMED_S:g}")
 
 
-def _reset(lab: Lab, job: Job) -> None:
+def _addresses(node_ids: Collection[str]) -> set[str]:
+    return {node_id.rpartition(" ")[2] for node_id in node_ids}
+
+
+def _reset(lab: Lab, job: WatchedJob) -> None:
     lab.set(rate_bit_per_s=BASE_RATE, latency_s=BASE_LATENCY_S)
     restart_estimates(job)
 
 
-def _notice_s(job: Job, has_moved: Callable[[LoopFacts], bool]) -> float | None:
+def _notice_s(job: WatchedJob, has_moved: Callable[[LoopFacts], bool]) -> float | None:
     before = job.facts().num_link_changes
     return job.wait_for(lambda facts: facts.num_link_changes > before and has_moved(facts), _NOTICE_TIMEOUT_S)
 
 
-def _slow_host(lab: Lab, job: Job, host: int, direction: Direction) -> Iterator[Row]:
+def _slow_host(lab: Lab, job: WatchedJob, host: int, direction: Direction) -> Iterator[Row]:
     _reset(lab, job)
     lab.set(host=host, direction=direction, rate_bit_per_s=BASE_RATE / 4)
     name = f"slow_{direction}link_of_host_{host}"

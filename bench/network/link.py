@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from bench.network.host import process_in_host
-from bench.network.job import Job, NetworkBenchError
+from bench.network.job import NetworkBenchError, WatchedJob
 from cgx_ray.control.journal.facts import LoopFacts
 from cgx_ray.lab.link import MTU_BYTES
 from cgx_ray.lab.namespaces import Lab
@@ -78,11 +78,11 @@ def estimate_goal(delivered: Row | None) -> str | None:
     return "<= 0.1" if is_delivered else None
 
 
-def estimate_rows(lab: Lab, job: Job, rate: float, latency_s: float, delivered: Row | None = None) -> list[Row]:
+def estimate_rows(lab: Lab, job: WatchedJob, rate: float, latency_s: float, delivered: Row | None = None) -> list[Row]:
     """Compare the loop's estimates of one link with the truth, after SETTLE_S, MIN_STEPS, and a probe if needed.
 
-    The loop orders a probe as in a real training, but by a faster clock (`network_job`). The probe shares the link with
-    the job.
+    The loop orders a probe as in a real training, but by a faster clock (`watched_work`). The probe shares the link
+    with the job.
 
     delivered  of `delivered_row`, for rates that the lab may not deliver: the baseline of the bandwidth
     """
@@ -104,7 +104,7 @@ def estimate_rows(lab: Lab, job: Job, rate: float, latency_s: float, delivered: 
     ]
 
 
-def restart_estimates(job: Job) -> None:
+def restart_estimates(job: WatchedJob) -> None:
     """Wait until steps on the previous link are over, restart the loop, and wait until its estimates have settled."""
     time.sleep(DRAIN_S)
     job.start_over()

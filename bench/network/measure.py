@@ -1,7 +1,6 @@
 """`python -m bench network`: compares the monitors' view of the network with the lab's settings during a training.
 
-Four hosts train the demo's GPT with adaptive plans. `ControlLoop` gets their samples as in a real training and returns
-its estimates.
+Four hosts train the demo's GPT with adaptive plans, decided without Ray.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from bench.network.events import (
     neighbour_rows,
     slow_host_rows,
 )
-from bench.network.job import Job
+from bench.network.job import WatchedJob
 from bench.network.link import delivered_row, estimate_rows, probe_rows
 from bench.network.monitor_cost import local_ray, monitor_rows, publishing_row
 from bench.shared.runner import BenchRun, bench_command
@@ -85,9 +84,9 @@ def measure_network(options: NetworkOptions, on_line: Callable[[str], None]) -> 
             add(row)
         delivered = {rate: delivered_row(lab, rate) for rate in rates if rate >= _CHECKED_RATE}
         add(*delivered.values())
-        job = Job(lab, folder)
+        job = WatchedJob(lab, folder)
         stack.callback(job.close)
-        job.wait_registered()
+        job.start_over()
         for point in points:
             add(*estimate_rows(lab, job, *point, delivered.get(point[0])))
         if not options.quick:
