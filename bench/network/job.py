@@ -14,14 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cgx_ray.control.adaptive import Adaptive
-from cgx_ray.control.journal.facts import LoopFacts
-from cgx_ray.control.journal.lines import Journal
-from cgx_ray.control.loop import ControlLoop
-from cgx_ray.errors import CGXError
-from cgx_ray.lab.namespaces import Lab
-from cgx_ray.monitors.sample import NodeSample
-from cgx_ray.plan import Plan
 from bench.network.watched_work import Watched
 from cgx_ray.control.journal.facts import LoopFacts
 from cgx_ray.errors import CGXError

@@ -26,7 +26,6 @@ from cgx_ray.ray_train.worker import close_ray_session, open_ray_session
 from cgx_ray.session.attachment import process
 from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.settings import POLICY_ARGUMENTS, Settings, make_policy
-from cgx_ray.session.settings import Settings, make_policy
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from torch import nn
 from cgx_ray.collectives.transport.gathered import Gatherer, as_own, unreachable
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
 from cgx_ray.collectives.transport.transport import DEFAULT_TIMEOUT_S
+from cgx_ray.control.policy import Policy, Static
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scaler
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
-from cgx_ray.control.policy import Policy, Static
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme
 from cgx_ray.session import ddp
