@@ -239,7 +239,7 @@ def test_arguments_that_do_not_fit_together_are_refused_on_all_ranks(tmp_path: P
         first,
         (
             "attach got a plan and a policy",
-            "attach got a plan and a folder",
+            "attach got a folder for decisions and a plan",
             "not allowed with policy 'adaptive', which chooses for itself",
             "unknown policy 'never'; known: adaptive",
             "ranks were given different settings: rank 1 has folder=",
