@@ -30,7 +30,7 @@ _SCOPES = {"rates": {"lab", "monitors", "bench", "test_network_cut"}, "wheel": {
 
 
 # What takes seconds to start: a test file that imports it, or a test with such a fixture, is no part of `make quick`.
-_STARTERS = {"ray", "run_ranks", "browser", "compiled_emulator", "emulated_cuda"}
+_STARTERS = {"ray", "run_ranks", "browser", "Emulator", "emulated_cuda"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks

@@ -89,6 +89,7 @@ CLUSTERS: dict[str, tuple[str, Callable[[], str], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", CLUSTERS)
 def test_a_file_of_clusters_that_is_a_bomb_is_one_clear_error(tmp_path: Path, kind: str) -> None:
     name, text, message = CLUSTERS[kind]

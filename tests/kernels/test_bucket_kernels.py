@@ -112,6 +112,7 @@ def _check(codec: BucketKernels, grad_N: Tensor, feedback: str = "none") -> None
     _check_decode(codec, _check_encode(codec, grad_N, feedback), grad_N.numel())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("bucket_size", BUCKET_SIZES)
 @pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
