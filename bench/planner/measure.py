@@ -60,8 +60,8 @@ SWEPT_LAYERS = (10, 20, 50, 100, 200, 314, 500, 1000, 2000)
 SWEPT_WORKERS = tuple(1 << exponent for exponent in range(3, 15))
 SCALING_GBPS = 3.0
 TREE_GBPS = 1.0
-# Partial groupings: half a minute for 314 layers where Cupcake's search does not end by itself.
-CUPCAKE_NODES = 100_000
+# Partial groupings: half a minute for 314 layers where Cupcake's search does not end by itself; and of a short check.
+CUPCAKE_NODES, QUICK_CUPCAKE_NODES = 100_000, 2_000
 CUPCAKE_GBPS, CUPCAKE_LAYERS = (1.0, 10.0, 25.0), (20, 28, 40, 56, 80, 160, 314)
 ROUNDING = 1e-12
 
@@ -74,6 +74,11 @@ class PlannerNumbers:
     rows: list[Row] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
     longer: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def cupcake_nodes(self) -> int:
+        """Partial groupings after which Cupcake's search is cut."""
+        return QUICK_CUPCAKE_NODES if self.quick else CUPCAKE_NODES
 
     def add(self, name: str, value: float, unit: str, goal: str | None = None, baseline: float | None = None) -> None:
         self.rows.append(Row(name=name, value=value, unit=unit, goal=None if self.quick else goal, baseline=baseline))
@@ -221,12 +226,12 @@ def _first_plan(measured: Measured, options: Sequence[Option]) -> BestPlan:
 def _times(numbers: PlannerNumbers) -> None:
     pipeline = model_pipeline("resnet101", SWEPT_GBPS)
     start = time.perf_counter()
-    groups, has_ended = cupcake(pipeline, QSGD_INDEX, max_nodes=CUPCAKE_NODES)
+    groups, has_ended = cupcake(pipeline, QSGD_INDEX, max_nodes=numbers.cupcake_nodes)
     cupcake_ms = 1e3 * (time.perf_counter() - start)
     fusion_ms = _milliseconds(partial(fuse, pipeline, QSGD_INDEX))
     numbers.add("fusion_314_ms", fusion_ms, "ms", "<= 100", baseline=cupcake_ms)
     found_s = fuse(pipeline, QSGD_INDEX)[1]
-    unit = "x" if has_ended else f"x, cut at {CUPCAKE_NODES:,} groupings"
+    unit = "x" if has_ended else f"x, cut at {numbers.cupcake_nodes:,} groupings"
     numbers.add("cupcake_314_over_fusion", _over(pipeline.finish_s(groups), found_s), unit, ">= 1")
     options = candidate_options(CANDIDATE_DENSITIES)
     numbers.add("options", len(options), "options")
@@ -292,7 +297,7 @@ def _cupcake_ends(numbers: PlannerNumbers) -> None:
     """Find the most layers of ResNet-101 for which Cupcake's search ends before CUPCAKE_NODES groupings."""
     for gbps in CUPCAKE_GBPS:
         pipelines = [repeated(model_pipeline("resnet101", gbps), num_layers) for num_layers in CUPCAKE_LAYERS]
-        ended = itertools.takewhile(lambda one: cupcake(one, QSGD_INDEX, max_nodes=CUPCAKE_NODES)[1], pipelines)
+        ended = itertools.takewhile(lambda one: cupcake(one, QSGD_INDEX, max_nodes=numbers.cupcake_nodes)[1], pipelines)
         most = max((one.num_layers for one in ended), default=0)
         numbers.add(f"cupcake_ends_up_to_{gbps:g}gbps", most, f"layers of {CUPCAKE_LAYERS[-1]}")
 

@@ -14,7 +14,7 @@ from bench.planner import measure as planner
 
 
 def test_quick_run_writes_rows_tables_and_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(planner, "CUPCAKE_NODES", 20)
+    monkeypatch.setattr(planner, "QUICK_CUPCAKE_NODES", 20)
     monkeypatch.setattr(planner, "JOINT_GBPS", (10.0,))
     out, plot = tmp_path / "out.json", tmp_path / "planner.png"
     result = CliRunner().invoke(
