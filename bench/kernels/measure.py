@@ -194,7 +194,7 @@ def kernels(run: BenchRun, device: str, numel: int, threads: int, seed: int) -> 
     numbers = measure_kernels(options, run.on_part)
     by_bits = sorted(numbers.qualities, key=lambda quality: quality.bits)
     names = [f"{quality.spec.name}, {quality.bits:.2g} bits" for quality in by_bits]
-    errors = [Line(label=x, x=names, y=[one.errors[x] for one in by_bits]) for x in DISTRIBUTIONS]
+    errors = [Line(label=x, x=names, y=[one.errors[x] for one in by_bits], style="o") for x in DISTRIBUTIONS]
     run.panels += [
         Panel(title="Throughput", x="MiB of float32", y="GB/s", lines=list(_speeds(numbers.timings)), log="xy"),
         Panel(title="Error of one message", x="", y="|x - decode(encode(x))| / |x|", lines=errors),

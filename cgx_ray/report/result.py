@@ -70,7 +70,11 @@ def write_result(bench: str, rows: Sequence[Row], path: str) -> None:
 
 
 def result_table(title: str, rows: Sequence[Row]) -> Table:
-    """Return the numbers beside their goals, without columns that no row needs."""
+    """Return the numbers beside their goals, without columns that no row needs.
+
+    Rows with a goal are last, where a terminal shows them.
+    """
+    rows = sorted(rows, key=lambda row: row.goal is not None)
     columns: dict[str, Callable[[Row], str]] = {
         "value": lambda row: _short(row.value),
         "unit": lambda row: row.unit,
