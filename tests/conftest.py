@@ -26,7 +26,10 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 # latencies, and those that build the wheel in build/. Elsewhere the tests of a file stay together, for the sake of what
 # they share, and any worker takes the next file. A test that starts Ray gives the address of its cluster to all that
 # ask for one, so clusters live side by side.
-_SCOPES = {"rates": {"lab", "monitors", "bench", "test_network_cut"}, "wheel": {"test_job_submit", "test_wheel"}}
+_SCOPES = {
+    "rates": {"lab", "monitors", "bench", "test_network_cut", "test_soak_in_lab"},
+    "wheel": {"test_job_submit", "test_wheel"},
+}
 
 
 # What takes seconds to start: a test file that imports it, or a test with such a fixture, is no part of `make quick`.
