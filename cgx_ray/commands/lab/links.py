@@ -14,7 +14,7 @@ from cgx_ray.lab.link import DIRECTIONS, LINK_WORDS, Direction
 from cgx_ray.lab.switch import Counters
 from cgx_ray.report.show import STANDARD_OUTPUT, write_json
 
-# A measurement is sound if 99 % of the packets are at most this late; `bench lab` uses the same limit.
+# A measurement is sound if 99 % of the packets are at most this late.
 _SOUND_MS = 0.2
 
 
