@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from queue import Empty
 
 from bench.adapt.lab_cases import (
@@ -37,6 +35,7 @@ from bench.adapt.lab_cases import (
 )
 from bench.adapt.progress import ScheduleScore, WeightedStep, score_schedule, weighted_steps
 from bench.network.job import Job
+from bench.shared.ranks import started_ranks
 from bench.shared.runner import BenchRun, OnPart
 from bench.step.cases import StepNetwork
 from cgx_ray.lab.namespaces import Lab
@@ -120,18 +119,16 @@ def measure_in_lab(run: BenchRun) -> tuple[list[Row], Mapping[str, ScheduleScore
         f"{1e3 * COMPUTE_S:g} ms of compute per step. Schedules: rates divided by {RATE_DIVISOR:g}, as for a model "
         f"{RATE_DIVISOR:g} times as large; latencies as in the paper; {options.epoch_s:g} s per epoch."
     )
-    with tempfile.TemporaryDirectory() as folder:
-        numbers = measure_adapt_lab(options, Path(folder), run.on_part)
+    numbers = measure_adapt_lab(options, run.on_part)
     return list(lab_rows(numbers, has_goals=options.has_goals)), numbers.scores
 
 
-def measure_adapt_lab(options: AdaptLabOptions, folder: Path, on_part: OnPart) -> AdaptLabNumbers:
+def measure_adapt_lab(options: AdaptLabOptions, on_part: OnPart) -> AdaptLabNumbers:
     """Run all parts.
 
-    folder   for the ranks' errors and the journals
     on_part  called before each part with its name and the share of the parts that are done
 
-    Raises NetworkBenchError if a rank ends early, LabError if the lab cannot be made.
+    Raises BenchError if a rank ends early, LabError if the lab cannot be made.
     """
     began_s, numbers = time.monotonic(), AdaptLabNumbers()
     first, *_ = options.networks()
@@ -140,8 +137,9 @@ def measure_adapt_lab(options: AdaptLabOptions, folder: Path, on_part: OnPart) -
         lab = stack.enter_context(
             Lab(options.num_ranks, rate_bit_per_s=first.rate_bit_per_s, latency_s=first.latency_s)
         )
-        job = Job(lab, folder, "bench.adapt.lab_rank", given=options.job())
-        stack.callback(job.close)
+        name, num_ranks = "bench adapt --lab", options.num_ranks
+        ranks = started_ranks("bench.adapt.lab_rank", options.job(), name=name, num_ranks=num_ranks, lab=lab)
+        job = Job(stack.enter_context(ranks))
         num_parts = 3 + len(options.ways) + len(options.schedules) + len(options.grid)
         index = itertools.count()
         bench = _AdaptLab(lab, job, options, lambda part: on_part(part, next(index) / num_parts))
@@ -171,7 +169,7 @@ class _Training:
         return max(0, len(self.ends_s) - 1)
 
     def wait(self, holds: Callable[[], bool]) -> None:
-        """Wait until `holds`. Raises NetworkBenchError if a rank ends."""
+        """Wait until `holds`. Raises BenchError if a rank ends."""
         while not holds():
             self._job.check()
             try:

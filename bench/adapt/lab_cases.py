@@ -152,7 +152,7 @@ class AdaptLabOptions:
 
     def job(self) -> dict[str, Any]:
         """Return what the ranks need to know."""
-        return {"width": self.width, "num_layers": self.num_layers, "is_loopback": False}
+        return {"width": self.width, "num_layers": self.num_layers}
 
     def workload(self) -> Workload:
         return lab_workload(self.width, self.num_layers, self.num_ranks)

@@ -3,82 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import io
 import pickle
 import queue
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from bench.network.watched_work import Watched
+from bench.shared.ranks import BenchError, Ranks
 from cgx_ray.control.journal.facts import LoopFacts
-from cgx_ray.errors import CGXError
-from cgx_ray.lab.namespaces import Lab
 
 _START_TIMEOUT_S = 120.0
 # Seconds between two looks at whether the ranks still live.
 _LOOK_S = 0.05
 
 
-class NetworkBenchError(CGXError, RuntimeError):
-    """A process of the job ended too early. The message holds its last lines."""
-
-
 class Job:
     """Ranks in a lab. `answers`: what rank 0 has sent."""
 
-    def __init__(self, lab: Lab, folder: Path, module: str, *, given: Mapping[str, Any] | None = None) -> None:
-        """
-        folder  for the store, the journals and the ranks' errors
-        module  runs a rank
-        given   to each rank, besides rank, world size and store
-        """
-        self._errors = folder / "errors"
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        whole = {**(given or {}), "world_size": len(lab.hosts), "store": str(folder / "store")}
-        with self._errors.open("w") as errors:
-            self._ranks = [
-                lab.popen(
-                    rank,
-                    [sys.executable, "-m", module, json.dumps({**whole, "rank": rank})],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                    stderr=errors,
-                )
-                for rank in range(len(lab.hosts))
-            ]
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def close(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-            rank.wait()
-        self._reader.join()
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            # The buffered rest of an order cannot be written, as the rank that reads it is gone.
-            with contextlib.suppress(BrokenPipeError):
-                rank.stdin.close()
-
-    def check(self) -> None:
-        """Raise NetworkBenchError if a rank has ended."""
-        if any(rank.poll() is not None for rank in self._ranks):
-            raise NetworkBenchError(f"a rank ended too early:\n{self._errors.read_text()[-2000:]}")
-
-    def order(self, line: str, *, rank_0_only: bool = False) -> None:
-        """Send a line to all ranks, or to rank 0."""
-        for rank in self._ranks[:1] if rank_0_only else self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(line.encode() + b"\n")
-            rank.stdin.flush()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.order, self.check = ranks.tell, ranks.check
 
     def answer(self, timeout_s: float = _START_TIMEOUT_S) -> Any:
-        """Return the next answer of rank 0. Raises NetworkBenchError if a rank has ended, or if none comes in time."""
+        """Return the next answer of rank 0. Raises BenchError if a rank has ended, or if none comes in time."""
         end_s = time.monotonic() + timeout_s
         while True:
             self.check()
@@ -86,22 +38,19 @@ class Job:
                 return self.answers.get(timeout=_LOOK_S)
             except queue.Empty:
                 if time.monotonic() > end_s:
-                    raise NetworkBenchError(f"rank 0 does not answer:\n{self._errors.read_text()[-2000:]}") from None
+                    raise BenchError(f"{self._ranks.name}: rank 0 has not answered for {timeout_s:g} s") from None
 
     def _read(self) -> None:
-        messages = self._ranks[0].stdout
-        assert messages is not None
+        messages = self._ranks.processes[0].stdout
+        assert isinstance(messages, io.TextIOWrapper)
         # The rank may be killed in the middle of a message.
-        with messages, contextlib.suppress(EOFError, pickle.UnpicklingError):
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
             while True:
-                self.answers.put(pickle.load(messages))
+                self.answers.put(pickle.load(messages.buffer))
 
 
 class WatchedJob(Job):
     """The job of `bench network`, which trains until it is closed, and what its control loop knows."""
-
-    def __init__(self, lab: Lab, folder: Path) -> None:
-        super().__init__(lab, folder, "bench.network.rank")
 
     def start_over(self) -> None:
         """Start the loop again, as after a crash of its process: it estimates the network anew, and knows the rest."""

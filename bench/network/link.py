@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from bench.network.host import process_in_host
-from bench.network.job import NetworkBenchError, WatchedJob
+from bench.network.job import WatchedJob
+from bench.shared.ranks import BenchError
 from cgx_ray.control.journal.facts import LoopFacts
 from cgx_ray.lab.link import MTU_BYTES
 from cgx_ray.lab.namespaces import Lab
@@ -47,7 +48,7 @@ def probe_rows(lab: Lab, points: list[tuple[float, float]]) -> Iterator[Row]:
             orders.flush()
             line = answers.readline()
             if not line:
-                raise NetworkBenchError("the probe from host 0 to host 1 failed; its message is above")
+                raise BenchError("the probe from host 0 to host 1 failed; its message is above")
             found_s, bytes_per_s = map(float, line.split())
             yield from error_rows("active", rate, latency_s, 8 * bytes_per_s, found_s, goal="<= 0.05")
 
@@ -66,7 +67,7 @@ def delivered_row(lab: Lab, rate: float) -> Row:
             orders.flush()
         found = [answers.readline().split() for _, answers in probers]
     if not all(found):
-        raise NetworkBenchError("a probe between neighbouring hosts failed; its message is above")
+        raise BenchError("a probe between neighbouring hosts failed; its message is above")
     delivered, truth = min(8 * float(bytes_per_s) for _, bytes_per_s in found), rate * PAYLOAD
     name = f"lab_delivers_{compact_rate(rate)}"
     return Row(name=name, value=delivered / 1e6, unit="Mbit/s", limit=truth / 1e6, ratio=delivered / truth)

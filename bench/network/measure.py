@@ -5,11 +5,9 @@ Four hosts train the demo's GPT with adaptive plans, decided without Ray.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
 
@@ -24,6 +22,7 @@ from bench.network.events import (
 from bench.network.job import WatchedJob
 from bench.network.link import delivered_row, estimate_rows, probe_rows
 from bench.network.monitor_cost import local_ray, monitor_rows, publishing_row
+from bench.shared.ranks import started_ranks
 from bench.shared.runner import BenchRun, bench_command
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.report.result import Row
@@ -62,7 +61,7 @@ class NetworkOptions:
 def measure_network(options: NetworkOptions, on_line: Callable[[str], None]) -> list[Row]:
     """Return all rows after some 8 minutes. `on_line` gets a line per row as soon as it is measured.
 
-    Raises NetworkBenchError if the job ends early, LabError if the lab cannot run here.
+    Raises BenchError if the job ends early, LabError if the lab cannot run here.
     """
     rates, latencies_s = ((1e8,), (1e-3,)) if options.quick else (_RATES, _LATENCIES_S)
     rows: list[Row] = []
@@ -78,14 +77,13 @@ def measure_network(options: NetworkOptions, on_line: Callable[[str], None]) -> 
             add(*monitor_rows(_MONITOR_S), publishing_row())
     points = [(rate, latency_s) for rate in rates for latency_s in latencies_s]
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         lab = stack.enter_context(Lab(_NUM_HOSTS, rate_bit_per_s=BASE_RATE, latency_s=BASE_LATENCY_S))
         for row in probe_rows(lab, points):
             add(row)
         delivered = {rate: delivered_row(lab, rate) for rate in rates if rate >= _CHECKED_RATE}
         add(*delivered.values())
-        job = WatchedJob(lab, folder)
-        stack.callback(job.close)
+        ranks = started_ranks("bench.network.rank", {}, name="bench network", num_ranks=_NUM_HOSTS, lab=lab)
+        job = WatchedJob(stack.enter_context(ranks))
         job.start_over()
         for point in points:
             add(*estimate_rows(lab, job, *point, delivered.get(point[0])))

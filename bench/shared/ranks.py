@@ -29,9 +29,9 @@ class Ranks:
     folder: Path
     processes: Sequence[subprocess.Popen[str]]
 
-    def tell(self, line: str) -> None:
-        """Write a line to the standard input of every rank."""
-        for process in self.processes:
+    def tell(self, line: str, *, rank_0_only: bool = False) -> None:
+        """Write a line to the standard input of every rank, or of rank 0."""
+        for process in self.processes[:1] if rank_0_only else self.processes:
             assert process.stdin is not None
             process.stdin.write(f"{line}\n")
             process.stdin.flush()
@@ -44,8 +44,17 @@ class Ranks:
             _close(process.stdin)  # else a rank that waits for a line would wait for ever
         for rank, status in enumerate([process.wait() for process in self.processes]):
             if status != 0:
-                tail = "\n".join((self.folder / f"rank{rank}.log").read_text(errors="replace").splitlines()[-20:])
-                raise BenchError(f"{self.name}: rank {rank} ended with status {status}:\n{tail}")
+                self._fail(rank, status)
+
+    def check(self) -> None:
+        """Raise BenchError if a rank has ended."""
+        for rank, process in enumerate(self.processes):
+            if process.poll() is not None:
+                self._fail(rank, process.returncode)
+
+    def _fail(self, rank: int, status: int) -> None:
+        tail = "\n".join((self.folder / f"rank{rank}.log").read_text(errors="replace").splitlines()[-20:])
+        raise BenchError(f"{self.name}: rank {rank} ended with status {status}:\n{tail}")
 
 
 def run_ranks(
