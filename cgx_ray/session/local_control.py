@@ -22,6 +22,7 @@ import pickle
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -41,7 +42,7 @@ from cgx_ray.control.loop_work import LoopWork, News
 from cgx_ray.errors import CGXError, ConfigError, PlanError
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.export import Sink
-from cgx_ray.monitors.guarded_server import Address
+from cgx_ray.monitors.guarded_server import MAX_CONNECTIONS, MAX_PER_PEER, Address
 from cgx_ray.monitors.messages import MessageClient, MessageServer, Reply
 from cgx_ray.monitors.node_metrics import NodeMetrics
 from cgx_ray.monitors.node_monitor import NodeMonitor
@@ -62,7 +63,7 @@ REGISTER_S, FAULT_S, END_S = 60.0, 5.0, 5.0
 # Reports without an answer from the loop, beyond which further ones are dropped: steps count without them.
 MAX_WAITING_REPORTS = 2048
 # Nodes that rank 0's server has room for, beside the ranks of its own node.
-MAX_NODES = 96
+MAX_NODES = MAX_CONNECTIONS - MAX_PER_PEER
 
 
 class _Place(NamedTuple):
@@ -126,7 +127,7 @@ class LocalControl:
         work      of the loop's process
         report_s  seconds between two reports of a rank, and of a node
 
-        Raises ConfigError on all ranks if there are too many nodes.
+        Raises ConfigError on all ranks if there are too many nodes, or too many ranks on one.
         """
         self.settings = settings
         self._work, self._report_s = work, report_s
@@ -139,8 +140,12 @@ class LocalControl:
         self._node_ids = [place.node_id for place in self._places]
         # The first rank of this one's node.
         self._leader = self._node_ids.index(self._node_ids[self._rank])
-        if (num_nodes := len(set(self._node_ids))) > MAX_NODES:
-            raise ConfigError(f"{num_nodes} nodes are too many for decisions without Ray; give at most {MAX_NODES}")
+        num_ranks = Counter(self._node_ids)
+        if len(num_ranks) > MAX_NODES or max(num_ranks.values()) > MAX_PER_PEER:
+            raise ConfigError(
+                f"{len(num_ranks)} nodes with up to {max(num_ranks.values())} ranks are too many for decisions without "
+                f"Ray; take at most {MAX_NODES} with {MAX_PER_PEER} each, use Ray Train, or give attach a codec"
+            )
         self._attachment: Attachment | None = None
         # Version of the newest plan that this rank was given.
         self._version = -1

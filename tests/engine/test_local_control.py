@@ -26,6 +26,7 @@ import cgx_ray
 from cgx_ray.cli import main
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.journal_schema import journal_problem
+from cgx_ray.session import local_control
 from cgx_ray.session.attachment import Attachment
 from cgx_ray.session.local_control import REPORT_S
 
@@ -225,6 +226,11 @@ def refused(rank: int, folder: str) -> list[str]:
         with pytest.raises(ConfigError) as error:
             cgx_ray.attach(trained.model, **arguments)
         said.append(str(error.value))
+    local_control.MAX_NODES = 0
+    with pytest.raises(ConfigError) as error:
+        cgx_ray.attach(trained.model, policy="adaptive", folder=folder)
+    said.append(str(error.value))
+    local_control.MAX_NODES = 1
     attachment = cgx_ray.attach(trained.model, policy="adaptive", folder=folder)
     with pytest.raises(ConfigError) as error:
         attachment.explore([], lambda step: None)
@@ -243,6 +249,7 @@ def test_arguments_that_do_not_fit_together_are_refused_on_all_ranks(tmp_path: P
             "not allowed with policy 'adaptive', which chooses for itself",
             "unknown policy 'never'; known: adaptive",
             "ranks were given different settings: rank 1 has folder=",
+            "1 nodes with up to 2 ranks are too many for decisions without Ray; take at most 0 with 32 each",
             "with policy 'adaptive' the controller chooses plans",
         ),
         strict=True,
