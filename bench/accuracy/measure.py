@@ -34,7 +34,7 @@ from bench.accuracy.cases import (
     read_option,
 )
 from bench.accuracy.workloads import check_workload
-from bench.shared.picture import Line, Panel
+from bench.shared.picture import Line, Plot
 from bench.shared.ranks import run_ranks
 from bench.shared.runner import BenchRun, bench_command
 from cgx_ray.errors import ConfigError
@@ -295,7 +295,7 @@ def rows_of(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]) -> li
     ]
 
 
-def panels_of(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]) -> Iterator[Panel]:
+def panels_of(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]) -> Iterator[Plot]:
     """Yield the loss over steps, over time in a lab, and the last losses, of each workload."""
     for workload in options.workloads:
         found = [one for one in accuracies if one.workload == workload]
@@ -305,6 +305,6 @@ def panels_of(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]) -> 
                 Line(label=one.option, x=[at[index] for at in one.curve], y=[at[2] for at in one.curve], style="-")
                 for one in found
             ]
-            yield Panel(title=workload, x=x, y="validation loss, nats", lines=lines, log="y")
+            yield Plot(title=workload, x=x, y="validation loss, nats", lines=lines, log="y")
         points = [Line(label=one.option, x=[one.option] * len(one.ratios), y=one.ratios, style="o") for one in found]
-        yield Panel(title=f"{workload}, each seed", x="", y="last loss / dense's", lines=points, log="y")
+        yield Plot(title=f"{workload}, each seed", x="", y="last loss / dense's", lines=points, log="y")

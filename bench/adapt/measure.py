@@ -16,7 +16,7 @@ import click
 from bench.adapt.cases import CASES, AdaptCase
 from bench.adapt.papers import PAPER_CASES, compare_papers, paper_rows
 from bench.adapt.simulate import SimulatedRun, SimulatedStep
-from bench.shared.picture import Line, Panel
+from bench.shared.picture import Line, Plot
 from bench.shared.runner import BenchRun, bench_command
 from bench.shared.simulated_cluster import ClusterState, SimulatedCluster
 from cgx_ray.control.adaptive import Adaptive
@@ -68,11 +68,11 @@ def adapt(run: BenchRun, cases: tuple[str, ...], is_in_lab: bool) -> Iterable[Ro
     return rows
 
 
-def pace_panel(name: str, paces: Sequence[tuple[float, float, float]]) -> Panel:
+def pace_panel(name: str, paces: Sequence[tuple[float, float, float]]) -> Plot:
     """Return a panel of seconds per progress of a dense step. `paces`: when each step began, the loop's, the best's."""
     time_s, plan_s, best_s = zip(*paces, strict=True)
     lines = [Line(label="best plan", x=time_s, y=best_s, style="-"), Line(label="loop", x=time_s, y=plan_s, style="-")]
-    return Panel(title=name, x="", y="", lines=lines, log="y")
+    return Plot(title=name, x="", y="", lines=lines, log="y")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from bench.kernels.goals import (
     reference_goal,
     topk_goal,
 )
-from bench.shared.picture import Line, Panel
+from bench.shared.picture import Line, Plot
 from bench.shared.runner import BenchRun, OnPart, bench_command
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CODEC_DEFAULTS
@@ -196,8 +196,8 @@ def kernels(run: BenchRun, device: str, numel: int, threads: int, seed: int) -> 
     names = [f"{quality.spec.name}, {quality.bits:.2g} bits" for quality in by_bits]
     errors = [Line(label=x, x=names, y=[one.errors[x] for one in by_bits], style="o") for x in DISTRIBUTIONS]
     run.panels += [
-        Panel(title="Throughput", x="MiB of float32", y="GB/s", lines=list(_speeds(numbers.timings)), log="xy"),
-        Panel(title="Error of one message", x="", y="|x - decode(encode(x))| / |x|", lines=errors),
+        Plot(title="Throughput", x="MiB of float32", y="GB/s", lines=list(_speeds(numbers.timings)), log="xy"),
+        Plot(title="Error of one message", x="", y="|x - decode(encode(x))| / |x|", lines=errors),
     ]
     return numbers.rows()
 

@@ -35,7 +35,7 @@ from bench.planner.cases import (
 )
 from bench.planner.fusion import fuse
 from bench.planner.strategies import named_strategies
-from bench.shared.picture import Line, Panel
+from bench.shared.picture import Line, Plot
 from bench.shared.runner import BenchRun, OnPart, bench_command
 from cgx_ray.commands.collective import compare_schemes
 from cgx_ray.plan import CodecSpec, Option
@@ -72,7 +72,7 @@ class PlannerNumbers:
 
     quick: bool
     rows: list[Row] = field(default_factory=list)
-    panels: list[Panel] = field(default_factory=list)
+    panels: list[Plot] = field(default_factory=list)
     longer: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -104,7 +104,7 @@ def planner(run: BenchRun) -> Iterable[Row]:
         for name, by_model in numbers.longer.items()
     ]
     title = f"A step of 8 workers at {MODEL_GBPS[0]:g} Gbit/s"
-    run.panels.append(Panel(title=title, x="", y="% longer than the joint plan", lines=shown))
+    run.panels.append(Plot(title=title, x="", y="% longer than the joint plan", lines=shown))
     return numbers.rows
 
 
@@ -156,7 +156,7 @@ def _tables(numbers: PlannerNumbers) -> None:
     ends = [min(point[2] for point in points), max(point[2] for point in points)]
     lines.append(Line(label="as measured", x=ends, y=ends, style=":"))
     title = "Flexible Communication, table 6"
-    numbers.panels.append(Panel(title=title, x="measured, ms", y="predicted, ms", lines=lines, log="xy"))
+    numbers.panels.append(Plot(title=title, x="measured, ms", y="predicted, ms", lines=lines, log="xy"))
     numbers.add("table6_winners", winners, "rows", "== 18")
     numbers.add("table6_mean_log_error", statistics.mean(errors), "|log|", "<= 0.03")
     errors = []
@@ -290,7 +290,7 @@ def _sweep_layers(numbers: PlannerNumbers) -> None:
         Line(label=label, x=swept, y=[numbers.value(f"{search}_{num_layers}_layers_ms") for num_layers in swept])
         for search, label in (("joint", "joint search, 6 options"), ("fusion", "fusion, 1 option"))
     ]
-    numbers.panels.append(Panel(title="Time to plan", x="layers", y="ms", lines=lines, log="xy"))
+    numbers.panels.append(Plot(title="Time to plan", x="layers", y="ms", lines=lines, log="xy"))
 
 
 def _cupcake_ends(numbers: PlannerNumbers) -> None:
@@ -321,7 +321,7 @@ def _sweep_workers(numbers: PlannerNumbers) -> None:
             y = [100 * share for share in shares if share is not None]
             lines.append(Line(label=f"{label}, {ranks_per_node} per node", x=swept, y=y))
     title = f"Predicted scaling, ResNet-101, {SCALING_GBPS:g} Gbit/s between nodes"
-    numbers.panels.append(Panel(title=title, x="workers", y="% of the progress alone", lines=lines, log="x"))
+    numbers.panels.append(Plot(title=title, x="workers", y="% of the progress alone", lines=lines, log="x"))
 
 
 def _tree(numbers: PlannerNumbers) -> None:

@@ -43,7 +43,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class Plot:
     """One pair of axes. `log`: which of them are logarithmic."""
 
     title: str
@@ -53,7 +53,7 @@ class Panel:
     log: Literal["", "x", "y", "xy"] = ""
 
 
-def draw_panels(title: str, panels: Sequence[Panel], path: Path) -> None:
+def draw_panels(title: str, panels: Sequence[Plot], path: Path) -> None:
     """Write a picture. A name has the same colour in all panels; panels of the same names share a legend."""
     names = list(dict.fromkeys(line.label for panel in panels for line in panel.lines))
     num_columns = math.ceil(math.sqrt(len(panels)))
@@ -75,7 +75,7 @@ def draw_panels(title: str, panels: Sequence[Panel], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _draw_panel(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+def _draw_panel(axes: Axes, panel: Plot, names: Sequence[str]) -> None:
     for line in panel.lines:
         color = _COLORS[names.index(line.label) % len(_COLORS)]
         axes.plot(line.x, line.y, line.style, color=color, label=line.label, linewidth=1.4, markersize=4)

@@ -18,7 +18,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench.shared.picture import Panel, draw_panels
+from bench.shared.picture import Plot, draw_panels
 from cgx_ray.commands.options import console_for, json_option, plot_option
 from cgx_ray.report.result import Row, result_table, write_result
 from cgx_ray.report.show import print_line, progress_bar
@@ -41,7 +41,7 @@ class BenchRun:
     quick: bool
     on_part: OnPart
     title: str
-    panels: list[Panel] = field(default_factory=list)
+    panels: list[Plot] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         """Print a line beside the table, which is printed at the end."""

@@ -10,7 +10,7 @@ import click
 from click.testing import CliRunner
 from matplotlib.image import imread
 
-from bench.shared.picture import Line, Panel, draw_panels
+from bench.shared.picture import Line, Plot, draw_panels
 from bench.shared.runner import BenchRun, bench_command
 from cgx_ray.report.result import Row
 
@@ -23,7 +23,7 @@ def pace(run: BenchRun, rounds: int) -> Iterable[Row]:
     run.title += f", {num_rounds} rounds"
     run.say("about to measure")
     lines = [Line(label="ours", x=["a", "b"], y=[1.0, 2.0]), Line(label="theirs", x=["a", "b"], y=[2.0, 3.0])]
-    run.panels.append(Panel(title="pace", x="", y="s", lines=lines, log="y"))
+    run.panels.append(Plot(title="pace", x="", y="s", lines=lines, log="y"))
     yield Row(name="pace_of_all_ranks", value=1.25, unit="s", baseline=2.5, ratio=0.5, goal="<= 0.4")
     yield Row(name="rounds", value=num_rounds, unit="rounds")
 
@@ -66,8 +66,8 @@ def test_a_bench_has_no_options_that_it_cannot_serve_and_no_empty_columns() -> N
 
 
 def test_panels_of_the_same_names_share_a_legend_and_others_do_not_lose_theirs(tmp_path: Path) -> None:
-    one = Panel(title="1", x="x", y="y", lines=[Line(label="a", x=[1, 10], y=[1, 10])], log="xy")
-    other = Panel(title="2", x="x", y="y", lines=[Line(label="b", x=[1, 2], y=[0, 1], style=":")])
+    one = Plot(title="1", x="x", y="y", lines=[Line(label="a", x=[1, 10], y=[1, 10])], log="xy")
+    other = Plot(title="2", x="x", y="y", lines=[Line(label="b", x=[1, 2], y=[0, 1], style=":")])
     for name, panels in (("same", [one, one, one]), ("different", [one, other])):
         draw_panels(name, panels, tmp_path / f"{name}.png")
         assert imread(tmp_path / f"{name}.png").std() > 0.01

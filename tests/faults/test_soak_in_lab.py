@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 from support.emulated import needs_lab
-from support.soak_cluster import AGENT, CONTROLLER, LOOP, OURS, RESTART_S, WORKER, SoakCluster, harm, soak_cluster
-from support.soak_faults import IN_LOOP, SoakFault, SoakKind, SoakOptions
-from support.soak_training import SoakRun
+from support.soak.cluster import AGENT, CONTROLLER, LOOP, OURS, RESTART_S, WORKER, SoakCluster, harm, soak_cluster
+from support.soak.faults import IN_LOOP, SoakFault, SoakKind, SoakOptions
+from support.soak.training import SoakRun
 
 from cgx_ray.report.record import RunRecord, load_run
 

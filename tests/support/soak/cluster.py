@@ -23,7 +23,7 @@ from cgx_ray.lab.link import LinkChange
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.lab.ray_nodes import RayNodes
 from cgx_ray.lab.system import run
-from support.soak_faults import SoakFault, SoakKind
+from support.soak.faults import SoakFault, SoakKind
 
 # The classes of the actors that a training has, as Ray names their processes, and the process of the control loop.
 WORKER, AGENT, CONTROLLER, LOOP = "RayTrainWorker", "NodeAgent", "Controller", "loop_process"
@@ -96,13 +96,13 @@ class SoakCluster(Cluster):
 @contextmanager
 def soak_cluster(num_hosts: int, ranks_per_host: int, logs: Path) -> Iterator[SoakCluster]:
     """Start a lab, Ray in its hosts, and the driver that trains what is submitted to it."""
-    env = {"PYTHONPATH": str(Path(__file__).parents[1]), "CGX_PORTS": f"{PORTS[0]}-{PORTS[1]}", "OMP_NUM_THREADS": "1"}
+    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "CGX_PORTS": f"{PORTS[0]}-{PORTS[1]}", "OMP_NUM_THREADS": "1"}
     with (
         Lab(num_hosts, rate_bit_per_s=RATE_BIT_PER_S, latency_s=LATENCY_S) as lab,
         RayNodes(lab, logs, cpus_per_node=ranks_per_host, env=env) as nodes,
     ):
         log_path = logs / "driver.log"
-        argv = [sys.executable, "-m", "support.soak_training", nodes.address]
+        argv = [sys.executable, "-m", "support.soak.training", nodes.address]
         with driver_in_lab(lab, nodes, argv, log_path, env) as driver:
             yield SoakCluster(driver=driver, driver_log=log_path, set_rate=lab.set_rate, lab=lab)
 

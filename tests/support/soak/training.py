@@ -1,4 +1,4 @@
-"""A training of the soak test, for its driver in host 0 of the lab: `python -m support.soak_training ADDRESS`.
+"""A training of the soak test, for its driver in host 0 of the lab: `python -m support.soak.training ADDRESS`.
 
 Each line on standard input is a `SoakRun`. The loop of each worker is the demo's, with a GradScaler and faults of its
 own. The process ends when standard input ends.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import cgx_ray
 from cgx_ray.demo.gpt import GPT, GPTConfig, StdlibBytes, build_gpt
 from cgx_ray.demo.train import LEARNING_RATE, StepLog, learning_rate_factor, validation_loss, weight_hashes
-from support.soak_faults import SoakKind
+from support.soak.faults import SoakKind
 
 _BATCH_SIZE = 1
 # Steps between two comparisons of the weights: often enough that a step which broke them is near.
