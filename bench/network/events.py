@@ -67,7 +67,7 @@ def slow_host_rows(lab: Lab, job: WatchedJob) -> Iterator[Row]:
     _reset(lab, job)
     lab.set(direction="up", rate_bit_per_s=BASE_RATE / 2)
     restart_estimates(job)
-    job.wait_for(lambda facts: not facts.awaits_probe, PROBE_S)
+    job.wait_for(lambda facts: facts.is_link_known, PROBE_S)
     facts = job.facts()
     yield next(error_rows("asymmetric", BASE_RATE / 2, BASE_LATENCY_S, facts.bandwidth_bits_per_s, None, goal="<= 0.1"))
     yield Row(name="asymmetric_hosts_named", value=len(facts.slow_link_bits_per_s), unit="hosts", goal="<= 0")

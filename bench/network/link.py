@@ -93,7 +93,7 @@ def estimate_rows(lab: Lab, job: WatchedJob, rate: float, latency_s: float, deli
     job.start_over()
     job.wait_for(lambda facts: job.num_steps >= MIN_STEPS, STEPS_TIMEOUT_S)
     time.sleep(SETTLE_S)
-    job.wait_for(lambda facts: not facts.awaits_probe, PROBE_S)
+    job.wait_for(lambda facts: facts.is_link_known, PROBE_S)
     facts, name = job.facts(), _point_name(rate, latency_s)
     goal = estimate_goal(delivered)
     bandwidth, latency = error_rows("known", rate, latency_s, facts.bandwidth_bits_per_s, facts.latency_s, goal=goal)

@@ -40,15 +40,24 @@ from cgx_ray.control.policy import (
     options_from,
 )
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_plan
 from cgx_ray.planner.fidelity import Fidelity, codecs_of, describe_costs
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.options import codec_cost_of, offloaded
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.planner.prediction import Prediction
+from cgx_ray.planner.prediction import Prediction, groups_of, predict
 
 # Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
 MIN_IMPROVEMENT = 0.05
+# Codecs and schemes of the plans that users write by hand. Each, with every `intra` and device, is compared with the
+# best plan.
+BY_HAND = (
+    (CodecSpec.parse("bf16"), Scheme.ALLREDUCE),
+    (CodecSpec.parse("qsgd:bits=4"), Scheme.SRA),
+    (CodecSpec.parse("qsgd:bits=4"), Scheme.ALLGATHER),
+)
+# Share of the score by which such a plan must be better than the search's with one option: other groupings differ so.
+SAME_SCORE = 0.01
 # The same for leaving dense while predictions are far off.
 MOST_IMPROVEMENT = 0.2
 # Told times of a codec may be this many times too long.
@@ -117,7 +126,7 @@ class Adaptive(Policy):
 
     def decide(self, situation: Situation) -> Decision:
         cause, outlook = situation.cause, situation.outlook
-        found, current = outlook.best(self._allowed(situation), self._least_gain), situation.current()
+        found, current = self._best(situation), situation.current()
         best, reason = found.best, f"{cause}: {_describe_best(found, outlook)}"
         is_other = best.groups != current.groups
         if is_other and self._may_stay(situation, current) and not self._is_worth(situation, current, found):
@@ -130,6 +139,40 @@ class Adaptive(Policy):
                 ),
             )
         return situation.decision(best, reason, dense=found.dense)
+
+    def _best(self, situation: Situation) -> BestPlan:
+        """Return the best plan. One with several options must promise MIN_IMPROVEMENT over each plan of BY_HAND.
+
+        A mixture rests on more predictions than a plan with one option, and is harder to understand.
+        """
+        outlook, allowed = situation.outlook, self._allowed(situation)
+        found, layers = outlook.best(allowed, self._least_gain), outlook.now.layers
+        by_hand = [
+            option
+            for option in allowed
+            if (option.codec, option.scheme) in BY_HAND and (outlook.now.efficiency(option) or 0.0) >= self._least_gain
+        ]
+        if outlook.now.fixed or not by_hand:
+            return found
+        plans = [
+            make_plan(
+                layers,
+                version=0,
+                world_size=situation.plan.world_size,
+                codec=option.codec,
+                scheme=option.scheme,
+                intra=option.intra,
+                device=option.device,
+            )
+            for option in by_hand
+        ]
+        best = min((groups_of(plan, layers) for plan in plans), key=outlook.score)
+        small = {layer.name for layer in layers if layer.is_small}
+        is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
+        promised = MIN_IMPROVEMENT if is_mixed else -SAME_SCORE
+        if outlook.score(found.best.groups) <= (1 - promised) * outlook.score(best):
+            return found
+        return replace(found, best=predict(outlook.now, best))
 
     def recorded(self) -> dict[str, Any]:
         if type(self) is not Adaptive:

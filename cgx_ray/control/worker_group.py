@@ -40,6 +40,9 @@ from cgx_ray.planner.prediction import Measured, groups_of
 LINK_STEPS = 3
 # Steps after a decision before the policy is asked again without any other cause, and its `Policy.review_s` too.
 REVIEW_STEPS = 20
+# Ratio of a step's seconds to the usual ones from which one step is enough to look for another network. Below it a
+# pause or a busy processor is as likely.
+FAR_SLOWER = 3.0
 # Seconds for which a plan must seem too slow. Until then a slower network would be noticed, which is no plan's fault.
 SLOW_S = 2.5
 
@@ -168,7 +171,7 @@ class WorkerGroupState:
 
     def add_step(self, step: JoinedStep, now_s: float) -> bool:
         """Add a step of all ranks; return whether it ran under the plan in force, so that it may cause a decision."""
-        self.network.add_step(step.traffic, now_s)
+        self.network.add_step(step.traffic, now_s, is_far_slower=self._is_far_slower(step))
         self._slow_ranks.add(step.slowness, step.step_s)
         lease = self.plan.lease
         if lease is not None and step.plan_version == lease.fallback.version:
@@ -196,6 +199,12 @@ class WorkerGroupState:
                 if not self.links.is_unsteady and self.experience.link_drifted(measured.network.between, now_s):
                     self._news = Cause("network", "the link has drifted since errors were learned")
         return True
+
+    def _is_far_slower(self, step: JoinedStep) -> bool:
+        """Return whether `step` took FAR_SLOWER times as long as the steps before it under the same plan."""
+        usual_s = [one.step_s for one in self._recent if one.plan_version in self._versions]
+        is_current = step.plan_version in self._versions
+        return is_current and len(usual_s) >= LINK_STEPS and step.step_s >= FAR_SLOWER * median(usual_s)
 
     @property
     def may_accept(self) -> bool:
@@ -418,7 +427,7 @@ class WorkerGroupState:
         measured = self.measured() or self.decided
         return LoopFacts(
             bandwidth=self.network.bandwidth,
-            awaits_probe=self.network.awaits_probe,
+            is_link_known=self.network.is_known,
             latency_s=self.network.latency_s,
             num_link_changes=self.network.num_changes,
             num_impossible=self.network.num_impossible,

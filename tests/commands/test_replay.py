@@ -73,10 +73,10 @@ def decisions(lines: Entries, *made_by: str) -> Entries:
 
 
 def test_the_same_version_decides_everything_the_same(journal: Path, tmp_path: Path) -> None:
-    bad_plan = simulate(tmp_path, "bad_plan", until_s=60.0)
+    compared = simulate(tmp_path, "more_compute", until_s=180.0)
     for path, made_by, skipped in (
         (journal, {"policy", "codec_trial", "return"}, {"end of an excursion"}),
-        (bad_plan, {"policy", "dense_trial", "return"}, {"dense measured for a few steps", "end of an excursion"}),
+        (compared, {"policy", "dense_trial", "return"}, {"dense measured for a few steps", "end of an excursion"}),
     ):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert {line["made_by"] for line in lines if line["event"] == "decision"} == made_by

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -189,36 +190,53 @@ def test_a_change_by_2x_is_noticed_sooner_while_cards_carry_no_more_than_this_tr
         assert link.num_changes == is_noticed
 
 
-@pytest.mark.parametrize(
-    ("step_s", "slow_shares", "num_changes"),
-    [(2.0, [1.0], 1), (2.0, [0.5], 0), (0.8, [1.0], 0), (0.8, [0.5, 1.0], 1), (0.6, [0.5, 1.0], 0)],
-)
-def test_one_step_tells_a_change_only_if_it_is_long_and_slow_from_begin_to_end(
-    step_s: float, slow_shares: list[float], num_changes: int
+def _far_slower(rates: Sequence[float], *, latency_s: float = 1e-3, exchange_s: float = 0.0) -> StepTraffic:
+    """Return a step whose bursts came at `rates`, one after the other."""
+    return StepTraffic(
+        seconds=2.0,
+        bursts={rank: [Burst(MIB, MIB / rate) for rate in rates] for rank in range(WORLD)} if rates else {},
+        exchanges=[ObservedExchange(hops=6, num_bytes=4 * MIB, seconds=exchange_s)] if exchange_s else [],
+        round_trip_s=dict.fromkeys(PAIRS, 2 * latency_s) if rates else {},
+    )
+
+
+@pytest.mark.parametrize("num_before", [0, 4])
+def test_a_far_slower_step_is_enough_where_its_bursts_show_why_also_if_it_began_before_the_change(
+    num_before: int,
 ) -> None:
-    link, num_bursts = PassiveLink(), 8
-
-    def step(num_slow: int) -> None:
-        rates = [12e6] * (num_bursts - num_slow) + [6e6] * num_slow
-        bursts = {rank: [Burst(MIB, MIB / rate) for rate in rates] for rank in range(WORLD)}
-        link.add(StepTraffic(seconds=step_s, bursts=bursts), 1e-3, 0.0)
-
-    for _ in range(20):
-        step(0)
-    for share in slow_shares:
-        step(round(share * num_bursts))
-    assert link.num_changes == num_changes
+    link = PassiveLink()
+    watch(link, NoisyNetwork(rate=125e6, latency_s=1e-3), 20)
+    assert link.restart_if_slower(_far_slower([125e6] * num_before + [12.5e6] * 8), 1e-3)
+    assert link.num_changes == 1
+    assert link.bandwidth is not None
+    assert link.bandwidth.value == pytest.approx(12.5e6, rel=0.2)
+    watch(link, NoisyNetwork(rate=12.5e6, latency_s=1e-3), 20)
+    assert link.num_changes == 1, "what comes next confirms it"
+    assert link.bandwidth.value == pytest.approx(12.5e6, rel=0.2)
 
 
-def test_single_bursts_after_some_time_without_tell_that_a_link_is_faster_and_not_that_it_is_slower() -> None:
-    for rate, num_changes in ((24e6, 1), (6e6, 0)):
-        link = PassiveLink()
-        for num_bursts in (*[4] * 10, 0, 0, 1, 1):
-            bursts = {rank: [Burst(MIB, MIB / 12e6)] * 4 for rank in range(WORLD)}
-            if num_bursts < 4:
-                bursts = {0: [Burst(MIB, MIB / rate)] * num_bursts}
-            link.add(StepTraffic(seconds=0.4, bursts=bursts), 1e-3, 0.0)
-        assert link.num_changes == num_changes
+def test_a_far_slower_step_whose_latency_rose_is_enough() -> None:
+    link = PassiveLink()
+    watch(link, NoisyNetwork(rate=125e6, latency_s=1e-3), 20)
+    assert link.restart_if_slower(_far_slower([125e6] * 8, latency_s=0.02), 1e-3)
+    assert link.latency_s is not None
+    assert link.latency_s.value == pytest.approx(0.02, rel=0.2)
+
+
+def test_a_far_slower_step_without_bursts_is_judged_by_its_exchanges() -> None:
+    link, network = PassiveLink(), NoisyNetwork(rate=125e6, latency_s=1e-4)
+    watch(link, network, 20, has_mesh=False)
+    assert not link.restart_if_slower(_far_slower([], exchange_s=4 * MIB / 125e6), 1e-4)
+    assert link.restart_if_slower(_far_slower([], exchange_s=4 * MIB / 12.5e6), 1e-4)
+    assert link.bandwidth is not None
+    assert link.bandwidth.value == pytest.approx(12.5e6, rel=0.2)
+
+
+def test_a_pause_of_processors_is_no_change_of_the_network() -> None:
+    link = PassiveLink()
+    watch(link, NoisyNetwork(rate=125e6, latency_s=1e-3), 20)
+    assert not link.restart_if_slower(_far_slower([120e6] * 8), 1e-3)
+    assert link.num_changes == 0
 
 
 def test_a_bandwidth_that_falls_while_plans_change_every_second_is_noticed() -> None:

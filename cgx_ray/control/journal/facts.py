@@ -60,7 +60,7 @@ class LoopFacts:
     """Network and step times as the controller knows them now; None if unknown.
 
     bandwidth         payload bytes per second of a worker's link, from the training's own messages or from probes
-    awaits_probe      True while too few probes count, and one may correct the bandwidth
+    is_link_known     False while neither messages are sure of the bandwidth nor a probe has told it
     num_impossible    rates so far that were dropped, as no link could have had them
     slow_link_bits_per_s
                       by rank, for ranks whose link is much slower than the others'
@@ -82,7 +82,7 @@ class LoopFacts:
 
     bandwidth: Estimate | None
     latency_s: float | None
-    awaits_probe: bool
+    is_link_known: bool
     num_link_changes: int
     num_impossible: int
     slow_link_bits_per_s: Mapping[int, float]

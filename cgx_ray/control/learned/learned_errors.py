@@ -35,9 +35,9 @@ class LearnedErrors:
 
     A plan's error is the mean of its options' (of logarithms, by dense bytes). Dense counts only in plans with nothing
     else: dense steps tell its error, so the error of a mixture is that of the rest, however small its part is. An
-    option that was never tried has the mean error of those with its codec on its device, else the median of the codecs'
-    and of no error: one codec that failed says little of the others, but two say that the machine is slower than the
-    model.
+    option that was never tried has the largest error of those with its codec on its device, and at least none: it must
+    not look better than its twins only because these were tried. Without any, it has the median of the codecs' and of
+    no error: one codec that failed says little of the others, but two say that the machine is slower than the model.
 
     stretch  factors that measured compute beside codecs is divided by
     """
@@ -142,15 +142,12 @@ class LearnedErrors:
             return self._steps[option][0]
         if option == DENSE:
             return 0.0
-        tried = {(other.codec, other.device) for other in self._steps}
-        if (option.codec, option.device) in tried:
-            return self._mean_log(option.codec, option.device)
-        return median_low([0.0, *(self._mean_log(codec, device) for codec, device in tried if codec != NONE)])
-
-    def _mean_log(self, codec: CodecSpec, device: Device) -> float:
-        return fmean(
-            log for option, (log, _) in self._steps.items() if (option.codec, option.device) == (codec, device)
-        )
+        by_codec: dict[tuple[CodecSpec, Device], list[float]] = {}
+        for other, (log, _) in self._steps.items():
+            by_codec.setdefault((other.codec, other.device), []).append(log)
+        if twins := by_codec.get((option.codec, option.device)):
+            return max(0.0, *twins)
+        return median_low([0.0, *(fmean(logs) for (codec, _), logs in by_codec.items() if codec != NONE)])
 
     def _codec_log(self, codec: str) -> float:
         if codec in self._codecs:

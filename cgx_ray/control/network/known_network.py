@@ -8,17 +8,13 @@ Messages and probes are combined as follows:
    or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end may be
    the slow one. The same for receiving. The upper median counts, of sending or of receiving, whichever is slower: a
    probe shares the link with the training, which makes it slower more often than faster. So what the node's card
-   carried meanwhile counts if that was more; what other programs usually take does not. Where the messages are sure of
-   CONFIRMED_FROM or more, NUM_CONFIRMING probes replace them if both medians are MIN_LEAD to MAX_LEAD times as fast:
-   then processors limit the messages, and not the link. A larger lead has another cause, such as a path that no probe
-   took. Probes no longer count once sure messages are FALL times slower than when the newest one came.
-   Where all ranks send more slowly than they receive, the messages are not sure: all uplinks may be slower than all
-   downlinks, and then a rank receives from several others more than each can send. Nodes of one rank each tell this,
-   from three nodes on.
-3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. It also
-   orders some if they are sure of CONFIRMED_FROM or more, until NUM_CONFIRMING count. A node takes part in one probe
-   per minute, of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and a node that has
-   sent receives next.
+   carried meanwhile counts if that was more; what other programs usually take does not. Where all ranks send more
+   slowly than they receive, the messages are not sure: all uplinks may be slower than all downlinks, as in clouds that
+   limit what a machine sends, and then a rank receives from several others more than each can send. Nodes of one rank
+   each tell this, from three nodes on.
+3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. A node takes
+   part in one probe per minute, of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and
+   a node that has sent receives next.
 4. While messages show a slow link clearly, probes of other paths do not count; probes from and to its node may show
    that it is faster. A link that a probe shows as slow is not slow while messages show it faster: a probe that gets no
    processor may be ten times too slow. If the probed path between two nodes is slow, the slow node is named only if the
@@ -33,7 +29,7 @@ import bisect
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from statistics import median, median_high, median_low
+from statistics import median, median_high
 from typing import TypeVar
 
 from cgx_ray.control.network.changes import is_other_latency
@@ -93,20 +89,9 @@ PROBE_HOLDS_S = 2 * BUDGET_S
 # Seconds for which a probed rate counts. While messages are not sure, every node has sent and received within three
 # minutes if the number of nodes is even, within five if it is odd.
 RATE_HOLDS_S = 5.5 * BUDGET_S
-# Least and largest ratio of probes to sure messages at which probes count. On two cores messages filled 77 to 87 % of
-# 2 Gbit/s and agreed with each other, over 50 ms 73 %, and 90 % of 500 Mbit/s.
-MIN_LEAD, MAX_LEAD = 1.04, 1.5
-# Ratio by which sure messages fall until probes of before no longer count.
-FALL = 1.08
-# Probed paths that replace sure messages, or all if there are fewer. On 12 networks, beside a training, the mean of two
-# was off by more than 10 % in up to half of the cases, the upper median of four in 0 to 4 %, on one network in 15 %.
-NUM_CONFIRMING = 4
 # Ratio of the spread's ends up to which messages show a slow link clearly. With one slow uplink it was 1.2 to 1.5;
 # where few bursts named a link that was not slow, 3 and more.
 CLEAR_FACTOR = 1.5
-# Bytes per second of sure messages from which probes check them, as some read 444 of 500 Mbit/s. Messages fill slower
-# links, and a probe would only take its share there.
-CONFIRMED_FROM = 300e6 / 8
 # Ratio of the median rates at which ranks send and receive, under which senders are slower, and from which both are
 # alike again. With uplinks of half the downlinks' rate it was 0.76 to 0.82, on other networks 0.93 or more.
 SENDERS_SLOWER, SENDERS_ALIKE = 0.85, 0.95
@@ -138,8 +123,6 @@ class KnownNetwork:
         # By path (source node, target node), the time of the probe, and the rates at which the one's link sent and the
         # other's received.
         self._probed_rates: dict[tuple[str, str], tuple[float, tuple[float, float]]] = {}
-        # Sure bandwidth of the messages when the newest probe came; 0 if there was none.
-        self._sure_then = 0.0
         # Whether ranks send more slowly than they receive.
         self._sends_slower = False
         # What other programs take of each node's link, and what its cards carry, infinite if it is unknown.
@@ -172,7 +155,6 @@ class KnownNetwork:
                 max(found.bytes_per_s, rate - self._neighbours.get(node, math.inf)) for rate, node in cards
             )
             self._probed_rates[sample.node_id, other] = now_s, (sent, received)
-            self._sure_then = self._sure.value if self._sure is not None else 0.0
         if not self._is_probed:
             return False
         before_s, self.probed_s = self.probed_s, self._latencies.median_s
@@ -204,17 +186,19 @@ class KnownNetwork:
             # Nodes that have not reported since the change are not waited for any longer.
             self._outdated_s.clear()
 
-    def add_step(self, traffic: StepTraffic, now_s: float) -> None:
-        """Add what all ranks observed in a step. If the network has changed, forget the probes before the change."""
+    def add_step(self, traffic: StepTraffic, now_s: float, *, is_far_slower: bool = False) -> None:
+        """Add what all ranks observed in a step. If the network has changed, forget the probes before the change.
+
+        is_far_slower  the step took several times as long as those before
+        """
         num_changes = self._link.num_changes
         node_of = {rank: node for node, ranks in self._ranks.items() for rank in ranks}
         probed = max((max(rates) for _, rates in self._probed_rates.values()), default=None)
         carried = max(self._carried.values(), default=math.inf)
-        self._link.add(self._ceiling.possible(traffic, node_of, probed), self.probed_s, carried)
+        possible = self._ceiling.possible(traffic, node_of, probed)
+        if not (is_far_slower and self._link.restart_if_slower(possible, self.probed_s)):
+            self._link.add(possible, self.probed_s, carried)
         self._sends_slower = self._compare_senders()
-        if self._sure is not None and self._sure.value < self._sure_then / FALL:
-            self._probed_rates.clear()
-            self._sure_then = 0.0
         if self._link.num_changes > num_changes:
             self.num_changes += self._link.num_changes - num_changes
             self._probed_rates.clear()
@@ -233,7 +217,7 @@ class KnownNetwork:
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn."""
-        if self._sure is not None and not self.awaits_probe:
+        if self._sure is not None:
             return None
         return self._probes.grant(node_id, self._silent_nodes.known - self.silent_nodes, now_s)
 
@@ -283,24 +267,8 @@ class KnownNetwork:
         return self._sure is not None or bool(self._probed_rates)
 
     @property
-    def awaits_probe(self) -> bool:
-        """True while messages do not suffice, and too few probes count: the bandwidth may still become another."""
-        if self._sure is not None and self._sure.value < CONFIRMED_FROM:
-            return False
-        num_nodes = len(self._silent_nodes.known - self.silent_nodes)
-        return len(self._probed_rates) < min(NUM_CONFIRMING, num_nodes * (num_nodes - 1))
-
-    @property
     def _uses_probes(self) -> bool:
-        if not self._probed_rates or self._has_slow_link:
-            return False
-        messages = self._sure
-        if messages is None:
-            return True
-        if messages.value < CONFIRMED_FROM or self.awaits_probe:
-            return False
-        usual = median_low(min(rates) for _, rates in self._probed_rates.values())
-        return all(MIN_LEAD < rate / messages.value < MAX_LEAD for rate in (usual, self._probed.value))
+        return bool(self._probed_rates) and self._sure is None and not self._has_slow_link
 
     @property
     def _probed(self) -> Estimate:

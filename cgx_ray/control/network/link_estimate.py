@@ -19,19 +19,18 @@ The estimates over a window of ten seconds:
    median burst. Without bursts it is fitted to exchanges of different sizes. If all groups have similar sizes, or if
    messages go over the mesh, it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has
    these three estimators. If none is sure, the last bandwidth that bursts were sure of since the last change stands:
-   short messages do not fill the link, and what they seem to show is up to 10x too slow or too fast. If there are
-   hardly any bursts, what longer exchanges have shown since the last change stands, as long as shorter ones do not
-   contradict it.
+   short messages do not fill the link, and what they seem to show is up to 10x too slow or too fast.
 3. A rank whose link has less than 0.6 of the median rate, sending or receiving, is slow. Then the bandwidth is the
    slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate
    (`link_rates`).
 
-A CUSUM test (`changes.ChangeDetector`) watches these quantities. After a change all observations older than the change
-are dropped. A rate that falls by 2x is noticed after 1.1 s, one that doubles after 0.9 s, and a latency after 0.8 s.
-One step alone is enough only for rates, and if both halves of its bursts show the change. While a node's cards carry
-more than the bursts show, as with several ranks or beside another program, a fall of the rate needs 2.1 s and a rise
-1.7: so a neighbour's burst of 2 s that fills the link is not a change. Exchanges tell a change only while there are no
-bursts: a fall after 2.1 s, a rise after 1.5. On the mesh only what TURN_S per hop does not explain counts.
+One step is enough if it took several times as long as those before and its messages show why (`restart_if_slower`).
+Otherwise a CUSUM test (`changes.ChangeDetector`) watches these quantities, and needs two steps. After a change all
+observations older than the change are dropped. A rate that falls by 2x is noticed after 1.1 s, one that doubles after
+0.9 s, and a latency after 0.8 s. While a node's cards carry more than the bursts show, as with several ranks or beside
+another program, a fall of the rate needs 2.1 s and a rise 1.7: so a neighbour's burst of 2 s that fills the link is not
+a change. Exchanges tell a change only while there are no bursts: a fall after 2.1 s, a rise after 1.5. On the mesh only
+what TURN_S per hop does not explain counts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain (`KnownNetwork`).
@@ -57,8 +56,7 @@ from cgx_ray.control.network.rate_estimates import (
     slowest_rate,
 )
 from cgx_ray.control.network.topology import clusters, slow_links
-from cgx_ray.control.network.traffic import ObservedExchange, StepTraffic, gather_rates
-from cgx_ray.monitors.sample import Burst
+from cgx_ray.control.network.traffic import StepTraffic, gather_rates
 
 
 class LinkRates:
@@ -108,19 +106,12 @@ REFRESH_S = 0.5
 FAST_TIME = 0.1
 # Fewest bursts that make one watched value, unless they are faster than before: one alone may be slow by chance.
 MIN_WATCHED_BURSTS = 2
-# Longest time without bursts, in seconds, that the next bursts also stand for if they are faster than before: on a link
-# that has become faster, most short messages make none.
-HELD_S = 1.0
-# Seconds of a step from which each half of its bursts makes a watched value.
-HALVED_S = 0.7
 # Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
 QUIET_S = 0.5
+# Ratio of the link's rate before to that in a far slower step, or of latencies, from which the link is to blame.
+OBVIOUS = 2.0
 # Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
 LATENCY_FLOOR_S = 5e-4
-# Ratio of two plans' bytes per hop up to which their exchanges tell the rate equally well.
-SAME_LENGTH = 1.5
-# Newest steps with the longest exchanges that are kept.
-LONG_STEPS = 20
 # Seconds per hop that a rank may wait for a processor, where ranks share them: a turn or two of the scheduler.
 TURN_S = 5e-3
 # Ratio of bytes and of hops up to which exchanges of two plans are compared, and the same on the mesh.
@@ -166,23 +157,16 @@ class PassiveLink:
         self.received: dict[int, float] = {}
         self.num_changes = 0
         self._window: deque[StepTraffic] = deque()
-        self._detectors = {
-            "latency": ChangeDetector(alarm=LATENCY_ALARM),
-            "bursts": ChangeDetector(better=1, alarm=BURST_ALARM, relief_alarm=BURST_RELIEF_ALARM),
-            "slowest": ChangeDetector(better=1, alarm=SLOW_ALARM),
-        }
+        self._detectors = _new_detectors()
         # By bytes and hops of a step's largest exchange: only rates of exchanges that are alike are compared.
         self._exchange_detectors: dict[tuple[float, float], ChangeDetector] = {}
         # Whether ranks greet each other, as they do on the mesh.
         self._has_mesh = False
         self._unwatched: list[StepTraffic] = []
         self._quiet_s = QUIET_S
-        self._held_s = 0.0
         self._down, self._up = LinkRates(), LinkRates()
         # Newest bandwidth since the last change that bursts were sure of.
         self._known: Estimate | None = None
-        # Exchanges of the newest steps with the longest ones since the last change was noticed.
-        self._long: deque[Sequence[ObservedExchange]] = deque(maxlen=LONG_STEPS)
         self._last_latency_s: float | None = None
         self._far: frozenset[tuple[int, int]] = frozenset()
         self._estimate_age_s = 0.0
@@ -194,7 +178,6 @@ class PassiveLink:
         carried           bytes per second through the cards of the busiest node, infinite if unknown
         """
         self._window.append(traffic)
-        self._add_long(traffic.exchanges)
         self._trim(WINDOW_S, MIN_STEPS)
         self._estimate_age_s += traffic.seconds
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
@@ -208,6 +191,28 @@ class PassiveLink:
         if self._estimate_age_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
             self._estimate_age_s = 0.0
             self._refresh(probed_latency_s)
+
+    def restart_if_slower(self, traffic: StepTraffic, probed_latency_s: float) -> bool:
+        """Estimate anew from a step that took far longer than usual, if its messages show why; else return False.
+
+        The network may have changed within the step, so only the later half of each rank's bursts counts.
+        """
+        later = {rank: found[len(found) // 2 :] for rank, found in traffic.bursts.items()}
+        latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
+        exchanges = estimate_at_latency(latency_s, [traffic.exchanges], is_pushed=bool(traffic.round_trip_s))
+        rates = link_rates(later, {})[0].values() or ([exchanges.value] if exchanges is not None else [])
+        is_slower = self.bandwidth is not None and bool(rates) and median(rates) * OBVIOUS <= self.bandwidth.value
+        far = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
+        trips = far or list(traffic.round_trip_s.values())
+        is_later = bool(trips) and quantile(trips, FAST_TIME) / 2 >= OBVIOUS * (latency_s + LATENCY_FLOOR_S)
+        if not (is_slower or is_later):
+            return False
+        self._detectors = _new_detectors()
+        self._unwatched.clear()
+        self._window.append(replace(traffic, bursts=later, pair_rate={}))
+        self._forget_before(0.0, set())
+        self._refresh(probed_latency_s)
+        return True
 
     @property
     def usual_sent(self) -> float | None:
@@ -227,8 +232,6 @@ class PassiveLink:
         self._down.forget()
         self._up.forget()
         self._known = None
-        # The first step since the change may have exchanges of before it, and here one step counts for long.
-        self._long.clear()
         self._trim(since_s, 1)
         self._estimate_age_s = REFRESH_S
 
@@ -253,7 +256,6 @@ class PassiveLink:
         is_faster = self._are_faster(new_down)
         if sum(map(len, bursts.values())) < MIN_WATCHED_BURSTS and not is_faster:
             if self._is_quiet:
-                self._held_s = min(self._held_s + _seconds(self._unwatched), HELD_S)
                 self._unwatched.clear()
             return []
         # A slow link stays slow until its own bursts show otherwise: those of the others alone do not tell.
@@ -262,15 +264,12 @@ class PassiveLink:
         up = new_up if new_up.keys() >= self._up.all.keys() else self._up.all
         middle = median(down.values())
         slowest = slowest_rate(middle, {**slow_links(up), **slow_links(down)})
-        own_s = _seconds(self._unwatched)
-        seconds = own_s + (self._held_s if is_faster else 0.0)
-        self._held_s = 0.0
+        seconds = _seconds(self._unwatched)
         self._unwatched.clear()
         usual = median(new_down.values())
         patience = SHARED_PATIENCE if carried > SHARED * usual else 1.0
-        rates = (_rates_of_halves(bursts) if own_s >= HALVED_S else None) or [usual]
         return [
-            *(_Watched(self._detectors["bursts"], rate, seconds / len(rates), patience) for rate in rates),
+            _Watched(self._detectors["bursts"], usual, seconds, patience),
             _Watched(self._detectors["slowest"], slowest / middle, seconds),
         ]
 
@@ -345,58 +344,21 @@ class PassiveLink:
             self._known = found
         elif found is not None and self._known is not None:
             found = _not_sure(self._known, found)
-        elif found is not None and found.source == "exchanges":
-            found = self._longest(found, latency_s, is_pushed=bool(trips))
         if found is not None and (self._down.is_outdated or self._up.is_outdated):
             found = _not_sure(found, found)
         self.bandwidth = found
 
-    def _add_long(self, exchanges: Sequence[ObservedExchange]) -> None:
-        """Keep a step's exchanges if none since the last change were much longer."""
-        length = _bytes_per_hop(exchanges)
-        longest = max(map(_bytes_per_hop, self._long), default=0.0)
-        if length > SAME_LENGTH * longest:
-            self._long.clear()
-        if length * SAME_LENGTH >= longest and length > 0:
-            self._long.append(exchanges)
 
-    def _longest(self, found: Estimate, latency_s: float, *, is_pushed: bool) -> Estimate:
-        """Return what the longest exchanges show if that is faster and the window does not contradict it, or `found`.
-
-        Shorter exchanges seem slower by what processors take of each hop. Of long exchanges in the window only these
-        count, as the older ones may be from before a change that was too small to notice.
-        """
-        steps = [step.exchanges for step in self._window]
-        now = set(map(id, steps))
-        long = [exchanges for exchanges in self._long if id(exchanges) in now] or self._long
-        longest = estimate_at_latency(latency_s, long, is_pushed=is_pushed)
-        fastest = estimate_at_latency(latency_s + TURN_S, steps, is_pushed=is_pushed)
-        if longest is None or fastest is None or found.is_sure or longest.value <= found.value:
-            return found
-        if longest.value <= fastest.value:
-            return _not_sure(longest, found)
-        self._long.clear()
-        return found
+def _new_detectors() -> dict[str, ChangeDetector]:
+    return {
+        "latency": ChangeDetector(alarm=LATENCY_ALARM),
+        "bursts": ChangeDetector(better=1, alarm=BURST_ALARM, relief_alarm=BURST_RELIEF_ALARM),
+        "slowest": ChangeDetector(better=1, alarm=SLOW_ALARM),
+    }
 
 
 def _seconds(steps: Iterable[StepTraffic]) -> float:
     return sum(step.seconds for step in steps)
-
-
-def _rates_of_halves(bursts: Mapping[int, Sequence[Burst]]) -> list[float] | None:
-    """Return the usual rate of the earlier and of the later half of each rank's bursts, None if these are too few."""
-    halves: list[dict[int, Sequence[Burst]]] = [{}, {}]
-    for rank, found in bursts.items():
-        middle = len(found) // 2
-        halves[0][rank], halves[1][rank] = found[:middle], found[middle:]
-    if any(sum(map(len, half.values())) < MIN_WATCHED_BURSTS for half in halves):
-        return None
-    return [median(link_rates(half, {})[0].values()) for half in halves]
-
-
-def _bytes_per_hop(exchanges: Sequence[ObservedExchange]) -> float:
-    hops = sum(one.hops for one in exchanges)
-    return sum(one.num_bytes for one in exchanges) / hops if hops > 0 else 0.0
 
 
 def _not_sure(known: Estimate, found: Estimate) -> Estimate:
