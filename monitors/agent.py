@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two reports to the controller, and between two settings of all metrics.
 INTERVAL_S = 1.0
+# Longest wait for the answer to a report, in seconds. It comes in milliseconds, and may bring plans; a later one is
+# taken before the next report.
+ANSWER_S = 0.25
 # Options of the actor. Reports of ranks, two per second from each, would fill Ray's list of tasks.
 ACTOR_OPTIONS: Mapping[str, Any] = {"num_cpus": 0, "enable_task_events": False}
 
@@ -72,10 +75,6 @@ class NodeAgent(NodeMonitor):
         self._outbox = _Outbox(controller, self._node_id, self._relay, self.orders)
         self.start_measuring(peers, bulk)
 
-    def take_plans(self, plans: bytes, known: int) -> None:
-        """Keep new plans of the controller, pickled, for the ranks. See `PlanRelay.take_push`."""
-        self._relay.take_push(pickle.loads(plans), known)
-
     def plans_after(self, version: int, timeout_s: float) -> list[Plan] | None:
         """Return the controller's plans newer than `version`, see `PlanRelay.after`."""
         return self._relay.after(version, timeout_s)
@@ -109,7 +108,7 @@ class _Outbox:
         if self._controller is None:
             return
         self._steps.extend(steps)
-        if not self._is_answered():
+        if not self._is_answered(within_s=0):
             return
         if self._controller is not None:
             # A report that cannot be made costs its own steps only.
@@ -118,11 +117,13 @@ class _Outbox:
             # Pickled here, since the process that it is for is behind the controller's.
             report = pickle.dumps(replace(rest, steps=node_steps(unsent)), pickle.HIGHEST_PROTOCOL)
             self._pending = self._controller.observe.remote(self._node_id, report, self._relay.newest)
+            self._is_answered(within_s=ANSWER_S)
 
-    def _is_answered(self) -> bool:
+    def _is_answered(self, within_s: float) -> bool:
+        """Return whether no report waits for its answer; take the one that comes `within_s`."""
         if self._pending is None:
             return True
-        done, _ = ray.wait([self._pending], timeout=0)
+        done, _ = ray.wait([self._pending], timeout=within_s)
         if not done:
             return False
         pending, self._pending = self._pending, None

@@ -14,7 +14,7 @@ KEPT_PLANS = 8
 
 
 class PlanRelay:
-    """Keeps the plans that the controller has pushed, or has answered a report with, until ranks ask.
+    """Keeps the plans that the controller has answered reports with, until ranks ask.
 
     No plan may be missing: all ranks wait for a plan until each of them holds it.
     """
@@ -31,20 +31,13 @@ class PlanRelay:
         """Version of the newest plan, -1 for none."""
         return self._plans[-1].version if self._plans else -1
 
-    def take_push(self, plans: Sequence[Plan], known: int) -> None:
-        """Keep plans that come right after version `known`. If that one is missing, a push was lost: drop these too.
-
-        The answer to the next report has all that are missing.
-        """
-        with self._changed:
-            if self.newest >= known:
-                self._add(plans)
-
     def take_answer(self, plans: Sequence[Plan] | None) -> None:
         """Keep the plans of an answer to a report. None: the controller does not answer."""
         with self._changed:
             self._has_answer = plans is not None
-            self._add(plans or ())
+            new = [plan for plan in plans or () if plan.version > self.newest]
+            self._plans = [*self._plans, *new][-KEPT_PLANS:]
+            self._changed.notify_all()
 
     def after(self, version: int, timeout_s: float) -> list[Plan] | None:
         """Return the plans newer than `version`, oldest first; wait up to `timeout_s` for one, then return none.
@@ -54,10 +47,6 @@ class PlanRelay:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._newer(version)) or not self._has_answer, timeout_s)
             return self._newer(version) if self._has_answer else None
-
-    def _add(self, plans: Sequence[Plan]) -> None:
-        self._plans = [*self._plans, *(plan for plan in plans if plan.version > self.newest)][-KEPT_PLANS:]
-        self._changed.notify_all()
 
     def _newer(self, version: int) -> list[Plan]:
         return [plan for plan in self._plans if plan.version > version]

@@ -187,32 +187,10 @@ class Nodes:
             self._in_force[step] = plan
         return self._in_force[step]
 
-    async def take_push(self, plans: Sequence[Plan]) -> None:
-        """Take plans that were pushed to all nodes."""
-        for node in range(self._cluster.num_nodes):
-            self._take(node, plans)
-
     def _take(self, node: int, plans: Sequence[Plan]) -> None:
         for plan in plans:
             self._plans[plan.version] = plan
             self._newest[node] = max(self._newest[node], plan.version)
-
-
-class Pushed:
-    """Takes the pushes to all agents: the controller has its handle once for each of them.
-
-    A push must not hold up the actor whose reports are timed. So that one hears of it once all agents have it.
-    """
-
-    def __init__(self, nodes: Any, num_nodes: int) -> None:
-        self._nodes, self._num_nodes = nodes, num_nodes
-        self._num_pushes = 0
-
-    def take_plans(self, plans: bytes, known: int) -> None:
-        """As of `NodeAgent`."""
-        self._num_pushes += 1
-        if self._num_pushes % self._num_nodes == 0:
-            self._nodes.take_push.remote(pickle.loads(plans))
 
 
 def measure_scale(options: ScaleOptions, on_turn: OnPart) -> ScaleNumbers:
@@ -235,14 +213,12 @@ def measure_scale(options: ScaleOptions, on_turn: OnPart) -> ScaleNumbers:
         ray.get(controller.register.remote(layers, plan, cluster.costs, "thread", 0))
         processes = [psutil.Process(pid) for pid in ray.get(controller.pids.remote())]
         nodes = ray.remote(Nodes).options(num_cpus=0).remote(controller, cluster)
-        pushed = ray.remote(Pushed).options(num_cpus=0).remote(nodes, options.num_nodes)
-        ray.get(controller.meet_agents.remote([pushed] * options.num_nodes))
         run = nodes.run.remote(WARM_UP_S + options.seconds)
         memory, began = _watch(run, processes, WARM_UP_S + options.seconds, on_turn)
         used_s, passed_s = _cpu_s(processes) - began[0], time.monotonic() - began[1]
         observe_s = ray.get(run)
         decision_s, longest_s = ray.get(controller.timed.remote())
-        for actor in (pushed, nodes, controller):
+        for actor in (nodes, controller):
             ray.kill(actor)
     return ScaleNumbers(
         cores=used_s / passed_s,

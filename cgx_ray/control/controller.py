@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -76,7 +75,6 @@ class Controller:
         """
         logging.basicConfig(level=logging.INFO)
         self._metrics = ControllerMetrics(RaySink(), run_name, run_id)
-        self._agents: Sequence[Any] = ()
         self._plans: tuple[Plan, ...] = ()
         # By node, what its reports were answered since the last one: the node to probe, or an error.
         self._orders: dict[str, str] = {}
@@ -84,14 +82,6 @@ class Controller:
         self._has_logged = False
         arguments = policy, journal_path, run_name, snapshot_path, history, nodes
         self._loop = LoopProcess(self._work, arguments, self._take, self._end)
-
-    def meet_agents(self, agents: Sequence[Any]) -> None:
-        """Push new plans to these handles of NodeAgent from now on."""
-        self._agents = agents
-
-    def has_agents(self) -> bool:
-        """Return whether `meet_agents` was called; False after Ray has started this process again."""
-        return bool(self._agents)
 
     def register(
         self,
@@ -159,14 +149,9 @@ class Controller:
             self._orders[node_id] = order
 
     def _take(self, news: News) -> None:
-        """Tell the agents of new plans, and set the metrics."""
+        """Keep new plans for the answers to reports, and set the metrics."""
         if news.plans is not None:
-            known = self._plans[-1].version if self._plans else -1
             self._plans = news.plans
-            # Pickled once: each call would do it anew.
-            new = pickle.dumps(self.plans_after(known), pickle.HIGHEST_PROTOCOL)
-            for agent in self._agents:
-                agent.take_plans.remote(new, known)
         if news.facts is not None:
             self._set_metrics(*news.facts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import Counter
@@ -59,8 +58,6 @@ def start_agents(facts: RunFacts, controller: Any, *, probes: bool) -> AgentWatc
 
 class AgentWatch:
     """Starts agents, and starts those again whose process Ray has replaced: they know neither peers nor controller.
-
-    It also gives the controller the agents' handles, so that it can push plans, and again if Ray has replaced it.
 
     agents  by node id
     """
@@ -124,17 +121,8 @@ class AgentWatch:
                     )
         return results
 
-    def _tell_controller(self) -> None:
-        """Give the controller the agents' handles, if it has none. Without them plans wait for the next reports."""
-        # Ray may be starting it again, or it stands still.
-        with contextlib.suppress(RayError):
-            if not ray.get(self._controller.has_agents.remote(), timeout=WATCH_S):
-                self._controller.meet_agents.remote(list(self.agents.values()))
-
     def _watch(self) -> None:
-        self._tell_controller()
         while not self._ending.wait(WATCH_S):
             new = [node_id for node_id, is_started in self._ask("is_started", ANSWER_S).items() if not is_started]
             if new and not self._ending.is_set() and (started := self._start(new, ANSWER_S)):
                 logger.warning("the monitors of nodes %s have ended and were started again", ", ".join(started))
-            self._tell_controller()

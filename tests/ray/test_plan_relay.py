@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import ray
-from support.endings import wait_for
 
 from cgx_ray.monitors.agent import NodeAgent
 from cgx_ray.monitors.plan_relay import PlanRelay
@@ -41,17 +39,17 @@ def controller_with(plans: list[Plan]) -> Any:
     class Planner:
         def __init__(self, plans: list[Plan]) -> None:
             self.plans = plans
-            self.told: list[int] = []
+            self.is_lost = False
 
         def observe(self, node_id: str, report: bytes, newest: int) -> tuple[None, list[Plan]]:
-            self.told.append(newest)
+            if self.is_lost:
+                self.is_lost = False
+                raise ConnectionError("the answer is lost")
             return None, [plan for plan in self.plans if plan.version > newest]
 
-        def decide(self, plan: Plan) -> None:
-            self.plans.append(plan)
-
-        def newest_told(self) -> int:
-            return max(self.told, default=-1)
+        def lose_an_answer_with(self, plans: list[Plan]) -> None:
+            self.plans += plans
+            self.is_lost = True
 
     return Planner.remote(plans)
 
@@ -72,33 +70,18 @@ def test_ranks_get_the_plans_that_answers_to_reports_bring_and_hear_if_nobody_an
     assert agent.plans_after(1, 60.0) == [TWO, THREE]
 
 
-def test_a_push_reaches_ranks_that_wait_at_once_and_the_controller_hears_of_it(agent: NodeAgent) -> None:
-    controller = controller_with([ONE])
-    agent.start({}, controller)
-    assert agent.plans_after(0, 60.0) == [ONE]
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(agent.plans_after, 1, 60.0)
-        agent.take_plans(pickle.dumps([TWO]), 1)
-        assert waiting.result() == [TWO]
-    wait_for(lambda: ray.get(controller.newest_told.remote()) == 2, 60.0, lambda: "the agent tells an old version")
-
-
 @pytest.mark.fault("a new plan does not reach an agent", "the answer to its next report has it")
-def test_a_lost_push_is_made_good_by_the_answer_to_a_report(agent: NodeAgent) -> None:
+def test_plans_of_an_answer_that_is_lost_are_in_the_next_one(agent: NodeAgent) -> None:
     controller = controller_with([ONE])
     agent.start({}, controller)
     assert agent.plans_after(0, 60.0) == [ONE]
-    # The push of plan 2 is lost, that of plan 3 arrives.
-    agent.take_plans(pickle.dumps([THREE]), 2)
-    assert agent.plans_after(1, 0.2) == [], "a rank must not get plan 3 without plan 2"
-    ray.get([controller.decide.remote(plan) for plan in (TWO, THREE)])
+    ray.get(controller.lose_an_answer_with.remote([TWO, THREE]))
     assert agent.plans_after(1, 60.0) == [TWO, THREE]
 
 
 def test_a_plan_that_comes_twice_is_kept_once() -> None:
     relay = PlanRelay(has_controller=True)
-    relay.take_push([ONE], -1)
+    relay.take_answer([ONE])
     relay.take_answer([ONE, TWO])
-    relay.take_push([TWO], 1)
     assert relay.after(-1, 0.0) == [ONE, TWO]
     assert relay.newest == 2
