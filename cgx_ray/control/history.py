@@ -1,4 +1,4 @@
-"""State that outlives a controller: for that of the next worker group, and in a file for one that crashes."""
+"""What a controller hands to its successor, and writes to a file in case it crashes."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 GATHER_S = 0.02
 # Longest time between two looks at whether samples come, in seconds.
 WATCH_S = 1.0
-# Seconds for which this process outlives that of the loop.
+# Seconds the actor waits after the loop's process has ended, since Ray ends children first.
 END_S = 0.5
 # Objects made between two collections, and collections between two of older objects. Reports of thousands of ranks make
 # a million objects in ten seconds, hardly any of them in a cycle; Python's own 700 cost a third of the loop's time.
@@ -161,7 +161,7 @@ class LoopProcess:
         except (EOFError, OSError):
             if self._is_closing:
                 return None
-            # Ray ends the children of an actor right before the actor. Then nobody shall read of it.
+            # Ray ends the children of an actor right before the actor. Do not log in that case.
             time.sleep(END_S)
             logger.error(
                 "the process of the control loop has ended (exit status %s): %s", self._process.wait(), self._after

@@ -13,8 +13,7 @@ from cgx_ray.monitors.sample import Burst, counted_offsets
 
 # Most ranks that all tell rates.
 MAX_TELLING = 512
-# In larger runs one of so many distances counts, and one of so many nodes for lags. A rank tells at most so many bursts
-# of a step.
+# Above MAX_TELLING ranks: every 4th distance and every 4th node reports; at most 4 bursts per rank and step.
 FEWER = 4
 MAX_BURSTS = 4
 # Ranks that measure errors by layer. Each tells two numbers per layer, and the mean over more ranks says little more.
