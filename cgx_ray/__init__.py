@@ -14,7 +14,19 @@ from cgx_ray.errors import (
     TransportError,
     WireError,
 )
-from cgx_ray.plan import CodecSpec, GroupPlan, Intra, Layer, Option, Plan, Scheme, make_plan
+from cgx_ray.plan import (
+    CodecRecord,
+    CodecSpec,
+    GroupPlan,
+    Intra,
+    Layer,
+    Option,
+    Parameter,
+    Plan,
+    Scheme,
+    make_plan,
+    register_codec,
+)
 
 if TYPE_CHECKING:
     from cgx_ray.backend import configure_backend, exclude_layers, register_model
@@ -54,6 +66,7 @@ __all__ = [
     "CGXConfig",
     "CGXError",
     "Cgx",
+    "CodecRecord",
     "CodecSpec",
     "ConfigError",
     "Flexible",
@@ -61,6 +74,7 @@ __all__ = [
     "Intra",
     "Layer",
     "Option",
+    "Parameter",
     "Plan",
     "PlanError",
     "ReplicaError",
@@ -76,5 +90,6 @@ __all__ = [
     "exclude_layers",
     "layers_of",
     "make_plan",
+    "register_codec",
     "register_model",
 ]

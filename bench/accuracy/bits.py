@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ class BitsBesideStatic:
         chosen = [bits_by_layer(plan)]
         dist.broadcast_object_list(chosen)
         (bits,) = chosen
-        codecs = {number: make_codec(replace(QSGD, bits=number)) for number in {STATIC_BITS, *bits.values()}}
+        codecs = {number: make_codec(QSGD.replace(bits=number)) for number in {STATIC_BITS, *bits.values()}}
         num_ranks = dist.get_world_size()
         for index, (name, number) in enumerate(bits.items()):
             grad_N = gradients[name].flatten().contiguous()

@@ -35,7 +35,7 @@ PAPER_CASES = ("drop", "sine", "flapping", "latency", "slow_node", "less_compute
 # Partial groupings of Cupcake's search, less than a second.
 CUPCAKE_NODES = 2_000
 # Bits that all policies may use. One layer's error differs from another's by this deviation of the logarithm.
-QSGDS = tuple(replace(QSGD, bits=bits) for bits in WIDTHS)
+QSGDS = tuple(QSGD.replace(bits=bits) for bits in WIDTHS)
 ERROR_SPREAD = 1.0
 
 

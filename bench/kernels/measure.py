@@ -34,7 +34,7 @@ from bench.kernels.goals import (
 from bench.shared.picture import Line, Plot
 from bench.shared.runner import BenchRun, OnPart, bench_command
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CODEC_DEFAULTS
+from cgx_ray.plan import BUILT_IN
 from cgx_ray.report.result import Row
 from cgx_ray.runtime_ext import ops
 from cgx_ray.units import format_bytes, format_count
@@ -165,7 +165,7 @@ def _parts(numbers: KernelNumbers) -> list[tuple[str, Callable[[], None]]]:
         numbers.large += measure_size([name], grad_N, out_N, key, num_rounds=5)
         numbers.qualities.append(measure_quality(name, samples, key))
 
-    return parts + [(f"codec {name}", partial(codec, name)) for name in CODEC_DEFAULTS]
+    return parts + [(f"codec {name}", partial(codec, name)) for name in BUILT_IN]
 
 
 def _throughput_rows(timing: CodecTiming, suffix: str) -> list[Row]:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, SMALL_LAYER_NUMEL, CodecSpec, Option, Scheme
+from cgx_ray.plan import BUILT_IN, NONE, SMALL_LAYER_NUMEL, CodecSpec, Option, Scheme
 
 # Codecs without residuals: a process group sees tensors, not layers, so it has no names to keep residuals by.
-CODECS = ("none", "fp16", "bf16", "qsgd", "terngrad", "prefix")
+CODECS = tuple(
+    name for name, record in BUILT_IN.items() if record.is_reencoded and not record.feeds_back(CodecSpec(name=name))
+)
 SCHEMES = (Scheme.SRA, Scheme.ALLGATHER)
 DEFAULT_CODEC = CodecSpec(name="qsgd")
 
@@ -27,7 +29,7 @@ T = TypeVar("T", int, float)
 
 def check_option(codec: CodecSpec, scheme: str) -> None:
     """Raise ConfigError if backend cgx cannot use `codec` or `scheme`."""
-    if codec.name not in CODECS or codec.rounding == "nearest":
+    if not codec.record.is_reencoded or codec.record.feeds_back(codec):
         raise ConfigError(
             f"codec {codec} is not for backend cgx, which keeps no error feedback; give one of "
             f"{', '.join(CODECS)} (qsgd with rounding=stochastic), or use cgx_ray.attach, which has all codecs"

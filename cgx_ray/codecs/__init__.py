@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 
 import torch
 
-from cgx_ray.codecs.cast import Bf16, Fp16, Prefix, Raw
-from cgx_ray.codecs.codec import HOST, Codec, Memory
-from cgx_ray.codecs.powersgd import PowerSgd
-from cgx_ray.codecs.qsgd import Qsgd, Sign
-from cgx_ray.codecs.selectors import Dgc, LwTopK, MsTopK, Sidco, TopK
-from cgx_ray.codecs.sparse import RandomK
-from cgx_ray.plan import CodecSpec, Layer
-
-_CODECS: dict[str, type[Codec]] = {
-    "none": Raw,
-    "fp16": Fp16,
-    "bf16": Bf16,
-    "prefix": Prefix,
-    "qsgd": Qsgd,
-    "terngrad": Qsgd,
-    "topk": TopK,
-    "lwtopk": LwTopK,
-    "mstopk": MsTopK,
-    "dgc": Dgc,
-    "sidco": Sidco,
-    "randomk": RandomK,
-    "ef_signsgd": Sign,
-    "onebit": Sign,
-    "powersgd": PowerSgd,
-}
+from cgx_ray.codecs.codec import HOST, KINDS, Codec, Memory
+from cgx_ray.codecs.sparse import Sparse
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import CodecRecord, CodecSpec, Layer
 
 
 def make_codec(
@@ -40,10 +21,30 @@ def make_codec(
 
     layers  of the group; without them the codec treats the group as one layer
     device  of the gradients
+
+    Raises ConfigError if its record names no class, or one that cannot do what the record says.
     """
-    codec = _CODECS[spec.name](spec, layers, world_size)
+    codec = _class_of(spec.record)(spec, layers, world_size)
     codec.device = device
     return codec
+
+
+@cache
+def _class_of(record: CodecRecord) -> type[Codec]:
+    name, found = record.name, record.codec
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        try:
+            found = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"codec {name} cannot be used: importing {record.codec} raised {error!r}") from error
+    if not (isinstance(found, type) and issubclass(found, Codec)):
+        raise ConfigError(f"codec {name}: {found!r} is not a subclass of cgx_ray.codecs.Codec")
+    if record.selects and not issubclass(found, Sparse):
+        raise ConfigError(f"codec {name} `selects`, so its class must be a cgx_ray.codecs.sparse.Sparse")
+    if kinds := set(found(CodecSpec(name=name)).memory_of(1)) - set(KINDS):
+        raise ConfigError(f"codec {name} has memory of kind {sorted(kinds)[0]!r}; known: {', '.join(KINDS)}")
+    return found
 
 
 __all__ = ["Codec", "Memory", "make_codec"]

@@ -14,9 +14,6 @@ _PIECE_NUMEL = 1 << 18
 
 
 class _Cast(Codec):
-    wire_dtype: torch.dtype
-    takes_16_bit = True
-
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         """Round each element to `wire_dtype`, to nearest even. NaN and Inf survive; `key` is not used."""
         assert memory is None, "casts keep no residuals"
@@ -33,11 +30,7 @@ class _Cast(Codec):
 
 
 class Raw(_Cast):
-    """Codec none: float32, unchanged."""
-
-    wire_dtype = torch.float32
-    # Its messages lie in the gradient, so that must be float32 too.
-    takes_16_bit = False
+    """Codec none: float32, unchanged. Its messages lie in the gradient, so that must be float32 too."""
 
 
 class Fp16(_Cast):
@@ -59,9 +52,6 @@ class Prefix(Codec):
     bytes. A diagnostic that does not converge, since the other elements are lost. NaN or Inf among them makes the
     first element NaN.
     """
-
-    wire_dtype = torch.float32
-    loses_elements = True
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         assert memory is None, "prefix keeps no residuals"

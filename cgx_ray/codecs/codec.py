@@ -86,24 +86,23 @@ class Codec:
     On the host, codecs with `takes_16_bit` also encode 16-bit gradients, and decode to them without `add`. The bits are
     those of float32, rounded to 16 bits once, at the end.
 
-    device          where the gradients are
-    granule         chunks of a gradient may be cut at multiples of this many elements
-    needs_feedback  True if training converges only when its error is added to the next step's gradient
-    shares_key      True if all ranks must encode with the same key
-    loses_elements  True if elements are neither sent nor kept, so NaN and Inf among them leave no trace of their place
+    record      what is known of the codec, see `CodecRecord`
+    device      where the gradients are
+    granule     chunks of a gradient may be cut at multiples of this many elements
+    wire_dtype  of the payload's numbers, for codecs whose messages an all-reduce adds
     """
 
     device = HOST
-    granule = 1
-    needs_feedback = False
-    shares_key = False
-    takes_16_bit = False
-    loses_elements = False
+    wire_dtype = torch.float32
 
     def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
         self.spec = spec
+        self.record = spec.record
         self.layers = layers
         self.world_size = world_size
+        self.granule = spec.bucket_size or 1
+        self.needs_feedback = self.record.feeds_back(spec)
+        self.takes_16_bit = self.record.takes_16_bit and not self.needs_feedback
 
     def payload_bytes(self, numel: int) -> int:
         """Return the exact size of the payload of `numel` elements."""

@@ -56,8 +56,6 @@ class PowerSgd(Codec):
     factors only if they have the same CPU, torch and number of threads.
     """
 
-    needs_feedback = True
-
     def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
         super().__init__(spec, layers, world_size)
         assert spec.rank is not None

@@ -22,10 +22,6 @@ class Qsgd(Codec):
 
     def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
         super().__init__(spec, layers, world_size)
-        assert spec.bucket_size is not None
-        self.granule = spec.bucket_size
-        self.needs_feedback = spec.rounding == "nearest"
-        self.takes_16_bit = not self.needs_feedback
         # TernGrad (Wen et al. 2017) sends -s, 0 or s, where s is the largest magnitude of the quantization bucket.
         self._bits, self._grid = spec.bits or 2, spec.grid or "linf"
 
@@ -56,13 +52,6 @@ class Sign(Codec):
 
     ef_signsgd (Karimireddy et al. 2019) and onebit (Seide et al. 2014). Biased, so they converge with feedback only.
     """
-
-    needs_feedback = True
-
-    def __init__(self, spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1) -> None:
-        super().__init__(spec, layers, world_size)
-        assert spec.bucket_size is not None
-        self.granule = spec.bucket_size
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         ops.sign_encode(

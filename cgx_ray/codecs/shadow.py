@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -95,7 +95,7 @@ class _Pace:
 
     def joined(self, spec: CodecSpec) -> CodecSpec:
         """Return the codec that sends in one step what `spec` sends in `num_joined`."""
-        return spec if self.num_joined == 1 else replace(spec, density=self.num_joined * (spec.density or 1.0))
+        return spec if self.num_joined == 1 else spec.replace(density=self.num_joined * (spec.density or 1.0))
 
 
 def settles(codec: Codec) -> bool:
@@ -140,7 +140,7 @@ def settled_artopk_gains(spec: CodecSpec, gradients_JN: Tensor, key: int) -> Art
     joined = pace.joined(spec)
     assert joined.density is not None
     # In a joined step all ranks select in turn, each its share of the elements.
-    share = replace(joined, density=joined.density / NUM_RANKS)
+    share = joined.replace(density=joined.density / NUM_RANKS)
     for step in range(pace.num_steps):
         model.add_steps(residual_RN, step, chance, pace.num_joined)
         for root in range(NUM_RANKS):

@@ -51,7 +51,6 @@ class Selection:
 class Sparse(Codec):
     """Adds the residual to the gradient, selects elements and packs them. Subclasses define the selection."""
 
-    needs_feedback = True
     _room: Selection | None = None
 
     def num_kept(self, numel: int) -> int:
@@ -143,9 +142,6 @@ class Sparse(Codec):
 class RandomK(Codec):
     """Elements at random indices. Every rank derives them from the shared key, so only values are sent, and summed."""
 
-    needs_feedback = True
-    shares_key = True
-    wire_dtype = torch.float32
     _room: Selection | None = None
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:

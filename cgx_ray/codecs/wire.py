@@ -14,15 +14,12 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.errors import DamagedMessageError, WireError
+from cgx_ray.plan import record_of
 from cgx_ray.runtime_ext import ops
 
 MAGIC = b"CG"
 FORMAT_VERSION = 2
 HEADER_BYTES = 32
-CODEC_IDS = {
-    "none": 0, "bf16": 1, "qsgd": 2, "topk": 3, "fp16": 4, "prefix": 5, "terngrad": 6, "lwtopk": 7, "mstopk": 8,
-    "dgc": 9, "sidco": 10, "randomk": 11, "ef_signsgd": 12, "onebit": 13, "powersgd": 14,
-}  # fmt: skip
 FLOAT32_ID = 0
 
 _FIELDS = struct.Struct("<2sBBBBHQIII")
@@ -93,7 +90,7 @@ class Message:
         return (
             MAGIC,
             FORMAT_VERSION,
-            CODEC_IDS[stamp.codec],
+            record_of(stamp.codec).wire_id,
             FLOAT32_ID,
             stamp.phase,
             stamp.group,

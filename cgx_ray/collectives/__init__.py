@@ -11,6 +11,7 @@ log   base 2
 from __future__ import annotations
 
 from cgx_ray.codecs.codec import Codec
+from cgx_ray.codecs.powersgd import PowerSgd
 from cgx_ray.collectives.allgather import Allgather
 from cgx_ray.collectives.allreduce import Allreduce, PowerSgdAllreduce
 from cgx_ray.collectives.artopk import ArTopk
@@ -46,7 +47,7 @@ def _flat(codec: Codec, scheme: Scheme, numel: int, item_bytes: int, transport: 
     match scheme:
         case Scheme.DENSE:
             return Dense(numel * item_bytes, transport)
-        case Scheme.ALLREDUCE if codec.spec.name == "powersgd":
+        case Scheme.ALLREDUCE if isinstance(codec, PowerSgd):
             return PowerSgdAllreduce(codec, numel, transport)
         case Scheme.ALLREDUCE:
             return Allreduce(codec, numel, transport)

@@ -15,7 +15,6 @@ from cgx_ray.collectives.parcel import Parcel, Step
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.pieces import Piece, cut, take_turns
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
-from cgx_ray.plan import CODECS_OF_SCHEME, Scheme
 
 
 class Allgather(Exchange):
@@ -29,8 +28,7 @@ class Allgather(Exchange):
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         super().__init__(transport)
-        # Codecs that sra carries may encode parts of a gradient.
-        self._can_cut = codec.spec.name in CODECS_OF_SCHEME[Scheme.SRA]
+        self._can_cut = codec.record.is_reencoded
         whole = Piece(index=0, num_pieces=1, bounds=((0, numel),))
         pieces = cut(codec, [(0, numel)], transport) if self._can_cut else [whole]
         self._lanes = [_AllgatherLane(piece, codec, transport) for piece in pieces]
@@ -62,7 +60,7 @@ class _AllgatherLane:
         transport, phases = self._transport, step.phases
         rank, world_size = transport.rank, transport.world_size
         run_N, own = step.run_of(self.bounds), self._parcels[rank]
-        keys = [step.key(0 if self._codec.shares_key else sender, self._index) for sender in range(world_size)]
+        keys = [step.key(0 if self._codec.record.shares_key else sender, self._index) for sender in range(world_size)]
         # Receives first: early messages then go straight to their memory.
         coming = {peer: transport.start({}, {peer: self._parcels[peer].parts}) for peer in transport.peers}
         own.encode(run_N, step.stamp, keys[rank], memory)

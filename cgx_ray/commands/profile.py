@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cgx_ray.commands.options import FILE, console_for
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec
+from cgx_ray.plan import CodecSpec, usable_records
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.options import CodecCost
@@ -48,7 +48,7 @@ def profile(device: str, threads: int, network: Path | None, out: Path) -> None:
 
 def profiled_codecs() -> dict[str, CodecSpec]:
     """Return every codec at its defaults, by name, and the candidates of an adaptive run, by `str(CodecSpec)`."""
-    codecs = {name: CodecSpec(name=name) for name in CODEC_DEFAULTS}
+    codecs = {record.name: CodecSpec(name=record.name) for record in usable_records()}
     candidates = codecs_of(Fidelity.FAST, CANDIDATE_DENSITIES)
     return codecs | {str(codec): codec for codec in candidates if codec != codecs[codec.name]}
 

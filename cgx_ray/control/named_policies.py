@@ -14,6 +14,7 @@ from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.paper_policies import Cgx, Flexible
 from cgx_ray.control.policy import Policy, Static
 from cgx_ray.errors import ConfigError
+from cgx_ray.installed import load, offered, package_of
 
 OWN: Mapping[str, type[Policy]] = {"adaptive": Adaptive, "cgx": Cgx, "flexible": Flexible, "static": Static}
 ENTRY_POINTS = "cgx_ray.policies"
@@ -43,14 +44,13 @@ def as_policy(policy: object, arguments: Mapping[str, Any]) -> Policy:
 
 
 def _named_policy(name: str, given: Mapping[str, Any]) -> Policy:
-    # Entry points are looked for only if they are needed: it takes 0.1 s.
-    offered = {} if name in OWN else {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-    if name not in OWN and name not in offered:
+    packaged = {} if name in OWN else offered(ENTRY_POINTS, OWN)
+    if name not in OWN and name not in packaged:
         raise ConfigError(
             f"unknown policy {name!r}; known: {', '.join(OWN)}; of installed packages: "
-            f"{', '.join(sorted(offered)) or 'none'}; install the package that offers it, or give a policy object"
+            f"{', '.join(sorted(packaged)) or 'none'}; install the package that offers it, or give a policy object"
         )
-    cls = OWN[name] if name in OWN else _load(offered[name])
+    cls = OWN[name] if name in OWN else _load(packaged[name])
     allowed = _arguments(cls)
     for argument, value in given.items():
         if argument not in allowed:
@@ -69,18 +69,11 @@ def _arguments(cls: type[Policy]) -> list[str]:
 
 def _load(entry: EntryPoint) -> type[Policy]:
     """Return the class of an entry point. Raises ConfigError if it cannot be imported, or is no policy."""
-    package = entry.dist.name if entry.dist is not None else "unknown"
-    try:
-        cls = entry.load()
-    except Exception as error:
-        raise ConfigError(
-            f"policy {entry.name!r} of package {package!r} cannot be imported from {entry.value!r} "
-            f"({type(error).__name__}: {error}); mend or remove the package"
-        ) from error
+    cls = load("policy", entry)
     if not (isinstance(cls, type) and callable(getattr(cls, "decide", None))):
         raise ConfigError(
-            f"policy {entry.name!r} of package {package!r} is {cls!r}; its entry point must name a class with "
-            "`decide`, such as a subclass of cgx_ray.policies.Policy"
+            f"policy {entry.name!r} of package {package_of(entry)!r} is {cls!r}; its entry point must name a class "
+            "with `decide`, such as a subclass of cgx_ray.policies.Policy"
         )
     return cls
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from cgx_ray.control.policy import REVIEW_S, Decision, Policy, Situation, check_name, check_review
@@ -70,7 +70,7 @@ class Cgx(PaperPolicy):
     review_s: float = REVIEW_S
 
     gain_codecs = (QSGD,)
-    timed_codecs = tuple(replace(QSGD, bits=bits) for bits in WIDTHS)
+    timed_codecs = tuple(QSGD.replace(bits=bits) for bits in WIDTHS)
 
     def __post_init__(self) -> None:
         check_name("method", self.method, tuple(CGX_METHODS))

@@ -128,7 +128,7 @@ class Group:
         phases.lap("encode")
         yield from self.exchange.turns(grad_N, self._memory, stamp, seed, phases)
         copy_each([(ours, theirs) for theirs, ours in copies])
-        checks_finite = checks_finite or self._codec.loses_elements
+        checks_finite = checks_finite or self._codec.record.loses_elements
         self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
         self._views = [] if self.is_finite else views
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
@@ -143,7 +143,7 @@ class Group:
         A codec may leave out the NaN of one layer, and send it in place of an element of another layer. Then it is in
         the residual, or in no place if the codec keeps none.
         """
-        if self._codec.loses_elements:
+        if self._codec.record.loses_elements:
             return set(self.plan.layers)
         averages = {name: [view] for name, view in zip(self.plan.layers, self._views, strict=True)}
         if self._memory is not None and self._memory.residual_N is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from cgx_ray.plan.codec_spec import (
-    CODEC_DEFAULTS,
+from cgx_ray.plan.built_in import (
+    BUILT_IN,
     COUNT_BYTES,
     VALUE_BUCKET_SIZE,
-    CodecSpec,
     near_square,
     packed_index_bytes,
     value_bytes,
 )
+from cgx_ray.plan.codec_record import CodecRecord, LossCost, Parameter, one_of, whole
+from cgx_ray.plan.codec_registry import known_codecs, record_of, register_codec, usable_records
+from cgx_ray.plan.codec_spec import CodecSpec
 from cgx_ray.plan.option import (
     CODECS_OF_SCHEME,
     DENSE,
@@ -19,6 +21,7 @@ from cgx_ray.plan.option import (
     Intra,
     Option,
     Scheme,
+    carries,
     options_of,
     preferred_scheme,
 )
@@ -40,8 +43,8 @@ from cgx_ray.plan.plan import (
 )
 
 __all__ = [
+    "BUILT_IN",
     "CODECS_OF_SCHEME",
-    "CODEC_DEFAULTS",
     "COUNT_BYTES",
     "DEFAULT_GROUP_BYTES",
     "DENSE",
@@ -53,6 +56,7 @@ __all__ = [
     "PIECE_BYTES",
     "SMALL_LAYER_NUMEL",
     "VALUE_BUCKET_SIZE",
+    "CodecRecord",
     "CodecSpec",
     "Device",
     "Given",
@@ -60,14 +64,23 @@ __all__ = [
     "Intra",
     "Layer",
     "Lease",
+    "LossCost",
     "Option",
+    "Parameter",
     "Plan",
     "Scheme",
     "as_option",
+    "carries",
+    "known_codecs",
     "make_plan",
     "near_square",
+    "one_of",
     "options_of",
     "packed_index_bytes",
     "preferred_scheme",
+    "record_of",
+    "register_codec",
+    "usable_records",
     "value_bytes",
+    "whole",
 ]

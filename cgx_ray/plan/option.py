@@ -7,7 +7,9 @@ from enum import StrEnum
 from typing import TypeVar
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan.codec_spec import CODEC_DEFAULTS, CodecSpec
+from cgx_ray.plan.built_in import BUILT_IN
+from cgx_ray.plan.codec_record import CodecRecord
+from cgx_ray.plan.codec_spec import CodecSpec
 
 
 class Scheme(StrEnum):
@@ -58,20 +60,29 @@ class Device(StrEnum):
     CPU = "cpu"
 
 
-_REENCODED = frozenset({"none", "fp16", "bf16", "prefix", "qsgd", "terngrad", "ef_signsgd", "onebit"})
-_SELECTED = frozenset({"topk", "lwtopk", "mstopk", "dgc", "sidco"})
-# Codecs that a node may sum encoded. prefix is not one: it would keep other elements inside a node than between nodes.
-_SUMMED_INSIDE = _REENCODED - {"none", "prefix"}
-# An all-reduce sums messages as they are. sra, ring, tree and broadcast encode sums again. AR-Topk uses the indices of
-# one rank for all. So each of them carries only these codecs.
-CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
-    Scheme.DENSE: frozenset({"none"}),
-    Scheme.ALLREDUCE: frozenset({"fp16", "bf16", "prefix", "randomk", "powersgd"}),
-    Scheme.ALLGATHER: frozenset(CODEC_DEFAULTS),
-    **dict.fromkeys((Scheme.SRA, Scheme.RING, Scheme.TREE, Scheme.BROADCAST), _REENCODED),
-    **{scheme: _SELECTED for scheme in Scheme if scheme.is_artopk},
-}
+def carries(scheme: Scheme, record: CodecRecord) -> bool:
+    """Return True if `scheme` can carry the codec.
 
+    An all-reduce sums messages as they are. sra, ring, tree and broadcast encode sums again. AR-Topk uses the indices
+    of one rank for all.
+    """
+    match scheme:
+        case Scheme.DENSE:
+            return record.name == "none"
+        case Scheme.ALLREDUCE:
+            return record.is_summed_encoded
+        case Scheme.ALLGATHER:
+            return True
+        case Scheme.SRA | Scheme.RING | Scheme.TREE | Scheme.BROADCAST:
+            return record.is_reencoded
+        case _:
+            return record.selects
+
+
+# Of the codecs that come with cgx_ray.
+CODECS_OF_SCHEME: dict[Scheme, frozenset[str]] = {
+    scheme: frozenset(name for name, record in BUILT_IN.items() if carries(scheme, record)) for scheme in Scheme
+}
 
 NONE = CodecSpec(name="none")
 _ON_HOST = " on cpu"
@@ -151,19 +162,19 @@ def _member(words: type[_Word], word: str, text: str) -> _Word:
 
 def _problem(codec: CodecSpec, scheme: Scheme, intra: Intra) -> str | None:
     """Return why they do not fit together, or None if they do."""
-    allowed = CODECS_OF_SCHEME[scheme]
-    if codec.name not in allowed:
-        fitting = [str(s) for s, names in CODECS_OF_SCHEME.items() if codec.name in names]
+    if not carries(scheme, codec.record):
+        fitting = [str(one) for one in Scheme if carries(one, codec.record)]
         return (
-            f"scheme {scheme} cannot carry codec {codec.name}; it carries {', '.join(sorted(allowed))}; "
-            f"{codec.name} goes with {', '.join(fitting)}"
+            f"scheme {scheme} cannot carry codec {codec.name}; it carries "
+            f"{', '.join(sorted(CODECS_OF_SCHEME[scheme]))}; {codec.name} goes with {', '.join(fitting)}"
         )
     if scheme.is_artopk and codec.value_bits != 32:
         return f"scheme {scheme} sums values as they are, not with value_bits {codec.value_bits}; give 32"
-    if intra is Intra.COMPRESSED and codec.name not in _SUMMED_INSIDE:
+    if intra is Intra.COMPRESSED and not codec.record.is_summed_inside:
+        allowed = sorted(name for name, record in BUILT_IN.items() if record.is_summed_inside)
         return (
             f"codec {codec.name} cannot be summed inside a node; give intra='dense', or with 'compressed' one of "
-            f"{', '.join(sorted(_SUMMED_INSIDE))}"
+            f"{', '.join(allowed)}"
         )
     return None
 
@@ -185,4 +196,4 @@ def preferred_scheme(codec: CodecSpec) -> Scheme:
     """Return the default scheme for `codec`: dense for none, sra where it can carry it, else the first that can."""
     preferred = Scheme.DENSE if codec == NONE else Scheme.SRA
     candidates: tuple[Scheme, ...] = (preferred, *Scheme)
-    return next(scheme for scheme in candidates if codec.name in CODECS_OF_SCHEME[scheme])
+    return next(scheme for scheme in candidates if carries(scheme, codec.record))

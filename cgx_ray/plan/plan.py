@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -27,8 +27,6 @@ SMALL_LAYER_NUMEL = 1024
 FIRST_GROUP_BYTES = 1 << 20
 # As DDP's buckets. ResNet50 on 4 ranks with 2 cores took 395 ms per step over qsgd in groups of 4 MiB, 342 ms in these.
 DEFAULT_GROUP_BYTES = 25 << 20
-# Codecs that treat each element by itself, so that small layers may share a group with others.
-_BY_ELEMENT = ("none", "fp16", "bf16")
 # Encoded bytes. Schemes cut longer chunks, so that coding and sending overlap; docs/log/2026-11-22.md has other sizes.
 PIECE_BYTES = 1 << 20
 # Limits of the fields of a message's header.
@@ -178,7 +176,17 @@ class Plan:
         return json.dumps(self._fields())
 
     def _fields(self) -> dict[str, Any]:
-        groups = [{"layers": group.layers, **asdict(group.option), "is_fixed": group.is_fixed} for group in self.groups]
+        groups = [
+            {
+                "layers": group.layers,
+                "codec": {"name": group.option.codec.name, **group.option.codec.parameters},
+                "scheme": group.option.scheme,
+                "intra": group.option.intra,
+                "device": group.option.device,
+                "is_fixed": group.is_fixed,
+            }
+            for group in self.groups
+        ]
         fields: dict[str, Any] = {"version": self.version, "world_size": self.world_size, "groups": groups}
         if self.lease is not None:
             fields["lease"] = {"last_step": self.lease.last_step, "fallback": self.lease.fallback._fields()}
@@ -338,10 +346,10 @@ def _choose(layer: Layer, usual: Option, by_pattern: Mapping[str, Option], bits:
     for pattern, option in by_pattern.items():
         if fnmatchcase(layer.name, pattern):
             return _Choice(option, is_fixed=True, goes_with_small=layer.is_small and option == DENSE)
-    if layer.is_small and usual.codec.name not in _BY_ELEMENT:
+    if layer.is_small and not usual.codec.record.is_by_element:
         return _Choice(usual, goes_with_small=True)
     return _Choice(
-        usual if layer.name not in bits else replace(usual, codec=replace(usual.codec, bits=bits[layer.name]))
+        usual if layer.name not in bits else replace(usual, codec=usual.codec.replace(bits=bits[layer.name]))
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,7 +119,7 @@ class BitsProblem:
         return self._bytes(), share_LW
 
     def _bytes_of(self, bits: int) -> Ints:
-        codec = replace(self.codec, bits=bits)
+        codec = self.codec.replace(bits=bits)
         return np.array([codec.payload_bytes(layer.numel) for layer in self.layers], dtype=np.int64)
 
     def _bytes(self) -> Ints:

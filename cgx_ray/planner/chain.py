@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, CodecSpec, Layer, Option, Scheme
+from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, CodecSpec, Layer, Option, Scheme
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, cheapest, group_cost, undominated
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 from cgx_ray.planner.search import search
@@ -179,7 +179,7 @@ class LayerChain:
 
     def _rest_of(self, options: Sequence[Option]) -> tuple[list[PlannedGroup], float]:
         """Return one lossless group per dtype of the remaining layers, and their seconds and `fixed_s` in a row."""
-        lossless = [option for option in options if option.codec.name == "none"]
+        lossless = [option for option in options if option.codec == NONE]
         groups: list[PlannedGroup] = []
         chosen: list[GroupCost] = []
         for layers in self._rest.values():

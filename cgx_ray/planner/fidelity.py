@@ -6,16 +6,15 @@ strict    codecs that ended within 1 % of dense's validation loss in all three w
 balanced  codecs that ended within 5 %
 fast      also top-k at the densities of the settings, whatever it costs
 
-LOSS_COSTS is the committed run, bench/data/accuracy.json; a test holds them together.
+Levels are made of the codecs that come with cgx_ray; others are chosen by name, as candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 
-from cgx_ray.plan import NONE, CodecSpec
+from cgx_ray.plan import BUILT_IN, NONE, CodecSpec, LossCost
 
 
 class Fidelity(StrEnum):
@@ -31,43 +30,10 @@ class Fidelity(StrEnum):
         return 1.01 if self is Fidelity.STRICT else 1.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossCost:
-    """Validation loss over dense's after equal steps, mean over seeds, by workload.
-
-    relative_error  largest of the codec's messages in these runs, |g - decode(encode(g))|^2 / |g|^2; None for codecs
-                    with error feedback, which send later what they left out
-    """
-
-    gpt_adamw: float
-    gpt_sgd: float
-    digits: float
-    relative_error: float | None = None
-
-    @property
-    def worst(self) -> float:
-        return max(self.gpt_adamw, self.gpt_sgd, self.digits)
-
-
-# By `str(CodecSpec)`, over the codec's usual scheme.
+# Of the codecs that come with cgx_ray, by `str(CodecSpec)`, over the codec's usual scheme.
 LOSS_COSTS: Mapping[str, LossCost] = {
-    "bf16": LossCost(gpt_adamw=1.0, gpt_sgd=0.9996, digits=0.9993, relative_error=3.27e-06),
-    "qsgd:bits=4,bucket_size=128": LossCost(gpt_adamw=1.0046, gpt_sgd=0.9968, digits=1.0004, relative_error=0.0319),
-    "qsgd:bits=3,bucket_size=128": LossCost(gpt_adamw=1.007, gpt_sgd=0.9966, digits=1.0057, relative_error=0.147),
-    "qsgd:bits=2,bucket_size=128": LossCost(gpt_adamw=1.0214, gpt_sgd=1.0153, digits=1.0395, relative_error=0.912),
-    "qsgd:bits=2,bucket_size=64": LossCost(gpt_adamw=1.0149, gpt_sgd=1.0144, digits=1.0274, relative_error=0.537),
-    "terngrad:bucket_size=128": LossCost(gpt_adamw=1.0356, gpt_sgd=1.05, digits=1.1636, relative_error=1.92),
-    "powersgd:rank=4": LossCost(gpt_adamw=1.0304, gpt_sgd=1.0052, digits=1.0172),
-    "topk:density=0.1": LossCost(gpt_adamw=1.0547, gpt_sgd=1.0481, digits=1.0167),
-    "topk:density=0.033": LossCost(gpt_adamw=1.1012, gpt_sgd=1.0977, digits=1.05),
-    "topk:density=0.01": LossCost(gpt_adamw=1.1276, gpt_sgd=1.1866, digits=1.134),
-    "topk:density=0.001": LossCost(gpt_adamw=1.2196, gpt_sgd=1.234, digits=1.5053),
-    "dgc:density=0.01": LossCost(gpt_adamw=1.0448, gpt_sgd=1.1649, digits=4.5928),
-    "ef_signsgd:bucket_size=1024": LossCost(gpt_adamw=1.1937, gpt_sgd=1.3672, digits=1.1476),
+    text: cost for record in BUILT_IN.values() for text, cost in record.losses.items()
 }
-# Families whose gain is known before they are used. PowerSGD's depends on the shapes of the layers and on what it sent
-# before, so it is chosen by hand only.
-_FAMILIES = ("bf16", "qsgd", "topk")
 
 
 def codecs_of(fidelity: Fidelity | str, densities: Iterable[float] = ()) -> tuple[CodecSpec, ...]:
@@ -75,7 +41,7 @@ def codecs_of(fidelity: Fidelity | str, densities: Iterable[float] = ()) -> tupl
     level = Fidelity(fidelity)
     measured = (CodecSpec.parse(codec) for codec, cost in LOSS_COSTS.items() if cost.worst <= level.max_loss)
     sparse = (CodecSpec(name="topk", density=density) for density in densities) if level is Fidelity.FAST else ()
-    return tuple(dict.fromkeys([NONE, *(codec for codec in measured if codec.name in _FAMILIES), *sparse]))
+    return tuple(dict.fromkeys([NONE, *(codec for codec in measured if codec.record.is_foreseen), *sparse]))
 
 
 def measured_progress(codec: CodecSpec, gain: float) -> float | None:
@@ -88,7 +54,7 @@ def measured_progress(codec: CodecSpec, gain: float) -> float | None:
 
     gain  measured in this training
     """
-    cost = LOSS_COSTS.get(str(codec))
+    cost = codec.record.losses.get(str(codec))
     if cost is None or cost.relative_error is None or 1 - gain > cost.relative_error:
         return None
     return min(1.0, 1 / cost.worst)
@@ -101,12 +67,12 @@ def describe_costs(codecs: Iterable[CodecSpec]) -> str:
 
 
 def _describe_cost(codec: CodecSpec) -> str:
-    cost = LOSS_COSTS.get(str(codec))
+    cost = codec.record.losses.get(str(codec))
     if cost is not None:
         return f"{codec} was measured to end up to {cost.worst - 1:.1%} above dense's loss"
-    if codec.name == "topk" and codec.density is not None:
+    if codec.density is not None:
         # A smaller density costs more.
-        measured = {CodecSpec.parse(text).density or 0.0: one for text, one in LOSS_COSTS.items() if "topk" in text}
+        measured = {CodecSpec.parse(text).density or 0.0: one for text, one in codec.record.losses.items()}
         smaller = [density for density in measured if density <= codec.density]
         if smaller:
             density = max(smaller)

@@ -221,7 +221,7 @@ def _search_plans(
     chain, large = (LayerChain(measured, keeps_small=small, shares_time=shares_time) for small in (True, False))
     dense = chain.solve([DENSE], max_gap)
     plans, score, bound = [dense], dense.finish_s, dense.bound_s
-    lossless = [option for option in kept if option.codec.name == "none"]
+    lossless = [option for option in kept if option.codec == NONE]
     same_s = chain.bound_s(lossless)
     if same_s < score * (1 - TIE):
         found = chain.solve(lossless, max_gap)
@@ -258,5 +258,5 @@ def _search_plans(
 
 def _guess(large: LayerChain, kept: Mapping[Option, float]) -> float:
     """Return a score near the least one: the least of the lower bounds for plans whose options all keep so much."""
-    shares = {share for option, share in kept.items() if option.codec.name != "none"}
+    shares = {share for option, share in kept.items() if option.codec != NONE}
     return min(large.bound_s([option for option in kept if kept[option] >= share]) / share for share in shares)

@@ -66,17 +66,19 @@ def host_name(codec: CodecSpec | str) -> str:
 
 
 def codec_cost_of(costs: Mapping[str, CodecCost], codec: CodecSpec, *, on_host: bool = False) -> CodecCost:
-    """Return the cost under `str(codec)`, else under its name; "none" is free by default.
+    """Return the cost under `str(codec)`, else under its name, else the typical one; "none" is free by default.
 
-    on_host  the cost under `host_name` of either
+    on_host  the cost under `host_name` of either; no typical one then
 
     Raises ConfigError if there is neither.
     """
     names = [str(codec), codec.name]
     names = [host_name(name) for name in names] if on_host else names
     cost = costs.get(names[0]) or costs.get(names[1])
-    if cost is None and codec.name == "none":
+    if cost is None and codec == NONE:
         return FREE
+    if cost is None and not on_host and codec.record.typical_times is not None:
+        return CodecCost(**codec.record.typical_times)
     if cost is None:
         known = ", ".join(sorted(costs)) or "none"
         raise ConfigError(f"no measured time for codec {names[0]}; known: {known}; measure it first")

@@ -12,7 +12,7 @@ from typing import NamedTuple, get_args
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
-from cgx_ray.planner.bits import LayerErrors
+from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
 from cgx_ray.planner.options import CodecCost, codec_cost_of, efficiency, host_name
@@ -90,7 +90,7 @@ class Measured:
 
     def efficiency(self, option: Option) -> float | None:
         """Return the progress under `option` as a share of a dense step's; None if its gain was not measured."""
-        if option.codec.name == "none":
+        if option.codec == NONE:
             return 1.0
         gain = self.gain_of(option)
         return efficiency(gain, option.codec) if gain is not None else None
@@ -106,7 +106,7 @@ class Measured:
         What qsgd loses of a step's progress are its errors. So layers whose errors with as many bits are known count as
         all their elements together, divided by squared error. The quantization buckets of both may differ.
         """
-        if codec.name != "qsgd" or codec.bits is None:
+        if codec.name != QSGD.name or codec.bits is None:
             return {}
         return self._counted_by_bits.get(codec.bits, {})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, CodecSpec
+from cgx_ray.plan import BUILT_IN, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, CodecSpec
 from cgx_ray.planner.cost import Link, Network, check_positive
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.models import ModelDescription
@@ -21,15 +21,9 @@ from cgx_ray.units import format_seconds, parse_count, parse_rate, parse_seconds
 # Smallest share of the step that a plan must save. Less is within the error of the cost model, and dense is simpler.
 MIN_SAVING = 0.01
 
-# Gains: medians over the 28 decisions of five `cgx-ray demo` runs, a GPT of 4.9 M parameters in its first 48 steps.
+# Of the codecs that come with cgx_ray, by `str(CodecSpec)`.
 TYPICAL_GAINS: Mapping[str, float] = {
-    "bf16": 1.0,
-    "qsgd:bits=4,bucket_size=128": 0.987,
-    "topk:density=0.1": 0.87,
-    "topk:density=0.033": 0.72,
-    "topk:density=0.011": 0.53,
-    "topk:density=0.004": 0.38,
-    "topk:density=0.001": 0.22,
+    text: gain for record in BUILT_IN.values() for text, gain in record.typical_gains.items()
 }
 
 # Written by `cgx-ray profile` on one core of an AMD EPYC, the smallest times of four runs.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import NamedTuple
@@ -184,7 +183,7 @@ def measure_errors(
             norm=math.sqrt(sum(float(grad_N.double().square().sum()) for grad_N in steps)),
             squared_errors={
                 bits: sum(
-                    squared_error(make_codec(replace(codec, bits=bits)), grad_N, ops.message_key(0, step, index, 0, 0))
+                    squared_error(make_codec(codec.replace(bits=bits)), grad_N, ops.message_key(0, step, index, 0, 0))
                     for step, grad_N in enumerate(steps)
                 )
                 for bits in widths

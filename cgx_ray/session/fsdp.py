@@ -18,12 +18,12 @@ from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.engine.sharded.shards import plan_of
 from cgx_ray.errors import CGXError, ConfigError
-from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, Intra, Layer, Plan, Scheme
+from cgx_ray.plan import BUILT_IN, CODECS_OF_SCHEME, CodecSpec, Intra, Layer, Plan, Scheme
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
 
-PARAMETER_CODECS = ("none", "fp16", "bf16", "qsgd")
+PARAMETER_CODECS = tuple(name for name, record in BUILT_IN.items() if record.for_parameters)
 
 
 def make_engine(
@@ -125,14 +125,14 @@ def _check(
         raise ConfigError("weights of an FSDP2 model are not compared, so leave average_weights out")
     if settings.overrides or settings.exclude:
         raise ConfigError("an FSDP2 model takes one codec for the whole model; leave out overrides and exclude")
-    codec, allowed = option.codec, CODECS_OF_SCHEME[Scheme.SRA]
-    if codec.name not in allowed or option.scheme not in (Scheme.SRA, Scheme.DENSE):
+    codec = option.codec
+    if not codec.record.is_reencoded or option.scheme not in (Scheme.SRA, Scheme.DENSE):
         raise ConfigError(
             f"an FSDP2 model cannot use {codec} over {option.scheme}; it takes scheme sra and one of "
-            f"{', '.join(sorted(allowed))}"
+            f"{', '.join(sorted(CODECS_OF_SCHEME[Scheme.SRA]))}"
         )
     parameter_codec = CodecSpec.parse(parameters) if isinstance(parameters, str) else parameters
-    if parameter_codec is not None and parameter_codec.name not in PARAMETER_CODECS:
+    if parameter_codec is not None and not parameter_codec.record.for_parameters:
         raise ConfigError(
             f"parameters cannot be gathered with {parameter_codec}; allowed: {', '.join(PARAMETER_CODECS)}, such as "
             "'qsgd:bits=8,rounding=nearest'"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, fields, is_dataclass, replace
+from dataclasses import InitVar, dataclass, fields, is_dataclass
 from typing import Any
 
 from cgx_ray.collectives.transport.lifeline import SILENT_S
@@ -140,7 +140,7 @@ class Settings:
 
     def codecs_by_layer(self) -> tuple[CodecSpec, ...]:
         """Return the codecs whose errors the policy needs by layer: qsgd with each number of bits to choose from."""
-        return tuple(replace(QSGD, bits=bits) for bits in bits_of(self.chosen_policy.timed_codecs))
+        return tuple(QSGD.replace(bits=bits) for bits in bits_of(self.chosen_policy.timed_codecs))
 
     def _check_rules(self) -> None:
         """Turn the values of `overrides` into options, so that settings that mean the same are the same."""

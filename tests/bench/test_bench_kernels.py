@@ -19,7 +19,7 @@ from bench.kernels import measure as kernels
 from bench.kernels.codec_numbers import DISTRIBUTIONS, draw_samples, measure_quality
 from bench.kernels.measure import SWEPT_CODECS, KernelOptions
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CODEC_DEFAULTS
+from cgx_ray.plan import BUILT_IN
 from cgx_ray.session.calibrate import best_seconds
 
 NUMEL = 1 << 14
@@ -89,7 +89,7 @@ def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_measured(tmp
 
 def test_every_codec_has_its_bits_errors_and_throughputs(rows):
     wanted = {"bits", "encode_gbps", "decode_add_gbps", *(f"error_{name}" for name in DISTRIBUTIONS)}
-    missing = [f"{codec}_{what}" for codec in CODEC_DEFAULTS for what in wanted if f"{codec}_{what}" not in rows]
+    missing = [f"{codec}_{what}" for codec in BUILT_IN for what in wanted if f"{codec}_{what}" not in rows]
     assert missing == []
 
 
@@ -117,7 +117,7 @@ def test_throughput_and_latency_of_a_message_are_one_measurement(rows):
 
 def test_tables_show_every_codec_and_the_picture_is_where_it_says(run):
     _, shown, plot = run
-    assert [name for name in CODEC_DEFAULTS if name not in shown] == []
+    assert [name for name in BUILT_IN if name not in shown] == []
     assert f"picture: {plot}" in shown
     assert imread(plot).std() > 0.05
 

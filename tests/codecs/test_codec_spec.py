@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from support.codec_cases import TEXTS
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec, near_square, packed_index_bytes
+from cgx_ray.plan import BUILT_IN, CodecSpec, near_square, packed_index_bytes
 from cgx_ray.runtime_ext import ops, sparse
 
 # A busy machine would miss hypothesis's deadline of 200 ms per example.
 UNTIMED = settings(deadline=None)
 
 
-@pytest.mark.parametrize("name", CODEC_DEFAULTS)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_codec_text_round_trips_and_names_the_principal_parameters(name: str) -> None:
     spec = CodecSpec(name=name)
     assert CodecSpec.parse(str(spec)) == CodecSpec.parse(name) == spec
-    principal = [key for key in CODEC_DEFAULTS[name] if key in ("bits", "bucket_size", "density", "rank", "ratio")]
+    principal = [key for key in BUILT_IN[name].parameters if key in ("bits", "bucket_size", "density", "rank", "ratio")]
     assert [item.split("=")[0] for item in str(spec).partition(":")[2].split(",") if item] == principal
 
 
@@ -39,7 +39,7 @@ def test_codec_text_is_as_short_as_it_can_be() -> None:
     ("text", "says"),
     [
         ("zip", "unknown codec 'zip'; known: none, fp16"),
-        ("qsgd:bitz=4", "unknown parameter 'bitz'; known: bits, bucket_size"),
+        ("qsgd:bitz=4", "codec qsgd has no bitz; it takes bits, bucket_size, grid, rounding"),
         ("qsgd:density=0.1", "codec qsgd has no density; it takes bits, bucket_size, grid, rounding"),
         ("none:bits=4", "codec none has no bits; it takes no parameters"),
         ("qsgd:bits=9", "bits 9 is not allowed; give a whole number from 1 to 8"),

@@ -8,7 +8,7 @@ from support.ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec
+from cgx_ray.plan import BUILT_IN, CodecSpec
 
 NUM_STEPS = 150
 BATCH_SIZE = 16
@@ -80,4 +80,4 @@ def test_every_codec_trains_about_as_well_as_dense() -> None:
         if ratios[f"{codec} over {scheme}"] > limit
     }
     assert not too_high, too_high
-    assert {CodecSpec.parse(codec).name for codec, _ in losses} | {"none"} == set(CODEC_DEFAULTS)
+    assert {CodecSpec.parse(codec).name for codec, _ in losses} | {"none"} == set(BUILT_IN)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.control_runs import COSTS, LAYERS, WORLD, FakeTraining, journal
-from support.own_policy import install
+from support.installed_package import install_policy
 
 from cgx_ray.cli import main
 from cgx_ray.control.adaptive import Adaptive
@@ -31,7 +31,7 @@ from cgx_ray.session.settings import Settings
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of an installed package that offers policy "thrifty", and of one that cannot be imported."""
-    folder = install(tmp_path / "site", broken=True)
+    folder = install_policy(tmp_path / "site", broken=True)
     monkeypatch.syspath_prepend(folder)
     yield folder
     sys.modules.pop("thrifty", None)

@@ -38,8 +38,8 @@ except AttributeError as error:
 
 def test_public_names_are_frozen() -> None:
     assert sorted(cgx_ray.__all__) == [
-        "Adaptive", "Attachment", "CGXConfig", "CGXError", "Cgx", "CodecSpec", "ConfigError", "Flexible", "GroupPlan",
-        "Intra", "Layer", "Option", "Plan", "PlanError", "ReplicaError", "Scheme", "SimulatedLink", "StateError",
-        "Static", "TransportError", "WireError", "add_state", "attach", "configure_backend", "exclude_layers",
-        "layers_of", "make_plan", "register_model",
+        "Adaptive", "Attachment", "CGXConfig", "CGXError", "Cgx", "CodecRecord", "CodecSpec", "ConfigError", "Flexible",
+        "GroupPlan", "Intra", "Layer", "Option", "Parameter", "Plan", "PlanError", "ReplicaError", "Scheme",
+        "SimulatedLink", "StateError", "Static", "TransportError", "WireError", "add_state", "attach",
+        "configure_backend", "exclude_layers", "layers_of", "make_plan", "register_codec", "register_model",
     ]  # fmt: skip

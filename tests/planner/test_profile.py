@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from cgx_ray.cli import main
 from cgx_ray.commands import profile
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CODEC_DEFAULTS, CodecSpec
+from cgx_ray.plan import BUILT_IN, CodecSpec
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.profile import Profile, fit_cost, fit_line, load_link, load_profile, save_profile
@@ -118,6 +118,6 @@ def test_every_codec_gets_a_cost_by_name_and_the_file_has_the_probed_link(monkey
     assert result.exit_code == 0, result.output
     found = load_profile(out)
     assert found.device == profile.device_name(torch.device("cpu"))
-    assert found.codec_costs.keys() >= {*CODEC_DEFAULTS, str(CodecSpec(name="topk", density=0.001))}
+    assert found.codec_costs.keys() >= {*BUILT_IN, str(CodecSpec(name="topk", density=0.001))}
     assert found.link == load_link(tmp_path / "ways.json") == Link(alpha_s=2e-3, beta_s_per_byte=1e-8)
     assert all(cost.encode_s(1, 1 << 20) > 0 for cost in found.codec_costs.values())

@@ -13,7 +13,7 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from support import train_functions
-from support.own_policy import install
+from support.installed_package import install_policy
 
 import cgx_ray
 from cgx_ray.report.journal_schema import journal_problem
@@ -30,7 +30,7 @@ pytestmark = [
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of an installed package that offers policy "thrifty", here and on a Ray cluster."""
-    folder = install(tmp_path / "site")
+    folder = install_policy(tmp_path / "site")
     monkeypatch.syspath_prepend(folder)
     paths = os.pathsep.join([str(folder), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env_vars = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

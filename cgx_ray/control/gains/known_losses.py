@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from cgx_ray.control.joined_steps import JoinedStep
@@ -98,7 +97,7 @@ class KnownLosses:
         """Gain of qsgd by `str(CodecSpec)`, for each number of bits whose gain is above 0."""
         energy = math.fsum(self._energy.values())
         kept = {
-            str(replace(QSGD, bits=bits)): 1
+            str(QSGD.replace(bits=bits)): 1
             - math.fsum(self._energy[name] * self._lost(name, bits) for name in self._level) / energy
             for bits in WIDTHS
             if energy > 0

@@ -42,7 +42,7 @@ def bits_by_layer(plan: Plan) -> dict[str, int]:
         for group in plan.groups
         if group.option.codec.bits is not None
         and not group.is_fixed
-        and replace(group.option.codec, bits=QSGD.bits) == QSGD
+        and group.option.codec.replace(bits=QSGD.bits) == QSGD
         for name in group.layers
     }
 

@@ -1,0 +1,89 @@
+"""Codecs by name: our own, those of `register_codec`, and those that installed packages bring by an entry point.
+
+A package brings a codec by an entry point of the group `cgx_ray.codecs`, such as `int8 = "my_package:INT8"`. It is
+imported when its codec is first named, once in each process, so nothing slows down who names none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import EntryPoint
+
+from cgx_ray.errors import ConfigError
+from cgx_ray.installed import load, offered, package_of
+from cgx_ray.plan.built_in import BUILT_IN
+from cgx_ray.plan.codec_record import CodecRecord
+
+ENTRY_POINTS = "cgx_ray.codecs"
+
+logger = logging.getLogger(__name__)
+
+# From outside: registered, or loaded from an entry point.
+_brought: dict[str, CodecRecord] = {}
+
+
+def register_codec(record: CodecRecord) -> None:
+    """Make a codec of your own known by its name, in this process.
+
+    Call it on every rank before the name is used. The control loop of a Ray Train run is a process of its own: for it
+    a package must bring the record by an entry point. The same record may be registered again.
+
+    Raises ConfigError if another codec has the name.
+    """
+    if not isinstance(record, CodecRecord):
+        raise ConfigError(f"codec record {record!r} is not allowed; give a cgx_ray.CodecRecord")
+    if _brought.get(record.name) is record:
+        return
+    if record.name in known_codecs():
+        entry = _offered().get(record.name)
+        owner = "cgx_ray" if record.name in BUILT_IN else f"package {package_of(entry)}" if entry else "another record"
+        raise ConfigError(f"codec name {record.name!r} is taken by {owner}; give another one")
+    _brought[record.name] = record
+
+
+def record_of(name: str) -> CodecRecord:
+    """Return the record of codec `name`; import the package that brings it, if this was not done yet.
+
+    Raises ConfigError if nobody brings it, if its package cannot be imported, or brings something else.
+    """
+    record = BUILT_IN.get(name) or _brought.get(name)
+    if record is None:
+        record = _brought[name] = _load(name)
+    return record
+
+
+def known_codecs() -> tuple[str, ...]:
+    """Return the names of all codecs: our own, then those from outside, whether they can be imported or not."""
+    return tuple(dict.fromkeys([*BUILT_IN, *_brought, *_offered()]))
+
+
+def usable_records() -> Iterator[CodecRecord]:
+    """Yield the records of all codecs; warn of those that cannot be imported."""
+    for name in known_codecs():
+        try:
+            yield record_of(name)
+        except ConfigError as error:
+            logger.warning("%s", error)
+
+
+@cache
+def _offered() -> dict[str, EntryPoint]:
+    return offered(ENTRY_POINTS, BUILT_IN)
+
+
+def _load(name: str) -> CodecRecord:
+    entry = _offered().get(name)
+    if entry is None:
+        raise ConfigError(
+            f"unknown codec {name!r}; known: {', '.join(known_codecs())}; install the package that brings it on all "
+            "nodes, or call cgx_ray.register_codec in this process"
+        )
+    record = load("codec", entry)
+    if not isinstance(record, CodecRecord) or record.name != name:
+        raise ConfigError(
+            f"codec {name!r} of package {package_of(entry)!r} is {record!r}; its entry point must name a "
+            f"cgx_ray.CodecRecord whose name is {name!r}"
+        )
+    return record
