@@ -202,9 +202,8 @@ class WorkerGroupState:
 
     def _is_far_slower(self, step: JoinedStep) -> bool:
         """Return whether `step` took FAR_SLOWER times as long as the steps before it under the same plan."""
-        usual_s = [one.step_s for one in self._recent if one.plan_version in self._versions]
-        is_current = step.plan_version in self._versions
-        return is_current and len(usual_s) >= LINK_STEPS and step.step_s >= FAR_SLOWER * median(usual_s)
+        before = [one.step_s for one in self._recent if {one.plan_version, step.plan_version} <= self._versions]
+        return len(before) >= LINK_STEPS and step.step_s >= FAR_SLOWER * median(before)
 
     @property
     def may_accept(self) -> bool:
