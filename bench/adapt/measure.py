@@ -19,9 +19,9 @@ from bench.adapt.simulate import SimulatedRun, SimulatedStep
 from bench.shared.picture import Line, Plot
 from bench.shared.runner import BenchRun, bench_command
 from bench.shared.simulated_cluster import ClusterState, SimulatedCluster
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import make_plan

@@ -12,12 +12,12 @@ from pathlib import Path
 from bench.adapt.cases import COST, AdaptCase
 from bench.adapt.simulate import SimulatedRun
 from bench.shared.simulated_cluster import SimulatedCluster
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.gains.known_losses import lost_share
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.paper_policies import Cgx, Flexible, Groups, PaperPolicy
-from cgx_ray.control.policy import Policy
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.paper_policies import Cgx, Flexible, Groups, PaperPolicy
+from cgx_ray.control.policies.policy import Policy
 from cgx_ray.monitors.sample import LayerError
 from cgx_ray.plan import DENSE, Intra, Layer, Option, make_plan, options_of
 from cgx_ray.planner.bits import QSGD, STATIC_BITS, WIDTHS

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from bench.shared.simulated_cluster import WORLD, ClusterState, SimulatedCluster
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import Decision
+from cgx_ray.control.policies.policy import Decision
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import Bandwidth, HostLoad, NodeSample, StepSample
 from cgx_ray.plan import Plan

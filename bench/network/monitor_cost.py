@@ -17,7 +17,7 @@ import ray
 
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import Static
+from cgx_ray.control.policies.policy import Static
 from cgx_ray.monitors.agent import ACTOR_OPTIONS, NodeAgent
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.node_metrics import NodeMetrics

@@ -28,9 +28,9 @@ from bench.network.monitor_cost import local_ray
 from bench.scale.timed_loop import TimedLoop
 from bench.shared.runner import BenchRun, OnPart, bench_command
 from bench.shared.simulated_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.controller import ACTOR_OPTIONS, Controller
 from cgx_ray.control.network.estimate import quantile
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import Plan
 from cgx_ray.report.result import Row

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from cgx_ray.control.loop_work import LoopWork
-from cgx_ray.control.policy import Decision
+from cgx_ray.control.policies.policy import Decision
 from cgx_ray.monitors.sample import NodeSample
 
 

@@ -17,7 +17,7 @@ from cgx_ray.control.history import History
 from cgx_ray.control.journal.facts import LoopFacts
 from cgx_ray.control.loop_process import LoopProcess
 from cgx_ray.control.loop_work import LoopWork, News
-from cgx_ray.control.policy import Policy
+from cgx_ray.control.policies.policy import Policy
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.sample import Fault

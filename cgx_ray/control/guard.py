@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cgx_ray.control.learned.evidence import Evidence
 from cgx_ray.control.learned.measured import is_dense
-from cgx_ray.control.policy import Decision
+from cgx_ray.control.policies.policy import Decision
 from cgx_ray.control.trial.excursion import MAX_SPEEDUP, Excursion
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.planner.prediction import groups_of, predict

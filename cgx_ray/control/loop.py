@@ -35,7 +35,7 @@ from cgx_ray.control.journal.progress import Progress
 from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.learned.measured import dense_groups, is_dense
 from cgx_ray.control.notes import Notes
-from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Outlook, Policy, Situation
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, Outlook, Policy, Situation
 from cgx_ray.control.trial.excursion import COMPARED, EXCURSION_STEPS, Excursion, codec_trial
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample

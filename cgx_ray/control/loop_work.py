@@ -14,7 +14,7 @@ from cgx_ray.control.journal.facts import LoopFacts
 from cgx_ray.control.journal.lines import Journal, QueuedJournal, no_samples_entry
 from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import Decision, Policy
+from cgx_ray.control.policies.policy import Decision, Policy
 from cgx_ray.errors import listed
 from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Plan

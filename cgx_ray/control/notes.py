@@ -19,7 +19,7 @@ from cgx_ray.control.journal.lines import (
     start_entry,
     wait_entry,
 )
-from cgx_ray.control.policy import Decision, Policy
+from cgx_ray.control.policies.policy import Decision, Policy
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.errors import listed
 from cgx_ray.monitors.sample import Fault, NodeStep

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import FORMAT
 from cgx_ray.control.journal.recorded import read_groups, read_layers, read_policy, read_situation
-from cgx_ray.control.policy import Decision, Policy, Situation
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.policy import Decision, Policy, Situation
 from cgx_ray.control.trial.excursion import codec_trial
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option

@@ -25,7 +25,7 @@ from cgx_ray.control.learned.stretch import ComputeStretch
 from cgx_ray.control.network.changes import Innovations, SlowRanks, network_cause
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
-from cgx_ray.control.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
 from cgx_ray.control.trial.excursion import Excursion
 from cgx_ray.control.trial.experience import SURPRISE, Experience
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord

@@ -19,7 +19,7 @@ from torch import nn
 from cgx_ray.collectives.transport.gathered import Gatherer, as_own, unreachable
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
 from cgx_ray.collectives.transport.transport import DEFAULT_TIMEOUT_S
-from cgx_ray.control.policy import Policy, Static
+from cgx_ray.control.policies.policy import Policy, Static
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scaler
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine

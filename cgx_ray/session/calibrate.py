@@ -18,8 +18,8 @@ from torch import Tensor
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.codecs.gain import squared_error
-from cgx_ray.control.adaptive import Adaptive
-from cgx_ray.control.paper_policies import Flexible
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.paper_policies import Flexible
 from cgx_ray.engine.group import copy_each
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.bits import QSGD, LayerErrors

@@ -12,7 +12,7 @@ from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.gathered import Gatherer, as_own
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
 from cgx_ray.collectives.transport.lifeline import Lifeline
-from cgx_ray.control.policy import Static
+from cgx_ray.control.policies.policy import Static
 from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine

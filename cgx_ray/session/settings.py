@@ -12,8 +12,8 @@ from cgx_ray.collectives.transport.lifeline import SILENT_S
 from cgx_ray.collectives.transport.simulated_link import SimulatedLink
 from cgx_ray.collectives.transport.tcp import NUM_STREAMS
 from cgx_ray.collectives.transport.transport import DEFAULT_TIMEOUT_S
-from cgx_ray.control.named_policies import as_policy
-from cgx_ray.control.policy import Policy, Static
+from cgx_ray.control.policies.named_policies import as_policy
+from cgx_ray.control.policies.policy import Policy, Static
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import (
     DEFAULT_GROUP_BYTES,
@@ -52,7 +52,7 @@ class Settings:
     policy          an `Adaptive`, `Static`, `Cgx`, `Flexible`, or a `Policy` of your own; or a name. "adaptive": start
                     dense, measure, decide, and decide again when the network changes. "static": one option for the
                     whole run. "cgx" and "flexible": as these papers decide; they do not promise to be no slower than
-                    dense. Or a name that an installed package offers, see `control.named_policies`
+                    dense. Or a name that an installed package offers, see `control.policies.named_policies`
     codec, scheme, intra, fidelity, candidates, min_gain, review_s, method, alpha, densities
                     arguments of a policy that is given by its name: policy="static", codec="bf16" is Static("bf16").
                     They are not kept: `policy` is the policy that they make

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from bench.__main__ import bench
 from bench.scale.measure import ScaleNumbers, ScaleOptions
 from bench.shared.simulated_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.policies.adaptive import Adaptive
 
 NAMES = [
     "controller",

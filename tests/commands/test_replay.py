@@ -17,10 +17,10 @@ from bench.adapt.cases import CASES
 from bench.adapt.simulate import SimulatedRun
 from bench.shared.simulated_cluster import SimulatedCluster
 from cgx_ray.cli import main
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import FORMAT, Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import Static
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.policy import Static
 from cgx_ray.plan import make_plan
 from cgx_ray.untrusted import MAX_BYTES
 

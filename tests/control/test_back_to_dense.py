@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.control_runs import COSTS, LAYERS, WORLD, start
 
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.learned.learned_errors import NUM_OUTCOMES, LearnedErrors
 from cgx_ray.control.learned.measured import is_dense
-from cgx_ray.control.policy import Outlook, Situation
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.policy import Outlook, Situation
 from cgx_ray.plan import DENSE, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, groups_of

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from support.control_runs import COST, GAIN, LAYERS, WORLD, MeteredTraining, journal
 
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.history import History
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.learned.measured import bits_by_layer
 from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.replay import Replay, WhatIf
 from cgx_ray.plan import NONE, CodecSpec, make_plan
 from cgx_ray.planner.options import codec_options

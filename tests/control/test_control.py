@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from support.control_runs import COSTS, DENSITIES, LAYERS, WORLD, FakeTraining, journal, start
 
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.history import SNAPSHOT_FORMAT, History, Snapshot
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import LEASE_S, LEASE_STEPS, ControlLoop
 from cgx_ray.control.network.known_network import KnownNetwork
-from cgx_ray.control.policy import Static
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.policy import Static
 from cgx_ray.control.trial.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.plan import CodecSpec, Intra, Plan, make_plan

@@ -25,7 +25,7 @@ from cgx_ray.control import controller as controller_module
 from cgx_ray.control.controller import Controller
 from cgx_ray.control.history import Snapshot
 from cgx_ray.control.loop_work import LoopWork
-from cgx_ray.control.policy import Policy
+from cgx_ray.control.policies.policy import Policy
 from cgx_ray.errors import CGXError
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.report.journal_schema import journal_problem

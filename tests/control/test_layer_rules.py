@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from support.control_runs import COSTS, GAIN, LAYERS, WORLD, FakeTraining
 
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.trial.excursion import trial_of
 from cgx_ray.errors import ConfigError, PlanError
 from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan, Scheme

@@ -12,11 +12,11 @@ import pytest
 import torch
 from support.control_runs import COST, COSTS, LAYERS, WORLD, FakeTraining, journal, start
 
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.journal.recorded import read_groups, read_layers, read_policy, read_situation, situation_fields
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.trial.setbacks import Setbacks
 from cgx_ray.plan import CodecSpec, Option, Scheme, make_plan
 from cgx_ray.planner.cost import Link

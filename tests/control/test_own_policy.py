@@ -16,12 +16,12 @@ from support.control_runs import COSTS, LAYERS, WORLD, FakeTraining, journal
 from support.installed_package import install_policy
 
 from cgx_ray.cli import main
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.journal.recorded import read_policy
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.named_policies import as_policy
-from cgx_ray.control.policy import Decision, Policy, Situation, Static, options_from
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.named_policies import as_policy
+from cgx_ray.control.policies.policy import Decision, Policy, Situation, Static, options_from
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import make_plan
 from cgx_ray.report.journal_schema import journal_problem

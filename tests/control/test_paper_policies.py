@@ -15,7 +15,7 @@ from cgx_ray.control.gains.known_losses import KnownLosses, lost_share
 from cgx_ray.control.joined_steps import JoinedStep, join
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.paper_policies import Cgx, Flexible, PaperPolicy
+from cgx_ray.control.policies.paper_policies import Cgx, Flexible, PaperPolicy
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError

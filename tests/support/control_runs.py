@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.shared.simulated_cluster import flat_exchange_s, simulated_transfers
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.gains.known_losses import lost_share
 from cgx_ray.control.history import History
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policy import Decision
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.policy import Decision
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, InsideLink, LayerError, NodeSample, StepSample
 from cgx_ray.plan import Layer, Option, Plan, make_plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from cgx_ray.control.adaptive import Adaptive
-from cgx_ray.control.policy import Decision, Policy, Situation
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.policy import Decision, Policy, Situation
 from cgx_ray.planner.options import candidate_options
 from support.control_runs import DENSITIES
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cgx_ray.control.journal.recorded import cost_fields, group_fields, situation_fields
-from cgx_ray.control.policy import Decision, Policy, Situation
+from cgx_ray.control.policies.policy import Decision, Policy, Situation
 from cgx_ray.control.trial.outcome import PendingOutcome
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
-from cgx_ray.control.adaptive import Adaptive
 from cgx_ray.control.learned.learned_errors import LearnedErrors
-from cgx_ray.control.named_policies import recorded_policy
-from cgx_ray.control.policy import Outlook, Policy, Situation, Static
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.named_policies import recorded_policy
+from cgx_ray.control.policies.policy import Outlook, Policy, Situation, Static
 from cgx_ray.plan import GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import CodecCost

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
-from cgx_ray.control.policy import MAX_SLOWDOWN, Decision, Policy, Situation
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, Policy, Situation
 from cgx_ray.control.trial.outcome import PlanRecord
 from cgx_ray.plan import CodecSpec, Option, Plan, preferred_scheme
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned.evidence import MAX_STEPS, MIN_STEPS
-from cgx_ray.control.policy import Decision
+from cgx_ray.control.policies.policy import Decision
 
 # Steps of a new plan that are not judged: the first one still allocates buffers.
 WARM_UP_STEPS = 1

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from cgx_ray.control.policy import (
+from cgx_ray.control.policies.policy import (
     MAX_SLOWDOWN,
     REVIEW_S,
     Decision,

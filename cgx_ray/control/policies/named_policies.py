@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from cgx_ray.control.adaptive import Adaptive
-from cgx_ray.control.paper_policies import Cgx, Flexible
-from cgx_ray.control.policy import Policy, Static
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.paper_policies import Cgx, Flexible
+from cgx_ray.control.policies.policy import Policy, Static
 from cgx_ray.errors import ConfigError
 from cgx_ray.installed import load, offered, package_of
 

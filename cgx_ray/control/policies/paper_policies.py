@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cgx_ray.control.policy import REVIEW_S, Decision, Policy, Situation, check_name, check_review
+from cgx_ray.control.policies.policy import REVIEW_S, Decision, Policy, Situation, check_name, check_review
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.bits import ALPHA, QSGD, WIDTHS
