@@ -100,7 +100,7 @@ class CodecRecord:
     loses_elements      elements are neither sent nor kept, so NaN and Inf among them leave no trace of their place
     for_parameters      FSDP2 may gather parameters with it
     is_foreseen         its gain is known before it is used, so `fidelity` may choose it by `losses`
-    typical_gains       share of a gradient that it keeps, by codec text, where nothing was measured (`cgx-ray plan`)
+    typical_gains       share of a gradient that it keeps, by codec text: what `cgx-ray plan` assumes of our own codecs
     typical_times       its times where nothing was measured, as `planner.options.CodecCost`
     losses              measured cost in loss, by codec text
     wire_id             number in messages; that of a codec from outside follows from its name

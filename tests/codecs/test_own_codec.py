@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support.control_runs import COST, COSTS, GAIN, LAYERS, WORLD, FakeTraining, journal
 from support.installed_package import install_codecs
 from support.ranks import run_ranks
@@ -19,12 +20,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.cli import main
 from cgx_ray.codecs import make_codec
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Plan, codec_registry, known_codecs, make_plan, one_of, whole
 from cgx_ray.planner.options import codec_cost_of
+from cgx_ray.planner.scenario import TYPICAL_GAINS
 
 NUM_STEPS = 40
 
@@ -154,11 +157,17 @@ def test_a_name_that_leads_to_no_codec_is_one_clear_error_and_breaks_no_other(na
 
 @pytest.mark.usefixtures("packages")
 def test_a_registered_codec_is_known_and_no_name_is_taken_twice() -> None:
-    half = record(typical_times=asdict(COST))
+    half = record(is_reencoded=True, typical_times=asdict(COST))
     cgx_ray.register_codec(half)
     cgx_ray.register_codec(half)
     assert make_codec(CodecSpec.parse("half")).payload_bytes(3) == 6
     assert codec_cost_of({}, CodecSpec.parse("half")) == COST
+    network = ["--workers", "8", "--bandwidth", "1gbps", "--latency", "0.1ms"]
+    others = [f"--gain={codec}=0.1" for codec in TYPICAL_GAINS]
+    command = ["plan", "--model", "resnet50", "--step-time", "0.2s", *network, *others, "--gain=half=1"]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 0, done.output
+    assert "half over sra" in done.output
     for name, owner in (("half", "another record"), ("qsgd", "cgx_ray"), ("fp8", "package fp8-package")):
         with pytest.raises(ConfigError, match=f"codec name '{name}' is taken by {owner}; give another one"):
             cgx_ray.register_codec(record(name=name))
