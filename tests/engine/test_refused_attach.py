@@ -152,10 +152,9 @@ def test_attach_before_the_process_group_is_an_error_in_a_job_of_several_process
     assert repr(cgx_ray.attach(nn.Linear(2, 2))) == "<Attachment: one worker, nothing to exchange>"
 
 
-def test_attach_takes_a_static_policy_alone() -> None:
+def test_attach_takes_a_policy_alone() -> None:
     static = cgx_ray.Static("bf16", "allreduce")
     for given, says in (
-        ({"policy": "adaptive"}, "attach got policy 'adaptive'; it takes a Static, give others to CGXConfig"),
         ({"policy": static, "codec": "bf16"}, "codec cannot be given beside policy Static"),
         ({"policy": static, "plan": make_plan([], version=0, world_size=1)}, "a plan and a policy, codec, scheme or"),
     ):
