@@ -131,8 +131,8 @@ def test_an_adaptive_run_decides_switches_and_leaves_no_actor(adaptive: Adaptive
     assert decisions[0]["reason"].startswith("first measurements")
     assert decisions[0]["kind"] == "replace"
     assert decisions[0]["old"]["plan"] == "dense"
-    # A busy machine can look like a changed link, so there may be other decisions. One must have seen the new rate. Beside
-    # other tests the link looks up to twice as fast, since a late rank finds part of the messages there already.
+    # A busy machine can look like a changed link, so there may be other decisions. One must have seen the new rate.
+    # Beside other tests the link looks up to twice as fast: a late rank finds part of the messages there already.
     rates = [entry["inputs"]["bandwidth_gbps"] for entry in decisions]
     assert rates[0] > 0.05
     assert min(rates[1:]) < 0.03
