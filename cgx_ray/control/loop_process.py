@@ -151,6 +151,10 @@ class LoopProcess:
                     self._end_call(one)
         except Exception:
             logger.exception("the controller has failed: %s", self._after)
+        # Nobody shall wait for what can no longer come.
+        while self._calls:
+            with contextlib.suppress(KeyError):
+                self._calls.popitem()[1].set_exception(CGXError(f"the control loop has ended: {self._after}"))
         if not self._is_closing:
             self._on_end()
 

@@ -11,7 +11,7 @@ from cgx_ray.plan.built_in import (
     value_bytes,
 )
 from cgx_ray.plan.codec_record import CodecRecord, LossCost, Parameter, one_of, whole
-from cgx_ray.plan.codec_registry import known_codecs, record_of, register_codec, usable_records
+from cgx_ray.plan.codec_registry import is_known_everywhere, known_codecs, record_of, register_codec, usable_records
 from cgx_ray.plan.codec_spec import CodecSpec
 from cgx_ray.plan.option import (
     CODECS_OF_SCHEME,
@@ -71,6 +71,7 @@ __all__ = [
     "Scheme",
     "as_option",
     "carries",
+    "is_known_everywhere",
     "known_codecs",
     "make_plan",
     "near_square",

@@ -143,6 +143,8 @@ class CodecRecord:
             return f"codec {self.codec!r} is not allowed; give a subclass of cgx_ray.codecs.Codec, or 'module:Class'"
         if not callable(self.payload_bytes):
             return f"payload_bytes {self.payload_bytes!r} is not allowed; give a function of a CodecSpec and of a numel"
+        if not isinstance(self.wire_id, int) or self.wire_id > 255 or not isinstance(self.parameters, Mapping):
+            return "wire_id or parameters are not allowed; leave wire_id out, and give a dict of Parameter by name"
         for name, parameter in self.parameters.items():
             if not isinstance(parameter, Parameter) or not name.isidentifier() or name in ("name", "parameters"):
                 return f"parameter {name!r}: {parameter!r} is not allowed; give names with a Parameter, such as whole()"

@@ -27,17 +27,17 @@ _brought: dict[str, CodecRecord] = {}
 def register_codec(record: CodecRecord) -> None:
     """Make a codec of your own known by its name, in this process.
 
-    Call it on every rank before the name is used. The control loop of a Ray Train run is a process of its own: for it
+    Call it on every rank before the name is used. A control loop, with Ray or without, is a process of its own: for it
     a package must bring the record by an entry point. The same record may be registered again.
 
     Raises ConfigError if another codec has the name.
     """
     if not isinstance(record, CodecRecord):
         raise ConfigError(f"codec record {record!r} is not allowed; give a cgx_ray.CodecRecord")
-    if _brought.get(record.name) is record:
+    entry = None if record.name in BUILT_IN else _offered().get(record.name)
+    if _brought.get(record.name) is record or (entry is not None and record_of(record.name) is record):
         return
     if record.name in known_codecs():
-        entry = _offered().get(record.name)
         owner = "cgx_ray" if record.name in BUILT_IN else f"package {package_of(entry)}" if entry else "another record"
         raise ConfigError(f"codec name {record.name!r} is taken by {owner}; give another one")
     _brought[record.name] = record
@@ -52,6 +52,11 @@ def record_of(name: str) -> CodecRecord:
     if record is None:
         record = _brought[name] = _load(name)
     return record
+
+
+def is_known_everywhere(name: str) -> bool:
+    """Return whether processes that have not called `register_codec` know codec `name` too."""
+    return name in BUILT_IN or name in _offered()
 
 
 def known_codecs() -> tuple[str, ...]:

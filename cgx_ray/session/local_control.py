@@ -133,7 +133,9 @@ class LocalControl:
         self._work, self._report_s = work, report_s
         self._device = next((parameter.device for parameter in model.parameters()), HOST)
         self._rank = dist.get_rank()
-        self._folder = Path(folder or Path("cgx-ray-runs", time.strftime("%Y-%m-%d_%H-%M-%S"))).absolute()
+        self._folder = Path(
+            folder or Path("cgx-ray-runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}")
+        ).absolute()
         if folder is None and self._rank == 0:
             logger.warning("decisions are written to %s; to choose, give attach folder=", self._folder)
         self._places: list[_Place] = gather(_Place(f"{socket.gethostname()} {node_address()}", node_address()))

@@ -28,6 +28,7 @@ from cgx_ray.plan import (
     Plan,
     Scheme,
     as_option,
+    is_known_everywhere,
     make_plan,
 )
 from cgx_ray.planner.bits import QSGD, bits_of
@@ -131,6 +132,7 @@ class Settings:
         self._check_transport()
         self._check_trace()
         self._check_rules()
+        self._check_codecs()
 
     @property
     def chosen_policy(self) -> Policy:
@@ -141,6 +143,17 @@ class Settings:
     def codecs_by_layer(self) -> tuple[CodecSpec, ...]:
         """Return the codecs whose errors the policy needs by layer: qsgd with each number of bits to choose from."""
         return tuple(QSGD.replace(bits=bits) for bits in bits_of(self.chosen_policy.timed_codecs))
+
+    def _check_codecs(self) -> None:
+        """Raise ConfigError if the process that decides would not know a codec that it may choose."""
+        names = {option.codec.name for option in self.chosen_policy.options} if self.decides else set()
+        for name in sorted(names):
+            if not is_known_everywhere(name):
+                raise ConfigError(
+                    f"policy {self.policy!r} may choose codec {name!r}, which was registered in this process only, and "
+                    "decides in another one; bring the codec by an entry point 'cgx_ray.codecs' of a package, or keep "
+                    "it with a Static"
+                )
 
     def _check_rules(self) -> None:
         """Turn the values of `overrides` into options, so that settings that mean the same are the same."""

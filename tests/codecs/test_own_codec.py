@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Plan, codec_registry, known_codecs, make_plan, one_of, whole
 from cgx_ray.planner.options import codec_cost_of
 from cgx_ray.planner.scenario import TYPICAL_GAINS
+from cgx_ray.session.settings import Settings
 
 NUM_STEPS = 40
 
@@ -171,13 +173,26 @@ def test_a_registered_codec_is_known_and_no_name_is_taken_twice() -> None:
     for name, owner in (("half", "another record"), ("qsgd", "cgx_ray"), ("fp8", "package fp8-package")):
         with pytest.raises(ConfigError, match=f"codec name '{name}' is taken by {owner}; give another one"):
             cgx_ray.register_codec(record(name=name))
+    # A script that began with `register_codec` may stay as it is when a package brings its record.
+    cgx_ray.register_codec(importlib.import_module("fp8").RECORD)
     with pytest.raises(ConfigError, match=r"codec record 7 is not allowed; give a cgx_ray.CodecRecord"):
         cgx_ray.register_codec(7)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("packages")
+def test_a_policy_that_decides_takes_no_codec_that_its_process_does_not_know() -> None:
+    cgx_ray.register_codec(record(is_reencoded=True))
+    Settings(policy=cgx_ray.Static("half", "sra"))
+    Settings(policy=cgx_ray.Adaptive(candidates=("fp8", "bf16")))
+    with pytest.raises(ConfigError, match="codec 'half', which was registered in this process only"):
+        Settings(policy=cgx_ray.Adaptive(candidates=("half", "bf16")))
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"wire_id": 300}, "wire_id or parameters are not allowed"),
+        ({"parameters": None}, "wire_id or parameters are not allowed"),
         ({"name": "No Name"}, "the name is not allowed; give small letters"),
         ({"codec": "nowhere"}, "codec 'nowhere' is not allowed; give a subclass of cgx_ray.codecs.Codec"),
         ({"payload_bytes": 4}, "payload_bytes 4 is not allowed; give a function"),

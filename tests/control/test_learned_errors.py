@@ -51,6 +51,15 @@ def test_the_error_of_a_mixture_with_dense_is_that_of_the_rest() -> None:
     assert errors.factor(groups(DENSE)) == pytest.approx(1.1, rel=1e-3)
 
 
+def test_an_option_that_was_never_tried_looks_no_better_than_predicted_and_than_its_twins() -> None:
+    errors = LearnedErrors()
+    errors.learn_step(groups(SRA), math.log(0.7), 10_000, 0.0)
+    assert errors.factor(groups(TREE)) == errors.factor(groups(OTHER)) == 1.0
+    ring = Option(codec=QSGD, scheme=Scheme.RING)
+    errors.learn_step(groups(ring), math.log(1.5), 10_000, 0.0)
+    assert errors.factor(groups(TREE)) == pytest.approx(1.5, rel=1e-3), "the largest of its twins"
+
+
 def test_a_codec_that_failed_makes_its_other_schemes_suspect_but_no_other_codec() -> None:
     errors = LearnedErrors()
     errors.learn_step(groups(DENSE), 0.0, 40, 0.0)

@@ -215,10 +215,13 @@ def test_a_far_slower_step_is_enough_where_its_bursts_show_why_also_if_it_began_
     assert link.bandwidth.value == pytest.approx(12.5e6, rel=0.2)
 
 
-def test_a_far_slower_step_whose_latency_rose_is_enough() -> None:
+def test_far_slower_steps_whose_latency_rose_are_enough_but_no_greeting_alone() -> None:
     link = PassiveLink()
     watch(link, NoisyNetwork(rate=125e6, latency_s=1e-3), 20)
-    assert link.restart_if_slower(_far_slower([125e6] * 8, latency_s=0.02), 1e-3)
+    late = _far_slower([125e6] * 8, latency_s=0.02)
+    assert not link.restart_if_slower(late, 1e-3)
+    link.add(late, 1e-3)
+    assert link.restart_if_slower(late, 1e-3)
     assert link.latency_s is not None
     assert link.latency_s.value == pytest.approx(0.02, rel=0.2)
 
@@ -236,6 +239,10 @@ def test_a_pause_of_processors_is_no_change_of_the_network() -> None:
     link = PassiveLink()
     watch(link, NoisyNetwork(rate=125e6, latency_s=1e-3), 20)
     assert not link.restart_if_slower(_far_slower([120e6] * 8), 1e-3)
+    # Short messages of the mesh make no bursts, and look far slower than the link.
+    exchanges = [ObservedExchange(hops=6, num_bytes=25_000, seconds=0.003)]
+    short = StepTraffic(seconds=2.0, exchanges=exchanges, round_trip_s=dict.fromkeys(PAIRS, 2e-3))
+    assert not link.restart_if_slower(short, 1e-3)
     assert link.num_changes == 0
 
 

@@ -246,11 +246,11 @@ def test_arguments_that_do_not_fit_together_are_refused_on_all_ranks(tmp_path: P
         (
             "attach got a plan and a policy",
             "attach got a folder for decisions and a plan",
-            "not allowed with policy 'adaptive', which chooses for itself",
+            "not allowed with policy 'adaptive', which takes fidelity, candidates, min_gain",
             "unknown policy 'never'; known: adaptive",
             "ranks were given different settings: rank 1 has folder=",
             "1 nodes with up to 2 ranks are too many for decisions without Ray; take at most 0 with 32 each",
-            "with policy 'adaptive' the controller chooses plans",
+            "with policy Adaptive(fidelity='strict'",
         ),
         strict=True,
     ):

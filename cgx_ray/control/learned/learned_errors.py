@@ -37,7 +37,8 @@ class LearnedErrors:
     else: dense steps tell its error, so the error of a mixture is that of the rest, however small its part is. An
     option that was never tried has the largest error of those with its codec on its device, and at least none: it must
     not look better than its twins only because these were tried. Without any, it has the median of the codecs' and of
-    no error: one codec that failed says little of the others, but two say that the machine is slower than the model.
+    no error, at least none: one codec that failed says little of the others, but two say that the machine is slower
+    than the model.
 
     stretch  factors that measured compute beside codecs is divided by
     """
@@ -147,7 +148,8 @@ class LearnedErrors:
             by_codec.setdefault((other.codec, other.device), []).append(log)
         if twins := by_codec.get((option.codec, option.device)):
             return max(0.0, *twins)
-        return median_low([0.0, *(fmean(logs) for (codec, _), logs in by_codec.items() if codec != NONE)])
+        means = [fmean(logs) for (codec, _), logs in by_codec.items() if codec != NONE]
+        return max(0.0, median_low([0.0, *means]))
 
     def _codec_log(self, codec: str) -> float:
         if codec in self._codecs:

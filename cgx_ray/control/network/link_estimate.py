@@ -195,16 +195,17 @@ class PassiveLink:
     def restart_if_slower(self, traffic: StepTraffic, probed_latency_s: float) -> bool:
         """Estimate anew from a step that took far longer than usual, if its messages show why; else return False.
 
-        The network may have changed within the step, so only the later half of each rank's bursts counts.
+        The network may have changed within the step, so only the later half of each rank's bursts counts. Exchanges
+        count only off the mesh, where short messages look far slower than the link. A latency counts if this greeting
+        and the one before say it: one alone may have waited for a processor.
         """
         later = {rank: found[len(found) // 2 :] for rank, found in traffic.bursts.items()}
         latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
-        exchanges = estimate_at_latency(latency_s, [traffic.exchanges], is_pushed=bool(traffic.round_trip_s))
+        exchanges = estimate_at_latency(latency_s, [traffic.exchanges]) if not traffic.round_trip_s else None
         rates = link_rates(later, {})[0].values() or ([exchanges.value] if exchanges is not None else [])
         is_slower = self.bandwidth is not None and bool(rates) and median(rates) * OBVIOUS <= self.bandwidth.value
-        far = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
-        trips = far or list(traffic.round_trip_s.values())
-        is_later = bool(trips) and quantile(trips, FAST_TIME) / 2 >= OBVIOUS * (latency_s + LATENCY_FLOOR_S)
+        late_s = min(self._floored_latency(traffic) or 0.0, self._last_latency_s or 0.0)
+        is_later = late_s >= OBVIOUS * (latency_s + LATENCY_FLOOR_S)
         if not (is_slower or is_later):
             return False
         self._detectors = _new_detectors()
@@ -235,12 +236,18 @@ class PassiveLink:
         self._trim(since_s, 1)
         self._estimate_age_s = REFRESH_S
 
+    def _floored_latency(self, traffic: StepTraffic) -> float | None:
+        """Return the latency that the round trips of far ranks show, plus LATENCY_FLOOR_S; None without round trips."""
+        if not traffic.round_trip_s:
+            return None
+        trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
+        return quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
+
     def _watched_latency(self, traffic: StepTraffic) -> list[_Watched]:
         """Return what the round trips show, if there are any."""
-        if not traffic.round_trip_s:
+        value = self._floored_latency(traffic)
+        if value is None:
             return []
-        trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
-        value = quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
         # Queues and busy processors rarely delay two greetings in a row. One alone could set a level that is too high.
         watched = min(value, self._last_latency_s) if self._last_latency_s is not None else None
         self._last_latency_s = value

@@ -170,9 +170,11 @@ class Adaptive(Policy):
         small = {layer.name for layer in layers if layer.is_small}
         is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
         promised = MIN_IMPROVEMENT if is_mixed else -SAME_SCORE
-        if outlook.score(found.best.groups) <= (1 - promised) * outlook.score(best):
+        score, by_hand_score = outlook.score(found.best.groups), outlook.score(best)
+        if score <= (1 - promised) * by_hand_score:
             return found
-        return replace(found, best=predict(outlook.now, best))
+        gap = max(0.0, 1 - (1 - found.gap) * score / by_hand_score)
+        return replace(found, best=predict(outlook.now, best), gap=gap)
 
     def recorded(self) -> dict[str, Any]:
         if type(self) is not Adaptive:
