@@ -24,6 +24,7 @@ import cgx_ray
 from cgx_ray.cli import main
 from cgx_ray.codecs import make_codec
 from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.learned.measured import bits_by_layer
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Plan, codec_registry, known_codecs, make_plan, one_of, whole
@@ -177,6 +178,12 @@ def test_a_registered_codec_is_known_and_no_name_is_taken_twice() -> None:
     cgx_ray.register_codec(importlib.import_module("fp8").RECORD)
     with pytest.raises(ConfigError, match=r"codec record 7 is not allowed; give a cgx_ray.CodecRecord"):
         cgx_ray.register_codec(7)  # type: ignore[arg-type]
+
+
+def test_bits_of_an_own_codec_are_none_of_bits_by_layer() -> None:
+    cgx_ray.register_codec(record(parameters={"bits": whole(8, 5, 8)}, is_reencoded=True))
+    plan = make_plan(LAYERS, version=1, world_size=WORLD, codec="half", scheme="sra")
+    assert bits_by_layer(plan) == {}
 
 
 @pytest.mark.usefixtures("packages")

@@ -40,7 +40,8 @@ def bits_by_layer(plan: Plan) -> dict[str, int]:
     return {
         name: group.option.codec.bits
         for group in plan.groups
-        if group.option.codec.bits is not None
+        if group.option.codec.name == QSGD.name
+        and group.option.codec.bits is not None
         and not group.is_fixed
         and group.option.codec.replace(bits=QSGD.bits) == QSGD
         for name in group.layers
