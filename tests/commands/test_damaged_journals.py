@@ -22,6 +22,8 @@ from cgx_ray.report.journal_schema import JOURNAL_SCHEMA, journal_problem
 from cgx_ray.report.record import LARGEST, SMALLEST, load_run
 from cgx_ray.untrusted import parse_json
 
+pytestmark = pytest.mark.long
+
 Entry = dict[str, Any]
 # In place of any value: of another type, not finite, or beyond what floats and pictures can hold.
 JUNK = [None, True, "x", "\x1b[31m", "9" * 50, [], {}, [None], {"a": 1}, -1, 0, 0.5, 2**62, 2**63, 10**400]

@@ -19,6 +19,8 @@ from cgx_ray.ray_train.state_files import read_state, state_file
 from cgx_ray.session.states import STATE_FORMAT
 from cgx_ray.untrusted import MAX_BYTES, parse_json, parse_yaml, printable
 
+pytestmark = pytest.mark.long
+
 # Of a process with the libraries that a command imports, which take about 90 MiB of it.
 MEMORY_KIB = 200 << 10
 # So that a reader that fails the test does not take the machine along.

@@ -24,6 +24,8 @@ from cgx_ray.control.policies.policy import Static
 from cgx_ray.plan import make_plan
 from cgx_ray.untrusted import MAX_BYTES
 
+pytestmark = pytest.mark.long
+
 Entries = list[dict[str, Any]]
 
 

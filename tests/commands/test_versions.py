@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 from cgx_ray.errors import ConfigError
 from cgx_ray.versions import OLDEST, check_version
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 OLD = {
     "torch": "torch 2.3.1 is older than the oldest that cgx_ray works with, {oldest}; "

@@ -30,6 +30,8 @@ from cgx_ray.errors import CGXError
 from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.report.journal_schema import journal_problem
 
+pytestmark = pytest.mark.long
+
 TESTS = Path(__file__).parents[1]
 WITHIN_S = 30.0
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import cgx_ray
+
+pytestmark = pytest.mark.long
 
 
 def test_importing_cgx_ray_imports_neither_ray_nor_torch_and_an_agent_needs_no_torch() -> None:

@@ -13,6 +13,8 @@ from support.meshes import in_threads
 from cgx_ray.engine.thread import Inbox, WorkThread
 from cgx_ray.errors import CGXError
 
+pytestmark = pytest.mark.long
+
 # A daemon thread that returns from native code after Python's end makes the process abort with SIGABRT.
 SCRIPT = """
 import sys, threading, time, torch

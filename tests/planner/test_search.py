@@ -17,6 +17,8 @@ from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline
 from cgx_ray.planner.search import search
 
+pytestmark = pytest.mark.long
+
 ROUNDING = 1e-12
 
 
