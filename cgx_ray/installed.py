@@ -1,4 +1,4 @@
-"""What installed packages bring to cgx_ray by entry points, such as policies and codecs."""
+"""Policies and codecs that installed packages bring to cgx_ray by entry points."""
 
 from __future__ import annotations
 

@@ -48,6 +48,12 @@ from cgx_ray.report.result import Row
 _LOOK_S = 0.05
 
 
+# Largest time of the loop over that of the best static plan of each phase, of the best single plan, and of dense.
+ORACLE_GOAL, STATIC_GOAL, DENSE_GOAL = "<= 1.1", "<= 1", "<= 1.03"
+# Largest relative error of a simulated step.
+SIMULATION_GOAL = "<= 0.1"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTime:
     """Seconds of a step of one static plan on one network.
@@ -336,12 +342,6 @@ class _AdaptLab:
 def _num_switches(training: _Training) -> int:
     groups = [plan.groups for plan in training.plans.values()]
     return sum(before != after for before, after in itertools.pairwise(groups))
-
-
-# Largest time of the loop over that of the best static plan of each phase, of the best single plan, and of dense.
-ORACLE_GOAL, STATIC_GOAL, DENSE_GOAL = "<= 1.1", "<= 1", "<= 1.03"
-# Largest relative error of a simulated step.
-SIMULATION_GOAL = "<= 0.1"
 
 
 def lab_rows(numbers: AdaptLabNumbers, *, has_goals: bool) -> Iterator[Row]:

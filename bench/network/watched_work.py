@@ -14,7 +14,7 @@ _FAST_PROBES = 12
 
 
 class Watched(NamedTuple):
-    """What the loop knows; steps since it has started; traffic of other programs that host 0 sees."""
+    """Facts that the loop knows; steps since it has started; traffic of other programs that host 0 sees."""
 
     facts: LoopFacts
     num_steps: int

@@ -54,6 +54,14 @@ BURST_S = 0.05
 _NOISE = 0.02
 
 
+# Workers, each on a node of its own.
+WORLD = 4
+# A burst ends after 50 ms or 2 MiB; groups whose messages are shorter than 64 KiB make none.
+_BURST_S, _BURST_BYTES, _LONG_MESSAGE = 0.05, 2 << 20, 1 << 16
+# Standard deviation of what each rank measures by itself: rates, latencies, compute.
+_RANK_NOISE = 0.03
+
+
 def simulated_transfers(
     groups: Sequence[PlannedGroup], seconds: Callable[[PlannedGroup], float]
 ) -> tuple[Transfer, ...]:
@@ -229,14 +237,6 @@ def _predicted_ready_s(predicted: Prediction) -> tuple[float, ...]:
         done += group.numel
         ready.append(COMPUTE_S * done / whole)
     return tuple(ready)
-
-
-# Workers, each on a node of its own.
-WORLD = 4
-# A burst ends after 50 ms or 2 MiB; groups whose messages are shorter than 64 KiB make none.
-_BURST_S, _BURST_BYTES, _LONG_MESSAGE = 0.05, 2 << 20, 1 << 16
-# Standard deviation of what each rank measures by itself: rates, latencies, compute.
-_RANK_NOISE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a controller hands to its successor, and writes to a file in case it crashes."""
+"""History of a controller: handed to its successor, and written to a file in case it crashes."""
 
 from __future__ import annotations
 

@@ -28,6 +28,15 @@ logger = logging.getLogger(__name__)
 NO_SAMPLES_S = 60.0
 
 
+# Seconds between two snapshots of the history without a new plan: as much may be learned again after a crash.
+SNAPSHOT_INTERVAL_S = 60.0
+# Longest wait for the last lines of the journal, in seconds. They take milliseconds unless the file system hangs.
+# Less than callers wait for an answer, see HISTORY_TIMEOUT_S and FAULT_S of `ray_train`.
+FLUSH_S = 2.0
+# Seconds between two settings of all metrics: as often as nodes report.
+METRICS_INTERVAL_S = 1.0
+
+
 class SampleWatch:
     """Knows when ranks and monitors have reported last. Any thread may use it."""
 
@@ -62,15 +71,6 @@ class SampleWatch:
             seconds,
             listed(quiet) or "none",
         )
-
-
-# Seconds between two snapshots of the history without a new plan: as much may be learned again after a crash.
-SNAPSHOT_INTERVAL_S = 60.0
-# Longest wait for the last lines of the journal, in seconds. They take milliseconds unless the file system hangs.
-# Less than callers wait for an answer, see HISTORY_TIMEOUT_S and FAULT_S of `ray_train`.
-FLUSH_S = 2.0
-# Seconds between two settings of all metrics: as often as nodes report.
-METRICS_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,10 @@ from torch.optim import Optimizer
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.torch_compat import backward_number, call_after_backward, copy_of_scale
 
+# Loss scales on their way to an engine: numbers on the host, which a CUDA device may not have written yet. None if
+# unknown.
+Scales = tuple[Tensor, ...] | None
+
 
 @dataclass(slots=True)
 class _Pass:
@@ -184,10 +188,6 @@ def holds(optimizer: Optimizer, parameters: Container[int]) -> bool:
 
 # One per process, since it changes a class of torch.
 WATCH = ScaleWatch()
-
-# Loss scales on their way to an engine: numbers on the host, which a CUDA device may not have written yet. None if
-# unknown.
-Scales = tuple[Tensor, ...] | None
 
 
 class Scaler(Protocol):

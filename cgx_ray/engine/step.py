@@ -26,6 +26,11 @@ USUAL_STEPS, LEAST_STEPS = 31, 3
 PAUSE_FACTOR = 2.0
 
 
+# Bytes that a rank may send for groups that are not done. Other ranks have to keep so many if they come before these
+# ranks have begun the groups. It is ten times what DDP's default bucket sends between many ranks.
+WINDOW_BYTES = 512 << 20
+
+
 class StepClock:
     """The time at which the step under way began, which is when the step before it ended.
 
@@ -80,11 +85,6 @@ class PauseWatch:
         self._before_s.append(before_s)
         self._backward_s.append(backward_s)
         return pause_s
-
-
-# Bytes that a rank may send for groups that are not done. Other ranks have to keep so many if they come before these
-# ranks have begun the groups. It is ten times what DDP's default bucket sends between many ranks.
-WINDOW_BYTES = 512 << 20
 
 
 @dataclass(slots=True, kw_only=True)

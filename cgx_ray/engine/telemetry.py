@@ -18,6 +18,16 @@ from torch import Tensor
 from cgx_ray.errors import ConfigError, DamagedMessageError, PeerTimeoutError, ReplicaError, TransportError
 from cgx_ray.monitors.sample import Fault, FaultKind, StepSample
 
+logger = logging.getLogger(__name__)
+MAX_KEPT_SAMPLES = 1024
+# The first type that fits counts.
+_KINDS: tuple[tuple[type[Exception], FaultKind], ...] = (
+    (PeerTimeoutError, "time_out"),
+    (TransportError, "connection"),
+    (DamagedMessageError, "damaged"),
+    (ReplicaError, "weights_differ"),
+)
+
 
 class _Reported(NamedTuple):
     """A number. On a CUDA device it is there after `is_copied`."""
@@ -79,18 +89,6 @@ def _reported(name: str, value: SupportsFloat) -> _Reported:
         return _Reported(float(value))
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
     raise ConfigError(f"observe got {what} as {name}; give a real number, or a tensor or array with one")
-
-
-logger = logging.getLogger(__name__)
-
-MAX_KEPT_SAMPLES = 1024
-# The first type that fits counts.
-_KINDS: tuple[tuple[type[Exception], FaultKind], ...] = (
-    (PeerTimeoutError, "time_out"),
-    (TransportError, "connection"),
-    (DamagedMessageError, "damaged"),
-    (ReplicaError, "weights_differ"),
-)
 
 
 class Telemetry:

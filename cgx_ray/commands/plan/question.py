@@ -32,6 +32,10 @@ PEAK_TFLOPS = {
 UTILISATION = 0.3
 
 
+# Links between ranks of a node that nobody described: GPUs on one bus, without NVLink.
+INSIDE_LATENCY, INSIDE_BANDWIDTH = "50us", "16gbps"
+
+
 def compute_time(
     model: ModelDescription,
     *,
@@ -81,10 +85,6 @@ def compute_time(
     operations = 6 * sum(model.forward_macs) * batch
     seconds = operations / (PEAK_TFLOPS[name] * 1e12 * UTILISATION)
     return seconds, f"{batch} samples per worker and step, {name} at {UTILISATION:.0%} of {PEAK_TFLOPS[name]} TFLOP/s"
-
-
-# Links between ranks of a node that nobody described: GPUs on one bus, without NVLink.
-INSIDE_LATENCY, INSIDE_BANDWIDTH = "50us", "16gbps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

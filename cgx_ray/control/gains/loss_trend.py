@@ -31,6 +31,20 @@ LEARNING_GAIN = 0.95
 OTHER_RATE, RATE_STEPS = 2.0, 120
 
 
+# Losses on either side of a change that a verdict needs, and at most has. Single losses scatter by some 5 %.
+MIN_LOSSES, MAX_LOSSES = 20, 100
+# Losses from this on are left out: their squares have no float.
+MAX_LOSS = 1e100
+# Standard errors on the safe side. The verdict is made anew after every step.
+SURE = 4.0
+# Standard errors by which a slope must rise to be a rise.
+SURE_RISE = 2.0
+# Share of the training that may be looked back.
+LOOK_BACK = 0.25
+# Share of a falling slope that must go on.
+KEPT_SLOPE = 0.5
+
+
 class LearningPhase:
     """Compares the norms of the fresh gradients in the last measurements, and the learning rates of steps."""
 
@@ -70,20 +84,6 @@ class LearningPhase:
         half = len(norms) // 2
         ratio = median(norms[-half:]) / median(norms[:half])
         return not 1 / FAST_CHANGE < ratio < FAST_CHANGE
-
-
-# Losses on either side of a change that a verdict needs, and at most has. Single losses scatter by some 5 %.
-MIN_LOSSES, MAX_LOSSES = 20, 100
-# Losses from this on are left out: their squares have no float.
-MAX_LOSS = 1e100
-# Standard errors on the safe side. The verdict is made anew after every step.
-SURE = 4.0
-# Standard errors by which a slope must rise to be a rise.
-SURE_RISE = 2.0
-# Share of the training that may be looked back.
-LOOK_BACK = 0.25
-# Share of a falling slope that must go on.
-KEPT_SLOPE = 0.5
 
 
 class LossTrend:

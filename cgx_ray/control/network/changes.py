@@ -20,6 +20,32 @@ LATENCY_CHANGE = 2.0
 MIN_LATENCY_CHANGE_S = 1e-3
 
 
+# Logarithm of the largest ratio to the level that adds no evidence: 1.2x is usual noise and slow drift.
+DRIFT = math.log(1.2)
+# Logarithm of the largest ratio that counts in full. A huge deviation must still last for 1.1 s until ALARM.
+CLIP = math.log(3)
+# Evidence that raises an alarm, in units of logarithm times seconds: 2.1 s of a change by 2x.
+ALARM = 1.05
+# Evidence for a change for the better: 1.5 s of a change by 2x. Lower, as nothing makes a network faster for a moment.
+RELIEF_ALARM = 0.75
+# Seconds, and samples if these come faster, from which the first level is learned before anything can be a change.
+LEARN_S = 2.0
+LEARN_SAMPLES = 10
+# Seconds over which the level follows the samples while there is no evidence of a change.
+MEMORY_S = 10.0
+# Largest number of seconds that one sample counts for, so that a single long step does not outweigh many others.
+MAX_SAMPLE_S = 3.0
+# Samples that an alarm needs at least, whatever they cover: one may always be an outlier.
+MIN_SAMPLES = 2
+# Ratios to the level that add no evidence for a rise, for sure: less than the exponential of DRIFT.
+_NO_EVIDENCE = 1.1
+# Ratio of compute from which a change is a reason to decide anew.
+OTHER_COMPUTE = 1.2
+# Evidence (`changes.ALARM`) for steps that take another time than predicted: three times that for another network,
+# which is the usual cause, so that the network is noticed first.
+RATIO_ALARM = 3 * ALARM
+
+
 def network_cause(old: Link, new: Link) -> str | None:
     """Return in words how `new` differs from `old`, or None if both count as the same network."""
     if is_other_latency(old.alpha_s, new.alpha_s):
@@ -41,27 +67,6 @@ def _verb(old: float, new: float) -> str:
 
 def _rate(gbps: float) -> str:
     return f"{gbps:.2f} Gbit/s" if gbps >= 1 else f"{gbps * 1e3:.0f} Mbit/s"
-
-
-# Logarithm of the largest ratio to the level that adds no evidence: 1.2x is usual noise and slow drift.
-DRIFT = math.log(1.2)
-# Logarithm of the largest ratio that counts in full. A huge deviation must still last for 1.1 s until ALARM.
-CLIP = math.log(3)
-# Evidence that raises an alarm, in units of logarithm times seconds: 2.1 s of a change by 2x.
-ALARM = 1.05
-# Evidence for a change for the better: 1.5 s of a change by 2x. Lower, as nothing makes a network faster for a moment.
-RELIEF_ALARM = 0.75
-# Seconds, and samples if these come faster, from which the first level is learned before anything can be a change.
-LEARN_S = 2.0
-LEARN_SAMPLES = 10
-# Seconds over which the level follows the samples while there is no evidence of a change.
-MEMORY_S = 10.0
-# Largest number of seconds that one sample counts for, so that a single long step does not outweigh many others.
-MAX_SAMPLE_S = 3.0
-# Samples that an alarm needs at least, whatever they cover: one may always be an outlier.
-MIN_SAMPLES = 2
-# Ratios to the level that add no evidence for a rise, for sure: less than the exponential of DRIFT.
-_NO_EVIDENCE = 1.1
 
 
 class ChangeDetector:
@@ -167,13 +172,6 @@ class SlowRanks:
             elif self._evidence[rank] == 0:
                 self.ranks -= {rank}
         return self.ranks != before
-
-
-# Ratio of compute from which a change is a reason to decide anew.
-OTHER_COMPUTE = 1.2
-# Evidence (`changes.ALARM`) for steps that take another time than predicted: three times that for another network,
-# which is the usual cause, so that the network is noticed first.
-RATIO_ALARM = 3 * ALARM
 
 
 class Innovations:

@@ -42,6 +42,24 @@ from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
 
+# Seconds for which a node's reported latencies count if it reports no more. Agents report every second, so after two
+# minutes the node is gone.
+PROBE_HOLDS_S = 2 * BUDGET_S
+# Seconds for which a probed rate counts. While messages are not sure, every node has sent and received within three
+# minutes if the number of nodes is even, within five if it is odd.
+RATE_HOLDS_S = 5.5 * BUDGET_S
+# Ratio of the spread's ends up to which messages show a slow link clearly. With one slow uplink it was 1.2 to 1.5;
+# where few bursts named a link that was not slow, 3 and more.
+CLEAR_FACTOR = 1.5
+# Ratio of the median rates at which ranks send and receive, under which senders are slower, and from which both are
+# alike again. With uplinks of half the downlinks' rate it was 0.76 to 0.82, on other networks 0.93 or more.
+SENDERS_SLOWER, SENDERS_ALIKE = 0.85, 0.95
+# One-way latency in seconds before any was measured, and between workers of one host, where no probe runs: a loopback
+# round trip.
+DEFAULT_LATENCY_S = 50e-6
+K = TypeVar("K")
+T = TypeVar("T")
+
 
 class NodeLatencies:
     """Latencies by node, kept in order: every report asks for the median of all, and to sort them takes far longer."""
@@ -81,26 +99,6 @@ class NodeLatencies:
         """Forget all."""
         self._newest.clear()
         self._ordered.clear()
-
-
-# Seconds for which a node's reported latencies count if it reports no more. Agents report every second, so after two
-# minutes the node is gone.
-PROBE_HOLDS_S = 2 * BUDGET_S
-# Seconds for which a probed rate counts. While messages are not sure, every node has sent and received within three
-# minutes if the number of nodes is even, within five if it is odd.
-RATE_HOLDS_S = 5.5 * BUDGET_S
-# Ratio of the spread's ends up to which messages show a slow link clearly. With one slow uplink it was 1.2 to 1.5;
-# where few bursts named a link that was not slow, 3 and more.
-CLEAR_FACTOR = 1.5
-# Ratio of the median rates at which ranks send and receive, under which senders are slower, and from which both are
-# alike again. With uplinks of half the downlinks' rate it was 0.76 to 0.82, on other networks 0.93 or more.
-SENDERS_SLOWER, SENDERS_ALIKE = 0.85, 0.95
-# One-way latency in seconds before any was measured, and between workers of one host, where no probe runs: a loopback
-# round trip.
-DEFAULT_LATENCY_S = 50e-6
-
-K = TypeVar("K")
-T = TypeVar("T")
 
 
 class KnownNetwork:

@@ -58,6 +58,39 @@ from cgx_ray.control.network.rate_estimates import (
 from cgx_ray.control.network.topology import clusters, slow_links
 from cgx_ray.control.network.traffic import StepTraffic, gather_rates
 
+# Seconds of steps that estimates are made from. Long enough for quantiles, short enough to follow a drift.
+WINDOW_S = 10.0
+# Steps that are kept even if they cover more than WINDOW_S.
+MIN_STEPS = 3
+# Seconds between two estimates: with many ranks an estimate takes milliseconds.
+REFRESH_S = 0.5
+# Quantile of round trips that stands for the idle network; the very shortest may be an artefact of time stamps.
+FAST_TIME = 0.1
+# Fewest bursts that make one watched value, unless they are faster than before: one alone may be slow by chance.
+MIN_WATCHED_BURSTS = 2
+# Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
+QUIET_S = 0.5
+# Ratio of the link's rate before to that in a far slower step, or of latencies, from which the link is to blame.
+OBVIOUS = 2.0
+# Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
+LATENCY_FLOOR_S = 5e-4
+# Seconds per hop that a rank may wait for a processor, where ranks share them: a turn or two of the scheduler.
+TURN_S = 5e-3
+# Ratio of bytes and of hops up to which exchanges of two plans are compared, and the same on the mesh.
+ALIKE, ALIKE_ON_MESH = 2.0, 1.2
+# Evidence for a change of the bursts' rate while no card carries more than SHARED times the rate that bursts show:
+# 1.1 s of a change by 2x, and 0.9 s if the rate rises, as messages are never faster than their link for long.
+BURST_ALARM, BURST_RELIEF_ALARM = 0.55, 0.45
+SHARED = 1.2
+# Factor on it while one does.
+SHARED_PATIENCE = ALARM / BURST_ALARM
+# Evidence (`changes.ALARM`) for another latency. Lower than for rates: the lesser of two latencies is watched, which
+# already ignores single steps.
+LATENCY_ALARM = 0.36
+# Evidence for another ratio of the slowest link to the usual one. Higher than for rates, since a neighbour's burst, and
+# the queues it leaves, slow one link for longer than all links together.
+SLOW_ALARM = 2.0
+
 
 class LinkRates:
     """The newest rate of each rank.
@@ -94,40 +127,6 @@ class LinkRates:
     def is_outdated(self) -> bool:
         """True if a rank counts as slow by its rate from before the last change."""
         return not self.slow.keys() <= self._new
-
-
-# Seconds of steps that estimates are made from. Long enough for quantiles, short enough to follow a drift.
-WINDOW_S = 10.0
-# Steps that are kept even if they cover more than WINDOW_S.
-MIN_STEPS = 3
-# Seconds between two estimates: with many ranks an estimate takes milliseconds.
-REFRESH_S = 0.5
-# Quantile of round trips that stands for the idle network; the very shortest may be an artefact of time stamps.
-FAST_TIME = 0.1
-# Fewest bursts that make one watched value, unless they are faster than before: one alone may be slow by chance.
-MIN_WATCHED_BURSTS = 2
-# Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
-QUIET_S = 0.5
-# Ratio of the link's rate before to that in a far slower step, or of latencies, from which the link is to blame.
-OBVIOUS = 2.0
-# Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
-LATENCY_FLOOR_S = 5e-4
-# Seconds per hop that a rank may wait for a processor, where ranks share them: a turn or two of the scheduler.
-TURN_S = 5e-3
-# Ratio of bytes and of hops up to which exchanges of two plans are compared, and the same on the mesh.
-ALIKE, ALIKE_ON_MESH = 2.0, 1.2
-# Evidence for a change of the bursts' rate while no card carries more than SHARED times the rate that bursts show:
-# 1.1 s of a change by 2x, and 0.9 s if the rate rises, as messages are never faster than their link for long.
-BURST_ALARM, BURST_RELIEF_ALARM = 0.55, 0.45
-SHARED = 1.2
-# Factor on it while one does.
-SHARED_PATIENCE = ALARM / BURST_ALARM
-# Evidence (`changes.ALARM`) for another latency. Lower than for rates: the lesser of two latencies is watched, which
-# already ignores single steps.
-LATENCY_ALARM = 0.36
-# Evidence for another ratio of the slowest link to the usual one. Higher than for rates, since a neighbour's burst, and
-# the queues it leaves, slow one link for longer than all links together.
-SLOW_ALARM = 2.0
 
 
 class _Watched(NamedTuple):
@@ -180,7 +179,7 @@ class PassiveLink:
         self._window.append(traffic)
         self._trim(WINDOW_S, MIN_STEPS)
         self._estimate_age_s += traffic.seconds
-        latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
+        latency_s = self._latency_or(probed_latency_s)
         watched = self._watched_latency(traffic) + self._watched_bursts(traffic, carried)
         exchanges = self._watched_exchanges(traffic, latency_s)
         found = [one.detector.add(one.value, one.seconds, one.patience) for one in watched + exchanges]
@@ -200,7 +199,7 @@ class PassiveLink:
         and the one before say it: one alone may have waited for a processor.
         """
         later = {rank: found[len(found) // 2 :] for rank, found in traffic.bursts.items()}
-        latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
+        latency_s = self._latency_or(probed_latency_s)
         exchanges = estimate_at_latency(latency_s, [traffic.exchanges]) if not traffic.round_trip_s else None
         rates = link_rates(later, {})[0].values() or ([exchanges.value] if exchanges is not None else [])
         is_slower = self.bandwidth is not None and bool(rates) and median(rates) * OBVIOUS <= self.bandwidth.value
@@ -214,6 +213,9 @@ class PassiveLink:
         self._forget_before(0.0, set())
         self._refresh(probed_latency_s)
         return True
+
+    def _latency_or(self, probed_latency_s: float) -> float:
+        return self.latency_s.value if self.latency_s is not None else probed_latency_s
 
     @property
     def usual_sent(self) -> float | None:
@@ -339,7 +341,7 @@ class PassiveLink:
         if self.sent.keys() >= self._up.all.keys():
             self._up.update(self.sent)
         self.slow = {**self._up.slow, **self._down.slow}
-        latency_s = self.latency_s.value if self.latency_s is not None else probed_latency_s
+        latency_s = self._latency_or(probed_latency_s)
         steps = [step.exchanges for step in self._window]
         found = (
             estimate_from_bursts(bursts, pairs, self._down.all, self.slow)

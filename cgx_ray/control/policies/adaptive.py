@@ -116,12 +116,12 @@ class Adaptive(Policy):
 
     @property
     def _least_gain(self) -> float:
-        """What an option in force must keep."""
+        """Least gain of an option in force."""
         return max(0.0, 1 - (1 + GAIN_MARGIN) * (1 - self.min_gain))
 
     @property
     def _enter_gain(self) -> float:
-        """What other options must keep."""
+        """Least gain of other options."""
         return 1 - (1 - GAIN_MARGIN) * (1 - self.min_gain)
 
     def decide(self, situation: Situation) -> Decision:
@@ -131,13 +131,8 @@ class Adaptive(Policy):
         is_other = best.groups != current.groups
         if is_other and self._may_stay(situation, current) and not self._is_worth(situation, current, found):
             kept, other = current.describe_options(), best.describe_options()
-            best, reason = (
-                current,
-                (
-                    f"{cause}: kept {kept}; {other if other != kept else 'another grouping'} would be less than "
-                    f"{_least_improvement(current, outlook):.0%} better"
-                ),
-            )
+            what, least = other if other != kept else "another grouping", _least_improvement(current, outlook)
+            best, reason = current, f"{cause}: kept {kept}; {what} would be less than {least:.0%} better"
         return situation.decision(best, reason, dense=found.dense)
 
     def _best(self, situation: Situation) -> BestPlan:

@@ -25,6 +25,14 @@ MAX_SEARCHES = 4
 TOLERANCE = 0.05
 
 
+# Seconds after a decision before a policy is asked again without any other cause. Rare enough to cost nothing, frequent
+# enough to follow slow trends.
+REVIEW_S = 60.0
+# Largest allowed ratio of a plan's seconds per step to dense: the promise is "never more than 3 % slower than dense".
+MAX_SLOWDOWN = 1.03
+DecisionKind = Literal["keep", "replace", "disable"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """Measurements to plan for.
@@ -92,16 +100,6 @@ class Outlook:
         return plans
 
 
-# Seconds after a decision before a policy is asked again without any other cause. Rare enough to cost nothing, frequent
-# enough to follow slow trends.
-REVIEW_S = 60.0
-# Largest allowed ratio of a plan's seconds per step to dense: the promise is "never more than 3 % slower than dense".
-MAX_SLOWDOWN = 1.03
-
-
-DecisionKind = Literal["keep", "replace", "disable"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Answer of a policy, or of the loop that guards it.
@@ -165,16 +163,11 @@ class Situation:
         """
         errors = self.outlook.errors
         step_s, dense_s = errors.step_s(chosen), errors.step_s(dense or self.outlook.dense())
-        is_kept = chosen.groups == groups_of(self.plan, self.outlook.now.layers)
-        new = chosen.plan(version=self.plan.version + 1, world_size=self.plan.world_size)
-        return Decision(
-            kind="keep" if is_kept else "replace",
-            plan=self.plan if is_kept else new,
-            reason=reason,
-            predicted=chosen,
-            step_s=step_s,
-            dense_s=dense_s,
-        )
+        kind: DecisionKind = "keep"
+        plan = self.plan
+        if chosen.groups != groups_of(plan, self.outlook.now.layers):
+            kind, plan = "replace", chosen.plan(version=plan.version + 1, world_size=plan.world_size)
+        return Decision(kind=kind, plan=plan, reason=reason, predicted=chosen, step_s=step_s, dense_s=dense_s)
 
     def check(self, decision: Decision) -> None:
         """Raise PlanError if the ranks could not follow the plan of `decision`."""
@@ -191,7 +184,7 @@ class Situation:
 
 @runtime_checkable
 class Policy(Protocol):
-    """What the control loop asks for decisions. Subclasses need no more than `decide`, and mostly `options`.
+    """Makes the decisions of a control loop. Subclasses need no more than `decide`, and mostly `options`.
 
     The loop asks a copy, made by pickle in a process of its own: the class must be in a module that can be imported
     there. An error in `decide` is written to the journal, and the plan in force stays.

@@ -26,6 +26,16 @@ from cgx_ray.planner.prediction import Measured, groups_of, predict
 UNKNOWN_ERROR, MOVED_ERROR = 0.2, 0.1
 
 
+# Ratio of measured and predicted seconds, either way, that is a surprise.
+SURPRISE = 1.2
+# Ratio of bandwidths from which a link has drifted. Estimates of the same link differ by less (`SURE_FACTOR`).
+DRIFT = 1.25
+# Least share of a dense step's progress that a plan counts as keeping.
+MIN_KEPT = 1e-3
+# Least seconds that a codec is taken to need: a clock cannot tell less.
+MIN_CODEC_S = 1e-7
+
+
 class DenseBaseline:
     """Logarithm of measured over predicted seconds of the newest dense steps, all on one network."""
 
@@ -50,16 +60,6 @@ class DenseBaseline:
             return Evidence(0.0, UNKNOWN_ERROR)
         found = evidence(self._logs)
         return found if network_cause(self._link, link) is None else found.also(MOVED_ERROR)
-
-
-# Ratio of measured and predicted seconds, either way, that is a surprise.
-SURPRISE = 1.2
-# Ratio of bandwidths from which a link has drifted. Estimates of the same link differ by less (`SURE_FACTOR`).
-DRIFT = 1.25
-# Least share of a dense step's progress that a plan counts as keeping.
-MIN_KEPT = 1e-3
-# Least seconds that a codec is taken to need: a clock cannot tell less.
-MIN_CODEC_S = 1e-7
 
 
 class Experience:
