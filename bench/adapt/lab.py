@@ -123,7 +123,8 @@ def measure_in_lab(run: BenchRun) -> tuple[list[Row], Mapping[str, ScheduleScore
     run.say(
         f"{options.num_ranks} ranks, {options.workload().dense_bytes / 1e6:.1f} MB of gradients, "
         f"{1e3 * COMPUTE_S:g} ms of compute per step. Schedules: rates divided by {RATE_DIVISOR:g}, as for a model "
-        f"{RATE_DIVISOR:g} times as large; latencies as in the paper; {options.epoch_s:g} s per epoch."
+        f"{RATE_DIVISOR:g} times as large; latencies as in the paper; {options.epoch_s:g} s per epoch. "
+        "The networks of the schedule `drawn` stay as they are."
     )
     numbers = measure_adapt_lab(options, run.on_part)
     return list(lab_rows(numbers, has_goals=options.has_goals)), numbers.scores
@@ -146,7 +147,7 @@ def measure_adapt_lab(options: AdaptLabOptions, on_part: OnPart) -> AdaptLabNumb
         name, num_ranks = "bench adapt --lab", options.num_ranks
         ranks = started_ranks("bench.adapt.lab_rank", options.job(), name=name, num_ranks=num_ranks, lab=lab)
         job = Job(stack.enter_context(ranks))
-        num_parts = 3 + len(options.ways) + len(options.schedules) + len(options.grid)
+        num_parts = 3 + len(options.ways) + len(options.phases()) + len(options.grid)
         index = itertools.count()
         bench = _AdaptLab(lab, job, options, lambda part: on_part(part, next(index) / num_parts))
         bench.prepare()

@@ -7,6 +7,8 @@ of the schedules takes EPOCH_S seconds.
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,6 +33,10 @@ GRID_LATENCIES_S = (0.1e-3, 1e-3, 5e-3, 20e-3)
 # Shows what steps take longer where ranks share processors. No schedule has it, so no simulated time is fitted to
 # itself.
 PROCESSOR_NETWORK = StepNetwork(rate_bit_per_s=5e8, latency_s=1e-3)
+# Bits per second and one-way seconds between which the networks of the drawn schedule lie, its seed, number of
+# networks, and seconds on each.
+DRAWN_RATES, DRAWN_LATENCIES_S = (4e7, 1e9), (0.2e-3, 20e-3)
+DRAWN_SEED, NUM_DRAWN, DRAWN_S = 32, 4, 60.0
 # DDP's default, bytes.
 _BUCKET_BYTES = 25 << 20
 
@@ -104,6 +110,24 @@ def phases_of(schedule: Schedule, epoch_s: float, rate_divisor: float) -> list[L
     return phases
 
 
+def drawn_phases(seed: int) -> list[LabPhase]:
+    """Return phases on networks that no rule of the loop was made for: log-uniform rates and latencies."""
+    draw = random.Random(seed)
+    networks = (
+        StepNetwork(rate_bit_per_s=_log_uniform(draw, *DRAWN_RATES), latency_s=_log_uniform(draw, *DRAWN_LATENCIES_S))
+        for _ in range(NUM_DRAWN)
+    )
+    return [
+        LabPhase(begin_s=index * DRAWN_S, end_s=(index + 1) * DRAWN_S, network=network)
+        for index, network in enumerate(networks)
+    ]
+
+
+def _log_uniform(draw: random.Random, low: float, high: float) -> float:
+    """Return a value between `low` and `high`, with two digits."""
+    return float(f"{math.exp(draw.uniform(math.log(low), math.log(high))):.2g}")
+
+
 def _divided(network: StepNetwork, rate_divisor: float) -> StepNetwork:
     assert network.rate_bit_per_s is not None
     return replace(network, rate_bit_per_s=network.rate_bit_per_s / rate_divisor)
@@ -118,6 +142,7 @@ class AdaptLabOptions:
     """Options of the bench.
 
     width, num_layers  of the GPT
+    drawn_seed         of the schedule "drawn"; None: without it
     ways               static plans
     grid               networks on which adaptive training is compared with plain DDP
     visit_s, num_visit_steps
@@ -132,6 +157,7 @@ class AdaptLabOptions:
     width: int = GPTConfig().width
     num_layers: int = GPTConfig().num_layers
     schedules: tuple[str, ...] = ("c1", "c2")
+    drawn_seed: int | None = DRAWN_SEED
     epoch_s: float = EPOCH_S
     ways: tuple[LabWay, ...] = STATIC_WAYS
     grid: tuple[StepNetwork, ...] = _grid()
@@ -144,7 +170,8 @@ class AdaptLabOptions:
 
     def phases(self) -> Mapping[str, list[LabPhase]]:
         """Return the phases of each schedule."""
-        return {name: phases_of(Schedule.read(name), self.epoch_s, RATE_DIVISOR) for name in self.schedules}
+        found = {name: phases_of(Schedule.read(name), self.epoch_s, RATE_DIVISOR) for name in self.schedules}
+        return found if self.drawn_seed is None else {**found, "drawn": drawn_phases(self.drawn_seed)}
 
     def networks(self) -> tuple[StepNetwork, ...]:
         """Return the networks of the schedules, each once."""
@@ -163,6 +190,7 @@ QUICK = AdaptLabOptions(
     width=128,
     num_layers=2,
     schedules=("c1",),
+    drawn_seed=None,
     epoch_s=0.1,
     ways=(DDP, STATIC_WAYS[2]),
     grid=(StepNetwork(rate_bit_per_s=2e8, latency_s=1e-3),),

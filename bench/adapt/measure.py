@@ -19,6 +19,7 @@ from bench.adapt.simulate import SimulatedRun, SimulatedStep
 from bench.shared.picture import Line, Plot
 from bench.shared.runner import BenchRun, bench_command
 from bench.shared.simulated_cluster import ClusterState, SimulatedCluster
+from cgx_ray.control.history import Registration
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
@@ -45,7 +46,7 @@ Stretch = tuple[float, int]
     "--lab",
     "is_in_lab",
     is_flag=True,
-    help="Real ranks on emulated networks: two schedules, and 16 networks beside plain DDP. Takes 12 minutes.",
+    help="Real ranks on emulated networks: three schedules, and 16 networks beside plain DDP. Takes 18 minutes.",
 )
 def adapt(run: BenchRun, cases: tuple[str, ...], is_in_lab: bool) -> Iterable[Row]:
     """Drive the control loop in a simulated cluster, or in a lab.
@@ -132,7 +133,7 @@ def run_case(case: AdaptCase, seed: int) -> AdaptRun:
         policy = Adaptive(candidates=case.options, min_gain=case.min_gain)
         loop = ControlLoop(policy, Journal(Path(folder) / "decisions.jsonl"))
         first = make_plan(layers, version=0, world_size=4)
-        loop.register(layers, first, case.told_costs(seed))
+        loop.register(Registration(layers=tuple(layers), first_plan=first, codec_costs=case.told_costs(seed)))
         run = SimulatedRun(loop=loop, cluster=cluster, schedule=case.schedule)
         run.run(until_s=case.seconds)
     return _judge(case, run, seed, groups_of(first, layers))

@@ -13,6 +13,7 @@ from bench.adapt.cases import COST, AdaptCase
 from bench.adapt.simulate import SimulatedRun
 from bench.shared.simulated_cluster import SimulatedCluster
 from cgx_ray.control.gains.known_losses import lost_share
+from cgx_ray.control.history import Registration
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
@@ -128,7 +129,13 @@ def _run(name: str, policy: Policy, case: AdaptCase, seed: int) -> PolicyRun:
     cluster = SimulatedCluster(case.model, costs, case.gain, case.errors(seed), seed, layer_errors(case.model.layers))
     with tempfile.TemporaryDirectory() as folder:
         loop = ControlLoop(policy, Journal(Path(folder) / "decisions.jsonl"))
-        loop.register(case.model.layers, make_plan(case.model.layers, version=0, world_size=4), costs)
+        loop.register(
+            Registration(
+                layers=tuple(case.model.layers),
+                first_plan=make_plan(case.model.layers, version=0, world_size=4),
+                codec_costs=costs,
+            )
+        )
         run = SimulatedRun(loop=loop, cluster=cluster, schedule=case.schedule)
         run.run(until_s=case.seconds)
     seconds, progress = math.fsum(one.step_s for one in run.steps), math.fsum(one.efficiency for one in run.steps)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.network.watched_work import Watched
+from bench.network.watched_loop import Watched
 from bench.shared.ranks import BenchError, Ranks
 from cgx_ray.control.journal.facts import LoopFacts
 

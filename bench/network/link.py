@@ -82,7 +82,7 @@ def estimate_goal(delivered: Row | None) -> str | None:
 def estimate_rows(lab: Lab, job: WatchedJob, rate: float, latency_s: float, delivered: Row | None = None) -> list[Row]:
     """Compare the loop's estimates of one link with the truth, after SETTLE_S, MIN_STEPS, and a probe if needed.
 
-    The loop orders a probe as in a real training, but by a faster clock (`watched_work`). The probe shares the link
+    The loop orders a probe as in a real training, but by a faster clock (`watched_loop`). The probe shares the link
     with the job.
 
     delivered  of `delivered_row`, for rates that the lab may not deliver: the baseline of the bandwidth

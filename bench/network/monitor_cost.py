@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import ray
 
+from cgx_ray.control.history import Registration
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.policy import Static
@@ -81,7 +82,9 @@ def publishing_row(num_rounds: int = 30) -> Row:
         journal = Journal(Path(folder) / "decisions.jsonl")
         loop = ControlLoop(Static(), journal)
         layers = [Layer(name=f"layer {index}", numel=1 << 19, ndim=2) for index in range(_NUM_GROUPS)]
-        loop.register(layers, make_plan(layers, version=0, world_size=_NUM_RANKS), {})
+        loop.register(
+            Registration(layers=tuple(layers), first_plan=make_plan(layers, version=0, world_size=_NUM_RANKS))
+        )
         entry = {"event": "decision", "reason": "x" * 300, "inputs": {str(index): 0.5 for index in range(40)}}
         spent_s = 0.0
         for number in range(-3, num_rounds):

@@ -1,6 +1,6 @@
 """One rank of the job that `bench network` watches: the demo's GPT, trained in a host of the lab until killed.
 
-Rank 0 answers each line of its input, a method of `WatchedWork`, with a pickle of the result.
+Rank 0 answers each line of its input, a method of `WatchedLoop`, with a pickle of the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.network.watched_work import WatchedWork
+from bench.network.watched_loop import WatchedLoop
 from cgx_ray.demo.gpt import StdlibBytes, build_gpt
 from cgx_ray.session.attach import attach_with
 from cgx_ray.session.local_control import LocalControl
@@ -42,7 +42,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.FileStore(job["store"], world_size), rank=rank, world_size=world_size)
     model = DistributedDataParallel(build_gpt(0), bucket_cap_mb=4)
     folder = Path(job["store"]).parent / "run"
-    attachment = attach_with(model, Settings(policy="adaptive"), folder=folder, work=WatchedWork)
+    attachment = attach_with(model, Settings(policy="adaptive"), folder=folder, loop_type=WatchedLoop)
     if rank == 0:
         assert attachment.control is not None
         threading.Thread(target=_answer, args=(attachment.control,), daemon=True).start()

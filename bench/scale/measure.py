@@ -29,6 +29,7 @@ from bench.scale.timed_loop import TimedLoop
 from bench.shared.runner import BenchRun, OnPart, bench_command
 from bench.shared.simulated_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
 from cgx_ray.control.controller import ACTOR_OPTIONS, Controller
+from cgx_ray.control.history import Registration
 from cgx_ray.control.network.estimate import quantile
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.errors import CGXError
@@ -131,7 +132,7 @@ class ScaleNumbers:
 class TimedController(Controller):
     """A controller whose loop notes how long reports take."""
 
-    _work = TimedLoop
+    _loop_type = TimedLoop
 
     def timed(self) -> tuple[list[float], float]:
         """See `TimedLoop.timed`."""
@@ -209,8 +210,9 @@ def measure_scale(options: ScaleOptions, on_turn: OnPart) -> ScaleNumbers:
             str(Path(folder) / "snapshot"),
         )
         plan = cluster.first_plan()
-        layers = cluster.truth(GBPS).layers
-        ray.get(controller.register.remote(layers, plan, cluster.costs, "thread", 0))
+        layers = tuple(cluster.truth(GBPS).layers)
+        told = Registration(layers=layers, first_plan=plan, codec_costs=cluster.costs)
+        ray.get(controller.register.remote(told))
         processes = [psutil.Process(pid) for pid in ray.get(controller.pids.remote())]
         nodes = ray.remote(Nodes).options(num_cpus=0).remote(controller, cluster)
         run = nodes.run.remote(WARM_UP_S + options.seconds)

@@ -9,22 +9,20 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
 
-from cgx_ray.control.history import History
+from cgx_ray.control.history import History, Registration
 from cgx_ray.control.journal.facts import LoopFacts
-from cgx_ray.control.loop_process import LoopProcess
-from cgx_ray.control.loop_work import LoopWork, News
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.loop_process import LoopProcess, LoopStart, News
 from cgx_ray.control.policies.policy import Policy
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.sample import Fault
-from cgx_ray.plan import Layer, Plan
-from cgx_ray.planner.cost import Link
-from cgx_ray.planner.legs import EncodesOn
-from cgx_ray.planner.options import CodecCost
+from cgx_ray.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +53,7 @@ class Controller:
     the last snapshot of its history. Meanwhile ranks keep their plan, or return from a trial.
     """
 
-    # The work of the loop's process.
-    _work: ClassVar[type[LoopWork]] = LoopWork
+    _loop_type: ClassVar[type[ControlLoop]] = ControlLoop
 
     def __init__(
         self,
@@ -68,11 +65,7 @@ class Controller:
         history: History | None = None,
         nodes: Sequence[str] = (),
     ) -> None:
-        """
-        snapshot_path  of a file that no other controller uses
-        history        that of the previous worker group's controller, None for the first
-        nodes          address of each rank's node
-        """
+        """Arguments are those of `LoopStart`."""
         logging.basicConfig(level=logging.INFO)
         self._metrics = ControllerMetrics(RaySink(), run_name, run_id)
         self._plans: tuple[Plan, ...] = ()
@@ -80,30 +73,25 @@ class Controller:
         self._orders: dict[str, str] = {}
         self._errors: dict[str, BaseException] = {}
         self._has_logged = False
-        arguments = policy, journal_path, run_name, snapshot_path, history, nodes
-        self._loop = LoopProcess(self._work, arguments, self._take, self._end)
+        start = LoopStart(
+            policy=policy,
+            journal_path=Path(journal_path),
+            snapshot_path=Path(snapshot_path),
+            run_name=run_name,
+            history=history,
+            nodes=nodes,
+            loop_type=self._loop_type,
+        )
+        self._loop = LoopProcess(start, self._take, self._end)
 
-    def register(
-        self,
-        layers: Sequence[Layer],
-        first_plan: Plan,
-        codec_costs: Mapping[str, CodecCost],
-        encodes_on: EncodesOn,
-        step: int,
-        bus: Link | None = None,
-    ) -> Plan:
+    def register(self, told: Registration) -> Plan:
         """Start the worker group; return its first plan. See `ControlLoop.register`."""
-        now = time.monotonic(), time.time()
-        plan: Plan = self._loop.ask("register", layers, first_plan, codec_costs, encodes_on, step, bus, *now).result()
+        plan: Plan = self._loop.ask("register", told, time.monotonic(), time.time()).result()
         return plan
 
-    def history(self) -> History:
-        """Return all that the controller of the next worker group shall start with. Called last.
-
-        Reports that still come change nothing: the journal has its last line, and the snapshot's folder is about to be
-        removed.
-        """
-        history: History = self._loop.ask("history", time.time()).result()
+    def end(self) -> History:
+        """End the worker group; return all that the controller of the next one shall start with. Called last."""
+        history: History = self._loop.ask("end", time.time()).result()
         return history
 
     @ray.method(concurrency_group=_REPORTS)

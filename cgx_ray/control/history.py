@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cgx_ray.control.learned.learned_errors import LearnedErrors
+from cgx_ray.control.learned.measured import dense_groups, is_dense
 from cgx_ray.control.trial.experience import DenseBaseline
 from cgx_ray.control.trial.setbacks import Setbacks
 from cgx_ray.plan import Layer, Plan
@@ -22,7 +23,7 @@ from cgx_ray.planner.prediction import Measured
 logger = logging.getLogger(__name__)
 
 # Rises when `History` changes, so that a snapshot of another version is not misread.
-SNAPSHOT_FORMAT = 5
+SNAPSHOT_FORMAT = 6
 # Newest plans that are handed over. Ranks and leases refer to the last two or three.
 KEPT_PLANS = 8
 # Raised by a pickle that is cut or changed.
@@ -33,12 +34,26 @@ _READ_ERRORS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """Codec times, where codecs run, and the bus, as the ranks told when they began. `dense_plan` is that of DDP."""
+    """What the ranks say when they begin.
 
-    codec_costs: Mapping[str, CodecCost]
-    encodes_on: EncodesOn
-    dense_plan: Plan
+    first_plan   to start with, unless there is one from before
+    codec_costs  by codec, measured on the ranks (calibration)
+    encodes_on   where codecs run
+    bus          as in `Measured`
+    step         that the ranks begin with
+    """
+
+    layers: tuple[Layer, ...]
+    first_plan: Plan
+    codec_costs: Mapping[str, CodecCost] = field(default_factory=dict)
+    encodes_on: EncodesOn = "thread"
     bus: Link | None = None
+    step: int = 0
+
+    @property
+    def dense_plan(self) -> Plan:
+        """The plan that others are compared with: that of DDP."""
+        return self.first_plan if is_dense(self.first_plan) else dense_groups(self.first_plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +72,12 @@ class Learned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Layers, the newest plans and all that was learned, see `GainWatch` for `gain_ratios`.
+    """The newest plans and all that was learned, see `GainWatch` for `gain_ratios`.
 
     learned, registration  None before the first measurements and before the first worker group
     num_faults             errors that ended the training on a rank, by rank and kind
     """
 
-    layers: tuple[Layer, ...] = ()
     plans: tuple[Plan, ...] = ()
     gain_ratios: Mapping[str, float] = field(default_factory=dict)
     learned: Learned | None = None

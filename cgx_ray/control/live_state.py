@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cgx_ray.control.joined_steps import MEAN_PARTS
-from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.journal.facts import LoopFacts
 from cgx_ray.monitors.sample import NodeSample, NodeStep
+from cgx_ray.plan import Plan
 
 # Namespace of the controllers' actors.
 NAMESPACE = "cgx_ray"
@@ -45,13 +46,8 @@ class LiveState:
         self._latency_s[sample.node_id] = sample.latency_s
         self._loads[sample.node_id] = host.sent_bytes_per_s, host.received_bytes_per_s, host.neighbour_bytes_per_s
 
-    def fields(self, loop: ControlLoop, journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the state as JSON values.
-
-        loop     that has a worker group
-        journal  its newest lines
-        """
-        facts, plan = loop.facts(), loop.plans[-1]
+    def fields(self, facts: LoopFacts, plan: Plan, journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state as JSON values. `journal`: its newest lines."""
         rate = facts.bandwidth
         return {
             "run": self._run_name,

@@ -1,4 +1,4 @@
-"""The control loop: samples in, decisions out. It uses no Ray and no clock of its own, so tests can step it.
+"""The control loop: reports in, decisions out. It uses no Ray and no clock of its own, so tests can step it.
 
 Each step of all ranks is compared with the predictions for its own compute, of its plan and of dense (`experience`).
 Then the loop does the first of these that has a cause:
@@ -21,10 +21,12 @@ option that kept the least of a plan under which the loss got worse, and all tha
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.history import KEPT_PLANS, History, Registration
@@ -33,17 +35,16 @@ from cgx_ray.control.journal.facts import CauseKind, LoopFacts
 from cgx_ray.control.journal.lines import Journal, MadeBy, decision_entry, outcome_entry
 from cgx_ray.control.journal.progress import Progress
 from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
-from cgx_ray.control.learned.measured import dense_groups, is_dense
+from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.notes import Notes
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, Outlook, Policy, Situation
 from cgx_ray.control.trial.excursion import COMPARED, EXCURSION_STEPS, Excursion, codec_trial
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Lease, Plan
-from cgx_ray.planner.cost import Link
-from cgx_ray.planner.legs import EncodesOn
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
+
+logger = logging.getLogger(__name__)
 
 # Steps, and predicted seconds of steps, both, for which a new plan is on trial. Its outcome is known after 5 steps and
 # the seconds until they are reported.
@@ -70,6 +71,7 @@ class ControlLoop:
         journal: Journal,
         history: History | None = None,
         *,
+        run_name: str = "",
         nodes: Sequence[str] = (),
     ) -> None:
         """
@@ -79,10 +81,12 @@ class ControlLoop:
         self._policy = policy
         self._journal = journal
         self._earlier = history or History()
-        self.layers = self._earlier.layers
         self.plans = list(self._earlier.plans)
         self._registration = self._earlier.registration
         self._notes = Notes(journal, nodes, self._earlier.num_faults)
+        self._live = LiveState(run_name, nodes)
+        self._is_ended = False
+        self._logged: set[type[Exception]] = set()
         self._state: WorkerGroupState | None = None
         self._progress = Progress()
         self._last_step: int | None = None
@@ -91,7 +95,6 @@ class ControlLoop:
         """Return what the next controller, or the next worker group, shall start with."""
         learned = self._state.learned() if self._state is not None else None
         return History(
-            layers=self.layers,
             plans=tuple(self.plans[-KEPT_PLANS:]),
             gain_ratios=dict(self._state.gains.ratios if self._state is not None else self._earlier.gain_ratios),
             learned=learned or self._earlier.learned,
@@ -99,28 +102,16 @@ class ControlLoop:
             num_faults=dict(self._notes.num_faults),
         )
 
-    def register(
-        self,
-        layers: Sequence[Layer],
-        first_plan: Plan,
-        codec_costs: Mapping[str, CodecCost],
-        encodes_on: EncodesOn = "thread",
-        *,
-        bus: Link | None = None,
-        step: int = 0,
-        now_s: float = 0.0,
-        time_s: float = 0.0,
-    ) -> Plan:
+    def register(self, told: Registration, now_s: float = 0.0, time_s: float = 0.0) -> Plan:
         """Start a worker group, the first one or one after a restart; return its plan.
 
         That is the newest plan if it still fits layers and world size. For another number of workers it is the
-        policy's, by what was learned before. Else it is `first_plan` under the next version.
+        policy's, by what was learned before. Else it is the first plan of `told` under the next version.
 
-        bus            as in `Measured`
-        step           that the workers begin with
-        now_s, time_s  as those of `observe`
+        now_s   monotonic clock of the controller
+        time_s  seconds since 1970
         """
-        is_same_model = self.layers == tuple(layers)
+        first_plan, is_same_model = told.first_plan, self.layers == told.layers
         self._earlier = self.history() if is_same_model else History(gain_ratios=self.history().gain_ratios)
         before = self.plans[-1].world_size if self.plans else first_plan.world_size
         fits = bool(self.plans) and is_same_model and before == first_plan.world_size
@@ -129,15 +120,13 @@ class ControlLoop:
             self.plans.append(replace(first_plan, version=version))
         elif (lease := self.plans[-1].lease) is not None:
             self.plans.append(lease.fallback)
-        self.layers = tuple(layers)
-        dense = first_plan if is_dense(first_plan) else dense_groups(first_plan)
-        self._registration = Registration(codec_costs=codec_costs, encodes_on=encodes_on, dense_plan=dense, bus=bus)
+        self._registration = told
         if self._earlier.learned is not None and self._last_step is not None:
-            self._earlier.learned.setbacks.shift(step - self._last_step)
-        state = self._new_state(self._registration)
+            self._earlier.learned.setbacks.shift(told.step - self._last_step)
+        state = self._new_state(told)
         if state.decided is not None and not fits:
-            at = _When(step, now_s, time_s)
-            cause = f"{before} workers became {dense.world_size}"
+            at = _When(told.step, now_s, time_s)
+            cause = f"{before} workers became {first_plan.world_size}"
             asked = self._situation(state, cause, state.plan, state.decided, at)
             decision = self._ask(state, asked, at)
             if decision is not None:
@@ -155,16 +144,46 @@ class ControlLoop:
     def _new_state(self, told: Registration) -> WorkerGroupState:
         """Start to measure anew, with what was learned before."""
         self._state = WorkerGroupState(
-            self.layers, self.plans[-1], told, self._policy, self._earlier.gain_ratios, self._earlier.learned
+            self.plans[-1], told, self._policy, self._earlier.gain_ratios, self._earlier.learned
         )
         self._progress, self._last_step = Progress(), None
         self._notes.start_group()
         return self._state
 
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Layers of the model; empty before the first worker group."""
+        return self._registration.layers if self._registration is not None else ()
+
     def _start_journal(self, state: WorkerGroupState, time_s: float) -> None:
         """Write the first line of a worker group, once."""
         assert self._registration is not None
         self._notes.start(self._policy, state, self._registration, time_s)
+
+    def add_report(self, node_id: str, report: bytes, now_s: float) -> str | None:
+        """Add a node's report, a pickled NodeSample received at `now_s`; return the node that it shall probe next.
+
+        The first error of each type is logged, and all are raised.
+        """
+        if self._is_ended:
+            return None
+        try:
+            sample = pickle.loads(report)
+            self._live.add(sample)
+            for decision in self.observe(sample, now_s):
+                logger.info("%s: %s", decision.kind, decision.reason)
+            return self.next_probe(node_id, now_s)
+        except Exception as error:
+            if type(error) not in self._logged:
+                self._logged.add(type(error))
+                logger.error(
+                    "a report of node %s could not be used (%r); training goes on, later errors of this type are told "
+                    "to the node only",
+                    node_id,
+                    error,
+                    exc_info=error,
+                )
+            raise
 
     def observe(self, sample: NodeSample, now_s: float) -> list[Decision]:
         """Add a node's report; return the decisions that it causes, which are in the journal by then.
@@ -172,6 +191,7 @@ class ControlLoop:
         now_s  by the controller's clock. A node may fall silent, so its probe results expire by this clock
         """
         state = self._state
+        self._notes.report(sample, now_s)
         if state is None:
             return []
         if sample.steps:
@@ -208,9 +228,25 @@ class ControlLoop:
             self._start_journal(self._state, time_s)
         self._notes.fault(fault, time_s)
 
-    def end(self, time_s: float) -> None:
-        """Write down that the worker group ends. `time_s`: seconds since 1970."""
+    def end(self, time_s: float) -> History:
+        """End the worker group at `time_s`, in seconds since 1970; return its history.
+
+        Reports that still come change nothing: the journal has its last line.
+        """
+        self._is_ended = True
         self._notes.end(self._last_step, time_s)
+        return self.history()
+
+    def watch_samples(self, now_s: float, time_s: float) -> None:
+        """Write it down if no samples have come for long. Called now and then, also when no monitor reports."""
+        if self.is_registered and not self._is_ended:
+            self._notes.quiet(now_s, time_s)
+
+    def look(self) -> dict[str, Any] | None:
+        """Return what `cgx-ray top` shows, see `LiveState.fields`; None before the worker group has registered."""
+        if not self.is_registered:
+            return None
+        return self._live.fields(self.facts(), self.plans[-1], list(self._journal.recent))
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn.
@@ -222,6 +258,10 @@ class ControlLoop:
     @property
     def is_registered(self) -> bool:
         return self._state is not None
+
+    @property
+    def is_ended(self) -> bool:
+        return self._is_ended
 
     def facts(self) -> LoopFacts:
         """Return the network and the step times as they are known now. Call `register` before."""
@@ -338,6 +378,7 @@ class ControlLoop:
                 states=state.states(measured),
                 errors=state.experience.errors,
                 dense_groups=state.experience.dense_groups,
+                plan_s=state.experience.plan_times.on(measured, at.now_s),
             ),
             dwell_s=state.links.dwell_s,
             switch_s=state.experience.switch_s(measured.compute_s),

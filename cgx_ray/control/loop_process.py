@@ -11,6 +11,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import math
 import os
 import pickle
 import queue
@@ -20,13 +21,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from cgx_ray.control.loop_work import LoopWork, News
+from cgx_ray.control.history import KEPT_PLANS, History, Snapshot
+from cgx_ray.control.journal.facts import LoopFacts
+from cgx_ray.control.journal.lines import QueuedJournal
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.policies.policy import Policy
 from cgx_ray.errors import CGXError
+from cgx_ray.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +44,53 @@ GATHER_S = 0.02
 WATCH_S = 1.0
 # Seconds the actor waits after the loop's process has ended, since Ray ends children first.
 END_S = 0.5
+# Seconds between two snapshots of the history without a new plan: as much may be learned again after a crash.
+SNAPSHOT_INTERVAL_S = 60.0
+# Seconds between two settings of all metrics: as often as nodes report.
+METRICS_INTERVAL_S = 1.0
+# Longest wait for the last lines of the journal, in seconds. They take milliseconds unless the file system hangs.
+# Less than callers wait for an answer, see HISTORY_TIMEOUT_S and FAULT_S of `ray_train`.
+FLUSH_S = 2.0
+# Methods after which this process may be ended: the journal is flushed first.
+_LAST_METHODS = ("end", "add_fault")
 # Objects made between two collections, and collections between two of older objects. Reports of thousands of ranks make
 # a million objects in ten seconds, hardly any of them in a cycle; Python's own 700 cost a third of the loop's time.
 GC_THRESHOLDS = 50_000, 20, 20
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopStart:
+    """What the process begins with. It goes on from the snapshot, if there is one, else from `history`.
+
+    journal_path   of the journal
+    snapshot_path  of a file that no other controller uses
+    history        that of the controller of the worker group before, None for the first
+    nodes          address of each rank's node
+    loop_type      a class of the loop that a bench can ask more
+    """
+
+    policy: Policy
+    journal_path: Path
+    snapshot_path: Path
+    run_name: str
+    history: History | None = None
+    nodes: Sequence[str] = ()
+    loop_type: type[ControlLoop] = ControlLoop
+
+
+class News(NamedTuple):
+    """Values that have changed since the news before.
+
+    plans  in the snapshot, oldest first, if there is a new one
+    facts  for the metrics, with the number of lines that the journal has lost
+    """
+
+    plans: tuple[Plan, ...] | None = None
+    facts: tuple[LoopFacts, int] | None = None
+
+
 class _Asked(NamedTuple):
-    """A call of a method of `LoopWork`."""
+    """A call of a method of the loop."""
 
     number: int
     method: str
@@ -62,13 +110,12 @@ class LoopProcess:
 
     def __init__(
         self,
-        make: Callable[..., LoopWork],
-        arguments: tuple[Any, ...],
+        start: LoopStart,
         on_news: Callable[[News], None],
         on_end: Callable[[], None],
         after: str = "the controller ends too, and Ray starts it again",
     ) -> None:
-        """Start it; it calls `make` with `arguments`, whose classes it must be able to import.
+        """Start it; it must be able to import the classes of `start`.
 
         Raises CGXError if that fails. If a signal ends it meanwhile, `on_end` is called before.
 
@@ -91,7 +138,7 @@ class LoopProcess:
         self._calls: dict[int, Future[Any]] = {}
         self._asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         try:
-            self._pipe.send((make, arguments))
+            self._pipe.send(start)
             on_news(self._pipe.recv())
         except (EOFError, OSError) as error:
             status = self._process.wait()
@@ -119,7 +166,7 @@ class LoopProcess:
         return len(self._calls)
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """Have a method of the work called, after all that was asked before. An error that it meets is a CGXError."""
+        """Have a method of the loop called, after all that was asked before. An error that it meets is a CGXError."""
         number = next(self._numbers)
         asked = pickle.dumps(_Asked(number, method, arguments), pickle.HIGHEST_PROTOCOL)
         call = self._calls[number] = Future[Any]()
@@ -193,21 +240,20 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, received), daemon=True).start()
-    make, arguments = pickle.loads(received.get())
-    work: LoopWork = make(*arguments)
+    kept = _KeptLoop(pickle.loads(received.get()))
     # What the imports have made stays.
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    pipe.send(work.news())
+    pipe.send(kept.news(time.monotonic()))
     while True:
         try:
             calls: list[bytes] = pickle.loads(received.get(timeout=WATCH_S))
         except queue.Empty:
             calls = []
-        done = [_do(work, pickle.loads(asked)) for asked in calls]
-        work.watch_samples(time.monotonic(), time.time())
+        done = [kept.do(pickle.loads(asked)) for asked in calls]
+        kept.loop.watch_samples(time.monotonic(), time.time())
         if done:
-            pipe.send((work.news(), done))
+            pipe.send((kept.news(time.monotonic()), done))
 
 
 def _listen(pipe: Connection, received: queue.SimpleQueue[bytes]) -> None:
@@ -219,9 +265,47 @@ def _listen(pipe: Connection, received: queue.SimpleQueue[bytes]) -> None:
             os._exit(0)
 
 
-def _do(work: LoopWork, asked: _Asked) -> _Done:
-    try:
-        return _Done(asked.number, getattr(work, asked.method)(*asked.arguments))
-    except Exception as error:  # noqa: BLE001 - told to the caller
-        text = f"{type(error).__name__}: {error}"
-        return _Done(asked.number, error=(text, traceback.format_exc()))
+class _KeptLoop:
+    """The loop with its files: a snapshot has each plan before any rank may hear of it."""
+
+    def __init__(self, start: LoopStart) -> None:
+        self._journal = QueuedJournal(start.journal_path)
+        self._snapshot = Snapshot(start.snapshot_path)
+        own = self._snapshot.read()
+        self.loop = start.loop_type(
+            start.policy, self._journal, own or start.history, run_name=start.run_name, nodes=start.nodes
+        )
+        # Version of the newest plan in the news, and when snapshot and metrics were written.
+        self._newest = -1
+        self._snapshot_s = self._facts_s = -math.inf
+        if own is not None:
+            logger.warning("the controller was started again and goes on with plan %d", own.plans[-1].version)
+            self.loop.resume()
+
+    def do(self, asked: _Asked) -> _Done:
+        """Call a method of the loop."""
+        try:
+            result = getattr(self.loop, asked.method)(*asked.arguments)
+        except Exception as error:  # noqa: BLE001 - told to the caller
+            text = f"{type(error).__name__}: {error}"
+            return _Done(asked.number, error=(text, traceback.format_exc()))
+        if asked.method in _LAST_METHODS:
+            self._journal.flush(FLUSH_S)
+            self._facts_s = -math.inf
+        return _Done(asked.number, result)
+
+    def news(self, now_s: float) -> News:
+        """Write a snapshot if there is a new plan, or if the last one is old; return what has changed."""
+        plans, facts = None, None
+        newest = self.loop.plans[-1].version if self.loop.plans else -1
+        is_new, is_old = newest != self._newest, now_s >= self._snapshot_s + SNAPSHOT_INTERVAL_S
+        # After the end the snapshot's folder may have been removed.
+        if self.loop.is_registered and not self.loop.is_ended and (is_new or is_old):
+            self._snapshot.write(self.loop.history())
+            self._snapshot_s = now_s
+        if is_new:
+            self._newest, plans = newest, tuple(self.loop.plans[-KEPT_PLANS:])
+        if self.loop.is_registered and now_s >= self._facts_s + METRICS_INTERVAL_S:
+            self._facts_s = now_s
+            facts = self.loop.facts(), self._journal.num_errors
+        return News(plans, facts)

@@ -14,6 +14,7 @@ from cgx_ray.control.journal.lines import (
     drift_entry,
     end_entry,
     fault_entry,
+    no_samples_entry,
     policy_error_entry,
     silence_entry,
     start_entry,
@@ -22,7 +23,7 @@ from cgx_ray.control.journal.lines import (
 from cgx_ray.control.policies.policy import Decision, Policy
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.errors import listed
-from cgx_ray.monitors.sample import Fault, NodeStep
+from cgx_ray.monitors.sample import Fault, NodeSample, NodeStep
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,12 @@ logger = logging.getLogger(__name__)
 MAX_FAULTS = 8
 # Growth of the difference of the ranks' weights between two lines.
 DRIFT_GROWTH = 2.0
+# Seconds without a sample of any rank that are worth a line: a checkpoint or an evaluation usually takes less.
+NO_SAMPLES_S = 60.0
 
 
 class Notes:
-    """Writes each of these lines once per cause. All times are in seconds since 1970.
+    """Writes each of these lines once per cause. Times `time_s` are in seconds since 1970, `now_s` monotonic.
 
     num_faults  errors that ended the training on a rank, by rank and kind, over all worker groups
     """
@@ -47,6 +50,11 @@ class Notes:
         self._journal = journal
         self._nodes = tuple(nodes)
         self._named_silent: frozenset[int] = frozenset()
+        # When the last sample of a step came; at first, when samples were first waited for.
+        self._sampled_s: float | None = None
+        self._last_step = -1
+        self._reported_s: dict[str, float] = {}
+        self._is_quiet = False
         self.start_group()
 
     def start_group(self) -> None:
@@ -78,6 +86,30 @@ class Notes:
                 listed([str(rank) for rank in sorted(new)]),
                 AWAITED_S,
             )
+
+    def report(self, sample: NodeSample, now_s: float) -> None:
+        """Note that a node has reported."""
+        self._reported_s[sample.node_id] = now_s
+        if sample.steps:
+            self._sampled_s = now_s
+            self._last_step = max(self._last_step, *(step.step for step in sample.steps))
+
+    def quiet(self, now_s: float, time_s: float) -> None:
+        """Write down that no samples have come for NO_SAMPLES_S, once until they come again. Call it now and then."""
+        if self._sampled_s is None:
+            self._sampled_s = now_s
+        seconds = now_s - self._sampled_s
+        was_quiet, self._is_quiet = self._is_quiet, seconds >= NO_SAMPLES_S
+        if was_quiet or not self._is_quiet:
+            return
+        nodes = sorted(node for node, seen_s in self._reported_s.items() if now_s - seen_s >= NO_SAMPLES_S)
+        self._journal.write(no_samples_entry(seconds, nodes, step=self._last_step, time_s=time_s))
+        logger.warning(
+            "no samples for %.0f s: the plan in force stays until they come again. Either no rank trains, or the "
+            "monitors do not report; nodes that have stopped to report: %s",
+            seconds,
+            listed(nodes) or "none",
+        )
 
     def wait(self, decision: Decision, *, num_dense: int, step: int, time_s: float) -> None:
         """Write down that `decision` waits for dense steps, of which `num_dense` are known; once until `decided`."""

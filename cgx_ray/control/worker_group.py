@@ -16,6 +16,7 @@ from cgx_ray.control.learned.evidence import MIN_STEPS, Evidence, Verdict, verdi
 from cgx_ray.control.learned.measured import (
     bits_by_layer,
     compressing_options,
+    costliest,
     is_dense,
     layer_times,
     network_of,
@@ -31,7 +32,7 @@ from cgx_ray.control.trial.experience import SURPRISE, Experience
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.trial.setbacks import Setbacks
 from cgx_ray.monitors.sample import NodeSample, NodeStep
-from cgx_ray.plan import NONE, Layer, Option, Plan
+from cgx_ray.plan import Option, Plan
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of
@@ -64,7 +65,6 @@ class WorkerGroupState:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
         plan: Plan,
         told: Registration,
         policy: Policy,
@@ -72,13 +72,12 @@ class WorkerGroupState:
         learned: Learned | None,
     ) -> None:
         """
-        policy       tells which errors by layer it needs, and how it is bound by them
-        gain_ratios  learned in earlier worker groups, see `GainWatch`
-        learned      in earlier worker groups, of any size
+        policy                tells which errors by layer it needs, and how it is bound by them
+        gain_ratios, learned  in earlier worker groups, of any size; see `GainWatch`
         """
-        self.layers = tuple(layers)
-        self._fixed = tuple(group for group in groups_of(plan, layers) if group.is_fixed)
-        self.experience = Experience(layers, plan, told.dense_plan, told.codec_costs)
+        self.layers = told.layers
+        self._fixed = tuple(group for group in groups_of(plan, told.layers) if group.is_fixed)
+        self.experience = Experience(told.layers, plan, told.dense_plan, told.codec_costs)
         self.excursion: Excursion | None = None
         self.failed: str | None = None
         self.decided: Measured | None = None
@@ -88,7 +87,7 @@ class WorkerGroupState:
         self.network = KnownNetwork()
         self.links = RecentLinks()
         self.gains = KnownGains(plan, gain_ratios, learned.measured.gain if learned is not None else {})
-        self.losses = KnownLosses(layers, bits_of(option.codec for option in policy.options))
+        self.losses = KnownLosses(told.layers, bits_of(option.codec for option in policy.options))
         self._max_error = policy.max_error
         self._bits = bits_by_layer(plan)
         self.loss = LossTrend()
@@ -219,11 +218,10 @@ class WorkerGroupState:
 
     def _return_to(self, fallback: Plan) -> None:
         """Note that the ranks have returned to the fallback of a lease, as its end came before the outcome."""
-        news = Cause("lease_ended", f"the lease of plan {self.plan.version} has ended")
+        self._news = Cause("lease_ended", f"the lease of plan {self.plan.version} has ended")
         self.tally.add_revert("lease_ended")
         self.pending = self.excursion = None
         self._start_plan(fallback, None)
-        self._news = news
 
     def _start_plan(self, plan: Plan, before: PlanRecord | None) -> None:
         """Begin with `plan`. `before`: its steps before an excursion that ends now."""
@@ -238,7 +236,10 @@ class WorkerGroupState:
 
     def learn(self, now_s: float) -> None:
         """Learn the errors of the plan in force from its steps so far."""
-        untimed = self.experience.learn(self.known(), now_s)
+        measured = self.known()
+        if self.decided is not None and self._innovations.other_compute(self.decided.compute_s, measured.compute_s):
+            self.experience.compute_changed()
+        untimed = self.experience.learn(measured, now_s)
         if untimed:
             self._news = Cause("step_time", f"{', '.join(sorted(untimed))} timed in steps")
         # Predictions are made in another way from now on.
@@ -258,6 +259,8 @@ class WorkerGroupState:
         if not 1 / SURPRISE < ratio < SURPRISE:
             text = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
             self._news = Cause("step_time", text)
+        elif self.experience.is_beaten(self.known(), now_s):
+            self._news = Cause("step_time", f"a step took {outcome.step_s:.3f} s, longer than with a plan before")
 
     def slowdown(self) -> Evidence | None:
         """Return the logarithm of the plan's measured seconds per progress over dense; None before MIN_STEPS steps.
@@ -283,7 +286,7 @@ class WorkerGroupState:
             return None
         if self.decided is None:
             return Cause("first_measurements", "first measurements")
-        text = self._link_cause(self.decided.network.between, measured.network.between, now_s)
+        text = self._link_cause(self.decided.network.between, measured, now_s)
         if text is not None:
             return Cause("network", text)
         if self.pending is not None:
@@ -301,7 +304,7 @@ class WorkerGroupState:
         is_due = now_s >= self._decision_s + review_s and step >= self._decision_step + REVIEW_STEPS
         return Cause("review", "regular review") if is_due else None
 
-    def _link_cause(self, decided: Link, now: Link, now_s: float) -> str | None:
+    def _link_cause(self, decided: Link, measured: Measured, now_s: float) -> str | None:
         """Return in words how the link differs from the one that was planned for, or None.
 
         Changes that come faster than plans can follow are one cause, when they begin, and another when they end.
@@ -310,13 +313,14 @@ class WorkerGroupState:
             return f"link changes every {self.links.dwell_s:.0f} s" if self._follows_link else None
         if not self._follows_link:
             return "link is steady again"
+        now = measured.network.between
         if not self.network.is_known and self.network.num_changes == self._num_changes:
             # Guesses of the bandwidth scatter.
             now = replace(now, beta_s_per_byte=decided.beta_s_per_byte)
         cause = network_cause(decided, now)
         if cause is not None:
             self.setbacks.network_changed()
-            self.experience.network_changed(now_s)
+            self.experience.network_changed(measured, now_s)
         return cause
 
     def states(self, measured: Measured) -> list[Measured]:
@@ -402,11 +406,7 @@ class WorkerGroupState:
         if self.loss.worse is None:
             return set()
         self.loss.restart()
-        kept = {option: measured.efficiency(option) or 0.0 for option in compressing_options(self.plan)}
-        least = min(kept.values(), default=0.0)
-        known = {option: measured.efficiency(option) for option in options if option.codec != NONE}
-        less = {option for option, share in known.items() if share is not None and share <= least}
-        return less | {option for option, share in kept.items() if share == least}
+        return costliest(compressing_options(self.plan), options, measured)
 
     def fallen_options(self, measured: Measured) -> set[Option]:
         """Return the options in use whose efficiency is more than GAIN_CHANGE under that at the last decision.

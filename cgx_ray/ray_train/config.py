@@ -106,7 +106,7 @@ class CGXBackend(TorchBackend):
                 if self._folder is not None:
                     self._history = self._snapshot.read() or self._history
             with _warning("the controller did not hand over its history: the next one starts with its last snapshot"):
-                self._history = ray.get(self._controller.history.remote(), timeout=HISTORY_TIMEOUT_S)
+                self._history = ray.get(self._controller.end.remote(), timeout=HISTORY_TIMEOUT_S)
         finally:
             self._controller, self._watch = None, None
             for actor in actors:

@@ -15,6 +15,7 @@ import ray.train.torch
 import torch
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
+from cgx_ray.control.history import Registration
 from cgx_ray.errors import PlanError
 from cgx_ray.monitors.plan_relay import POLL_TIMEOUT_S
 from cgx_ray.monitors.sample import Fault
@@ -53,10 +54,17 @@ class RaySession:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
         costs, encodes_on, bus = calibrate(self.settings, ray.train.torch.get_device())
+        told = Registration(
+            layers=tuple(layers),
+            first_plan=fresh,
+            codec_costs=costs,
+            encodes_on=encodes_on,
+            bus=bus,
+            step=self._restored_step(),
+        )
         while True:
             try:
-                call = self._controller.register.remote(layers, fresh, costs, encodes_on, self._restored_step(), bus)
-                plan: Plan = ray.get(call, timeout=REGISTER_S)
+                plan: Plan = ray.get(self._controller.register.remote(told), timeout=REGISTER_S)
                 return plan
             except ActorUnavailableError:
                 # Its process has died, and Ray starts it again.

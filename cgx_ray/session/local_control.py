@@ -36,9 +36,9 @@ from torch import nn
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.collectives.transport.gathered import Gather
 from cgx_ray.collectives.transport.tcp import node_address
-from cgx_ray.control.history import History, Snapshot
-from cgx_ray.control.loop_process import LoopProcess
-from cgx_ray.control.loop_work import LoopWork, News
+from cgx_ray.control.history import History, Registration, Snapshot
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.loop_process import LoopProcess, LoopStart, News
 from cgx_ray.errors import CGXError, ConfigError, PlanError
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.export import Sink
@@ -118,19 +118,19 @@ class LocalControl:
         model: nn.Module,
         gather: Gather,
         *,
-        work: type[LoopWork] = LoopWork,
+        loop_type: type[ControlLoop] = ControlLoop,
         report_s: float = REPORT_S,
     ) -> None:
         """A collective call.
 
-        folder    of the run; None: `cgx-ray-runs/<time>` in the working folder of rank 0
-        work      of the loop's process
-        report_s  seconds between two reports of a rank, and of a node
+        folder     of the run; None: `cgx-ray-runs/<time>` in the working folder of rank 0
+        loop_type  as in `LoopStart`
+        report_s   seconds between two reports of a rank, and of a node
 
         Raises ConfigError on all ranks if there are too many nodes, or too many ranks on one.
         """
         self.settings = settings
-        self._work, self._report_s = work, report_s
+        self._loop_type, self._report_s = loop_type, report_s
         self._device = next((parameter.device for parameter in model.parameters()), HOST)
         self._rank = dist.get_rank()
         self._folder = Path(
@@ -165,18 +165,19 @@ class LocalControl:
         costs, encodes_on, bus = calibrate(self.settings, self._device)
         # It has times of the monotonic clock, which begins anew with each start of a machine.
         snapshot = self._folder / "controller" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        arguments = (
-            make_policy(self.settings),
-            str(self._folder / "decisions.jsonl"),
-            self._folder.name,
-            str(snapshot),
-            _earlier_history(snapshot),
-            [place.address for place in self._places],
+        start = LoopStart(
+            policy=make_policy(self.settings),
+            journal_path=self._folder / "decisions.jsonl",
+            snapshot_path=snapshot,
+            run_name=self._folder.name,
+            history=_earlier_history(snapshot),
+            nodes=[place.address for place in self._places],
+            loop_type=self._loop_type,
         )
         after = "training goes on with its plan, and no other one is decided"
-        self._loop = LoopProcess(self._work, arguments, self._take_news, lambda: None, after)
-        now = time.monotonic(), time.time()
-        call = self._loop.ask("register", layers, fresh, costs, encodes_on, 0, bus, *now)
+        self._loop = LoopProcess(start, self._take_news, lambda: None, after)
+        told = Registration(layers=tuple(layers), first_plan=fresh, codec_costs=costs, encodes_on=encodes_on, bus=bus)
+        call = self._loop.ask("register", told, time.monotonic(), time.time())
         try:
             plan: Plan = call.result(REGISTER_S)
         except TimeoutError:
@@ -218,7 +219,7 @@ class LocalControl:
         self._metrics = NodeMetrics(sink, run_name), ControllerMetrics(sink, run_name)
 
     def ask(self, method: str) -> Any:
-        """Return the result of a method of the loop's work. For rank 0 only."""
+        """Return the result of a method of the loop. For rank 0 only."""
         assert self._loop is not None
         return self._loop.ask(method).result()
 
@@ -233,7 +234,7 @@ class LocalControl:
         elif self._carrier.ident is not None:
             self._carrier.join()
         if self._loop is not None:
-            self._wait_for(self._loop.ask("history", time.time()), END_S)
+            self._wait_for(self._loop.ask("end", time.time()), END_S)
             self._loop.close()
         if self._server is not None:
             self._server.end(("end", None))

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from bench.__main__ import bench
 from bench.scale.measure import ScaleNumbers, ScaleOptions
 from bench.shared.simulated_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
+from cgx_ray.control.history import Registration
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
@@ -55,7 +56,7 @@ def test_the_loop_finds_the_link_of_the_simulated_nodes_and_decides_when_it_chan
     cluster = LargeCluster(8, 4)
     reports, plan = Reports(cluster), cluster.first_plan()
     loop = ControlLoop(Adaptive(candidates=OPTIONS), Journal(tmp_path / "decisions.jsonl"))
-    loop.register(cluster.truth(GBPS).layers, plan, cluster.costs)
+    loop.register(Registration(layers=tuple(cluster.truth(GBPS).layers), first_plan=plan, codec_costs=cluster.costs))
     found = []
     for step in range(40):
         gbps, plan = (GBPS, LATER_GBPS)[step >= 20], loop.plans[-1]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from support.control_runs import COST, COSTS, GAIN, LAYERS, WORLD, FakeTraining, journal
+from support.control_runs import COST, COSTS, GAIN, LAYERS, WORLD, FakeTraining, journal, registration
 from support.installed_package import install_codecs
 from support.ranks import run_ranks
 from torch import nn
@@ -132,7 +132,7 @@ def test_two_ranks_average_with_an_installed_codec_and_remember_what_it_lost(pac
 @pytest.mark.usefixtures("packages")
 def test_the_adaptive_policy_chooses_an_installed_candidate(tmp_path: Path) -> None:
     loop = ControlLoop(cgx_ray.Adaptive(candidates=("fp8",)), Journal(tmp_path / "decisions.jsonl"))
-    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), {**COSTS, "fp8": COST})
+    loop.register(registration(codec_costs={**COSTS, "fp8": COST}))
     run = FakeTraining(loop, gbps=0.1, gain={**GAIN, "fp8": 0.99})
     run.step = 1
     run.run(30)

@@ -17,6 +17,7 @@ from bench.adapt.cases import CASES
 from bench.adapt.simulate import SimulatedRun
 from bench.shared.simulated_cluster import SimulatedCluster
 from cgx_ray.cli import main
+from cgx_ray.control.history import Registration
 from cgx_ray.control.journal.lines import FORMAT, Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
@@ -35,7 +36,13 @@ def simulate(folder: Path, name: str, *, until_s: float) -> Path:
     cluster = SimulatedCluster(case.model, case.costs, case.gain, case.errors(0), 0)
     path = folder / name / "decisions.jsonl"
     loop = ControlLoop(Adaptive(candidates=case.options, min_gain=case.min_gain), Journal(path))
-    loop.register(case.model.layers, make_plan(case.model.layers, version=0, world_size=4), case.told_costs(0))
+    loop.register(
+        Registration(
+            layers=tuple(case.model.layers),
+            first_plan=make_plan(case.model.layers, version=0, world_size=4),
+            codec_costs=case.told_costs(0),
+        )
+    )
     run = SimulatedRun(loop=loop, cluster=cluster, schedule=case.schedule)
     run.run(until_s=until_s)
     loop.end(run.now_s)
@@ -217,7 +224,7 @@ def test_what_is_no_journal_of_an_adaptive_run_is_one_clear_error(tmp_path: Path
     assert "is no file; give the decisions.jsonl of a run" in replay(tmp_path, status=2).stderr
     run = start(tmp_path / "static")
     loop = ControlLoop(Static(), Journal(tmp_path / "static" / "decisions.jsonl"))
-    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), {})
+    loop.register(Registration(layers=LAYERS, first_plan=make_plan(LAYERS, version=0, world_size=WORLD)))
     run.loop = loop
     run.run(20)
     for words in ([], ["--min-gain", "0.5"]):

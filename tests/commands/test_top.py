@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
-from support.control_runs import COSTS, WORLD, FakeTraining, start
+from support.control_runs import WORLD, FakeTraining, registration, start
 
 from cgx_ray.cli import main
 from cgx_ray.commands import top
@@ -41,7 +41,7 @@ def asked(run: FakeTraining, tmp_path: Path, name: str = "my run") -> dict[str, 
         latency_s = {"other": 2e-4}
         live.add(NodeSample(node_id=f"node{rank}", time_s=1.0, steps=steps, latency_s=latency_s, host=LOAD))
     journal = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
-    found: dict[str, Any] = json.loads(json.dumps(live.fields(run.loop, journal[-20:])))
+    found: dict[str, Any] = json.loads(json.dumps(live.fields(run.loop.facts(), run.loop.plans[-1], journal[-20:])))
     return found
 
 
@@ -104,7 +104,7 @@ def test_a_run_without_its_controller_is_shown_from_its_files(tmp_path: Path) ->
     run.loop.end(100.0)
     assert not view_of_record(load_run(tmp_path)).is_running
     # Restarted workers begin a new part.
-    run.loop.register(run.loop.layers, run.loop.plans[0], COSTS)
+    run.loop.register(registration(run.loop.layers, run.loop.plans[0]))
     run.run(3)
     assert view_of_record(load_run(tmp_path)).is_running
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.control_runs import COST, GAIN, LAYERS, WORLD, MeteredTraining, journal
+from support.control_runs import COST, GAIN, MeteredTraining, journal, registration
 
 from cgx_ray.control.history import History
 from cgx_ray.control.journal.lines import Journal
@@ -13,7 +13,7 @@ from cgx_ray.control.learned.measured import bits_by_layer
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.replay import Replay, WhatIf
-from cgx_ray.plan import NONE, CodecSpec, make_plan
+from cgx_ray.plan import NONE, CodecSpec
 from cgx_ray.planner.options import codec_options
 from cgx_ray.session.settings import Settings
 
@@ -23,7 +23,7 @@ FEW, MORE = (CodecSpec(name="qsgd", bits=bits) for bits in (2, 4))
 def start(folder: Path, history: History | None = None) -> MeteredTraining:
     policy = Adaptive(candidates=codec_options((NONE, FEW, MORE)))
     loop = ControlLoop(policy, Journal(folder / "decisions.jsonl"), history)
-    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), {"qsgd": COST})
+    loop.register(registration(codec_costs={"qsgd": COST}))
     run = MeteredTraining(loop)
     run.step, run.widths, run.gbps = 1, (2, 4), 0.4
     # With 2 bits, errors are within those whose loss was measured: 4 % more than dense's, with 4 bits 0.5 %.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.control_runs import COSTS, DENSITIES, LAYERS, WORLD, FakeTraining, journal, start
+from support.control_runs import DENSITIES, LAYERS, WORLD, FakeTraining, journal, registration, start
 
 from cgx_ray.control.history import SNAPSHOT_FORMAT, History, Snapshot
 from cgx_ray.control.journal.lines import Journal
@@ -134,7 +134,7 @@ def test_codecs_that_keep_too_little_are_not_chosen(tmp_path: Path) -> None:
 
 def test_a_static_policy_never_decides(tmp_path: Path) -> None:
     loop = ControlLoop(Static(), Journal(tmp_path / "decisions.jsonl"))
-    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
+    loop.register(registration())
     run = FakeTraining(loop, step=1)
     assert run.run(150) == []
     assert journal(tmp_path) == []
@@ -146,11 +146,11 @@ def test_a_restart_goes_on_with_the_plan(tmp_path: Path) -> None:
     run.run(5)
     on_trial = run.loop.plans[-1]
     assert on_trial.lease is not None
-    assert run.loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS) == on_trial.lease.fallback
+    assert run.loop.register(registration()) == on_trial.lease.fallback
     run.run(40)
     in_force = run.loop.plans[-1]
     assert (in_force.describe(), in_force.lease) == (on_trial.describe(), None)
-    assert run.loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS) == in_force
+    assert run.loop.register(registration()) == in_force
 
 
 def test_other_layers_start_dense(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_other_layers_start_dense(tmp_path: Path) -> None:
     run.gbps = 0.1
     run.run(40)
     in_force = run.loop.plans[-1]
-    fewer = run.loop.register(LAYERS[1:], make_plan(LAYERS[1:], version=0, world_size=WORLD), COSTS)
+    fewer = run.loop.register(registration(LAYERS[1:]))
     assert (fewer.describe(), fewer.version) == ("dense", in_force.version + 1)
 
 
@@ -168,7 +168,7 @@ def test_the_first_plan_after_a_resize_is_the_planners_from_what_is_known_under_
     run.run(40)
     in_force = run.loop.plans[-1]
     dense = make_plan(LAYERS, version=0, world_size=3)
-    first = run.loop.register(LAYERS, dense, COSTS, step=41, now_s=50.0, time_s=51.0)
+    first = run.loop.register(registration(first_plan=dense, step=41), now_s=50.0, time_s=51.0)
     assert first.describe() == in_force.describe()
     assert first.lease is not None
     assert first.lease.fallback == replace(dense, version=first.version + 1)
@@ -188,7 +188,11 @@ def test_bans_errors_and_gains_go_on_over_a_restart_and_a_resize(tmp_path: Path)
     assert learned is not None
     for world_size in (WORLD, 3, WORLD):
         plan = run.loop.register(
-            LAYERS, make_plan(LAYERS, version=0, world_size=world_size), COSTS, step=41, now_s=42.0
+            registration(
+                first_plan=make_plan(LAYERS, version=0, world_size=world_size),
+                step=41,
+            ),
+            now_s=42.0,
         )
         assert plan.describe() == "bf16 over sra"
         now = run.loop.history().learned
@@ -321,12 +325,13 @@ def test_a_guess_of_the_bandwidth_is_no_cause_unless_a_change_was_noticed_but_a_
     state.network = KnownNetwork()
     state._num_changes = 0
     link = Link.from_rates(bandwidth_gbps=0.1, latency_ms=1)
-    slower, later = link.slowed(3), replace(link, alpha_s=0.02)
+    known = state.known()
+    slower, later = (
+        replace(known, network=replace(known.network, between=one))
+        for one in (replace(link.slowed(3), alpha_s=link.alpha_s), replace(link, alpha_s=0.02))
+    )
     assert not state.network.is_known
-    assert state._link_cause(link, replace(slower, alpha_s=link.alpha_s), 0.0) is None
+    assert state._link_cause(link, slower, 0.0) is None
     assert state._link_cause(link, later, 0.0) == "latency rose from 1.0 to 20.0 ms"
     state.network.num_changes += 1
-    assert (
-        state._link_cause(link, replace(slower, alpha_s=link.alpha_s), 0.0)
-        == "bandwidth fell from 100 Mbit/s to 33 Mbit/s"
-    )
+    assert state._link_cause(link, slower, 0.0) == "bandwidth fell from 100 Mbit/s to 33 Mbit/s"

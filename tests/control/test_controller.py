@@ -17,14 +17,15 @@ from typing import Any
 
 import psutil
 import pytest
-from support.control_runs import COSTS, LAYERS, QUIET, journal
+from support.control_runs import QUIET, journal, registration
 from support.loop_policies import ADAPTIVE, RaisingPolicy, SlowPolicy
 from support.loop_reports import FIRST, reports
 
 from cgx_ray.control import controller as controller_module
 from cgx_ray.control.controller import Controller
 from cgx_ray.control.history import Snapshot
-from cgx_ray.control.loop_work import LoopWork
+from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.policy import Policy
 from cgx_ray.errors import CGXError
 from cgx_ray.monitors.sample import NodeSample
@@ -66,7 +67,7 @@ def start(
     def start(policy: Policy, folder: Path = tmp_path) -> Controller:
         controller = Controller(policy, str(folder / "decisions.jsonl"), "run", "id", str(folder / "snapshot"))
         started.append(controller)
-        assert controller.register(LAYERS, FIRST, COSTS, "thread", 0) == FIRST
+        assert controller.register(registration(first_plan=FIRST)) == FIRST
         return controller
 
     yield start
@@ -139,11 +140,11 @@ def test_decisions_are_those_of_a_loop_that_is_stepped(
     folders = [tmp_path / name for name in ("stepped", "waits", "does not wait")]
     for folder in folders:
         folder.mkdir()
-    stepped = LoopWork(ADAPTIVE, str(folders[0] / "decisions.jsonl"), "run", str(folders[0] / "snapshot"), None, ())
-    stepped.register(LAYERS, FIRST, COSTS, "thread", 0, None, 0.0, 1.0)
+    stepped = ControlLoop(ADAPTIVE, Journal(folders[0] / "decisions.jsonl"))
+    stepped.register(registration(first_plan=FIRST), 0.0, 1.0)
     for now_s, report in enumerate(made, 2):
         stepped.add_report(report.node_id, pickle.dumps(report), float(now_s))
-    stepped.history(8.0)
+    stepped.end(8.0)
     for folder in folders[1:]:
         times = iter(range(10**6))
         controller = start(ADAPTIVE, folder)
@@ -151,7 +152,7 @@ def test_decisions_are_those_of_a_loop_that_is_stepped(
             observe(controller, report)
             if folder.name == "waits":
                 controller.look()
-        controller.history()
+        controller.end()
     lines = [journal(folder) for folder in folders]
     assert lines[0], "no decision was made"
     assert lines[1] == lines[0]
@@ -171,7 +172,7 @@ def test_an_error_of_the_loop_is_logged_and_told_to_the_node_with_its_next_repor
         controller.look()
     assert heard
     assert {str(error) for error in heard} == {"UnpicklingError: invalid load key, 'n'."}
-    assert "loop_work.py" in heard[0].__notes__[0], "the traceback of the loop's process is lost"
+    assert "loop.py" in heard[0].__notes__[0], "the traceback of the loop's process is lost"
     said = capfd.readouterr().err
     assert said.count("could not be used (UnpicklingError(") == 1, said
     assert controller.plans_after(-1) == [FIRST]
@@ -184,7 +185,7 @@ def test_a_policy_that_raises_leaves_the_plan_and_is_named_once_in_log_and_journ
     for report in itertools.islice(reports(), 8):
         assert observe(controller, report)[1] == []
         controller.look()
-    controller.history()
+    controller.end()
     assert controller.plans_after(-1) == [FIRST]
     said = capfd.readouterr().err
     assert said.count("the policy has failed after step") == 1, said

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.control_runs import COSTS, LAYERS, WORLD, journal, start
+from support.control_runs import LAYERS, WORLD, journal, registration, start
 
 from cgx_ray.control.journal.facts import CAUSE_KINDS, LoopFacts
 from cgx_ray.monitors.export import LABELS
@@ -18,7 +18,7 @@ def test_facts_are_known_at_every_step_also_between_a_decision_and_its_first_ste
     # One group per layer, so that the plans after it have fewer groups.
     first = make_plan(LAYERS, version=0, world_size=WORLD, group_bytes=1)
     run.loop.plans.clear()
-    run.loop.register(LAYERS, first, COSTS)
+    run.loop.register(registration(first_plan=first))
     facts: list[LoopFacts] = []
     for gbps in (1.0, 0.05, 1.0):
         run.gbps = gbps

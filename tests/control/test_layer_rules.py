@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.control_runs import COSTS, GAIN, LAYERS, WORLD, FakeTraining
+from support.control_runs import COSTS, GAIN, LAYERS, WORLD, FakeTraining, registration
 
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.learned.measured import is_dense
@@ -30,7 +30,7 @@ def start_with_rules(folder: Path, **rules: Any) -> FakeTraining:
     settings = Settings(**rules)
     loop = ControlLoop(Adaptive(candidates=candidate_options((0.1,))), Journal(folder / "decisions.jsonl"))
     costs = COSTS | {str(codec): COSTS["bf16"] for codec in settings.timed_codecs()}
-    loop.register(LAYERS, settings.first_plan(LAYERS, WORLD, 1 << 40), costs)
+    loop.register(registration(first_plan=settings.first_plan(LAYERS, WORLD, 1 << 40), codec_costs=costs))
     run = FakeTraining(loop)
     run.step = 1
     return run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from support.control_runs import COSTS, LAYERS, WORLD, journal, start
+from support.control_runs import journal, registration, start
 
 from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.journal.lines import MAX_TEXT, Journal
@@ -16,7 +16,6 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.notes import MAX_FAULTS
 from cgx_ray.control.policies.policy import Static
 from cgx_ray.monitors.sample import Fault
-from cgx_ray.plan import make_plan
 from cgx_ray.report.journal_schema import JOURNAL_SCHEMA
 from cgx_ray.report.live_view import view_of_record
 from cgx_ray.report.record import load_run
@@ -68,7 +67,7 @@ def test_the_first_faults_are_written_down_and_all_are_counted_over_restarts(tmp
     check_schema(tmp_path)
     assert run.loop.facts().num_faults == {(rank, "weights_differ"): 1 for rank in range(20)}
     again = ControlLoop(Static(), Journal(tmp_path / "decisions.jsonl"), run.loop.history())
-    again.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
+    again.register(registration())
     again.add_fault(Fault(rank=1, step=5, kind="time_out", text="late"), time_s=4.0)
     assert again.facts().num_faults[1, "weights_differ"] == again.facts().num_faults[1, "time_out"] == 1
     assert journal(tmp_path, "fault")[-1]["kind"] == "time_out"

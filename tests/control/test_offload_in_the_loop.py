@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from support.control_runs import COST, COSTS, LAYERS, WORLD, FakeTraining, journal, start
+from support.control_runs import COST, COSTS, LAYERS, FakeTraining, journal, registration, start
 
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.journal.recorded import read_groups, read_layers, read_policy, read_situation, situation_fields
@@ -18,7 +18,7 @@ from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.trial.setbacks import Setbacks
-from cgx_ray.plan import CodecSpec, Option, Scheme, make_plan
+from cgx_ray.plan import CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import candidate_options, host_name
 from cgx_ray.planner.prediction import PlannedGroup
@@ -37,7 +37,7 @@ GPU_COSTS = {name: cost.slowed(100) for name, cost in COSTS.items()} | {
 def start_on_gpu(tmp_path: Path) -> FakeTraining:
     policy = Adaptive(candidates=candidate_options((0.1, 0.01)))
     loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"))
-    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), GPU_COSTS, bus=BUS)
+    loop.register(registration(codec_costs=GPU_COSTS, bus=BUS))
     run = FakeTraining(loop)
     run.step = 1
     return run

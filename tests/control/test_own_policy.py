@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.control_runs import COSTS, LAYERS, WORLD, FakeTraining, journal
+from support.control_runs import LAYERS, WORLD, FakeTraining, journal, registration
 from support.installed_package import install_policy
 
 from cgx_ray.cli import main
@@ -39,7 +39,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def train(folder: Path, policy: Policy, *, num_steps: int = 30, gbps: float = 0.1, **options: Any) -> FakeTraining:
     loop = ControlLoop(policy, Journal(folder / "decisions.jsonl"))
-    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD, **options), COSTS)
+    loop.register(registration(first_plan=make_plan(LAYERS, version=0, world_size=WORLD, **options)))
     run = FakeTraining(loop, gbps=gbps)
     run.step = 1
     run.run(num_steps)
@@ -102,7 +102,7 @@ def test_the_loop_does_what_the_policy_decides(tmp_path: Path, gbps: float, code
 @pytest.mark.usefixtures("package")
 def test_a_slow_plan_of_an_own_policy_is_taken_back(tmp_path: Path) -> None:
     loop = ControlLoop(Settings(policy="thrifty").chosen_policy, Journal(tmp_path / "decisions.jsonl"))
-    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
+    loop.register(registration())
     run = FakeTraining(loop, gbps=0.1, slowdown_of={"qsgd": 30.0})
     run.step = 1
     run.run(60)

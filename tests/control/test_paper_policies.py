@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.control_runs import COST, LAYERS, WORLD, MeteredTraining
+from support.control_runs import COST, LAYERS, WORLD, MeteredTraining, registration
 
 from cgx_ray.control.gains.known_losses import KnownLosses, lost_share
 from cgx_ray.control.joined_steps import JoinedStep, join
@@ -32,7 +32,7 @@ COSTS = {"qsgd": COST, "topk": COST}
 
 def start(folder: Path, policy: PaperPolicy, **rules: Any) -> MeteredTraining:
     loop = ControlLoop(policy, Journal(folder / "decisions.jsonl"))
-    loop.register(LAYERS, Settings(**rules).first_plan(LAYERS, WORLD, 1 << 40), COSTS)
+    loop.register(registration(first_plan=Settings(**rules).first_plan(LAYERS, WORLD, 1 << 40), codec_costs=COSTS))
     run = MeteredTraining(loop)
     run.step = 1
     run.error = {"embed": 0.02, "head": 0.02}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.control_runs import COSTS, LAYERS, QUIET, WORLD, journal, start
+from support.control_runs import LAYERS, QUIET, WORLD, journal, registration, start
 
 from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.learned.learned_errors import MEMORY_S
@@ -60,7 +60,11 @@ def test_a_ban_lasts_as_many_steps_after_a_restart_from_an_earlier_step(tmp_path
     assert banned
     later_s = float(run.step) + BAN_S
     first_plan = make_plan(LAYERS, version=0, world_size=WORLD)
-    run.loop.register(LAYERS, first_plan, COSTS, step=first, now_s=float(run.step), time_s=0.0)
+    run.loop.register(
+        registration(first_plan=first_plan, step=first),
+        now_s=float(run.step),
+        time_s=0.0,
+    )
     state = run.loop._state
     assert state is not None
     assert state.setbacks.banned(first + MIN_BAN_STEPS // 2, later_s) == banned
@@ -106,7 +110,7 @@ def test_a_guess_after_a_restart_ends_no_ban(tmp_path: Path) -> None:
     assert state is not None
     banned = state.setbacks.banned(run.step, float(run.step))
     assert banned
-    run.loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS, step=run.step)
+    run.loop.register(registration(step=run.step))
     # Messages over the mesh: no exchange is sure.
     run.has_mesh, run.gbps = True, 0.6
     for decision in run.run(5):
@@ -214,7 +218,7 @@ def test_learned_ratios_outlive_the_worker_group_and_its_controller(tmp_path: Pa
     for restarted in (run, start(tmp_path, min_gain=0.5, gain_ratios=run.loop.history().gain_ratios)):
         plan = make_plan(LAYERS, version=restarted.loop.plans[-1].version + 1, world_size=WORLD)
         restarted.loop.plans.append(plan)
-        restarted.loop.register(LAYERS, plan, COSTS)
+        restarted.loop.register(registration(first_plan=plan))
         restarted.gbps, restarted.gain, restarted.kept, restarted.step = 0.02, run.gain, {}, 1
         restarted.run(60)
         used = {str(option) for one in restarted.loop.plans for option in non_dense_options(one)}

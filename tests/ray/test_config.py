@@ -190,7 +190,7 @@ class _Ending:
     def __init__(self, fails: str) -> None:
         self.fails = fails
         self.killed: list[Any] = []
-        self.history = self
+        self.end = self
 
     def execute_async(self, function: Any) -> list[str]:
         return self._or_fail("tell", ["call"])

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.shared.simulated_cluster import flat_exchange_s, simulated_transfers
 from cgx_ray.control.gains.known_losses import lost_share
-from cgx_ray.control.history import History
+from cgx_ray.control.history import History, Registration
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.loop import ControlLoop
@@ -204,10 +204,21 @@ def start(
 ) -> FakeTraining:
     policy = Adaptive(candidates=options, min_gain=min_gain)
     loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"), History(gain_ratios=gain_ratios or {}))
-    loop.register(LAYERS, make_plan(LAYERS, version=0, world_size=WORLD), COSTS)
+    loop.register(registration())
     run = FakeTraining(loop)
     run.step = 1
     return run
+
+
+def registration(
+    layers: tuple[Layer, ...] = LAYERS,
+    first_plan: Plan | None = None,
+    codec_costs: Mapping[str, CodecCost] = COSTS,
+    **rest: Any,
+) -> Registration:
+    """Return what WORLD ranks say when they begin with a dense plan, or with another one."""
+    first = first_plan or make_plan(layers, version=0, world_size=WORLD)
+    return Registration(layers=layers, first_plan=first, codec_costs=codec_costs, **rest)
 
 
 def journal(tmp_path: Path, *events: str) -> list[dict[str, Any]]:

@@ -11,9 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from cgx_ray.control.loop_process import LoopProcess
-from cgx_ray.control.loop_work import LoopWork
-from support.control_runs import COSTS, LAYERS
+from cgx_ray.control.loop_process import LoopProcess, LoopStart
+from support.control_runs import registration
 from support.loop_policies import SlowPolicy
 from support.loop_reports import FIRST, reports
 
@@ -21,9 +20,11 @@ from support.loop_reports import FIRST, reports
 def main() -> None:
     folder = Path(sys.argv[1])
     policy = SlowPolicy(folder)
-    arguments = policy, str(folder / "decisions.jsonl"), "run", str(folder / "snapshot"), None, ()
-    loop = LoopProcess(LoopWork, arguments, lambda news: None, lambda: None)
-    loop.ask("register", LAYERS, FIRST, COSTS, "thread", 0, None, 0.0, 0.0)
+    start = LoopStart(
+        policy=policy, journal_path=folder / "decisions.jsonl", snapshot_path=folder / "snapshot", run_name="run"
+    )
+    loop = LoopProcess(start, lambda news: None, lambda: None)
+    loop.ask("register", registration(first_plan=FIRST), 0.0, 0.0)
     for number, report in enumerate(itertools.islice(reports(), 20), 1):
         loop.ask("add_report", report.node_id, pickle.dumps(report), float(number))
     while not policy.begun.exists():

@@ -48,6 +48,9 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
         "encodes_on": now.encodes_on,
         "bus": _link_fields(now.bus) if now.bus is not None else None,
         "errors": outlook.errors.recorded(),
+        "plan_s": [
+            {"groups": group_fields(groups, now.layers), "step_s": step_s} for groups, step_s in outlook.plan_s.items()
+        ],
         "dwell_s": situation.dwell_s if math.isfinite(situation.dwell_s) else None,
         "switch_s": situation.switch_s,
         "banned": sorted(map(str, situation.banned)),
@@ -101,6 +104,8 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         # Every plan has the fixed groups, so the plan in force has them too.
         fixed=tuple(group for group in groups_of(plan, layers) if group.is_fixed),
     )
+    # Earlier journals have none.
+    ran = [(read_groups(one["groups"], layers), one["step_s"]) for one in fields.get("plan_s", ())]
     dense = read_groups(fields.get("dense_groups", ()), layers)
     links = [Link(**link) for link in fields["recent_links"]]
     return Situation(
@@ -110,6 +115,7 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
             now=now,
             states=[replace(now, network=replace(between, between=link)) for link in links] or [now],
             errors=LearnedErrors.read(fields["errors"]),
+            plan_s={groups_of(replace(plan, groups=own), layers): step_s for own, step_s in ran},
             # Earlier journals have none.
             dense_groups=groups_of(replace(plan, groups=dense), layers) if dense else (),
         ),

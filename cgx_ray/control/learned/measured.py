@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from cgx_ray.plan import DENSE, NONE, Layer, Option, Plan
@@ -28,6 +28,15 @@ def non_dense_options(plan: Plan) -> frozenset[Option]:
 def compressing_options(plan: Plan) -> frozenset[Option]:
     """Return the options of `plan` with a codec."""
     return frozenset(option for option in non_dense_options(plan) if option.codec != NONE)
+
+
+def costliest(in_use: Iterable[Option], options: Iterable[Option], measured: Measured) -> set[Option]:
+    """Return those of `in_use` that keep the least, and those of `options` with a codec that keep no more."""
+    kept = {option: measured.efficiency(option) or 0.0 for option in in_use}
+    least = min(kept.values(), default=0.0)
+    known = {option: measured.efficiency(option) for option in options if option.codec != NONE}
+    less = {option for option, share in known.items() if share is not None and share <= least}
+    return less | {option for option, share in kept.items() if share == least}
 
 
 def timed_options(plan: Plan) -> frozenset[Option]:

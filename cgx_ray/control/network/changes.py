@@ -191,12 +191,17 @@ class Innovations:
 
     def cause(self, decided_compute_s: float, compute_s: float) -> str | None:
         """Return in words what has changed since `acknowledge`, or None."""
+        text = self.other_compute(decided_compute_s, compute_s)
+        if text is None and self._other_ratio is not None:
+            text = f"steps take {self._other_ratio:.2f} times what is predicted for their compute and network"
+        return text
+
+    def other_compute(self, decided_compute_s: float, compute_s: float) -> str | None:
+        """Return in words how compute has changed since `acknowledge`, or None."""
         shorter_s, longer_s = sorted((decided_compute_s, compute_s))
         if self._has_other_compute and longer_s >= OTHER_COMPUTE * shorter_s:
             verb = "rose" if compute_s > decided_compute_s else "fell"
             return f"compute {verb} from {decided_compute_s:.3f} to {compute_s:.3f} s"
-        if self._other_ratio is not None:
-            return f"steps take {self._other_ratio:.2f} times what is predicted for their compute and network"
         return None
 
     def acknowledge(self) -> None:

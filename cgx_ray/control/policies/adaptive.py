@@ -29,6 +29,7 @@ from typing import Any
 
 from cgx_ray.control.policies.policy import (
     MAX_SLOWDOWN,
+    MIN_IMPROVEMENT,
     REVIEW_S,
     Decision,
     Outlook,
@@ -45,10 +46,8 @@ from cgx_ray.planner.fidelity import Fidelity, codecs_of, describe_costs
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.options import codec_cost_of, offloaded
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.planner.prediction import Prediction, groups_of, predict
+from cgx_ray.planner.prediction import PlannedGroup, Prediction, groups_of, predict
 
-# Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
-MIN_IMPROVEMENT = 0.05
 # Codecs and schemes of the plans that users write by hand. Each, with every `intra` and device, is compared with the
 # best plan.
 BY_HAND = (
@@ -136,16 +135,27 @@ class Adaptive(Policy):
         return situation.decision(best, reason, dense=found.dense)
 
     def _best(self, situation: Situation) -> BestPlan:
-        """Return the best plan. One with several options must promise MIN_IMPROVEMENT over each plan of BY_HAND.
+        """Return the best plan. An untried one must promise MIN_IMPROVEMENT over each that has run on this network."""
+        outlook, allowed = situation.outlook, self._allowed(situation)
+        found = self._best_predicted(situation, allowed)
+        usable = {DENSE, *(option for option in allowed if self._keeps_enough(option, outlook))}
+        measured = [
+            groups for groups in outlook.plan_s if all(group.is_fixed or group.option in usable for group in groups)
+        ]
+        best = min(measured, key=outlook.score, default=found.best.groups)
+        return _with_best(found, best, outlook, promised=MIN_IMPROVEMENT)
+
+    def _best_predicted(self, situation: Situation, allowed: Sequence[Option]) -> BestPlan:
+        """Return the best plan by prediction. One with several options must promise MIN_IMPROVEMENT over BY_HAND.
 
         A mixture rests on more predictions than a plan with one option, and is harder to understand.
         """
-        outlook, allowed = situation.outlook, self._allowed(situation)
+        outlook = situation.outlook
         found, layers = outlook.best(allowed, self._least_gain), outlook.now.layers
         by_hand = [
             option
             for option in allowed
-            if (option.codec, option.scheme) in BY_HAND and (outlook.now.efficiency(option) or 0.0) >= self._least_gain
+            if (option.codec, option.scheme) in BY_HAND and self._keeps_enough(option, outlook)
         ]
         if outlook.now.fixed or not by_hand:
             return found
@@ -164,12 +174,7 @@ class Adaptive(Policy):
         best = min((groups_of(plan, layers) for plan in plans), key=outlook.score)
         small = {layer.name for layer in layers if layer.is_small}
         is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
-        promised = MIN_IMPROVEMENT if is_mixed else -SAME_SCORE
-        score, by_hand_score = outlook.score(found.best.groups), outlook.score(best)
-        if score <= (1 - promised) * by_hand_score:
-            return found
-        gap = max(0.0, 1 - (1 - found.gap) * score / by_hand_score)
-        return replace(found, best=predict(outlook.now, best), gap=gap)
+        return _with_best(found, best, outlook, promised=MIN_IMPROVEMENT if is_mixed else -SAME_SCORE)
 
     def recorded(self) -> dict[str, Any]:
         if type(self) is not Adaptive:
@@ -188,6 +193,9 @@ class Adaptive(Policy):
             for option in situation.allowed((*self.options, *moved))
             if option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain
         ]
+
+    def _keeps_enough(self, option: Option, outlook: Outlook) -> bool:
+        return (outlook.now.efficiency(option) or 0.0) >= self._least_gain
 
     def _may_stay(self, situation: Situation, current: Prediction) -> bool:
         used = {group.option.flat() for group in current.groups if group.option != DENSE and not group.is_fixed}
@@ -208,7 +216,8 @@ class Adaptive(Policy):
 
         They may be MAX_OVERSTATED times too long.
         """
-        measured, errors = situation.outlook.now, situation.outlook.errors
+        outlook, errors = situation.outlook, situation.outlook.errors
+        measured = outlook.now
         allowed = self._allowed(situation)
         codecs = {option.codec for option in allowed} - {NONE}
         untimed = {codec for codec in codecs if not errors.is_timed(str(codec))}
@@ -216,12 +225,20 @@ class Adaptive(Policy):
         for codec in untimed:
             costs[str(codec)] = codec_cost_of(costs, codec).slowed(1 / MAX_OVERSTATED)
         best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._least_gain).best
-        kept_s = errors.factor(kept.predicted.groups) * kept.predicted.score
-        least = _least_improvement(kept.predicted, situation.outlook)
-        if errors.factor(best.groups) * best.score >= kept_s * (1 - least):
+        least = _least_improvement(kept.predicted, outlook)
+        if outlook.score_of(best) >= outlook.score_of(kept.predicted) * (1 - least):
             return None
         slowed = set(map(str, untimed))
         return next((option.codec for option in best.options if measured.cost_name(option) in slowed), None)
+
+
+def _with_best(found: BestPlan, other: Sequence[PlannedGroup], outlook: Outlook, *, promised: float) -> BestPlan:
+    """Return `found` if its best plan saves the share `promised` of the score of `other`, else with `other` as best."""
+    score, other_score = outlook.score(found.best.groups), outlook.score(other)
+    if score <= (1 - promised) * other_score:
+        return found
+    gap = max(0.0, 1 - (1 - found.gap) * score / other_score)
+    return replace(found, best=predict(outlook.now, other), gap=gap)
 
 
 def _least_improvement(current: Prediction, outlook: Outlook) -> float:
@@ -233,7 +250,7 @@ def _least_improvement(current: Prediction, outlook: Outlook) -> float:
 
 def _describe_best(found: BestPlan, outlook: Outlook) -> str:
     best = found.best
-    best_s, dense_s = map(outlook.errors.step_s, (best, found.dense))
+    best_s, dense_s = map(outlook.step_s, (best, found.dense))
     if best.is_dense:
         return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
     assert best.efficiency is not None

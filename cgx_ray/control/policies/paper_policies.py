@@ -48,7 +48,7 @@ class PaperPolicy(Policy):
         predicted = current if chosen is None or keeps else predict(now, chosen)
         reason = (
             f"{situation.cause}: {self.title} {'keeps' if keeps else 'chooses'} {predicted.describe_options()}; "
-            f"predicted {situation.outlook.errors.step_s(predicted):.3f} s per step"
+            f"predicted {situation.outlook.step_s(predicted):.3f} s per step"
         )
         return situation.decision(predicted, reason)
 

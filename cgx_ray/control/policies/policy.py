@@ -6,7 +6,7 @@ A policy is also the value that users configure: it goes to `CGXConfig` or `atta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from statistics import geometric_mean, harmonic_mean
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -30,6 +30,8 @@ TOLERANCE = 0.05
 REVIEW_S = 60.0
 # Largest allowed ratio of a plan's seconds per step to dense: the promise is "never more than 3 % slower than dense".
 MAX_SLOWDOWN = 1.03
+# Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
+MIN_IMPROVEMENT = 0.05
 DecisionKind = Literal["keep", "replace", "disable"]
 
 
@@ -41,17 +43,30 @@ class Outlook:
     states        `now`; or several if the network changes too fast to follow, each as likely as the others
     errors        factors that predictions are multiplied with
     dense_groups  of dense, those of DDP; empty: the best ones for dense, as predicted
+    plan_s        seconds of a step of plans that have run on this network, by their groups: they count in place of
+                  predictions. None count if there are several states
     """
 
     now: Measured
     states: Sequence[Measured]
     errors: LearnedErrors = field(default_factory=LearnedErrors)
     dense_groups: tuple[PlannedGroup, ...] = ()
+    plan_s: Mapping[tuple[PlannedGroup, ...], float] = field(default_factory=dict)
+
+    def step_s(self, predicted: Prediction) -> float:
+        """Return the seconds that the predicted step will take."""
+        return self.plan_s.get(predicted.groups) or self.errors.step_s(predicted)
 
     def score(self, groups: Sequence[PlannedGroup]) -> float:
         """Return seconds for the progress of a dense step, on average over the time."""
+        if len(self.states) == 1:
+            return self.score_of(predict(self.now, groups))
         scores = [predict(measured, groups).score for measured in self.states]
         return self.errors.factor(groups) * harmonic_mean(scores) if max(scores) < math.inf else math.inf
+
+    def score_of(self, predicted: Prediction) -> float:
+        """Return the seconds that the predicted step will take over the progress that it keeps."""
+        return predicted.score * self.step_s(predicted) / predicted.step_s
 
     def dense(self) -> Prediction:
         """Return the prediction of dense."""
@@ -161,8 +176,7 @@ class Situation:
 
         dense  the prediction of dense, if it is known
         """
-        errors = self.outlook.errors
-        step_s, dense_s = errors.step_s(chosen), errors.step_s(dense or self.outlook.dense())
+        step_s, dense_s = map(self.outlook.step_s, (chosen, dense or self.outlook.dense()))
         kind: DecisionKind = "keep"
         plan = self.plan
         if chosen.groups != groups_of(plan, self.outlook.now.layers):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from statistics import median
 
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned.evidence import MAX_STEPS, MIN_STEPS, Evidence, evidence
 from cgx_ray.control.learned.learned_errors import LearnedErrors, undoable
 from cgx_ray.control.learned.measured import at_compute, is_dense, non_dense_options, timed_options
+from cgx_ray.control.learned.plan_times import PlanTimes
 from cgx_ray.control.learned.stretch import SideBySide
 from cgx_ray.control.network.changes import network_cause
+from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
 from cgx_ray.control.trial.excursion import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
 from cgx_ray.plan import CodecSpec, Layer, Option, Plan
@@ -30,6 +33,8 @@ UNKNOWN_ERROR, MOVED_ERROR = 0.2, 0.1
 SURPRISE = 1.2
 # Ratio of bandwidths from which a link has drifted. Estimates of the same link differ by less (`SURE_FACTOR`).
 DRIFT = 1.25
+# Steps in a row that take about as long (SURPRISE) from which they show how long a plan takes on another network.
+MIN_ALIKE = 2
 # Least share of a dense step's progress that a plan counts as keeping.
 MIN_KEPT = 1e-3
 # Least seconds that a codec is taken to need: a clock cannot tell less.
@@ -80,6 +85,7 @@ class Experience:
         self.dense_plan = dense_plan
         self.baseline = DenseBaseline()
         self.errors = LearnedErrors()
+        self.plan_times = PlanTimes()
         self.trained_s = 0.0
         self.dense_groups = groups_of(dense_plan, layers)
         self._told_costs = dict(told_costs)
@@ -158,11 +164,29 @@ class Experience:
             self.errors.stretch.add(self._options, *both)
             self.has_old_pairs |= self.errors.stretch.under(self._options).mean != before.mean
 
-    def network_changed(self, now_s: float) -> None:
-        """Forget what steps said in the last seconds, while predictions were made for the network before."""
-        self.record.window.clear()
-        self._learned = []
+    def network_changed(self, measured: Measured, now_s: float) -> None:
+        """Forget what was learned in the last seconds, while predictions were made for the network before.
+
+        measured  on the network of now. The newest steps that took about as long as the last one had it too
+        """
         self.errors.network_changed(now_s)
+        self.plan_times.undo(now_s)
+        self._learned = []
+        window = self.record.window
+        alike = [*takewhile(lambda one: 1 / SURPRISE < one.step_s / window[-1].step_s < SURPRISE, reversed(window))]
+        window.clear()
+        if len(alike) >= MIN_ALIKE:
+            self._note_plan(alike, measured, now_s)
+
+    def compute_changed(self) -> None:
+        """Keep the newest steps only: those before had another compute."""
+        self.record.window = deque([*self.record.window][-MIN_STEPS:], maxlen=MAX_STEPS)
+
+    def _note_plan(self, steps: Iterable[PairedStep], measured: Measured, now_s: float) -> None:
+        """Note how long `steps` took beyond their compute. `DenseBaseline` knows it of dense."""
+        if not is_dense(self.plan):
+            exposed_s = median(step.step_s - step.compute_s for step in steps)
+            self.plan_times.add(self._groups, exposed_s, self.stretch, measured, now_s)
 
     def link_drifted(self, link: Link, now_s: float) -> bool:
         """Forget what the last seconds have taught if the link has drifted since; return whether it has.
@@ -177,6 +201,7 @@ class Experience:
         self.record.window.clear()
         self._learned = []
         self.errors.undo(now_s)
+        self.plan_times.undo(now_s)
         return True
 
     def learn(self, measured: Measured, now_s: float) -> list[str]:
@@ -201,6 +226,7 @@ class Experience:
             corrected = predict(replace(measured, codec_costs=self.codec_costs), self._groups)
             self.record.shift(math.log(corrected.step_s / before.step_s))
         self._learned = [*undoable(self._learned, now_s), (now_s, measured.network.between)]
+        self._note_plan(window, measured, now_s)
         self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, len(window), now_s)
         return untimed
 
@@ -216,6 +242,13 @@ class Experience:
         codec_s = median(step.codec_s for step in self.record.window) - others_s
         if told_s > 0:
             self.errors.learn_codecs([str(codec)], max(codec_s, MIN_CODEC_S) / told_s)
+
+    def is_beaten(self, measured: Measured, now_s: float) -> bool:
+        """Return whether another plan took MIN_IMPROVEMENT less for the same progress under these conditions."""
+        plan_s = self.plan_times.on(measured, now_s)
+        pace_s = {groups: one / (predict(measured, groups).efficiency or MIN_KEPT) for groups, one in plan_s.items()}
+        own_s = pace_s.get(self._groups)
+        return own_s is not None and min(pace_s.values()) < (1 - MIN_IMPROVEMENT) * own_s
 
     def learn_switch(self) -> None:
         """Learn what the change to the plan in force has cost."""

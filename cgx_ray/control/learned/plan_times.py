@@ -1,0 +1,71 @@
+"""Seconds of a step of whole plans that have run: no prediction is as sure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cgx_ray.control.learned.learned_errors import LATE_NOTICE_S, MEMORY_S
+from cgx_ray.control.network.changes import OTHER_COMPUTE, is_other_latency
+from cgx_ray.planner.cost import Link
+from cgx_ray.planner.prediction import Measured, PlannedGroup
+
+# Largest ratio of two bandwidths between which steps of a plan count as those of one network.
+SAME_RATE = 1.15
+# Newest plans that are known.
+NUM_PLANS = 8
+
+Groups = tuple[PlannedGroup, ...]
+
+
+class _Ran(NamedTuple):
+    """A plan that ran: seconds of a step that its compute did not hide, and that compute over a dense step's.
+
+    link, compute_s  of the time, compute as that of a dense step
+    """
+
+    exposed_s: float
+    stretch: float
+    now_s: float
+    link: Link
+    compute_s: float
+
+    def is_like(self, measured: Measured) -> bool:
+        link = measured.network.between
+        return (
+            not is_other_latency(self.link.alpha_s, link.alpha_s)
+            and 1 / SAME_RATE < self.link.beta_s_per_byte / link.beta_s_per_byte < SAME_RATE
+            and 1 / OTHER_COMPUTE < self.compute_s / measured.compute_s < OTHER_COMPUTE
+        )
+
+
+class PlanTimes:
+    """Measured seconds of steps, by the groups of the plan."""
+
+    def __init__(self) -> None:
+        # Oldest first.
+        self._ran: dict[Groups, _Ran] = {}
+
+    def add(
+        self, groups: Sequence[PlannedGroup], exposed_s: float, stretch: float, measured: Measured, now_s: float
+    ) -> None:
+        """Note steps on the network, and with the compute, of `measured`.
+
+        exposed_s  seconds of a step that compute did not hide
+        stretch    compute of these steps over that of dense steps
+        """
+        self._ran.pop(tuple(groups), None)
+        self._ran[tuple(groups)] = _Ran(exposed_s, stretch, now_s, measured.network.between, measured.compute_s)
+        self._ran = dict([*self._ran.items()][-NUM_PLANS:])
+
+    def on(self, measured: Measured, now_s: float) -> dict[Groups, float]:
+        """Return the seconds of a step of each plan that ran in the last MEMORY_S under conditions like `measured`."""
+        return {
+            groups: ran.stretch * measured.compute_s + ran.exposed_s
+            for groups, ran in self._ran.items()
+            if now_s < ran.now_s + MEMORY_S and ran.is_like(measured)
+        }
+
+    def undo(self, now_s: float) -> None:
+        """Forget steps of the last seconds: another network may not have been noticed yet."""
+        self._ran = {groups: ran for groups, ran in self._ran.items() if ran.now_s < now_s - LATE_NOTICE_S}
