@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from operator import attrgetter
+from typing import Annotated, Literal, NamedTuple
+
+from cgx_ray.monitors import reductions
+from cgx_ray.monitors.reductions import Reduction, Sum, by_name, by_place, reducer
 
 # Distances between ranks whose rates count in a step, so that a rank is in 16 pairs: the work of a step must not grow
 # with the square of the ranks. Other distances count after ROTATION_STEPS, as estimates need several steps of a pair.
@@ -46,6 +51,11 @@ class Transfer(NamedTuple):
     dense_bytes: int = 0
 
 
+def shortest(transfers: Sequence[Transfer]) -> Transfer:
+    """Return the exchange of the rank that has waited least for the others."""
+    return min(transfers, key=attrgetter("seconds"))
+
+
 # Densities at which gain curves are measured: four per decade.
 CURVE_DENSITIES = tuple(10 ** (-quarter / 4) for quarter in range(16, -1, -1))
 
@@ -57,6 +67,25 @@ class LayerError(NamedTuple):
     lost: float
 
 
+class LayerSum(NamedTuple):
+    """Sums over `num` ranks of a layer's |g|^2, and of the part of it that a codec loses."""
+
+    energy: float
+    lost_energy: float
+    num: int
+
+
+def _layer_sum(errors: Sequence[LayerError]) -> LayerSum:
+    lost_energy = math.fsum(one.energy * one.lost for one in errors)
+    return LayerSum(math.fsum(one.energy for one in errors), lost_energy, len(errors))
+
+
+def _mean_error(sums: Sequence[LayerSum]) -> LayerError:
+    """Return the mean over the ranks; lost shares are weighted by energy."""
+    energy = math.fsum(one.energy for one in sums)
+    return LayerError(energy / sum(one.num for one in sums), math.fsum(one.lost_energy for one in sums) / energy)
+
+
 class InsideLink(NamedTuple):
     """Latency, and seconds per byte, of sums between the ranks of a node."""
 
@@ -64,9 +93,9 @@ class InsideLink(NamedTuple):
     beta_s_per_byte: float
 
 
-def slowest_link(links: Iterable[InsideLink | None]) -> InsideLink | None:
+def _slowest(links: Sequence[InsideLink | None]) -> InsideLink | None:
     """Return the link of the lowest rate, as all wait for it; None without any."""
-    return max(filter(None, links), key=lambda link: link.beta_s_per_byte, default=None)
+    return max(filter(None, links), key=attrgetter("beta_s_per_byte"), default=None)
 
 
 class Burst(NamedTuple):
@@ -81,15 +110,12 @@ class Burst(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSample:
-    """One step of one rank. All times in seconds.
+class StepValues:
+    """One step of a rank, or of all ranks. A field's type names how values of ranks become one. All times in seconds.
 
     step_s     from the end of the previous exchange to the end of this one, without `between_s`
     between_s  what happened between the two steps: evaluations, checkpoints, reports, sleeps (`engine.step`)
     compute_s  step_s less the communication that compute did not hide
-    encode_s, exchange_s, decode_s
-               sums over groups; groups overlap, so the sums may exceed the time that passed
-    card_bytes bytes that this rank sent to ranks that share no memory with it
     ready_s    for each group, time from the start of the step, after `between_s`, until backward had finished its last
                layer
     gain       compression gain by codec (`str(CodecSpec)`), on steps that measured it; also by option (`str(Option)`)
@@ -97,99 +123,85 @@ class StepSample:
     kept       gain that options in use really had, by `str(Option)`, on the same steps; only those with a residual
     gain_curve gain of top-k at CURVE_DENSITIES on the error-fed gradient, on the same steps
     norm       |g| of the groups worth compressing, without residuals, on the same steps
-    residual_norm
-               |residual| that the step leaves in these groups, on the same steps; None if no codec in use has one
-    is_finite  False if an average was NaN or Inf, so that the codecs' memory was not changed. Only looked at if a codec
-               has memory
     layer_errors
                by layer worth compressing, |g|^2 and the share of it that qsgd with `error_bits` bits loses, on the same
                steps; empty if no plan needs them, and on all but the first ranks
     loss, lr   newest loss and learning rate that the training has reported since the sample before; None if it has not,
                or if they are not finite
+    num_local  number of ranks that share memory, including this one
+    inside     link between these ranks; None if it was not measured
+    """
+
+    step: Annotated[int, reductions.SAME]
+    plan_version: Annotated[int, reductions.SAME]
+    step_s: Annotated[float, reductions.PER_RANK]
+    between_s: Annotated[float, reductions.LARGEST] = 0.0
+    compute_s: Annotated[float, reductions.LARGEST]
+    ready_s: Annotated[tuple[float, ...], reductions.LARGEST_BY_PLACE]
+    gain: Annotated[Mapping[str, float], reductions.MEAN_BY_NAME] = field(default_factory=dict)
+    kept: Annotated[Mapping[str, float], reductions.MEAN_BY_NAME] = field(default_factory=dict)
+    gain_curve: Annotated[tuple[float, ...], reductions.MEAN_BY_PLACE] = ()
+    norm: Annotated[float | None, reductions.ROOT_MEAN_SQUARE] = None
+    layer_errors: Annotated[Mapping[str, LayerError], Reduction(by_name(_layer_sum), by_name(_mean_error))] = field(
+        default_factory=dict
+    )
+    error_bits: Annotated[int | None, reductions.BY_HAND] = None
+    loss: Annotated[float | None, reductions.MEAN_OF_FINITE] = None
+    lr: Annotated[float | None, reductions.MEDIAN] = None
+    num_local: Annotated[int, reductions.SAME_OR_ONE] = 1
+    inside: Annotated[InsideLink | None, Reduction(_slowest, _slowest)] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample(StepValues):
+    """One step of one rank.
+
+    encode_s, exchange_s, decode_s
+               sums over groups; groups overlap, so the sums may exceed the time that passed
+    card_bytes bytes that this rank sent to ranks that share no memory with it
+    residual_norm
+               |residual| that the step leaves in the groups of `norm`, on the same steps; None if no codec in use has
+               one
+    is_finite  False if an average was NaN or Inf, so that the codecs' memory was not changed. Only looked at if a codec
+               has memory
     bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
     rate_from  by sending rank, bytes per second at which its long messages arrived; of the ranks that count in the step
     lag_s      by rank that this one greets at the end of a step, time from that until the other's greeting came,
                by this rank's clock. The lags of two ranks to each other add up to one round trip, whichever
                rank was late and whatever their clocks say. Empty without a mesh
-    num_local  number of ranks that share memory, including this one
     weight_drift
                if the weights that ranks held when the step before began were compared: 0 if they were the same, else
                the difference where it is largest, relative to the norm of the layer
-    inside     link between these ranks; None if it was not measured
     """
 
-    rank: int
-    step: int
-    plan_version: int
-    step_s: float
-    compute_s: float
-    encode_s: float
-    exchange_s: float
-    decode_s: float
-    wire_bytes: int
-    dense_bytes: int
-    ready_s: tuple[float, ...]
-    transfers: tuple[Transfer, ...]
-    between_s: float = 0.0
-    gain: Mapping[str, float] = field(default_factory=dict)
-    kept: Mapping[str, float] = field(default_factory=dict)
-    gain_curve: tuple[float, ...] = ()
-    norm: float | None = None
-    residual_norm: float | None = None
-    is_finite: bool = True
-    layer_errors: Mapping[str, LayerError] = field(default_factory=dict)
-    error_bits: int | None = None
-    loss: float | None = None
-    lr: float | None = None
-    card_bytes: int = 0
-    bursts: tuple[Burst, ...] = ()
-    rate_from: Mapping[int, float] = field(default_factory=dict)
-    lag_s: Mapping[int, float] = field(default_factory=dict)
-    num_local: int = 1
-    weight_drift: float | None = None
-    inside: InsideLink | None = None
-
-
-class Sum(NamedTuple):
-    """A sum over `num` ranks."""
-
-    total: float
-    num: int
-
-
-class LayerSum(NamedTuple):
-    """Sums over `num` ranks of a layer's |g|^2, and of the part of it that a codec loses."""
-
-    energy: float
-    lost_energy: float
-    num: int
+    rank: Annotated[int, reductions.BY_HAND]
+    encode_s: Annotated[float, reductions.PER_RANK]
+    exchange_s: Annotated[float, reductions.PER_RANK]
+    decode_s: Annotated[float, reductions.PER_RANK]
+    wire_bytes: Annotated[int, reductions.PER_RANK]
+    dense_bytes: Annotated[int, reductions.PER_RANK]
+    card_bytes: Annotated[int, reductions.RANK_ONLY] = 0
+    transfers: Annotated[tuple[Transfer, ...], Reduction(by_place(shortest))]
+    residual_norm: Annotated[float | None, reductions.RANK_ONLY] = None
+    is_finite: Annotated[bool, reductions.RANK_ONLY] = True
+    bursts: Annotated[tuple[Burst, ...], reductions.PER_RANK] = ()
+    rate_from: Annotated[Mapping[int, float], reductions.PER_RANK] = field(default_factory=dict)
+    lag_s: Annotated[Mapping[int, float], reductions.PER_RANK] = field(default_factory=dict)
+    weight_drift: Annotated[float | None, reductions.SAME_IN_NODE] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStep:
-    """One step of those ranks of a node that have reported it.
+    """One step of those ranks of a node that have reported it. Fields are those of `StepSample`, reduced.
 
-    ranks      ascending
-    step_s, between_s, compute_s, encode_s, exchange_s, decode_s, wire_bytes, dense_bytes
-               as in `StepSample`, in the order of `ranks`
-    ready_s    for each group, the time at which the last of these ranks had it
-    transfers  for each group, the shortest of their exchanges
-    bursts     by rank, if it had any
-    rate_from  by (sender, receiver), for pairs with long messages
-    lag_s      by (this rank, other rank)
-    norms, losses, lrs
+    ranks      ascending; values by rank are in this order
+    norm, loss, lr
                of the ranks that have them; finite losses only
-    gain, kept, gain_curve, layer_errors
-               sums over the ranks that measured them
-    num_local  number of ranks that share memory if all ranks say the same, else 1
-    weight_drift
-               as in `StepSample`
-    inside     link between these ranks, as the slowest has measured it; None if none has
     """
 
+    ranks: tuple[int, ...]
     step: int
     plan_version: int
-    ranks: tuple[int, ...]
     step_s: tuple[float, ...]
     between_s: tuple[float, ...]
     compute_s: tuple[float, ...]
@@ -200,21 +212,24 @@ class NodeStep:
     dense_bytes: tuple[int, ...]
     ready_s: tuple[float, ...]
     transfers: tuple[Transfer, ...]
-    bursts: Mapping[int, tuple[Burst, ...]] = field(default_factory=dict)
-    rate_from: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    lag_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    norms: tuple[float, ...] = ()
-    losses: tuple[float, ...] = ()
-    lrs: tuple[float, ...] = ()
-    gain: Mapping[str, Sum] = field(default_factory=dict)
-    kept: Mapping[str, Sum] = field(default_factory=dict)
-    gain_curve: tuple[Sum, ...] = ()
-    layer_errors: Mapping[str, LayerSum] = field(default_factory=dict)
-    error_bits: int | None = None
-    num_local: int = 1
-    weight_drift: float | None = None
-    inside: InsideLink | None = None
+    bursts: tuple[tuple[Burst, ...], ...]
+    rate_from: tuple[Mapping[int, float], ...]
+    lag_s: tuple[Mapping[int, float], ...]
+    norm: tuple[float, ...]
+    loss: tuple[float, ...]
+    lr: tuple[float, ...]
+    gain: Mapping[str, Sum]
+    kept: Mapping[str, Sum]
+    gain_curve: tuple[Sum, ...]
+    layer_errors: Mapping[str, LayerSum]
+    error_bits: int | None
+    num_local: int
+    weight_drift: float | None
+    inside: InsideLink | None
 
+
+# They make the fields of a `NodeStep` from samples of its ranks, and those of `StepValues` from records of all nodes.
+reduce_ranks, reduce_nodes = reducer(StepSample, "of_ranks"), reducer(StepSample, "of_nodes")
 
 # An error that ends the training on a rank: a peer did not answer in time, a message was damaged (CRC-32C), ranks hold
 # different weights, a connection broke, or any other.

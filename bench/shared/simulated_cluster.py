@@ -19,6 +19,8 @@ from cgx_ray.control.gains.known_losses import lost_share
 from cgx_ray.engine.counted import MAX_BURSTS, counted_lags, counted_peers, tells_rates
 from cgx_ray.engine.gains.gain_schedule import is_measured
 from cgx_ray.monitors.node_monitor import measured_nodes
+from cgx_ray.monitors.node_step import node_steps
+from cgx_ray.monitors.reductions import Sum
 from cgx_ray.monitors.sample import (
     CURVE_DENSITIES,
     ROTATION_STEPS,
@@ -29,7 +31,6 @@ from cgx_ray.monitors.sample import (
     NodeSample,
     NodeStep,
     StepSample,
-    Sum,
     Transfer,
 )
 from cgx_ray.plan import CodecSpec, Option, Plan, make_plan
@@ -169,18 +170,17 @@ class Reports:
             ranks=ranks,
             step_s=tuple(max(own_s, step.step_s[0]) for own_s in compute_s),
             compute_s=compute_s,
-            bursts={
-                rank: tuple(Burst(int(rate * BURST_S), BURST_S * self._noise()) for _ in range(MAX_BURSTS))
-                for rank in ranks
+            bursts=tuple(
+                tuple(Burst(int(rate * BURST_S), BURST_S * self._noise()) for _ in range(MAX_BURSTS))
                 if rank in self._telling
-            },
-            rate_from={
-                (peer, rank): rate / len(peers) * self._noise()
+                else ()
                 for rank in ranks
-                for peers in [self._peers(rank, number // ROTATION_STEPS)]
-                for peer in peers
-            },
-            lag_s={pair: LATENCY_S * self._noise() for pair in self._lags[node]},
+            ),
+            rate_from=tuple(
+                {peer: rate / len(peers) * self._noise() for peer in peers}
+                for peers in (self._peers(rank, number // ROTATION_STEPS) for rank in ranks)
+            ),
+            lag_s=tuple({peer: LATENCY_S * self._noise() for peer in peers} for peers in self._lags[node]),
             gain=told if is_measured(number, affordable_from=0) else {},
         )
 
@@ -190,34 +190,34 @@ class Reports:
         groups = groups_of(plan, truth.layers)
         predicted = predict(truth, groups)
         transfers = simulated_transfers(groups, lambda group: _exchange_s(group, truth))
-        return NodeStep(
+        sample = StepSample(
+            rank=0,
             step=0,
             plan_version=plan.version,
-            ranks=(),
-            step_s=(predicted.step_s,) * size,
-            between_s=(0.0,) * size,
-            compute_s=(),
-            encode_s=(predicted.codec_s / 2,) * size,
-            exchange_s=(sum(one.seconds for one in transfers),) * size,
-            decode_s=(predicted.codec_s / 2,) * size,
-            wire_bytes=(sum(group.wire_bytes for group in groups),) * size,
-            dense_bytes=(sum(group.dense_bytes for group in groups),) * size,
+            step_s=predicted.step_s,
+            compute_s=COMPUTE_S,
+            encode_s=predicted.codec_s / 2,
+            exchange_s=sum(one.seconds for one in transfers),
+            decode_s=predicted.codec_s / 2,
+            wire_bytes=sum(group.wire_bytes for group in groups),
+            dense_bytes=sum(group.dense_bytes for group in groups),
             ready_s=_predicted_ready_s(predicted),
             transfers=transfers,
             num_local=size,
             inside=InsideLink(INSIDE.alpha_s, INSIDE.beta_s_per_byte),
         )
+        (step,) = node_steps(replace(sample, rank=rank) for rank in range(size))
+        return step
 
     def _new_peers(self, rank: int, turn: int) -> list[int]:
         return counted_peers(rank, self._cluster.nodes, turn * ROTATION_STEPS)
 
-    def _told_lags(self, node: int) -> list[tuple[int, int]]:
-        """Return the pairs of ranks whose lags the ranks of `node` tell."""
+    def _told_lags(self, node: int) -> list[list[int]]:
+        """Return the ranks to which each rank of `node` tells its lags."""
         size, nodes = self._cluster.ranks_per_node, self._cluster.nodes
         return [
-            (rank, peer)
+            list(counted_lags(rank, nodes, dict.fromkeys(greeted(rank, len(nodes)), 0.0)))
             for rank in range(node * size, (node + 1) * size)
-            for peer in counted_lags(rank, nodes, dict.fromkeys(greeted(rank, len(nodes)), 0.0))
         ]
 
     def _noise(self) -> float:

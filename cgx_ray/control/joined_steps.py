@@ -11,7 +11,7 @@ from operator import add
 from statistics import median
 
 from cgx_ray.control.network.traffic import ObservedExchange, StepTraffic
-from cgx_ray.monitors.sample import Burst, InsideLink, LayerError, NodeStep, Sum, Transfer, slowest_link
+from cgx_ray.monitors.sample import Burst, NodeStep, StepValues, Transfer, reduce_nodes, shortest
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms
 
@@ -23,49 +23,21 @@ MEAN_PARTS = ("step_s", "compute_s", "encode_s", "exchange_s", "decode_s", "wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedStep:
+class JoinedStep(StepValues):
     """One step of all ranks, or of those that are not silent. Times in seconds.
 
-    step_s     median over ranks
-    between_s  longest pause of a rank before the step. The others wait for that rank, so it is no time of the step
-    compute_s  of the slowest rank, which the others wait for
+    step_s     median over ranks, without the time for which they wait for the longest pause of a rank
+    codec_s    encode and decode, median over ranks
     means      of MEAN_PARTS, over ranks
-    ready_s    for each group, the time at which the last rank had it
     slowness   by rank that reported, its compute time over the median of these ranks
     traffic    network observations; with many ranks, of some of the pairs. The shortest exchange of each group counts:
                longer ones contain the wait for late ranks
-    gain       predicted gain by codec or option, mean over ranks, on steps that measured it
-    kept       measured gain by option in use, mean over ranks, on the same steps
-    gain_curve gain of top-k at CURVE_DENSITIES, mean over ranks, on the same steps
-    layer_errors, error_bits
-               energy and lost share by layer with so many bits, means over ranks, on the same steps
-    norm       of the fresh gradients, root mean square over ranks, on the same steps
-    loss       mean over the ranks that reported a finite one
-    lr         learning rate, median over the ranks that reported one
-    num_local  number of ranks that share memory if it is the same on all nodes, else 1
-    inside     link between these ranks on the slowest node; None if it was not measured
     """
 
-    step: int
-    plan_version: int
-    step_s: float
-    between_s: float
-    compute_s: float
     codec_s: float
     means: Mapping[str, float]
-    ready_s: tuple[float, ...]
     slowness: Mapping[int, float]
     traffic: StepTraffic
-    gain: Mapping[str, float]
-    num_local: int
-    kept: Mapping[str, float] = field(default_factory=dict)
-    gain_curve: tuple[float, ...] = ()
-    layer_errors: Mapping[str, LayerError] = field(default_factory=dict)
-    error_bits: int | None = None
-    norm: float | None = None
-    loss: float | None = None
-    lr: float | None = None
-    inside: InsideLink | None = None
 
 
 @dataclass(slots=True)
@@ -172,35 +144,18 @@ class StepJoiner:
 
 def join(parts: Sequence[NodeStep], world_size: int) -> JoinedStep:
     """Return one step from the records of different ranks that have reported it."""
-    norms = [norm for part in parts for norm in part.norms]
-    losses = [loss for part in parts for loss in part.losses]
-    rates = [lr for part in parts for lr in part.lrs]
-    columns = _columns(parts)
-    step_s = median(columns["step_s"])
+    reduced, columns = reduce_nodes(parts), _columns(parts)
+    step_s, num_local = median(columns["step_s"]), reduced["num_local"]
     compute_s = dict(zip((rank for part in parts for rank in part.ranks), columns["compute_s"], strict=True))
     usual_s = median(compute_s.values())
-    num_local = parts[0].num_local if len({part.num_local for part in parts}) == 1 else 1
     return JoinedStep(
-        step=parts[0].step,
-        plan_version=parts[0].plan_version,
         step_s=step_s,
-        between_s=max(columns["between_s"]),
-        compute_s=max(compute_s.values()),
+        error_bits=next((part.error_bits for part in parts if part.layer_errors), None),
         codec_s=median(map(add, columns["encode_s"], columns["decode_s"])),
         means={name: math.fsum(columns[name]) / len(columns[name]) for name in MEAN_PARTS},
-        ready_s=tuple(max(times) for times in zip(*(part.ready_s for part in parts), strict=True)),
         slowness={rank: compute_s[rank] / usual_s if usual_s > 0 else 1.0 for rank in sorted(compute_s)},
         traffic=_traffic(parts, step_s, world_size, num_local if num_local < world_size else 1),
-        gain=_means([part.gain for part in parts]),
-        num_local=num_local,
-        kept=_means([part.kept for part in parts]),
-        gain_curve=tuple(map(_mean, zip(*filter(None, (part.gain_curve for part in parts)), strict=True))),
-        layer_errors=_mean_errors(parts),
-        error_bits=next((part.error_bits for part in parts if part.layer_errors), None),
-        norm=math.hypot(*norms) / math.sqrt(len(norms)) if norms else None,
-        loss=math.fsum(losses) / len(losses) if losses else None,
-        lr=median(rates) if rates else None,
-        inside=slowest_link(part.inside for part in parts),
+        **reduced,
     )
 
 
@@ -219,55 +174,40 @@ def _columns(parts: Sequence[NodeStep]) -> dict[str, list[float]]:
     return columns
 
 
-def _mean(sums: Sequence[Sum]) -> float:
-    """Return the mean over all ranks."""
-    return math.fsum(one.total for one in sums) / sum(one.num for one in sums)
-
-
-def _means(sums: Sequence[Mapping[str, Sum]]) -> dict[str, float]:
-    """Return the mean of each name over the ranks that measured it."""
-    names = dict.fromkeys(name for gain in sums for name in gain)
-    return {name: _mean([gain[name] for gain in sums if name in gain]) for name in names}
-
-
-def _mean_errors(parts: Sequence[NodeStep]) -> dict[str, LayerError]:
-    """Return the mean of each layer over the ranks that measured it; lost shares are weighted by energy."""
-    found = {}
-    for name in dict.fromkeys(name for part in parts for name in part.layer_errors):
-        own = [part.layer_errors[name] for part in parts if name in part.layer_errors]
-        energy = math.fsum(one.energy for one in own)
-        lost = math.fsum(one.lost_energy for one in own)
-        found[name] = LayerError(energy / sum(one.num for one in own), lost / energy)
-    return found
-
-
 def _traffic(parts: Sequence[NodeStep], step_s: float, world_size: int, num_sharing: int) -> StepTraffic:
     """`num_sharing`: ranks that share a node's link. They send at the same time, so each sees a part of its rate."""
-    lag_s = {pair: seconds for part in parts for pair, seconds in part.lag_s.items()}
+    # With many ranks, most have none (`engine.counted`).
+    seen = [
+        (rank, bursts, rates, lags_s)
+        for part in parts
+        for rank, bursts, rates, lags_s in zip(part.ranks, part.bursts, part.rate_from, part.lag_s, strict=True)
+        if bursts or rates or lags_s
+    ]
     return StepTraffic(
         seconds=step_s,
         exchanges=tuple(
-            _exchange(min(transfers, key=lambda transfer: transfer.seconds), world_size)
+            _exchange(shortest(transfers), world_size)
             for transfers in zip(*(part.transfers for part in parts), strict=True)
             # A hierarchical exchange uses two kinds of links, so its time tells neither.
             if transfers[0].intra == "flat"
         ),
         bursts={
             rank: tuple(Burst(num_sharing * burst.num_bytes, burst.seconds) for burst in bursts)
-            for part in parts
-            for rank, bursts in part.bursts.items()
+            for rank, bursts, _, _ in seen
+            if bursts
         },
-        pair_rate={pair: rate for part in parts for pair, rate in part.rate_from.items()},
-        round_trip_s=_round_trips(lag_s),
+        pair_rate={(peer, rank): rate for rank, _, rates, _ in seen for peer, rate in rates.items() if rate > 0},
+        round_trip_s=_round_trips({rank: lags_s for rank, _, _, lags_s in seen}),
     )
 
 
-def _round_trips(lag_s: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Return round trips by pair of ranks. `lag_s`: by (rank, other rank)."""
+def _round_trips(lags_s: Mapping[int, Mapping[int, float]]) -> dict[tuple[int, int], float]:
+    """Return round trips by pair of ranks. `lags_s`: by rank and other rank."""
     trips = {
-        (rank, peer): seconds + lag_s[peer, rank]
-        for (rank, peer), seconds in lag_s.items()
-        if rank < peer and (peer, rank) in lag_s
+        (rank, peer): seconds + lags_s[peer][rank]
+        for rank, own_s in lags_s.items()
+        for peer, seconds in own_s.items()
+        if rank < peer and rank in lags_s.get(peer, ())
     }
     # A clock that was set between the two messages can make a round trip negative.
     return {pair: seconds for pair, seconds in trips.items() if seconds > 0}
