@@ -19,7 +19,7 @@ BASE_RATE = 2e8
 BASE_LATENCY_S = 5e-3
 _NOTICE_TIMEOUT_S = 15.0
 # Seconds within which a slow or cut host must be named.
-_NAMED_S = 15.0
+_NAMED_S = 10.0
 # Seconds for which a host is cut off.
 _CUT_S = 8.0
 
@@ -36,7 +36,7 @@ def change_rows(lab: Lab, job: WatchedJob) -> Iterator[Row]:
     }
     for name, (change, has_moved) in changes.items():
         lab.set(**change)
-        yield Row(name=f"notice_{name}", value=_notice_s(job, has_moved), unit="s", goal="<= 3")
+        yield Row(name=f"notice_{name}", value=_notice_s(job, has_moved), unit="s", goal="<= 5")
         time.sleep(SETTLE_S)
 
 
@@ -69,7 +69,7 @@ def slow_host_rows(lab: Lab, job: WatchedJob) -> Iterator[Row]:
     restart_estimates(job)
     job.wait_for(lambda facts: facts.is_link_known, PROBE_S)
     facts = job.facts()
-    yield next(error_rows("asymmetric", BASE_RATE / 2, BASE_LATENCY_S, facts.bandwidth_bits_per_s, None, goal="<= 0.1"))
+    yield next(error_rows("asymmetric", BASE_RATE / 2, BASE_LATENCY_S, facts.bandwidth_bits_per_s, None, goal="<= 0.2"))
     yield Row(name="asymmetric_hosts_named", value=len(facts.slow_link_bits_per_s), unit="hosts", goal="<= 0")
 
 

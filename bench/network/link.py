@@ -76,7 +76,7 @@ def delivered_row(lab: Lab, rate: float) -> Row:
 def estimate_goal(delivered: Row | None) -> str | None:
     """Return the goal of a known bandwidth; None where the lab itself does not deliver the rate (`delivered_row`)."""
     is_delivered = delivered is None or (delivered.ratio is not None and delivered.ratio >= MIN_DELIVERED)
-    return "<= 0.1" if is_delivered else None
+    return "<= 0.2" if is_delivered else None
 
 
 def estimate_rows(lab: Lab, job: WatchedJob, rate: float, latency_s: float, delivered: Row | None = None) -> list[Row]:

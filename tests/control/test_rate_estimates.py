@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
+import pytest
+
 from cgx_ray.control.network.estimate import quantile_interval
-from cgx_ray.control.network.rate_estimates import estimate_from_bursts
+from cgx_ray.control.network.rate_estimates import estimate_from_bursts, link_rates
 from cgx_ray.monitors.sample import Burst
 
 MIB = 1 << 20
@@ -31,6 +34,32 @@ def test_a_slow_link_that_fills_most_of_the_bursts_is_sure() -> None:
     assert found is not None
     assert found.is_sure
     assert found.value == 6e6
+
+
+@pytest.mark.parametrize(
+    ("to_rank_1", "from_rank_2", "found"),
+    [
+        # Rank 1 waits for rank 2, whose uplink is slow: the others reach it as they reach each other.
+        (70e6, 15e6, 190e6),
+        # Its own downlink is slow, and senders take turns or send all at once.
+        (46e6, 70e6, 50e6),
+        (17e6, 70e6, 50e6),
+        # Both.
+        (46e6, 15e6, 50e6),
+    ],
+)
+def test_a_rank_that_waits_for_a_slow_sender_has_no_slow_downlink(
+    to_rank_1: float, from_rank_2: float, found: float
+) -> None:
+    """Rates in bit/s, recorded at 200 Mbit/s with one link of 50."""
+    bursts = {rank: [Burst(MIB, 8 * MIB / (50e6 if rank == 1 else 190e6))] * 4 for rank in range(4)}
+    pairs = {
+        (a, b): [min(from_rank_2 if a == 2 else 70e6, to_rank_1 if b == 1 else 70e6) / 8] * 3
+        for a, b in itertools.permutations(range(4), 2)
+    }
+    down, _ = link_rates(bursts, pairs)
+    assert 8 * down[1] == pytest.approx(found, rel=1e-4)
+    assert link_rates({}, pairs)[0] == {}
 
 
 def test_an_interval_holds_its_quantile_about_19_times_in_20() -> None:
