@@ -1,4 +1,4 @@
-"""A server for the other monitors of the run: who does not show its token is hung up on."""
+"""Server for the run's monitors: it disconnects clients that do not send its token."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class AdaptCase:
     judged_from_step  steps before it count for answers and switches only
     goals             by the name of a number
     answer            goal: seconds or steps until a change is answered; either suffices
-    slow_stretch      goal: seconds or steps on end under plans more than 3 % slower than dense
+    slow_stretch      goal: longest period, seconds or steps, under plans more than 3 % slower than dense
     """
 
     name: str

@@ -84,7 +84,7 @@ class AdaptRun:
     over_static  progress of the best single plan over that of the run
     slow_share   share of the time under plans more than 3 % slower than dense
     answers      seconds and steps from each change until the plan in force was within 5 % of the best
-    slow_stretch longest time on end under plans more than 3 % slower than dense
+    slow_stretch longest period under plans more than 3 % slower than dense
     num_false    plans disabled though they were not slower than dense
     scores       of each step: its begin, and seconds per progress of its plan and of the best one
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 from cgx_ray.collectives.transport.greeting import greeted
 from cgx_ray.control.gains.known_losses import lost_share
-from cgx_ray.engine.counted import MAX_BURSTS, counted_lags, counted_peers, tells_rates
+from cgx_ray.engine.counted import MAX_BURSTS, counted_lags, counted_peers, reports_rates
 from cgx_ray.engine.gains.gain_schedule import is_measured
 from cgx_ray.monitors.node_monitor import measured_nodes
 from cgx_ray.monitors.node_step import node_steps
@@ -142,7 +142,7 @@ class Reports:
         self._cluster = cluster
         self._random = random.Random(0)
         self._step = lru_cache(maxsize=4)(self._new_step)
-        self._telling = frozenset(rank for rank in range(cluster.num_ranks) if tells_rates(rank, cluster.nodes))
+        self._telling = frozenset(rank for rank in range(cluster.num_ranks) if reports_rates(rank, cluster.nodes))
         self._peers = lru_cache(maxsize=2 * cluster.num_ranks)(self._new_peers)
         self._lags = [self._told_lags(node) for node in range(cluster.num_nodes)]
         self._measured = [measured_nodes(name, cluster.names) for name in cluster.names]

@@ -2,7 +2,7 @@
 
 A process group gets flat tensors without names. DDP tells how it cuts its buckets, so a tensor is recognised as a
 bucket by its size and by its turn among DDP's calls since the last forward pass. Both are the same on all ranks;
-addresses would not be. A tensor that is taken for a bucket by mistake is still reduced rightly, in other parts.
+addresses would not be. A tensor mistaken for a bucket is still reduced correctly, only cut differently.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Memory:
                 self.now[kind].mul_(scale / self.scale)
         self.scale = scale
 
-    def without_debt(self) -> Memory:
+    def without_residual(self) -> Memory:
         """Return memory with the same `next` buffers and no residual."""
         return Memory({}, self.next, self.scale)
 
@@ -143,7 +143,7 @@ class Codec:
         raise NotImplementedError
 
 
-def poison(grad_N: Tensor) -> Tensor | float:
+def nan_if_not_finite(grad_N: Tensor) -> Tensor | float:
     """Return 0 if `grad_N` is finite, else NaN; see `ops.poison`.
 
     Codecs that might not send NaN and Inf elements add it to an element that they send.
@@ -153,4 +153,4 @@ def poison(grad_N: Tensor) -> Tensor | float:
 
 def is_finite(grad_N: Tensor) -> bool:
     """Return True if no element is NaN or Inf."""
-    return not math.isnan(float(poison(grad_N)))
+    return not math.isnan(float(nan_if_not_finite(grad_N)))

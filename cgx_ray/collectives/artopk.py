@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import Codec, Memory, is_finite, poison
+from cgx_ray.codecs.codec import Codec, Memory, is_finite, nan_if_not_finite
 from cgx_ray.codecs.sparse import Selection, Sparse
 from cgx_ray.codecs.wire import HEADER_BYTES, Message, Stamp
 from cgx_ray.collectives.dense import Dense
@@ -131,7 +131,7 @@ class ArTopk(Exchange):
         # Behind the last index there are zeros; the sums for these are not used.
         torch.index_select(fed_N, 0, index_K, out=values_K)
         # An Inf of this rank may lie at an index that the broadcasting rank did not choose.
-        self._sums[self._selection.num_kept] = poison(fed_N)
+        self._sums[self._selection.num_kept] = nan_if_not_finite(fed_N)
         if self.star_or_var is not None:
             self._sums[-1] = fed_N.norm().square()
         averaging = self._average.turns(self._sums, None, replace(stamp, codec="none"), seed, phases)

@@ -116,11 +116,11 @@ class DirectLane:
                 yield self._going.pop(peer)
             self._coming[peer] = self._transport.start({}, {peer: self._of_chunk[peer].parts})
 
-    def send_own(self, step: Step, share_N: Tensor, num_debtors: float) -> None:
+    def send_own(self, step: Step, share_N: Tensor, residual_scale: float) -> None:
         """Encode `share_N`, the own chunk or its average, and send it to all others. See `Parcel.encode_share`."""
         rank, peers, phases = self._transport.rank, self._transport.peers, step.phases
         key, memory = step.key(rank, self._numbers[rank]), step.memory_of(self._bounds[rank])
-        self._of_chunk[rank].encode_share(share_N, step.stamp, key, memory, num_debtors)
+        self._of_chunk[rank].encode_share(share_N, step.stamp, key, memory, residual_scale)
         phases.lap("encode")
         if peers:
             phases.begin_round()

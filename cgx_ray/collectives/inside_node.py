@@ -76,14 +76,14 @@ class DenseInside:
 class CompressedInside:
     """The two halves of `Sra`, by messages."""
 
-    def __init__(self, sra: Sra, numel: int, num_debtors: float, own: tuple[int, int]) -> None:
+    def __init__(self, sra: Sra, numel: int, residual_scale: float, own: tuple[int, int]) -> None:
         """Use `sra`, whose ranks are those of the node.
 
-        num_debtors  how many times this rank owes what encoding the average of its chunk drops
-        own          elements [start, stop) of this rank's chunk
+        residual_scale  times that this rank keeps what encoding the average of its chunk drops
+        own             elements [start, stop) of this rank's chunk
         """
         self._sra = sra
-        self._num_debtors = num_debtors
+        self._residual_scale = residual_scale
         self._own = slice(*own)
         self._dropped_N = torch.zeros(numel, dtype=torch.float32, device=HOST)
 
@@ -95,8 +95,8 @@ class CompressedInside:
     def share(self, step: Step) -> Iterator[Handle]:
         """Give the own chunk to the node, and take over the others."""
         if step.memory is None:
-            yield from self._sra.share(step, self._num_debtors)
+            yield from self._sra.share(step, self._residual_scale)
             return
         # Encode without the residual: each node has another one, and would get another average.
-        yield from self._sra.share(replace(step, memory=Memory({}, {RESIDUALS: self._dropped_N})), self._num_debtors)
+        yield from self._sra.share(replace(step, memory=Memory({}, {RESIDUALS: self._dropped_N})), self._residual_scale)
         step.memory.next_N[self._own].add_(self._dropped_N[self._own])

@@ -81,20 +81,22 @@ class Parcel:
             self._codec.encode(run_N, self._message.payload, key, memory)
         self._message.seal(stamp, run_N.numel())
 
-    def encode_share(self, share_N: Tensor, stamp: Stamp, key: int, memory: Memory | None, num_debtors: float) -> None:
-        """Encode a sum of `num_debtors` gradients divided by `num_debtors`, or a part of such a sum.
+    def encode_share(
+        self, share_N: Tensor, stamp: Stamp, key: int, memory: Memory | None, residual_scale: float
+    ) -> None:
+        """Encode the average of `residual_scale` gradients, or a part of it.
 
         share_N  (N,) float32; changed in place
-        memory   in units of the sum: the residual goes in divided by `num_debtors`, and the encoding's error comes out
-                 multiplied by it
+        memory   in units of the sum: the residual is added divided by `residual_scale`, and what the encoding drops is
+                 kept multiplied by it
         """
         if memory is None:
             self.encode(share_N, stamp, key, None)
             return
         if memory.residual_N is not None:
-            share_N.add_(memory.residual_N, alpha=1 / num_debtors)
-        self.encode(share_N, stamp, key, memory.without_debt())
-        memory.next_N.mul_(num_debtors)
+            share_N.add_(memory.residual_N, alpha=1 / residual_scale)
+        self.encode(share_N, stamp, key, memory.without_residual())
+        memory.next_N.mul_(residual_scale)
 
     def decode(self, run_N: Tensor, stamp: Stamp, sender: int, *, add: bool, key: int = 0) -> None:
         """Write the received elements to `run_N`, or add them. Raises WireError on a broken or unexpected message."""

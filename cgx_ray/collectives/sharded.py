@@ -73,7 +73,7 @@ def _all_gather(lanes: Sequence[tuple[DirectLane, Step]], transport: TransportLi
     for lane, _ in lanes:
         yield from lane.expect_chunks()
     for lane, step in lanes:
-        lane.send_own(step, lane.own(step), num_debtors=1)
+        lane.send_own(step, lane.own(step), residual_scale=1)
         lane.use_own(step)
     for lane, step in lanes:
         yield from lane.take_chunks(step)

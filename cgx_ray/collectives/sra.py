@@ -65,13 +65,13 @@ class Sra(Exchange):
         for lane in self._lanes:
             yield from lane.add_parts(step)
 
-    def share(self, step: Step, num_debtors: float) -> Iterator[Handle]:
+    def share(self, step: Step, residual_scale: float) -> Iterator[Handle]:
         """After `reduce`: send the own chunk to the others, encoded, and take over theirs.
 
-        `step.memory` gets `num_debtors` times what the encoding drops.
+        `step.memory` gets `residual_scale` times what the encoding drops.
         """
         for lane in self._lanes:
-            yield from _share(lane, _second(step), lane.own(step), num_debtors)
+            yield from _share(lane, _second(step), lane.own(step), residual_scale)
         yield from self._gather(_second(step))
 
     def _gather(self, step: Step) -> Iterator[Handle]:
@@ -80,8 +80,8 @@ class Sra(Exchange):
             yield from lane.finish_sends()
 
 
-def _share(lane: DirectLane, step: Step, share_N: Tensor, num_debtors: float) -> Iterator[Handle]:
-    lane.send_own(step, share_N, num_debtors)
+def _share(lane: DirectLane, step: Step, share_N: Tensor, residual_scale: float) -> Iterator[Handle]:
+    lane.send_own(step, share_N, residual_scale)
     yield from lane.expect_chunks()
     lane.use_own(step)
 

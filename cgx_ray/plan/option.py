@@ -107,7 +107,7 @@ class Option:
         if problem is not None:
             raise ConfigError(problem)
         if _member(Device, self.device, str(self)) is Device.CPU and not self.has_choice_of_device:
-            raise ConfigError(f"device 'cpu' says nothing with {self.scheme}, intra {self.intra}; leave it out")
+            raise ConfigError(f"device 'cpu' has no effect with scheme {self.scheme}, intra {self.intra}; leave it out")
 
     @property
     def has_choice_of_device(self) -> bool:

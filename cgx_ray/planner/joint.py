@@ -70,7 +70,7 @@ def best_plan(
                   cannot carry the largest layer (4 GiB per payload, 2^31 elements of sparse codecs), and hierarchies if
                   nodes have one rank
     max_gap       largest gap, as a share; 0 is exact
-    dense_groups  groups of dense, those of DDP; empty: the best ones for dense
+    dense_groups  DDP's groups; empty: the best grouping for dense
 
     The score is that of GraVAC, throughput times gain. The efficiency of a plan is that of its options, weighted by
     the elements that layers count as (`Measured.counted_numel`), so what it loses is a sum over its layers:

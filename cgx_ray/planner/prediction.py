@@ -324,9 +324,11 @@ def _counted(group: PlannedGroup, counted: Mapping[str, float]) -> float:
 
 
 def _efficiency(shares: Sequence[tuple[float, float]], numel: int) -> float:
-    """Return what is left of `numel` elements when each share keeps so much of the elements that it counts for.
+    """Return the efficiency of a plan of `numel` elements: 1 - (elements lost) / (all elements).
 
-    Sums what is missing, so that shares of 1 give exactly 1. Different codecs may lose more than there is.
+    shares  of each group, the share that it keeps, and the number of elements that it counts as
+
+    The sum is that of what is lost, so shares of 1 give exactly 1. Different codecs may lose more than all.
     """
     return max(0.0, 1 - math.fsum((1 - share) * counted for share, counted in shares) / numel)
 

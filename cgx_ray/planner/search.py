@@ -65,9 +65,9 @@ def search(pipeline: Pipeline, *, max_gap: float = 0.0, max_labels: int = MAX_LA
     (1 - w) network_s over the groups that are the cheapest for w. (Their costs are sums over layers, so one pass over
     these finds them.)
 
-    A toll moves C, D and E by as much, as if device and network both stood still for so long, so all of this holds with
-    tolls, whichever they are for a layer and an option. Only an E is moved by the tolls of later groups: it may end the
-    step if it is after the bound less the largest of these, layer by layer.
+    A toll delays C, D and E equally, so the bound also holds with tolls, whichever they are for a layer and an option.
+    Only E is also delayed by the tolls of later groups: it may end the step if it is after the bound less the largest
+    of these, layer by layer.
 
     Finishes that differ by less than 1e-12 of their value count as equal.
     """

@@ -25,7 +25,7 @@ class StepSpan(NamedTuple):
     step_s     mean seconds of a step, without what happened between steps
     parts_s    compute, and what compute did not hide of encoding, exchange and decoding; None if unknown. They add up
                to `step_s`
-    between_s  mean seconds per step of what happened between steps, 0 where steps.jsonl does not tell
+    between_s  mean seconds per step of what happened between steps, 0 where steps.jsonl lacks it
     speed_up   against dense steps, as the controller knew it; None if it did not
     """
 
@@ -109,7 +109,7 @@ def mean_parts(found: Sequence[StepSpan]) -> tuple[float, float, float, float] |
 def mean_step_s(found: Sequence[StepSpan]) -> float | None:
     """Return the mean seconds of a step, without what happened between steps.
 
-    Single steps count as the median of ten on end, as steps.jsonl does not tell a pause between two of them.
+    A single step counts as the median of ten in a row, as steps.jsonl does not show a pause between two steps.
     """
     total = sum(span.num_steps for span in found)
     if not total:

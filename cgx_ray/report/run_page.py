@@ -141,9 +141,9 @@ def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[
     if step_s is not None:
         pairs.append(("mean step", f"{step_s:.3g} s"))
     if parts is not None and sum(parts) > 0:
-        pairs.append(("of it compute", f"{parts[0] / sum(parts):.0%}"))
+        pairs.append(("compute share", f"{parts[0] / sum(parts):.0%}"))
     if share := between_share(found):
-        pairs.append(("of the time between steps", f"{share:.0%}"))
+        pairs.append(("share between steps", f"{share:.0%}"))
     pairs.append(("decisions, new plans", f"{len(record.decisions)}, {_num_changes(record)}"))
     if errors:
         pairs.append(("mean prediction error", f"{sum(map(abs, errors)) / len(errors):.0%}"))

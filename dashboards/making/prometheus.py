@@ -1,4 +1,4 @@
-"""A Prometheus of one's own: started on loopback, asked over HTTP, ended by its process."""
+"""Starts a private Prometheus on loopback and queries it over HTTP. It ends with this process."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.codec_cases import KEY, SPARSE, SPECS, decoded, encoded, noise
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import MOMENTUM, is_finite, poison
+from cgx_ray.codecs.codec import MOMENTUM, is_finite, nan_if_not_finite
 from cgx_ray.codecs.powersgd import PowerSgd
 from cgx_ray.codecs.selectors import LwTopK, stage_ratios
 from cgx_ray.codecs.sparse import Selection
@@ -155,12 +155,12 @@ def test_one_non_finite_element_arrives_wherever_it_is(spec: CodecSpec, value: f
                 assert not is_finite(decoded(codec, payload, 5003, key=position)), position
 
 
-def test_poison_is_zero_for_numbers_and_nan_for_the_others() -> None:
-    assert float(poison(noise(100))) == 0
-    assert float(poison(torch.empty(0))) == 0
-    assert float(poison(torch.tensor([3.4e38, -3.4e38]))) == 0
+def test_nan_if_not_finite_is_zero_for_numbers_and_nan_for_the_others() -> None:
+    assert float(nan_if_not_finite(noise(100))) == 0
+    assert float(nan_if_not_finite(torch.empty(0))) == 0
+    assert float(nan_if_not_finite(torch.tensor([3.4e38, -3.4e38]))) == 0
     for value in (math.nan, math.inf, -math.inf):
-        assert math.isnan(float(poison(torch.tensor([1.0, value]))))
+        assert math.isnan(float(nan_if_not_finite(torch.tensor([1.0, value]))))
 
 
 def test_dgc_corrects_momentum_and_clears_it_where_it_sends() -> None:

@@ -14,7 +14,7 @@ from cgx_ray.collectives.transport.greeting import greeted
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner, join
 from cgx_ray.control.learned.measured import layer_times
 from cgx_ray.control.network.link_estimate import PassiveLink
-from cgx_ray.engine.counted import FEWER, MAX_BURSTS, MAX_TELLING, counted_bursts, counted_lags, counted_peers
+from cgx_ray.engine.counted import FEWER, MAX_BURSTS, MAX_REPORTING, counted_bursts, counted_lags, counted_peers
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import ROTATION_STEPS, Burst, NodeStep, StepSample, counted_offsets
 from cgx_ray.plan import CodecSpec, GroupPlan, Layer, Plan, Scheme, make_plan
@@ -170,7 +170,9 @@ def _step_of_many(run: FakeTraining, nodes: list[int], slow: int) -> JoinedStep:
     return joined
 
 
-@pytest.mark.parametrize("nodes", [list(range(40)), [rank // 8 for rank in range(2 * MAX_TELLING)]], ids=["40", "1024"])
+@pytest.mark.parametrize(
+    "nodes", [list(range(40)), [rank // 8 for rank in range(2 * MAX_REPORTING)]], ids=["40", "1024"]
+)
 def test_a_link_of_many_ranks_is_told_from_the_pairs_that_count(nodes: list[int], tmp_path: Path) -> None:
     num_telling = len(set(nodes))
     slow = nodes.index(5)

@@ -7,8 +7,8 @@ its process or host stands still. A neighbour that is silent for longer is a ver
 fails. The first verdict goes round the ring in both directions and ends the exchanges of all ranks, with one
 cause that all of them know. Two connections per rank, whatever the number of ranks.
 
-The end of a process is no verdict: it may have finished its training. Those that still need it find its other
-connections closed, and then have words to say. If it did not say goodbye, its neighbours know its number by then.
+The end of a process is no verdict: it may have finished its training. A rank that still needs it sees its data
+connections close and reports that. If it did not say goodbye, its neighbours know its number by then.
 """
 
 from __future__ import annotations

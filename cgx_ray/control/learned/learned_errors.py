@@ -158,7 +158,7 @@ class LearnedErrors:
 
 
 def undoable(learned: Iterable[tuple[float, T]], now_s: float) -> list[tuple[float, T]]:
-    """Return those of `learned`, with their time first, that another network would undo now."""
+    """Return the (time, value) entries young enough to be dropped if the network has changed."""
     return [one for one in learned if one[0] >= now_s - LATE_NOTICE_S]
 
 

@@ -45,7 +45,7 @@ def timed_options(plan: Plan) -> frozenset[Option]:
 
 
 def bits_by_layer(plan: Plan) -> dict[str, int]:
-    """Return the bits of each layer whose codec is that of bits by layer. Fixed groups are left out."""
+    """Return the bits of each layer that uses per-layer qsgd. Fixed groups are left out."""
     return {
         name: group.option.codec.bits
         for group in plan.groups

@@ -59,10 +59,10 @@ BY_HAND = (
 SAME_SCORE = 0.01
 # The same for leaving dense while predictions are far off.
 MOST_IMPROVEMENT = 0.2
-# Told times of a codec may be this many times too long.
+# Calibration (before training) may overstate a codec's time by this factor.
 MAX_OVERSTATED = 300.0
-# Share of the error that `min_gain` allows: options in force may have so much more, others must have so much less. Mean
-# gains scatter by about 0.02 around 0.8, which is a tenth of the error.
+# An option in force may exceed the error that `min_gain` allows by this share; another one must stay below it by this
+# share. Mean gains scatter by about 0.02 around 0.8, which is a tenth of the error.
 GAIN_MARGIN = 0.1
 
 

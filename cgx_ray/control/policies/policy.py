@@ -42,7 +42,7 @@ class Outlook:
     now           the measurements
     states        `now`; or several if the network changes too fast to follow, each as likely as the others
     errors        factors that predictions are multiplied with
-    dense_groups  of dense, those of DDP; empty: the best ones for dense, as predicted
+    dense_groups  DDP's groups; empty: the grouping predicted best for dense
     plan_s        seconds of a step of plans that have run on this network, by their groups: they count in place of
                   predictions. None count if there are several states
     """

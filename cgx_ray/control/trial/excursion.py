@@ -1,8 +1,8 @@
 """Excursions: a few steps under another plan, to measure dense anew or to time a codec, before the loop decides again.
 
-Dense is measured anew if the plan in force may be slower than dense and the errors of the two do not tell. A codec is
-timed if it was never in use and a plan with it would be the best one by far, were its told times as much too long as
-they may be. Then one layer is sent with it, so a codec that is truly slow costs little.
+Dense is measured again if the plan in force may be slower than dense and the steps so far do not show it. A codec that
+was never in use is timed if a plan with it would be the best one by far should its calibrated times be MAX_OVERSTATED
+times too long. Then one layer is sent with it, so a codec that is truly slow costs little.
 """
 
 from __future__ import annotations

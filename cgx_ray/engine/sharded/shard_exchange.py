@@ -86,7 +86,7 @@ class ShardExchange:
             if is_average:
                 own_1S.div_(num_ranks)
             part.scatter(own_1S, out_T.view(1, -1))
-            part.forgive_padding()
+            part.zero_padding_residual()
         return phases
 
     def all_reduce(self, unit: Unit, shard_T: Tensor, *, is_average: bool) -> Phases:
@@ -107,7 +107,7 @@ class ShardExchange:
                 assert part.memory is not None
                 own_S = part.memory.next_N.view(part.num_ranks, -1)[self._shards.rank]
                 torch.mul(memory.next_N, part.num_ranks if is_average else 1, out=own_S)
-                part.forgive_padding()
+                part.zero_padding_residual()
             if not is_average:
                 values_1S.mul_(self._replicas.world_size)
             part.scatter(values_1S, shard_1T)

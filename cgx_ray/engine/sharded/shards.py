@@ -110,8 +110,8 @@ class Part:
         for there, here, width in self._columns:
             rows_RT[:, there : there + width] = rows_RS[:, here : here + width]
 
-    def forgive_padding(self) -> None:
-        """Set the residuals of the padding to zero, since nobody reads it."""
+    def zero_padding_residual(self) -> None:
+        """Set the residuals of the padding to zero, since no rank reads it."""
         if self.memory is None:
             return
         next_RS = self.memory.next_N.view(self.num_ranks, self.width)
