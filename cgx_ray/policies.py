@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.paper_policies import Cgx, Flexible
-from cgx_ray.control.policies.policy import Decision, Outlook, Policy, Situation, Static, options_from
+from cgx_ray.control.policies.policy import Decision, PlannerInput, Policy, Situation, Static, options_from
 from cgx_ray.plan import CodecSpec, Option
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction
 
@@ -16,8 +16,8 @@ __all__ = [
     "Flexible",
     "Measured",
     "Option",
-    "Outlook",
     "PlannedGroup",
+    "PlannerInput",
     "Policy",
     "Prediction",
     "Situation",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from cgx_ray.control.learned.evidence import Evidence
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.policies.policy import Decision
-from cgx_ray.control.trial.excursion import MAX_SPEEDUP, Excursion
+from cgx_ray.control.trial.measuring_steps import MAX_SPEEDUP, MeasuringSteps
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.planner.prediction import groups_of, predict
 
@@ -18,21 +18,21 @@ BASELINE_STEPS = 8
 
 def needs_dense_steps(state: WorkerGroupState, decision: Decision) -> bool:
     """Return whether dense is known from too few steps to judge `decision` by, and little is lost by more."""
-    experience = state.experience
-    if not is_dense(state.plan) or experience.baseline.num_steps >= BASELINE_STEPS:
+    steps = state.steps
+    if not is_dense(state.plan) or steps.baseline.num_steps >= BASELINE_STEPS:
         return False
-    return experience.dense_s(state.known()) < MAX_SPEEDUP * decision.step_s
+    return steps.dense_s(state.known()) < MAX_SPEEDUP * decision.step_s
 
 
 def replace_by_dense(state: WorkerGroupState, reason: str) -> Decision:
     """Return the decision to measure dense steps."""
-    measured, experience = state.known(), state.experience
-    dense_s = experience.dense_s(measured)
+    measured, steps = state.known(), state.steps
+    dense_s = steps.dense_s(measured)
     return Decision(
         kind="replace",
-        plan=replace(experience.dense_plan, version=state.plan.last_version + 1, lease=None),
+        plan=replace(steps.dense_plan, version=state.plan.last_version + 1, lease=None),
         reason=reason,
-        predicted=predict(measured, experience.dense_groups),
+        predicted=predict(measured, steps.dense_groups),
         step_s=dense_s,
         dense_s=dense_s,
     )
@@ -52,18 +52,18 @@ def disable(state: WorkerGroupState, reason: str) -> Decision:
     )
 
 
-def return_home(state: WorkerGroupState, excursion: Excursion) -> Decision:
-    """Return the decision to end `excursion`."""
+def return_home(state: WorkerGroupState, measuring: MeasuringSteps) -> Decision:
+    """Return the decision to end `measuring`."""
     measured = state.known()
-    predicted = predict(measured, groups_of(excursion.home, state.layers))
-    what = "dense is measured" if excursion.codec is None else f"{excursion.codec} is timed"
+    predicted = predict(measured, groups_of(measuring.home, state.layers))
+    what = "dense is measured" if measuring.codec is None else f"{measuring.codec} is timed"
     return Decision(
         kind="replace",
-        plan=replace(excursion.home, version=state.plan.last_version + 1, lease=None),
+        plan=replace(measuring.home, version=state.plan.last_version + 1, lease=None),
         reason=f"{what}: back to {predicted.describe_options()}",
         predicted=predicted,
-        step_s=state.experience.errors.step_s(predicted),
-        dense_s=state.experience.dense_s(measured),
+        step_s=state.steps.errors.step_s(predicted),
+        dense_s=state.steps.dense_s(measured),
     )
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.learned.measured import dense_groups, is_dense
-from cgx_ray.control.trial.experience import DenseBaseline
-from cgx_ray.control.trial.setbacks import Setbacks
+from cgx_ray.control.trial.bans import Bans
+from cgx_ray.control.trial.steps_beside_predictions import DenseBaseline
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
@@ -23,7 +23,7 @@ from cgx_ray.planner.prediction import Measured
 logger = logging.getLogger(__name__)
 
 # Rises when `History` changes, so that a snapshot of another version is not misread.
-SNAPSHOT_FORMAT = 6
+SNAPSHOT_FORMAT = 7
 # Newest plans that are handed over. Ranks and leases refer to the last two or three.
 KEPT_PLANS = 8
 # Raised by a pickle that is cut or changed.
@@ -66,7 +66,7 @@ class Learned:
 
     measured: Measured
     errors: LearnedErrors
-    setbacks: Setbacks
+    bans: Bans
     baseline: DenseBaseline
 
 

@@ -1,19 +1,20 @@
 """The control loop: reports in, decisions out. It uses no Ray and no clock of its own, so tests can step it.
 
-Each step of all ranks is compared with the predictions for its own compute, of its plan and of dense (`experience`).
+Each step of all ranks is compared with the predictions for its own compute, of its plan and of dense
+(`steps_beside_predictions`).
 Then the loop does the first of these that has a cause:
 
 1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`disable`),
-   and its options are banned for a time (`setbacks`).
-2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency (`network_change`),
-   another compute or other errors (`innovation`), another gain (`gains`), a loss that got worse (`loss_trend`), an
-   outcome unlike its prediction, a failure, or a regular review. If it changes nothing, a codec may be timed in a few
-   steps with one layer (`excursion`).
-3. Where the steps do not tell whether a plan is slower than dense, a few dense steps are measured (`excursion`). Right
-   after these one standard error instead of three is enough for 1.
+   and its options are banned for a time (`bans`).
+2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency, another compute or
+   other errors (`network.changes`), another gain (`gains`), a loss that got worse (`loss_trend`), an outcome unlike its
+   prediction, a failure, or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer
+   (`measuring_steps`).
+3. Where the steps do not show whether a plan is slower than dense, a few dense steps are measured (`measuring_steps`).
+   Right after these one standard error instead of three is enough for 1.
 
 WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
-options and codecs are learned (`learned_errors`). Plans are chosen with these errors (`choice`). If the link goes back
+options and codecs are learned (`learned_errors`). Plans are chosen with these errors. If the link goes back
 and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
 An option whose gain fell by more than GAIN_CHANGE while it was in use is banned too, twice as long each time. So is the
 option that kept the least of a plan under which the loss got worse, and all that keep less.
@@ -34,11 +35,11 @@ from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal.facts import CauseKind, LoopFacts
 from cgx_ray.control.journal.lines import Journal, MadeBy, decision_entry, outcome_entry
 from cgx_ray.control.journal.progress import Progress
+from cgx_ray.control.journal_events import JournalEvents
 from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.live_state import LiveState
-from cgx_ray.control.notes import Notes
-from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, Outlook, Policy, Situation
-from cgx_ray.control.trial.excursion import COMPARED, EXCURSION_STEPS, Excursion, codec_trial
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, PlannerInput, Policy, Situation
+from cgx_ray.control.trial.measuring_steps import COMPARED, NUM_MEASURING_STEPS, MeasuringSteps, codec_trial
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Lease, Plan
@@ -83,7 +84,7 @@ class ControlLoop:
         self._earlier = history or History()
         self.plans = list(self._earlier.plans)
         self._registration = self._earlier.registration
-        self._notes = Notes(journal, nodes, self._earlier.num_faults)
+        self._events = JournalEvents(journal, nodes, self._earlier.num_faults)
         self._live = LiveState(run_name, nodes)
         self._is_ended = False
         self._logged: set[type[Exception]] = set()
@@ -99,7 +100,7 @@ class ControlLoop:
             gain_ratios=dict(self._state.gains.ratios if self._state is not None else self._earlier.gain_ratios),
             learned=learned or self._earlier.learned,
             registration=self._registration,
-            num_faults=dict(self._notes.num_faults),
+            num_faults=dict(self._events.num_faults),
         )
 
     def register(self, told: Registration, now_s: float = 0.0, time_s: float = 0.0) -> Plan:
@@ -122,7 +123,7 @@ class ControlLoop:
             self.plans.append(lease.fallback)
         self._registration = told
         if self._earlier.learned is not None and self._last_step is not None:
-            self._earlier.learned.setbacks.shift(told.step - self._last_step)
+            self._earlier.learned.bans.shift(told.step - self._last_step)
         state = self._new_state(told)
         if state.decided is not None and not fits:
             at = _When(told.step, now_s, time_s)
@@ -147,7 +148,7 @@ class ControlLoop:
             self.plans[-1], told, self._policy, self._earlier.gain_ratios, self._earlier.learned
         )
         self._progress, self._last_step = Progress(), None
-        self._notes.start_group()
+        self._events.start_group()
         return self._state
 
     @property
@@ -158,7 +159,7 @@ class ControlLoop:
     def _start_journal(self, state: WorkerGroupState, time_s: float) -> None:
         """Write the first line of a worker group, once."""
         assert self._registration is not None
-        self._notes.start(self._policy, state, self._registration, time_s)
+        self._events.start(self._policy, state, self._registration, time_s)
 
     def add_report(self, node_id: str, report: bytes, now_s: float) -> str | None:
         """Add a node's report, a pickled NodeSample received at `now_s`; return the node that it shall probe next.
@@ -191,16 +192,16 @@ class ControlLoop:
         now_s  by the controller's clock. A node may fall silent, so its probe results expire by this clock
         """
         state = self._state
-        self._notes.report(sample, now_s)
+        self._events.report(sample, now_s)
         if state is None:
             return []
         if sample.steps:
             self._start_journal(state, sample.time_s)
-        self._notes.drift(sample.steps, sample.time_s)
+        self._events.drift(sample.steps, sample.time_s)
         silent_before = state.silent_ranks
         steps = state.join(sample.steps, now_s)
         if state.silent_ranks != silent_before:
-            self._notes.silence(state, sample.time_s)
+            self._events.silence(state, sample.time_s)
         state.add_report(sample, now_s)
         made = [self._add_step(state, step, _When(step.step, now_s, sample.time_s)) for step in steps]
         for line in self._progress.due_lines(now_s, sample.time_s, state.facts):
@@ -226,7 +227,7 @@ class ControlLoop:
         """Note an error that ended the training on a rank. `time_s`: seconds since 1970."""
         if self._state is not None:
             self._start_journal(self._state, time_s)
-        self._notes.fault(fault, time_s)
+        self._events.fault(fault, time_s)
 
     def end(self, time_s: float) -> History:
         """End the worker group at `time_s`, in seconds since 1970; return its history.
@@ -234,13 +235,13 @@ class ControlLoop:
         Reports that still come change nothing: the journal has its last line.
         """
         self._is_ended = True
-        self._notes.end(self._last_step, time_s)
+        self._events.end(self._last_step, time_s)
         return self.history()
 
     def watch_samples(self, now_s: float, time_s: float) -> None:
         """Write it down if no samples have come for long. Called now and then, also when no monitor reports."""
         if self.is_registered and not self._is_ended:
-            self._notes.quiet(now_s, time_s)
+            self._events.quiet(now_s, time_s)
 
     def look(self) -> dict[str, Any] | None:
         """Return what `cgx-ray top` shows, see `LiveState.fields`; None before the worker group has registered."""
@@ -266,7 +267,7 @@ class ControlLoop:
     def facts(self) -> LoopFacts:
         """Return the network and the step times as they are known now. Call `register` before."""
         assert self._state is not None
-        return replace(self._state.facts(), num_faults=dict(self._notes.num_faults))
+        return replace(self._state.facts(), num_faults=dict(self._events.num_faults))
 
     def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: _When) -> None:
         """Compare the last decision's prediction with measured steps, once there are enough, and learn from them."""
@@ -277,9 +278,9 @@ class ControlLoop:
         state.end_outcome(outcome, at.now_s)
 
     def _guard(self, state: WorkerGroupState, at: _When) -> Decision | None:
-        """Keep the promise: leave a plan that is slower than dense. End an excursion that was long enough."""
-        if state.excursion is not None:
-            return self._end_excursion(state, state.excursion, at)
+        """Keep the promise: leave a plan that is slower than dense. End measuring steps that are enough."""
+        if state.measuring is not None:
+            return self._end_measuring(state, state.measuring, at)
         slowdown = state.slowdown()
         if slowdown is None or not state.is_slow_for_long(slowdown):
             return None
@@ -289,44 +290,45 @@ class ControlLoop:
     def _compare(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Measure some dense steps if those so far do not tell whether the plan is slower than dense."""
         slowdown = state.slowdown()
-        if slowdown is None or not state.experience.grants_comparison(slowdown, state.known()):
+        if slowdown is None or not state.steps.grants_comparison(slowdown, state.known()):
             return None
         state.learn(at.now_s)
         decision = replace_by_dense(state, f"compare with dense: measured {beside_dense(slowdown)}")
-        state.excursion = Excursion(home=state.plan, record=state.experience.record)
+        state.measuring = MeasuringSteps(home=state.plan, record=state.steps.record)
         return self._apply(state, decision, state.known(), at, "dense_trial", "compare_with_dense")
 
-    def _end_excursion(self, state: WorkerGroupState, excursion: Excursion, at: _When) -> Decision | None:
-        """Return to the plan before the excursion, or leave it for good, once there are enough steps."""
+    def _end_measuring(self, state: WorkerGroupState, measuring: MeasuringSteps, at: _When) -> Decision | None:
+        """Return to the plan before the measuring steps, or leave it for good, once there are enough of them."""
         measured = state.measured()
-        if len(state.experience.record.window) < EXCURSION_STEPS or measured is None:
+        if len(state.steps.record.window) < NUM_MEASURING_STEPS or measured is None:
             return None
-        state.excursion = None
-        if excursion.codec is not None:
-            state.experience.learn_trial(excursion.codec, measured)
+        state.measuring = None
+        if measuring.codec is not None:
+            state.steps.learn_trial(measuring.codec, measured)
             measured = state.known()
-            asked = self._situation(state, f"{excursion.codec} is timed", excursion.home, measured, at)
+            asked = self._situation(state, f"{measuring.codec} is timed", measuring.home, measured, at)
             decision = self._ask(state, asked, at)
             if decision is not None and decision.kind == "replace":
                 return self._apply(state, decision, measured, at, "policy", "excursion_ended", asked=asked)
-        # With another stretch the steps of the plan at home are paired anew first; then the guard judges them.
-        elif not state.experience.has_old_pairs:
-            slowdown = state.experience.slowdown(excursion.record, measured)
+        # If the slowdown of compute has changed, the steps of the plan at home are first paired again; then the guard
+        # judges them.
+        elif not state.steps.has_old_pairs:
+            slowdown = state.steps.slowdown(measuring.record, measured)
             if verdict(slowdown, MAX_SLOWDOWN, COMPARED) is Verdict.SLOW:
-                return self._disable(state, excursion.home, slowdown, at)
-        home = return_home(state, excursion)
-        return self._apply(state, home, measured, at, "return", "excursion_ended", ended=excursion)
+                return self._disable(state, measuring.home, slowdown, at)
+        home = return_home(state, measuring)
+        return self._apply(state, home, measured, at, "return", "excursion_ended", ended=measuring)
 
     def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _When) -> Decision:
         """Go back to dense and ban the options of `failed`."""
-        state.experience.errors.remember_longer()
+        state.steps.errors.remember_longer()
         groups = groups_of(failed, self.layers)
-        ban_s = state.setbacks.add_slow_plan(groups, at.step, at.now_s)
+        ban_s = state.bans.add_slow_plan(groups, at.step, at.now_s)
         # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
         measured = state.known()
         state.failed = predict(measured, groups).describe_options()
         reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
-        state.tally.add_revert("slower_than_dense")
+        state.counts.add_revert("slower_than_dense")
         return self._apply(state, disable(state, reason), measured, at, "guard", "slower_than_dense")
 
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
@@ -338,19 +340,19 @@ class ControlLoop:
         state.learn(at.now_s)
         measured = state.known()
         if self._policy.is_guarded:
-            state.setbacks.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
+            state.bans.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
         asked = self._situation(state, cause.text, state.plan, measured, at)
         decision = self._ask(state, asked, at)
         if decision is None:
             return None
         if decision.kind == "replace" and self._policy.is_guarded and needs_dense_steps(state, decision):
-            num_dense = state.experience.baseline.num_steps
-            self._notes.wait(decision, num_dense=num_dense, step=at.step, time_s=at.time_s)
+            num_dense = state.steps.baseline.num_steps
+            self._events.wait(decision, num_dense=num_dense, step=at.step, time_s=at.time_s)
             return None
         trial = codec_trial(self._policy, asked, decision) if decision.kind == "keep" else None
         if trial is not None:
             codec, decision = trial
-            state.excursion = Excursion(home=state.plan, record=state.experience.record, codec=codec)
+            state.measuring = MeasuringSteps(home=state.plan, record=state.steps.record, codec=codec)
             return self._apply(state, decision, measured, at, "codec_trial", cause.kind, asked=asked)
         return self._apply(state, decision, measured, at, "policy", cause.kind, asked=asked)
 
@@ -361,28 +363,28 @@ class ControlLoop:
             if decision is not None:
                 situation.check(decision)
         except Exception as error:  # noqa: BLE001 - of a policy that anyone may have written: training goes on
-            self._notes.policy_error(error, at.step, at.time_s)
+            self._events.policy_error(error, at.step, at.time_s)
             return None
         if decision is not None and decision.kind == "replace" and self._policy.is_guarded:
             # Only steps under an option tell how much it really keeps.
-            state.setbacks.add_gain_fall(state.fallen_options(situation.outlook.now), at.step, at.now_s)
+            state.bans.add_gain_fall(state.fallen_options(situation.planner_input.now), at.step, at.now_s)
         return decision
 
     def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Situation:
-        """Return the policy's input. `plan`: that in force, or the one before an excursion."""
+        """Return the policy's input. `plan`: that in force, or the one before measuring steps."""
         return Situation(
             cause=cause,
             plan=replace(plan, version=state.plan.last_version, lease=None),
-            outlook=Outlook(
+            planner_input=PlannerInput(
                 now=measured,
                 states=state.states(measured),
-                errors=state.experience.errors,
-                dense_groups=state.experience.dense_groups,
-                plan_s=state.experience.plan_times.on(measured, at.now_s),
+                errors=state.steps.errors,
+                dense_groups=state.steps.dense_groups,
+                plan_s=state.steps.plan_times.on(measured, at.now_s),
             ),
             dwell_s=state.links.dwell_s,
-            switch_s=state.experience.switch_s(measured.compute_s),
-            banned=state.setbacks.banned(at.step, at.now_s),
+            switch_s=state.steps.switch_s(measured.compute_s),
+            banned=state.bans.banned(at.step, at.now_s),
         )
 
     def _apply(
@@ -395,14 +397,14 @@ class ControlLoop:
         cause: CauseKind,
         *,
         asked: Situation | None = None,
-        ended: Excursion | None = None,
+        ended: MeasuringSteps | None = None,
     ) -> Decision:
         """Put `decision` in force and write it down.
 
         asked  given to the policy, if the policy was asked
         ended  as in `WorkerGroupState.apply`
         """
-        self._notes.decided()
+        self._events.decided()
         old, is_planned = state.plan, made_by in ("policy", "codec_trial")
         situation = asked or self._situation(state, decision.reason, old, measured, at)
         if decision.kind == "replace":
@@ -410,7 +412,7 @@ class ControlLoop:
         state.apply(decision, measured, at.step, at.now_s, is_planned=is_planned, ended=ended)
         if state.plan is not old:
             self.plans.append(state.plan)
-        state.tally.add_decision(decision.kind, cause, at.time_s)
+        state.counts.add_decision(decision.kind, cause, at.time_s)
         entry = decision_entry(
             decision,
             old=old,

@@ -12,7 +12,7 @@ from cgx_ray.control.journal.lines import FORMAT
 from cgx_ray.control.journal.recorded import read_groups, read_layers, read_policy, read_situation
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import Decision, Policy, Situation
-from cgx_ray.control.trial.excursion import codec_trial
+from cgx_ray.control.trial.measuring_steps import codec_trial
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option
 
@@ -21,7 +21,7 @@ SAME_PREDICTION = 1e-9
 # Decisions that the policy did not make, by `made_by`.
 _BY_THE_LOOP = {
     "dense_trial": "dense measured for a few steps",
-    "return": "end of an excursion",
+    "return": "return from measuring steps",
     "guard": "taken back by the guard",
 }
 # Raised by inputs that make no sense to this version.
@@ -173,7 +173,7 @@ class Replay:
         situation = read_situation(entry["situation"], self._layers)
         groups = read_groups(entry["new_groups"], self._layers)
         recorded = _recorded(entry)
-        now = situation.outlook.now
+        now = situation.planner_input.now
         self._measured |= {option.codec for option in self._policy.options if now.gain_of(option) is not None}
         # A policy that others wrote may raise anything.
         errors = CGXError if isinstance(self._policy, Adaptive) else Exception

@@ -11,7 +11,8 @@ from cgx_ray.control.gains.known_losses import KnownLosses
 from cgx_ray.control.gains.loss_trend import LossTrend
 from cgx_ray.control.history import Learned, Registration
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
-from cgx_ray.control.journal.facts import Cause, LoopFacts, Tally
+from cgx_ray.control.journal.facts import Cause, DecisionCounts, LoopFacts
+from cgx_ray.control.learned.compute_slowdown import ComputeSlowdown
 from cgx_ray.control.learned.evidence import MIN_STEPS, Evidence, Verdict, verdict
 from cgx_ray.control.learned.measured import (
     bits_by_layer,
@@ -22,15 +23,14 @@ from cgx_ray.control.learned.measured import (
     network_of,
     non_dense_options,
 )
-from cgx_ray.control.learned.stretch import ComputeStretch
-from cgx_ray.control.network.changes import Innovations, SlowRanks, network_cause
+from cgx_ray.control.network.changes import SlowRanks, StepTimeChanges, network_cause
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
-from cgx_ray.control.trial.excursion import Excursion
-from cgx_ray.control.trial.experience import SURPRISE, Experience
+from cgx_ray.control.trial.bans import Bans
+from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
-from cgx_ray.control.trial.setbacks import Setbacks
+from cgx_ray.control.trial.steps_beside_predictions import SURPRISE, StepsBesidePredictions
 from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import Option, Plan
 from cgx_ray.planner.bits import bits_of
@@ -52,14 +52,14 @@ class WorkerGroupState:
     """All that is known about one worker group; a restart of the workers makes a new object.
 
     plan        in force
-    experience  steps beside their predictions, and the errors learned from them
-    excursion   that is under way, else None
+    steps       beside their predictions, and the errors learned from them
+    measuring   measuring steps that are under way, else None
     failed      the plan that was disabled last, in words, until the policy is asked what to do instead
     decided     measurements that the policy decided on last, None before the first time
     pending     the last decision until its outcome is measured, else None
-    setbacks    options that are banned
-    tally       counts for the metrics
-    speed_up    of the newest steps over dense ones, see `Experience.speed_up`
+    bans        of options
+    counts      of decisions, for the metrics
+    speed_up    of the newest steps over dense ones, see `StepsBesidePredictions.speed_up`
     loss        trend before and since the last change of options
     """
 
@@ -77,13 +77,13 @@ class WorkerGroupState:
         """
         self.layers = told.layers
         self._fixed = tuple(group for group in groups_of(plan, told.layers) if group.is_fixed)
-        self.experience = Experience(told.layers, plan, told.dense_plan, told.codec_costs)
-        self.excursion: Excursion | None = None
+        self.steps = StepsBesidePredictions(told.layers, plan, told.dense_plan, told.codec_costs)
+        self.measuring: MeasuringSteps | None = None
         self.failed: str | None = None
         self.decided: Measured | None = None
         self.pending: PendingOutcome | None = None
-        self.setbacks = Setbacks()
-        self.tally = Tally()
+        self.bans = Bans()
+        self.counts = DecisionCounts()
         self.network = KnownNetwork()
         self.links = RecentLinks()
         self.gains = KnownGains(plan, gain_ratios, learned.measured.gain if learned is not None else {})
@@ -94,7 +94,7 @@ class WorkerGroupState:
         self._told = told
         self._joiner = StepJoiner(plan.world_size)
         self._slow_ranks = SlowRanks(plan.world_size)
-        self._innovations = Innovations()
+        self._changes = StepTimeChanges()
         self._recent: list[JoinedStep] = []
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
@@ -115,17 +115,17 @@ class WorkerGroupState:
     def _go_on(self, learned: Learned) -> None:
         """Start with what was `learned`, scaled to the number of workers."""
         before, num_workers = learned.measured.network, self.plan.world_size
-        self.experience.errors, self.setbacks = learned.errors, learned.setbacks
+        self.steps.errors, self.bans = learned.errors, learned.bans
         if before.num_workers == num_workers:
-            self.experience.baseline = learned.baseline
+            self.steps.baseline = learned.baseline
         else:
             # Another number of ranks may share the processors of a node.
-            self.experience.errors.stretch = ComputeStretch()
+            self.steps.errors.compute_slowdown = ComputeSlowdown()
         num_local = before.ranks_per_node if num_workers % before.ranks_per_node == 0 else 1
         self.decided = replace(
             learned.measured,
             network=network_of(num_workers, num_local, before.between, before.inside),
-            codec_costs=self.experience.codec_costs,
+            codec_costs=self.steps.codec_costs,
             encodes_on=self._told.encodes_on,
             bus=self._told.bus,
             fixed=self._fixed,
@@ -136,8 +136,8 @@ class WorkerGroupState:
         measured = self.measured() or self.decided
         if measured is None:
             return None
-        own = self.experience
-        return Learned(measured=measured, errors=own.errors, setbacks=self.setbacks, baseline=own.baseline)
+        own = self.steps
+        return Learned(measured=measured, errors=own.errors, bans=self.bans, baseline=own.baseline)
 
     def note(self, news: str) -> None:
         """Have the policy asked as soon as there are measurements, because of `news`."""
@@ -145,7 +145,7 @@ class WorkerGroupState:
 
     @property
     def plan(self) -> Plan:
-        return self.experience.plan
+        return self.steps.plan
 
     @property
     def silent_ranks(self) -> frozenset[int]:
@@ -188,14 +188,14 @@ class WorkerGroupState:
             self.loss.restart()
         self.loss.add(step.loss)
         measured = self.measured() or self.decided
-        ratio = self.experience.add(step, measured)
-        self.speed_up = self.experience.speed_up(measured)
+        ratio = self.steps.add(step, measured)
+        self.speed_up = self.steps.speed_up(measured)
         if measured is not None and ratio is not None:
-            self._innovations.add(step.compute_s / self.experience.stretch, ratio, step.step_s)
+            self._changes.add(step.compute_s / self.steps.compute_slowdown, ratio, step.step_s)
             if self.network.is_known:
                 self.links.add(measured.network.between, step.step_s)
                 # A link that goes back and forth is no drift: nothing would ever be learned on it.
-                if not self.links.is_unsteady and self.experience.link_drifted(measured.network.between, now_s):
+                if not self.links.is_unsteady and self.steps.link_drifted(measured.network.between, now_s):
                     self._news = Cause("network", "the link has drifted since errors were learned")
         return True
 
@@ -207,29 +207,29 @@ class WorkerGroupState:
     @property
     def may_accept(self) -> bool:
         """True if the plan in force is on trial and its outcome is known."""
-        return self.plan.lease is not None and self._is_judged and self.excursion is None
+        return self.plan.lease is not None and self._is_judged and self.measuring is None
 
     def accept(self) -> Plan:
         """Make the plan in force permanent: return the same under the next version, without a lease."""
         accepted = replace(self.plan, version=self.plan.last_version + 1, lease=None)
         self._versions.add(accepted.version)
-        self.experience.plan = accepted
+        self.steps.plan = accepted
         return accepted
 
     def _return_to(self, fallback: Plan) -> None:
         """Note that the ranks have returned to the fallback of a lease, as its end came before the outcome."""
         self._news = Cause("lease_ended", f"the lease of plan {self.plan.version} has ended")
-        self.tally.add_revert("lease_ended")
-        self.pending = self.excursion = None
+        self.counts.add_revert("lease_ended")
+        self.pending = self.measuring = None
         self._start_plan(fallback, None)
 
     def _start_plan(self, plan: Plan, before: PlanRecord | None) -> None:
-        """Begin with `plan`. `before`: its steps before an excursion that ends now."""
-        if non_dense_options(plan) != non_dense_options(self.plan) and self.excursion is None and before is None:
+        """Begin with `plan`. `before`: its steps before measuring steps that end now."""
+        if non_dense_options(plan) != non_dense_options(self.plan) and self.measuring is None and before is None:
             self.loss.start_plan()
         self._versions, self._is_judged = {plan.version}, False
-        self.experience.start_plan(plan, before, is_excursion=self.excursion is not None)
-        self._innovations.restart_ratio()
+        self.steps.start_plan(plan, before, is_measuring=self.measuring is not None)
+        self._changes.restart_ratio()
         self._slow_s = 0.0
         self.gains.start_plan(plan)
         self._bits = bits_by_layer(plan)
@@ -237,42 +237,42 @@ class WorkerGroupState:
     def learn(self, now_s: float) -> None:
         """Learn the errors of the plan in force from its steps so far."""
         measured = self.known()
-        if self.decided is not None and self._innovations.other_compute(self.decided.compute_s, measured.compute_s):
-            self.experience.compute_changed()
-        untimed = self.experience.learn(measured, now_s)
+        if self.decided is not None and self._changes.other_compute(self.decided.compute_s, measured.compute_s):
+            self.steps.compute_changed()
+        untimed = self.steps.learn(measured, now_s)
         if untimed:
             self._news = Cause("step_time", f"{', '.join(sorted(untimed))} timed in steps")
         # Predictions are made in another way from now on.
-        self._innovations.restart_ratio()
+        self._changes.restart_ratio()
 
     def end_outcome(self, outcome: PendingOutcome, now_s: float) -> None:
         """Learn from an outcome, and note what is another than predicted."""
         self.pending, self._is_judged = None, True
-        if self.excursion is not None or self._predicted_s is None:
+        if self.measuring is not None or self._predicted_s is None:
             return
         if outcome.decision.kind == "replace":
-            self.experience.learn_switch()
+            self.steps.learn_switch()
         self.learn(now_s)
         ratio = outcome.step_s / self._predicted_s
         self._prediction_error = ratio - 1
-        self.experience.errors.add_outcome(ratio, now_s)
+        self.steps.errors.add_outcome(ratio, now_s)
         if not 1 / SURPRISE < ratio < SURPRISE:
             text = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
             self._news = Cause("step_time", text)
-        elif self.experience.is_beaten(self.known(), now_s):
+        elif self.steps.is_beaten(self.known(), now_s):
             self._news = Cause("step_time", f"a step took {outcome.step_s:.3f} s, longer than with a plan before")
 
     def slowdown(self) -> Evidence | None:
         """Return the logarithm of the plan's measured seconds per progress over dense; None before MIN_STEPS steps.
 
-        None too during an excursion, before the policy has ever decided, and for a plan that was made for a link that
-        changes fast: it is not the best one all the time.
+        None too during measuring steps, before the policy has ever decided, and for a plan that was made for a link
+        that changes fast: it is not the best one all the time.
         """
-        is_judged = self.excursion is None and self.decided is not None and self._follows_link
-        record = self.experience.record
+        is_judged = self.measuring is None and self.decided is not None and self._follows_link
+        record = self.steps.record
         if not is_judged or len(record.window) < MIN_STEPS or is_dense(self.plan):
             return None
-        return self.experience.slowdown(record, self.known())
+        return self.steps.slowdown(record, self.known())
 
     def is_slow_for_long(self, slowdown: Evidence) -> bool:
         """Return whether the plan is surely too slow, and has been for SLOW_S: else the network may be the cause."""
@@ -282,7 +282,7 @@ class WorkerGroupState:
 
     def cause(self, step: int, now_s: float, measured: Measured, review_s: float = REVIEW_S) -> Cause | None:
         """Return why to decide after `step`, or None. `review_s`: time after a decision until the next one."""
-        if self.excursion is not None:
+        if self.measuring is not None:
             return None
         if self.decided is None:
             return Cause("first_measurements", "first measurements")
@@ -297,7 +297,7 @@ class WorkerGroupState:
             return Cause("loss", self.loss.worse)
         if self._news is not None:
             return self._news
-        if (text := self._innovations.cause(self.decided.compute_s, measured.compute_s)) is not None:
+        if (text := self._changes.cause(self.decided.compute_s, measured.compute_s)) is not None:
             return Cause("step_time", text)
         if (text := self.gains.cause(self.decided.gain)) is not None:
             return Cause("gain", text)
@@ -319,8 +319,8 @@ class WorkerGroupState:
             now = replace(now, beta_s_per_byte=decided.beta_s_per_byte)
         cause = network_cause(decided, now)
         if cause is not None:
-            self.setbacks.network_changed()
-            self.experience.network_changed(measured, now_s)
+            self.bans.network_changed()
+            self.steps.network_changed(measured, now_s)
         return cause
 
     def states(self, measured: Measured) -> list[Measured]:
@@ -337,15 +337,15 @@ class WorkerGroupState:
         now_s: float,
         *,
         is_planned: bool,
-        ended: Excursion | None = None,
+        ended: MeasuringSteps | None = None,
     ) -> None:
         """Record `decision`, which was made after `step` on `measured`, and put its plan in force.
 
         is_planned  the policy has decided; else what has changed since its last decision remains a reason to ask it
-        ended       the excursion that it returns from; the steps before it count again
+        ended       measuring steps that it returns from; the steps before them count again
         """
         self.gains.acknowledge(measured.gain)
-        self._innovations.acknowledge()
+        self._changes.acknowledge()
         plan = self.plan if decision.kind == "keep" else decision.plan
         if plan != self.plan:
             self._start_plan(plan, ended.record if ended is not None else None)
@@ -376,10 +376,10 @@ class WorkerGroupState:
         told = recent[-1].inside
         inside = Link(alpha_s=told.alpha_s, beta_s_per_byte=told.beta_s_per_byte) if told is not None else None
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
-        # Compute of a dense step, see `ComputeStretch`.
-        stretch = self.experience.stretch
-        compute_s = median(one.compute_s for one in recent) / stretch
-        backward_s = [seconds / stretch for seconds in layer_times(self.layers, self.plan, ready_s)]
+        # Compute of a dense step, see `ComputeSlowdown`.
+        compute_slowdown = self.steps.compute_slowdown
+        compute_s = median(one.compute_s for one in recent) / compute_slowdown
+        backward_s = [seconds / compute_slowdown for seconds in layer_times(self.layers, self.plan, ready_s)]
         chooses_bits = self._max_error is not None
         before = self.decided.squared_errors if self.decided is not None else {}
         return Measured(
@@ -387,7 +387,7 @@ class WorkerGroupState:
             backward_s=tuple(backward_s),
             after_s=max(0.0, compute_s - sum(backward_s)),
             network=network_of(self.plan.world_size, recent[-1].num_local, between, inside),
-            codec_costs=self.experience.codec_costs,
+            codec_costs=self.steps.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
             encodes_on=self._told.encodes_on,
             bus=self._told.bus,
@@ -437,14 +437,14 @@ class WorkerGroupState:
             predicted_step_s=self._predicted_s,
             measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
             predicted_dense_step_s=self._predicted_dense_s,
-            dense_step_s=self.experience.dense_s(measured) if measured is not None else None,
+            dense_step_s=self.steps.dense_s(measured) if measured is not None else None,
             speed_up=self.speed_up,
             prediction_error=self._prediction_error,
             plan_version=self.plan.version,
-            num_banned=len(self.setbacks.banned(self._recent[-1].step if self._recent else 0, self._now_s)),
-            num_decisions=self.tally.num_decisions,
-            newest_decision_s=self.tally.newest_s,
-            num_reverts=self.tally.num_reverts,
+            num_banned=len(self.bans.banned(self._recent[-1].step if self._recent else 0, self._now_s)),
+            num_decisions=self.counts.num_decisions,
+            newest_decision_s=self.counts.newest_s,
+            num_reverts=self.counts.num_reverts,
             report_age_s={node: self._now_s - seen_s for node, seen_s in self._reported_s.items()},
             num_incomplete_steps=self._joiner.num_incomplete,
         )

@@ -12,7 +12,7 @@ from support.control_runs import COSTS, LAYERS, WORLD, start
 from cgx_ray.control.learned.learned_errors import NUM_OUTCOMES, LearnedErrors
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.control.policies.policy import Outlook, Situation
+from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.plan import DENSE, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, groups_of
@@ -38,15 +38,15 @@ def situation(plan: Plan, gbps: float, errors: LearnedErrors | None = None) -> S
     return Situation(
         cause="first measurements",
         plan=plan,
-        outlook=Outlook(now=now, states=[now], errors=errors or LearnedErrors(), dense_groups=dense),
+        planner_input=PlannerInput(now=now, states=[now], errors=errors or LearnedErrors(), dense_groups=dense),
     )
 
 
 def test_dense_is_ddps_plan_even_if_other_groups_promise_more() -> None:
     policy, now = Adaptive(candidates=[DENSE]), measured(1.0)
-    own = Outlook(now=now, states=[now]).best([], 0.0).best
+    own = PlannerInput(now=now, states=[now]).best([], 0.0).best
     asked = situation(ddp_plan(), 1.0)
-    ddp = asked.outlook.dense()
+    ddp = asked.planner_input.dense()
     assert own.step_s < 0.95 * ddp.step_s
     kept = policy.decide(asked)
     assert kept.kind == "keep"
@@ -54,13 +54,13 @@ def test_dense_is_ddps_plan_even_if_other_groups_promise_more() -> None:
     compressed = make_plan(LAYERS, version=1, world_size=WORLD, codec="bf16", scheme=Scheme.SRA)
     back = Adaptive(candidates=[BF16]).decide(replace(situation(compressed, 1.0), banned=frozenset([BF16])))
     assert back.kind == "replace"
-    assert groups_of(back.plan, LAYERS) == asked.outlook.dense_groups
+    assert groups_of(back.plan, LAYERS) == asked.planner_input.dense_groups
 
 
 def test_dense_is_ddps_plan_on_a_link_that_goes_back_and_forth() -> None:
     states, dense = [measured(gbps) for gbps in (1.0, 100.0)], groups_of(ddp_plan(), LAYERS)
     for options in ([], [BF16]):
-        found = Outlook(now=states[0], states=states, dense_groups=dense).best(options, 0.0)
+        found = PlannerInput(now=states[0], states=states, dense_groups=dense).best(options, 0.0)
         assert found.dense.groups == dense
         assert found.best.groups == dense or not found.best.is_dense
 

@@ -198,7 +198,7 @@ def test_bans_errors_and_gains_go_on_over_a_restart_and_a_resize(tmp_path: Path)
         now = run.loop.history().learned
         assert now is not None
         assert now.errors is learned.errors
-        assert now.setbacks is learned.setbacks
+        assert now.bans is learned.bans
         assert now.measured.gain == learned.measured.gain
         assert now.measured.network.num_workers == world_size
 

@@ -9,9 +9,9 @@ from collections import deque
 import pytest
 
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, evidence, verdict
-from cgx_ray.control.trial.excursion import ComparisonBudget, is_worth_comparing
-from cgx_ray.control.trial.experience import MOVED_ERROR, UNKNOWN_ERROR, DenseBaseline
+from cgx_ray.control.trial.measuring_steps import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
+from cgx_ray.control.trial.steps_beside_predictions import MOVED_ERROR, UNKNOWN_ERROR, DenseBaseline
 from cgx_ray.planner.cost import Link
 
 LIMIT = 1.03

@@ -87,8 +87,8 @@ def test_a_situation_of_an_earlier_version_has_no_outcomes_and_no_dense_groups(e
     (first,) = journal(eventful, "start")
     fields = journal(eventful, "decision")[-1]["situation"]
     del fields["dense_groups"], fields["errors"]["misses"]
-    outlook = read_situation(fields, read_layers(first)).outlook
-    assert (outlook.dense_groups, outlook.errors.doubt) == ((), 0.0)
+    planner_input = read_situation(fields, read_layers(first)).planner_input
+    assert (planner_input.dense_groups, planner_input.errors.doubt) == ((), 0.0)
 
 
 def test_every_option_can_be_read_from_its_text() -> None:

@@ -13,7 +13,7 @@ from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.control.trial.excursion import trial_of
+from cgx_ray.control.trial.measuring_steps import trial_of
 from cgx_ray.errors import ConfigError, PlanError
 from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan, Scheme
 from cgx_ray.planner.cost import Link, Network
@@ -42,7 +42,7 @@ def options_by_layer(plan: Plan) -> dict[str, Option]:
 
 @pytest.mark.parametrize("slowdown", [1.0, 3.0])
 def test_every_plan_of_a_run_keeps_the_rules(tmp_path: Path, slowdown: float) -> None:
-    """With a slowdown of 3 plans fail, so dense plans and excursions are among them."""
+    """With a slowdown of 3 plans fail, so dense plans and measuring steps are among them."""
     run = start_with_rules(tmp_path, overrides={"head": "qsgd:bits=8"})
     run.slowdown = slowdown
     for gbps in (0.1, 10.0, 0.3):

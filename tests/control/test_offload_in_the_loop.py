@@ -17,7 +17,7 @@ from cgx_ray.control.journal.recorded import read_groups, read_layers, read_poli
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.control.trial.setbacks import Setbacks
+from cgx_ray.control.trial.bans import Bans
 from cgx_ray.plan import CodecSpec, Option, Scheme
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.options import candidate_options, host_name
@@ -56,7 +56,7 @@ def test_a_run_on_gpus_with_slow_codecs_offloads_and_its_decisions_can_be_made_a
     for line in asked:
         schema.validate(line)
         situation = read_situation(line["situation"], layers)
-        assert situation.outlook.now.bus == BUS
+        assert situation.planner_input.now.bus == BUS
         assert situation_fields(situation) == line["situation"]
         decision = policy.decide(situation)
         assert decision is not None
@@ -73,7 +73,7 @@ def test_without_a_gpu_no_option_is_offloaded(tmp_path: Path) -> None:
     # Journals of earlier versions have no bus.
     (first, *_) = journal(tmp_path, "decision")
     assert first["situation"].pop("bus") is None
-    assert read_situation(first["situation"], LAYERS).outlook.now.bus is None
+    assert read_situation(first["situation"], LAYERS).planner_input.now.bus is None
 
 
 def test_the_bus_and_what_was_learned_go_on_over_a_restart(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_an_offloaded_option_has_an_error_and_codec_times_of_its_own() -> None:
 
 
 def test_a_ban_holds_on_both_devices() -> None:
-    setbacks = Setbacks()
-    setbacks.add_gain_fall([SRA.on("cpu")], 0, 0.0)
-    assert setbacks.banned(1, 1.0) == {SRA}
+    bans = Bans()
+    bans.add_gain_fall([SRA.on("cpu")], 0, 0.0)
+    assert bans.banned(1, 1.0) == {SRA}
 
 
 def test_the_bus_is_measured_with_the_engines_own_copies() -> None:

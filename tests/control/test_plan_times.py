@@ -14,7 +14,7 @@ from cgx_ray.control.learned.learned_errors import LATE_NOTICE_S, MEMORY_S
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.learned.plan_times import NUM_PLANS, Groups, PlanTimes
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.control.policies.policy import Outlook, Situation
+from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.plan import Option, Plan, make_plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, groups_of, predict
@@ -45,12 +45,12 @@ def groups(option: Option, first_bytes: int | None = None) -> Groups:
 
 def situation(plan: Plan, plan_s: dict[Groups, float]) -> Situation:
     now = measured(0.1)
-    return Situation(cause="review", plan=plan, outlook=Outlook(now=now, states=[now], plan_s=plan_s))
+    return Situation(cause="review", plan=plan, planner_input=PlannerInput(now=now, states=[now], plan_s=plan_s))
 
 
 def test_a_plans_steps_count_under_the_conditions_that_they_had() -> None:
     times = PlanTimes()
-    times.add(groups(QSGD), exposed_s=0.1, stretch=1.5, measured=measured(), now_s=100.0)
+    times.add(groups(QSGD), exposed_s=0.1, compute_slowdown=1.5, measured=measured(), now_s=100.0)
     assert times.on(measured(), 101.0) == {groups(QSGD): pytest.approx(1.5 * 0.2 + 0.1)}
     assert times.on(measured(1.1, 1.2, 0.22), 101.0) == {groups(QSGD): pytest.approx(1.5 * 0.22 + 0.1)}
     for other in (measured(1.2), measured(0.8), measured(latency_ms=5.0), measured(compute_s=0.3)):
@@ -97,9 +97,9 @@ def test_plans_that_ran_with_a_banned_option_or_one_that_keeps_too_little_are_no
     asked = situation(plan_of(BF16), plan_s)
     banned = Adaptive(candidates=[QSGD, BF16]).decide(replace(asked, banned=frozenset([QSGD])))
     assert banned.predicted.groups != groups(QSGD)
-    little = replace(asked.outlook.now, gain={str(QSGD.codec): 0.5, str(BF16.codec): 1.0})
-    outlook = replace(asked.outlook, now=little, states=[little])
-    lossy = Adaptive(candidates=[QSGD, BF16]).decide(replace(asked, outlook=outlook))
+    little = replace(asked.planner_input.now, gain={str(QSGD.codec): 0.5, str(BF16.codec): 1.0})
+    planner_input = replace(asked.planner_input, now=little, states=[little])
+    lossy = Adaptive(candidates=[QSGD, BF16]).decide(replace(asked, planner_input=planner_input))
     assert QSGD not in {group.option for group in lossy.predicted.groups} or predict(
         little, lossy.predicted.groups
     ).efficiency == pytest.approx(1.0, abs=0.01)
@@ -108,10 +108,10 @@ def test_plans_that_ran_with_a_banned_option_or_one_that_keeps_too_little_are_no
 def test_the_journal_holds_the_plans_that_ran() -> None:
     asked = situation(plan_of(BF16), {groups(QSGD): 0.25, groups(BF16): 0.5})
     fields = json.loads(json.dumps(situation_fields(asked)))
-    assert read_situation(fields, LAYERS).outlook.plan_s == asked.outlook.plan_s
-    assert read_situation({**fields, "plan_s": []}, LAYERS).outlook.plan_s == {}
+    assert read_situation(fields, LAYERS).planner_input.plan_s == asked.planner_input.plan_s
+    assert read_situation({**fields, "plan_s": []}, LAYERS).planner_input.plan_s == {}
     del fields["plan_s"]
-    assert read_situation(fields, LAYERS).outlook.plan_s == {}, "of an earlier version"
+    assert read_situation(fields, LAYERS).planner_input.plan_s == {}, "of an earlier version"
 
 
 @dataclass

@@ -16,7 +16,7 @@ from support.samples import step_sample
 
 from cgx_ray.control.journal import lines as journal_module
 from cgx_ray.control.journal.lines import Journal, QueuedJournal
-from cgx_ray.control.notes import Notes
+from cgx_ray.control.journal_events import JournalEvents
 from cgx_ray.monitors import host as host_module
 from cgx_ray.monitors.host import HostMonitor
 from cgx_ray.monitors.sample import NodeSample
@@ -97,18 +97,18 @@ def test_a_pipe_in_place_of_the_journal_costs_lines_and_no_time(tmp_path: Path) 
 @pytest.mark.fault("no samples come for a minute", "the journal and the log say so")
 def test_the_journal_says_once_that_no_samples_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = Journal(tmp_path / "decisions.jsonl")
-    notes = Notes(log, (), {})
-    notes.quiet(0.0, 1000.0)
+    events = JournalEvents(log, (), {})
+    events.quiet(0.0, 1000.0)
     step = step_sample(0, 7)
-    notes.report(NodeSample(node_id="a", time_s=0, steps=(step,), latency_s={}, host=QUIET), 10.0)
-    notes.report(NodeSample(node_id="b", time_s=0, steps=(), latency_s={}, host=QUIET), 60.0)
-    notes.quiet(69.0, 1069.0)
+    events.report(NodeSample(node_id="a", time_s=0, steps=(step,), latency_s={}, host=QUIET), 10.0)
+    events.report(NodeSample(node_id="b", time_s=0, steps=(), latency_s={}, host=QUIET), 60.0)
+    events.quiet(69.0, 1069.0)
     assert not log.path.exists()
-    notes.quiet(70.0, 1070.0)
-    notes.quiet(90.0, 1090.0)
-    notes.report(NodeSample(node_id="a", time_s=0, steps=(step,), latency_s={}, host=QUIET), 100.0)
-    notes.quiet(101.0, 1101.0)
-    notes.quiet(160.0, 1160.0)
+    events.quiet(70.0, 1070.0)
+    events.quiet(90.0, 1090.0)
+    events.report(NodeSample(node_id="a", time_s=0, steps=(step,), latency_s={}, host=QUIET), 100.0)
+    events.quiet(101.0, 1101.0)
+    events.quiet(160.0, 1160.0)
     lines = [json.loads(line) for line in log.path.read_text().splitlines()]
     first = {"event": "no_samples", "time": 1070.0, "step": 7, "seconds": 60.0, "quiet_nodes": ["a"]}
     assert lines == [first, {**first, "time": 1160.0, "quiet_nodes": ["a", "b"]}]

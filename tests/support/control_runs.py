@@ -61,7 +61,8 @@ class FakeTraining:
     """A training whose steps take as long as flat schemes do by the cost model, times `slowdown` except when dense.
 
     slowdown_of  by codec name, another factor for plans that use it
-    stretch      factor on compute except when dense
+    compute_slowdown
+                 factor on compute except when dense
     returns      the ranks run the fallback of a plan on trial
     loss, lr     reported on all ranks, the loss by step; `report` replaces the loss, by step and rank
     clock        of the nodes, by step
@@ -77,7 +78,7 @@ class FakeTraining:
     compute_s: float = 0.3
     slowdown: float = 1.0
     slowdown_of: dict[str, float] = field(default_factory=dict)
-    stretch: float = 1.0
+    compute_slowdown: float = 1.0
     gain: dict[str, float] = field(default_factory=lambda: dict(GAIN))
     kept: dict[str, float] = field(default_factory=dict)
     norm: float | None = None
@@ -133,7 +134,7 @@ class FakeTraining:
         groups = groups_of(plan, LAYERS)
         transfers = simulated_transfers(groups, lambda group: flat_exchange_s(group, WORLD, link))
         exchange = sum(transfer.seconds for transfer in transfers)
-        compute_s = self.compute_s * (1.0 if is_dense(plan) else self.stretch)
+        compute_s = self.compute_s * (1.0 if is_dense(plan) else self.compute_slowdown)
         late_s = self.late_rank_s if rank else 0.0
         pauses_s = [self.pause_s(self.step, one) for one in range(WORLD)]
         waits_s = max(pauses_s) - pauses_s[rank]

@@ -49,7 +49,7 @@ def _draw(line: Mapping[str, Any], record: RunRecord) -> Picture:
         world_size=situation.plan.world_size,
         groups=read_groups(line["new_groups"], layers),
     )
-    measured = situation.outlook.now
+    measured = situation.planner_input.now
     before, after = (predict(measured, groups_of(plan, layers)) for plan in (situation.plan, new))
     return Picture(
         draw_change(before, after, width=WIDTH),

@@ -34,8 +34,8 @@ class Cause(NamedTuple):
     text: str
 
 
-class Tally:
-    """Counts of one worker group.
+class DecisionCounts:
+    """Decisions and reverts of one worker group.
 
     num_decisions  by kind of decision and kind of cause
     newest_s       time of the newest decision of each, in seconds since 1970 by the clock of the node that reported
@@ -69,12 +69,12 @@ class LoopFacts:
     predicted_dense_step_s
                       of a dense step, predicted with the last decision; dense_step_s is the same as it is known now,
                       with the errors that dense steps have taught
-    speed_up          see `Experience.speed_up`
+    speed_up          see `StepsBesidePredictions.speed_up`
     prediction_error  of the last outcome: measured over predicted seconds, less 1
     plan_version      of the newest plan
     num_banned        options that are banned now
     num_decisions, newest_decision_s, num_reverts
-                      see `Tally`
+                      see `DecisionCounts`
     num_faults        errors that ended the training on a rank, by rank and kind, over all worker groups
     report_age_s      by node, seconds from its last report to the last report of any node
     silent_ranks      ranks whose samples have not come for seconds; steps count without them

@@ -48,8 +48,8 @@ KEPT_LINES = 20
 MAX_TEXT = 1000
 # Lines that wait for a slow file system: hours of them, some megabytes.
 MAX_WAITING_LINES = 1000
-# Part of the control loop that made a decision: the policy; a codec timed in one layer; dense measured anew; the end of
-# such an excursion; the guard of the promise.
+# Part of the control loop that made a decision: the policy; a codec timed in one layer; dense measured again; the
+# return from such measuring steps; the guard of the promise.
 MadeBy = Literal["policy", "codec_trial", "dense_trial", "return", "guard"]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.named_policies import recorded_policy
-from cgx_ray.control.policies.policy import Outlook, Policy, Situation, Static
+from cgx_ray.control.policies.policy import PlannerInput, Policy, Situation, Static
 from cgx_ray.plan import GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.options import CodecCost
@@ -22,13 +22,13 @@ from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of
 
 def situation_fields(situation: Situation) -> dict[str, Any]:
     """Return `situation` as JSON."""
-    outlook = situation.outlook
-    now = outlook.now
-    links = [_link_fields(measured.network.between) for measured in outlook.states]
+    planner_input = situation.planner_input
+    now = planner_input.now
+    links = [_link_fields(measured.network.between) for measured in planner_input.states]
     return {
         "cause": situation.cause,
         "groups": group_fields(situation.plan.groups, now.layers),
-        "dense_groups": group_fields(outlook.dense_groups, now.layers),
+        "dense_groups": group_fields(planner_input.dense_groups, now.layers),
         "version": situation.plan.version,
         "network": {
             "num_nodes": now.network.num_nodes,
@@ -47,9 +47,10 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
         },
         "encodes_on": now.encodes_on,
         "bus": _link_fields(now.bus) if now.bus is not None else None,
-        "errors": outlook.errors.recorded(),
+        "errors": planner_input.errors.recorded(),
         "plan_s": [
-            {"groups": group_fields(groups, now.layers), "step_s": step_s} for groups, step_s in outlook.plan_s.items()
+            {"groups": group_fields(groups, now.layers), "step_s": step_s}
+            for groups, step_s in planner_input.plan_s.items()
         ],
         "dwell_s": situation.dwell_s if math.isfinite(situation.dwell_s) else None,
         "switch_s": situation.switch_s,
@@ -111,7 +112,7 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
     return Situation(
         cause=fields["cause"],
         plan=plan,
-        outlook=Outlook(
+        planner_input=PlannerInput(
             now=now,
             states=[replace(now, network=replace(between, between=link)) for link in links] or [now],
             errors=LearnedErrors.read(fields["errors"]),

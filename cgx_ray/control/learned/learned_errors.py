@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median_low
 from typing import Any, TypeVar
 
+from cgx_ray.control.learned.compute_slowdown import ComputeSlowdown
 from cgx_ray.control.learned.measured import dense_shares
-from cgx_ray.control.learned.stretch import ComputeStretch
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option
 from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import PlannedGroup, Prediction
@@ -40,7 +40,7 @@ class LearnedErrors:
     no error, at least none: one codec that failed says little of the others, but two say that the machine is slower
     than the model.
 
-    stretch  factors that measured compute beside codecs is divided by
+    compute_slowdown  factors that measured compute beside codecs is divided by
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class LearnedErrors:
         self._steps: dict[Option, tuple[float, float]] = {}
         # Errors before each time that something was learned, oldest first, for as long as that may be undone.
         self._before: list[tuple[float, dict[Option, tuple[float, float]]]] = []
-        self.stretch = ComputeStretch()
+        self.compute_slowdown = ComputeSlowdown()
         # By name of a codec's cost, see `Measured.cost_name`, the logarithm of its measured over its told time.
         self._codecs: dict[str, float] = {}
         # Time, and logarithm of measured over expected seconds, of the newest outcomes.

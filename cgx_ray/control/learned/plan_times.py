@@ -25,7 +25,7 @@ class _Ran(NamedTuple):
     """
 
     exposed_s: float
-    stretch: float
+    compute_slowdown: float
     now_s: float
     link: Link
     compute_s: float
@@ -47,21 +47,27 @@ class PlanTimes:
         self._ran: dict[Groups, _Ran] = {}
 
     def add(
-        self, groups: Sequence[PlannedGroup], exposed_s: float, stretch: float, measured: Measured, now_s: float
+        self,
+        groups: Sequence[PlannedGroup],
+        exposed_s: float,
+        compute_slowdown: float,
+        measured: Measured,
+        now_s: float,
     ) -> None:
         """Note steps on the network, and with the compute, of `measured`.
 
-        exposed_s  seconds of a step that compute did not hide
-        stretch    compute of these steps over that of dense steps
+        exposed_s         seconds of a step that compute did not hide
+        compute_slowdown  compute of these steps over that of dense steps
         """
+        link = measured.network.between
         self._ran.pop(tuple(groups), None)
-        self._ran[tuple(groups)] = _Ran(exposed_s, stretch, now_s, measured.network.between, measured.compute_s)
+        self._ran[tuple(groups)] = _Ran(exposed_s, compute_slowdown, now_s, link, measured.compute_s)
         self._ran = dict([*self._ran.items()][-NUM_PLANS:])
 
     def on(self, measured: Measured, now_s: float) -> dict[Groups, float]:
         """Return the seconds of a step of each plan that ran in the last MEMORY_S under conditions like `measured`."""
         return {
-            groups: ran.stretch * measured.compute_s + ran.exposed_s
+            groups: ran.compute_slowdown * measured.compute_s + ran.exposed_s
             for groups, ran in self._ran.items()
             if now_s < ran.now_s + MEMORY_S and ran.is_like(measured)
         }

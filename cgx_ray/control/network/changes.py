@@ -174,7 +174,7 @@ class SlowRanks:
         return self.ranks != before
 
 
-class Innovations:
+class StepTimeChanges:
     """CUSUM tests of compute, and of measured over predicted seconds for that compute and network."""
 
     def __init__(self) -> None:

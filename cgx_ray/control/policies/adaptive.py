@@ -32,7 +32,7 @@ from cgx_ray.control.policies.policy import (
     MIN_IMPROVEMENT,
     REVIEW_S,
     Decision,
-    Outlook,
+    PlannerInput,
     Policy,
     Situation,
     as_candidate,
@@ -124,40 +124,42 @@ class Adaptive(Policy):
         return 1 - (1 - GAIN_MARGIN) * (1 - self.min_gain)
 
     def decide(self, situation: Situation) -> Decision:
-        cause, outlook = situation.cause, situation.outlook
+        cause, planner_input = situation.cause, situation.planner_input
         found, current = self._best(situation), situation.current()
-        best, reason = found.best, f"{cause}: {_describe_best(found, outlook)}"
+        best, reason = found.best, f"{cause}: {_describe_best(found, planner_input)}"
         is_other = best.groups != current.groups
         if is_other and self._may_stay(situation, current) and not self._is_worth(situation, current, found):
             kept, other = current.describe_options(), best.describe_options()
-            what, least = other if other != kept else "another grouping", _least_improvement(current, outlook)
+            what, least = other if other != kept else "another grouping", _least_improvement(current, planner_input)
             best, reason = current, f"{cause}: kept {kept}; {what} would be less than {least:.0%} better"
         return situation.decision(best, reason, dense=found.dense)
 
     def _best(self, situation: Situation) -> BestPlan:
         """Return the best plan. An untried one must promise MIN_IMPROVEMENT over each that has run on this network."""
-        outlook, allowed = situation.outlook, self._allowed(situation)
+        planner_input, allowed = situation.planner_input, self._allowed(situation)
         found = self._best_predicted(situation, allowed)
-        usable = {DENSE, *(option for option in allowed if self._keeps_enough(option, outlook))}
+        usable = {DENSE, *(option for option in allowed if self._keeps_enough(option, planner_input))}
         measured = [
-            groups for groups in outlook.plan_s if all(group.is_fixed or group.option in usable for group in groups)
+            groups
+            for groups in planner_input.plan_s
+            if all(group.is_fixed or group.option in usable for group in groups)
         ]
-        best = min(measured, key=outlook.score, default=found.best.groups)
-        return _with_best(found, best, outlook, promised=MIN_IMPROVEMENT)
+        best = min(measured, key=planner_input.score, default=found.best.groups)
+        return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT)
 
     def _best_predicted(self, situation: Situation, allowed: Sequence[Option]) -> BestPlan:
         """Return the best plan by prediction. One with several options must promise MIN_IMPROVEMENT over BY_HAND.
 
         A mixture rests on more predictions than a plan with one option, and is harder to understand.
         """
-        outlook = situation.outlook
-        found, layers = outlook.best(allowed, self._least_gain), outlook.now.layers
+        planner_input = situation.planner_input
+        found, layers = planner_input.best(allowed, self._least_gain), planner_input.now.layers
         by_hand = [
             option
             for option in allowed
-            if (option.codec, option.scheme) in BY_HAND and self._keeps_enough(option, outlook)
+            if (option.codec, option.scheme) in BY_HAND and self._keeps_enough(option, planner_input)
         ]
-        if outlook.now.fixed or not by_hand:
+        if planner_input.now.fixed or not by_hand:
             return found
         plans = [
             make_plan(
@@ -171,10 +173,10 @@ class Adaptive(Policy):
             )
             for option in by_hand
         ]
-        best = min((groups_of(plan, layers) for plan in plans), key=outlook.score)
+        best = min((groups_of(plan, layers) for plan in plans), key=planner_input.score)
         small = {layer.name for layer in layers if layer.is_small}
         is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
-        return _with_best(found, best, outlook, promised=MIN_IMPROVEMENT if is_mixed else -SAME_SCORE)
+        return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT if is_mixed else -SAME_SCORE)
 
     def recorded(self) -> dict[str, Any]:
         if type(self) is not Adaptive:
@@ -186,7 +188,7 @@ class Adaptive(Policy):
 
         Where a GPU holds the gradients, with the same ones offloaded.
         """
-        in_force, measured = {group.option for group in situation.plan.groups}, situation.outlook.now
+        in_force, measured = {group.option for group in situation.plan.groups}, situation.planner_input.now
         moved = offloaded(self.options) if measured.bus is not None else ()
         return [
             option
@@ -194,8 +196,8 @@ class Adaptive(Policy):
             if option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain
         ]
 
-    def _keeps_enough(self, option: Option, outlook: Outlook) -> bool:
-        return (outlook.now.efficiency(option) or 0.0) >= self._least_gain
+    def _keeps_enough(self, option: Option, planner_input: PlannerInput) -> bool:
+        return (planner_input.now.efficiency(option) or 0.0) >= self._least_gain
 
     def _may_stay(self, situation: Situation, current: Prediction) -> bool:
         used = {group.option.flat() for group in current.groups if group.option != DENSE and not group.is_fixed}
@@ -204,20 +206,20 @@ class Adaptive(Policy):
 
     def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
         """Return whether the best plan saves enough, and pays back the time that the change takes."""
-        outlook = situation.outlook
-        current_s, best_s = outlook.score(current.groups), outlook.score(found.best.groups)
-        if not current.is_dense and current_s > MAX_SLOWDOWN * outlook.score(found.dense.groups):
+        planner_input = situation.planner_input
+        current_s, best_s = planner_input.score(current.groups), planner_input.score(found.best.groups)
+        if not current.is_dense and current_s > MAX_SLOWDOWN * planner_input.score(found.dense.groups):
             return True
         saved = 1 - best_s / current_s
-        return saved > _least_improvement(current, outlook) and saved * situation.dwell_s > situation.switch_s
+        return saved > _least_improvement(current, planner_input) and saved * situation.dwell_s > situation.switch_s
 
     def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
         """Return a codec that was never in use, if its told times may be all that keeps a plan from replacing `kept`.
 
         They may be MAX_OVERSTATED times too long.
         """
-        outlook, errors = situation.outlook, situation.outlook.errors
-        measured = outlook.now
+        planner_input, errors = situation.planner_input, situation.planner_input.errors
+        measured = planner_input.now
         allowed = self._allowed(situation)
         codecs = {option.codec for option in allowed} - {NONE}
         untimed = {codec for codec in codecs if not errors.is_timed(str(codec))}
@@ -225,32 +227,34 @@ class Adaptive(Policy):
         for codec in untimed:
             costs[str(codec)] = codec_cost_of(costs, codec).slowed(1 / MAX_OVERSTATED)
         best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._least_gain).best
-        least = _least_improvement(kept.predicted, outlook)
-        if outlook.score_of(best) >= outlook.score_of(kept.predicted) * (1 - least):
+        least = _least_improvement(kept.predicted, planner_input)
+        if planner_input.score_of(best) >= planner_input.score_of(kept.predicted) * (1 - least):
             return None
         slowed = set(map(str, untimed))
         return next((option.codec for option in best.options if measured.cost_name(option) in slowed), None)
 
 
-def _with_best(found: BestPlan, other: Sequence[PlannedGroup], outlook: Outlook, *, promised: float) -> BestPlan:
+def _with_best(
+    found: BestPlan, other: Sequence[PlannedGroup], planner_input: PlannerInput, *, promised: float
+) -> BestPlan:
     """Return `found` if its best plan saves the share `promised` of the score of `other`, else with `other` as best."""
-    score, other_score = outlook.score(found.best.groups), outlook.score(other)
+    score, other_score = planner_input.score(found.best.groups), planner_input.score(other)
     if score <= (1 - promised) * other_score:
         return found
     gap = max(0.0, 1 - (1 - found.gap) * score / other_score)
-    return replace(found, best=predict(outlook.now, other), gap=gap)
+    return replace(found, best=predict(planner_input.now, other), gap=gap)
 
 
-def _least_improvement(current: Prediction, outlook: Outlook) -> float:
+def _least_improvement(current: Prediction, planner_input: PlannerInput) -> float:
     """Return the share of the score of `current` that another plan must save."""
     if not current.is_dense:
         return MIN_IMPROVEMENT
-    return max(MIN_IMPROVEMENT, min(1 - math.exp(-outlook.errors.doubt / 2), MOST_IMPROVEMENT))
+    return max(MIN_IMPROVEMENT, min(1 - math.exp(-planner_input.errors.doubt / 2), MOST_IMPROVEMENT))
 
 
-def _describe_best(found: BestPlan, outlook: Outlook) -> str:
+def _describe_best(found: BestPlan, planner_input: PlannerInput) -> str:
     best = found.best
-    best_s, dense_s = map(outlook.step_s, (best, found.dense))
+    best_s, dense_s = map(planner_input.step_s, (best, found.dense))
     if best.is_dense:
         return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
     assert best.efficiency is not None

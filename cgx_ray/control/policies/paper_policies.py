@@ -42,13 +42,13 @@ class PaperPolicy(Policy):
         raise NotImplementedError
 
     def decide(self, situation: Situation) -> Decision:
-        now, current = situation.outlook.now, situation.current()
+        now, current = situation.planner_input.now, situation.current()
         chosen = self.groups(now)
         keeps = chosen is None or chosen == current.groups
         predicted = current if chosen is None or keeps else predict(now, chosen)
         reason = (
             f"{situation.cause}: {self.title} {'keeps' if keeps else 'chooses'} {predicted.describe_options()}; "
-            f"predicted {situation.outlook.step_s(predicted):.3f} s per step"
+            f"predicted {situation.planner_input.step_s(predicted):.3f} s per step"
         )
         return situation.decision(predicted, reason)
 

@@ -36,7 +36,7 @@ DecisionKind = Literal["keep", "replace", "disable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class PlannerInput:
     """Measurements to plan for.
 
     now           the measurements
@@ -140,18 +140,18 @@ class Decision:
 class Situation:
     """The input of a policy.
 
-    cause   the reason for asking now, in words
-    plan    in force
-    outlook measurements, and the errors learned so far
+    cause          the reason for asking now, in words
+    plan           in force
+    planner_input  measurements, and the errors learned so far
     dwell_s, switch_s
-            seconds for which the network is expected to stay as it is, and that a change of plan takes
-    banned  flat options whose plan was slower than dense or whose gain fell; the hierarchical ones with the same codec
-            and scheme are banned too
+                   seconds for which the network is expected to stay as it is, and that a change of plan takes
+    banned         flat options whose plan was slower than dense or whose gain fell; the hierarchical ones with the same
+                   codec and scheme are banned too
     """
 
     cause: str
     plan: Plan
-    outlook: Outlook
+    planner_input: PlannerInput
     dwell_s: float = math.inf
     switch_s: float = 0.0
     banned: frozenset[Option] = field(default_factory=frozenset)
@@ -162,24 +162,24 @@ class Situation:
 
     def current(self) -> Prediction:
         """Return the prediction of the plan in force."""
-        return predict(self.outlook.now, groups_of(self.plan, self.outlook.now.layers))
+        return predict(self.planner_input.now, groups_of(self.plan, self.planner_input.now.layers))
 
     def best(self, options: Sequence[Option], min_gain: float = 0.0) -> Prediction:
         """Return the prediction of the best plan from dense and `options`, all layers and groupings considered.
 
         Options whose gain is unknown or less than `min_gain` are left out.
         """
-        return self.outlook.best(options, min_gain).best
+        return self.planner_input.best(options, min_gain).best
 
     def decision(self, chosen: Prediction, reason: str, *, dense: Prediction | None = None) -> Decision:
         """Return the decision that puts the groups of `chosen` in force, or keeps them if they are.
 
         dense  the prediction of dense, if it is known
         """
-        step_s, dense_s = map(self.outlook.step_s, (chosen, dense or self.outlook.dense()))
+        step_s, dense_s = map(self.planner_input.step_s, (chosen, dense or self.planner_input.dense()))
         kind: DecisionKind = "keep"
         plan = self.plan
-        if chosen.groups != groups_of(plan, self.outlook.now.layers):
+        if chosen.groups != groups_of(plan, self.planner_input.now.layers):
             kind, plan = "replace", chosen.plan(version=plan.version + 1, world_size=plan.world_size)
         return Decision(kind=kind, plan=plan, reason=reason, predicted=chosen, step_s=step_s, dense_s=dense_s)
 
@@ -187,9 +187,9 @@ class Situation:
         """Raise PlanError if the ranks could not follow the plan of `decision`."""
         if decision.kind == "keep":
             return
-        layers, plan = self.outlook.now.layers, decision.plan
+        layers, plan = self.planner_input.now.layers, decision.plan
         plan.check(layers, self.plan.world_size)
-        if plan.version != self.plan.version + 1 or set(self.outlook.now.fixed) - set(groups_of(plan, layers)):
+        if plan.version != self.plan.version + 1 or set(self.planner_input.now.fixed) - set(groups_of(plan, layers)):
             raise PlanError(
                 f"plan {plan.version} of the policy does not follow plan {self.plan.version}, or lacks layer rules; "
                 "make decisions by `Situation.decision` from predictions of `Situation.best`"

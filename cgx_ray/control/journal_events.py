@@ -35,7 +35,7 @@ DRIFT_GROWTH = 2.0
 NO_SAMPLES_S = 60.0
 
 
-class Notes:
+class JournalEvents:
     """Writes each of these lines once per cause. Times `time_s` are in seconds since 1970, `now_s` monotonic.
 
     num_faults  errors that ended the training on a rank, by rank and kind, over all worker groups

@@ -13,7 +13,7 @@ from cgx_ray.plan import Option
 # Dense steps, and steps under another plan, that are compared, at most.
 ADJACENT_STEPS = 8
 # Fewest steps before a switch and after it. A training that decides for the first time has two dense steps without its
-# first one; an excursion has three.
+# first one; measuring steps are three.
 LEAST_BEFORE, LEAST_AFTER = 2, 3
 # Newest comparisons that count for the same options.
 NUM_COMPARISONS = 8
@@ -22,8 +22,8 @@ WORTH = 2.0
 _NONE = Evidence(0.0, 0.0)
 
 
-class ComputeStretch:
-    """Logarithm of compute of steps with codecs over that of dense steps, by the options of their plan.
+class ComputeSlowdown:
+    """Logarithm of compute in steps with codecs over compute in dense steps, by the options of their plan.
 
     Predictions are made for the compute of dense steps. Otherwise the compute of a dense step would seem to be as long
     as it is beside codecs, and a plan that makes it longer would seem to save time.
@@ -64,7 +64,7 @@ class SideBySide:
     def start_plan(self, *, is_dense: bool, is_new: bool) -> None:
         """Begin to compare a plan with the dense steps before it, or dense steps with the plan before them.
 
-        is_new  False for the plan that goes on after an excursion to dense: the two were compared then
+        is_new  False for the plan that goes on after dense measuring steps: the two were compared then
         """
         self._is_dense, self._is_open = is_dense, is_new
         if is_new:

@@ -10,14 +10,14 @@ from itertools import takewhile
 from statistics import median
 
 from cgx_ray.control.joined_steps import JoinedStep
+from cgx_ray.control.learned.compute_slowdown import SideBySide
 from cgx_ray.control.learned.evidence import MAX_STEPS, MIN_STEPS, Evidence, evidence
 from cgx_ray.control.learned.learned_errors import LearnedErrors, undoable
 from cgx_ray.control.learned.measured import at_compute, is_dense, non_dense_options, timed_options
 from cgx_ray.control.learned.plan_times import PlanTimes
-from cgx_ray.control.learned.stretch import SideBySide
 from cgx_ray.control.network.changes import network_cause
 from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
-from cgx_ray.control.trial.excursion import ComparisonBudget, is_worth_comparing
+from cgx_ray.control.trial.measuring_steps import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
 from cgx_ray.plan import CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.cost import Link
@@ -67,8 +67,8 @@ class DenseBaseline:
         return found if network_cause(self._link, link) is None else found.also(MOVED_ERROR)
 
 
-class Experience:
-    """Steps beside their predictions.
+class StepsBesidePredictions:
+    """The steps so far beside their predictions, and what was learned from them.
 
     plan          in force
     dense_plan    that plans are compared with: that of DDP
@@ -93,37 +93,37 @@ class Experience:
         self._switch_s: list[float] = []
         # Options of the plan that dense steps are compared with: that in force, or the last one before it.
         self._options: frozenset[Option] = frozenset()
-        # Options whose stretch the steps under the plan in force have; None: that of dense steps.
-        self._stretched: frozenset[Option] | None = None
+        # Options by which compute is slowed under the plan in force; None: compute is that of dense steps.
+        self._slowing: frozenset[Option] | None = None
         self._sides = SideBySide()
-        # Whether the stretch has changed since the steps of the plan with `_options` were paired.
+        # Whether the slowdown of compute has changed since the steps of the plan with `_options` were paired.
         self.has_old_pairs = False
         # Time and link of each time that something was learned, for as long as that may be undone.
         self._learned: list[tuple[float, Link]] = []
-        self.start_plan(plan, None, is_excursion=False)
+        self.start_plan(plan, None, is_measuring=False)
 
     @property
     def codec_costs(self) -> dict[str, CodecCost]:
         """Codec times as they are in steps."""
         return self.errors.corrected(self._told_costs)
 
-    def start_plan(self, plan: Plan, before: PlanRecord | None, *, is_excursion: bool) -> None:
-        """Begin with `plan`. `before`: its steps before an excursion that ends now."""
+    def start_plan(self, plan: Plan, before: PlanRecord | None, *, is_measuring: bool) -> None:
+        """Begin with `plan`. `before`: its steps before measuring steps that end now."""
         self.plan, self._groups = plan, groups_of(plan, self.layers)
-        if before is None and not is_excursion:
+        if before is None and not is_measuring:
             self._comparisons.start_plan()
-        # An excursion to another plan than dense times one codec in one layer, which says little of compute.
-        self._is_trial = is_excursion and not is_dense(plan)
+        # Measuring steps under another plan than dense have one layer with a codec, which says little of compute.
+        self._is_trial = is_measuring and not is_dense(plan)
         if not self._is_trial:
             self._sides.start_plan(is_dense=is_dense(plan), is_new=before is None)
-            self._stretched = None if is_dense(plan) else non_dense_options(plan)
-            self._options = self._stretched or self._options
+            self._slowing = None if is_dense(plan) else non_dense_options(plan)
+            self._options = self._slowing or self._options
         self.record = PlanRecord(window=before.window) if before is not None else PlanRecord()
 
     @property
-    def stretch(self) -> float:
+    def compute_slowdown(self) -> float:
         """Compute of steps under the plan in force over that of dense steps."""
-        return 1.0 if self._stretched is None else math.exp(self.errors.stretch.under(self._stretched).mean)
+        return 1.0 if self._slowing is None else math.exp(self.errors.compute_slowdown.under(self._slowing).mean)
 
     def add(self, step: JoinedStep, measured: Measured | None) -> float | None:
         """Compare a step with the predictions under `measured`; return measured over predicted seconds.
@@ -133,21 +133,21 @@ class Experience:
         self.trained_s += step.step_s
         is_warm = self.record.is_warm(step.step_s)
         if is_warm and step.compute_s > 0 and not self._is_trial:
-            self._learn_stretch(step.compute_s)
+            self._learn_compute_slowdown(step.compute_s)
         if not is_warm or measured is None or min(step.step_s, step.compute_s, measured.compute_s) <= 0:
             return None
         paired = self._paired(step, measured)
         self.record.window.append(paired)
         if is_dense(self.plan):
             self.baseline.add(paired.over_plan, measured.network.between)
-        if self.has_old_pairs and self._stretched is not None and not self._is_trial:
+        if self.has_old_pairs and self._slowing is not None and not self._is_trial:
             self.record.window = deque((self._paired(one, measured) for one in self.record.window), maxlen=MAX_STEPS)
             self.has_old_pairs = False
         return math.exp(self.record.window[-1].over_plan)
 
     def _paired(self, step: JoinedStep | PairedStep, measured: Measured) -> PairedStep:
         """Return `step` beside the predictions under `measured` for its own compute."""
-        own = at_compute(measured, step.compute_s / self.stretch)
+        own = at_compute(measured, step.compute_s / self.compute_slowdown)
         predicted = predict(own, self._groups)
         over_plan, over_dense, kept = math.log(step.step_s / predicted.step_s), 0.0, 1.0
         if not predicted.is_dense:
@@ -156,13 +156,13 @@ class Experience:
             over_dense = math.log(step.step_s / kept / predict(own, self.dense_groups).step_s)
         return PairedStep(step.step_s, step.compute_s, step.codec_s, over_plan, over_dense, math.log(kept))
 
-    def _learn_stretch(self, compute_s: float) -> None:
+    def _learn_compute_slowdown(self, compute_s: float) -> None:
         """Add a step's compute; compare dense steps with others once there are enough of both."""
         both = self._sides.add(compute_s)
         if both is not None:
-            before = self.errors.stretch.under(self._options)
-            self.errors.stretch.add(self._options, *both)
-            self.has_old_pairs |= self.errors.stretch.under(self._options).mean != before.mean
+            before = self.errors.compute_slowdown.under(self._options)
+            self.errors.compute_slowdown.add(self._options, *both)
+            self.has_old_pairs |= self.errors.compute_slowdown.under(self._options).mean != before.mean
 
     def network_changed(self, measured: Measured, now_s: float) -> None:
         """Forget what was learned in the last seconds, while predictions were made for the network before.
@@ -186,7 +186,7 @@ class Experience:
         """Note how long `steps` took beyond their compute. `DenseBaseline` knows it of dense."""
         if not is_dense(self.plan):
             exposed_s = median(step.step_s - step.compute_s for step in steps)
-            self.plan_times.add(self._groups, exposed_s, self.stretch, measured, now_s)
+            self.plan_times.add(self._groups, exposed_s, self.compute_slowdown, measured, now_s)
 
     def link_drifted(self, link: Link, now_s: float) -> bool:
         """Forget what the last seconds have taught if the link has drifted since; return whether it has.
@@ -236,7 +236,7 @@ class Experience:
         return predict(replace(measured, codec_costs=free), self._groups).codec_s
 
     def learn_trial(self, codec: CodecSpec, measured: Measured) -> None:
-        """Learn the times of `codec` from the steps of an excursion with one layer under it."""
+        """Learn the times of `codec` from measuring steps with one layer under it."""
         others_s = self._others_s(measured, [str(codec)])
         told_s = predict(measured, self._groups).codec_s - others_s
         codec_s = median(step.codec_s for step in self.record.window) - others_s
@@ -283,7 +283,7 @@ class Experience:
 
     def _dense_error(self, measured: Measured) -> Evidence:
         """Return the error of dense predictions beside the plan with `_options`; more dense steps make it smaller."""
-        return self.baseline.on(measured.network.between).also(self.errors.stretch.under(self._options).error)
+        return self.baseline.on(measured.network.between).also(self.errors.compute_slowdown.under(self._options).error)
 
     def grants_comparison(self, slowdown: Evidence, measured: Measured) -> bool:
         """Return whether to compare the plan with dense now, and count the time that this takes."""

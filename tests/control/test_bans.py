@@ -11,8 +11,8 @@ from support.control_runs import LAYERS, QUIET, WORLD, journal, registration, st
 from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.learned.learned_errors import MEMORY_S
 from cgx_ray.control.learned.measured import is_dense, non_dense_options
+from cgx_ray.control.trial.bans import BAN_S, MIN_BAN_STEPS, Bans
 from cgx_ray.control.trial.outcome import JUDGED_STEPS, WARM_UP_STEPS
-from cgx_ray.control.trial.setbacks import BAN_S, MIN_BAN_STEPS, Setbacks
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import Burst, NodeSample
@@ -56,7 +56,7 @@ def test_a_ban_lasts_as_many_steps_after_a_restart_from_an_earlier_step(tmp_path
     run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
     state = run.loop._state
     assert state is not None
-    banned = state.setbacks.banned(run.step, 0.0)
+    banned = state.bans.banned(run.step, 0.0)
     assert banned
     later_s = float(run.step) + BAN_S
     first_plan = make_plan(LAYERS, version=0, world_size=WORLD)
@@ -67,8 +67,8 @@ def test_a_ban_lasts_as_many_steps_after_a_restart_from_an_earlier_step(tmp_path
     )
     state = run.loop._state
     assert state is not None
-    assert state.setbacks.banned(first + MIN_BAN_STEPS // 2, later_s) == banned
-    assert not state.setbacks.banned(first + MIN_BAN_STEPS, later_s)
+    assert state.bans.banned(first + MIN_BAN_STEPS // 2, later_s) == banned
+    assert not state.bans.banned(first + MIN_BAN_STEPS, later_s)
 
 
 @pytest.mark.long
@@ -108,7 +108,7 @@ def test_a_guess_after_a_restart_ends_no_ban(tmp_path: Path) -> None:
     run.run(40)
     state = run.loop._state
     assert state is not None
-    banned = state.setbacks.banned(run.step, float(run.step))
+    banned = state.bans.banned(run.step, float(run.step))
     assert banned
     run.loop.register(registration(step=run.step))
     # Messages over the mesh: no exchange is sure.
@@ -118,7 +118,7 @@ def test_a_guess_after_a_restart_ends_no_ban(tmp_path: Path) -> None:
     state = run.loop._state
     assert state is not None
     assert not state.network.is_known
-    assert state.setbacks.banned(run.step, float(run.step)) == banned
+    assert state.bans.banned(run.step, float(run.step)) == banned
 
 
 def test_a_network_that_changes_ends_the_ban_of_a_slow_plan(tmp_path: Path) -> None:
@@ -227,16 +227,16 @@ def test_learned_ratios_outlive_the_worker_group_and_its_controller(tmp_path: Pa
 
 
 def test_gain_bans_double_and_are_of_single_options() -> None:
-    setbacks = Setbacks()
+    bans = Bans()
     topk = [
         Option(codec=CodecSpec(name="topk", density=0.1), scheme=scheme)
         for scheme in (Scheme.ARTOPK_RING, Scheme.ALLGATHER)
     ]
     for now_s, factor in ((0.0, 1), (1000.0, 2), (3000.0, 4)):
-        setbacks.add_gain_fall(topk[:1], int(now_s), now_s)
-        assert setbacks.banned(int(now_s) + factor * MIN_BAN_STEPS, now_s + factor * BAN_S - 1) == {topk[0]}
-        assert setbacks.banned(int(now_s) + factor * MIN_BAN_STEPS - 1, now_s + factor * BAN_S) == {topk[0]}
-        assert not setbacks.banned(int(now_s) + factor * MIN_BAN_STEPS, now_s + factor * BAN_S)
+        bans.add_gain_fall(topk[:1], int(now_s), now_s)
+        assert bans.banned(int(now_s) + factor * MIN_BAN_STEPS, now_s + factor * BAN_S - 1) == {topk[0]}
+        assert bans.banned(int(now_s) + factor * MIN_BAN_STEPS - 1, now_s + factor * BAN_S) == {topk[0]}
+        assert not bans.banned(int(now_s) + factor * MIN_BAN_STEPS, now_s + factor * BAN_S)
 
 
 def test_a_plan_clearly_under_min_gain_is_left_even_for_a_slower_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory of failures: the options that are banned for a time."""
+"""Options that are banned for a time, after a failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Ban(NamedTuple):
     ends_with_network: bool
 
 
-class Setbacks:
+class Bans:
     """Bans of one worker group. An option stands for its hierarchical variants too."""
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@ from support.control_runs import journal, registration, start
 
 from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.journal.lines import MAX_TEXT, Journal
+from cgx_ray.control.journal_events import MAX_FAULTS
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.notes import MAX_FAULTS
 from cgx_ray.control.policies.policy import Static
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.report.journal_schema import JOURNAL_SCHEMA

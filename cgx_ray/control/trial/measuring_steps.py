@@ -1,4 +1,4 @@
-"""Excursions: a few steps under another plan, to measure dense anew or to time a codec, before the loop decides again.
+"""Measuring steps: a few under another plan, to measure dense again or to time a codec, before the next decision.
 
 Dense is measured again if the plan in force may be slower than dense and the steps so far do not show it. A codec that
 was never in use is timed if a plan with it would be the best one by far should its calibrated times be MAX_OVERSTATED
@@ -17,8 +17,8 @@ from cgx_ray.control.trial.outcome import PlanRecord
 from cgx_ray.plan import CodecSpec, Option, Plan, preferred_scheme
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
-# Judged steps of an excursion.
-EXCURSION_STEPS = 3
+# Judged steps, of all measuring steps.
+NUM_MEASURING_STEPS = 3
 # Steps from which a plan that seems slower than dense is compared with dense. Fewer are often slow by chance.
 SUSPECT_STEPS = 8
 # Standard errors from the promise's limit within which a plan is in doubt.
@@ -30,17 +30,19 @@ COMPARED = 1.0
 MAX_SPEEDUP = 1.5
 # Share of the training that comparisons may take, and seconds of training whose share may be spent in advance.
 TIME_SHARE, ADVANCE_S = 0.005, 600.0
-# Seconds until the steps of an excursion are reported and its end has reached the ranks.
+# Seconds until measuring steps are reported and the plan after them has reached the ranks.
 REPORT_S = 2.0
 # Largest ratio of a step's told time to the usual one while a codec is timed.
 MAX_TRIAL_SLOWDOWN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Excursion:
-    """An excursion from the plan `home`, whose steps so far are in `record`.
+class MeasuringSteps:
+    """Measuring steps that are under way.
 
-    codec  that is timed; None if dense is measured
+    home    plan before them, to which ranks return
+    record  steps under `home`
+    codec   that is timed; None if dense is measured
     """
 
     home: Plan
@@ -66,7 +68,7 @@ class ComparisonBudget:
         if self._num_comparisons and record.num_steps < MAX_STEPS * 2 ** (self._num_comparisons - 1):
             return False
         lost = max(0.0, math.exp(-slowdown.mean) - 1)
-        cost_s = lost * ((EXCURSION_STEPS + 1) * step_s + REPORT_S) + 2 * record.switch_s
+        cost_s = lost * ((NUM_MEASURING_STEPS + 1) * step_s + REPORT_S) + 2 * record.switch_s
         if self._spent_s + cost_s > TIME_SHARE * (trained_s + ADVANCE_S):
             return False
         self._spent_s += cost_s
@@ -95,7 +97,7 @@ def is_worth_comparing(slowdown: Evidence, dense: Evidence, num_steps: int) -> b
 def codec_trial(policy: Policy, situation: Situation, kept: Decision) -> tuple[CodecSpec, Decision] | None:
     """Return a codec whose told times may be what rules it out, and the decision to time it in one layer, or None."""
     codec = policy.codec_to_time(situation, kept)
-    trial = trial_of(codec, situation.outlook.now, kept.predicted) if codec is not None else None
+    trial = trial_of(codec, situation.planner_input.now, kept.predicted) if codec is not None else None
     if codec is None or trial is None:
         return None
     return codec, Decision(
@@ -103,7 +105,7 @@ def codec_trial(policy: Policy, situation: Situation, kept: Decision) -> tuple[C
         plan=trial.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
         reason=f"{kept.reason}; time {codec} in one layer",
         predicted=trial,
-        step_s=situation.outlook.step_s(trial),
+        step_s=situation.planner_input.step_s(trial),
         dense_s=kept.dense_s,
     )
 
