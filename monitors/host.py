@@ -163,7 +163,7 @@ class Neighbours:
         self._window: deque[tuple[float, float]] = deque()
         self._seconds = 0.0
 
-    def add(self, nic_bytes: float, own_bytes: float | None, seconds: float) -> float | None:
+    def add_interval(self, nic_bytes: float, own_bytes: float | None, seconds: float) -> float | None:
         """Add an interval; return the neighbours' bytes per second, or None if own bytes of the window are unknown.
 
         nic_bytes  bytes through the cards in the busier direction
@@ -208,7 +208,7 @@ class HostMonitor:
         return HostLoad(
             sent_bytes_per_s=sent,
             received_bytes_per_s=received,
-            neighbour_bytes_per_s=self._neighbours.add(max(sent, received) * passed_s, own_bytes, passed_s),
+            neighbour_bytes_per_s=self._neighbours.add_interval(max(sent, received) * passed_s, own_bytes, passed_s),
             nic_speed_bits_per_s=max(self._cards.values(), default=0.0),
             num_nic_errors=self._nics.num_errors,
             cpu_share=take("processor load", psutil.cpu_percent, 0.0) / 100,

@@ -24,7 +24,7 @@ class BitsBesideStatic:
         # Squared errors in the average over ranks: with the bits in force, and with 4 bits.
         self._errors = torch.zeros(2, dtype=torch.float64)
 
-    def add(self, plan: Plan, gradients: Mapping[str, Tensor], step: int) -> None:
+    def add_step(self, plan: Plan, gradients: Mapping[str, Tensor], step: int) -> None:
         """Compare the bits of `plan`, if it has any. A collective call. `gradients`: of this rank, by layer."""
         # While a new plan is taken up, ranks may not hold the same one here.
         chosen = [bits_by_layer(plan)]

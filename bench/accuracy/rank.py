@@ -81,7 +81,7 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
                 if way not in POLICIES:
                     errors.append(_relative_error(gradients, way))
                 assert attachment.plan is not None
-                beside.add(attachment.plan, gradients, step)
+                beside.add_step(attachment.plan, gradients, step)
     return TrainingRun(
         workload=workload,
         option=way,

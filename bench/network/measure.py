@@ -66,7 +66,7 @@ def measure_network(options: NetworkOptions, on_line: Callable[[str], None]) -> 
     rates, latencies_s = ((1e8,), (1e-3,)) if options.quick else (_RATES, _LATENCIES_S)
     rows: list[Row] = []
 
-    def add(*new: Row) -> None:
+    def add_rows(*new: Row) -> None:
         for row in new:
             rows.append(row)
             met = {None: "", True: "met", False: "NOT met"}[row.met]
@@ -74,22 +74,22 @@ def measure_network(options: NetworkOptions, on_line: Callable[[str], None]) -> 
 
     if not options.quick:
         with local_ray():
-            add(*monitor_rows(_MONITOR_S), publishing_row())
+            add_rows(*monitor_rows(_MONITOR_S), publishing_row())
     points = [(rate, latency_s) for rate in rates for latency_s in latencies_s]
     with ExitStack() as stack:
         lab = stack.enter_context(Lab(_NUM_HOSTS, rate_bit_per_s=BASE_RATE, latency_s=BASE_LATENCY_S))
         for row in probe_rows(lab, points):
-            add(row)
+            add_rows(row)
         delivered = {rate: delivered_row(lab, rate) for rate in rates if rate >= _CHECKED_RATE}
-        add(*delivered.values())
+        add_rows(*delivered.values())
         ranks = started_ranks("bench.network.rank", {}, name="bench network", num_ranks=_NUM_HOSTS, lab=lab)
         job = WatchedJob(stack.enter_context(ranks))
         job.start_over()
         for point in points:
-            add(*estimate_rows(lab, job, *point, delivered.get(point[0])))
+            add_rows(*estimate_rows(lab, job, *point, delivered.get(point[0])))
         if not options.quick:
-            add(*change_rows(lab, job))
-            add(*neighbour_rows(lab, job, options.minutes))
-            add(*slow_host_rows(lab, job))
-            add(*cut_rows(lab, job))
+            add_rows(*change_rows(lab, job))
+            add_rows(*neighbour_rows(lab, job, options.minutes))
+            add_rows(*slow_host_rows(lab, job))
+            add_rows(*cut_rows(lab, job))
     return rows

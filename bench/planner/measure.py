@@ -80,7 +80,9 @@ class PlannerNumbers:
         """Partial groupings after which Cupcake's search is cut."""
         return QUICK_CUPCAKE_NODES if self.quick else CUPCAKE_NODES
 
-    def add(self, name: str, value: float, unit: str, goal: str | None = None, baseline: float | None = None) -> None:
+    def add_row(
+        self, name: str, value: float, unit: str, goal: str | None = None, baseline: float | None = None
+    ) -> None:
         self.rows.append(Row(name=name, value=value, unit=unit, goal=None if self.quick else goal, baseline=baseline))
 
     def value(self, name: str) -> float:
@@ -157,15 +159,15 @@ def _tables(numbers: PlannerNumbers) -> None:
     lines.append(Line(label="as measured", x=ends, y=ends, style=":"))
     title = "Flexible Communication, table 6"
     numbers.panels.append(Plot(title=title, x="measured, ms", y="predicted, ms", lines=lines, log="xy"))
-    numbers.add("table6_winners", winners, "rows", "== 18")
-    numbers.add("table6_mean_log_error", statistics.mean(errors), "|log|", "<= 0.03")
+    numbers.add_row("table6_winners", winners, "rows", "== 18")
+    numbers.add_row("table6_mean_log_error", statistics.mean(errors), "|log|", "<= 0.03")
     errors = []
     for row in read_table("flexible_table2"):
         found = compare_schemes(
             numel=int(row["params"]), density=0.1, num_workers=int(row["workers"]), link=_link_of(row)
         )
         errors.append(abs(found.costs_ms["dense"] / float(row["dense_ring_ms"]) - 1))
-    numbers.add("table2_dense_ring_error", max(errors), "share", "<= 0.05")
+    numbers.add_row("table2_dense_ring_error", max(errors), "share", "<= 0.05")
 
 
 def _link_of(row: dict[str, str]) -> Link:
@@ -177,7 +179,7 @@ def _fusion_is_exact(numbers: PlannerNumbers) -> None:
     rng, num_cases = random.Random(0), 20 if numbers.quick else 1000
     problems = [random_pipeline(rng, rng.randint(1, 14), 1) for _ in range(num_cases)]
     same = sum(_same(fuse(problem)[1], earliest_finish_s(problem)) for problem in problems)
-    numbers.add("fusion_equals_brute_force", same, "cases", "== 1000")
+    numbers.add_row("fusion_equals_brute_force", same, "cases", "== 1000")
 
 
 def _joint_is_exact(numbers: PlannerNumbers) -> None:
@@ -185,7 +187,7 @@ def _joint_is_exact(numbers: PlannerNumbers) -> None:
     rng, num_cases = random.Random(0), 10 if numbers.quick else 300
     problems = [random_pipeline(rng, rng.randint(1, 8), 6) for _ in range(num_cases)]
     same = sum(_same(search(problem).finish_s, earliest_finish_s(problem)) for problem in problems)
-    numbers.add("joint_equals_brute_force", same, "cases", "== 300")
+    numbers.add_row("joint_equals_brute_force", same, "cases", "== 300")
 
 
 def _same(found_s: float, expected_s: float) -> bool:
@@ -208,8 +210,8 @@ def _model(numbers: PlannerNumbers, *, model: str) -> None:
             for label, seconds in strategies_s.items():
                 numbers.longer.setdefault(label, {})[model] = 100 * (seconds / joint.finish_s - 1)
         name = f"{model}_{gbps:g}gbps"
-        numbers.add(f"{name}_best_strategy_over_joint", _over(best_s, joint.finish_s), "x", ">= 1")
-        numbers.add(f"{name}_gap", joint.gap, "share", "<= 0.01")
+        numbers.add_row(f"{name}_best_strategy_over_joint", _over(best_s, joint.finish_s), "x", ">= 1")
+        numbers.add_row(f"{name}_gap", joint.gap, "share", "<= 0.01")
 
 
 def _milliseconds(call: Call, num_rounds: int = 5) -> float:
@@ -229,45 +231,45 @@ def _times(numbers: PlannerNumbers) -> None:
     groups, has_ended = cupcake(pipeline, QSGD_INDEX, max_nodes=numbers.cupcake_nodes)
     cupcake_ms = 1e3 * (time.perf_counter() - start)
     fusion_ms = _milliseconds(partial(fuse, pipeline, QSGD_INDEX))
-    numbers.add("fusion_314_ms", fusion_ms, "ms", "<= 100", baseline=cupcake_ms)
+    numbers.add_row("fusion_314_ms", fusion_ms, "ms", "<= 100", baseline=cupcake_ms)
     found_s = fuse(pipeline, QSGD_INDEX)[1]
     unit = "x" if has_ended else f"x, cut at {numbers.cupcake_nodes:,} groupings"
-    numbers.add("cupcake_314_over_fusion", _over(pipeline.finish_s(groups), found_s), unit, ">= 1")
+    numbers.add_row("cupcake_314_over_fusion", _over(pipeline.finish_s(groups), found_s), unit, ">= 1")
     options = candidate_options(CANDIDATE_DENSITIES)
-    numbers.add("options", len(options), "options")
+    numbers.add_row("options", len(options), "options")
     for gbps in JOINT_GBPS:
         for ranks_per_node in (1, RANKS_PER_NODE):
             measured = resnet101(cluster(64, gbps=gbps, ranks_per_node=ranks_per_node))
             name = f"joint_314_{gbps:g}gbps_{64 // ranks_per_node}x{ranks_per_node}"
-            numbers.add(
+            numbers.add_row(
                 f"{name}_ms", _milliseconds(partial(_first_plan, measured, options), num_rounds=3), "ms", "<= 200"
             )
-            numbers.add(f"{name}_gap", best_plan(measured, options).gap, "share", "<= 0.01")
+            numbers.add_row(f"{name}_gap", best_plan(measured, options).gap, "share", "<= 0.01")
     on_gpus = with_hosts(resnet101(cluster(64, gbps=10, ranks_per_node=1)))
     offload_ms = _milliseconds(partial(_first_plan, on_gpus, (*options, *offloaded(options))), num_rounds=3)
-    numbers.add("joint_314_offload_ms", offload_ms, "ms", "<= 200")
+    numbers.add_row("joint_314_offload_ms", offload_ms, "ms", "<= 200")
     _times_with_bits(numbers)
     network = cluster(64, gbps=10)
     costs = [group_cost(option, network=network, codec_cost=GPU) for option in options]
     calls: list[Call] = [partial(cheapest, costs, 1 << 20)]
     (choice_s,) = best_seconds(calls, torch.device("cpu"), num_rounds=5)
-    numbers.add("scheme_choice_us", 1e6 * choice_s, "us", "<= 50")
+    numbers.add_row("scheme_choice_us", 1e6 * choice_s, "us", "<= 50")
 
 
 def _times_with_bits(numbers: PlannerNumbers) -> None:
     """Measure planning with errors by layer and the codecs of fidelity "balanced": qsgd with 2, 3 and 4 bits, bf16."""
     options = codec_options(codecs_of(Fidelity.BALANCED))
-    numbers.add("bits_options", len(options), "options")
+    numbers.add_row("bits_options", len(options), "options")
     for num_layers, most_ms in ((314, 200), (2000, 1000)):
         for gbps in JOINT_GBPS:
             measured = with_bits(longer(resnet101(cluster(64, gbps=gbps)), num_layers))
             name = f"bits_{num_layers}_{gbps:g}gbps"
             planning_ms = _milliseconds(partial(_first_plan, measured, options), num_rounds=3)
-            numbers.add(f"{name}_ms", planning_ms, "ms", f"<= {most_ms}")
+            numbers.add_row(f"{name}_ms", planning_ms, "ms", f"<= {most_ms}")
             found = best_plan(measured, options)
-            numbers.add(f"{name}_gap", found.gap, "share", "<= 0.01")
+            numbers.add_row(f"{name}_gap", found.gap, "share", "<= 0.01")
             by_elements = best_plan(replace(measured, squared_errors={}), options).best.groups
-            numbers.add(f"{name}_score", found.best.score / predict(measured, by_elements).score, "x by elements")
+            numbers.add_row(f"{name}_score", found.best.score / predict(measured, by_elements).score, "x by elements")
 
 
 def _sweep_layers(numbers: PlannerNumbers) -> None:
@@ -283,9 +285,9 @@ def _sweep_layers(numbers: PlannerNumbers) -> None:
             gap = search(pipeline, max_gap=MAX_GAP).gap
             rounds.append((1e3 * (fused - start), 1e3 * (time.perf_counter() - fused)))
         fusion_ms, joint_ms = (min(column) for column in zip(*rounds, strict=True))
-        numbers.add(f"fusion_{num_layers}_layers_ms", fusion_ms, "ms")
-        numbers.add(f"joint_{num_layers}_layers_ms", joint_ms, "ms")
-        numbers.add(f"joint_{num_layers}_layers_gap", gap, "share")
+        numbers.add_row(f"fusion_{num_layers}_layers_ms", fusion_ms, "ms")
+        numbers.add_row(f"joint_{num_layers}_layers_ms", joint_ms, "ms")
+        numbers.add_row(f"joint_{num_layers}_layers_gap", gap, "share")
     lines = [
         Line(label=label, x=swept, y=[numbers.value(f"{search}_{num_layers}_layers_ms") for num_layers in swept])
         for search, label in (("joint", "joint search, 6 options"), ("fusion", "fusion, 1 option"))
@@ -299,7 +301,7 @@ def _cupcake_ends(numbers: PlannerNumbers) -> None:
         pipelines = [repeated(model_pipeline("resnet101", gbps), num_layers) for num_layers in CUPCAKE_LAYERS]
         ended = itertools.takewhile(lambda one: cupcake(one, QSGD_INDEX, max_nodes=numbers.cupcake_nodes)[1], pipelines)
         most = max((one.num_layers for one in ended), default=0)
-        numbers.add(f"cupcake_ends_up_to_{gbps:g}gbps", most, f"layers of {CUPCAKE_LAYERS[-1]}")
+        numbers.add_row(f"cupcake_ends_up_to_{gbps:g}gbps", most, f"layers of {CUPCAKE_LAYERS[-1]}")
 
 
 def _sweep_workers(numbers: PlannerNumbers) -> None:
@@ -312,10 +314,10 @@ def _sweep_workers(numbers: PlannerNumbers) -> None:
             plan = _first_plan(measured, options)
             seconds = time.perf_counter() - start
             name = f"plan_{num_workers // ranks_per_node}x{ranks_per_node}"
-            numbers.add(f"{name}_s", seconds, "s", "<= 1")
+            numbers.add_row(f"{name}_s", seconds, "s", "<= 1")
             # Shares of the progress without any communication; what compression loses is left out.
             planned, dense = plan.best.compute_s / plan.best.score, plan.dense.compute_s / plan.dense.step_s
-            numbers.add(f"{name}_efficiency", planned, "share", baseline=dense)
+            numbers.add_row(f"{name}_efficiency", planned, "share", baseline=dense)
         rows = [row for row in numbers.rows if row.name.endswith(f"x{ranks_per_node}_efficiency")]
         for label, shares in (("planned", [row.value for row in rows]), ("dense", [row.baseline for row in rows])):
             y = [100 * share for share in shares if share is not None]
@@ -332,8 +334,8 @@ def _tree(numbers: PlannerNumbers) -> None:
     network, qsgd = cluster(64, gbps=TREE_GBPS), CodecSpec(name="qsgd")
     found = [(path, path_cost(path, network, qsgd, {CodecDevice.GPU: GPU, CodecDevice.CPU: CPU})) for path in paths()]
     ours = [(path, cost) for path, cost in found if option_of(path, qsgd) is not None]
-    numbers.add("tree_paths", len(found), "paths", "== 4341")
-    numbers.add("tree_engine_paths", len(ours), "paths")
+    numbers.add_row("tree_paths", len(found), "paths", "== 4341")
+    numbers.add_row("tree_engine_paths", len(ours), "paths")
     layers = model_pipeline("alexnet" if numbers.quick else "resnet101", TREE_GBPS)
 
     def pipeline(chosen: Sequence[tuple[TreePath, GroupCost]]) -> Pipeline:
@@ -342,11 +344,11 @@ def _tree(numbers: PlannerNumbers) -> None:
 
     all_paths, engine_paths = pipeline(found), pipeline(ours)
     best, engine_best = search(all_paths, max_gap=MAX_GAP), search(engine_paths, max_gap=MAX_GAP)
-    numbers.add("tree_undominated_paths", len(all_paths.costs), "paths")
-    numbers.add("tree_best_ms", 1e3 * best.finish_s, "ms")
-    numbers.add("tree_engine_over_best", engine_best.finish_s / best.finish_s, "x")
+    numbers.add_row("tree_undominated_paths", len(all_paths.costs), "paths")
+    numbers.add_row("tree_best_ms", 1e3 * best.finish_s, "ms")
+    numbers.add_row("tree_engine_over_best", engine_best.finish_s / best.finish_s, "x")
     holds_nothing_up = [index for index, cost in enumerate(all_paths.costs) if cost.compute_s(1) == 0]
     dense = min(holds_nothing_up, key=lambda index: all_paths.costs[index].network_s(1 << 20))
     rest = [index for index in range(len(all_paths.costs)) if index != dense]
     greedy_s = all_paths.finish_s(bytecomp(all_paths, dense=dense, compressing=rest, offloaded={}))
-    numbers.add("tree_bytecomp_over_best", _over(greedy_s, best.finish_s), "x", ">= 1")
+    numbers.add_row("tree_bytecomp_over_best", _over(greedy_s, best.finish_s), "x", ">= 1")

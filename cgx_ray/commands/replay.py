@@ -36,7 +36,7 @@ class BrokenLines:
         self.count = 0
         self.first = ""
 
-    def add(self, line: BrokenLine) -> None:
+    def add_line(self, line: BrokenLine) -> None:
         self.count += 1
         self.first = self.first or f"line {line.number}: {line.reason:.200}"
 
@@ -116,11 +116,11 @@ def _replay(
         for line in lines.new(is_finished=True):
             on_part(path.name, lines.num_bytes / max(size, 1))
             if isinstance(line, BrokenLine):
-                broken.add(line)
+                broken.add_line(line)
                 # The decisions after a broken start are not of the start before it.
-                found = run.add({"event": "start"}) if line.start.startswith(_START) else None
+                found = run.add_line({"event": "start"}) if line.start.startswith(_START) else None
             else:
-                found = run.add(line[1])
+                found = run.add_line(line[1])
             if found is None or (_result(found) == "same" and not lists_all):
                 continue
             num_listed[_result(found)] += 1

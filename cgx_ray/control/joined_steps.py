@@ -79,7 +79,7 @@ class StepJoiner:
         # When the first sample came, of steps that were joined less than AWAITED_S after it.
         self._joined_s: dict[int, float] = {}
 
-    def add(self, parts: Iterable[NodeStep], now_s: float) -> list[JoinedStep]:
+    def add_node_steps(self, parts: Iterable[NodeStep], now_s: float) -> list[JoinedStep]:
         """Add records, those of a rank in order; return the steps that they or the time complete, oldest first."""
         for part in parts:
             self._take(part, now_s)

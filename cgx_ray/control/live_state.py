@@ -38,7 +38,7 @@ class LiveState:
         self._loads: dict[str, tuple[float, float, float | None]] = {}
         self._node_of: dict[int, str] = {}
 
-    def add(self, sample: NodeSample) -> None:
+    def add_sample(self, sample: NodeSample) -> None:
         for step in sample.steps:
             self._ranks.update(dict.fromkeys(step.ranks, step))
             self._node_of.update(dict.fromkeys(step.ranks, sample.node_id))

@@ -170,7 +170,7 @@ class ControlLoop:
             return None
         try:
             sample = pickle.loads(report)
-            self._live.add(sample)
+            self._live.add_sample(sample)
             for decision in self.observe(sample, now_s):
                 logger.info("%s: %s", decision.kind, decision.reason)
             return self.next_probe(node_id, now_s)
@@ -272,7 +272,7 @@ class ControlLoop:
     def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: _When) -> None:
         """Compare the last decision's prediction with measured steps, once there are enough, and learn from them."""
         outcome = state.pending
-        if outcome is None or not outcome.add(step):
+        if outcome is None or not outcome.add_step(step):
             return
         self._journal.write(outcome_entry(outcome, version=step.plan_version, step=at.step, time_s=at.time_s))
         state.end_outcome(outcome, at.now_s)

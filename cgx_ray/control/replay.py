@@ -119,7 +119,7 @@ class Replay:
     def unmeasured(self) -> list[str]:
         return sorted(map(str, self._candidates - self._measured))
 
-    def add(self, entry: Mapping[str, Any]) -> ReplayedDecision | None:
+    def add_line(self, entry: Mapping[str, Any]) -> ReplayedDecision | None:
         """Add a line; return what became of its decision, or None for a line of another event.
 
         Raises ConfigError for a journal of a later format.

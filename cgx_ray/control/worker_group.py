@@ -159,7 +159,7 @@ class WorkerGroupState:
 
     def join(self, parts: Sequence[NodeStep], now_s: float) -> list[JoinedStep]:
         """Add records of nodes; return the steps that they complete, oldest first. Give each of them to `add_step`."""
-        return self._joiner.add(parts, now_s)
+        return self._joiner.add_node_steps(parts, now_s)
 
     def add_report(self, sample: NodeSample, now_s: float) -> None:
         """Add what a node reports besides steps."""
@@ -171,7 +171,7 @@ class WorkerGroupState:
     def add_step(self, step: JoinedStep, now_s: float) -> bool:
         """Add a step of all ranks; return whether it ran under the plan in force, so that it may cause a decision."""
         self.network.add_step(step.traffic, now_s, is_far_slower=self._is_far_slower(step))
-        self._slow_ranks.add(step.slowness, step.step_s)
+        self._slow_ranks.add_ratios(step.slowness, step.step_s)
         lease = self.plan.lease
         if lease is not None and step.plan_version == lease.fallback.version:
             self._return_to(lease.fallback)
@@ -179,21 +179,21 @@ class WorkerGroupState:
             return False
         same_plan = [one for one in self._recent if one.plan_version in self._versions]
         self._recent = [*same_plan[1 - LINK_STEPS :], step]
-        self.losses.add(step, self._bits)
+        self.losses.add_step(step, self._bits)
         if step.error_bits is not None and self._max_error is not None:
             text = self.losses.too_large_error(self._bits, self._max_error)
             self._news = Cause("gain", text) if text is not None else self._news
-        if self.gains.add(step):
+        if self.gains.add_step(step):
             # Another learning rate has another trend.
             self.loss.restart()
-        self.loss.add(step.loss)
+        self.loss.add_loss(step.loss)
         measured = self.measured() or self.decided
-        ratio = self.steps.add(step, measured)
+        ratio = self.steps.add_step(step, measured)
         self.speed_up = self.steps.speed_up(measured)
         if measured is not None and ratio is not None:
-            self._changes.add(step.compute_s / self.steps.compute_slowdown, ratio, step.step_s)
+            self._changes.add_step(step.compute_s / self.steps.compute_slowdown, ratio, step.step_s)
             if self.network.is_known:
-                self.links.add(measured.network.between, step.step_s)
+                self.links.add_link(measured.network.between, step.step_s)
                 # A link that goes back and forth is no drift: nothing would ever be learned on it.
                 if not self.links.is_unsteady and self.steps.link_drifted(measured.network.between, now_s):
                     self._news = Cause("network", "the link has drifted since errors were learned")

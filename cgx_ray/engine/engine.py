@@ -377,17 +377,17 @@ class Engine:
         self._clock.restart()
         ended_s = self._clock.began_s
         with self.telemetry.optional("times, bytes and gains", self.step):
-            between_s = self._pauses.add(step.first_arrival - began_s, step.last_arrival - step.first_arrival)
+            between_s = self._pauses.add_step(step.first_arrival - began_s, step.last_arrival - step.first_arrival)
             began_s += between_s
             if step.meter is not None:
                 self._gains.charge(self.step, ended_s - began_s, step.meter.seconds)
             self.last_spans = spans_of_step(step, began_s)
             if self.trace is not None:
-                self.trace.add(self.step, self.last_spans, began_s, ended_s)
+                self.trace.add_step(self.step, self.last_spans, began_s, ended_s)
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
             loss, lr = self.observed.take()
             drift = self.drift_at(self.step - 1)
-            self.telemetry.add(
+            self.telemetry.add_sample(
                 replace(sample, between_s=between_s, loss=loss, lr=lr, inside=self._inside, weight_drift=drift)
             )
         self.step += 1

@@ -70,7 +70,7 @@ class PauseWatch:
         self._before_s: deque[float] = deque(maxlen=USUAL_STEPS)
         self._backward_s: deque[float] = deque(maxlen=USUAL_STEPS)
 
-    def add(self, before_s: float, backward_s: float) -> float:
+    def add_step(self, before_s: float, backward_s: float) -> float:
         """Add a step; return the seconds of its pause, 0 if it had none.
 
         before_s    from the end of the step before to the first gradient

@@ -26,7 +26,7 @@ class StepTrace:
         self._spans: list[PhaseSpan] = []
         self._is_written = False
 
-    def add(self, step: int, spans: Sequence[Span], began_s: float, ended_s: float) -> None:
+    def add_step(self, step: int, spans: Sequence[Span], began_s: float, ended_s: float) -> None:
         """Add a step that lasted from `began_s` to `ended_s`."""
         if self._is_written or step < self._first:
             return

@@ -50,7 +50,7 @@ class ObservedTraining:
         self._lock = threading.Lock()
         self._newest: dict[str, _Reported] = {}
 
-    def add(self, *, loss: SupportsFloat | None, lr: SupportsFloat | None) -> None:
+    def add_report(self, *, loss: SupportsFloat | None, lr: SupportsFloat | None) -> None:
         """Replace what was reported before; None reports nothing. Never waits for a device.
 
         Raises ConfigError for what is no single number.
@@ -109,7 +109,7 @@ class Telemetry:
         self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
         self._logged: set[tuple[str, type[Exception]]] = set()
 
-    def add(self, sample: StepSample) -> None:
+    def add_sample(self, sample: StepSample) -> None:
         """Keep `sample` as the newest. Beyond 1,024 samples the oldest is dropped."""
         self.last_step = sample
         self._samples.append(sample)

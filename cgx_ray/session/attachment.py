@@ -157,7 +157,7 @@ class Attachment:
         what is no single number.
         """
         if isinstance(self._engine, Engine):
-            self._engine.observed.add(loss=loss, lr=lr)
+            self._engine.observed.add_report(loss=loss, lr=lr)
 
     def explore(
         self,

@@ -39,7 +39,7 @@ def asked(run: FakeTraining, tmp_path: Path, name: str = "my run") -> dict[str, 
     for rank in range(WORLD):
         steps = node_steps([replace(run.sample(rank), step_s=0.5 + rank / 10)])
         latency_s = {"other": 2e-4}
-        live.add(NodeSample(node_id=f"node{rank}", time_s=1.0, steps=steps, latency_s=latency_s, host=LOAD))
+        live.add_sample(NodeSample(node_id=f"node{rank}", time_s=1.0, steps=steps, latency_s=latency_s, host=LOAD))
     journal = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
     found: dict[str, Any] = json.loads(json.dumps(live.fields(run.loop.facts(), run.loop.plans[-1], journal[-20:])))
     return found

@@ -70,7 +70,7 @@ def test_decisions_on_errors_by_layer_are_made_again_from_the_journal(tmp_path: 
     again = Replay(WhatIf())
     lines = journal(tmp_path, "start", "decision")
     for line in lines:
-        again.add(line)
+        again.add_line(line)
     assert again.num_again == again.num_same >= 2
     assert again.num_other_prediction == 0
     errors = lines[-1]["situation"]["squared_errors"]
@@ -80,7 +80,7 @@ def test_decisions_on_errors_by_layer_are_made_again_from_the_journal(tmp_path: 
     for line in lines:
         if "situation" in line:
             del line["situation"]["squared_errors"]
-        without.add(line)
+        without.add_line(line)
     assert without.num_different > 0, "the errors decide"
 
 

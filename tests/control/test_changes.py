@@ -20,8 +20,8 @@ def noisy(level: float, num: int, *, seed: int = 0, sigma: float = 0.05) -> Iter
 @pytest.mark.parametrize("seed", range(8))
 def test_a_step_by_2x_is_noticed_within_3_samples_of_a_second_and_once(factor: float, seed: int) -> None:
     detector = ChangeDetector()
-    assert [detector.add(value, 1.0) for value in noisy(7.0, 60, seed=seed)] == [None] * 60
-    found = [detector.add(value, 1.0) for value in noisy(7.0 * factor, 60, seed=seed + 100)]
+    assert [detector.add_sample(value, 1.0) for value in noisy(7.0, 60, seed=seed)] == [None] * 60
+    found = [detector.add_sample(value, 1.0) for value in noisy(7.0 * factor, 60, seed=seed + 100)]
     alarms = [second for second, since_s in enumerate(found, 1) if since_s is not None]
     assert len(alarms) == 1, alarms
     assert alarms[0] <= 3
@@ -35,64 +35,64 @@ def test_ten_minutes_of_noise_and_bursts_of_2_s_raise_no_alarm(seed: int) -> Non
     for start in range(10, 590, 12):
         for second in range(start, start + chance.randint(1, 2)):
             values[second] *= chance.uniform(0.55, 1.0)
-    assert [second for second, value in enumerate(values) if detector.add(value, 1.0) is not None] == []
+    assert [second for second, value in enumerate(values) if detector.add_sample(value, 1.0) is not None] == []
 
 
 def test_a_change_for_the_better_is_noticed_within_2_s_and_one_for_the_worse_is_not() -> None:
     for better, factor, allowed_s in ((1, 2.0, 2.0), (-1, 0.5, 2.0), (1, 0.5, 3.0), (-1, 2.0, 3.0)):
         detector = ChangeDetector(better)
-        assert not any(detector.add(value, 0.25) for value in noisy(7.0, 80))
-        found = [detector.add(value, 0.25) for value in noisy(7.0 * factor, 20, seed=1)]
+        assert not any(detector.add_sample(value, 0.25) for value in noisy(7.0, 80))
+        found = [detector.add_sample(value, 0.25) for value in noisy(7.0 * factor, 20, seed=1)]
         noticed_s = 0.25 * (1 + [since_s is not None for since_s in found].index(True))
         assert allowed_s - 1.0 < noticed_s <= allowed_s, (better, factor, noticed_s)
 
 
 def test_evidence_that_no_longer_grows_raises_no_alarm_when_less_is_needed_again() -> None:
     detector = ChangeDetector(alarm=0.75)
-    assert [detector.add(7.0, 0.5) for _ in range(20)] == [None] * 20
-    assert [detector.add(3.5, 0.5, patience=1.4) for _ in range(4)] == [None] * 4
-    assert [detector.add(7.0, 0.5) for _ in range(20)] == [None] * 20
+    assert [detector.add_sample(7.0, 0.5) for _ in range(20)] == [None] * 20
+    assert [detector.add_sample(3.5, 0.5, patience=1.4) for _ in range(4)] == [None] * 4
+    assert [detector.add_sample(7.0, 0.5) for _ in range(20)] == [None] * 20
 
 
 def test_one_sample_says_as_much_as_several_that_cover_the_same_time() -> None:
     coarse, fine = ChangeDetector(), ChangeDetector()
     for _ in range(5):
-        assert coarse.add(1.0, 2.5) is None
-    assert coarse.add(2.0, 2.5) is None, "one sample is never enough"
-    assert coarse.add(2.0, 2.5) == pytest.approx(5.0)
+        assert coarse.add_sample(1.0, 2.5) is None
+    assert coarse.add_sample(2.0, 2.5) is None, "one sample is never enough"
+    assert coarse.add_sample(2.0, 2.5) == pytest.approx(5.0)
     for _ in range(125):
-        assert fine.add(1.0, 0.1) is None
-    found = [fine.add(2.0, 0.1) for _ in range(25)]
+        assert fine.add_sample(1.0, 0.1) is None
+    found = [fine.add_sample(2.0, 0.1) for _ in range(25)]
     assert [since_s is not None for since_s in found].index(True) in (19, 20)
 
 
 def test_a_run_of_steps_of_20_ms_is_learned_in_ten_of_them() -> None:
     detector = ChangeDetector()
-    assert [detector.add(1.0, 0.02) for _ in range(60)] == [None] * 60
-    found = [detector.add(0.1, 0.03) for _ in range(60)]
+    assert [detector.add_sample(1.0, 0.02) for _ in range(60)] == [None] * 60
+    found = [detector.add_sample(0.1, 0.03) for _ in range(60)]
     assert [since_s is not None for since_s in found].index(True) <= 46
 
 
 def test_a_slow_drift_is_followed_without_alarm() -> None:
     detector = ChangeDetector()
-    assert all(detector.add(2.0 ** (second / 120), 1.0) is None for second in range(600))
+    assert all(detector.add_sample(2.0 ** (second / 120), 1.0) is None for second in range(600))
 
 
 def test_a_value_without_a_logarithm_is_refused() -> None:
     for value in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="positive"):
-            ChangeDetector().add(value, 1.0)
+            ChangeDetector().add_sample(value, 1.0)
 
 
 def test_a_straggler_is_named_after_seconds_and_forgiven_when_it_is_back() -> None:
     slow = SlowRanks(3)
     # One slow step makes no slow rank.
-    assert not slow.add({0: 1.0, 1: 3.0, 2: 1.0}, 0.5)
-    assert not any(slow.add({0: 1.0, 1: 1.0, 2: 0.9}, 0.5) for _ in range(10))
-    changed = [slow.add({0: 1.0, 1: 1.9, 2: 1.0}, 0.5) for _ in range(12)]
+    assert not slow.add_ratios({0: 1.0, 1: 3.0, 2: 1.0}, 0.5)
+    assert not any(slow.add_ratios({0: 1.0, 1: 1.0, 2: 0.9}, 0.5) for _ in range(10))
+    changed = [slow.add_ratios({0: 1.0, 1: 1.9, 2: 1.0}, 0.5) for _ in range(12)]
     assert slow.ranks == {1}
     assert changed.index(True) <= 5
     assert changed.count(True) == 1
-    changed = [slow.add({0: 1.0, 1: 1.0, 2: 1.0}, 0.5) for _ in range(16)]
+    changed = [slow.add_ratios({0: 1.0, 1: 1.0, 2: 1.0}, 0.5) for _ in range(16)]
     assert slow.ranks == set()
     assert changed.count(True) == 1

@@ -26,7 +26,7 @@ def causes(watched: GainWatch, gains: Iterable[float]) -> dict[int, str]:
     found: dict[int, str] = {}
     decided: dict[str, float] = {}
     for number, gain in enumerate(gains, 1):
-        watched.add({TOPK: gain})
+        watched.add_gains({TOPK: gain})
         cause = watched.cause(decided)
         if cause is not None:
             found[number] = cause
@@ -81,13 +81,13 @@ def test_a_codec_that_drops_more_than_there_is_keeps_next_to_nothing() -> None:
 def test_under_a_new_plan_its_options_are_held_against_what_was_expected_and_predictions_go_on() -> None:
     watched = GainWatch()
     for _ in range(10):
-        watched.add({STAR: 0.9, QSGD: 0.9})
+        watched.add_gains({STAR: 0.9, QSGD: 0.9})
     decided = watched.gain
     watched.start_plan([STAR])
     assert watched.gain == decided, "until something is measured"
-    watched.add({STAR: 0.9, QSGD: 0.9}, {STAR: 0.6}, settled=[STAR])
+    watched.add_gains({STAR: 0.9, QSGD: 0.9}, {STAR: 0.6}, settled=[STAR])
     assert watched.gain == {STAR: 0.6, QSGD: pytest.approx(0.9)}
-    watched.add({STAR: 0.9, QSGD: 0.9}, {STAR: 0.6}, settled=[STAR])
+    watched.add_gains({STAR: 0.9, QSGD: 0.9}, {STAR: 0.6}, settled=[STAR])
     assert watched.cause(decided) == f"gain of {STAR} fell from 0.90 to 0.60"
     assert watched.cause({QSGD: 0.9}) is None
 
@@ -96,34 +96,34 @@ def test_an_option_that_has_no_prediction_of_its_own_is_held_against_that_of_its
     option = f"{TOPK} over allgather"
     watched = GainWatch()
     for _ in range(3):
-        watched.add({TOPK: 0.9})
+        watched.add_gains({TOPK: 0.9})
     decided = watched.gain
     watched.start_plan([option])
     for _ in range(2):
-        watched.add({TOPK: 0.9}, {option: 0.6}, settled=[option])
+        watched.add_gains({TOPK: 0.9}, {option: 0.6}, settled=[option])
     assert watched.cause(decided) == f"gain of {option} fell from 0.90 to 0.60"
     assert watched.gain == {TOPK: pytest.approx(0.9), option: 0.6}
     watched.start_plan([])
-    watched.add({TOPK: 0.9})
+    watched.add_gains({TOPK: 0.9})
     assert watched.gain[option] == pytest.approx(0.6), "by the learned ratio"
 
 
 def test_until_an_option_has_settled_its_gain_counts_only_if_it_is_less_than_predicted() -> None:
     watched = GainWatch([STAR])
-    watched.add({STAR: 0.5}, {STAR: 0.9})
+    watched.add_gains({STAR: 0.5}, {STAR: 0.9})
     assert (watched.gain, watched.ratios) == ({STAR: 0.5}, {})
-    watched.add({STAR: 0.5}, {STAR: 0.4})
+    watched.add_gains({STAR: 0.5}, {STAR: 0.4})
     assert watched.gain[STAR] == pytest.approx(0.45)
     assert watched.ratios[STAR] == pytest.approx(0.8)
 
 
 def test_a_learned_ratio_corrects_later_predictions_and_follows_slowly() -> None:
     watched = GainWatch(ratios={STAR: 0.5})
-    watched.add({TOPK: 0.8, STAR: 0.8})
+    watched.add_gains({TOPK: 0.8, STAR: 0.8})
     assert watched.gain == {TOPK: 0.8, STAR: pytest.approx(0.4)}
     watched.start_plan([STAR])
     for _ in range(NUM_MEASUREMENTS):
-        watched.add({TOPK: 0.8, STAR: 0.8}, {STAR: 0.8}, settled=[STAR])
+        watched.add_gains({TOPK: 0.8, STAR: 0.8}, {STAR: 0.8}, settled=[STAR])
     assert watched.gain[STAR] == pytest.approx(0.8)
     assert watched.ratios[STAR] == pytest.approx(1 - 0.5 * 0.9**NUM_MEASUREMENTS)
 
@@ -131,7 +131,7 @@ def test_a_learned_ratio_corrects_later_predictions_and_follows_slowly() -> None
 def test_a_sparse_codec_can_be_used_once_two_measurements_agree() -> None:
     watched = GainWatch()
     for gain, usable in ((0.9, False), (0.5, False), (0.55, True), (0.9, True)):
-        watched.add({TOPK: gain, QSGD: 0.98})
+        watched.add_gains({TOPK: gain, QSGD: 0.98})
         assert (TOPK in watched.usable, QSGD in watched.usable) == (usable, True), gain
 
 
@@ -150,13 +150,13 @@ def test_a_sparse_codec_can_be_used_once_two_measurements_agree() -> None:
 def test_a_learning_phase_is_one_in_which_the_norm_moves_by_half(norms: list[float], is_on: bool) -> None:
     phase = LearningPhase()
     for norm in norms:
-        phase.add(norm)
-        phase.add(None)
+        phase.add_norm(norm)
+        phase.add_norm(None)
     assert phase.is_on == is_on
 
 
 def test_of_gains_that_changed_together_that_of_the_codec_in_use_is_said() -> None:
     watched = GainWatch([TOPK])
     for gain in (0.9, 0.6, 0.6):
-        watched.add({QSGD: gain, TOPK: gain})
+        watched.add_gains({QSGD: gain, TOPK: gain})
     assert watched.cause({TOPK: 0.9, QSGD: 0.9}) == f"gain of {TOPK} fell from 0.90 to 0.60"

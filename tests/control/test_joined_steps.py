@@ -25,11 +25,11 @@ def test_bursts_count_for_the_node_whose_link_its_ranks_share(tmp_path: Path) ->
     for num_local, factor in ((1, 1), (2, 2), (WORLD, 1)):
         run.num_local = num_local
         samples = [replace(run.sample(rank), bursts=(Burst(1000, 0.1),)) for rank in range(WORLD)]
-        (joined,) = StepJoiner(WORLD).add(node_steps(samples), 0.0)
+        (joined,) = StepJoiner(WORLD).add_node_steps(node_steps(samples), 0.0)
         assert joined.traffic.bursts[1] == (Burst(1000 * factor, 0.1),)
         assert joined.num_local == num_local
     odd = [replace(run.sample(rank), num_local=1 + (rank > 0) * 2) for rank in range(WORLD)]
-    assert StepJoiner(WORLD).add(node_steps(odd), 0.0)[0].num_local == 1
+    assert StepJoiner(WORLD).add_node_steps(node_steps(odd), 0.0)[0].num_local == 1
 
 
 def test_steps_join_when_the_last_rank_reports_and_the_shortest_transfer_counts(tmp_path: Path) -> None:
@@ -37,10 +37,10 @@ def test_steps_join_when_the_last_rank_reports_and_the_shortest_transfer_counts(
     run.late_rank_s = 5.0
     samples = [run.sample(rank) for rank in range(WORLD)]
     book = StepJoiner(WORLD)
-    assert book.add(node_steps(samples[1:]), 0.0) == []
-    (joined,) = book.add(node_steps(samples[:1]), 0.0)
+    assert book.add_node_steps(node_steps(samples[1:]), 0.0) == []
+    (joined,) = book.add_node_steps(node_steps(samples[:1]), 0.0)
     link = PassiveLink()
-    link.add(joined.traffic, probed_latency_s=1e-4)
+    link.add_traffic(joined.traffic, probed_latency_s=1e-4)
     assert link.bandwidth is not None
     assert 8 * link.bandwidth.value == pytest.approx(1e9)
 
@@ -53,28 +53,28 @@ def _reports(run: FakeTraining, ranks: Iterable[int], step: int) -> tuple[NodeSt
 @pytest.mark.fault("a rank sends no samples", "steps count without it after 3 s")
 def test_steps_wait_three_seconds_for_a_silent_rank_and_then_no_more_until_it_is_back(tmp_path: Path) -> None:
     run, book = start(tmp_path), StepJoiner(WORLD)
-    assert len(book.add(_reports(run, range(WORLD), 1), 0.0)) == 1
-    assert book.add(_reports(run, [0, 1, 3], 2), 1.0) == []
-    assert book.add(_reports(run, [0, 1, 3], 3), 3.9) == []
-    assert [step.step for step in book.add([], 4.0)] == [2, 3]
+    assert len(book.add_node_steps(_reports(run, range(WORLD), 1), 0.0)) == 1
+    assert book.add_node_steps(_reports(run, [0, 1, 3], 2), 1.0) == []
+    assert book.add_node_steps(_reports(run, [0, 1, 3], 3), 3.9) == []
+    assert [step.step for step in book.add_node_steps([], 4.0)] == [2, 3]
     assert book.silent == {2}
-    (joined,) = book.add(_reports(run, [0, 1, 3], 4), 4.5)
+    (joined,) = book.add_node_steps(_reports(run, [0, 1, 3], 4), 4.5)
     assert list(joined.slowness) == [0, 1, 3]
     # What it has kept meanwhile comes too late.
-    assert book.add([*_reports(run, [2], 2), *_reports(run, [2], 3)], 20.0) == []
+    assert book.add_node_steps([*_reports(run, [2], 2), *_reports(run, [2], 3)], 20.0) == []
     assert book.silent == {2}
-    assert len(book.add(_reports(run, [0, 1, 3], 5), 21.0)) == 1
-    assert book.add(_reports(run, [2], 5), 22.0) == []
+    assert len(book.add_node_steps(_reports(run, [0, 1, 3], 5), 21.0)) == 1
+    assert book.add_node_steps(_reports(run, [2], 5), 22.0) == []
     assert book.silent == frozenset()
-    assert book.add(_reports(run, [0, 1, 3], 6), 23.0) == []
-    (joined,) = book.add(_reports(run, [2], 6), 23.5)
+    assert book.add_node_steps(_reports(run, [0, 1, 3], 6), 23.0) == []
+    (joined,) = book.add_node_steps(_reports(run, [2], 6), 23.5)
     assert list(joined.slowness) == [0, 1, 2, 3]
 
 
 def test_a_lost_report_costs_its_steps_one_rank_and_makes_no_rank_silent(tmp_path: Path) -> None:
     run, book = start(tmp_path), StepJoiner(WORLD)
-    assert book.add(_reports(run, [0, 1, 3], 1), 0.0) == []
-    joined = book.add(_reports(run, range(WORLD), 2), 1.0)
+    assert book.add_node_steps(_reports(run, [0, 1, 3], 1), 0.0) == []
+    joined = book.add_node_steps(_reports(run, range(WORLD), 2), 1.0)
     assert [(step.step, len(step.slowness)) for step in joined] == [(1, 3), (2, 4)]
     assert book.silent == frozenset()
 
@@ -83,8 +83,8 @@ def test_half_of_the_agents_late_by_five_seconds_are_left_out(tmp_path: Path) ->
     run, book = start(tmp_path), StepJoiner(WORLD)
     joined = []
     for second in range(20):
-        joined += book.add(_reports(run, [0, 1], second), float(second))
-        joined += book.add(_reports(run, [2, 3], second - 5) if second >= 5 else [], float(second))
+        joined += book.add_node_steps(_reports(run, [0, 1], second), float(second))
+        joined += book.add_node_steps(_reports(run, [2, 3], second - 5) if second >= 5 else [], float(second))
     assert [step.step for step in joined] == list(range(20))
     assert book.silent == {2, 3}
 
@@ -92,10 +92,10 @@ def test_half_of_the_agents_late_by_five_seconds_are_left_out(tmp_path: Path) ->
 def test_steps_that_are_trained_again_are_joined_again(tmp_path: Path) -> None:
     run, book = start(tmp_path), StepJoiner(WORLD)
     for step in (1, 2, 3):
-        assert len(book.add(_reports(run, range(WORLD), step), float(step))) == 1
+        assert len(book.add_node_steps(_reports(run, range(WORLD), step), float(step))) == 1
     for step in (2, 3, 4):
-        assert book.add(_reports(run, [0, 1], step), 3.0 + step) == []
-        assert len(book.add(_reports(run, [2, 3], step), 3.5 + step)) == 1
+        assert book.add_node_steps(_reports(run, [0, 1], step), 3.0 + step) == []
+        assert len(book.add_node_steps(_reports(run, [2, 3], step), 3.5 + step)) == 1
 
 
 def test_the_link_is_right_without_the_ranks_that_are_silent(tmp_path: Path) -> None:
@@ -108,11 +108,11 @@ def test_the_link_is_right_without_the_ranks_that_are_silent(tmp_path: Path) -> 
         replace(sample, bursts=(Burst(1000 * (1 + sample.rank), 0.1),), lag_s=lag_s)
         for sample in map(run.sample, (1, 3))
     ]
-    assert book.add(node_steps(samples), 0.0) == []
-    (joined,) = book.add([], 3.0)
+    assert book.add_node_steps(node_steps(samples), 0.0) == []
+    (joined,) = book.add_node_steps([], 3.0)
     assert joined.traffic.bursts == {1: (Burst(2000, 0.1),), 3: (Burst(4000, 0.1),)}
     assert joined.traffic.round_trip_s == {(1, 3): pytest.approx(4e-3 + 2e-3)}
-    link.add(replace(joined.traffic, bursts={}), probed_latency_s=1e-4)
+    link.add_traffic(replace(joined.traffic, bursts={}), probed_latency_s=1e-4)
     assert link.bandwidth is not None
     assert 8 * link.bandwidth.value == pytest.approx(1e9, rel=0.2)
 
@@ -121,9 +121,9 @@ def test_bandwidth_is_told_from_the_indices_and_values_of_artopk(tmp_path: Path)
     run = start(tmp_path)
     topk = CodecSpec(name="topk", density=0.1)
     run.loop.plans.append(make_plan(LAYERS, version=1, world_size=WORLD, codec=topk, scheme=Scheme.ARTOPK_RING))
-    (joined,) = StepJoiner(WORLD).add(node_steps(map(run.sample, range(WORLD))), 0.0)
+    (joined,) = StepJoiner(WORLD).add_node_steps(node_steps(map(run.sample, range(WORLD))), 0.0)
     link = PassiveLink()
-    link.add(joined.traffic, probed_latency_s=1e-4)
+    link.add_traffic(joined.traffic, probed_latency_s=1e-4)
     assert link.bandwidth is not None
     assert 8 * link.bandwidth.value == pytest.approx(1e9)
 
@@ -166,7 +166,7 @@ def _step_of_many(run: FakeTraining, nodes: list[int], slow: int) -> JoinedStep:
             )
         )
     parts = [part for node in samples for part in node_steps(samples[node])]
-    (joined,) = StepJoiner(world_size).add(parts, 0.0)
+    (joined,) = StepJoiner(world_size).add_node_steps(parts, 0.0)
     return joined
 
 
@@ -186,7 +186,7 @@ def test_a_link_of_many_ranks_is_told_from_the_pairs_that_count(nodes: list[int]
     assert len(traffic.bursts) == num_telling
     assert len(counted_bursts([Burst(1, 0.1)] * 9, 0, nodes)) == {40: 9, 1024: MAX_BURSTS - 1}[len(nodes)]
     link = PassiveLink()
-    link.add(traffic, probed_latency_s=1e-4)
+    link.add_traffic(traffic, probed_latency_s=1e-4)
     assert link.latency_s is not None
     assert link.latency_s.value == pytest.approx(1e-3)
     assert link.slow == {slow: pytest.approx(1e7)}
@@ -209,8 +209,9 @@ def test_a_step_is_the_same_whether_its_ranks_come_in_one_record_or_in_several(t
         replace(run.sample(rank), compute_s=0.1 * (1 + rank), gain={"bf16": 0.5 + rank / 10} if rank != 2 else {})
         for rank in range(WORLD)
     ]
-    (whole,) = StepJoiner(WORLD).add(node_steps(samples), 0.0)
-    (again,) = StepJoiner(WORLD).add([part for rank in (2, 0, 3, 1) for part in node_steps([samples[rank]])], 0.0)
+    (whole,) = StepJoiner(WORLD).add_node_steps(node_steps(samples), 0.0)
+    in_other_order = [part for rank in (2, 0, 3, 1) for part in node_steps([samples[rank]])]
+    (again,) = StepJoiner(WORLD).add_node_steps(in_other_order, 0.0)
     assert again == whole
     assert whole.gain == {"bf16": pytest.approx((0.5 + 0.6 + 0.8) / 3)}
     assert whole.compute_s == pytest.approx(0.4)

@@ -70,7 +70,7 @@ def watch(
     **step: bool,
 ) -> None:
     for _ in range(num_steps):
-        link.add(network.step(**step), probed_latency_s, carried)
+        link.add_traffic(network.step(**step), probed_latency_s, carried)
 
 
 @pytest.mark.parametrize("rate", [12.5e6, 125e6, 250e6])
@@ -101,7 +101,7 @@ def test_without_a_mesh_sizes_tell_bandwidth_whatever_latency_was_probed(latency
 def test_groups_of_one_size_do_not_tell_bandwidth_from_latency_and_the_probed_one_is_used() -> None:
     network, link = NoisyNetwork(rate=125e6, latency_s=0.01), PassiveLink()
     for _ in range(20):
-        link.add(network.step(has_mesh=False, sizes=(4 * MIB, 4 * MIB)), 0.01)
+        link.add_traffic(network.step(has_mesh=False, sizes=(4 * MIB, 4 * MIB)), 0.01)
     assert fit_exchanges([network._exchange(4 * MIB) for _ in range(50)]) is None
     assert link.bandwidth is not None
     assert link.bandwidth.source == "exchanges"
@@ -113,7 +113,7 @@ def test_exchanges_that_processors_could_have_taken_are_not_sure() -> None:
     for seconds, is_sure in ((1e-4, False), (3e-3, False), (0.1, True)):
         link = PassiveLink()
         for _ in range(40):
-            link.add(
+            link.add_traffic(
                 StepTraffic(seconds=0.2, exchanges=[ObservedExchange(hops=1, num_bytes=170_000, seconds=seconds)]), 1e-5
             )
         assert link.bandwidth is not None
@@ -126,7 +126,7 @@ def test_messages_that_were_already_there_make_the_link_no_faster() -> None:
     for step in range(40):
         seconds = 5e-5 if step % 5 == 4 else 800_000 / 125e6 * chance.uniform(1, 2)
         exchange = ObservedExchange(hops=1, num_bytes=800_000, seconds=seconds)
-        link.add(replace(network.step(), bursts={}, pair_rate={}, exchanges=[exchange]), 1e-4)
+        link.add_traffic(replace(network.step(), bursts={}, pair_rate={}, exchanges=[exchange]), 1e-4)
         if step >= 4:
             assert link.bandwidth is not None
             assert link.bandwidth.value <= 1.1 * 125e6, step
@@ -142,7 +142,7 @@ def test_steps_with_few_bursts_count_together_whatever_their_exchanges_take() ->
             few = {step % WORLD: seen.bursts[step % WORLD][:1]} if step % 2 else {}
             # The plan alternates, and the exchanges of each plan would give another rate.
             exchange = ObservedExchange(hops=1, num_bytes=1e5, seconds=1e-4 if step // 8 % 2 else 0.1)
-            link.add(replace(seen, bursts=few, pair_rate={}, exchanges=[exchange]), 1e-3)
+            link.add_traffic(replace(seen, bursts=few, pair_rate={}, exchanges=[exchange]), 1e-3)
     assert link.num_changes == 1
     assert link.bandwidth is not None
     assert link.bandwidth.source == "bursts"
@@ -158,7 +158,7 @@ def test_three_exchanges_are_not_sure_of_a_slope() -> None:
 
 def test_nothing_seen_is_no_estimate() -> None:
     link = PassiveLink()
-    link.add(StepTraffic(seconds=1.0), 1e-3)
+    link.add_traffic(StepTraffic(seconds=1.0), 1e-3)
     assert link.bandwidth is None
     assert link.latency_s is None
     assert (link.slow, link.num_changes) == ({}, 0)
@@ -220,7 +220,7 @@ def test_far_slower_steps_whose_latency_rose_are_enough_but_no_greeting_alone() 
     watch(link, NoisyNetwork(rate=125e6, latency_s=1e-3), 20)
     late = _far_slower([125e6] * 8, latency_s=0.02)
     assert not link.restart_if_slower(late, 1e-3)
-    link.add(late, 1e-3)
+    link.add_traffic(late, 1e-3)
     assert link.restart_if_slower(late, 1e-3)
     assert link.latency_s is not None
     assert link.latency_s.value == pytest.approx(0.02, rel=0.2)
@@ -253,7 +253,7 @@ def test_a_bandwidth_that_falls_while_plans_change_every_second_is_noticed() -> 
         network.rate = rate
         for sizes in itertools.islice(plans, 8):
             for _ in range(16):
-                link.add(network.step(has_mesh=False, sizes=sizes), 1e-4)
+                link.add_traffic(network.step(has_mesh=False, sizes=sizes), 1e-4)
     assert link.num_changes == 1
     assert link.bandwidth is not None
     assert link.bandwidth.value == pytest.approx(1.25e6, rel=0.15)
@@ -292,7 +292,7 @@ def test_ten_minutes_beside_a_bursty_neighbour_are_no_change(seed: int, duty: fl
 def test_a_first_greeting_that_waited_in_a_queue_is_no_change() -> None:
     network, link = NoisyNetwork(rate=25e6, latency_s=5e-3), PassiveLink()
     first = network.step()
-    link.add(replace(first, round_trip_s={(0, 1): 44e-3}), 1e-3)
+    link.add_traffic(replace(first, round_trip_s={(0, 1): 44e-3}), 1e-3)
     watch(link, network, 20)
     assert link.num_changes == 0
 
@@ -316,7 +316,7 @@ def test_latency_is_that_between_hosts_where_some_ranks_share_one() -> None:
     link = PassiveLink()
     trips = {(a, b): 5e-5 if a // 2 == b // 2 else 0.02 for a, b in PAIRS}
     for _ in range(5):
-        link.add(StepTraffic(seconds=0.5, round_trip_s=trips), 1e-3)
+        link.add_traffic(StepTraffic(seconds=0.5, round_trip_s=trips), 1e-3)
     assert link.latency_s is not None
     assert link.latency_s.value == 0.01
 
@@ -328,7 +328,8 @@ def test_a_known_rate_stands_but_is_not_sure_while_short_messages_show_little() 
         for _ in range(40):
             # Messages that were already there, or late ones: 3 Gbit/s or 6 Mbit/s.
             short = ObservedExchange(hops=1, num_bytes=40_000, seconds=seconds)
-            link.add(StepTraffic(seconds=0.5, exchanges=[short], round_trip_s=network.step().round_trip_s), 1e-3)
+            traffic = StepTraffic(seconds=0.5, exchanges=[short], round_trip_s=network.step().round_trip_s)
+            link.add_traffic(traffic, 1e-3)
         if link.num_changes == 0:
             assert link.bandwidth is not None
             assert link.bandwidth.value == pytest.approx(125e6, rel=0.05)
@@ -341,14 +342,14 @@ def test_a_faster_link_on_which_messages_no_longer_make_bursts_is_noticed_within
     network, link = NoisyNetwork(rate=12.5e6, latency_s=1e-4, step_s=0.1), PassiveLink()
     for _ in range(60):
         exchange = network._exchange(400_000)
-        link.add(replace(network.step(), exchanges=[exchange]), 1e-4)
+        link.add_traffic(replace(network.step(), exchanges=[exchange]), 1e-4)
     assert link.num_changes == 0
     network.rate = 125e6
     # One burst begins on the slow link and ends on the fast one.
     last = {0: [Burst(MIB // 4, MIB / 4 / 12.5e6)]}
     for step in range(30):
         exchange = network._exchange(400_000)
-        link.add(StepTraffic(seconds=0.1, exchanges=[exchange], bursts=last if step == 0 else {}), 1e-4)
+        link.add_traffic(StepTraffic(seconds=0.1, exchanges=[exchange], bursts=last if step == 0 else {}), 1e-4)
     assert link.num_changes == 1
     assert link.bandwidth is not None
     assert link.bandwidth.value > 50e6
@@ -358,7 +359,7 @@ def test_a_faster_link_on_which_messages_no_longer_make_bursts_is_noticed_within
 def test_few_bursts_are_not_sure_however_much_they_agree() -> None:
     for num_bursts, is_sure in ((4, False), (11, False), (12, True)):
         link = PassiveLink()
-        link.add(StepTraffic(seconds=0.5, bursts={0: [Burst(MIB, MIB / 125e6)] * num_bursts}), 1e-3)
+        link.add_traffic(StepTraffic(seconds=0.5, bursts={0: [Burst(MIB, MIB / 125e6)] * num_bursts}), 1e-3)
         assert link.bandwidth is not None
         assert link.bandwidth.value == pytest.approx(125e6)
         assert link.bandwidth.is_sure == is_sure, num_bursts
@@ -368,7 +369,7 @@ def test_long_bursts_outweigh_short_ones_whose_time_stamps_bunch() -> None:
     long, short = Burst(6 * MIB, 6 * MIB / 125e6), Burst(2 * MIB, 2 * MIB / 187e6)
     link = PassiveLink()
     for _ in range(10):
-        link.add(StepTraffic(seconds=0.5, bursts={rank: [long] * 3 + [short] for rank in range(WORLD)}), 1e-3)
+        link.add_traffic(StepTraffic(seconds=0.5, bursts={rank: [long] * 3 + [short] for rank in range(WORLD)}), 1e-3)
     assert link.bandwidth is not None
     assert link.bandwidth.value == pytest.approx(125e6)
 
@@ -382,7 +383,7 @@ def test_a_sender_that_gets_no_processor_within_short_messages_is_no_slow_link()
             for a, b in itertools.permutations(range(WORLD), 2)
         }
         bursts = {step % WORLD: [Burst(MIB, MIB / (125e6 * chance.uniform(0.85, 1)))]}
-        link.add(StepTraffic(seconds=0.15, bursts=bursts, pair_rate=pairs), 1e-3)
+        link.add_traffic(StepTraffic(seconds=0.15, bursts=bursts, pair_rate=pairs), 1e-3)
         if step > 40:
             assert link.slow == {}, step
     assert link.bandwidth is not None
@@ -400,7 +401,7 @@ def test_a_slow_downlink_stays_named_while_only_other_links_show_their_rates() -
         # Another plan: messages are so short that few ranks have bursts, and never the slow one.
         seen = network.step()
         few = {rank: seen.bursts[rank][:2] for rank in (0, 2 + step % 2)}
-        link.add(replace(seen, bursts=few, pair_rate={}), 1e-3)
+        link.add_traffic(replace(seen, bursts=few, pair_rate={}), 1e-3)
         assert link.slow.keys() == {1}, step
     assert link.num_changes == changes
     network.slow_down.clear()
@@ -414,7 +415,7 @@ def test_a_link_is_named_slow_if_it_is_the_only_one_that_messages_fill_after_a_c
     network.slow_down[1] = 0.25
     for _ in range(20):
         seen = network.step()
-        link.add(replace(seen, bursts={1: seen.bursts[1]}, pair_rate={}), 1e-3)
+        link.add_traffic(replace(seen, bursts={1: seen.bursts[1]}, pair_rate={}), 1e-3)
     assert link.num_changes >= 1
     assert link.slow.keys() == {1}
     assert link.bandwidth is not None
@@ -432,5 +433,5 @@ def test_a_drop_of_all_links_names_nobody_slow_for_long() -> None:
     network.rate *= 10
     for _ in range(20):
         seen = network.step()
-        link.add(replace(seen, bursts={rank: seen.bursts[rank] for rank in (0, 1)}, pair_rate={}), 1e-3)
+        link.add_traffic(replace(seen, bursts={rank: seen.bursts[rank] for rank in (0, 1)}, pair_rate={}), 1e-3)
         assert link.slow == {}

@@ -22,7 +22,7 @@ def _pushed(num_bytes: float, seconds: float) -> StepTraffic:
 def _values(link: PassiveLink, num_bytes: float, seconds: float, num_steps: int) -> list[float]:
     values = []
     for _ in range(num_steps):
-        link.add(_pushed(num_bytes, seconds), 1e-4)
+        link.add_traffic(_pushed(num_bytes, seconds), 1e-4)
         assert link.bandwidth is not None
         values.append(link.bandwidth.value)
     return values
@@ -46,8 +46,8 @@ def test_shorter_exchanges_of_another_plan_are_no_change_though_each_hop_waits_f
 
 def test_a_first_step_without_greetings_is_no_change() -> None:
     link = PassiveLink()
-    link.add(replace(_pushed(2e5, 0.003), round_trip_s={}), 1e-4)
+    link.add_traffic(replace(_pushed(2e5, 0.003), round_trip_s={}), 1e-4)
     _values(link, 2e5, 0.003, 20)
-    link.add(replace(_pushed(2e5, 0.003), round_trip_s={}), 1e-4)
+    link.add_traffic(replace(_pushed(2e5, 0.003), round_trip_s={}), 1e-4)
     _values(link, 2e5, 0.003, 20)
     assert link.num_changes == 0

@@ -27,7 +27,7 @@ def judged(curve: Callable[[int], float], change: int) -> str | None:
     """Return the verdict on losses from step 1 on, if options change after step `change`."""
     trend = LossTrend()
     for step in range(1, change + 2 * MAX_LOSSES):
-        trend.add(curve(step))
+        trend.add_loss(curve(step))
         if step == change:
             trend.start_plan()
     return trend.worse
@@ -64,10 +64,10 @@ def test_too_few_or_no_losses_are_not_judged_and_others_than_finite_ones_are_lef
     assert judged(lambda step: 1.0 if step <= 60 else 9.0, 60) is None
     trend = LossTrend()
     for loss in (None, math.nan, math.inf, -math.inf, 1e160) * 100:
-        trend.add(loss)
+        trend.add_loss(loss)
     trend.start_plan()
     for loss in (None, math.nan) * 100:
-        trend.add(loss)
+        trend.add_loss(loss)
     assert trend.worse is None
 
 

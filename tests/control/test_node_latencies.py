@@ -21,7 +21,7 @@ def test_the_median_is_that_of_the_newest_latency_of_each_node() -> None:
         else:
             # Few values, so that several nodes have the same.
             latency_s = draw.choice([1e-4, 2e-4, 5e-4])
-            found.add(name, float(now), latency_s)
+            found.add_latency(name, float(now), latency_s)
             kept[name] = float(now), latency_s
         assert bool(found) == bool(kept)
         if kept:

@@ -83,7 +83,7 @@ def test_a_layer_error_is_the_mean_over_ranks_weighted_by_energy(tmp_path: Path)
     assert step.error_bits == 4
     assert step.layer_errors["head"] == LayerError(2.0, pytest.approx(0.4))
     losses = KnownLosses(LAYERS)
-    losses.add(step)
+    losses.add_step(step)
     assert losses.layer_errors["head"].squared_errors[4] == pytest.approx(0.8)
     assert losses.gain["qsgd:bits=4,bucket_size=128"] == pytest.approx(0.6)
 
@@ -115,22 +115,22 @@ def _measured(run: MeteredTraining, energies: dict[str, float], bits: int = 4) -
 
 def test_a_layer_that_loses_nothing_any_more_is_no_error(tmp_path: Path) -> None:
     run, losses = start(tmp_path, Cgx(method="dp")), KnownLosses(LAYERS)
-    losses.add(_measured(run, {"head": 1.0}))
+    losses.add_step(_measured(run, {"head": 1.0}))
     samples = [replace(run.sample(0), error_bits=4, layer_errors={"head": LayerError(1.0, 0.0)})]
     for _ in range(1000):
-        losses.add(join(node_steps(samples), WORLD), {"head": 4})
+        losses.add_step(join(node_steps(samples), WORLD), {"head": 4})
     assert losses.layer_errors["head"].squared_errors[4] == 0
     assert losses.error_excess == 1.0
 
 
 def test_the_error_of_bits_in_force_is_compared_with_what_was_expected_of_them(tmp_path: Path) -> None:
     run, losses, bits = start(tmp_path, Cgx(method="dp")), KnownLosses(LAYERS), {"embed": 2, "head": 4}
-    losses.add(_measured(run, {"embed": 1.0, "head": 99.0}))
+    losses.add_step(_measured(run, {"embed": 1.0, "head": 99.0}))
     # (25 * 1 + 99) / 100 is the square of 1.11.
     assert losses.too_large_error(bits, 2.0) is None
     assert losses.error_excess == 1
     for _ in range(4):
-        losses.add(_measured(run, {"embed": 50.0, "head": 50.0}), bits)
+        losses.add_step(_measured(run, {"embed": 50.0, "head": 50.0}), bits)
     said = losses.too_large_error(bits, 2.0)
     assert said is not None
     assert said.endswith("times that of 4 bits, allowed 2")
@@ -138,7 +138,7 @@ def test_the_error_of_bits_in_force_is_compared_with_what_was_expected_of_them(t
     after_surprise = losses.error_excess
     assert after_surprise > 1.2
     for _ in range(10):
-        losses.add(_measured(run, {"embed": 50.0, "head": 50.0}), bits)
+        losses.add_step(_measured(run, {"embed": 50.0, "head": 50.0}), bits)
     assert 1 <= losses.error_excess < 1.05 < after_surprise, "what stays the same is expected"
 
 

@@ -50,7 +50,7 @@ def situation(plan: Plan, plan_s: dict[Groups, float]) -> Situation:
 
 def test_a_plans_steps_count_under_the_conditions_that_they_had() -> None:
     times = PlanTimes()
-    times.add(groups(QSGD), exposed_s=0.1, compute_slowdown=1.5, measured=measured(), now_s=100.0)
+    times.add_steps(groups(QSGD), exposed_s=0.1, compute_slowdown=1.5, measured=measured(), now_s=100.0)
     assert times.on(measured(), 101.0) == {groups(QSGD): pytest.approx(1.5 * 0.2 + 0.1)}
     assert times.on(measured(1.1, 1.2, 0.22), 101.0) == {groups(QSGD): pytest.approx(1.5 * 0.22 + 0.1)}
     for other in (measured(1.2), measured(0.8), measured(latency_ms=5.0), measured(compute_s=0.3)):
@@ -61,11 +61,11 @@ def test_a_plans_steps_count_under_the_conditions_that_they_had() -> None:
 def test_the_newest_plans_and_the_newest_steps_of_each_are_known_and_late_ones_are_undone() -> None:
     times = PlanTimes()
     for number in range(NUM_PLANS + 2):
-        times.add(groups(QSGD, first_bytes=1 << number), 0.1 * number, 1.0, measured(), float(number))
+        times.add_steps(groups(QSGD, first_bytes=1 << number), 0.1 * number, 1.0, measured(), float(number))
     known = times.on(measured(), 20.0)
     assert len(known) <= NUM_PLANS
-    times.add(groups(BF16), 0.3, 1.0, measured(), 20.0)
-    times.add(groups(BF16), 0.4, 1.0, measured(), 50.0)
+    times.add_steps(groups(BF16), 0.3, 1.0, measured(), 20.0)
+    times.add_steps(groups(BF16), 0.4, 1.0, measured(), 50.0)
     assert times.on(measured(), 51.0)[groups(BF16)] == pytest.approx(0.6)
     times.undo(50.0 + LATE_NOTICE_S + 1)
     assert groups(BF16) in times.on(measured(), 51.0)

@@ -16,7 +16,7 @@ def links_of(stays: list[tuple[float, float]], step_s: float = 0.5) -> RecentLin
     links = RecentLinks()
     for gbps, seconds in stays:
         for _ in range(round(seconds / step_s)):
-            links.add(Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.5), step_s)
+            links.add_link(Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.5), step_s)
     return links
 
 
@@ -55,10 +55,10 @@ def test_different_links_are_told_once_each() -> None:
 def test_compute_that_doubles_is_a_cause_after_three_seconds_and_noise_is_none() -> None:
     changes = StepTimeChanges()
     for step in range(100):
-        changes.add(0.3 * (1.2 if step % 2 else 0.85), 1.0, 0.5)
+        changes.add_step(0.3 * (1.2 if step % 2 else 0.85), 1.0, 0.5)
         assert changes.cause(0.3, 0.3) is None
     for _ in range(6):
-        changes.add(0.6, 1.0, 0.5)
+        changes.add_step(0.6, 1.0, 0.5)
     assert changes.cause(0.3, 0.6) == "compute rose from 0.300 to 0.600 s"
     changes.acknowledge()
     assert changes.cause(0.6, 0.6) is None
@@ -68,19 +68,19 @@ def test_compute_after_steps_without_any_is_another() -> None:
     changes = StepTimeChanges()
     for seconds in (0.1, 0.3):
         for _ in range(20):
-            changes.add(seconds, 1.0, 0.5)
+            changes.add_step(seconds, 1.0, 0.5)
     assert changes.cause(0.0, 0.3) == "compute rose from 0.000 to 0.300 s"
 
 
 def test_steps_that_take_longer_than_predicted_are_a_cause_until_predictions_are_made_anew() -> None:
     changes = StepTimeChanges()
     for _ in range(20):
-        changes.add(0.3, 1.0, 0.5)
+        changes.add_step(0.3, 1.0, 0.5)
     for _ in range(20):
-        changes.add(0.3, 2.0, 0.5)
+        changes.add_step(0.3, 2.0, 0.5)
     assert changes.cause(0.3, 0.3) == "steps take 2.00 times what is predicted for their compute and network"
     changes.acknowledge()
     changes.restart_ratio()
     for _ in range(20):
-        changes.add(0.3, 1.0, 0.5)
+        changes.add_step(0.3, 1.0, 0.5)
     assert changes.cause(0.3, 0.3) is None

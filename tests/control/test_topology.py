@@ -24,19 +24,19 @@ def test_two_links_do_not_say_which_of_them_is_slow() -> None:
 def test_a_node_that_answers_nobody_any_more_is_silent_until_it_does() -> None:
     silent = SilentNodes()
     nodes = set("abcd")
-    silent.add("a", [])
+    silent.add_answers("a", [])
     assert silent.node_ids == set(), "nobody has asked yet"
     for node in sorted(nodes):
-        silent.add(node, nodes - {node})
+        silent.add_answers(node, nodes - {node})
     assert silent.node_ids == set()
     for node in "abc":
-        silent.add(node, nodes - {node, "d"})
+        silent.add_answers(node, nodes - {node, "d"})
     assert silent.node_ids == {"d"}
     # The reports of the node that is cut off do not matter: they may arrive late or never.
-    silent.add("d", [])
+    silent.add_answers("d", [])
     assert silent.node_ids == {"d"}
-    silent.add("b", nodes - {"b"})
+    silent.add_answers("b", nodes - {"b"})
     assert silent.node_ids == set()
     for node in nodes:
-        silent.add(node, [])
+        silent.add_answers(node, [])
     assert silent.node_ids == set(), "all at once: nobody knows who is cut off"

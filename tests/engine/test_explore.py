@@ -175,9 +175,9 @@ def _explore_without_samples(rank: int) -> tuple[Any, str]:
     attachment = cgx_ray.attach(run.model)
     engine: Any = attachment._engine
     if rank == 1:
-        engine.telemetry.add = lambda sample: None
+        engine.telemetry.add_sample = lambda sample: None
     found = attachment.explore([run.model, run.optimizer], run.step, candidates=CANDIDATES[:1], iterations=2)
-    engine.telemetry.add = lambda sample: None
+    engine.telemetry.add_sample = lambda sample: None
     nobody = _refused(attachment, run, candidates=CANDIDATES[:1])
     attachment.close()
     return found, nobody

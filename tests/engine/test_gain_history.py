@@ -28,7 +28,7 @@ def gradient(seed: int, layers: tuple[Layer, ...] = LAYERS) -> dict[str, Tensor]
 def gains_after(*gradients: dict[str, Tensor]) -> dict[str, float]:
     history = GradientHistory(LAYERS)
     for one in gradients:
-        history.add(history.sample(one))
+        history.add_samples(history.sample(one))
     return history.gains([TOPK], key=1)
 
 

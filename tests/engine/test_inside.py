@@ -69,7 +69,7 @@ def test_plans_are_made_with_the_link_of_the_slowest_node_or_with_the_default_un
     assert measured.network.inside == DEFAULT_INSIDE
     run.inside = {0: InsideLink(1e-5, 1e-10), 3: InsideLink(2e-5, 3e-10)}
     parts = [part for rank in range(WORLD) for part in node_steps([run.sample(rank)])]
-    assert StepJoiner(WORLD).add(parts, 0.0)[0].inside == InsideLink(2e-5, 3e-10)
+    assert StepJoiner(WORLD).add_node_steps(parts, 0.0)[0].inside == InsideLink(2e-5, 3e-10)
     run.run(1)
     measured = state.measured()
     assert measured is not None

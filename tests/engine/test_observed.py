@@ -22,8 +22,8 @@ def test_numbers_and_tensors_of_one_element_are_taken_once_and_the_newest_counts
     observed = ObservedTraining()
     assert observed.take() == (None, None)
     loss = torch.tensor(2.5, requires_grad=True)
-    observed.add(loss=1, lr=None)
-    observed.add(loss=loss, lr=torch.tensor([0.5], dtype=torch.float64))
+    observed.add_report(loss=1, lr=None)
+    observed.add_report(loss=loss, lr=torch.tensor([0.5], dtype=torch.float64))
     with torch.no_grad():
         loss.zero_()
     assert observed.take() == (2.5, 0.5)
@@ -42,16 +42,16 @@ def test_numbers_and_tensors_of_one_element_are_taken_once_and_the_newest_counts
 )
 def test_real_numbers_of_other_types_are_taken(two_and_a_half: SupportsFloat) -> None:
     observed = ObservedTraining()
-    observed.add(loss=two_and_a_half, lr=np.int64(1))
+    observed.add_report(loss=two_and_a_half, lr=np.int64(1))
     assert observed.take() == (2.5, 1.0)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, torch.tensor(math.nan)])
 def test_numbers_that_are_not_finite_count_as_not_reported(number: float | torch.Tensor) -> None:
     observed = ObservedTraining()
-    observed.add(loss=number, lr=number)
+    observed.add_report(loss=number, lr=number)
     assert observed.take() == (None, None)
-    observed.add(loss=-1.0, lr=0.0)
+    observed.add_report(loss=-1.0, lr=0.0)
     assert observed.take() == (-1.0, None)
 
 
@@ -66,7 +66,7 @@ def test_numbers_that_are_not_finite_count_as_not_reported(number: float | torch
 )
 def test_what_is_no_number_is_refused(given: object) -> None:
     with pytest.raises(ConfigError, match="as loss; give a real number, or a tensor or array with one"):
-        ObservedTraining().add(loss=given, lr=None)  # type: ignore[arg-type]
+        ObservedTraining().add_report(loss=given, lr=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
@@ -74,9 +74,9 @@ def test_a_loss_on_a_gpu_is_taken_when_it_is_there() -> None:
     observed = ObservedTraining()
     torch.cuda._sleep(200_000_000)
     loss = torch.ones((), device="cuda") * 3
-    observed.add(loss=loss, lr=None)
+    observed.add_report(loss=loss, lr=None)
     assert observed.take() == (None, None)
-    observed.add(loss=loss, lr=None)
+    observed.add_report(loss=loss, lr=None)
     torch.cuda.synchronize()
     assert observed.take() == (3.0, None)
 

@@ -28,7 +28,7 @@ def add_steps(trace: StepTrace, first: int, last: int) -> None:
             Span(0, "encode", began_s + 0.2, began_s + 0.3),
             Span(1, "exchange", began_s + 0.25, began_s + 0.9),
         ]
-        trace.add(step, spans, began_s, began_s + 1.0)
+        trace.add_step(step, spans, began_s, began_s + 1.0)
 
 
 def test_the_steps_asked_for_are_written_once_on_one_axis_of_time(tmp_path: Path) -> None:

@@ -96,18 +96,18 @@ def test_a_neighbour_is_what_the_cards_carry_beside_our_own_bytes() -> None:
     # Steps take 3 s. Their bytes are known at the end, and headers add 5 %.
     for step in range(10):
         for second in range(3):
-            found = neighbours.add(1.05e6, 3e6 if second == 2 else 0, 1.0)
+            found = neighbours.add_interval(1.05e6, 3e6 if second == 2 else 0, 1.0)
         assert found < 0.1e6, (step, found)
     for _ in range(10):
         for second in range(3):
-            found = neighbours.add(6.05e6, 3e6 if second == 2 else 0, 1.0)
+            found = neighbours.add_interval(6.05e6, 3e6 if second == 2 else 0, 1.0)
     assert found == pytest.approx(5e6, rel=0.02)
-    assert Neighbours().add(0.0, 0.0, 0.0) == 0.0
+    assert Neighbours().add_interval(0.0, 0.0, 0.0) == 0.0
 
 
 def test_neighbours_are_unknown_for_half_a_minute_after_own_bytes_were() -> None:
     neighbours = Neighbours()
-    found = [neighbours.add(1e6, None if second == 2 else 0.0, 1.0) for second in range(40)]
+    found = [neighbours.add_interval(1e6, None if second == 2 else 0.0, 1.0) for second in range(40)]
     assert found == [1e6, 1e6, *[None] * 30, *[1e6] * 8]
 
 

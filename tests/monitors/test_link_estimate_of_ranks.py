@@ -38,7 +38,7 @@ def train(rank: int, transport: str) -> list[StepSample]:
 
 def test_round_trips_of_real_ranks_add_up_and_long_messages_have_a_rate() -> None:
     by_rank = run_ranks(3, train, "tcp")
-    steps = StepJoiner(3).add(node_steps(sample for samples in by_rank for sample in samples), 0.0)
+    steps = StepJoiner(3).add_node_steps(node_steps(sample for samples in by_rank for sample in samples), 0.0)
     assert len(steps) == 6
     # The first greeting follows step 0, and is heard at the end of step 1.
     assert steps[0].traffic.round_trip_s == {}
@@ -56,12 +56,12 @@ def test_round_trips_of_real_ranks_add_up_and_long_messages_have_a_rate() -> Non
 
 def test_over_torch_distributed_only_exchanges_tell() -> None:
     by_rank = run_ranks(2, train, "gloo")
-    steps = StepJoiner(2).add(node_steps(sample for samples in by_rank for sample in samples), 0.0)
+    steps = StepJoiner(2).add_node_steps(node_steps(sample for samples in by_rank for sample in samples), 0.0)
     link = PassiveLink()
     for step in steps:
         assert not step.traffic.round_trip_s
         assert not any(step.traffic.bursts.values())
-        link.add(step.traffic, 1e-5)
+        link.add_traffic(step.traffic, 1e-5)
     assert link.latency_s is None
     assert link.bandwidth is not None
     assert link.bandwidth.source in {"fit", "exchanges"}
@@ -79,7 +79,7 @@ def test_a_real_exchange_shows_the_rate_of_the_lab_within_10_percent() -> None:
     for step in zip(*(json.loads(output) for output in outputs), strict=True):
         bursts = {rank: [Burst(*burst) for burst in seen["bursts"]] for rank, seen in enumerate(step)}
         trips = {(a, b): step[a]["lag_s"][b] + step[b]["lag_s"][a] for a, b in itertools.combinations(range(3), 2)}
-        link.add(StepTraffic(seconds=1.0, bursts=bursts, round_trip_s=trips), 1e-3)
+        link.add_traffic(StepTraffic(seconds=1.0, bursts=bursts, round_trip_s=trips), 1e-3)
     assert link.bandwidth is not None
     assert link.latency_s is not None
     # 1448 of 1514 bytes are payload.

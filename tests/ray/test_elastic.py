@@ -39,7 +39,7 @@ def _wait_for(log: Path, group: int) -> None:
 
 def _train_elastically(nodes: RayNodes, tmp_path: Path, log: Path) -> list[BaseException]:
     """Train while nodes are killed and one is added; return the errors of doing so."""
-    two, one = nodes.add(num_cpus=2), nodes.add(num_cpus=1)
+    two, one = nodes.add_node(num_cpus=2), nodes.add_node(num_cpus=1)
     errors: list[BaseException] = []
 
     def resize() -> None:
@@ -49,7 +49,7 @@ def _train_elastically(nodes: RayNodes, tmp_path: Path, log: Path) -> list[BaseE
             _wait_for(log, 1)
             end_with_children(two)
             _wait_for(log, 2)
-            nodes.add(num_cpus=3)
+            nodes.add_node(num_cpus=3)
         except BaseException as error:  # noqa: BLE001 - the caller fails with it
             errors.append(error)
             (log / "stop").touch()

@@ -52,7 +52,7 @@ def test_the_elastic_example_goes_on_without_a_node_that_is_lost(tmp_path: Path)
     with tempfile.TemporaryDirectory(prefix="cgx-", dir="/tmp", ignore_cleanup_errors=True) as temp_dir:
         nodes = RayNodes(tmp_path, temp_dir, num_cpus=2)
         try:
-            lost = nodes.add(num_cpus=1)
+            lost = nodes.add_node(num_cpus=1)
             said = _train_until_a_node_is_lost(nodes.address, lost, tmp_path)
         finally:
             nodes.end()

@@ -53,7 +53,7 @@ class RayNodes:
         head = ["--head", f"--port={gcs}", f"--temp-dir={temp_dir}", "--include-dashboard=false"]
         self.head = self._start([*head, f"--num-cpus={num_cpus}"])
 
-    def add(self, num_cpus: int) -> subprocess.Popen[bytes]:
+    def add_node(self, num_cpus: int) -> subprocess.Popen[bytes]:
         """Start another node."""
         return self._start([f"--address={self.address}", f"--num-cpus={num_cpus}"])
 

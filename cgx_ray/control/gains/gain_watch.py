@@ -115,7 +115,7 @@ class GainWatch:
             if one.is_agreed or self.is_in_use(name) or _codec_of(name).density is None
         }
 
-    def add(
+    def add_gains(
         self, predicted: Mapping[str, float], kept: Mapping[str, float] | None = None, settled: Collection[str] = ()
     ) -> None:
         """Add what a step of the plan in force measured.
@@ -136,7 +136,7 @@ class GainWatch:
             now[option] = gain if counts or expected is None else expected
             if option not in self._known and option in self._expected:
                 self._known[option] = _KnownGain()
-                self._known[option].detector.add(max(1 - self._expected[option], MIN_ERROR), 1.0)
+                self._known[option].detector.add_sample(max(1 - self._expected[option], MIN_ERROR), 1.0)
         for name, gain in now.items():
             self._add(name, gain)
 
@@ -185,7 +185,7 @@ class GainWatch:
         elif one.recent and abs(gain - one.recent[-1]) <= AGREEMENT:
             one.is_agreed = True
         one.recent.append(gain)
-        num_since = one.detector.add(max(1 - gain, MIN_ERROR), 1.0)
+        num_since = one.detector.add_sample(max(1 - gain, MIN_ERROR), 1.0)
         if num_since is not None:
             self._changed.add(name)
             while len(one.recent) > num_since:
@@ -247,7 +247,7 @@ class KnownGains:
             return usable
         return {name: gain for name, gain in usable.items() if gain >= LEARNING_GAIN or self._watch.is_in_use(name)}
 
-    def add(self, step: JoinedStep) -> bool:
+    def add_step(self, step: JoinedStep) -> bool:
         """Add what a step of the plan in force measured; return whether the learning rate has changed."""
         self._plan_step = step.step if self._plan_step is None else self._plan_step
         num_steps = step.step - self._plan_step
@@ -255,8 +255,8 @@ class KnownGains:
         settled = {
             _name(option) for option in non_dense_options(self._plan) if num_steps * (option.codec.density or 1.0) >= 1
         }
-        self._learning.add(step.norm)
-        self._watch.add(step.gain, step.kept, settled)
+        self._learning.add_norm(step.norm)
+        self._watch.add_gains(step.gain, step.kept, settled)
         return self._learning.add_rate(step.lr)
 
     def cause(self, decided: Mapping[str, float]) -> str | None:

@@ -49,7 +49,7 @@ class KnownLosses:
         self._curve: tuple[float, ...] = ()
         self._excess = 1.0
 
-    def add(self, step: JoinedStep, bits: Mapping[str, int] = MappingProxyType({})) -> None:
+    def add_step(self, step: JoinedStep, bits: Mapping[str, int] = MappingProxyType({})) -> None:
         """Add what a step measured, if it did. `bits`: of the layers that were encoded with qsgd."""
         if step.gain_curve and all(0 < gain < math.inf for gain in step.gain_curve):
             curve = self._curve or step.gain_curve

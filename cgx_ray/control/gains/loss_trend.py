@@ -53,7 +53,7 @@ class LearningPhase:
         self._rate: float | None = None
         self._num_left = 0
 
-    def add(self, norm: float | None) -> None:
+    def add_norm(self, norm: float | None) -> None:
         """Add the norm of a step; None if the step did not measure it. A norm of 0, NaN or Inf is left out."""
         if norm is not None and 0 < norm < math.inf:
             self._norms.append(norm)
@@ -95,7 +95,7 @@ class LossTrend:
         self._since: list[float] = []
         self.worse: str | None = None
 
-    def add(self, loss: float | None) -> None:
+    def add_loss(self, loss: float | None) -> None:
         """Add a step's loss, unless it is None, not finite or huge. Set `worse` if it says so, in words."""
         if loss is None or not abs(loss) < MAX_LOSS:
             return

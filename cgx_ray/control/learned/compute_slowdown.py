@@ -33,7 +33,7 @@ class ComputeSlowdown:
         self._found: dict[frozenset[Option], deque[Evidence]] = {}
         self._newest: frozenset[Option] = frozenset()
 
-    def add(self, options: frozenset[Option], dense_s: Sequence[float], others_s: Sequence[float]) -> None:
+    def add_comparison(self, options: frozenset[Option], dense_s: Sequence[float], others_s: Sequence[float]) -> None:
         """Add compute of dense steps, and of steps under a plan with `options` soon before or after them."""
         dense, others = (evidence([math.log(seconds) for seconds in times]) for times in (dense_s, others_s))
         self._found.setdefault(options, deque(maxlen=NUM_COMPARISONS)).append(others.less(dense))
@@ -70,7 +70,7 @@ class SideBySide:
         if is_new:
             (self._dense_s if is_dense else self._others_s).clear()
 
-    def add(self, compute_s: float) -> tuple[Sequence[float], Sequence[float]] | None:
+    def add_step(self, compute_s: float) -> tuple[Sequence[float], Sequence[float]] | None:
         """Add a step; return the compute of dense and of other steps if they can be compared now, once per plan."""
         own_s, before_s = (self._dense_s, self._others_s) if self._is_dense else (self._others_s, self._dense_s)
         own_s.append(compute_s)

@@ -46,7 +46,7 @@ class PlanTimes:
         # Oldest first.
         self._ran: dict[Groups, _Ran] = {}
 
-    def add(
+    def add_steps(
         self,
         groups: Sequence[PlannedGroup],
         exposed_s: float,

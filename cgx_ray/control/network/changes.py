@@ -96,7 +96,7 @@ class ChangeDetector:
         self._up = _Evidence()
         self._down = _Evidence()
 
-    def add(self, value: float, seconds: float, patience: float = 1.0) -> float | None:
+    def add_sample(self, value: float, seconds: float, patience: float = 1.0) -> float | None:
         """Add a sample; return the seconds since the level changed if that is now certain, else None.
 
         patience  factor on the evidence that this sample needs for an alarm
@@ -111,7 +111,7 @@ class ChangeDetector:
             self._learn(log_value, seconds)
             return None
         for evidence, sign in ((self._up, 1), (self._down, -1)):
-            has_grown = evidence.add(sign * (log_value - self._level), log_value, seconds)
+            has_grown = evidence.add_sample(sign * (log_value - self._level), log_value, seconds)
             alarm = patience * (self._relief_alarm if sign == self._better else self._alarm)
             if has_grown and evidence.num_samples >= MIN_SAMPLES and evidence.amount >= alarm:
                 since_s = evidence.seconds
@@ -138,7 +138,7 @@ class _Evidence:
         self.seconds = 0.0
         self.sum = 0.0
 
-    def add(self, deviation: float, log_value: float, seconds: float) -> bool:
+    def add_sample(self, deviation: float, log_value: float, seconds: float) -> bool:
         """Add a sample; return whether there is more evidence than before."""
         self.amount = max(0.0, self.amount + (min(deviation, CLIP) - DRIFT) * seconds)
         if not self.amount:
@@ -157,7 +157,7 @@ class SlowRanks:
         self._evidence = [0.0] * world_size
         self.ranks: frozenset[int] = frozenset()
 
-    def add(self, ratios: Mapping[int, float], seconds: float) -> bool:
+    def add_ratios(self, ratios: Mapping[int, float], seconds: float) -> bool:
         """Add compute times over their median by rank; return whether `ranks` has changed."""
         before = self.ranks
         for rank, ratio in ratios.items():
@@ -183,10 +183,10 @@ class StepTimeChanges:
         self._has_other_compute = False
         self._other_ratio: float | None = None
 
-    def add(self, compute_s: float, ratio: float, seconds: float) -> None:
+    def add_step(self, compute_s: float, ratio: float, seconds: float) -> None:
         """Add a step under the plan in force. `ratio`: its seconds over the prediction for its compute and network."""
-        self._has_other_compute |= self._compute.add(compute_s, seconds) is not None
-        if self._ratio.add(ratio, seconds) is not None:
+        self._has_other_compute |= self._compute.add_sample(compute_s, seconds) is not None
+        if self._ratio.add_sample(ratio, seconds) is not None:
             self._other_ratio = ratio
 
     def cause(self, decided_compute_s: float, compute_s: float) -> str | None:

@@ -78,7 +78,7 @@ class NodeLatencies:
         middle, is_odd = divmod(len(self._ordered), 2)
         return self._ordered[middle] if is_odd else (self._ordered[middle - 1] + self._ordered[middle]) / 2
 
-    def add(self, node_id: str, now_s: float, latency_s: float) -> None:
+    def add_latency(self, node_id: str, now_s: float, latency_s: float) -> None:
         """Replace what the node has reported before."""
         self.remove(node_id)
         self._newest[node_id] = now_s, latency_s
@@ -138,7 +138,7 @@ class KnownNetwork:
 
         ranks  those on the node that have reported steps
         """
-        self._silent_nodes.add(sample.node_id, sample.latency_s)
+        self._silent_nodes.add_answers(sample.node_id, sample.latency_s)
         self._ceiling.add_host(sample.node_id, sample.host)
         was_probed = any(self._reported_s.values())
         self._expire(now_s)
@@ -177,7 +177,7 @@ class KnownNetwork:
         outdated_s = self._outdated_s.get(sample.node_id, {})
         anew_s = {node: latency_s for node, latency_s in sample.latency_s.items() if latency_s != outdated_s.get(node)}
         if anew_s:
-            self._latencies.add(sample.node_id, now_s, median(anew_s.values()))
+            self._latencies.add_latency(sample.node_id, now_s, median(anew_s.values()))
         if len(anew_s) == len(sample.latency_s):
             self._outdated_s.pop(sample.node_id, None)
         if now_s - self._changed_at_s > PROBE_HOLDS_S:
@@ -195,7 +195,7 @@ class KnownNetwork:
         carried = max(self._carried.values(), default=math.inf)
         possible = self._ceiling.possible(traffic, node_of, probed)
         if not (is_far_slower and self._link.restart_if_slower(possible, self.probed_s)):
-            self._link.add(possible, self.probed_s, carried)
+            self._link.add_traffic(possible, self.probed_s, carried)
         self._sends_slower = self._compare_senders()
         if self._link.num_changes > num_changes:
             self.num_changes += self._link.num_changes - num_changes

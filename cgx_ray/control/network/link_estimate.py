@@ -130,7 +130,7 @@ class LinkRates:
 
 
 class _Watched(NamedTuple):
-    """A value for a detector, see `ChangeDetector.add`."""
+    """A value for a detector, see `ChangeDetector.add_sample`."""
 
     detector: ChangeDetector
     value: float
@@ -139,7 +139,7 @@ class _Watched(NamedTuple):
 
 
 class PassiveLink:
-    """The link between two workers, by the last ten seconds of training. Call `add` once per step.
+    """The link between two workers, by the last ten seconds of training. Call `add_traffic` once per step.
 
     latency_s       one way, between ranks that are not near each other; None without round trips
     bandwidth       of a worker's link, the slowest one's where some are slow; None at first
@@ -170,7 +170,7 @@ class PassiveLink:
         self._far: frozenset[tuple[int, int]] = frozenset()
         self._estimate_age_s = 0.0
 
-    def add(self, traffic: StepTraffic, probed_latency_s: float, carried: float = math.inf) -> None:
+    def add_traffic(self, traffic: StepTraffic, probed_latency_s: float, carried: float = math.inf) -> None:
         """Add a step. If the network has changed, forget the steps before the change.
 
         probed_latency_s  one way, used if there are no round trips
@@ -182,7 +182,7 @@ class PassiveLink:
         latency_s = self._latency_or(probed_latency_s)
         watched = self._watched_latency(traffic) + self._watched_bursts(traffic, carried)
         exchanges = self._watched_exchanges(traffic, latency_s)
-        found = [one.detector.add(one.value, one.seconds, one.patience) for one in watched + exchanges]
+        found = [one.detector.add_sample(one.value, one.seconds, one.patience) for one in watched + exchanges]
         # The exchanges' level is learned all the time, so that a change is known when bursts end.
         changed_s = [since_s for since_s in found[: None if self._is_quiet else len(watched)] if since_s is not None]
         if changed_s:
@@ -256,7 +256,7 @@ class PassiveLink:
         return [_Watched(self._detectors["latency"], watched, traffic.seconds)] if watched is not None else []
 
     def _watched_bursts(self, traffic: StepTraffic, carried: float) -> list[_Watched]:
-        """Return the usual rate and the slowest link's share of it. `carried`: as in `add`."""
+        """Return the usual rate and the slowest link's share of it. `carried`: as in `add_traffic`."""
         self._quiet_s = 0.0 if any(traffic.bursts.values()) else self._quiet_s + traffic.seconds
         # Steps with few bursts are collected until there are enough.
         self._unwatched.append(traffic)

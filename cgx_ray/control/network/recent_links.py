@@ -41,7 +41,7 @@ class RecentLinks:
     def __init__(self) -> None:
         self._stays: deque[_Stay] = deque()
 
-    def add(self, link: Link, seconds: float) -> None:
+    def add_link(self, link: Link, seconds: float) -> None:
         """Add a step of `seconds`, at whose end `link` was measured."""
         if self._is_other(link) and self._stays and self._stays[-1].is_short:
             # The stay before it may go on.

@@ -64,7 +64,7 @@ class SilentNodes:
         self._num_asking: Counter[str] = Counter()
         self._unheard: frozenset[str] = frozenset()
 
-    def add(self, node_id: str, answering: Collection[str]) -> None:
+    def add_answers(self, node_id: str, answering: Collection[str]) -> None:
         """Add the nodes that answered the latest probes of `node_id`."""
         before, now = self._answers.get(node_id, frozenset()), frozenset(answering)
         if now == before:

@@ -73,7 +73,7 @@ class PendingOutcome:
     decision: Decision
     _steps: list[JoinedStep] = field(default_factory=list)
 
-    def add(self, step: JoinedStep) -> bool:
+    def add_step(self, step: JoinedStep) -> bool:
         """Add a step under the decision's plan; return whether there are enough steps to judge."""
         self._steps.append(step)
         return len(self._steps) >= WARM_UP_STEPS + JUDGED_STEPS

@@ -52,7 +52,7 @@ class DenseBaseline:
     def num_steps(self) -> int:
         return len(self._logs)
 
-    def add(self, log_ratio: float, link: Link) -> None:
+    def add_step(self, log_ratio: float, link: Link) -> None:
         """Add a dense step on `link`; forget those on another network."""
         if self._link is None or network_cause(self._link, link) is not None:
             self._logs.clear()
@@ -125,7 +125,7 @@ class StepsBesidePredictions:
         """Compute of steps under the plan in force over that of dense steps."""
         return 1.0 if self._slowing is None else math.exp(self.errors.compute_slowdown.under(self._slowing).mean)
 
-    def add(self, step: JoinedStep, measured: Measured | None) -> float | None:
+    def add_step(self, step: JoinedStep, measured: Measured | None) -> float | None:
         """Compare a step with the predictions under `measured`; return measured over predicted seconds.
 
         None for a step that warms the plan up, or without measurements.
@@ -139,7 +139,7 @@ class StepsBesidePredictions:
         paired = self._paired(step, measured)
         self.record.window.append(paired)
         if is_dense(self.plan):
-            self.baseline.add(paired.over_plan, measured.network.between)
+            self.baseline.add_step(paired.over_plan, measured.network.between)
         if self.has_old_pairs and self._slowing is not None and not self._is_trial:
             self.record.window = deque((self._paired(one, measured) for one in self.record.window), maxlen=MAX_STEPS)
             self.has_old_pairs = False
@@ -158,10 +158,10 @@ class StepsBesidePredictions:
 
     def _learn_compute_slowdown(self, compute_s: float) -> None:
         """Add a step's compute; compare dense steps with others once there are enough of both."""
-        both = self._sides.add(compute_s)
+        both = self._sides.add_step(compute_s)
         if both is not None:
             before = self.errors.compute_slowdown.under(self._options)
-            self.errors.compute_slowdown.add(self._options, *both)
+            self.errors.compute_slowdown.add_comparison(self._options, *both)
             self.has_old_pairs |= self.errors.compute_slowdown.under(self._options).mean != before.mean
 
     def network_changed(self, measured: Measured, now_s: float) -> None:
@@ -186,7 +186,7 @@ class StepsBesidePredictions:
         """Note how long `steps` took beyond their compute. `DenseBaseline` knows it of dense."""
         if not is_dense(self.plan):
             exposed_s = median(step.step_s - step.compute_s for step in steps)
-            self.plan_times.add(self._groups, exposed_s, self.compute_slowdown, measured, now_s)
+            self.plan_times.add_steps(self._groups, exposed_s, self.compute_slowdown, measured, now_s)
 
     def link_drifted(self, link: Link, now_s: float) -> bool:
         """Forget what the last seconds have taught if the link has drifted since; return whether it has.

@@ -51,7 +51,7 @@ class GradientHistory:
         blocks_BE = grad_N[: num_blocks * HISTORY_BLOCK].view(num_blocks, HISTORY_BLOCK)
         return blocks_BE[:: self._stride].flatten()
 
-    def add(self, samples: Mapping[str, Tensor]) -> None:
+    def add_samples(self, samples: Mapping[str, Tensor]) -> None:
         """Add the gradient of a step, given by layer. Ignored if a layer is missing, or if it is 0 or not finite."""
         if not all(name in samples for pool in self._pools for name in pool):
             return

@@ -136,7 +136,7 @@ class GainMeter:
         groups = self._groups.values()
         names = [name for name, codec in self._candidates.items() if not settles(codec)]
         tried = {name: sum(group.fresh * group.kept[name] for group in groups) / total for name in names}
-        self._history.add(self._samples)
+        self._history.add_samples(self._samples)
         settled = self._history.gains(self._candidates.values(), self._key)
         self.seconds += time.thread_time() - start_s
         return tried | settled

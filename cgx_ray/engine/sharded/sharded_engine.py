@@ -213,10 +213,10 @@ class ShardedEngine:
         now = time.perf_counter()
         with self.telemetry.optional("times and bytes", self.step):
             dense_bytes = sum(unit.dense_bytes for unit in self._ran)
-            between_s = self._pauses.add(self._first_s - self._last_end_s, now - self._first_s)
+            between_s = self._pauses.add_step(self._first_s - self._last_end_s, now - self._first_s)
             step_s = now - self._last_end_s - between_s
             sample = sample_of_shards(self._exchange, self._rank, dense_bytes, step_s, waited_s)
-            self.telemetry.add(replace(sample, between_s=between_s))
+            self.telemetry.add_sample(replace(sample, between_s=between_s))
         self._last_end_s = now
         self._ran = []
         self._exchange.next_step()
