@@ -350,7 +350,7 @@ METRICS: dict[str, Metric] = {
         "controller",
         (RANK, "fault"),
         "Errors that ended the training on a rank, over all restarts of the workers. Ray publishes a counter every 10 "
-        "s unless told otherwise, so those of the last worker group may be in decisions.jsonl alone.",
+        "s unless set otherwise, so those of the last worker group may be in decisions.jsonl alone.",
     ),
     "cgx_ray_journal_errors": Metric(
         "counter", "lines", "controller", (), "Lines of the journal that could not be written."

@@ -90,7 +90,7 @@ class GuardedServer(ABC):
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))
         self._clients: dict[socket.socket, _Guest] = {}  # in the order of their arrival
         self._resume_s: float | None = None  # when to accept again
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -150,7 +150,7 @@ class GuardedServer(ABC):
         for sock in [sock for sock, client in self._clients.items() if client.end_s <= now_s]:
             client = self._clients[sock]
             if not client.is_known:
-                self._tell("hello", f"{client.peer} did not show the token within {HELLO_S:g} s and was hung up on")
+                self._log_once("hello", f"{client.peer} did not show the token within {HELLO_S:g} s and was hung up on")
             self._hang_up(sock)
         if self._resume_s is not None and self._resume_s <= now_s:
             self._resume_s = None
@@ -165,7 +165,7 @@ class GuardedServer(ABC):
             # The listener stays ready, so the thread would try again without end.
             self._selector.unregister(self._listener)
             self._resume_s = time.monotonic() + _ACCEPT_PAUSE_S
-            self._tell("accept", f"a connection could not be accepted ({error}); it is tried again")
+            self._log_once("accept", f"a connection could not be accepted ({error}); it is tried again")
             return
         try:
             sock.setblocking(False)
@@ -174,7 +174,7 @@ class GuardedServer(ABC):
                 self._selector.register(sock, selectors.EVENT_READ)
                 self._clients[sock] = _Guest(peer, time.monotonic() + HELLO_S)
         except OSError as error:
-            self._tell("watch", f"the connection of {peer} could not be watched ({error}) and was closed")
+            self._log_once("watch", f"the connection of {peer} could not be watched ({error}) and was closed")
         if sock not in self._clients:
             sock.close()
 
@@ -183,7 +183,8 @@ class GuardedServer(ABC):
         num_of_peer = sum(client.peer == peer for client in self._clients.values())
         if num_of_peer < MAX_PER_PEER and len(self._clients) < MAX_CONNECTIONS:
             return True
-        self._tell("room", f"{len(self._clients)} connections are open, {num_of_peer} from {peer}; old ones are closed")
+        num_open = len(self._clients)
+        self._log_once("room", f"{num_open} connections are open, {num_of_peer} from {peer}; old ones are closed")
         strangers = {sock: client.peer for sock, client in self._clients.items() if not client.is_known}
         if num_of_peer < MAX_PER_PEER and strangers:
             # Whoever crowds the server makes the room, so that others are not affected.
@@ -204,7 +205,7 @@ class GuardedServer(ABC):
             if not part or len(client.hello) < len(token):
                 return bool(part)
             if not secrets.compare_digest(client.hello, token):
-                self._tell("hello", f"{client.peer} showed another token and was hung up on")
+                self._log_once("hello", f"{client.peer} showed another token and was hung up on")
                 return False
             client.is_known = True
             return self.welcome(sock)
@@ -218,8 +219,8 @@ class GuardedServer(ABC):
         if client.is_known:
             self.forget(sock)
 
-    def _tell(self, event: str, message: str) -> None:
+    def _log_once(self, event: str, message: str) -> None:
         """Log the first event of each kind: strangers must not fill the log."""
-        if event not in self._told:
-            self._told.add(event)
+        if event not in self._logged:
+            self._logged.add(event)
             logger.warning("%r: %s; later events of this kind are not logged", self.address, message)

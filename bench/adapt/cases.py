@@ -38,7 +38,7 @@ class AdaptCase:
     """A training to simulate.
 
     errors            by seed
-    told_factor       of a codec's time as the loop is told, over the true one, by seed and codec
+    calibrated_factor calibrated over true time of a codec, by seed and codec
     judged_from_step  steps before it count for answers and switches only
     goals             by the name of a number
     answer            goal: seconds or steps until a change is answered; either suffices
@@ -52,7 +52,7 @@ class AdaptCase:
     min_gain: float = 0.8
     gain: Mapping[str, float] = field(default_factory=lambda: dict(TYPICAL_GAINS))
     errors: Callable[[int], ClusterErrors] = _usual_errors
-    told_factor: Callable[[int, str], float] | None = None
+    calibrated_factor: Callable[[int, str], float] | None = None
     judged_from_step: int = 0
     num_seeds: int = 3
     goals: Mapping[str, str] = field(default_factory=dict)
@@ -71,11 +71,11 @@ class AdaptCase:
     def costs(self) -> dict[str, CodecCost]:
         return {str(codec): _cost(codec) for codec in self.codecs if codec.name != "none"}
 
-    def told_costs(self, seed: int) -> dict[str, CodecCost]:
-        """Return the codec times that the loop is told."""
-        if self.told_factor is None:
+    def calibrated_costs(self, seed: int) -> dict[str, CodecCost]:
+        """Return the calibrated codec times that the loop gets."""
+        if self.calibrated_factor is None:
             return self.costs
-        return {name: cost.slowed(self.told_factor(seed, name)) for name, cost in self.costs.items()}
+        return {name: cost.slowed(self.calibrated_factor(seed, name)) for name, cost in self.costs.items()}
 
 
 def _cost(codec: CodecSpec) -> CodecCost:
@@ -110,7 +110,7 @@ def _sine(low_gbps: float, high_gbps: float, period_s: float) -> Schedule:
     return state
 
 
-def _told_wrong(seed: int, codec: str) -> float:
+def _miscalibrated(seed: int, codec: str) -> float:
     """Return a factor between 0.1 and 300, uniform on a logarithmic scale."""
     return float(10 ** random.Random(f"{seed} {codec}").uniform(-1, math.log10(300)))
 
@@ -218,7 +218,7 @@ CASES = (
     AdaptCase(
         name="wrong_costs",
         schedule=lambda time_s: replace(BASE, gbps=1.0),
-        told_factor=_told_wrong,
+        calibrated_factor=_miscalibrated,
         judged_from_step=200,
         num_seeds=NUM_SEEDS,
         goals={"regret": "<= 0.05"},

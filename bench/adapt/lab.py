@@ -219,11 +219,11 @@ class _AdaptLab:
             self._noop_s = self._visit(training, self._options.networks()[0])
 
     def measured(self, network: StepNetwork) -> Measured:
-        """Return what the simulator is told."""
+        """Return the input of the simulator."""
         link = network.link
         assert link is not None
-        told = self._workload.measured(link=link, codec_costs=self._codec_costs, compute_s=self._noop_s)
-        return replace(told, gain=self._gain)
+        measured = self._workload.measured(link=link, codec_costs=self._codec_costs, compute_s=self._noop_s)
+        return replace(measured, gain=self._gain)
 
     def time_plans(self, numbers: AdaptLabNumbers) -> None:
         """Time each static plan on each network of the schedules."""

@@ -1,4 +1,4 @@
-"""One rank of `python -m bench adapt --lab`: trains one way after the other, as it is told by lines on its input.
+"""One rank of `python -m bench adapt --lab`: trains one way after the other, as lines on its input say.
 
 `train NAME`  train that way until `stop`. Rank 0 writes when the first step began and when each step ended, in seconds
               of `time.monotonic`; each plan before the end of the first step with it; "done" at the end

@@ -133,7 +133,7 @@ def run_case(case: AdaptCase, seed: int) -> AdaptRun:
         policy = Adaptive(candidates=case.options, min_gain=case.min_gain)
         loop = ControlLoop(policy, Journal(Path(folder) / "decisions.jsonl"))
         first = make_plan(layers, version=0, world_size=4)
-        loop.register(Registration(layers=tuple(layers), first_plan=first, codec_costs=case.told_costs(seed)))
+        loop.register(Registration(layers=tuple(layers), first_plan=first, codec_costs=case.calibrated_costs(seed)))
         run = SimulatedRun(loop=loop, cluster=cluster, schedule=case.schedule)
         run.run(until_s=case.seconds)
     return _judge(case, run, seed, groups_of(first, layers))

@@ -211,8 +211,8 @@ def measure_scale(options: ScaleOptions, on_turn: OnPart) -> ScaleNumbers:
         )
         plan = cluster.first_plan()
         layers = tuple(cluster.truth(GBPS).layers)
-        told = Registration(layers=layers, first_plan=plan, codec_costs=cluster.costs)
-        ray.get(controller.register.remote(told))
+        registration = Registration(layers=layers, first_plan=plan, codec_costs=cluster.costs)
+        ray.get(controller.register.remote(registration))
         processes = [psutil.Process(pid) for pid in ray.get(controller.pids.remote())]
         nodes = ray.remote(Nodes).options(num_cpus=0).remote(controller, cluster)
         run = nodes.run.remote(WARM_UP_S + options.seconds)

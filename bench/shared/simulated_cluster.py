@@ -142,9 +142,9 @@ class Reports:
         self._cluster = cluster
         self._random = random.Random(0)
         self._step = lru_cache(maxsize=4)(self._new_step)
-        self._telling = frozenset(rank for rank in range(cluster.num_ranks) if reports_rates(rank, cluster.nodes))
+        self._reporting = frozenset(rank for rank in range(cluster.num_ranks) if reports_rates(rank, cluster.nodes))
         self._peers = lru_cache(maxsize=2 * cluster.num_ranks)(self._new_peers)
-        self._lags = [self._told_lags(node) for node in range(cluster.num_nodes)]
+        self._lags = [self._reported_lags(node) for node in range(cluster.num_nodes)]
         self._measured = [measured_nodes(name, cluster.names) for name in cluster.names]
 
     def make(self, node: int, number: int, plan: Plan, gbps: float, time_s: float) -> NodeSample:
@@ -161,7 +161,7 @@ class Reports:
         size, step = self._cluster.ranks_per_node, self._step(plan, gbps)
         ranks = tuple(range(node * size, (node + 1) * size))
         compute_s = tuple(COMPUTE_S * self._noise() for _ in ranks)
-        told = {codec: Sum(size * gain, size) for codec, gain in TYPICAL_GAINS.items()}
+        gain = {codec: Sum(size * gain, size) for codec, gain in TYPICAL_GAINS.items()}
         # Ranks of a node share its link.
         rate = gbps * 1e9 / 8 / size
         return replace(
@@ -172,7 +172,7 @@ class Reports:
             compute_s=compute_s,
             bursts=tuple(
                 tuple(Burst(int(rate * BURST_S), BURST_S * self._noise()) for _ in range(MAX_BURSTS))
-                if rank in self._telling
+                if rank in self._reporting
                 else ()
                 for rank in ranks
             ),
@@ -181,7 +181,7 @@ class Reports:
                 for peers in (self._peers(rank, number // ROTATION_STEPS) for rank in ranks)
             ),
             lag_s=tuple({peer: LATENCY_S * self._noise() for peer in peers} for peers in self._lags[node]),
-            gain=told if is_measured(number, affordable_from=0) else {},
+            gain=gain if is_measured(number, affordable_from=0) else {},
         )
 
     def _new_step(self, plan: Plan, gbps: float) -> NodeStep:
@@ -212,8 +212,8 @@ class Reports:
     def _new_peers(self, rank: int, turn: int) -> list[int]:
         return counted_peers(rank, self._cluster.nodes, turn * ROTATION_STEPS)
 
-    def _told_lags(self, node: int) -> list[list[int]]:
-        """Return the ranks to which each rank of `node` tells its lags."""
+    def _reported_lags(self, node: int) -> list[list[int]]:
+        """Return the ranks whose lags each rank of `node` reports."""
         size, nodes = self._cluster.ranks_per_node, self._cluster.nodes
         return [
             list(counted_lags(rank, nodes, dict.fromkeys(greeted(rank, len(nodes)), 0.0)))

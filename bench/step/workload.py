@@ -131,7 +131,7 @@ class Workload:
         return max(noop_s, self.first_ready_s(way.bucket_cap_mb, plan) + link.seconds(1, num_bytes))
 
     def measured(self, *, link: Link, codec_costs: Mapping[str, CodecCost], compute_s: float) -> Measured:
-        """Return what the planner is told.
+        """Return the input of the planner.
 
         compute_s  seconds of a step without exchange; what they are more than backward is added to its first layer
         """

@@ -84,9 +84,9 @@ class Controller:
         )
         self._loop = LoopProcess(start, self._take, self._end)
 
-    def register(self, told: Registration) -> Plan:
+    def register(self, registration: Registration) -> Plan:
         """Start the worker group; return its first plan. See `ControlLoop.register`."""
-        plan: Plan = self._loop.ask("register", told, time.monotonic(), time.time()).result()
+        plan: Plan = self._loop.ask("register", registration, time.monotonic(), time.time()).result()
         return plan
 
     def end(self) -> History:

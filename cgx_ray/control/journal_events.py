@@ -64,13 +64,19 @@ class JournalEvents:
         self._policy_errors: set[type[Exception]] = set()
         self._weight_drift = 0.0
 
-    def start(self, policy: Policy, state: WorkerGroupState, told: Registration, time_s: float) -> None:
+    def start(self, policy: Policy, state: WorkerGroupState, registration: Registration, time_s: float) -> None:
         """Write the first line of a worker group, once."""
         if self._is_started:
             return
         self._is_started = True
         entry = start_entry(
-            policy, state.layers, state.plan, told.codec_costs, told.encodes_on, nodes=self._nodes, time_s=time_s
+            policy,
+            state.layers,
+            state.plan,
+            registration.codec_costs,
+            registration.encodes_on,
+            nodes=self._nodes,
+            time_s=time_s,
         )
         self._journal.write(entry)
 

@@ -53,7 +53,7 @@ LEASE_STEPS, LEASE_S = 40, 60.0
 
 
 class _When(NamedTuple):
-    """Step after which the loop decides, its time by the controller's clock, and by that of the node that told it."""
+    """Step after which the loop decides, its time by the controller's clock, and by that of the reporting node."""
 
     step: int
     now_s: float
@@ -103,16 +103,16 @@ class ControlLoop:
             num_faults=dict(self._events.num_faults),
         )
 
-    def register(self, told: Registration, now_s: float = 0.0, time_s: float = 0.0) -> Plan:
+    def register(self, registration: Registration, now_s: float = 0.0, time_s: float = 0.0) -> Plan:
         """Start a worker group, the first one or one after a restart; return its plan.
 
         That is the newest plan if it still fits layers and world size. For another number of workers it is the
-        policy's, by what was learned before. Else it is the first plan of `told` under the next version.
+        policy's, by what was learned before. Else it is the first plan of `registration` under the next version.
 
         now_s   monotonic clock of the controller
         time_s  seconds since 1970
         """
-        first_plan, is_same_model = told.first_plan, self.layers == told.layers
+        first_plan, is_same_model = registration.first_plan, self.layers == registration.layers
         self._earlier = self.history() if is_same_model else History(gain_ratios=self.history().gain_ratios)
         before = self.plans[-1].world_size if self.plans else first_plan.world_size
         fits = bool(self.plans) and is_same_model and before == first_plan.world_size
@@ -121,12 +121,12 @@ class ControlLoop:
             self.plans.append(replace(first_plan, version=version))
         elif (lease := self.plans[-1].lease) is not None:
             self.plans.append(lease.fallback)
-        self._registration = told
+        self._registration = registration
         if self._earlier.learned is not None and self._last_step is not None:
-            self._earlier.learned.bans.shift(told.step - self._last_step)
-        state = self._new_state(told)
+            self._earlier.learned.bans.shift(registration.step - self._last_step)
+        state = self._new_state(registration)
         if state.decided is not None and not fits:
-            at = _When(told.step, now_s, time_s)
+            at = _When(registration.step, now_s, time_s)
             cause = f"{before} workers became {first_plan.world_size}"
             asked = self._situation(state, cause, state.plan, state.decided, at)
             decision = self._ask(state, asked, at)
@@ -142,10 +142,10 @@ class ControlLoop:
         assert self._registration is not None
         self._new_state(self._registration).note("the controller was started again")
 
-    def _new_state(self, told: Registration) -> WorkerGroupState:
+    def _new_state(self, registration: Registration) -> WorkerGroupState:
         """Start to measure anew, with what was learned before."""
         self._state = WorkerGroupState(
-            self.plans[-1], told, self._policy, self._earlier.gain_ratios, self._earlier.learned
+            self.plans[-1], registration, self._policy, self._earlier.gain_ratios, self._earlier.learned
         )
         self._progress, self._last_step = Progress(), None
         self._events.start_group()
@@ -178,8 +178,8 @@ class ControlLoop:
             if type(error) not in self._logged:
                 self._logged.add(type(error))
                 logger.error(
-                    "a report of node %s could not be used (%r); training goes on, later errors of this type are told "
-                    "to the node only",
+                    "a report of node %s could not be used (%r); training goes on, later errors of this type go to "
+                    "the node only",
                     node_id,
                     error,
                     exc_info=error,

@@ -286,7 +286,7 @@ class _KeptLoop:
         """Call a method of the loop."""
         try:
             result = getattr(self.loop, asked.method)(*asked.arguments)
-        except Exception as error:  # noqa: BLE001 - told to the caller
+        except Exception as error:  # noqa: BLE001 - raised by the caller
             text = f"{type(error).__name__}: {error}"
             return _Done(asked.number, error=(text, traceback.format_exc()))
         if asked.method in _LAST_METHODS:

@@ -66,7 +66,7 @@ class WorkerGroupState:
     def __init__(
         self,
         plan: Plan,
-        told: Registration,
+        registration: Registration,
         policy: Policy,
         gain_ratios: Mapping[str, float],
         learned: Learned | None,
@@ -75,9 +75,9 @@ class WorkerGroupState:
         policy                tells which errors by layer it needs, and how it is bound by them
         gain_ratios, learned  in earlier worker groups, of any size; see `GainWatch`
         """
-        self.layers = told.layers
-        self._fixed = tuple(group for group in groups_of(plan, told.layers) if group.is_fixed)
-        self.steps = StepsBesidePredictions(told.layers, plan, told.dense_plan, told.codec_costs)
+        self.layers = registration.layers
+        self._fixed = tuple(group for group in groups_of(plan, self.layers) if group.is_fixed)
+        self.steps = StepsBesidePredictions(self.layers, plan, registration.dense_plan, registration.codec_costs)
         self.measuring: MeasuringSteps | None = None
         self.failed: str | None = None
         self.decided: Measured | None = None
@@ -87,11 +87,11 @@ class WorkerGroupState:
         self.network = KnownNetwork()
         self.links = RecentLinks()
         self.gains = KnownGains(plan, gain_ratios, learned.measured.gain if learned is not None else {})
-        self.losses = KnownLosses(told.layers, bits_of(option.codec for option in policy.options))
+        self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options))
         self._max_error = policy.max_error
         self._bits = bits_by_layer(plan)
         self.loss = LossTrend()
-        self._told = told
+        self._registration = registration
         self._joiner = StepJoiner(plan.world_size)
         self._slow_ranks = SlowRanks(plan.world_size)
         self._changes = StepTimeChanges()
@@ -126,8 +126,8 @@ class WorkerGroupState:
             learned.measured,
             network=network_of(num_workers, num_local, before.between, before.inside),
             codec_costs=self.steps.codec_costs,
-            encodes_on=self._told.encodes_on,
-            bus=self._told.bus,
+            encodes_on=self._registration.encodes_on,
+            bus=self._registration.bus,
             fixed=self._fixed,
         )
 
@@ -373,8 +373,8 @@ class WorkerGroupState:
         if len(recent) < LINK_STEPS or rate is None or not self.gains.gain:
             return None
         between = Link(alpha_s=self.network.latency_s or self.network.probed_s, beta_s_per_byte=1 / rate.value)
-        told = recent[-1].inside
-        inside = Link(alpha_s=told.alpha_s, beta_s_per_byte=told.beta_s_per_byte) if told is not None else None
+        link = recent[-1].inside
+        inside = Link(alpha_s=link.alpha_s, beta_s_per_byte=link.beta_s_per_byte) if link is not None else None
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
         # Compute of a dense step, see `ComputeSlowdown`.
         compute_slowdown = self.steps.compute_slowdown
@@ -389,8 +389,8 @@ class WorkerGroupState:
             network=network_of(self.plan.world_size, recent[-1].num_local, between, inside),
             codec_costs=self.steps.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
-            encodes_on=self._told.encodes_on,
-            bus=self._told.bus,
+            encodes_on=self._registration.encodes_on,
+            bus=self._registration.bus,
             fixed=self._fixed,
             layer_errors=self.losses.layer_errors if chooses_bits else {},
             squared_errors=self.losses.squared_errors or before,

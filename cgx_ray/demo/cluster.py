@@ -85,7 +85,7 @@ def lab_cluster(num_workers: int, rate_bit_per_s: float, out: Path) -> Iterator[
 def driver_in_lab(
     lab: Lab, nodes: RayNodes, argv: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start the driver in host 0, and wait for `nodes` meanwhile. It is told to end, by the end of its input, after."""
+    """Start the driver in host 0, and wait for `nodes` meanwhile. The end of its input ends it."""
     with log_path.open("w") as log:
         driver = lab.popen(
             0, argv, {**(env or {}), **ray_env()}, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True

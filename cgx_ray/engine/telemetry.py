@@ -97,7 +97,7 @@ class Telemetry:
     num_failures  measurements that failed on this rank
     last_step     newest sample; None before the first one
     fault         the error that has stopped the engine; None while it works
-    tell_fault    is given the fault before anyone can raise the error
+    on_fault      is called with the fault before anyone can raise the error
     """
 
     def __init__(self, rank: int) -> None:
@@ -105,7 +105,7 @@ class Telemetry:
         self.last_step: StepSample | None = None
         self._rank = rank
         self.fault: Fault | None = None
-        self.tell_fault: Callable[[Fault], None] | None = None
+        self.on_fault: Callable[[Fault], None] | None = None
         self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
         self._logged: set[tuple[str, type[Exception]]] = set()
 
@@ -122,12 +122,12 @@ class Telemetry:
         return taken
 
     def note_fault(self, error: Exception, step: int) -> None:
-        """Keep `error`, which has stopped the engine in `step`, and tell of it, which may take seconds."""
+        """Keep `error`, which has stopped the engine in `step`, and call `on_fault`, which may take seconds."""
         kind: FaultKind = next((kind for of_type, kind in _KINDS if isinstance(error, of_type)), "other")
         self.fault = Fault(rank=self._rank, step=step, kind=kind, text=str(error))
-        if self.tell_fault is not None:
+        if self.on_fault is not None:
             with self.optional("the report of an error", step):
-                self.tell_fault(self.fault)
+                self.on_fault(self.fault)
 
     @contextmanager
     def optional(self, numbers: str, step: int) -> Iterator[None]:

@@ -150,7 +150,7 @@ def _end(thread: threading.Thread, inbox: Inbox[Any], hang_up: Callable[[], None
 def follow_num_threads(num_threads: int) -> None:
     """Let torch's operators use `num_threads` threads when the calling thread runs them.
 
-    Torch keeps this number per thread, so the engine's thread must be told the number of the training thread.
+    Torch keeps this number per thread, so the engine's thread must set the number of the training thread.
     """
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)

@@ -54,7 +54,7 @@ class RaySession:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
         costs, encodes_on, bus = calibrate(self.settings, ray.train.torch.get_device())
-        told = Registration(
+        registration = Registration(
             layers=tuple(layers),
             first_plan=fresh,
             codec_costs=costs,
@@ -64,7 +64,7 @@ class RaySession:
         )
         while True:
             try:
-                plan: Plan = ray.get(self._controller.register.remote(told), timeout=REGISTER_S)
+                plan: Plan = ray.get(self._controller.register.remote(registration), timeout=REGISTER_S)
                 return plan
             except ActorUnavailableError:
                 # Its process has died, and Ray starts it again.

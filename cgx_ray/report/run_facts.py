@@ -171,7 +171,7 @@ def density_and_bits(options: Mapping[str, Mapping[str, Any]]) -> tuple[float, f
 
 
 def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
-    """Return the speed-up of all steps against dense gradients: against the run `dense`, else as the controller told.
+    """Return the speed-up of all steps against dense gradients: against the run `dense`, else as the controller knew.
 
     The time between steps is in neither side.
     """
@@ -186,20 +186,20 @@ def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
                 ratio=dense_s / step_s,
                 known_by=f"measured: the mean step of the run {dense.name!r} took {dense_s:.3g} s{note}",
             )
-    told = [span for span in _progress(record) if span.speed_up is not None]
-    if not steps_s(told):
+    known = [span for span in _progress(record) if span.speed_up is not None]
+    if not steps_s(known):
         return None
     plans = options_by_version(record)
-    num_dense = sum(span.num_steps for span in told if list(options_of(span.version, plans)) == ["dense"])
-    if num_dense == sum(span.num_steps for span in told):
+    num_dense = sum(span.num_steps for span in known if list(options_of(span.version, plans)) == ["dense"])
+    if num_dense == sum(span.num_steps for span in known):
         known_by = "measured: all steps were dense"
     else:
         known_by = (
             "predicted: dense steps by the model of the measured link, corrected by "
             f"{num_dense} steps that were measured with dense gradients in this run"
         )
-    dense_s = sum(span.num_steps * span.step_s * (span.speed_up or 1.0) for span in told)
-    return SpeedUp(ratio=dense_s / steps_s(told), known_by=known_by)
+    dense_s = sum(span.num_steps * span.step_s * (span.speed_up or 1.0) for span in known)
+    return SpeedUp(ratio=dense_s / steps_s(known), known_by=known_by)
 
 
 def duration_s(record: RunRecord) -> float:

@@ -217,10 +217,10 @@ class Attachment:
         """The error that has stopped the exchange of gradients; None if there is none."""
         return self._engine.telemetry.fault if self._engine is not None else None
 
-    def call_on_fault(self, told: Callable[[Fault], None]) -> None:
-        """Call `told`, in the engine's thread, with the error that stops the exchange, before it is raised."""
+    def call_on_fault(self, on_fault: Callable[[Fault], None]) -> None:
+        """Call `on_fault`, in the engine's thread, with the error that stops the exchange, before it is raised."""
         if self._engine is not None:
-            self._engine.telemetry.tell_fault = told
+            self._engine.telemetry.on_fault = on_fault
 
     def serve_metrics(self, run_name: str, *, host: str | None = None, port: int = 0) -> tuple[str, int] | None:
         """Serve this rank's metrics for Prometheus until `close`; return host and port. For runs without Ray.

@@ -176,8 +176,10 @@ class LocalControl:
         )
         after = "training goes on with its plan, and no other one is decided"
         self._loop = LoopProcess(start, self._take_news, lambda: None, after)
-        told = Registration(layers=tuple(layers), first_plan=fresh, codec_costs=costs, encodes_on=encodes_on, bus=bus)
-        call = self._loop.ask("register", told, time.monotonic(), time.time())
+        registration = Registration(
+            layers=tuple(layers), first_plan=fresh, codec_costs=costs, encodes_on=encodes_on, bus=bus
+        )
+        call = self._loop.ask("register", registration, time.monotonic(), time.time())
         try:
             plan: Plan = call.result(REGISTER_S)
         except TimeoutError:

@@ -41,8 +41,8 @@ WORKLOAD = QUICK.workload()
 
 def measured() -> Measured:
     costs = dict.fromkeys(("bf16", "qsgd"), FREE)
-    told = WORKLOAD.measured(link=Link(alpha_s=1e-3, beta_s_per_byte=8e-9), codec_costs=costs, compute_s=0.15)
-    return replace(told, gain=GAINS)
+    measured = WORKLOAD.measured(link=Link(alpha_s=1e-3, beta_s_per_byte=8e-9), codec_costs=costs, compute_s=0.15)
+    return replace(measured, gain=GAINS)
 
 
 def test_schedules_are_the_papers_with_rates_divided_and_latencies_kept() -> None:

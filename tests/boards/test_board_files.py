@@ -166,7 +166,7 @@ def test_promtool_accepts_the_rules(command: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_grafana_is_told_where_the_boards_lie() -> None:
+def test_grafana_knows_where_the_boards_lie() -> None:
     (provider,) = yaml.safe_load((FOLDER / "provisioning.yaml").read_text())["providers"]
     assert provider["type"] == "file"
     assert provider["options"]["path"].startswith("/")

@@ -298,8 +298,8 @@ def test_pauses_make_no_run_slower_than_dense_and_are_no_compute(tmp_path: Path)
         assert gained is not None
         assert f"{gained.ratio:.2f}x" == "1.00x"
     assert mean_parts(found) == pytest.approx(mean_parts(spans(plain)))
-    told = max(line["step"] for line in record.progress)
-    total_s = sum(max(pause_s(step, rank) for rank in range(4)) for step in range(1, told + 1))
+    last_step = max(line["step"] for line in record.progress)
+    total_s = sum(max(pause_s(step, rank) for rank in range(4)) for step in range(1, last_step + 1))
     assert sum(span.num_steps * span.between_s for span in found) == pytest.approx(total_s)
     assert between_share(found) == pytest.approx(total_s / (total_s + steps_s(found)))
     assert "passed between steps, where no codec helps" in next_step(record, None)

@@ -167,7 +167,7 @@ def test_a_class_name_has_one_meaning() -> None:
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
-# Functions that make a tensor of torch's default type, or on its default device, unless they are told others.
+# Functions that make a tensor of torch's default type, or on its default device, unless they are given others.
 TENSOR_MAKERS = {
     "arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace", "logspace",
     "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices",

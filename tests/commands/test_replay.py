@@ -40,7 +40,7 @@ def simulate(folder: Path, name: str, *, until_s: float) -> Path:
         Registration(
             layers=tuple(case.model.layers),
             first_plan=make_plan(case.model.layers, version=0, world_size=4),
-            codec_costs=case.told_costs(0),
+            codec_costs=case.calibrated_costs(0),
         )
     )
     run = SimulatedRun(loop=loop, cluster=cluster, schedule=case.schedule)

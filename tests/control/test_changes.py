@@ -1,4 +1,4 @@
-"""Changes of level and slow ranks, told from noise."""
+"""Changes of level and slow ranks, distinguished from noise."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_decisions_are_those_of_a_loop_that_is_stepped(
     assert lines[2] == lines[0]
 
 
-def test_an_error_of_the_loop_is_logged_and_told_to_the_node_with_its_next_report(
+def test_an_error_of_the_loop_is_logged_and_raised_at_the_node_with_its_next_report(
     start: Callable[..., Controller], capfd: pytest.CaptureFixture[str]
 ) -> None:
     controller = start(ADAPTIVE)

@@ -117,7 +117,7 @@ def test_the_link_is_right_without_the_ranks_that_are_silent(tmp_path: Path) -> 
     assert 8 * link.bandwidth.value == pytest.approx(1e9, rel=0.2)
 
 
-def test_bandwidth_is_told_from_the_indices_and_values_of_artopk(tmp_path: Path) -> None:
+def test_bandwidth_is_estimated_from_the_indices_and_values_of_artopk(tmp_path: Path) -> None:
     run = start(tmp_path)
     topk = CodecSpec(name="topk", density=0.1)
     run.loop.plans.append(make_plan(LAYERS, version=1, world_size=WORLD, codec=topk, scheme=Scheme.ARTOPK_RING))
@@ -173,7 +173,7 @@ def _step_of_many(run: FakeTraining, nodes: list[int], slow: int) -> JoinedStep:
 @pytest.mark.parametrize(
     "nodes", [list(range(40)), [rank // 8 for rank in range(2 * MAX_REPORTING)]], ids=["40", "1024"]
 )
-def test_a_link_of_many_ranks_is_told_from_the_pairs_that_count(nodes: list[int], tmp_path: Path) -> None:
+def test_a_link_of_many_ranks_is_estimated_from_the_pairs_that_count(nodes: list[int], tmp_path: Path) -> None:
     num_telling = len(set(nodes))
     slow = nodes.index(5)
     joined = _step_of_many(start(tmp_path), nodes, slow)
@@ -198,8 +198,9 @@ def test_records_keep_the_steps_of_two_passes_apart_and_each_rank_in_order(tmp_p
     def sample(rank: int, step: int) -> StepSample:
         return replace(run.sample(rank), step=step)
 
-    told = [sample(0, 8), sample(0, 9), sample(0, 5), sample(1, 8), sample(1, 9), sample(1, 5), sample(0, 6)]
-    assert [(part.step, part.ranks) for part in node_steps(told)] == [(8, (0, 1)), (9, (0, 1)), (5, (0, 1)), (6, (0,))]
+    samples = [sample(0, 8), sample(0, 9), sample(0, 5), sample(1, 8), sample(1, 9), sample(1, 5), sample(0, 6)]
+    found = [(part.step, part.ranks) for part in node_steps(samples)]
+    assert found == [(8, (0, 1)), (9, (0, 1)), (5, (0, 1)), (6, (0,))]
 
 
 def test_a_step_is_the_same_whether_its_ranks_come_in_one_record_or_in_several(tmp_path: Path) -> None:

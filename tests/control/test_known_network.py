@@ -283,8 +283,8 @@ def test_latencies_from_before_a_change_do_not_count_until_all_nodes_have_measur
         run.step += 1
         for node, sample in zip(nodes, samples, strict=True):
             steps = node_steps([sample])
-            told = NodeSample(node_id=node, time_s=run.step, steps=steps, latency_s=dict(said[node]), host=QUIET)
-            run.loop.observe(told, float(run.step))
+            report = NodeSample(node_id=node, time_s=run.step, steps=steps, latency_s=dict(said[node]), host=QUIET)
+            run.loop.observe(report, float(run.step))
         return run.loop.facts().latency_s
 
     for _ in range(20):

@@ -101,9 +101,9 @@ def test_an_offloaded_option_has_an_error_and_codec_times_of_its_own() -> None:
     errors.learn_step((PlannedGroup.of(LAYERS, on_host),), math.log(1.5), 1000, 0.0)
     assert errors.option_factor(on_host) == pytest.approx(1.5, rel=0.01)
     assert errors.option_factor(SRA) == pytest.approx(3, rel=0.01)
-    told = {str(SRA.codec): COST, host_name(SRA.codec): COST}
+    calibrated = {str(SRA.codec): COST, host_name(SRA.codec): COST}
     errors.learn_codecs([host_name(SRA.codec)], 4.0)
-    corrected = errors.corrected(told)
+    corrected = errors.corrected(calibrated)
     assert corrected[host_name(SRA.codec)].encode_a_s == pytest.approx(4 * COST.encode_a_s)
     assert corrected[str(SRA.codec)].encode_a_s == pytest.approx(2 * COST.encode_a_s)
 

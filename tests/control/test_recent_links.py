@@ -47,7 +47,7 @@ def test_only_a_link_that_goes_back_and_forth_is_expected_to_change_soon(
     assert links_of(stays).dwell_s == dwell_s
 
 
-def test_different_links_are_told_once_each() -> None:
+def test_different_links_are_returned_once_each() -> None:
     found = links_of([(1.0, 10), (0.1, 10), (1.05, 10), (0.1, 5)]).different()
     assert [round(link.bandwidth_gbps, 2) for link in found] == [0.1, 1.05]
 

@@ -141,7 +141,7 @@ def test_a_planted_error_is_caught(plant: Callable[[dict[str, Any]], None], name
 
 @pytest.mark.parametrize("folder", [*OVERLAYS, MONITORING], ids=lambda path: path.name)
 def test_kubectl_renders_the_same(folder: Path) -> None:
-    """Compare with kubectl where it is installed. Elsewhere, that it can be rendered is all that can be told."""
+    """Compare with kubectl where it is installed. Elsewhere, only that it can be rendered is known."""
     assert len({resource["kind"] for resource in rendered(folder)}) > 2
     if shutil.which("kubectl") is None:
         return

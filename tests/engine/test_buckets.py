@@ -94,7 +94,7 @@ def _train_empty(rank: int, codec: str, ddp: dict[str, object], use_right: bool)
         model = DistributedDataParallel(make_model(), **ddp)
         attachment = cgx_ray.attach(model, codec=codec)
         hashes = train(model, rank, range(3))
-        # What the model leaves out, DDP must be told to look for.
+        # What the model leaves out, DDP must look for.
         hashes += train(model, rank, range(3, 5), use_right=use_right)
         outcomes.append(hashes)
         assert attachment.plan is not None

@@ -303,7 +303,7 @@ def _not_finite(rank: int) -> tuple[list[torch.Tensor], bool]:
     before = attachment.state_dict()["residuals"]["weight"]
     model.zero_grad()
     if rank == 1:
-        # Row 0 is in the shard of rank 0. Rank 2 is told of the NaN but never sees it.
+        # Row 0 is in the shard of rank 0. Rank 2 learns of the NaN but never sees it.
         weight_1O = torch.ones(1, 30)
         weight_1O[0, 0] = math.nan
         (model(x_1D) * weight_1O).sum().backward()

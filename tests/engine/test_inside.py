@@ -32,8 +32,8 @@ class _Session:
     def start(self, attachment: Attachment) -> None: ...
 
 
-def _told(rank: int, nodes: Sequence[int]) -> InsideLink | None:
-    """Return the link that the samples of a rank tell; ranks with the same number in `nodes` share a node."""
+def _reported_link(rank: int, nodes: Sequence[int]) -> InsideLink | None:
+    """Return the link in the samples of a rank; ranks with the same number in `nodes` share a node."""
     tcp.host_key = lambda: f"node {nodes[rank]}"
     process.session = _Session()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
@@ -44,8 +44,8 @@ def _told(rank: int, nodes: Sequence[int]) -> InsideLink | None:
     return sample.inside
 
 
-def test_ranks_of_a_node_tell_the_link_between_them() -> None:
-    found = run_ranks(4, _told, (0, 0, 1, 1))
+def test_ranks_of_a_node_report_the_link_between_them() -> None:
+    found = run_ranks(4, _reported_link, (0, 0, 1, 1))
     for link in found:
         assert link is not None
         # Between 1 us and 1 s, and between 1 MB/s and 10 TB/s.
@@ -55,10 +55,10 @@ def test_ranks_of_a_node_tell_the_link_between_them() -> None:
 
 @pytest.mark.parametrize("nodes", [(0, 0), (0, 1)], ids=["one node", "nodes of one rank"])
 def test_a_network_of_one_kind_of_link_has_none_inside(nodes: Sequence[int]) -> None:
-    assert run_ranks(2, _told, nodes) == [None, None]
+    assert run_ranks(2, _reported_link, nodes) == [None, None]
 
 
-def test_plans_are_made_with_the_link_of_the_slowest_node_or_with_the_default_until_one_is_told(tmp_path: Path) -> None:
+def test_plans_use_the_link_of_the_slowest_node_and_the_default_until_one_is_reported(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.num_local = 2
     run.run(8)

@@ -117,12 +117,12 @@ def _in_a_way(rank: int, way: str) -> Run:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_scale_is_found_without_being_told(way: str) -> None:
+def test_the_scale_is_found_without_being_given(way: str) -> None:
     error = relative_error(run_ranks(2, _in_a_way, way))
     assert error <= MAX_ERROR, error
 
 
-def _told(rank: int) -> Run:
+def _given_scale(rank: int) -> Run:
     scaler = _Manual()
     trainer = Trainer(rank, *FED_BACK[0], scaler=scaler)
     for step, scale in enumerate([512.0, 256.0, 64.0]):
@@ -132,8 +132,8 @@ def _told(rank: int) -> Run:
     return trainer.result(64.0)
 
 
-def test_a_scale_that_no_gradscaler_applies_can_be_told() -> None:
-    assert relative_error(run_ranks(2, _told)) <= MAX_ERROR
+def test_a_scale_that_no_gradscaler_applies_can_be_given() -> None:
+    assert relative_error(run_ranks(2, _given_scale)) <= MAX_ERROR
 
 
 def _unknown(rank: int, case: str, codec: str, scheme: str) -> str | None:

@@ -323,18 +323,18 @@ def test_a_rank_that_does_not_answer_in_time_is_another_fault_than_one_that_is_g
         (CGXError("anything"), "other"),
     ],
 )
-def test_every_error_has_a_kind_and_is_told_even_if_who_is_told_fails(error: CGXError, kind: str) -> None:
+def test_every_error_has_a_kind_and_is_reported_even_if_the_report_fails(error: CGXError, kind: str) -> None:
     telemetry = Telemetry(3)
     assert telemetry.fault is None
-    told: list[Fault] = []
+    reported: list[Fault] = []
 
     def fail(fault: Fault) -> None:
-        told.append(fault)
+        reported.append(fault)
         raise OSError("no controller")
 
-    telemetry.tell_fault = fail
+    telemetry.on_fault = fail
     telemetry.note_fault(error, 7)
     fault = telemetry.fault
     assert fault is not None
-    assert told == [fault]
+    assert reported == [fault]
     assert (fault.rank, fault.step, fault.kind, fault.text) == (3, 7, kind, str(error))

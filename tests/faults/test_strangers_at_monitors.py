@@ -46,10 +46,10 @@ def test_a_thousand_silent_connections_do_not_stop_honest_probes_and_are_hung_up
         assert all(is_hung_up(one) for one in silent)
     assert honest(server) > 0
     wait_until(lambda: not server._clients)
-    told = [message for message in caplog.messages if message.startswith(f"{HOST}:{server.address.port}: ")]
-    assert len(told) == 2, told
-    assert "connections are open" in told[0]
-    assert "did not show the token within 2 s" in told[1]
+    logged = [message for message in caplog.messages if message.startswith(f"{HOST}:{server.address.port}: ")]
+    assert len(logged) == 2, logged
+    assert "connections are open" in logged[0]
+    assert "did not show the token within 2 s" in logged[1]
 
 
 def test_silent_connections_do_not_keep_the_thread_busy(server: GuardedServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +154,8 @@ def test_without_file_descriptors_the_server_pauses_and_then_goes_on(
     monkeypatch.setattr(socket.socket, "accept", fail_at_first)
     assert honest(server) > 0
     assert next(num_failures) <= 6, "it does not pause between two tries"
-    told = [message for message in caplog.messages if "Too many open files" in message]
-    assert len(told) == 1, told
+    logged = [message for message in caplog.messages if "Too many open files" in message]
+    assert len(logged) == 1, logged
 
 
 def test_an_echo_client_that_falls_silent_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:

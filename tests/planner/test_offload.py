@@ -81,7 +81,7 @@ def test_plans_say_the_device_where_they_said_it_before() -> None:
     fields = json.loads(plan.to_json())
     assert [group["device"] for group in fields["groups"]] == [group.option.device for group in plan.groups]
     for group in fields["groups"]:
-        # Plain dense was once told a device too, which changed nothing but its sums.
+        # Plain dense was once given a device too, which changed nothing but its sums.
         group["device"] = "cpu"
     assert Plan.from_json(json.dumps(fields)) == plan
     for group in fields["groups"]:

@@ -59,7 +59,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folder_of_boards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the boards, which Ray is told to write its own boards to."""
+    """A folder with the boards, which Ray writes its own boards to."""
     folder = tmp_path_factory.mktemp("boards")
     for name in BOARDS:
         shutil.copy(ROOT / "dashboards" / f"{name}.json", folder)

@@ -114,12 +114,12 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
         def taken() -> list[NodeSample]:
             return ray.get(controller.taken.remote())
 
-        def told() -> list[tuple[int, int]]:
+        def reported() -> list[tuple[int, int]]:
             return [(step.step, rank) for sample in taken() for step in sample.steps for rank in step.ranks]
 
-        wait_until(lambda: len(told()) >= 40, "40 steps")
+        wait_until(lambda: len(reported()) >= 40, "40 steps")
         latest = wait_until(lambda: [sample for sample in taken() if sample.latency_s], "a latency")[-1]
-        assert told() == [(step, rank) for step in range(20) for rank in (0, 1)]
+        assert reported() == [(step, rank) for step in range(20) for rank in (0, 1)]
         assert latest.latency_s.keys() == {"b"}
         assert 0 < latest.latency_s["b"] < 0.5
 

@@ -55,7 +55,7 @@ def controller_with(plans: list[Plan]) -> Any:
 
 
 def test_ranks_get_the_plans_that_answers_to_reports_bring_and_hear_if_nobody_answers(agent: NodeAgent) -> None:
-    assert agent.plans_after(0, 60.0) is None, "the agent was not told of a controller"
+    assert agent.plans_after(0, 60.0) is None, "the agent has no controller yet"
     controller = controller_with([ONE, TWO])
     agent.start({}, controller)
     with ThreadPoolExecutor(3) as threads:

@@ -18,7 +18,7 @@ from support.train_functions import small_model, weights_hash
 
 
 class UnwatchedBackend(CGXBackend):
-    """Its agents are told an address that is not their node's, so they cannot listen and their constructors fail."""
+    """Its agents get an address that is not their node's, so they cannot listen and their constructors fail."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         addresses = dict.fromkeys(agent_watch.node_addresses(), "192.0.2.1")

@@ -89,7 +89,7 @@ class Gatherer:
             try:
                 self(as_own(error))
             except TransportError as broken:
-                # An error of the others, or none can be told any more: then this rank still has its own.
+                # The others' error, or none can be gathered any more: then this rank still has its own.
                 if broken is self._raised and isinstance(broken.__cause__, RuntimeError):
                     own = as_own(error)
                     raise own from own.__cause__

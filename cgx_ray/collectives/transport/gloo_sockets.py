@@ -2,7 +2,7 @@
 
 Torch has no such call for Gloo: a collective ends when a connection breaks or after the time-out, and a group is not
 destroyed before its collectives have ended. A group listens at an address and port of its own, so its connections can
-be told from all others of the process: one end of each is there, on this rank or on another one.
+be distinguished from all others of the process: one end of each is there, on this rank or on another one.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def connect_mesh(
     timeout_s      also of `Mesh.local`; connecting takes at most half of it, and at most a minute
     num_streams    connections to a rank that is far
     shared_memory  let this rank share memory with other ranks of its host that may too; a failure is logged
-    gather         over `group`; by default an error of one rank is not told to the others
+    gather         over `group`; by default an error of one rank does not reach the others
 
     Raises TransportError if a rank cannot be reached, ConfigError if one has no usable address or port, LimitError if
     one may open no more files or start no more threads; on all ranks.
@@ -117,15 +117,15 @@ def _connect(
         # Tell all ranks: one that reached everyone would wait for those that gave up.
         problems, leaders = zip(*gather([problem, ranks[0]]), strict=True)
         if any(problems):
-            told = "; ".join(
+            text = "; ".join(
                 f"rank {other} at {addresses[other][0]} cannot connect to the others ({problem})"
                 for other, problem in enumerate(problems)
                 if problem
             )
-            if _names_limit(told):
-                raise LimitError(told)
+            if _names_limit(text):
+                raise LimitError(text)
             raise TransportError(
-                f"{told}; let TCP through between the nodes, set GLOO_SOCKET_IFNAME to the interface that they share, "
+                f"{text}; let TCP through between the nodes, set GLOO_SOCKET_IFNAME to the interface that they share, "
                 f"or {way_out}"
             )
     except BaseException:

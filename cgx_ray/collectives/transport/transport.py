@@ -361,14 +361,14 @@ class Transport:
         # Gloo and NCCL raise the same type whatever has failed. Clocks of other libraries differ a little.
         is_late = time.perf_counter() - began_s >= 0.99 * self.timeout_s
         cause = self._lifeline.wait(WORDS_S) if self._lifeline is not None else None
-        told = (
+        hint = (
             f"the first error: {cause}"
             if cause is not None
             else "look at the log of the other ranks for the first error"
         )
         return (PeerTimeoutError if is_late else TransportError)(
             f"rank {self.rank}, step {self.step}, group {self.group_index}: {what} did not get through ({error}); "
-            f"{told}"
+            f"{hint}"
         )
 
 

@@ -60,7 +60,7 @@ class LoopFacts:
     """Network and step times as the controller knows them now; None if unknown.
 
     bandwidth         payload bytes per second of a worker's link, from the training's own messages or from probes
-    is_link_known     False while neither messages are sure of the bandwidth nor a probe has told it
+    is_link_known     False while the bandwidth is neither sure from messages nor measured by a probe
     num_impossible    rates so far that were dropped, as no link could have had them
     slow_link_bits_per_s
                       by rank, for ranks whose link is much slower than the others'

@@ -2,7 +2,7 @@
 
 | event | written |
 |---|---|
-| `start` | first, per worker group and per start of a controller: layers, policy, told codec times, nodes |
+| `start` | first, per worker group and per start of a controller: layers, policy, calibrated codec times, nodes |
 | `decision` | with each decision: plans, reason, prediction, and the situation that the policy was given (`recorded`) |
 | `outcome` | when the prediction of a decision has been compared with measured steps |
 | `progress` | in growing intervals: mean seconds of a step's parts, bytes and link since the last one (`progress`) |
@@ -12,7 +12,7 @@
 | `fault` | with each of the first errors that end the training on a rank |
 | `policy_error` | when the policy raises an error, or its plan fits no rank; once per type of error |
 | `no_samples` | when no rank's samples have come for a minute; once until they come again |
-| `end` | when the controller is told to end; a controller that was killed leaves none |
+| `end` | when the controller is asked to end; a controller that was killed leaves none |
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def start_entry(
     policy: Policy,
     layers: Sequence[Layer],
     plan: Plan,
-    told_costs: Mapping[str, CodecCost],
+    calibrated_costs: Mapping[str, CodecCost],
     encodes_on: EncodesOn,
     *,
     nodes: Sequence[str],
@@ -158,7 +158,7 @@ def start_entry(
         "world_size": plan.world_size,
         "nodes": list(nodes),
         "layers": [asdict(layer) for layer in layers],
-        "told_codec_s": cost_fields(told_costs),
+        "told_codec_s": cost_fields(calibrated_costs),
         "encodes_on": encodes_on,
         "plan": _plan_fields(plan, layers),
     }

@@ -24,7 +24,7 @@ LATE_NOTICE_S = 15.0
 EARLIER_STEPS = 1.0
 # Newest outcomes that tell how far predictions are off. One per minute, if nothing else happens.
 NUM_OUTCOMES = 8
-# Largest factor by which one outcome corrects a codec's times. They may be told 300 times too long.
+# Largest factor by which one outcome corrects a codec's times. Calibration may overstate them 300 times.
 MAX_CODEC_CORRECTION = 1000.0
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class LearnedErrors:
         # Errors before each time that something was learned, oldest first, for as long as that may be undone.
         self._before: list[tuple[float, dict[Option, tuple[float, float]]]] = []
         self.compute_slowdown = ComputeSlowdown()
-        # By name of a codec's cost, see `Measured.cost_name`, the logarithm of its measured over its told time.
+        # By name of a codec's cost, see `Measured.cost_name`, the logarithm of its measured over its calibrated time.
         self._codecs: dict[str, float] = {}
         # Time, and logarithm of measured over expected seconds, of the newest outcomes.
         self._misses: deque[tuple[float, float]] = deque(maxlen=NUM_OUTCOMES)
@@ -127,9 +127,9 @@ class LearnedErrors:
         """Return whether `codec` was timed in steps of this training."""
         return codec in self._codecs
 
-    def corrected(self, told: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
+    def corrected(self, calibrated: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
         """Return codec times as they are in steps. Codecs that were not timed there have nearly the mean correction."""
-        return {codec: cost.slowed(math.exp(self._codec_log(codec))) for codec, cost in told.items()}
+        return {codec: cost.slowed(math.exp(self._codec_log(codec))) for codec, cost in calibrated.items()}
 
     def forget_old(self, now_s: float) -> None:
         self._steps = {option: found for option, found in self._steps.items() if now_s - found[1] < self._memory_s}

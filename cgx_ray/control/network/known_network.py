@@ -288,8 +288,8 @@ class KnownNetwork:
 
         ends = _by_end(links).values()
         # Few links are compared with those of the other end too.
-        is_told = any(len(own) >= MIN_COMPARED_LINKS for own in ends)
-        slow = {link: rate for own in (ends if is_told else [links]) for link, rate in slow_links(own).items()}
+        is_comparable = any(len(own) >= MIN_COMPARED_LINKS for own in ends)
+        slow = {link: rate for own in (ends if is_comparable else [links]) for link, rate in slow_links(own).items()}
         return {(end, node): rate for (end, node), rate in slow.items() if not is_faster(end, node, rate)}
 
     @property

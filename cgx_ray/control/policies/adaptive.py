@@ -214,7 +214,8 @@ class Adaptive(Policy):
         return saved > _least_improvement(current, planner_input) and saved * situation.dwell_s > situation.switch_s
 
     def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
-        """Return a codec that was never in use, if its told times may be all that keeps a plan from replacing `kept`.
+        """Return a codec that was never in use, if its calibrated times may be all that keeps a plan from replacing
+        `kept`.
 
         They may be MAX_OVERSTATED times too long.
         """

@@ -238,7 +238,7 @@ class Policy(Protocol):
         """Return a decision, or None if this policy never decides."""
 
     def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
-        """Return a codec whose told times may be what keeps it out of the best plan, or None."""
+        """Return a codec whose calibrated times may be what keeps it out of the best plan, or None."""
         return None
 
     def recorded(self) -> dict[str, Any]:

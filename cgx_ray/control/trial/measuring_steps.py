@@ -32,7 +32,7 @@ MAX_SPEEDUP = 1.5
 TIME_SHARE, ADVANCE_S = 0.005, 600.0
 # Seconds until measuring steps are reported and the plan after them has reached the ranks.
 REPORT_S = 2.0
-# Largest ratio of a step's told time to the usual one while a codec is timed.
+# Largest ratio of a step's time, by calibration, to the usual one while a codec is timed.
 MAX_TRIAL_SLOWDOWN = 1.1
 
 
@@ -95,7 +95,7 @@ def is_worth_comparing(slowdown: Evidence, dense: Evidence, num_steps: int) -> b
 
 
 def codec_trial(policy: Policy, situation: Situation, kept: Decision) -> tuple[CodecSpec, Decision] | None:
-    """Return a codec whose told times may be what rules it out, and the decision to time it in one layer, or None."""
+    """Return a codec whose calibrated times may rule it out, and the decision to time it in one layer, or None."""
     codec = policy.codec_to_time(situation, kept)
     trial = trial_of(codec, situation.planner_input.now, kept.predicted) if codec is not None else None
     if codec is None or trial is None:
@@ -113,7 +113,7 @@ def codec_trial(policy: Policy, situation: Situation, kept: Decision) -> tuple[C
 def trial_of(codec: CodecSpec, measured: Measured, current: Prediction) -> Prediction | None:
     """Return the step of `current` with one layer under `codec`, or None if all layers are too small to compress.
 
-    That is the largest layer that makes the step at most MAX_TRIAL_SLOWDOWN times as long by the told times, else the
+    That is the largest layer that makes the step at most MAX_TRIAL_SLOWDOWN times as long by calibrated times, else the
     smallest.
     """
     option = Option(codec=codec, scheme=preferred_scheme(codec))

@@ -78,9 +78,9 @@ class StepsBesidePredictions:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], plan: Plan, dense_plan: Plan, told_costs: Mapping[str, CodecCost]
+        self, layers: Sequence[Layer], plan: Plan, dense_plan: Plan, calibrated_costs: Mapping[str, CodecCost]
     ) -> None:
-        """`told_costs`: codec times as they were measured before training."""
+        """`calibrated_costs`: codec times as they were measured before training."""
         self.layers = tuple(layers)
         self.dense_plan = dense_plan
         self.baseline = DenseBaseline()
@@ -88,7 +88,7 @@ class StepsBesidePredictions:
         self.plan_times = PlanTimes()
         self.trained_s = 0.0
         self.dense_groups = groups_of(dense_plan, layers)
-        self._told_costs = dict(told_costs)
+        self._calibrated_costs = dict(calibrated_costs)
         self._comparisons = ComparisonBudget()
         self._switch_s: list[float] = []
         # Options of the plan that dense steps are compared with: that in force, or the last one before it.
@@ -105,7 +105,7 @@ class StepsBesidePredictions:
     @property
     def codec_costs(self) -> dict[str, CodecCost]:
         """Codec times as they are in steps."""
-        return self.errors.corrected(self._told_costs)
+        return self.errors.corrected(self._calibrated_costs)
 
     def start_plan(self, plan: Plan, before: PlanRecord | None, *, is_measuring: bool) -> None:
         """Begin with `plan`. `before`: its steps before measuring steps that end now."""
@@ -220,9 +220,9 @@ class StepsBesidePredictions:
         untimed = [codec for codec in codecs if not self.errors.is_timed(codec)]
         # Without a GPU these codecs take all of it.
         others_s = self._others_s(measured, codecs) if measured.bus is not None else 0.0
-        told_s, took_s = before.codec_s - others_s, codec_s - others_s
-        if told_s > 0 and codec_s > 0 and codecs:
-            self.errors.learn_codecs(codecs, max(took_s, MIN_CODEC_S) / told_s)
+        predicted_s, took_s = before.codec_s - others_s, codec_s - others_s
+        if predicted_s > 0 and codec_s > 0 and codecs:
+            self.errors.learn_codecs(codecs, max(took_s, MIN_CODEC_S) / predicted_s)
             corrected = predict(replace(measured, codec_costs=self.codec_costs), self._groups)
             self.record.shift(math.log(corrected.step_s / before.step_s))
         self._learned = [*undoable(self._learned, now_s), (now_s, measured.network.between)]
@@ -238,10 +238,10 @@ class StepsBesidePredictions:
     def learn_trial(self, codec: CodecSpec, measured: Measured) -> None:
         """Learn the times of `codec` from measuring steps with one layer under it."""
         others_s = self._others_s(measured, [str(codec)])
-        told_s = predict(measured, self._groups).codec_s - others_s
+        predicted_s = predict(measured, self._groups).codec_s - others_s
         codec_s = median(step.codec_s for step in self.record.window) - others_s
-        if told_s > 0:
-            self.errors.learn_codecs([str(codec)], max(codec_s, MIN_CODEC_S) / told_s)
+        if predicted_s > 0:
+            self.errors.learn_codecs([str(codec)], max(codec_s, MIN_CODEC_S) / predicted_s)
 
     def is_beaten(self, measured: Measured, now_s: float) -> bool:
         """Return whether another plan took MIN_IMPROVEMENT less for the same progress under these conditions."""
