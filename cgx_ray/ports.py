@@ -38,7 +38,7 @@ def port_range() -> tuple[int, int]:
 
 
 def listen(host: str) -> socket.socket:
-    """Return a socket that listens on `host`, at the first port of the range where nobody else does.
+    """Return a socket that listens on `host`, at the first port of the range where no other process does.
 
     Raises OSError if `host` is not an address of this machine, ConfigError if all ports are in use.
     """

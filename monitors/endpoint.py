@@ -33,7 +33,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _MetricsServer(ThreadingMixIn, WSGIServer):
-    """Serves each reader in a thread. Beyond MAX_READERS the oldest is hung up on: it is silent or slow."""
+    """Serves each reader in a thread. Beyond MAX_READERS the oldest is disconnected: it is silent or slow."""
 
     daemon_threads = True
     request_queue_size = 1024

@@ -173,7 +173,7 @@ METRICS: dict[str, Metric] = {
         "seconds",
         "node",
         (RANK,),
-        "Time from the end of a rank's step until it hears that the last other rank has ended it: how late that is.",
+        "Time from the end of a rank's step until it knows that the last other rank has ended it: how late that is.",
     ),
     "cgx_ray_non_finite_steps": Metric(
         "counter",

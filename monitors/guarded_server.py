@@ -76,7 +76,7 @@ class GuardedServer(ABC):
     Silence, slowness and numbers of strangers are limited (constants above), so they cost little time and memory. At a
     limit the oldest connection without a token is closed, so that honest clients, who show theirs at once, get through.
 
-    A subclass serves clients with `welcome`, `hear` and `forget`, all called in the thread.
+    A subclass serves clients with `welcome`, `receive` and `forget`, all called in the thread.
     """
 
     def __init__(self, host: str, name: str) -> None:
@@ -107,18 +107,18 @@ class GuardedServer(ABC):
 
     @abstractmethod
     def welcome(self, client: socket.socket) -> bool:
-        """Begin to serve a client that has shown the token: send WELCOME now or later. Return False to hang up."""
+        """Begin to serve a client that has sent the token: send WELCOME now or later. Return False to disconnect it."""
 
     @abstractmethod
-    def hear(self, client: socket.socket) -> bool:
-        """Receive what the client has sent, which may be its end, without waiting. Return False to hang up."""
+    def receive(self, client: socket.socket) -> bool:
+        """Receive what the client has sent, which may be its end, without waiting. Return False to disconnect it."""
 
     @abstractmethod
     def forget(self, client: socket.socket) -> None:
-        """Drop what is kept for a client with a token, which was hung up on."""
+        """Drop what is kept for a client with a token, which was disconnected."""
 
     def allow(self, client: socket.socket, seconds: float) -> None:
-        """Hang up on `client` after `seconds` from now, instead of at the time that was set before."""
+        """Disconnect `client` after `seconds` from now, instead of at the time that was set before."""
         self._clients[client].end_s = time.monotonic() + seconds
 
     def _serve(self) -> None:
@@ -132,7 +132,7 @@ class GuardedServer(ABC):
                 if sock is self._listener:
                     self._accept()
                 elif sock in self._clients and not self._is_served(sock, self._clients[sock]):
-                    self._hang_up(sock)
+                    self._disconnect(sock)
             if (now_s := time.monotonic()) >= look_s:
                 look_s = now_s + _LOOK_S
                 self._look(now_s)
@@ -146,12 +146,12 @@ class GuardedServer(ABC):
         return _LOOK_S if self._clients else None
 
     def _look(self, now_s: float) -> None:
-        """Hang up on clients that are past their time, and end a pause in accepting."""
+        """Disconnect clients that are past their time, and end a pause in accepting."""
         for sock in [sock for sock, client in self._clients.items() if client.end_s <= now_s]:
             client = self._clients[sock]
             if not client.is_known:
-                self._log_once("hello", f"{client.peer} did not show the token within {HELLO_S:g} s and was hung up on")
-            self._hang_up(sock)
+                self._log_once("hello", f"{client.peer} did not show the token in {HELLO_S:g} s and was disconnected")
+            self._disconnect(sock)
         if self._resume_s is not None and self._resume_s <= now_s:
             self._resume_s = None
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -192,27 +192,27 @@ class GuardedServer(ABC):
         oldest = next((sock for sock, its_peer in strangers.items() if its_peer == peer), None)
         if oldest is None:
             return False
-        self._hang_up(oldest)
+        self._disconnect(oldest)
         return True
 
     def _is_served(self, sock: socket.socket, client: _Guest) -> bool:
         try:
             if client.is_known:
-                return self.hear(sock)
+                return self.receive(sock)
             token = self.address.token.encode()
             part = sock.recv(len(token) - len(client.hello))
             client.hello += part
             if not part or len(client.hello) < len(token):
                 return bool(part)
             if not secrets.compare_digest(client.hello, token):
-                self._log_once("hello", f"{client.peer} showed another token and was hung up on")
+                self._log_once("hello", f"{client.peer} showed another token and was disconnected")
                 return False
             client.is_known = True
             return self.welcome(sock)
         except OSError:
             return False  # the client is gone, or does not read what it is sent
 
-    def _hang_up(self, sock: socket.socket) -> None:
+    def _disconnect(self, sock: socket.socket) -> None:
         client = self._clients.pop(sock)
         self._selector.unregister(sock)
         sock.close()

@@ -76,7 +76,7 @@ class Readings:
         except (OSError, psutil.Error, ValueError, LookupError) as error:
             if name not in self._refused:
                 self._refused.add(name)
-                logger.warning("this node does not tell its %s (%r): it is left out from the metrics", name, error)
+                logger.warning("this node does not report its %s (%r): it is left out from the metrics", name, error)
             return otherwise
 
 
@@ -151,7 +151,7 @@ class CardMeter(NicRates):
         super().__init__(clock=clock, read_nics=read_card)
 
     def read(self) -> tuple[float, float]:
-        """Return what was sent and received since the last call; 0 if the node does not tell it."""
+        """Return what was sent and received since the last call; 0 if the node does not report it."""
         sent, received = super().read()
         return sent / HEADERS, received / HEADERS
 
@@ -196,7 +196,7 @@ class HostMonitor:
         self._readings.take("processor load", psutil.cpu_percent, 0.0)
 
     def read(self, own_bytes: int | None) -> HostLoad:
-        """Return the load, without what this node does not tell.
+        """Return the load, without what this node does not report.
 
         own_bytes  that this training sent from the node since the last call, None if unknown
         """

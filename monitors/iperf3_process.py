@@ -60,7 +60,7 @@ def serve(host: str, port_text: str, peer: str, max_s: str) -> None:
     test = threading.Thread(target=lambda: results.append(server.run()), daemon=True)
     stdout = os.dup(1)  # the package points descriptor 1 elsewhere while libiperf runs
     test.start()
-    # libiperf tells nobody that it listens. Connecting to find out would use up the one test.
+    # libiperf does not report that it listens. Connecting to find out would use up the one test.
     while (port := listening_port(peer)) is None and test.is_alive():
         time.sleep(LISTEN_POLL_S)
     if port is not None:
@@ -72,7 +72,7 @@ def serve(host: str, port_text: str, peer: str, max_s: str) -> None:
 
 
 def listening_port(peer: str) -> int | None:
-    """Port of the socket with which this process listens, None if there is none yet. Others than `peer` find nobody."""
+    """Port of the socket with which this process listens, None if there is none yet. Only `peer` finds the server."""
     for fd in map(int, os.listdir("/dev/fd")):
         try:
             sock = socket.socket(fileno=fd)

@@ -1,6 +1,6 @@
 """Messages between ranks and monitors of a run without Ray: pickled objects over TCP, both ways, in order.
 
-Only who has shown the server's token is heard (`guarded_server`), since a pickle can run code.
+Only clients that have sent the server's token are read (`guarded_server`), since a pickle can run code.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
-# Seconds for which a receiver may stand still before it is hung up on: a plan of a large model is some 100 KB.
+# Seconds for which a receiver may stand still before it is disconnected: a plan of a large model is some 100 KB.
 SEND_S = 10.0
-# Longest wait for clients to hang up at the end, in seconds. They do at once, unless their machine is busy.
+# Longest wait for clients to disconnect at the end, in seconds. They do at once, unless their machine is busy.
 LINGER_S = 2.0
 # Seconds for the server to answer. It is listening, so this is a lost packet or a busy machine.
 CONNECT_S = 30.0
@@ -69,13 +69,13 @@ class MessageServer(GuardedServer):
         super().__init__(host, "cgx-ray-messages")
 
     def send(self, message: Any) -> None:
-        """Send to all clients. A client that does not read is hung up on."""
+        """Send to all clients. A client that does not read is disconnected."""
         data = _packed(message)
         for client in list(self._writers):
             self._send_to(client, data)
 
     def end(self, message: Any) -> None:
-        """Send the last message to all clients, give them LINGER_S to hang up, and close."""
+        """Send the last message to all clients, give them LINGER_S to disconnect, and close."""
         self.send(message)
         # To close a connection whose client still sends would drop what the client has not read.
         end_s = time.monotonic() + LINGER_S
@@ -91,7 +91,7 @@ class MessageServer(GuardedServer):
             self._incoming[client], self._writers[client] = _Incoming(), writer
         return client.send(WELCOME) == len(WELCOME)
 
-    def hear(self, client: socket.socket) -> bool:
+    def receive(self, client: socket.socket) -> bool:
         part = client.recv(_READ_BYTES)
         for message in self._incoming[client].add_bytes(part):
             self._take(message, partial(self._reply, client))
@@ -121,7 +121,7 @@ class MessageServer(GuardedServer):
                 writer.sendall(data)
             except OSError as error:
                 # Half a message may be on its way. The server's thread finds the end of the connection.
-                logger.warning("a message of %d bytes did not reach a rank, which is hung up on: %s", len(data), error)
+                logger.warning("a message of %d bytes did not reach a rank, now disconnected: %s", len(data), error)
                 _shut_down(writer)
 
 

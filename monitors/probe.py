@@ -35,7 +35,7 @@ _RESULT = struct.Struct("<dd")
 # Arrivals of a probe that are kept apart. A link of 10 Gbit/s has half as many, and a client that sends single bytes
 # would fill the memory. An even number, as two that follow each other become one at the limit.
 _MAX_ARRIVALS = 1 << 17
-# A rate is measured over windows of so many seconds or bytes, whichever comes first. After a stall queues deliver some
+# Seconds and bytes of a window over which a rate is measured, whichever comes first. After a stall queues deliver some
 # 80 KB at once, which must be a small part of a window. With few windows their quantile is an extreme one: so a fast
 # link, whose probe takes 0.2 s, has short ones.
 _WINDOW_S, _WINDOW_BYTES = 0.05, 1 << 19
@@ -62,7 +62,7 @@ _TIMESPEC = struct.Struct("@qq")
 class BulkServer(GuardedServer):
     """Receives the bytes of `measure_tcp` and answers with their rate, one probe at a time.
 
-    Clients take turns. One that sends before its turn, nothing for MAX_PROBE_S, or for too long is hung up on.
+    Clients take turns. One that sends before its turn, nothing for MAX_PROBE_S, or for too long is disconnected.
     """
 
     def __init__(self, host: str) -> None:
@@ -81,7 +81,7 @@ class BulkServer(GuardedServer):
             self._begin()
         return True
 
-    def hear(self, client: socket.socket) -> bool:
+    def receive(self, client: socket.socket) -> bool:
         if client is not self._turns[0]:
             return False  # it has given up, or sends before its turn
         at_s, num_bytes = _receive(client)
@@ -109,7 +109,7 @@ class BulkServer(GuardedServer):
         # A client sends for MAX_PROBE_S, and waits for the answer twice as long.
         self._end_s = time.monotonic() + 3 * MAX_PROBE_S
         self.allow(client, MAX_PROBE_S)
-        with suppress(OSError):  # a client that is gone is ready to be read, and `hear` finds out
+        with suppress(OSError):  # a client that is gone is ready to be read, and `receive` finds out
             if sys.platform == "linux":
                 client.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
             client.send(WELCOME)
@@ -199,7 +199,7 @@ def count_hops(host: str, port: int, timeout_s: float = 1.0) -> int | None:
     """Return the network hops to a listening port, which is the smallest time-to-live that reaches it.
 
     Returns None if MAX_HOPS do not reach it. Needs neither traceroute nor root. Each router on the path costs
-    `timeout_s`. Raises ConnectionRefusedError if nobody listens.
+    `timeout_s`. Raises ConnectionRefusedError if no server listens.
     """
     is_v6 = ":" in host
     limit = (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS) if is_v6 else (socket.IPPROTO_IP, socket.IP_TTL)

@@ -32,7 +32,7 @@ def round_of(turn: int, num_nodes: int) -> list[tuple[int, int]]:
 
 
 def rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Return all rounds in which ordered pairs of so many nodes meet, see `round_of`."""
+    """Return all rounds in which ordered pairs of `num_nodes` nodes meet, see `round_of`."""
     return [round_of(turn, num_nodes) for turn in range(2 * (num_nodes - 1 + num_nodes % 2))]
 
 

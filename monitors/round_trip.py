@@ -33,7 +33,7 @@ class EchoServer(GuardedServer):
         self.allow(client, MAX_SILENCE_S)
         return client.send(WELCOME) == len(WELCOME)
 
-    def hear(self, client: socket.socket) -> bool:
+    def receive(self, client: socket.socket) -> bool:
         message = client.recv(_MAX_READ_BYTES)
         self.allow(client, MAX_SILENCE_S)
         return bool(message) and client.send(message) == len(message)

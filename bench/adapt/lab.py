@@ -3,7 +3,7 @@
 1. Each static plan trains on each network of the schedules for some steps. Its step time does not depend on what was
    before, so its progress on a schedule follows from these times.
 2. The schedules are played to an adaptive training.
-3. On 16 networks, short adaptive trainings that begin anew are compared with plain DDP.
+3. On 16 networks, short adaptive trainings without a history are compared with plain DDP.
 
 The simulated time of a step is the planner's prediction from the link as it was set, and from codec times and a step
 without exchange as measured before. For plans of the engine, what a step on PROCESSOR_NETWORK takes longer than
@@ -120,7 +120,7 @@ class AdaptLabNumbers:
 def measure_in_lab(run: BenchRun) -> tuple[list[Row], Mapping[str, ScheduleScore]]:
     """Run all parts, and say how the papers' networks are scaled to the lab. Return rows, and scores by schedule."""
     options = QUICK if run.quick else AdaptLabOptions()
-    run.say(
+    run.print_text(
         f"{options.num_ranks} ranks, {options.workload().dense_bytes / 1e6:.1f} MB of gradients, "
         f"{1e3 * COMPUTE_S:g} ms of compute per step. Schedules: rates divided by {RATE_DIVISOR:g}, as for a model "
         f"{RATE_DIVISOR:g} times as large; latencies as in the paper; {options.epoch_s:g} s per epoch. "
@@ -256,7 +256,7 @@ class _AdaptLab:
         return predict(self.measured(network), groups_of(way.plan(layers, self._options.num_ranks), layers))
 
     def play_schedules(self, numbers: AdaptLabNumbers) -> None:
-        """Play each schedule to an adaptive training that begins anew."""
+        """Play each schedule to an adaptive training without a history."""
         for name, phases in self._options.phases().items():
             self._on_part(name)
             self._set(phases[0].network)

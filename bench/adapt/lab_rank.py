@@ -80,7 +80,7 @@ class _OrderedRank:
         )
         with self._attached(model, way) as attachment:
             step, version = 0, -1
-            self._tell(time.monotonic())
+            self._report(time.monotonic())
             while not self._is_last(step):
                 model.zero_grad(set_to_none=True)
                 loss = model(torch.zeros(()))
@@ -89,11 +89,11 @@ class _OrderedRank:
                 plan = attachment.plan if attachment is not None else None
                 if plan is not None and plan.version != version:
                     version = plan.version
-                    self._tell(plan)
-                self._tell(time.monotonic())
+                    self._report(plan)
+                self._report(time.monotonic())
                 step += 1
 
-    def _tell(self, message: float | Plan) -> None:
+    def _report(self, message: float | Plan) -> None:
         if self._rank == 0:
             send(message)
 

@@ -43,7 +43,7 @@ def collectives(run: BenchRun, ranks: int) -> Iterable[Row]:
     run.title += f", {ranks} ranks, fp32 gradients; slowest rank, median of the rounds"
     lab_reason, latency_reason = Lab.available(), Lab.available(rates_only=False)
     for note in notes(lab_reason, latency_reason):
-        run.say(note)
+        run.print_text(note)
     return rows_of(options, measure_collectives(options, settings_of(options, lab_reason, latency_reason), run.on_part))
 
 

@@ -190,7 +190,7 @@ def kernels(run: BenchRun, device: str, numel: int, threads: int, seed: int) -> 
     options = KernelOptions(device=device, numel=numel, threads=threads, seed=seed)
     run.title += f", {device}, {format_count(threads, 'thread')}, {numel:,} elements"
     if not options.is_judged:
-        run.say(f"no goals: they are for {GOAL_NUMEL:,} elements and one thread")
+        run.print_text(f"no goals: they are for {GOAL_NUMEL:,} elements and one thread")
     numbers = measure_kernels(options, run.on_part)
     by_bits = sorted(numbers.qualities, key=lambda quality: quality.bits)
     names = [f"{quality.spec.name}, {quality.bits:.2g} bits" for quality in by_bits]

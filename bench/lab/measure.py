@@ -82,7 +82,7 @@ def measure_lab(
             numel = int(_WIRE_S * rate / 8 * _NUM_RANKS / (2 * (_NUM_RANKS - 1)) / 4)
             lab.set(rate_bit_per_s=rate, latency_s=latency_s)
             lab.clear_counters()
-            ranks.tell(str(numel))
+            ranks.send_line(str(numel))
             seconds, late = float(next(lines)), lab.counters().late_p99_ms
             points.append(
                 LabPoint(rate_bit_per_s=rate, latency_s=latency_s, numel=numel, seconds=seconds, late_p99_ms=late)

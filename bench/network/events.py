@@ -58,7 +58,7 @@ def neighbour_rows(lab: Lab, job: WatchedJob, minutes: float) -> list[Row]:
 
 
 def slow_host_rows(lab: Lab, job: WatchedJob) -> Iterator[Row]:
-    """Check that the loop names a slow uplink and a slow downlink, and nobody if all uplinks are slower than downlinks.
+    """Check that the loop names a slow uplink and a slow downlink, and none if all uplinks are slower than downlinks.
 
     In the last case receivers observe up to twice what each sender can sustain, so probes tell the bandwidth.
     """

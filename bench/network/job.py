@@ -27,7 +27,7 @@ class Job:
         self._ranks = ranks
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.order, self.check = ranks.tell, ranks.check
+        self.order, self.check = ranks.send_line, ranks.check
 
     def answer(self, timeout_s: float = _START_TIMEOUT_S) -> Any:
         """Return the next answer of rank 0. Raises BenchError if a rank has ended, or if none comes in time."""
@@ -53,7 +53,7 @@ class WatchedJob(Job):
     """The job of `bench network`, which trains until it is closed, and what its control loop knows."""
 
     def start_over(self) -> None:
-        """Start the loop again, as after a crash of its process: it estimates the network anew, and knows the rest."""
+        """Start the loop again, as after a crash of its process: it estimates the network again, and knows the rest."""
         self._ask("start_over")
 
     def watched(self) -> Watched:

@@ -43,7 +43,7 @@ def network(run: BenchRun, minutes: float) -> Iterable[Row]:
 
     A training job runs meanwhile. Also measures the processor time and memory of the monitors.
     """
-    return measure_network(NetworkOptions(minutes=minutes, quick=run.quick), run.say)
+    return measure_network(NetworkOptions(minutes=minutes, quick=run.quick), run.print_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

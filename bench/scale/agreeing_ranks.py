@@ -46,10 +46,10 @@ def main() -> None:
         theirs.close()
         links.append(ours.makefile("rw"))
         pids.append(pid)
-    ports = [_told(link) for link in links]
+    ports = [_receive(link) for link in links]
     for link in links:
-        _tell(link, ports)
-    found = [_told(link) for link in links]
+        _send(link, ports)
+    found = [_receive(link) for link in links]
     failed = [pid for pid in pids if os.waitpid(pid, 0)[1]]
     if failed:
         raise CGXError(f"{len(failed)} of {num_ranks} processes failed; see the first error above")
@@ -71,14 +71,14 @@ def _end_with(work: Callable[[], None]) -> None:
 def _run_rank(rank: int, num_ranks: int, token: bytes, link: socket.socket) -> None:
     mesh = Mesh(rank, num_ranks, 1, _HOST, token)
     with link.makefile("rw") as parent:
-        _tell(parent, mesh.port)
-        mesh.connect([(_HOST, port) for port in _told(parent)], TIMEOUT_S)
+        _send(parent, mesh.port)
+        mesh.connect([(_HOST, port) for port in _receive(parent)], TIMEOUT_S)
         greetings = Greetings(mesh, rank, num_ranks, channel=2)
         ways: dict[str, Callable[..., Tensor]] = {
             "in_rounds_ms": partial(_greet_and_agree, greetings),
             "to_all_ms": _agree_with_all,
         }
-        _tell(parent, {name: _cpu_s(partial(way, mesh, rank, num_ranks), rank) for name, way in ways.items()})
+        _send(parent, {name: _cpu_s(partial(way, mesh, rank, num_ranks), rank) for name, way in ways.items()})
         # The others may still need this rank.
         _agree_with_all(mesh, rank, num_ranks, torch.zeros(8, dtype=torch.int64))
     mesh.close()
@@ -97,7 +97,7 @@ def _cpu_s(agree: Callable[[Tensor], Tensor], rank: int) -> float:
 
 def _greet_and_agree(greetings: Greetings, mesh: Mesh, rank: int, num_ranks: int, values_K: Tensor) -> Tensor:
     """Greet others, and agree as the engine does."""
-    greetings.hear(TIMEOUT_S)
+    greetings.receive(TIMEOUT_S)
     greetings.greet()
     mesh.wait(mesh.post_minimum(values_K, partners(rank, num_ranks), channel=0), TIMEOUT_S)
     return values_K
@@ -109,11 +109,11 @@ def _agree_with_all(mesh: Mesh, rank: int, num_ranks: int, values_K: Tensor) -> 
     return torch.stack([values_K, *received.values()]).amin(0)
 
 
-def _tell(link: TextIO, value: object) -> None:
+def _send(link: TextIO, value: object) -> None:
     print(json.dumps(value), file=link, flush=True)
 
 
-def _told(link: TextIO) -> Any:
+def _receive(link: TextIO) -> Any:
     return json.loads(link.readline())
 
 

@@ -29,7 +29,7 @@ class Ranks:
     folder: Path
     processes: Sequence[subprocess.Popen[str]]
 
-    def tell(self, line: str, *, rank_0_only: bool = False) -> None:
+    def send_line(self, line: str, *, rank_0_only: bool = False) -> None:
         """Write a line to the standard input of every rank, or of rank 0."""
         for process in self.processes[:1] if rank_0_only else self.processes:
             assert process.stdin is not None

@@ -43,7 +43,7 @@ class BenchRun:
     title: str
     panels: list[Plot] = field(default_factory=list)
 
-    def say(self, text: str) -> None:
+    def print_text(self, text: str) -> None:
         """Print a line beside the table, which is printed at the end."""
         print_line(self.console, text)
 
@@ -69,7 +69,7 @@ def bench_command(*, quick: str = "", picture: str = "") -> Callable[[Callable[.
                 write_result(name, rows, json_path)
             if plot is not None:
                 draw_panels(run.title, run.panels, plot)
-                run.say(f"picture: {plot}")
+                run.print_text(f"picture: {plot}")
 
         if picture:
             command = plot_option(picture)(command)

@@ -92,10 +92,10 @@ def step(
         run.on_part("the engine behind the demo's model", 1.0)
         rows += measure_overhead()
     if lab_reason is not None:
-        run.say(f"Left out: the network of {options.network.title}; {lab_reason}.")
+        run.print_text(f"Left out: the network of {options.network.title}; {lab_reason}.")
     if trace is not None:
         write_json(trace, chrome_trace(spans))
-        run.say(f"timeline: {trace}")
+        run.print_text(f"timeline: {trace}")
     return rows
 
 

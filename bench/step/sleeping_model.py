@@ -88,7 +88,7 @@ class _LayerShare(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_token: Tensor) -> tuple[Tensor | None, ...]:
         ctx.clock.wait(ctx.index)
-        # A new tensor over the same memory: autograd keeps it without a copy, because nobody else holds it, and DDP
+        # A new tensor over the same memory: autograd keeps it without a copy, because nothing else holds it, and DDP
         # with gradient_as_bucket_view copies it into its bucket once and puts the bucket in its place.
         return grad_token, ctx.gradient.detach(), None, None, None
 

@@ -181,7 +181,7 @@ class RegisteredModel:
         self._is_agreed = True
 
     def begin_forward(self) -> None:
-        """Read the buckets if DDP has cut them anew, which it does once, some forward passes after the first."""
+        """Read the buckets if DDP has cut them again, which it does once, some forward passes after the first."""
         model = self._model()
         # If the inner module is called by itself, DDP has not yet rebuilt its buckets.
         if model is None or not is_in_forward(model):

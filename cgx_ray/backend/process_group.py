@@ -135,7 +135,7 @@ class CgxProcessGroup(dist.ProcessGroup):
         except RuntimeError as error:
             missing = [peer for peer, key in enumerate(keys) if not self._store.check([key])]
             raise ConfigError(
-                f"rank {self.rank()} has registered a model, or excluded layers, and did not hear the same of ranks "
+                f"rank {self.rank()} has registered a model, or excluded layers, and did not get the same from ranks "
                 f"{missing} within {self._timeout.total_seconds():g} s; call register_model and exclude_layers on all "
                 "ranks, at the same step"
             ) from error

@@ -81,7 +81,7 @@ class Memories:
         """True if no layer has any memory."""
         return not any(self._entries.values())
 
-    def owed(self, name: str) -> Tensor | None:
+    def residual(self, name: str) -> Tensor | None:
         """Return the residual of a layer, for codecs that send all of it at once."""
         return self._value(RESIDUALS, name)
 

@@ -1,4 +1,4 @@
-"""Float32 memory for one piece of a 16-bit gradient at a time, so that nobody needs a float32 copy of the whole."""
+"""Float32 memory for one piece of a 16-bit gradient at a time, so that no float32 copy of the whole is needed."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 
 # Operands of one element on the host, which torch takes on every device. From plain numbers it would make such tensors
-# anew in every call.
+# again in every call.
 _ZERO, _ONE, _MINUS_ONE = (torch.tensor(value, dtype=torch.float32, device=HOST) for value in (0.0, 1.0, -1.0))
 
 

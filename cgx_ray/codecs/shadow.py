@@ -1,6 +1,6 @@
 """The gain at which error feedback settles, predicted before a codec is used, from a few measured gradients.
 
-A codec keeps more of a gradient that owes nothing than of one with a residual. So error feedback is simulated on
+A codec keeps more of a gradient without a residual than of one with a residual. So error feedback is simulated on
 samples of the last measured gradients until its residual has stopped to grow:
 
 1. The gradients are split into a steady part, which is the same in all steps, and noise (`GradientModel`). Coming steps
@@ -38,7 +38,7 @@ BLOCK = 256
 # Density to which steps are joined. On recorded gradients of a small GPT 0.05 changes the result by 0.03 or less,
 # 0.1 by up to 0.09.
 JOINED_DENSITY = 0.05
-# Each element is sent so many times, on average, before gains are measured.
+# Times that each element is sent, on average, before gains are measured.
 NUM_TURNS = 2
 # Joined steps of codecs without a density.
 NUM_DENSE_STEPS = 40

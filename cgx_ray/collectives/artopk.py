@@ -88,7 +88,7 @@ class ArTopk(Exchange):
     2. This rank selects its top-k elements and broadcasts their indices.
     3. All ranks sum their values at these indices. The other values stay in their residuals.
 
-    Departure from Algorithm 1: only the broadcasting rank selects, since nobody uses the others' indices.
+    Departure from Algorithm 1: only the broadcasting rank selects, since no rank uses the others' indices.
     """
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike, choice: str, *, by_tree: bool) -> None:

@@ -20,8 +20,8 @@ class Broadcast(Exchange):
     """Cost 2a + 2(N-1) m b at the root's link; every other rank sends m and receives m.
 
     Groups take turns: group g has root g mod N. The root uses the encoded average too, so all ranks hold the same bits.
-    With feedback the root owes N times what encoding the average dropped, as the owner of a chunk in `Sra`; the others
-    owe what their messages to it dropped. Pieces of long gradients overlap.
+    With feedback the root keeps N times what encoding the average dropped, as the owner of a chunk in `Sra`; the others
+    keep what their messages to it dropped. Pieces of long gradients overlap.
     """
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:

@@ -56,12 +56,12 @@ class Hierarchical(Exchange):
 
     Memory has the same unit as in flat schemes, so that plans may change either way: the mean over all N ranks is what
     the averages still lack. With codecs that remember, ranks exchange sums over a node, not means, and the result is
-    multiplied by n/N. Then the part of a sum that a carrier's encoding drops is what the carrier owes of N gradients.
+    multiplied by n/N. Then the part of a sum that a carrier's encoding drops is its residual, in units of N gradients.
 
-    - `dense` inside: only carriers owe, each in its chunk. The residuals and momentum of the node's other ranks are
-      handed to them before the first step.
-    - `compressed` inside: a rank also owes what its messages inside drop, as in `Sra`. Encoding the average drops the
-      same on all nodes, and each of the n carriers of a chunk owes that N/n times.
+    - `dense` inside: only carriers have residuals, each in its chunk. The residuals and momentum of the node's other
+      ranks are handed to them before the first step.
+    - `compressed` inside: a rank also keeps what its messages inside drop, as in `Sra`. Encoding the average drops the
+      same on all nodes, and each of the n carriers of a chunk keeps that N/n times.
 
     With codecs that remember nothing, ranks exchange means, so fp16 does not overflow. With the others a sum may, if
     its values travel in fp16 (`value_bits=16`): from 65520 on, L times sooner than in flat schemes. Uncompressed 16-bit
@@ -125,7 +125,7 @@ class Hierarchical(Exchange):
             yield from self._inner.turns(own_N, part, stamp, self._seed(seed, stamp, _BETWEEN), phases)
             self.sent_bytes = self._inner.sent_bytes
         elif part is not None:
-            self._pay(own_N, part)
+            self._add_residual(own_N, part)
         if memory is not None:
             self._rescale(own_N)
         phases.lap("decode")
@@ -138,8 +138,8 @@ class Hierarchical(Exchange):
         if self._scale.numerator > 1:
             values_N.mul_(self._scale.numerator)
 
-    def _pay(self, own_N: Tensor, memory: Memory) -> None:
-        """On a single node: add the residual and owe nothing, as a codec that drops nothing."""
+    def _add_residual(self, own_N: Tensor, memory: Memory) -> None:
+        """On a single node: add the residual and keep none, as a codec that drops nothing."""
         own_N.copy_(self._codec.feed(own_N, memory))
         for kind, value in memory.next.items():
             if kind != POWERSGD_Q:

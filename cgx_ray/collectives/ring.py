@@ -26,7 +26,7 @@ class Ring(Exchange):
        ranks hold the same bits.
 
     Gradients are divided by N before they are summed, since sums of fp16 would overflow first. Every rank encodes every
-    chunk once per step. With feedback it owes N times what its own encodings dropped, because they are parts of an
+    chunk once per step. With feedback it keeps N times what its own encodings dropped, because they are parts of an
     average. Pieces of long chunks overlap.
     """
 

@@ -20,7 +20,7 @@ from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 class Sra(Exchange):
     """Both halves of `collectives.direct`, with the division by N in between. Cost 2a + 2(N-1)/N m b.
 
-    With feedback a rank owes what its messages to the owners dropped and, for its own chunk, N times what encoding the
+    With feedback a rank keeps what its messages to the owners dropped and, for its own chunk, N times what encoding the
     average dropped: the residual goes into the next sum of N gradients, which is divided by N.
 
     Pieces overlap: the next one is encoded while one is under way, and those that have come in are summed, encoded

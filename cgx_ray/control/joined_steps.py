@@ -15,8 +15,8 @@ from cgx_ray.monitors.sample import Burst, NodeStep, StepValues, Transfer, reduc
 from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms
 
-# Seconds after its first report in which all ranks report a step. On a quiet machine they take up to 2 s: a rank tells
-# its agent every 0.5 s, and the agent tells the controller every second.
+# Seconds after its first report in which all ranks report a step. On a quiet machine they take up to 2 s: a rank
+# reports to its agent every 0.5 s, and the agent to the controller every second.
 AWAITED_S = 3.0
 # Values of `NodeStep` with a number per rank.
 MEAN_PARTS = ("step_s", "compute_s", "encode_s", "exchange_s", "decode_s", "wire_bytes", "dense_bytes")
@@ -72,7 +72,7 @@ class StepJoiner:
         self._open: dict[int, _OpenStep] = {}
         # By rank, its newest step, and when it last reported in time.
         self._newest: dict[int, int] = {}
-        self._heard_s: dict[int, float] = {}
+        self._in_time_s: dict[int, float] = {}
         # Number of ranks by their newest step, without the silent ones: no step waits for a rank that is past it.
         self._num_at: Counter[int] = Counter()
         self._count()
@@ -111,7 +111,7 @@ class StepJoiner:
         else:
             first_s = self._joined_s.get(step, -math.inf)
         if now_s < first_s + AWAITED_S:
-            self._heard_s.update(dict.fromkeys(part.ranks, now_s))
+            self._in_time_s.update(dict.fromkeys(part.ranks, now_s))
             if not self.silent.isdisjoint(part.ranks):
                 self.silent -= frozenset(part.ranks)
                 self._count()
@@ -124,7 +124,7 @@ class StepJoiner:
         if now_s < one.first_s + AWAITED_S:
             return False
         missing = set(range(self._world_size)) - self.silent - one.ranks
-        self.silent |= {rank for rank in missing if now_s >= self._heard_s.get(rank, -math.inf) + AWAITED_S}
+        self.silent |= {rank for rank in missing if now_s >= self._in_time_s.get(rank, -math.inf) + AWAITED_S}
         self._count()
         return True
 
@@ -136,7 +136,7 @@ class StepJoiner:
         self._num_at[now] += 1
 
     def _count(self) -> None:
-        """Count the ranks that are not silent anew."""
+        """Count again the ranks that are not silent."""
         self._num_at = Counter(
             self._newest.get(rank, -1) for rank in range(self._world_size) if rank not in self.silent
         )

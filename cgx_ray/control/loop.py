@@ -143,7 +143,7 @@ class ControlLoop:
         self._new_state(self._registration).note("the controller was started again")
 
     def _new_state(self, registration: Registration) -> WorkerGroupState:
-        """Start to measure anew, with what was learned before."""
+        """Start to measure, with what was learned before."""
         self._state = WorkerGroupState(
             self.plans[-1], registration, self._policy, self._earlier.gain_ratios, self._earlier.learned
         )

@@ -198,7 +198,7 @@ class LoopProcess:
                     self._end_call(one)
         except Exception:
             logger.exception("the controller has failed: %s", self._after)
-        # Nobody shall wait for what can no longer come.
+        # No call shall wait for what can no longer come.
         while self._calls:
             with contextlib.suppress(KeyError):
                 self._calls.popitem()[1].set_exception(CGXError(f"the control loop has ended: {self._after}"))
@@ -266,7 +266,7 @@ def _listen(pipe: Connection, received: queue.SimpleQueue[bytes]) -> None:
 
 
 class _KeptLoop:
-    """The loop with its files: a snapshot has each plan before any rank may hear of it."""
+    """The loop with its files: a snapshot has each plan before any rank may get it."""
 
     def __init__(self, start: LoopStart) -> None:
         self._journal = QueuedJournal(start.journal_path)

@@ -187,7 +187,7 @@ class Engine:
             self._groups = self._make_groups()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Stop the thread after it has finished all submitted buckets. After `timeout_s` seconds, hang up on them."""
+        """Stop the thread once all submitted buckets are finished; after `timeout_s` disconnect instead."""
         if not self._thread.end(timeout_s):
             self._transport.give_up(overdue_at_close(self._transport.rank, self.step, timeout_s))
             self._thread.end(timeout_s)
@@ -219,7 +219,7 @@ class Engine:
                     step.work()
                 if step is not None and step.is_done:
                     self._result = step.conclude()
-                    self._transport.hear_greetings()
+                    self._transport.receive_greetings()
                     self._end(step)
                     step.release()
                     step = None
@@ -265,7 +265,7 @@ class Engine:
             f"rank {self._transport.rank}, step {self.step}: {len(missing)} of {len(self._layers)} layers have no "
             f"gradient {timeout_s} after the last one arrived: {listed(missing)}. Possible causes: the loss does not "
             "use them (give DistributedDataParallel find_unused_parameters=True); they were frozen or unfrozen after "
-            "DistributedDataParallel was built (build it anew and attach again); backward raised an error; or backward "
+            "DistributedDataParallel was built (build it and attach again); backward raised an error; or backward "
             f"takes longer than {timeout_s} (give attach or CGXConfig a larger timeout_s)"
         )
 
@@ -401,7 +401,7 @@ class Engine:
             failure = CGXError(f"rank {self._transport.rank}, step {self.step}: the engine stopped: {error!r}")
             failure.__cause__ = error
         with noting_more(failure):
-            # All ranks find for themselves that weights differ. To hang up could forestall them.
+            # All ranks find for themselves that weights differ. To disconnect could forestall them.
             if not isinstance(failure, ReplicaError):
                 self._transport.give_up(str(failure))
             logger.error("%s", failure, exc_info=error)

@@ -62,7 +62,7 @@ class Group:
         # With a hierarchical scheme a residual belongs to the gradient of the whole node, so gains are measured without
         # it.
         self._own_memory = self._memory if self._option.intra is Intra.FLAT else None
-        self._paid: list[str] = []
+        self._added: list[str] = []
         self._arrived: dict[str, Tensor] = {}
         self.is_finite = True
         # Where the model gets the last average, if that is not finite.
@@ -115,14 +115,14 @@ class Group:
             self._use(spec)
         views = [self._arrived[name] for name in self.plan.layers]
         flat_N = self._flat_N
-        if self._owes_float32():
+        if self._needs_float32():
             # Residuals are added in float32: once, after a plan switch.
             flat_N = torch.empty(self.numel, dtype=torch.float32, device=HOST)
         grad_N, parts, copies = self._places(views, flat_N)
         copy_each(copies)
         layers = dict(zip(self.plan.layers, parts, strict=True))
         if self._memory is None:
-            self._pay_residuals(layers)
+            self._add_residuals(layers)
         metered = gain if self._is_compressible else None
         energy = metered.measure(self.index, lambda: self._gradients(grad_N, layers)) if metered is not None else 0.0
         phases.lap("encode")
@@ -158,14 +158,14 @@ class Group:
                 view.view(-1)[:1] = math.nan
 
     def settle(self, not_applied: Collection[str]) -> None:
-        """Make the memory that `turns` wrote valid, and delete the residuals that it paid.
+        """Make the memory that `turns` wrote valid, and delete the residuals of an earlier plan that it sent.
 
         not_applied  layers whose averages change no weight; their memory stays unchanged
         """
         if self._memory is not None:
             self._memories.keep(name for name in self.plan.layers if name in not_applied)
             self._memory.commit()
-        for name in self._paid:
+        for name in self._added:
             if name not in not_applied:
                 self._memories.forget(name)
 
@@ -173,7 +173,7 @@ class Group:
         """Return what `GainMeter` measures, before it is encoded. `layers`: the parts of `grad_N`."""
         fed_N = grad_N if self._own_memory is None else self._codec.feed(grad_N, self._own_memory)
         large = {layer.name: layers[layer.name].view(-1) for layer in self._layers if not layer.is_small}
-        return GroupGradients(fresh=grad_N, fed=fed_N, layers={} if self._paid else large)
+        return GroupGradients(fresh=grad_N, fed=fed_N, layers={} if self._added else large)
 
     def _places(
         self, views: Sequence[Tensor], flat_N: Tensor
@@ -208,19 +208,19 @@ class Group:
             offset += view.numel()
         return first.as_strided((self.numel,), (1,), first.storage_offset())
 
-    def _owes_float32(self) -> bool:
+    def _needs_float32(self) -> bool:
         """Return True if residuals of an earlier plan are to be added to 16-bit gradients that would be encoded."""
         is_narrow = self._flat_N.element_size() == 2 and not self._is_dense
-        return is_narrow and any(self._memories.owed(name) is not None for name in self.plan.layers)
+        return is_narrow and any(self._memories.residual(name) is not None for name in self.plan.layers)
 
-    def _pay_residuals(self, gradients: Mapping[str, Tensor]) -> None:
+    def _add_residuals(self, gradients: Mapping[str, Tensor]) -> None:
         """Add to the gradients the residuals that an earlier plan's codec has left."""
-        self._paid = []
+        self._added = []
         for name, gradient in gradients.items():
-            owed = self._memories.owed(name)
-            if owed is not None:
-                gradient.view(-1).add_(owed.to(gradient.device))
-                self._paid.append(name)
+            residual = self._memories.residual(name)
+            if residual is not None:
+                gradient.view(-1).add_(residual.to(gradient.device))
+                self._added.append(name)
 
 
 def copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -26,7 +26,7 @@ USUAL_STEPS, LEAST_STEPS = 31, 3
 PAUSE_FACTOR = 2.0
 
 
-# Bytes that a rank may send for groups that are not done. Other ranks have to keep so many if they come before these
+# Bytes that a rank may send for groups that are not done. Other ranks have to keep them if they come before these
 # ranks have begun the groups. It is ten times what DDP's default bucket sends between many ranks.
 WINDOW_BYTES = 512 << 20
 
@@ -60,7 +60,7 @@ class StepClock:
 
 
 class PauseWatch:
-    """Tells a pause between two steps, such as an evaluation, a checkpoint or a report, from what each step needs.
+    """Finds pauses between steps, such as an evaluation, a checkpoint or a report, beside what each step needs.
 
     Optimizer, data loading and forward come before a step's first gradient. If that takes more than PAUSE_FACTOR times
     the median of the last steps, the time beyond the median is a pause. A pause in each step is a part of the step.
@@ -233,7 +233,7 @@ class StepRun:
     def conclude(self) -> StepResult:
         """Return what the model gets. A layer that has NaN or Inf on any rank then has it in its average.
 
-        The averages are the same on all ranks, so all ranks know whether they have to tell each other of layers.
+        The averages are the same on all ranks, so all ranks know whether to exchange the names of layers.
         """
         unused = self._unused_by_all() if self._unused_by_all is not None else frozenset[str]()
         suspects = [group for group in self.groups if not group.is_finite]

@@ -33,7 +33,7 @@ class Inbox(Iterator[T]):
         self._is_closed = False
 
     def put(self, item: T) -> bool:
-        """Add `item`. Return False if the inbox is closed: nobody will take it."""
+        """Add `item`. Return False if the inbox is closed: then no thread takes it."""
         with self._lock:
             if not self._is_closed:
                 self._queue.put(item)
@@ -77,7 +77,7 @@ class Inbox(Iterator[T]):
 
 
 class WorkThread(Generic[T]):
-    """A daemon thread that works on its inbox. It ends before the interpreter does, even if nobody calls `end`.
+    """A daemon thread that works on its inbox. It ends before the interpreter does, even without a call of `end`.
 
     A daemon thread that returns from native code after the interpreter has ended has its stack unwound by Python, and
     C++ then aborts the process with SIGABRT.

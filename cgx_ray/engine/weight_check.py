@@ -34,7 +34,7 @@ ROUNDING = 1e-3
 ROUNDINGS_16_BIT = 10
 # Projections of a layer; the estimate of a norm is off by some 20 %.
 NUM_PROJECTIONS = 16
-# A layer is seen as a matrix with so many columns, and projected by signs of its rows and of its columns.
+# Columns of the matrix that a layer is seen as. It is projected by signs of its rows and of its columns.
 NUM_COLUMNS = 1024
 # Elements at a time: 2 MiB as float64, which a processor keeps in its cache.
 PIECE_NUMEL = 256 << 10

@@ -82,7 +82,7 @@ class CodecRecord:
     name                text before the colon, as in "qsgd:bits=4"
     codec               subclass of `cgx_ray.codecs.Codec` that encodes and decodes, or "module:Class". Text is imported
                         on first use, so that a process that only plans imports no torch
-    payload_bytes       exact bytes of so many encoded elements, without header. `density`, `bits` and others of the
+    payload_bytes       exact bytes of a number of encoded elements, without header. `density`, `bits` and others of the
                         spec are its attributes, all of them are in `spec.parameters`
     parameters          by name. `density` and `value_bits` mean what they mean for topk, `bucket_size` the elements
                         that must stay together where a gradient is cut

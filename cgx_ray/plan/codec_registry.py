@@ -46,7 +46,7 @@ def register_codec(record: CodecRecord) -> None:
 def record_of(name: str) -> CodecRecord:
     """Return the record of codec `name`; import the package that brings it, if this was not done yet.
 
-    Raises ConfigError if nobody brings it, if its package cannot be imported, or brings something else.
+    Raises ConfigError if no package brings it, if its package cannot be imported, or brings something else.
     """
     record = BUILT_IN.get(name) or _brought.get(name)
     if record is None:

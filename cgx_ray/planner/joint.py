@@ -19,7 +19,7 @@ TIE = 1e-9
 # Share by which a simulated step may be longer than the model's before the search is repeated: less is not worth the
 # time.
 MAX_ERROR = 0.01
-# Links and codecs may take so many times as long as measured before a step that compute bounds takes longer, where
+# Factor by which links and codecs may take longer than measured before a step that compute bounds takes longer, where
 # groups allow: real steps share processors and links with more than the model knows.
 SLACK = 1.5
 # Share by which such a plan may be longer, as measured.
@@ -257,6 +257,6 @@ def _search_plans(
 
 
 def _guess(large: LayerChain, kept: Mapping[Option, float]) -> float:
-    """Return a score near the least one: the least of the lower bounds for plans whose options all keep so much."""
+    """Return a score near the least one: the least lower bound, over the shares that all options of a plan may keep."""
     shares = {share for option, share in kept.items() if option.codec != NONE}
     return min(large.bound_s([option for option in kept if kept[option] >= share]) / share for share in shares)

@@ -203,6 +203,6 @@ def _stages(leg: Leg, cost: CodecCost, first_s: float, encodes_on: EncodesOn) ->
 
 
 def _coding_s(seconds: float, encodes_on: EncodesOn) -> dict[Resource, float]:
-    """Return the resources that encode or decode for `seconds`. With nothing to do, nobody waits for compute."""
+    """Return the resources that encode or decode for `seconds`. With nothing to do, nothing waits for compute."""
     taken = {Resource.CODEC: seconds}
     return {**taken, Resource.COMPUTE: seconds} if encodes_on == "backward" and seconds > 0 else taken

@@ -101,7 +101,7 @@ def verdict(answer: BestPlan, num_workers: int) -> str:
     dense, best = answer.dense, answer.best
     dense_step, best_step = format_seconds(dense.step_s), format_seconds(best.step_s)
     if num_workers == 1:
-        return "One worker has nobody to exchange gradients with: there is nothing to plan."
+        return "One worker exchanges no gradients: there is nothing to plan."
     if answer.is_compute_bound:
         return (
             f"Your training is compute-bound, compression will not help: of a dense step's {dense_step} "

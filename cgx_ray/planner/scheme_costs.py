@@ -45,7 +45,7 @@ class Overlap(Enum):
     NOTHING   encode, send and decode follow each other
     DECODING  a message is decoded while later ones arrive
     CODING    pieces of a chunk are encoded and decoded while others travel
-    PIECES    a chunk is encoded anew at each hop. Time: the longer of codec and network, plus one piece of the shorter
+    PIECES    a chunk is encoded again at each hop. Time: the longer of codec and network, plus one piece of the shorter
     """
 
     NOTHING = "nothing"

@@ -29,7 +29,7 @@ from cgx_ray.session.settings import POLICY_ARGUMENTS, Settings, make_policy
 
 logger = logging.getLogger(__name__)
 
-# Longest wait for workers to hear that the controller ends; a dead worker never answers.
+# Longest wait for workers to learn that the controller ends; a dead worker never answers.
 CLOSE_TIMEOUT_S = 5.0
 # Longest wait for the controller's history, in seconds. It takes milliseconds. A controller that stands still must not
 # hold up the end of the training, and its last snapshot is a minute old at most.
@@ -98,7 +98,7 @@ class CGXBackend(TorchBackend):
         try:
             if self._watch is not None:
                 self._watch.end()
-            with _warning("the workers may not have heard that the controller ends"):
+            with _warning("the workers may not know that the controller ends"):
                 # Wait without reading the results: a worker that has died cannot answer.
                 calls = worker_group.execute_async(close_ray_session)
                 ray.wait(calls, num_returns=len(calls), timeout=CLOSE_TIMEOUT_S)

@@ -116,7 +116,7 @@ class RaySession:
 class _Plans:
     """Takes plans by long poll: one request is always under way, and training never waits.
 
-    The agent of the node is asked. If it does not answer, or does not hear from the controller, the controller itself
+    The agent of the node is asked. If it does not answer, or gets nothing from the controller, the controller itself
     is asked once, or from then on if the agent is gone: all ranks wait for a plan until each of them holds it.
     """
 

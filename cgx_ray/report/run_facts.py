@@ -261,7 +261,7 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
         )
     if gained is not None and gained.ratio < 1.1:
         return (
-            "Dense gradients are nearly as fast on this link: compression will pay on a slower one or with more nodes."
+            "Dense gradients are nearly as fast on this link: compression helps on a slower one or with more nodes."
         )
     exchange = f" ({parts[2] / sum(parts):.0%} of the last steps)" if parts is not None and sum(parts) > 0 else ""
     return (

@@ -46,7 +46,7 @@ _HEIGHT = 2.7
 
 
 class Picture(NamedTuple):
-    """A figure, its caption, and what a person who cannot see it should hear."""
+    """A figure, its caption, and a text for a person who cannot see it."""
 
     figure: Figure
     caption: str
@@ -151,7 +151,7 @@ def draw_link(record: RunRecord) -> Picture | None:
     _finish(axes, num_columns=3)
     return Picture(
         figure,
-        "Bandwidth of the slowest rank's link, as the training's own messages and probes tell it. The spread is that "
+        "Bandwidth of the slowest rank's link, as the training's own messages and probes show it. The spread is that "
         "of the measurements, and no confidence interval.",
         f"Estimated bandwidth over the steps, between {min(rates):.3g} and {max(rates):.3g} Gbit/s per rank.",
     )

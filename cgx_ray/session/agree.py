@@ -22,7 +22,7 @@ from cgx_ray.session.settings import Settings
 
 @dataclass(slots=True, kw_only=True)
 class GatheredGroup:
-    """A Gloo group of an engine, what its ranks tell each other over it while they attach, and its connections.
+    """A Gloo group of an engine, what its ranks exchange over it while they attach, and its connections.
 
     listeners  where the group may listen on this rank, see `noted_listeners`
     sockets    its connections; None before the listeners of all ranks are known

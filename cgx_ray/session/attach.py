@@ -80,7 +80,7 @@ def attach(
     NaN; or a GradScaler is updated although no loss that its `scale()` returned went through backward.
 
     An error that one rank meets is raised on all ranks, before training starts, and nothing of the attachment is left,
-    except that DDP keeps the hook if the error comes late, such as StateError. Build DDP anew to attach again then:
+    except that DDP keeps the hook if the error comes late, such as StateError. Build DDP again to attach again then:
     ConfigError, PlanError, TransportError if ranks cannot connect, StateError if a rank cannot restore its state from
     Ray Train's checkpoint, LimitError if a rank may open no more files or start no more threads, CGXError for what no
     one expected.
@@ -182,7 +182,7 @@ def _attach(
     with torch.inference_mode(mode=False), own_groups() as groups, ExitStack() as undo:
         settings, world = _agreed_settings(make_settings, folder, groups)
         process.close_old()
-        with world.gather.telling():
+        with world.gather.sharing_errors():
             lifeline = watch(world, settings.silent_s, settings.timeout_s)
             undo.callback(lifeline.close)
             control = None
@@ -248,7 +248,7 @@ def _agreed_settings(
         settings = make_settings()
     except Exception as error:  # noqa: BLE001 - raised again by `agree_on_settings`, on all ranks
         settings = as_own(error)
-    # Ranks need a group to tell each other of an error, so also without a valid time-out.
+    # Ranks need a group to exchange an error, so also without a valid time-out.
     timeout_s = settings.timeout_s if isinstance(settings, Settings) else DEFAULT_TIMEOUT_S
     with noted_listeners() as listeners:
         try:

@@ -67,7 +67,7 @@ class Attachment:
     control    decides in a run without Ray; None in others, and if one codec or plan is kept
 
     At world size 1 it exchanges nothing. The state of more ranks that it loads is kept for the next checkpoint, so that
-    what they still owed is not lost if there are more workers again.
+    their residuals are not lost if there are more workers again.
     """
 
     def __init__(
@@ -307,8 +307,8 @@ class Attachment:
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Stop the engine's thread and destroy its process groups.
 
-        timeout_s  seconds for the step under way to end. Then this rank hangs up on the others, which get an error if
-                   they are still in the step
+        timeout_s  seconds for the step under way to end. Then this rank disconnects from the others, which get an error
+                   if they are still in the step
 
         Afterwards a DDP model cannot be trained; an FSDP2 model trains uncompressed. A new model can be attached.
 

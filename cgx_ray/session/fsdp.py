@@ -101,7 +101,7 @@ def _connect(
             group, listeners = made, new_listeners
     groups.append(group)
     gather = Gatherer(group)
-    with gather.telling():
+    with gather.sharing_errors():
         return connect(GatheredGroup(group=group, gather=gather, listeners=listeners), settings, lifeline)
 
 

@@ -163,7 +163,7 @@ class LocalControl:
         """Start the loop's process; return the plan to start with. Called on rank 0 only."""
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
         costs, encodes_on, bus = calibrate(self.settings, self._device)
-        # It has times of the monotonic clock, which begins anew with each start of a machine.
+        # It has times of the monotonic clock, which begins at 0 with each start of a machine.
         snapshot = self._folder / "controller" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         start = LoopStart(
             policy=make_policy(self.settings),

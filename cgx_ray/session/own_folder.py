@@ -13,8 +13,8 @@ from pathlib import Path
 
 _PREFIX = "cgx_ray-own-"
 _LOCK = "lock"
-# Seconds after which a folder that nobody has locked is abandoned. Another process may be about to lock a new one, and
-# one may have been made again, without its lock, after something has emptied the temporary folder.
+# Seconds after which a folder that no process has locked is abandoned. Another process may be about to lock a new one,
+# and one may have been made again, without its lock, after something has emptied the temporary folder.
 _ABANDONED_S = 3600.0
 
 
@@ -26,7 +26,7 @@ class OwnFolder:
         _remove_abandoned(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, mode=0o600)
-        # Some file systems of a network have no locks. There nobody can lock it, so nobody removes it.
+        # Some file systems of a network have no locks. There no process can lock it, so none removes it.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Ray often ends its workers without an exit of the interpreter, so this alone would not do.

@@ -76,7 +76,7 @@ class Settings:
     weight_check_steps
                     DDP models: steps between two comparisons of the ranks' weights; 0 for none. Ranks that hold other
                     weights than the others train another model, so all ranks then raise ReplicaError, or warn if
-                    rounding may be the cause. It hashes all weights once in so many steps, some 10 GB/s
+                    rounding may be the cause. Each comparison hashes all weights, some 10 GB/s
     average_weights DDP models: if a comparison finds that the weights differ by rounding, replace them by their mean
                     before the next step but one, the same bits on all ranks. It sends them in float64, in the first
                     forward pass with gradients, so no rank may make one alone (validate under `torch.no_grad()`)

@@ -75,7 +75,7 @@ def state_of(
     is_complete  False if some ranks have no state: then every rank begins with the mean of the others
 
     It is the rank's own state if the old group had as many ranks, else the mean of all. The mean keeps the gradient
-    that is still owed: (1/N) times the sum of residuals is the same before and after, for any two world sizes.
+    that is not sent yet: (1/N) times the sum of residuals is the same before and after, for any two world sizes.
     Momentum is a sum of gradients too. PowerSGD's Q is the same on all ranks, except over allgather, where every start
     will do.
 

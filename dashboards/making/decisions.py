@@ -95,7 +95,7 @@ _RIGHT = [
     Panel(
         title="How wrong was the last prediction?",
         meaning="Measured over predicted time per step of the last outcome, less 1. Beyond 20 % either way the "
-        "controller decides anew.",
+        "controller decides again.",
         unit=SHARE,
         colours=((None, YELLOW), (-0.2, GREEN), (0.2, YELLOW)),
         queries=[Query(f"max({of('cgx_ray_prediction_error')})", "measured / predicted - 1")],
@@ -119,7 +119,7 @@ _RIGHT = [
     ),
     Panel(
         title="How late does the latest rank end a step?",
-        meaning="Time from the end of a rank's step until it hears that the last other rank has ended it, the largest "
+        meaning="Time from the end of a rank's step until it knows that the last other rank has ended it, the largest "
         "of all ranks. New plans wait for the latest rank.",
         unit=SECONDS,
         queries=[Query(f"max({of('cgx_ray_agreement_lag_seconds')})", "lag")],
@@ -165,7 +165,7 @@ _GRADIENT = [
         empty="gains are not measured: the policy is static",
     ),
     Panel(
-        title="How much is owed to the gradient?",
+        title="How large is the residual?",
         meaning="Norm of the error-feedback residual over the norm of the gradient, mean over ranks. It "
         "grows as less is sent.",
         unit=RATIO,

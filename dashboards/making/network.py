@@ -115,7 +115,7 @@ _SLOW = [
 _CARDS = [
     Panel(
         title="How busy are the network cards?",
-        meaning="Traffic by node and direction, and the speed of the fastest card where its driver tells it.",
+        meaning="Traffic by node and direction, and the speed of the fastest card where its driver reports it.",
         unit=BITS_PER_S,
         queries=[
             Query(

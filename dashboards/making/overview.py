@@ -135,7 +135,7 @@ _TIME = [
     ),
     Panel(
         title="Which learning rate is it?",
-        meaning="Newest learning rate that the training has reported. Gains and losses are judged anew after a change.",
+        meaning="Newest learning rate that the training reported. Gains and losses are judged again after a change.",
         unit=RATIO,
         is_log=True,
         queries=[Query(f"avg({of('cgx_ray_learning_rate')})", "learning rate")],

@@ -21,7 +21,7 @@ def pace(run: BenchRun, rounds: int) -> Iterable[Row]:
     """Measure a pace."""
     num_rounds = 1 if run.quick else rounds
     run.title += f", {num_rounds} rounds"
-    run.say("about to measure")
+    run.print_text("about to measure")
     lines = [Line(label="ours", x=["a", "b"], y=[1.0, 2.0]), Line(label="theirs", x=["a", "b"], y=[2.0, 3.0])]
     run.panels.append(Plot(title="pace", x="", y="s", lines=lines, log="y"))
     yield Row(name="pace_of_all_ranks", value=1.25, unit="s", baseline=2.5, ratio=0.5, goal="<= 0.4")

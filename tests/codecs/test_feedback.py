@@ -67,11 +67,11 @@ def test_residuals_follow_their_layers_into_other_groups_through_a_commit() -> N
     assert moved.residual_N is not None
     assert torch.equal(moved.residual_N, torch.tensor([2.0, 3.0, 4.0, 0.0]))
     assert memories.state()["residuals"].keys() == {"a", "b", "c"}
-    owed = memories.owed("a")
-    assert owed is not None
-    assert torch.equal(owed, torch.tensor([0.0, 1.0]))
+    residual = memories.residual("a")
+    assert residual is not None
+    assert torch.equal(residual, torch.tensor([0.0, 1.0]))
     memories.forget("a")
-    assert memories.owed("a") is None
+    assert memories.residual("a") is None
     with pytest.raises(StateError, match="residuals of 'b' has 3 elements, the layer has 7"):
         memories.of_group(make_codec(topk, [layer("b", 7)]))
 

@@ -1,4 +1,4 @@
-"""16-bit gradients are averaged as their float32 copies would be, and nobody makes a copy of a whole group."""
+"""16-bit gradients are averaged as their float32 copies would be, and no copy of a whole group is made."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ def _greet(rank: int) -> list[dict[int, float]]:
         dist.barrier()
         time.sleep(0.05 * rank)
         transport.greet(lambda: True)
-        transport.hear_greetings()
+        transport.receive_greetings()
         found.append(dict(transport.lag_s))
     dist.barrier()
     transport.close()
@@ -412,7 +412,7 @@ def _greet_one_who_has_left(rank: int) -> bool:
     assert dist.group.WORLD is not None
     transport = Transport(dist.group.WORLD, mesh=connect(shared_memory=False), timeout_s=TIMEOUT_S)
     transport.greet(lambda: True)
-    transport.hear_greetings()
+    transport.receive_greetings()
     before = dict(transport.lag_s)
     if rank == 1:
         transport.close()
@@ -420,7 +420,7 @@ def _greet_one_who_has_left(rank: int) -> bool:
     for _ in range(3 if rank == 0 else 0):
         transport.greet(lambda: True)
         time.sleep(0.1)
-        transport.hear_greetings()
+        transport.receive_greetings()
     dist.barrier()
     transport.close()
     return transport.lag_s.keys() == before.keys() == {1 - rank}

@@ -109,7 +109,7 @@ def test_ranks_hold_identical_weights_after_every_step(codec: str, scheme: str, 
 
 
 def _gain(rank: int, nodes: Nodes) -> tuple[float, float]:
-    """Return top-k's gain in the engine's curve while ranks owe something, and that of this rank's gradient."""
+    """Return top-k's gain in the engine's curve while ranks have residuals, and that of this rank's gradient."""
     spec = CodecSpec(name="topk", density=0.1)
     layer = nn.Linear(3000, 1, bias=False)
     model = DistributedDataParallel(layer)

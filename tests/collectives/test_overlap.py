@@ -120,7 +120,7 @@ def test_in_pieces_what_was_not_sent_is_in_the_residuals_and_ranks_agree(scheme:
     given_RN = torch.stack([_gradient(rank, step) for rank in range(world_size) for step in range(4)]).double()
     given_N = given_RN.sum(0) / world_size
     # Float32 numbers under 40 in size. A step adds, subtracts, and sums the ranks' shares; a rank that encodes an
-    # average owes its error once for every rank.
+    # average keeps its error once for every rank.
     torch.testing.assert_close(sent_N + owed_N, given_N, rtol=0, atol=40 * 4 * (2 * world_size + 4) * 2**-24)
     assert float(owed_N.norm()) > 0
     for averages, _ in results[1:]:

@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture
 def free() -> int:
-    """First of eight ports that nobody listens on, below those that the kernel picks."""
+    """First of eight ports that no process listens on, below those that the kernel picks."""
     for first in range(12000, 20000, 8):
         try:
             for port in range(first, first + 8):

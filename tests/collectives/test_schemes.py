@@ -328,7 +328,7 @@ def test_dgc_is_the_papers_algorithm(clip: float) -> None:
 
 
 def _owed_of_scaled(rank: int) -> Any:
-    """Exchange signs over sra with elements of one magnitude: nothing is lost, so nothing may be owed."""
+    """Exchange signs over sra with elements of one magnitude: nothing is lost, so there may be no residual."""
     grad = torch.where(noise(0, (64, 64))[0] > 0, 1.0, -1.0)
     results, memory = averages("ef_signsgd", "sra", [[grad]] * 3)
     return [torch.equal(result, grad.view(-1)) for result in results], float(

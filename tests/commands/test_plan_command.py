@@ -88,7 +88,7 @@ def test_a_fast_network_is_answered_by_compute_bound() -> None:
 
 def test_one_worker_has_nothing_to_exchange() -> None:
     found = answer(workers="1", **{"ranks-per-node": "4", "step-time": "50ms"})
-    assert found["verdict"].startswith("One worker has nobody")
+    assert found["verdict"].startswith("One worker exchanges no gradients")
     assert found["dense_ms"] == found["planned_ms"] == pytest.approx(50)
 
 

@@ -228,7 +228,7 @@ def test_a_pause_of_one_rank_is_no_time_of_the_step_of_those_that_wait_for_it(tm
     assert paused.step_s == pytest.approx(quiet.step_s)
     assert (paused.compute_s, paused.slowness) == (quiet.compute_s, quiet.slowness)
     assert paused.means == pytest.approx(quiet.means)
-    # A rank whose compute is longer than the pause has waited for nobody.
+    # A rank whose compute is longer than the pause has waited for no other.
     run.pause_s = lambda step, rank: 0.0 if rank else 0.25
     slow = [replace(run.sample(rank), compute_s=5.0, step_s=5.5) for rank in range(WORLD)]
     assert join(node_steps(slow), WORLD).step_s == pytest.approx(5.25)

@@ -13,7 +13,7 @@ import cgx_ray
 from cgx_ray.plan import CodecSpec, GroupPlan, Option, Plan, Scheme
 
 # By group: its layers, its option of the first plan, and that of the second. Layers 0 and 8 are not neighbours in
-# DDP's bucket. The residuals that onebit leaves are paid in the second plan.
+# DDP's bucket. The residuals that onebit leaves are sent in the second plan.
 GROUPS = (
     ((1,), ("qsgd:bits=4,bucket_size=64", "sra"), ("qsgd", "sra")),
     ((2,), ("onebit", "sra"), ("terngrad", "allgather")),

@@ -193,7 +193,7 @@ def test_ranks_that_leave_other_layers_uncompressed_say_so(tmp_path: Path) -> No
 
 def test_a_model_that_only_one_rank_registers_is_an_error_and_does_not_end_the_process(tmp_path: Path) -> None:
     registered, other = run_ranks(2, _differ, tmp_path, "register_model", backend=None)
-    assert "rank 0 has registered a model, or excluded layers, and did not hear the same of ranks [1]" in registered
+    assert "rank 0 has registered a model, or excluded layers, and did not get the same from ranks [1]" in registered
     assert "[1] within 10 s" in registered
     assert "did not get through" in other
 

@@ -123,7 +123,7 @@ def test_ranks_that_torchrun_starts_again_begin_with_the_plan_before(
     assert again[0][0] >= versions[-1]
     assert "qsgd" in again[0][1], text
     assert len(lines_of(tmp_path, "start")) == 2
-    # A run that a person starts again begins anew.
+    # A run that a person starts again has no history.
     assert run_ranks(2, first_plan, str(tmp_path))[0][0] == 0
 
 

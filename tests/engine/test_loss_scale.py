@@ -37,7 +37,7 @@ def _train(rank: int, codec: str, scheme: str, scales: list[float]) -> Run:
     return trainer.result(scales[-1])
 
 
-@pytest.mark.fault("the loss scale is halved or doubled", "residuals follow it; nothing owed is lost")
+@pytest.mark.fault("the loss scale is halved or doubled", "residuals follow it; none is lost")
 @pytest.mark.parametrize("name", SCALES)
 def test_applied_and_owed_are_the_sum_of_gradients_whatever_the_scale_does(name: str) -> None:
     error = relative_error(run_ranks(2, _train, *FED_BACK[0], SCALES[name]))
@@ -105,7 +105,7 @@ def _resume(rank: int, num_old: int) -> list[Run]:
     return [{**result, "true": result["true"] + true, "applied": result["applied"] + applied}]
 
 
-@pytest.mark.fault("a run resumes at another loss scale, with other ranks", "it owes the same")
+@pytest.mark.fault("a run resumes at another loss scale, with other ranks", "its residuals are the same")
 @pytest.mark.parametrize("num_old", [2, 4])
 def test_a_run_resumed_at_another_scale_and_world_size_owes_the_same(num_old: int) -> None:
     results = [result for (result,) in run_ranks(2, _resume, num_old)]

@@ -114,7 +114,7 @@ def _lease(rank: int, accept_at: int | None) -> tuple[list[str], list[int], str]
     return hashes, versions, str(caught.value)
 
 
-@pytest.mark.fault("nobody ends a trial of a plan", "it ends by itself, on all ranks in the same step")
+@pytest.mark.fault("the outcome of a plan's trial never comes", "it ends by itself, on all ranks in the same step")
 @pytest.mark.parametrize(
     ("accept_at", "expected"),
     [

@@ -67,7 +67,7 @@ def mib(field):
     return int(Path("/proc/self/status").read_text().partition(field + ":")[2].split()[0]) / 1024
 
 def measure(read):
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is reset
     before = mib("VmRSS")
     print(read(), mib("VmHWM") - before)
 

@@ -100,7 +100,7 @@ def _train(rank: int, codec: str, scheme: str, ddp: dict[str, Any], unused_on: l
 MAX_ERROR = 1e-5
 
 
-@pytest.mark.fault("layers that no rank uses for some steps", "they keep what they are owed")
+@pytest.mark.fault("layers that no rank uses for some steps", "they keep their residuals")
 @pytest.mark.parametrize(("codec", "scheme"), FED_BACK)
 def test_a_layer_that_no_rank_used_keeps_what_it_is_owed(codec: str, scheme: str) -> None:
     results = run_ranks(2, _train, codec, scheme, {"find_unused_parameters": True}, [0, 1], True)

@@ -83,7 +83,7 @@ def test_a_file_system_that_hangs_does_not_hold_up_who_writes(tmp_path: Path, mo
     assert len((tmp_path / "decisions.jsonl").read_text().splitlines()) == 20 - log.num_errors
 
 
-@pytest.mark.fault("the journal is a pipe that nobody reads", "lines are lost and counted")
+@pytest.mark.fault("the journal is a pipe that no process reads", "lines are lost and counted")
 def test_a_pipe_in_place_of_the_journal_costs_lines_and_no_time(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     os.mkfifo(path)

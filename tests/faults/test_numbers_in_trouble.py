@@ -1,4 +1,4 @@
-"""A new plan takes effect around a step that is not finite: what is owed is paid once, and on all ranks alike."""
+"""A new plan takes effect around a step that is not finite: residuals are sent once, and on all ranks alike."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _switch(rank: int, bad_step: int, codec: str, scheme: str) -> tuple[Run, lis
     return trainer.result(2.0**9), versions
 
 
-@pytest.mark.fault("the plan changes around a step with NaN", "all ranks change in the same step; nothing owed is lost")
-# In the step before the new plan is in force, in its first step, which pays what is owed, and in the next one.
+@pytest.mark.fault("the plan changes around a step with NaN", "all ranks change in the same step; no residual is lost")
+# In the step before the new plan is in force, in its first step, which sends the residuals, and in the next one.
 @pytest.mark.parametrize("bad_step", [HELD_AT, HELD_AT + 1, HELD_AT + 2])
 @pytest.mark.parametrize(("codec", "scheme", "max_error"), NEXT)
 def test_a_plan_change_around_a_nan_step_loses_nothing(

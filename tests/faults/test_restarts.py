@@ -1,4 +1,4 @@
-"""Restarts with other numbers of ranks: what ranks owe, and what they remember of momentum, keeps its mean."""
+"""Restarts with other numbers of ranks: residuals and momentum keep their mean."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _train_on(rank: int, number: int, folder: Path) -> dict[str, Any]:
     return begin
 
 
-@pytest.mark.fault("restarts with 4, 2, 3 and 4 ranks", "the mean of what is owed, and of momentum, stays the same")
+@pytest.mark.fault("restarts with 4, 2, 3 and 4 ranks", "the mean of residuals, and of momentum, stays the same")
 def test_the_mean_of_all_memory_is_kept_over_restarts_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     for number, size in enumerate(SIZES):
         (tmp_path / f"{number}").mkdir()

@@ -17,7 +17,7 @@ MANY_BYTES = 200_000_000
 OTHER = "127.0.0.3"
 
 
-@pytest.mark.fault("connections to iperf3 from another address", "they find nobody")
+@pytest.mark.fault("connections to iperf3 from another address", "they find no server")
 def test_another_address_than_the_one_that_was_announced_finds_nobody() -> None:
     with closing(Iperf3Server(HOST, HOST)) as server:
         for _ in range(3):

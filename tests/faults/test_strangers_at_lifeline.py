@@ -21,7 +21,7 @@ def test_a_thousand_strangers_before_the_ranks_do_not_stop_them(says: bytes) -> 
             None
         ] * len(ring)
         assert all(is_hung_up(one) for one in others)
-    ring[0].tell("a reason")
+    ring[0].report_failure("a reason")
     assert {lifeline.wait(TIMEOUT_S) for lifeline in ring} == {"rank 0: a reason"}
     for lifeline in ring:
         lifeline.close()

@@ -40,7 +40,7 @@ def test_a_thousand_silent_connections_take_few_threads_and_do_not_stop_promethe
         assert read(endpoint) == 200
         assert len(endpoint._server._readers) <= MAX_READERS
         while threading.active_count() > before + MAX_READERS:
-            time.sleep(0.01)  # those that were hung up on are ending
+            time.sleep(0.01)  # those that were disconnected are ending
         assert all(is_hung_up(one) for one in silent)
     assert read(endpoint) == 200
     while endpoint._server._readers:

@@ -1,4 +1,4 @@
-"""Strangers at the servers of the monitors, over real sockets: they are hung up on, and honest probes get through."""
+"""Strangers at the servers of the monitors, over real sockets: they are disconnected, and honest probes get through."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_thousand_silent_connections_do_not_stop_honest_probes_and_are_hung_up
     logged = [message for message in caplog.messages if message.startswith(f"{HOST}:{server.address.port}: ")]
     assert len(logged) == 2, logged
     assert "connections are open" in logged[0]
-    assert "did not show the token within 2 s" in logged[1]
+    assert "did not show the token in 2 s" in logged[1]
 
 
 def test_silent_connections_do_not_keep_the_thread_busy(server: GuardedServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def flood(client: socket.socket) -> None:
         client.sendall(bytes(1 << 16))
 
 
-@pytest.mark.fault("a byte now and then into the bulk server", "hung up on; honest probes get through")
+@pytest.mark.fault("a byte now and then into the bulk server", "disconnected; honest probes get through")
 def test_a_byte_now_and_then_holds_the_bulk_server_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MAX_PROBE_S", 0.5)
     with closing(BulkServer(HOST)) as bulk, connect(*bulk.address, timeout_s=20) as slow:
@@ -202,7 +202,7 @@ def test_who_sends_before_its_turn_is_hung_up_on_and_not_read() -> None:
         assert measure_tcp(*bulk.address, NUM_BYTES).bytes_per_s > 0
 
 
-@pytest.mark.fault("a flood into the bulk server", "not read, and hung up on")
+@pytest.mark.fault("a flood into the bulk server", "not read, and disconnected")
 def test_a_flood_of_strangers_is_not_read() -> None:
     with closing(BulkServer(HOST)) as bulk:
         stranger = socket.create_connection(bulk.address[:2], timeout=20)

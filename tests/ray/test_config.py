@@ -221,7 +221,7 @@ class _Ending:
     ("fails", "says", "history"),
     [
         ("", "", "history"),
-        ("tell", "the workers may not have heard", "history"),
+        ("tell", "the workers may not know", "history"),
         ("ask", "cannot ask", "older"),
         ("time out", "GetTimeoutError", "older"),
         ("kill", "may not have ended", "history"),

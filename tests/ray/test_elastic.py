@@ -23,7 +23,7 @@ def _states(log: Path, group: int, end: str) -> list[dict[str, Any]]:
 
 
 def _owed(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return the mean of the residuals by layer, which is the gradient that is still owed."""
+    """Return the mean of the residuals by layer, which is the gradient that is not sent yet."""
     names = states[0]["residuals"]
     return {name: torch.stack([state["residuals"][name] for state in states]).mean(0) for name in names}
 
@@ -73,10 +73,10 @@ def _train_elastically(nodes: RayNodes, tmp_path: Path, log: Path) -> list[BaseE
 
 # Four worker groups start one after the other, each in 20 to 60 s.
 @pytest.mark.slow
-@pytest.mark.fault("nodes leave and come: 4, 3, 1 and 4 workers with Ray", "the mean of what is owed stays the same")
+@pytest.mark.fault("nodes leave and come: 4, 3, 1 and 4 workers with Ray", "the mean of residuals stays the same")
 @pytest.mark.timeout(900)
 def test_residuals_keep_their_sum_while_workers_leave_and_come(tmp_path: Path) -> None:
-    """4 -> 3 -> 1 -> 4 workers: nodes are killed, then one joins. The mean of residuals is the gradient still owed."""
+    """4 -> 3 -> 1 -> 4 workers: nodes are killed, one joins. The mean of residuals is the gradient not sent yet."""
     log = tmp_path / "log"
     log.mkdir()
     with tempfile.TemporaryDirectory(prefix="cgx-", dir="/tmp", ignore_cleanup_errors=True) as temp_dir:
@@ -93,5 +93,5 @@ def test_residuals_keep_their_sum_while_workers_leave_and_come(tmp_path: Path) -
         for name, residual in before.items():
             assert residual.norm() > 0
             torch.testing.assert_close(after[name], residual, rtol=0, atol=1e-6)
-    # Alone, a worker exchanges nothing and owes what it has taken over.
+    # Alone, a worker exchanges nothing and keeps the residuals that it has taken over.
     assert [_states(log, group, "begin")[0]["step"] for group in range(4)] == [0, 6, 12, 12]

@@ -61,7 +61,7 @@ def join_group(rank: int, world_size: int, folder: Path, backend: str) -> None:
     store = dist.FileStore(str(folder / "store"), world_size)
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    # A rank that ends at once must not hang up on ranks that are still connecting.
+    # A rank that ends at once must not disconnect ranks that are still connecting.
     dist.barrier()
 
 

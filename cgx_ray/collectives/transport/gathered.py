@@ -46,7 +46,7 @@ def unreachable(error: RuntimeError, why: str | None = None) -> TransportError |
 class Gatherer:
     """Gathers over a group that all its ranks use for nothing else meanwhile.
 
-    A rank that fails between two values gathers its error instead of the next one, whatever that is, so nobody waits
+    A rank that fails between two values gathers its error instead of the next one, whatever that is, so no rank waits
     for it.
 
     lifeline  names the rank that has ended or is silent; None before all ranks are connected for that
@@ -79,7 +79,7 @@ class Gatherer:
         return values
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def sharing_errors(self) -> Iterator[None]:
         """Let an error of this rank within the block be raised on all ranks."""
         try:
             yield

@@ -1,4 +1,4 @@
-"""The connections of a Gloo group, so that a rank can hang up on collectives that are under way.
+"""The connections of a Gloo group, so that a rank can end collectives that are under way.
 
 Torch has no such call for Gloo: a collective ends when a connection breaks or after the time-out, and a group is not
 destroyed before its collectives have ended. A group listens at an address and port of its own, so its connections can

@@ -45,10 +45,10 @@ def greeted(rank: int, world_size: int) -> list[int]:
 
 
 class Greetings:
-    """Greetings of one rank, each of which is heard after the step that follows it, so hardly anybody waits.
+    """Greetings of one rank, each of which is received after the step that follows it, so hardly any rank waits.
 
-    lag_s  by greeted rank, of the last greeting heard: seconds from greeting it until its own greeting came. It may be
-           negative. The lags of two ranks to each other add up to one round trip, whichever rank was late
+    lag_s  by greeted rank, of the last greeting received: seconds from greeting it until its own greeting came. It may
+           be negative. The lags of two ranks to each other add up to one round trip, whichever rank was late
     """
 
     def __init__(self, mesh: Mesh, rank: int, world_size: int, channel: int) -> None:
@@ -57,12 +57,12 @@ class Greetings:
         self._mesh = mesh
         self._channel = channel
         # By other rank, room for its greeting, and what it is sent.
-        self._heard = {peer: torch.empty(1, dtype=torch.uint8, device="cpu") for peer in greeted(rank, world_size)}
-        self._said = dict.fromkeys(self._heard, torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        self._received = {peer: torch.empty(1, dtype=torch.uint8, device="cpu") for peer in greeted(rank, world_size)}
+        self._sent = dict.fromkeys(self._received, torch.zeros(1, dtype=torch.uint8, device="cpu"))
         self._ticket: int | None = None
 
     def greet(self) -> None:
-        """Send a byte to each of the others. `hear` the last greeting before, else this does nothing.
+        """Send a byte to each of the others. `receive` the last greeting before, else this does nothing.
 
         A rank that has hung up ends the greetings and nothing else: it may have ended training, and if it has failed,
         the next exchange says so.
@@ -71,9 +71,9 @@ class Greetings:
             return
         # Connections that were closed meanwhile raise it.
         with suppress(RuntimeError):
-            self._ticket = self._mesh.post(self._said, self._heard, channel=self._channel)
+            self._ticket = self._mesh.post(self._sent, self._received, channel=self._channel)
 
-    def hear(self, timeout_s: float) -> None:
+    def receive(self, timeout_s: float) -> None:
         """Note in `lag_s` when the greetings came, if all have: each was sent before its rank began the last step.
 
         Raises RuntimeError as `Mesh.wait`.
@@ -81,5 +81,5 @@ class Greetings:
         if self._ticket is None or self._mesh.has_failed(self._ticket):
             return
         arrived_s = self._mesh.wait(self._ticket, timeout_s)
-        self.lag_s = {peer: arrived_s[peer] for peer in self._heard}
+        self.lag_s = {peer: arrived_s[peer] for peer in self._received}
         self._ticket = None

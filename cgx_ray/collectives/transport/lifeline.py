@@ -38,13 +38,13 @@ TOKEN_BYTES = 32
 # connections that a rank waits on.
 WORDS_S = 1.0
 
-# A rank sends so many beats within `silent_s`, and one per second at least.
+# Beats that a rank sends within `silent_s`. It sends at least one per second.
 _BEATS = 8
 # Time of one that has connected to show the token, in seconds. Ranks send theirs at once.
 _HELLO_S = 2.0
-# Connections that may take that time at once. Beyond it the oldest is hung up on.
+# Connections that may take that time at once. Beyond it the oldest is disconnected.
 _MAX_STRANGERS = 128
-# Connections that wait to be accepted. While so many do, ranks try again after a second.
+# Connections that wait to be accepted. While the queue is full, ranks try again after a second.
 _BACKLOG = 1024
 # Kind of a message, the rank that it is about, and the bytes of text after it.
 _FRAME = struct.Struct("<cIH")
@@ -143,7 +143,7 @@ class Lifeline:
         """Have the thread of this ring call `call`, which may `close` it, after `delay_s`. Takes no lock."""
         self._later = time.monotonic() + delay_s, call
 
-    def tell(self, text: str) -> None:
+    def report_failure(self, text: str) -> None:
         """Let all ranks know that this one has failed. Does nothing after another verdict."""
         is_named = text.startswith((f"rank {self._rank}:", f"rank {self._rank},"))
         self._pronounce(self._rank, text if is_named else f"rank {self._rank}: {text}", is_own=True)
@@ -253,14 +253,14 @@ class Lifeline:
 
 
 def _accept(listener: socket.socket, hello: bytes, end_s: float) -> socket.socket:
-    """Return the first connection that begins with `hello`, and hang up on all others.
+    """Return the first connection that begins with `hello`, and disconnect all others.
 
     Raises OSError if none comes until `end_s`, or if this process may not open more files.
     """
     strangers: dict[socket.socket, float] = {}  # by connection, the end of its time; the oldest is the first
     with selectors.PollSelector() as selector:
 
-        def hang_up(opened: socket.socket) -> None:
+        def disconnect(opened: socket.socket) -> None:
             del strangers[opened]
             selector.unregister(opened)
             opened.close()
@@ -269,17 +269,17 @@ def _accept(listener: socket.socket, hello: bytes, end_s: float) -> socket.socke
         try:
             while (now_s := time.monotonic()) < end_s:
                 for opened in [opened for opened, until_s in strangers.items() if until_s <= now_s]:
-                    hang_up(opened)
+                    disconnect(opened)
                 ready = {key.fileobj for key, _ in selector.select(min([end_s, *strangers.values()]) - now_s)}
                 for opened in [opened for opened in strangers if opened in ready]:
                     with contextlib.suppress(OSError):
                         if hmac.compare_digest(opened.recv(len(hello)), hello):
                             del strangers[opened]
                             return opened
-                    hang_up(opened)
+                    disconnect(opened)
                 if listener in ready:
                     if len(strangers) == _MAX_STRANGERS:
-                        hang_up(next(iter(strangers)))
+                        disconnect(next(iter(strangers)))
                     opened, _ = listener.accept()
                     strangers[opened] = now_s + _HELLO_S
                     # It counts as readable once all of the hello has come, or its end.

@@ -63,7 +63,7 @@ class Transport:
 
         group       Gloo's, with a time-out of its own; without `mesh` messages go through it as well
         cuda_group  has the same ranks and sums CUDA tensors; left out, `group` does, by way of the host
-        lifeline    tells when another rank has failed, and tells others; left out, each rank finds out by itself
+        lifeline    knows when another rank has failed, and informs others; left out, each rank finds out by itself
         sockets     those of `group`; left out, its collectives cannot be interrupted
         """
         self._group = group
@@ -254,7 +254,7 @@ class Transport:
 
     @property
     def lag_s(self) -> Mapping[int, float]:
-        """Return the lags of the last greeting heard, see `Greetings`; none without a mesh."""
+        """Return the lags of the last greeting received, see `Greetings`; none without a mesh."""
         return self._greetings.lag_s if self._greetings is not None else {}
 
     def greet(self, is_urgent: Callable[[], bool]) -> None:
@@ -272,11 +272,11 @@ class Transport:
             self.wait_any([], left_s)
         self._greetings.greet()
 
-    def hear_greetings(self) -> None:
+    def receive_greetings(self) -> None:
         """Take the greetings that were sent before this step, for `lag_s`. Call it after each step, on all ranks."""
         if self._greetings is not None:
             with self.reporting("a greeting between steps"):
-                self._greetings.hear(self.timeout_s)
+                self._greetings.receive(self.timeout_s)
 
     def start_minimum(self, values_K: Tensor, *, within_step: bool = False) -> Callable[[], Tensor]:
         """Begin an element-wise minimum over ranks, of int64 or uint8, and return a function that waits for it.
@@ -330,18 +330,18 @@ class Transport:
         return taken
 
     def close(self) -> None:
-        """Hang up. Peers that still wait for this rank fail at once, except in collectives of the vendor."""
+        """Disconnect. Peers that still wait for this rank fail at once, except in collectives of the vendor."""
         if self._mesh is not None:
             self._mesh.close()
 
     def give_up(self, why: str) -> None:
-        """Tell all ranks why, then `abort`."""
+        """Send the reason to all ranks, then `abort`."""
         if self._lifeline is not None:
-            self._lifeline.tell(why)
+            self._lifeline.report_failure(why)
         self.abort()
 
     def abort(self) -> None:
-        """Hang up on all ranks, also in collectives of the vendor. What is under way fails. Call it from any thread."""
+        """Disconnect from all ranks, also in collectives of the vendor. What is under way fails. For any thread."""
         self.has_given_up = True
         self.close()
         if self._sockets is not None:

@@ -4,7 +4,7 @@ Without reports nothing is judged. A loss is worse since the change if one of th
 
 1. Its mean is above the mean before, where it did not surely rise before.
 2. Its mean is above the line through the losses before, continued from the change on with half the slope. A loss that
-   falls as a power of the steps, up to -1.5, keeps so much, as no more is looked back than a quarter of the training.
+   falls as a power of the steps, up to -1.5, keeps half, as no more is looked back than a quarter of the training.
 
 A rise before the change may go on as fast. The line rules out a plan that learns slower, the mean needs fewer losses.
 Losses since the change are judged while they are no more than those before.
@@ -35,7 +35,7 @@ OTHER_RATE, RATE_STEPS = 2.0, 120
 MIN_LOSSES, MAX_LOSSES = 20, 100
 # Losses from this on are left out: their squares have no float.
 MAX_LOSS = 1e100
-# Standard errors on the safe side. The verdict is made anew after every step.
+# Standard errors on the safe side. The verdict is made again after every step.
 SURE = 4.0
 # Standard errors by which a slope must rise to be a rise.
 SURE_RISE = 2.0

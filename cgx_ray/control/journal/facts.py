@@ -28,7 +28,7 @@ CAUSE_KINDS: tuple[str, ...] = get_args(CauseKind)
 
 
 class Cause(NamedTuple):
-    """Reason to decide anew: its kind, and in words."""
+    """Reason to decide again: its kind, and in words."""
 
     kind: CauseKind
     text: str

@@ -94,7 +94,7 @@ class Journal:
 
 
 class QueuedJournal(Journal):
-    """A journal with a thread of its own, so that nobody waits for a file system that hangs.
+    """A journal with a thread of its own, so that the loop does not wait for a file system that hangs.
 
     Lines wait in memory. Once MAX_WAITING_LINES do, further ones are lost.
     """

@@ -64,7 +64,7 @@ def read_layers(start: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def read_policy(start: Mapping[str, Any]) -> Policy:
-    """Return the policy of a journal's `start` line. Raises ConfigError for one that nobody here offers."""
+    """Return the policy of a journal's `start` line. Raises ConfigError for one that no installed package offers."""
     fields = start["policy"]
     if fields["kind"] == "static":
         return Static()

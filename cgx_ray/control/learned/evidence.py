@@ -15,7 +15,7 @@ MIN_STEPS, MAX_STEPS = 4, 40
 PRIOR_SCATTER, PRIOR_STEPS = 0.1, 3
 # Logarithm of the largest ratio to the median that counts: a pause or an evaluation makes single steps far longer.
 CLIP = math.log(1.65)
-# Standard errors on the safe side of a verdict. It is made anew after every step, thousands of times.
+# Standard errors on the safe side of a verdict. It is made again after every step, thousands of times.
 SURE = 3.0
 
 

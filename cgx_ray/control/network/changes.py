@@ -39,7 +39,7 @@ MAX_SAMPLE_S = 3.0
 MIN_SAMPLES = 2
 # Ratios to the level that add no evidence for a rise, for sure: less than the exponential of DRIFT.
 _NO_EVIDENCE = 1.1
-# Ratio of compute from which a change is a reason to decide anew.
+# Ratio of compute from which a change is a reason to decide again.
 OTHER_COMPUTE = 1.2
 # Evidence (`changes.ALARM`) for steps that take another time than predicted: three times that for another network,
 # which is the usual cause, so that the network is noticed first.
@@ -151,7 +151,7 @@ class _Evidence:
 
 
 class SlowRanks:
-    """Ranks whose compute takes more than 1.2x the median for seconds on end; cleared after as many normal seconds."""
+    """Ranks whose compute takes more than 1.2x the median for seconds; cleared after as many normal seconds."""
 
     def __init__(self, world_size: int) -> None:
         self._evidence = [0.0] * world_size
@@ -209,7 +209,7 @@ class StepTimeChanges:
         self._has_other_compute, self._other_ratio = False, None
 
     def restart_ratio(self) -> None:
-        """Learn the ratio anew, because predictions are made in another way or for another plan from now on."""
+        """Learn the ratio again, because predictions are made in another way or for another plan from now on."""
         self._ratio = _ratio_detector()
 
 

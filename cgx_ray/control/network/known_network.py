@@ -3,7 +3,7 @@
 Messages and probes are combined as follows:
 
 1. Latency is the shorter of the two, since full links and busy processors can only add to it. After a change, the
-   probed latencies count again when all nodes have measured anew.
+   probed latencies count again when all nodes have measured again.
 2. Bandwidth is that of the messages. Where it is not sure, probed bandwidths replace it until they are RATE_HOLDS_S old
    or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end may be
    the slow one. The same for receiving. The upper median counts, of sending or of receiving, whichever is slower: a
@@ -20,7 +20,7 @@ Messages and probes are combined as follows:
    processor may be ten times too slow. If the probed path between two nodes is slow, the slow node is named only if the
    other one was fast on another path.
 5. Bursts that are faster than a card or the probes allow are dropped and counted (`rate_ceiling`).
-6. A node that answers nobody's round trips any more is silent.
+6. A node that no longer answers any other node's round trips is silent.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class KnownNetwork:
         self._carried: dict[str, float] = {}
         self._ranks: dict[str, set[int]] = defaultdict(set)
         self._reported_s: dict[str, Mapping[str, float]] = {}
-        # Latencies that were reported before the last change, by node, until the node has measured all of them anew.
+        # Latencies that were reported before the last change, by node, until the node has measured all of them again.
         self._outdated_s: dict[str, Mapping[str, float]] = {}
         self._changed_at_s = -math.inf
         self._expired_s = -math.inf

@@ -95,8 +95,8 @@ SLOW_ALARM = 2.0
 class LinkRates:
     """The newest rate of each rank.
 
-    After a change of the network a rate from before it is compared with the new ones, but names nobody slow who was not
-    slow already: where one link has become slow, the plan for it sends so little that only that link is filled.
+    After a change of the network a rate from before it is compared with the new ones, but makes no rank slow that was
+    not slow already: where one link has become slow, the plan for it sends so little that only that link is filled.
 
     all   bytes per second by rank, from before the last change if there is none since
     slow  those that are much slower than the others
@@ -192,7 +192,7 @@ class PassiveLink:
             self._refresh(probed_latency_s)
 
     def restart_if_slower(self, traffic: StepTraffic, probed_latency_s: float) -> bool:
-        """Estimate anew from a step that took far longer than usual, if its messages show why; else return False.
+        """Estimate again from a step that took far longer than usual, if its messages show why; else return False.
 
         The network may have changed within the step, so only the later half of each rank's bursts counts. Exchanges
         count only off the mesh, where short messages look far slower than the link. A latency counts if this greeting
@@ -325,7 +325,7 @@ class PassiveLink:
             covered_s -= self._window.popleft().seconds
 
     def _refresh(self, probed_latency_s: float) -> None:
-        """Make all estimates anew from the window."""
+        """Make all estimates again from the window."""
         trips: dict[tuple[int, int], list[float]] = defaultdict(list)
         for step in self._window:
             for pair, seconds in step.round_trip_s.items():

@@ -52,7 +52,7 @@ def slow_links(rate: Mapping[K, float], share: float = SLOW_SHARE) -> dict[K, fl
 
 
 class SilentNodes:
-    """Nodes that answered other nodes before and answer nobody now, so they are cut off.
+    """Nodes that answered other nodes before and answer none now, so they are cut off.
 
     known  all nodes that have ever answered
     """
@@ -62,7 +62,7 @@ class SilentNodes:
         self._answers: dict[str, frozenset[str]] = {}
         # By node, the number of nodes that it answers; and the nodes that answer none any more.
         self._num_asking: Counter[str] = Counter()
-        self._unheard: frozenset[str] = frozenset()
+        self._silent: frozenset[str] = frozenset()
 
     def add_answers(self, node_id: str, answering: Collection[str]) -> None:
         """Add the nodes that answered the latest probes of `node_id`."""
@@ -73,9 +73,9 @@ class SilentNodes:
         self._num_asking.update(now - before)
         self._num_asking.subtract(before - now)
         self.known |= now
-        self._unheard = (self._unheard | {node for node in before - now if not self._num_asking[node]}) - now
+        self._silent = (self._silent | {node for node in before - now if not self._num_asking[node]}) - now
 
     @property
     def node_ids(self) -> frozenset[str]:
         """The silent nodes. Empty if more than half of all seem silent: then the reporting node itself is cut off."""
-        return self._unheard if 2 * len(self._unheard) <= len(self.known) else frozenset()
+        return self._silent if 2 * len(self._silent) <= len(self.known) else frozenset()

@@ -205,7 +205,7 @@ class Adaptive(Policy):
         return keeps_enough and situation.banned.isdisjoint(used)
 
     def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
-        """Return whether the best plan saves enough, and pays back the time that the change takes."""
+        """Return whether the best plan saves enough, and more than the time that the change takes."""
         planner_input = situation.planner_input
         current_s, best_s = planner_input.score(current.groups), planner_input.score(found.best.groups)
         if not current.is_dense and current_s > MAX_SLOWDOWN * planner_input.score(found.dense.groups):

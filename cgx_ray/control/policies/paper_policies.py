@@ -58,7 +58,7 @@ class PaperPolicy(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Cgx(PaperPolicy):
-    """CGX, section 5: qsgd over sra with bits by layer, chosen anew every `review_s`.
+    """CGX, section 5: qsgd over sra with bits by layer, chosen again every `review_s`.
 
     method    "kmeans", "linear", "bayes" or "dp"
     alpha     the largest error of all layers, over that of 4 bits
@@ -92,7 +92,7 @@ class Cgx(PaperPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Flexible(PaperPolicy):
-    """Flexible Communication, section 3: top-k, density and collective chosen anew when a trigger fires.
+    """Flexible Communication, section 3: top-k, density and collective chosen again when a trigger fires.
 
     method     "knee", or "nsga2", which needs pymoo
     densities  that may be chosen; "nsga2" chooses any from the least to the largest

@@ -31,7 +31,7 @@ class GroupGradients(NamedTuple):
 
     fresh    as backward made it
     fed      with the residual of the codec in use; `fresh` if there is none
-    layers   views of `fresh` by layer; empty if it holds what an earlier plan's codec still owed
+    layers   views of `fresh` by layer; empty if it has residuals of an earlier plan's codec in it
     """
 
     fresh: Tensor
@@ -53,7 +53,7 @@ class _GroupGains:
 class GainMeter:
     """Gains of candidate codecs, measured on samples of the groups of one step. `seconds`: CPU time spent so far.
 
-    Codecs with a residual keep less of a gradient that they owe something, so their gains are predicted by `history`
+    Codecs with a residual keep less of a gradient once they have one, so their gains are predicted by `history`
     for the time when error feedback has settled. Others are tried on the fresh gradients.
     """
 

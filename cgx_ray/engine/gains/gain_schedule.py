@@ -17,11 +17,11 @@ INTERVAL_STEPS = 20
 # Steps since the start that are measured too: a sparse codec is not taken up before two measurements agree. Ranks learn
 # at step 3 what step 1 took on all of them.
 EARLY_STEPS = FIRST_STEP, 3
-# Steps within which the share of time must have paid for the first measurement, if another is to follow it at once: the
+# Steps within which the share of time must have covered the first measurement, if another is to follow it at once: the
 # two then take the time of one step at most.
 ADVANCE_STEPS = 100
 # Largest share of the training time that measuring may take. Where it takes more, as in steps of milliseconds or with
-# many groups, gains are measured less often. The early measurements are paid back by waiting longer for the third.
+# many groups, gains are measured less often. After the early measurements the third comes later.
 MAX_TIME_SHARE = 0.005
 
 
@@ -81,7 +81,7 @@ class GainSchedule:
 def is_measured(num_steps: int, affordable_from: int) -> bool:
     """Return True if gains are measured `num_steps` steps after the start.
 
-    affordable_from  steps after the start from which the share of time has paid for the measurements so far
+    affordable_from  steps after the start from which the share of time covers the measurements so far
     """
     if num_steps in EARLY_STEPS:
         return affordable_from <= num_steps + ADVANCE_STEPS

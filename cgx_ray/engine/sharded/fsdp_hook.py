@@ -36,7 +36,7 @@ from cgx_ray.torch_compat import (
 
 
 class PendingCalls:
-    """Calls to the engine that the hooks of one model have begun and nobody has waited for."""
+    """Calls to the engine that the hooks of one model have begun and not waited for yet."""
 
     def __init__(self, engine: ShardedEngine, loss_scale: LossScale) -> None:
         self.engine = engine
@@ -190,7 +190,7 @@ class _ReplicaGroup(dist.ProcessGroup):
         except CGXError as error:
             # Torch would log the error, look up the name of this group, and fail because it is not registered.
             self._calls.raise_later(error)
-        # `begin` has already waited if torch reads the result now. In all other cases nobody may wait yet.
+        # `begin` has already waited if torch reads the result now. In all other cases it is too early to wait.
         return _PendingWork(None)
 
 

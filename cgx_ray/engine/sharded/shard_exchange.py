@@ -60,7 +60,7 @@ class ShardExchange:
             transport.close()
 
     def give_up(self, why: str) -> None:
-        """Tell all ranks why, and hang up on all of them."""
+        """Send the reason to all ranks, then disconnect from them."""
         for transport in self.transports:
             transport.give_up(why)
 

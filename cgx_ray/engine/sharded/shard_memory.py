@@ -82,8 +82,8 @@ class ShardMemory:
     def state(self) -> dict[str, Any]:
         """Settle the last step. Return loss scale and memory by kind and layer, for a checkpoint."""
         self.settle()
-        owed = {name: value for part in self._parts for name, value in part.owed().items()}
-        return {"loss_scale": self._loss_scale, **{kind: owed if kind == RESIDUALS else {} for kind in KINDS}}
+        residuals = {name: value for part in self._parts for name, value in part.residuals().items()}
+        return {"loss_scale": self._loss_scale, **{kind: residuals if kind == RESIDUALS else {} for kind in KINDS}}
 
     def check(self, memories: Mapping[str, Mapping[str, Tensor]], plan: str) -> None:
         """Raise StateError if `memories` are not those of this model and codec. `plan` describes the codec."""
@@ -102,12 +102,12 @@ class ShardMemory:
                         "state"
                     )
 
-    def load(self, owed: Mapping[str, Tensor], loss_scale: float) -> None:
-        """Settle the last step, then replace all residuals by `owed`, by layer, whose scale is `loss_scale`."""
+    def load(self, residuals: Mapping[str, Tensor], loss_scale: float) -> None:
+        """Settle the last step, then replace all residuals by `residuals`, by layer, whose scale is `loss_scale`."""
         self.settle()
         self._rescale(loss_scale)
         for part in self._parts:
-            part.owe(owed)
+            part.set_residuals(residuals)
 
 
 def _names(units: Sequence[Unit]) -> frozenset[str]:

@@ -149,7 +149,7 @@ class ShardedEngine:
         self._submit("", lambda: self._load(step, memories[RESIDUALS], loss_scale)).result()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Stop the thread after it has finished all submitted calls. After `timeout_s` seconds, hang up on them."""
+        """Stop the thread once all submitted calls are finished; after `timeout_s` disconnect instead."""
         if not self._thread.end(timeout_s):
             self._exchange.give_up(overdue_at_close(self._rank, self.step, timeout_s))
             self._thread.end(timeout_s)
@@ -224,8 +224,8 @@ class ShardedEngine:
     def _state(self) -> dict[str, Any]:
         return {"step": self.step, **self._memory.state()}
 
-    def _load(self, step: int, owed: Mapping[str, Tensor], loss_scale: float) -> None:
-        self._memory.load(owed, loss_scale)
+    def _load(self, step: int, residuals: Mapping[str, Tensor], loss_scale: float) -> None:
+        self._memory.load(residuals, loss_scale)
         self._exchange.step = step
 
     def _fail(self, module: str, error: BaseException) -> CGXError:

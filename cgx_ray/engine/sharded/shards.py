@@ -129,7 +129,7 @@ class Part:
                 columns = slice(here, here + width)
                 after.view(self.num_ranks, -1)[:, columns] = now.view(self.num_ranks, -1)[:, columns]
 
-    def owed(self) -> dict[str, Tensor]:
+    def residuals(self) -> dict[str, Tensor]:
         """Return copies of the residuals by layer, laid out like whole gradients, so they fit any number of ranks."""
         if self.memory is None:
             return {}
@@ -139,14 +139,14 @@ class Part:
             for layer, (_, here, width) in zip(self.layers, self._columns, strict=True)
         }
 
-    def owe(self, owed: Mapping[str, Tensor]) -> None:
-        """Set the residuals: the inverse of `owed`. Layers that are missing in `owed` get zeros."""
+    def set_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Set the residuals: the inverse of `residuals()`. Missing layers get zeros."""
         if self.memory is None:
             return
         rows_RS = self.memory.now[RESIDUALS].view(self.num_ranks, self.width).zero_()
         for layer, (_, here, width) in zip(self.layers, self._columns, strict=True):
-            if layer.layer.name in owed:
-                layer.cut(owed[layer.layer.name], rows_RS[:, here : here + width])
+            if layer.layer.name in residuals:
+                layer.cut(residuals[layer.layer.name], rows_RS[:, here : here + width])
 
 
 class Unit:

@@ -14,7 +14,7 @@ so the answer is a point of the front, the trials that no other beats in all thr
 Collective (section 3-D): costs as the paper models them, and the limits of alpha / beta at which one collective
 overtakes another (equations 5a to 5c). `scheme_costs` has the costs of our schemes.
 
-Run time (`FlexibleLoop`): density and collective are chosen anew when the gain of the density in use has changed by
+Run time (`FlexibleLoop`): density and collective are chosen again when the gain of the density in use has changed by
 10 %, or alpha or beta by 25 %. Departure: gains come from the curve of the last measured gradients and times are
 predicted, so nothing is trained and undone.
 """

@@ -32,7 +32,7 @@ from support.soak.faults import SoakKind
 _BATCH_SIZE = 1
 # Steps between two comparisons of the weights: often enough that a step which broke them is near.
 _WEIGHT_CHECK_STEPS = 25
-# A NaN halves the scale; it doubles again after so many steps without one. The first scale is small enough for float32.
+# A NaN halves the scale; it doubles again after _GROWTH_STEPS without one. The first scale is small enough for float32.
 _FIRST_SCALE, _GROWTH_STEPS = 1024.0, 40
 # Seconds that a slow rank adds to a step.
 _SLOW_S = 0.3
