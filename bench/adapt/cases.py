@@ -11,10 +11,10 @@ from functools import cache
 from bench.adapt.simulate import Schedule
 from bench.shared.simulated_cluster import WORLD, ClusterErrors, ClusterState
 from cgx_ray.plan import CodecSpec, Option
+from cgx_ray.planner.candidates import CodecCost, candidate_options
 from cgx_ray.planner.cost import Network
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.models import ModelDescription, load_model
-from cgx_ray.planner.options import CodecCost, candidate_options
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.prediction import Measured
 from cgx_ray.planner.scenario import TYPICAL_GAINS

@@ -40,7 +40,7 @@ from bench.shared.runner import BenchRun, OnPart
 from bench.step.cases import StepNetwork
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Plan
-from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 from cgx_ray.report.result import Row
 

@@ -22,7 +22,7 @@ from cgx_ray.control.policies.policy import Policy
 from cgx_ray.monitors.sample import LayerError
 from cgx_ray.plan import DENSE, Intra, Layer, Option, make_plan, options_of
 from cgx_ray.planner.bits import QSGD, STATIC_BITS, WIDTHS
-from cgx_ray.planner.options import candidate_options, codec_options
+from cgx_ray.planner.candidates import candidate_options, codec_options
 from cgx_ray.planner.papers.bytecomp import bytecomp
 from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme
+from cgx_ray.planner.candidates import FREE, CodecCost, candidate_codecs, host_name, offloaded
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.models import load_model
-from cgx_ray.planner.options import FREE, CodecCost, candidate_codecs, host_name, offloaded
 from cgx_ray.planner.papers.bytecomp import twins
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, group_cost

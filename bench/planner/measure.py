@@ -39,11 +39,11 @@ from bench.shared.picture import Line, Plot
 from bench.shared.runner import BenchRun, OnPart, bench_command
 from cgx_ray.commands.collective import compare_schemes
 from cgx_ray.plan import CodecSpec, Option
+from cgx_ray.planner.candidates import candidate_options, codec_options, offloaded
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.joint import MAX_GAP, BestPlan, best_plan
 from cgx_ray.planner.models import MODEL_NAMES
-from cgx_ray.planner.options import candidate_options, codec_options, offloaded
 from cgx_ray.planner.papers.bytecomp import CodecDevice, TreePath, bytecomp, option_of, path_cost, paths
 from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES

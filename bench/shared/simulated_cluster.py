@@ -35,9 +35,9 @@ from cgx_ray.monitors.sample import (
 )
 from cgx_ray.plan import CodecSpec, Option, Plan, make_plan
 from cgx_ray.planner.bits import WIDTHS
+from cgx_ray.planner.candidates import CodecCost, candidate_options
 from cgx_ray.planner.cost import Link, Network, exchange_s
 from cgx_ray.planner.models import ModelDescription, load_model
-from cgx_ray.planner.options import CodecCost, candidate_options
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES, interpolate_gain
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, groups_of, predict
 from cgx_ray.planner.scenario import TYPICAL_GAINS

@@ -27,7 +27,7 @@ from bench.step.torch_hooks import register_hook
 from bench.step.workload import GAINS, Workload, joint_plan
 from cgx_ray.engine.chrome_trace import PhaseSpan
 from cgx_ray.plan import CodecSpec, Plan
-from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.session.attachment import Attachment
 from cgx_ray.session.calibrate import measure_codec
 

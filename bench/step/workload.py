@@ -14,9 +14,9 @@ from bench.step.cases import POWERSGD_RANK, StepWay
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE, CodecSpec, Layer, Plan, Scheme
 from cgx_ray.planner import models
+from cgx_ray.planner.candidates import CodecCost, codec_options
 from cgx_ray.planner.cost import Link, Network, terms
 from cgx_ray.planner.joint import best_plan
-from cgx_ray.planner.options import CodecCost, codec_options
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 from cgx_ray.planner.scenario import TYPICAL_GAINS
 from cgx_ray.untrusted import read_table

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ray.backend.options import BackendOptions, check_option
+from cgx_ray.backend.backend_options import BackendOptions, check_option
 from cgx_ray.engine.layers import as_layer, averaged_parameters, layers_of, sparse_modules
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE, Intra, Layer, Option, Plan

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cgx_ray.backend.backend_options import BackendOptions, current_options
 from cgx_ray.backend.buckets import parts_of
-from cgx_ray.backend.options import BackendOptions, current_options
 from cgx_ray.backend.reduce_thread import ReduceThread
 from cgx_ray.backend.work import CompressedWork, ExactPart
 from cgx_ray.errors import ConfigError

@@ -13,9 +13,9 @@ from rich.table import Table
 from cgx_ray.commands.options import FILE, console_for
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, usable_records
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.profile import Profile, load_link, save_profile
 from cgx_ray.report.result import cpu_model

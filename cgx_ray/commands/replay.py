@@ -15,8 +15,8 @@ from cgx_ray.commands.options import console_for, json_option
 from cgx_ray.control.replay import DecisionSummary, Replay, ReplayedDecision, WhatIf
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import NONE, CodecSpec, Option
+from cgx_ray.planner.candidates import codec_options
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
-from cgx_ray.planner.options import codec_options
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.report.journal_schema import journal_problem
 from cgx_ray.report.show import new_table, print_line, progress_bar, write_json

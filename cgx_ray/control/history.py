@@ -15,9 +15,9 @@ from cgx_ray.control.learned.measured import dense_groups, is_dense
 from cgx_ray.control.trial.bans import Bans
 from cgx_ray.control.trial.steps_beside_predictions import DenseBaseline
 from cgx_ray.plan import Layer, Plan
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured
 
 logger = logging.getLogger(__name__)

@@ -101,7 +101,7 @@ class CodecRecord:
     for_parameters      FSDP2 may gather parameters with it
     is_foreseen         its gain is known before it is used, so `fidelity` may choose it by `losses`
     typical_gains       share of a gradient that it keeps, by codec text: what `cgx-ray plan` assumes of our own codecs
-    typical_times       its times where nothing was measured, as `planner.options.CodecCost`
+    typical_times       its times where nothing was measured, as `planner.candidates.CodecCost`
     losses              measured cost in loss, by codec text
     wire_id             number in messages; that of a codec from outside follows from its name
     """

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from cgx_ray.plan import PIECE_BYTES, Intra, Option, Scheme
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.scheme_costs import Overlap, SchemeCost, Work, cost_of_scheme
 from cgx_ray.planner.timeline import Resource, Stage
 

@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Option
+from cgx_ray.planner.candidates import FREE, CodecCost
 from cgx_ray.planner.cost import Link, Network, check_seconds
 from cgx_ray.planner.legs import EncodesOn, Leg, copy_s, legs, thread_s, works_on
-from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.scheme_costs import Overlap
 from cgx_ray.planner.timeline import Resource
 

@@ -13,9 +13,9 @@ from typing import NamedTuple, get_args
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD, LayerErrors
+from cgx_ray.planner.candidates import CodecCost, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
-from cgx_ray.planner.options import CodecCost, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.scheme_costs import cost_of_scheme
 from cgx_ray.planner.timeline import Stage, StepPart, Timeline, simulate
 

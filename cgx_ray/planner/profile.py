@@ -11,8 +11,8 @@ from typing import Any
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.json_schema import Check, compile_check
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.untrusted import parse_json, read_bytes
 
 FORMAT_VERSION = 1

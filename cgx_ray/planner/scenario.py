@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple, cast
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import BUILT_IN, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, CodecSpec
+from cgx_ray.planner.candidates import CodecCost, codec_options
 from cgx_ray.planner.cost import Link, Network, check_positive
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.models import ModelDescription
-from cgx_ray.planner.options import CodecCost, codec_options
 from cgx_ray.planner.prediction import Measured
 from cgx_ray.units import format_seconds, parse_count, parse_rate, parse_seconds
 

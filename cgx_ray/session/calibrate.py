@@ -23,9 +23,9 @@ from cgx_ray.control.policies.paper_policies import Flexible
 from cgx_ray.engine.group import copy_each
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.bits import QSGD, LayerErrors
+from cgx_ray.planner.candidates import CodecCost, host_name
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
-from cgx_ray.planner.options import CodecCost, host_name
 from cgx_ray.planner.profile import fit_cost
 from cgx_ray.runtime_ext import ops
 from cgx_ray.session.settings import Settings

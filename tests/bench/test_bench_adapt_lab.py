@@ -30,8 +30,8 @@ from cgx_ray.demo.gpt import GPT
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.lab.schedule import Schedule
 from cgx_ray.plan import Lease, make_plan
+from cgx_ray.planner.candidates import FREE
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.options import FREE
 from cgx_ray.planner.prediction import Measured
 
 NO_LAB = Lab.available(rates_only=False)

@@ -31,7 +31,7 @@ from cgx_ray.engine.chrome_trace import PhaseSpan, chrome_trace
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Layer, make_plan
-from cgx_ray.planner.options import FREE
+from cgx_ray.planner.candidates import FREE
 
 NO_LAB = Lab.available(rates_only=False)
 MB = 1 << 20

@@ -28,7 +28,7 @@ from cgx_ray.control.learned.measured import bits_by_layer
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Plan, codec_registry, known_codecs, make_plan, one_of, whole
-from cgx_ray.planner.options import codec_cost_of
+from cgx_ray.planner.candidates import codec_cost_of
 from cgx_ray.planner.scenario import TYPICAL_GAINS
 from cgx_ray.session.settings import Settings
 

@@ -15,10 +15,10 @@ from cgx_ray.commands.plan.plan_picture import draw_answer
 from cgx_ray.commands.plan.question import compute_time
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Plan
+from cgx_ray.planner.candidates import CodecCost, codec_cost_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import THREAD_S
 from cgx_ray.planner.models import load_model
-from cgx_ray.planner.options import CodecCost, codec_cost_of
 from cgx_ray.planner.profile import Profile, load_profile, save_profile
 from cgx_ray.planner.scenario import (
     TYPICAL_GAINS,

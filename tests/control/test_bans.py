@@ -17,7 +17,7 @@ from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import Burst, NodeSample
 from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme, make_plan
-from cgx_ray.planner.options import codec_options
+from cgx_ray.planner.candidates import codec_options
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.replay import Replay, WhatIf
 from cgx_ray.plan import NONE, CodecSpec
-from cgx_ray.planner.options import codec_options
+from cgx_ray.planner.candidates import codec_options
 from cgx_ray.session.settings import Settings
 
 FEW, MORE = (CodecSpec(name="qsgd", bits=bits) for bits in (2, 4))

@@ -20,8 +20,8 @@ from cgx_ray.control.policies.policy import Static
 from cgx_ray.control.trial.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.plan import CodecSpec, Intra, Plan, make_plan
+from cgx_ray.planner.candidates import candidate_options
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.options import candidate_options
 
 
 def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_network(tmp_path: Path) -> None:

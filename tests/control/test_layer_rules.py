@@ -16,9 +16,9 @@ from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.trial.measuring_steps import trial_of
 from cgx_ray.errors import ConfigError, PlanError
 from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan, Scheme
+from cgx_ray.planner.candidates import candidate_options
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.joint import best_plan
-from cgx_ray.planner.options import candidate_options
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 from cgx_ray.session.settings import Settings
 

@@ -19,8 +19,8 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.trial.bans import Bans
 from cgx_ray.plan import CodecSpec, Option, Scheme
+from cgx_ray.planner.candidates import candidate_options, host_name
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.options import candidate_options, host_name
 from cgx_ray.planner.prediction import PlannedGroup
 from cgx_ray.report.journal_schema import JOURNAL_SCHEMA
 from cgx_ray.session.calibrate import measure_bus, measure_offload

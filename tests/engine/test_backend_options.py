@@ -13,7 +13,7 @@ from support.ranks import join_group, run_ranks
 from torch import nn
 
 import cgx_ray
-from cgx_ray.backend.options import current_options
+from cgx_ray.backend.backend_options import current_options
 from cgx_ray.plan import CodecSpec
 
 

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from cgx_ray.plan import CodecSpec, Intra, Scheme
+from cgx_ray.planner.candidates import FREE, CodecCost
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.legs import legs, thread_s
-from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.papers.bytecomp import (
     CodecDevice,
     CodecTask,

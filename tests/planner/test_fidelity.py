@@ -9,8 +9,8 @@ import pytest
 
 from bench.accuracy.cases import CODECS, WORKLOADS, read_option
 from cgx_ray.plan import NONE, CodecSpec, preferred_scheme
+from cgx_ray.planner.candidates import efficiency
 from cgx_ray.planner.fidelity import LOSS_COSTS, Fidelity, codecs_of, describe_costs
-from cgx_ray.planner.options import efficiency
 
 ROWS = {
     row["name"]: row

@@ -10,8 +10,8 @@ import pytest
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.papers.flexible import (
     CANDIDATE_DENSITIES,
     Trial,

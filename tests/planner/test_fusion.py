@@ -11,9 +11,9 @@ from bench.planner.cases import earliest_finish_s, random_pipeline
 from bench.planner.fusion import fuse
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Option, Scheme
+from cgx_ray.planner.candidates import FREE, CodecCost
 from cgx_ray.planner.cost import Link, Network, exchange_s
 from cgx_ray.planner.legs import MESSAGE_S, THREAD_S
-from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, group_cost
 from cgx_ray.planner.search import search

@@ -14,11 +14,11 @@ from bench.planner.strategies import named_strategies
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, make_plan
 from cgx_ray.planner import chain
+from cgx_ray.planner.candidates import CodecCost, candidate_options
 from cgx_ray.planner.cost import Link, Network, hierarchical_terms, terms
 from cgx_ray.planner.joint import MAX_ERROR, MAX_GAP, best_plan
 from cgx_ray.planner.legs import MESSAGE_S, THREAD_S, exchange_stages
 from cgx_ray.planner.models import MODEL_NAMES, load_model
-from cgx_ray.planner.options import CodecCost, candidate_options
 from cgx_ray.planner.pipeline import Pipeline, cheapest, group_cost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
 from cgx_ray.planner.timeline import Resource

@@ -12,10 +12,10 @@ from support.groupings import all_plans
 from bench.planner.cases import earliest_finish_s
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Device, GroupPlan, Intra, Layer, Option, Plan, Scheme, make_plan
+from cgx_ray.planner.candidates import CodecCost, candidate_codecs, codec_options, host_name, offloaded
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.joint import MAX_ERROR, best_plan
 from cgx_ray.planner.legs import exchange_stages
-from cgx_ray.planner.options import CodecCost, candidate_codecs, codec_options, host_name, offloaded
 from cgx_ray.planner.pipeline import Pipeline, group_cost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, predict
 from cgx_ray.planner.search import search

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme
+from cgx_ray.planner.candidates import CodecCost, candidate_options, efficiency
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.legs import THREAD_S
-from cgx_ray.planner.options import CodecCost, candidate_options, efficiency
 from cgx_ray.planner.pipeline import GroupEnd, Pipeline, group_cost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 

@@ -14,8 +14,8 @@ from cgx_ray.cli import main
 from cgx_ray.commands import profile
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import BUILT_IN, CodecSpec
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.profile import Profile, fit_cost, fit_line, load_link, load_profile, save_profile
 
 SIZES = [1 << exponent for exponent in range(10, 25, 2)]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from bench.planner.cases import random_pipeline
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, PIECE_BYTES, CodecSpec, Option, Scheme
+from cgx_ray.planner.candidates import FREE, CodecCost, candidate_options
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.legs import MESSAGE_S, THREAD_S, Leg, exchange_stages, legs, thread_s
-from cgx_ray.planner.options import FREE, CodecCost, candidate_options
 from cgx_ray.planner.pipeline import GroupEnd
 from cgx_ray.planner.scheme_costs import Overlap
 from cgx_ray.planner.timeline import Resource, Stage, Timeline, simulate

@@ -20,8 +20,8 @@ from support.control_runs import DENSITIES, start
 import cgx_ray
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.plan import CodecSpec
+from cgx_ray.planner.candidates import candidate_options
 from cgx_ray.planner.fidelity import codecs_of, describe_costs
-from cgx_ray.planner.options import candidate_options
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.ray_train import config as ray_config
 from cgx_ray.ray_train.agent_watch import AgentWatch

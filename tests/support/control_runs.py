@@ -22,8 +22,8 @@ from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, InsideLink, LayerError, NodeSample, StepSample
 from cgx_ray.plan import Layer, Option, Plan, make_plan
 from cgx_ray.planner.bits import WIDTHS
+from cgx_ray.planner.candidates import CodecCost, candidate_options
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.options import CodecCost, candidate_options
 from cgx_ray.planner.prediction import groups_of
 
 WORLD = 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import Decision, Policy, Situation
-from cgx_ray.planner.options import candidate_options
+from cgx_ray.planner.candidates import candidate_options
 from support.control_runs import DENSITIES
 
 ADAPTIVE = Adaptive(candidates=candidate_options(DENSITIES))

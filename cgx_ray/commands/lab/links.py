@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cgx_ray.commands.lab.options import change_of, describe_backend, lab_option, link_options
+from cgx_ray.commands.lab.link_options import change_of, describe_backend, lab_option, link_options
 from cgx_ray.errors import LabError
 from cgx_ray.lab.handle import LabHandle
 from cgx_ray.lab.link import DIRECTIONS, LINK_WORDS, Direction

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from cgx_ray.commands.lab.options import epoch_option, lab_option, read_schedule, slower_option
+from cgx_ray.commands.lab.link_options import epoch_option, lab_option, read_schedule, slower_option
 from cgx_ray.errors import LabError
 from cgx_ray.lab.events import LinkEvent, append_events, links_now
 from cgx_ray.lab.handle import LabHandle

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from cgx_ray.commands.lab.options import epoch_option, read_schedule, slower_option
+from cgx_ray.commands.lab.link_options import epoch_option, read_schedule, slower_option
 from cgx_ray.report.links import plot_schedule
 
 

@@ -11,7 +11,7 @@ import time
 
 import click
 
-from cgx_ray.commands.lab.options import change_of, describe_backend, lab_option, link_options
+from cgx_ray.commands.lab.link_options import change_of, describe_backend, lab_option, link_options
 from cgx_ray.errors import LabError
 from cgx_ray.lab.handle import LabHandle, owner_lives
 from cgx_ray.lab.namespaces import Lab

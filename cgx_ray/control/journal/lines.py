@@ -34,8 +34,8 @@ from cgx_ray.control.policies.policy import Decision, Policy, Situation
 from cgx_ray.control.trial.outcome import PendingOutcome
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.legs import EncodesOn
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.named_policies import recorded_policy
 from cgx_ray.control.policies.policy import PlannerInput, Policy, Situation, Static
 from cgx_ray.plan import GroupPlan, Layer, Option, Plan
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of
 
 

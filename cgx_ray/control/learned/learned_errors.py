@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from cgx_ray.control.learned.compute_slowdown import ComputeSlowdown
 from cgx_ray.control.learned.measured import dense_shares
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option
-from cgx_ray.planner.options import CodecCost
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.prediction import PlannedGroup, Prediction
 
 # Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed. They

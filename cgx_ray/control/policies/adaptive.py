@@ -42,9 +42,9 @@ from cgx_ray.control.policies.policy import (
 )
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_plan
+from cgx_ray.planner.candidates import codec_cost_of, offloaded
 from cgx_ray.planner.fidelity import Fidelity, codecs_of, describe_costs
 from cgx_ray.planner.joint import BestPlan, best_plan
-from cgx_ray.planner.options import codec_cost_of, offloaded
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.prediction import PlannedGroup, Prediction, groups_of, predict
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.errors import ConfigError, PlanError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Intra, Option, Plan, Scheme, as_option, preferred_scheme
+from cgx_ray.planner.candidates import codec_options
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.joint import BestPlan, best_plan
-from cgx_ray.planner.options import codec_options
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, groups_of, predict
 
 # Searches per network, each of 3 to 260 ms, with thousands of layers 400.

@@ -20,8 +20,8 @@ from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
 from cgx_ray.control.trial.measuring_steps import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
 from cgx_ray.plan import CodecSpec, Layer, Option, Plan
+from cgx_ray.planner.candidates import FREE, CodecCost
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.options import FREE, CodecCost
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 
 # Error of the model (standard deviation of a logarithm) without any dense step, and on another network than the one

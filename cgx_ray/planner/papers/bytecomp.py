@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE, CodecSpec, Device, Intra, Option, Scheme
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.options import CodecCost
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Groups, Pipeline
 
 MAX_TRIALS = 4096

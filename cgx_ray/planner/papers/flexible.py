@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Option, Scheme
+from cgx_ray.planner.candidates import CodecCost, codec_cost_of
 from cgx_ray.planner.cost import Link, Network, check_exchange
 from cgx_ray.planner.legs import legs
-from cgx_ray.planner.options import CodecCost, codec_cost_of
 from cgx_ray.planner.papers.groups import uniform_groups
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
