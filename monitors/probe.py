@@ -320,7 +320,7 @@ class Prober:
     ) -> NodePath:
         """Probe another node by the addresses of its servers. All probes together keep to the budget of one minute.
 
-        iperf3  used if libiperf is installed here too. If its test fails, the rate is that of TCP
+        iperf3  used if libiperf is installed here too. If its test fails, the rate is measured with TCP
 
         Raises OSError if the other node does not answer.
         """
@@ -331,7 +331,7 @@ class Prober:
             try:
                 bytes_per_s = measure_iperf3(*iperf3, left // 3, self._host)
             except OSError as error:
-                logger.warning("the rate of this probe is that of TCP, because iperf3 failed: %s", error)
+                logger.warning("this probe has measured with TCP, because iperf3 failed: %s", error)
                 bytes_per_s = 0.0
             if bytes_per_s > 0:
                 found.append(Bandwidth(bytes_per_s=bytes_per_s, tool="iperf3"))

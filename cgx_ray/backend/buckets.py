@@ -90,7 +90,7 @@ def register_model(model: nn.Module, plan: Plan | None = None) -> None:
     elif dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"register_model got a {type(model).__name__}; wrap it first, with "
-            "torch.nn.parallel.DistributedDataParallel: only DDP says how it cuts its buckets"
+            "torch.nn.parallel.DistributedDataParallel: only DDP reports how it cuts its buckets"
         )
 
 

@@ -155,8 +155,8 @@ class Agreement:
         )
         if self.drift > limit:
             raise ReplicaError(
-                f"{said}, more than rounding explains ({limit:.2g}). Possible causes: a rank changed or loaded weights "
-                "by itself; memory that returns other bits. Resume all ranks from one checkpoint; with "
+                f"{said}, more than rounding explains ({limit:.2g}). Possible causes: one rank alone changed or loaded "
+                "weights; memory that returns other bits. Resume all ranks from one checkpoint; with "
                 "weight_check_steps=0 nothing is compared"
             )
         has_grown = self._warned_of is None or self.drift > WARN_AGAIN * self._warned_of

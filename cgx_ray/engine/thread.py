@@ -166,7 +166,7 @@ def noting_more(failure: CGXError) -> Iterator[None]:
 
 
 def overdue_at_close(rank: int, step: int, timeout_s: float) -> str:
-    """Log that an engine hangs up because its work does not end; return it for the other ranks."""
+    """Log that an engine disconnects because its work does not end; return it for the other ranks."""
     said = f"rank {rank}, step {step}: closed, and {timeout_s:g} s later other ranks had not taken part in the exchange"
-    logger.warning("%s: it hangs up. Close on all ranks after the same step", said)
+    logger.warning("%s: it disconnects. Close on all ranks after the same step", said)
     return said

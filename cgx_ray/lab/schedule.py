@@ -101,7 +101,7 @@ def parse_schedule(name: str, text: str) -> Schedule:
             if words[0] == "unit" and len(words) == 2 and words[1] in UNITS and unit is None:
                 unit = words[1]
             elif unit is None:
-                raise LabError(f"the first line has to say the unit: 'unit s', {' or '.join(UNITS)}")
+                raise LabError(f"the first line must name the unit: 'unit s', {' or '.join(UNITS)}")
             elif words[1:] == ["end"]:
                 end = _time(words[0], events)
             else:
@@ -109,7 +109,7 @@ def parse_schedule(name: str, text: str) -> Schedule:
         except LabError as error:
             raise LabError(f"schedule {name}, line {number}: {error}") from None
     if unit is None or not events:
-        raise LabError(f"schedule {name} says nothing; write 'unit s' and lines like '0 rate=1gbit'")
+        raise LabError(f"schedule {name} is empty; write 'unit s' and lines like '0 rate=1gbit'")
     return Schedule(name=name, unit=unit, events=tuple(events), end=end if end is not None else events[-1].at)
 
 

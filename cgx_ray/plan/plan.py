@@ -115,7 +115,7 @@ class Plan:
             raise PlanError(f"version {self.version} and world_size {self.world_size}: need >= 0 and >= 1")
         if len(self.groups) > MAX_GROUPS:
             raise PlanError(
-                f"plan {self.version} has {len(self.groups)} groups; messages can tell {MAX_GROUPS} apart, so give "
+                f"plan {self.version} has {len(self.groups)} groups; at most {MAX_GROUPS} are allowed, so give "
                 "larger groups (group_bytes)"
             )
         names = [name for group in self.groups for name in group.layers]

@@ -164,7 +164,7 @@ def test_a_uniform_plan_is_one_group_a_dtype_small_layers_and_all() -> None:
 def test_what_a_header_cannot_say_is_refused_when_the_plan_is_made() -> None:
     groups = tuple(GroupPlan(layers=(str(i),)) for i in range(MAX_GROUPS))
     Plan(version=0, world_size=2, groups=groups)
-    with pytest.raises(PlanError, match="65537 groups; messages can tell 65536 apart, so give larger groups"):
+    with pytest.raises(PlanError, match="65537 groups; at most 65536 are allowed, so give larger groups"):
         Plan(version=0, world_size=2, groups=(*groups, GroupPlan(layers=("one too many",))))
     codec = make_codec(CodecSpec(name="none"))
     # The memory is never written, so the system allocates none of it.

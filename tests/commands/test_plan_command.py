@@ -153,7 +153,7 @@ def test_compute_time_is_as_given_or_by_throughput_or_by_the_gpu_and_says_so(tmp
 
 def test_what_is_not_in_the_model_of_a_gpu_is_assumed_aloud() -> None:
     said = answer(gpu="a100")["assumptions"]
-    assert "nothing was measured on a GPU: the speed of a100 is that of its data sheet" in said
+    assert "nothing was measured on a GPU: the speed of a100 is from its data sheet" in said
     copies = "no copies between a GPU and its host, and no NCCL: neither is in the model"
     assert copies in said
     said = answer(**{"step-time": "50ms"})["assumptions"]
@@ -252,7 +252,7 @@ def test_a_sweep_from_part_of_a_node_fills_nodes_of_the_size_given() -> None:
         ({"gpu": "abacus"}, "no GPU 'abacus'; known: a10"),
         ({"batch": "0"}, "batch 0 is not allowed"),
         ({"price": "-2"}, "price -2.0 is not allowed"),
-        ({"samples-per-epoch": "100"}, "--samples-per-epoch says what an epoch costs with --price"),
+        ({"samples-per-epoch": "100"}, "--samples-per-epoch is for the price of an epoch; give --price"),
         ({"price": "2", "samples-per-epoch": "0"}, "samples per epoch 0 is not allowed"),
         ({"gain": "qsgd"}, "--gain 'qsgd' is not allowed"),
         ({"gain": "qsgd=much"}, "--gain 'qsgd=much' is not allowed"),

@@ -167,7 +167,7 @@ def test_training_goes_on_without_the_process_of_the_loop(tmp_path: Path) -> Non
     assert lines_of(tmp_path, "end") == []
 
 
-@pytest.mark.fault("a rank loses its connection to rank 0's loop, without Ray", "it says so once; training goes on")
+@pytest.mark.fault("a rank loses its connection to rank 0's loop, without Ray", "it logs that once; training goes on")
 def test_a_rank_that_loses_its_connection_to_the_loop_says_so_once(tmp_path: Path) -> None:
     said = run_ranks(2, lose_connection, str(tmp_path))
     assert len(said[1]) == 1, said

@@ -147,7 +147,7 @@ def test_decisions_go_on_after_the_process_of_the_loop_was_killed(cluster: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.fault("the policy raises at every decision", "training goes on with its first plan; the log says why")
+@pytest.mark.fault("the policy raises at every decision", "training goes on with its first plan; the log has the error")
 def test_a_policy_that_raises_does_not_hold_up_the_training(cluster: Path, tmp_path: Path) -> None:
     fit(tmp_path, cgx_ray.CGXConfig(policy=RaisingPolicy(), simulated_link=LINK))
     assert len(hashes_of(tmp_path, 0)) == NUM_STEPS

@@ -28,7 +28,7 @@ def _refuse(*args: object, **kwargs: object) -> Any:
     raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
-@pytest.mark.fault("errors of `/proc/pressure` and of psutil", "that reading is left out, and said once")
+@pytest.mark.fault("errors of `/proc/pressure` and of psutil", "that reading is left out, and logged once")
 @pytest.mark.parametrize(
     ("owner", "name", "missing"),
     [
@@ -94,7 +94,7 @@ def test_a_pipe_in_place_of_the_journal_costs_lines_and_no_time(tmp_path: Path) 
     assert list(log.recent) == [LINE]
 
 
-@pytest.mark.fault("no samples come for a minute", "the journal and the log say so")
+@pytest.mark.fault("no samples come for a minute", "one line in the journal, one in the log")
 def test_the_journal_says_once_that_no_samples_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = Journal(tmp_path / "decisions.jsonl")
     events = JournalEvents(log, (), {})

@@ -119,7 +119,7 @@ def _gloo_never_ends(rank: int, way: str) -> str:
     return said
 
 
-@pytest.mark.fault("Gloo does not end a collective when all hang up", "that error; the process ends at once")
+@pytest.mark.fault("Gloo does not end a collective when all disconnect", "that error; the process ends at once")
 @pytest.mark.parametrize("way", ["tcp", "gloo"])
 def test_a_rank_ends_although_a_collective_of_gloo_does_not(way: str) -> None:
     for said in run_ranks(NUM_RANKS, _gloo_never_ends, way):
@@ -202,7 +202,7 @@ def _close_in_a_step(rank: int) -> str:
 
 
 @pytest.mark.fault(
-    "one rank closes in the middle of a step", "it hangs up after `timeout_s` of `close`; the others say so"
+    "one rank closes in the middle of a step", "it disconnects after `timeout_s` of `close`; the others report it"
 )
 def test_close_hangs_up_on_a_step_that_does_not_end() -> None:
     for said in run_ranks(NUM_RANKS, _close_in_a_step):

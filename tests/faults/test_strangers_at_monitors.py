@@ -137,7 +137,7 @@ def test_who_crowds_the_server_makes_the_room(monkeypatch: pytest.MonkeyPatch) -
             one.close()
 
 
-@pytest.mark.fault("a server may open no more files", "it pauses, says so, and goes on")
+@pytest.mark.fault("a server may open no more files", "it pauses, logs that, and goes on")
 def test_without_file_descriptors_the_server_pauses_and_then_goes_on(
     server: GuardedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

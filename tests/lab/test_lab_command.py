@@ -301,13 +301,13 @@ def test_the_papers_schedules_come_with_the_package():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0 rate=1gbit", "line 1: the first line has to say the unit"),
+        ("0 rate=1gbit", "line 1: the first line must name the unit"),
         ("unit s\n0 rate=1", "line 2: rate '1' is not allowed; give a number and kbit"),
         ("unit s\n\n5 cut\n1 cut", "line 4: 1 comes after 5"),
         ("unit s\nsoon cut", "'soon' is not a time"),
         ("unit s\n0 host=1", "nothing changes"),
         ("unit s\n0 host=one cut", "write host=2"),
-        ("unit s", "says nothing"),
+        ("unit s", "is empty"),
     ],
 )
 def test_a_schedule_that_is_not_understood_names_the_line(text, message):

@@ -32,8 +32,8 @@ _OF_ONE_NETWORK = (
 @click.command()
 @click.option("--model", required=True, metavar="NAME|FILE", help="resnet50, gpt2, ..., or a file of `profile-model`.")
 @click.option("--workers", type=int, help="Number of workers; needed without --clusters.")
-@click.option("--latency", help="Latency one way between nodes, such as 4ms or 50us.  [default: that of --profile]")
-@click.option("--bandwidth", help="Bandwidth of a node's link, such as 10gbps.  [default: that of --profile]")
+@click.option("--latency", help="Latency one way between nodes, such as 4ms or 50us.  [default: from --profile]")
+@click.option("--bandwidth", help="Bandwidth of a node's link, such as 10gbps.  [default: from --profile]")
 @click.option("--ranks-per-node", default=1, show_default=True, help="Workers that share a node and its link.")
 @click.option("--inside-latency", default=INSIDE_LATENCY, show_default=True, help="Latency between ranks of a node.")
 @click.option(

@@ -130,7 +130,7 @@ def read_question(
     inside = parse_link(inside_latency, inside_bandwidth)
     network = make_network(workers, ranks_per_node, _between(latency, bandwidth, measured.link), inside)
     if samples_per_epoch is not None and price is None:
-        raise ConfigError("--samples-per-epoch says what an epoch costs with --price; give that too")
+        raise ConfigError("--samples-per-epoch is for the price of an epoch; give --price too")
     given = dict(_read_gain(text) for text in gains)
     scenario = Scenario(
         model=description,
@@ -162,9 +162,9 @@ def _about_compute(model: ModelDescription, gpu: str | None) -> list[str]:
     """Return the assumptions about what was not measured, or is not in the model."""
     assumptions = ["no copies between a GPU and its host, and no NCCL: neither is in the model"]
     if gpu is not None:
-        assumptions.append(f"nothing was measured on a GPU: the speed of {gpu} is that of its data sheet")
+        assumptions.append(f"nothing was measured on a GPU: the speed of {gpu} is from its data sheet")
     if not model.ready_s:
-        assumptions.append("a layer's share of backward is that of its multiply-adds; `cgx-ray profile-model` measures")
+        assumptions.append("a layer's share of backward is that of multiply-adds; `cgx-ray profile-model` measures")
     return assumptions
 
 
