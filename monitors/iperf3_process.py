@@ -65,7 +65,7 @@ def serve(host: str, port_text: str, peer: str, max_s: str) -> None:
         time.sleep(LISTEN_POLL_S)
     if port is not None:
         answer(stdout, port=port)
-    # A client that connects and says nothing would keep libiperf for ever.
+    # A client that connects and sends nothing would keep libiperf for ever.
     test.join(float(max_s))
     if port is None:
         answer(stdout, error=results[0].error)

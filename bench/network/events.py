@@ -60,7 +60,7 @@ def neighbour_rows(lab: Lab, job: WatchedJob, minutes: float) -> list[Row]:
 def slow_host_rows(lab: Lab, job: WatchedJob) -> Iterator[Row]:
     """Check that the loop names a slow uplink and a slow downlink, and none if all uplinks are slower than downlinks.
 
-    In the last case receivers observe up to twice what each sender can sustain, so probes tell the bandwidth.
+    In the last case receivers observe up to twice what each sender can sustain, so probes measure the bandwidth.
     """
     yield from _slow_host(lab, job, 2, "up")
     yield from _slow_host(lab, job, 1, "down")

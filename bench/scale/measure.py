@@ -256,7 +256,7 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 
 def measure_agreement(num_ranks: int, on_turn: OnPart) -> tuple[float, float]:
-    """Return the milliseconds of a rank's processor per agreement of `num_ranks` processes, and if each tells all."""
+    """Return a rank's processor milliseconds per agreement of `num_ranks` processes, and if each sends to all."""
     on_turn(f"agreement of {num_ranks} processes", 0.0)
     argv = [sys.executable, "-m", "bench.scale.agreeing_ranks", str(num_ranks)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)

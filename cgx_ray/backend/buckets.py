@@ -1,6 +1,6 @@
 """The layers in DDP's buckets, and so how each part of a bucket is reduced.
 
-A process group gets flat tensors without names. DDP tells how it cuts its buckets, so a tensor is recognised as a
+A process group gets flat tensors without names. DDP reports how it cuts its buckets, so a tensor is recognised as a
 bucket by its size and by its turn among DDP's calls since the last forward pass. Both are the same on all ranks;
 addresses would not be. A tensor mistaken for a bucket is still reduced correctly, only cut differently.
 """

@@ -188,7 +188,7 @@ def _traffic(parts: Sequence[NodeStep], step_s: float, world_size: int, num_shar
         exchanges=tuple(
             _exchange(shortest(transfers), world_size)
             for transfers in zip(*(part.transfers for part in parts), strict=True)
-            # A hierarchical exchange uses two kinds of links, so its time tells neither.
+            # A hierarchical exchange uses two kinds of links, so its time shows neither.
             if transfers[0].intra == "flat"
         ),
         bursts={

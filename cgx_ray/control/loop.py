@@ -288,7 +288,7 @@ class ControlLoop:
         return self._disable(state, state.plan, slowdown, at)
 
     def _compare(self, state: WorkerGroupState, at: _When) -> Decision | None:
-        """Measure some dense steps if those so far do not tell whether the plan is slower than dense."""
+        """Measure some dense steps if those so far do not show whether the plan is slower than dense."""
         slowdown = state.slowdown()
         if slowdown is None or not state.steps.grants_comparison(slowdown, state.known()):
             return None
@@ -366,7 +366,7 @@ class ControlLoop:
             self._events.policy_error(error, at.step, at.time_s)
             return None
         if decision is not None and decision.kind == "replace" and self._policy.is_guarded:
-            # Only steps under an option tell how much it really keeps.
+            # Only steps under an option show how much it really keeps.
             state.bans.add_gain_fall(state.fallen_options(situation.planner_input.now), at.step, at.now_s)
         return decision
 

@@ -72,7 +72,7 @@ class WorkerGroupState:
         learned: Learned | None,
     ) -> None:
         """
-        policy                tells which errors by layer it needs, and how it is bound by them
+        policy                knows which errors by layer it needs, and how it is bound by them
         gain_ratios, learned  in earlier worker groups, of any size; see `GainWatch`
         """
         self.layers = registration.layers

@@ -50,7 +50,7 @@ class Agreement:
         self._transport = transport
         self._pending: Callable[[], Tensor] | None = None
         self._hash = NO_HASH
-        # Version that was the newest on some ranks, but not on all: all say in the next step whether they hold it.
+        # Version that was the newest on some ranks, but not on all: all report in the next step whether they hold it.
         self._asked: int | None = None
         self._named: int | None = None
         self._sure: int | None = None

@@ -20,7 +20,7 @@ from cgx_ray.engine.unused import StepResult, begin_marked_by_all
 from cgx_ray.engine.weight_check import NO_HASH
 from cgx_ray.torch_compat import profiled
 
-# Steps whose median is the usual time, and the fewest that tell it: the first step is unlike all others.
+# Steps whose median is the usual time, and the fewest that show it: the first step is unlike all others.
 USUAL_STEPS, LEAST_STEPS = 31, 3
 # Times the usual time from which the rest is a pause. Less is noise of small models and of data loaders.
 PAUSE_FACTOR = 2.0

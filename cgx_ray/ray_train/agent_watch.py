@@ -81,7 +81,7 @@ class AgentWatch:
         self._ending.set()
 
     def _start(self, node_ids: list[str], timeout_s: float) -> list[str]:
-        """Start the agents of `node_ids`, and tell the others their addresses. Return the nodes that have started."""
+        """Start the agents of `node_ids`, and send the others their addresses. Return the nodes that have started."""
         echoes = self._ask("address", timeout_s)
         # Those that have not answered are not waited for again.
         bulk = self._ask("bulk_address", timeout_s, echoes) if self._probes else {}

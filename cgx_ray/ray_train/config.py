@@ -59,7 +59,7 @@ class CGXConfig(Settings, TorchConfig):
 class CGXBackend(TorchBackend):
     """Starts one controller per worker group and one agent per node. Lives in Ray's train controller.
 
-    Nothing tells a backend that the run is over, and Ray's train controller may live as long as the driver. So our
+    A backend does not learn that the run is over, and Ray's train controller may live as long as the driver. So our
     controller ends with its workers and hands its history to the next one.
     """
 

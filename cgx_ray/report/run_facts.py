@@ -210,7 +210,7 @@ def duration_s(record: RunRecord) -> float:
 
 
 def world_size(record: RunRecord) -> int | None:
-    """Return the number of ranks, None if no line tells it."""
+    """Return the number of ranks, None if no line has it."""
     if record.starts:
         return int(record.starts[-1]["world_size"])
     return int(record.decisions[-1]["inputs"]["world_size"]) if record.decisions else None
@@ -260,9 +260,7 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
             "the GPU."
         )
     if gained is not None and gained.ratio < 1.1:
-        return (
-            "Dense gradients are nearly as fast on this link: compression helps on a slower one or with more nodes."
-        )
+        return "Dense gradients are nearly as fast on this link: compression helps on a slower one or with more nodes."
     exchange = f" ({parts[2] / sum(parts):.0%} of the last steps)" if parts is not None and sum(parts) > 0 else ""
     return (
         f"The exchange is what is left to shorten{exchange}: try "

@@ -95,7 +95,7 @@ def page() -> str:
 
 
 def _tables() -> Iterator[str]:
-    """Yield the lines of all tables. A number tells the file of a row's test."""
+    """Yield the lines of all tables. A number stands for the file of a row's test."""
     for theme, names in THEMES.items():
         yield f"\n### {theme}\n\n| fault | outcome |\n|---|---|"
         for number, name in enumerate(names, start=1):

@@ -1,4 +1,4 @@
-"""Greetings: one byte to some other ranks between two steps, which tells latencies without any probe.
+"""Greetings: one byte to some other ranks between two steps, which measures latencies without any probe.
 
 No gradients are in front of it then, so it shows an idle link; messages of the agreement queue behind gradients.
 """
@@ -36,7 +36,7 @@ def greeted(rank: int, world_size: int) -> list[int]:
     """Return the ranks that `rank` greets, which are those that greet it.
 
     All of up to MAX_DIRECT others. Of more ranks, those that are a third and a half of all ranks away: most are on
-    other nodes, and a latency is a quantile over all ranks, so more pairs would tell no more.
+    other nodes, and a latency is a quantile over all ranks, so more pairs would add nothing.
     """
     if world_size <= 1 + MAX_DIRECT:
         return [(rank + distance) % world_size for distance in range(1, world_size)]

@@ -6,7 +6,7 @@ number of bits per measurement, in turn: each of them renews the level, so no nu
 gradients change.
 
 Gradients of the steps to come are others than those that bits were chosen on. So each measurement under a plan with
-bits by layer also tells by how much the error of these bits exceeds what was expected of them, both over that of 4
+bits by layer also shows by how much the error of these bits exceeds what was expected of them, both over that of 4
 bits. The next bits are chosen for an error that is smaller by that factor, and at once if those in force lose too much.
 """
 

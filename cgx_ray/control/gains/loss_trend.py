@@ -62,7 +62,7 @@ class LearningPhase:
         """Add the learning rate of a step, None if it is unknown; return whether it has changed by OTHER_RATE.
 
         A slow decay counts each time that it has added up to OTHER_RATE. The first rate is no change. Without any rate
-        the norm alone tells.
+        the norm alone decides.
         """
         self._num_left = max(0, self._num_left - 1)
         if lr is None or not 0 < lr < math.inf:
@@ -144,7 +144,7 @@ def _squares(num: int) -> float:
 
 def _worse(before: Sequence[float], since: Sequence[float]) -> str | None:
     """Return in words how the losses `since` are worse than those `before`, or None."""
-    # The losses since do not tell the scatter: one that begins to rise scatters too.
+    # The scatter is not that of the losses since: one that begins to rise scatters too.
     old, mean = _line(before), fmean(since)
     mean_error = old.scatter * math.sqrt(1 / len(before) + 1 / len(since))
     slope_error = old.scatter / math.sqrt(_squares(len(before)))

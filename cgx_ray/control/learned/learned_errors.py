@@ -22,7 +22,7 @@ MEMORY_S = 600.0
 LATE_NOTICE_S = 15.0
 # Steps that an earlier error counts as when new steps are added to it.
 EARLIER_STEPS = 1.0
-# Newest outcomes that tell how far predictions are off. One per minute, if nothing else happens.
+# Newest outcomes that show how far predictions are off. One per minute, if nothing else happens.
 NUM_OUTCOMES = 8
 # Largest factor by which one outcome corrects a codec's times. Calibration may overstate them 300 times.
 MAX_CODEC_CORRECTION = 1000.0
@@ -34,7 +34,7 @@ class LearnedErrors:
     """Factors that predictions are multiplied with.
 
     A plan's error is the mean of its options' (of logarithms, by dense bytes). Dense counts only in plans with nothing
-    else: dense steps tell its error, so the error of a mixture is that of the rest, however small its part is. An
+    else: dense steps show its error, so the error of a mixture is that of the rest, however small its part is. An
     option that was never tried has the largest error of those with its codec on its device, and at least none: it must
     not look better than its twins only because these were tried. Without any, it has the median of the codecs' and of
     no error, at least none: one codec that failed says little of the others, but two say that the machine is slower

@@ -1,4 +1,4 @@
-"""Detectors that tell a change from noise: CUSUM (Page 1954) on logarithms, with evidence counted in seconds.
+"""Detectors that separate a change from noise: CUSUM (Page 1954) on logarithms, with evidence counted in seconds.
 
 Each second adds log(value / level) - DRIFT to the evidence for a rise, and the same with the other sign for a fall;
 evidence never falls below 0. An alarm is raised when it reaches ALARM. A change by 2x adds log 2 - log 1.2 = 0.51 per

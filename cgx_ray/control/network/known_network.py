@@ -11,7 +11,7 @@ Messages and probes are combined as follows:
    carried meanwhile counts if that was more; what other programs usually take does not. Where all ranks send more
    slowly than they receive, the messages are not sure: all uplinks may be slower than all downlinks, as in clouds that
    limit what a machine sends, and then a rank receives from several others more than each can send. Nodes of one rank
-   each tell this, from three nodes on.
+   each show this, from three nodes on.
 3. While the bandwidth of the messages is not sure, `next_probe` orders probes, from the second minute on. A node takes
    part in one probe per minute, of at most 1 % of what its link carries in that minute (`monitors.probe_schedule`), and
    a node that has sent receives next.
@@ -205,7 +205,7 @@ class KnownNetwork:
             self._changed_at_s = now_s
 
     def _compare_senders(self) -> bool:
-        """Return whether ranks send more slowly than they receive. Ranks that share a node's link do not tell."""
+        """Return whether ranks send more slowly than they receive. Ranks that share a node's link do not show it."""
         sent, messages = self._link.usual_sent, self._link.bandwidth
         if sent is None or messages is None or self._link.slow or len(self._ranks) < MIN_COMPARED_LINKS:
             return False
@@ -261,7 +261,7 @@ class KnownNetwork:
 
     @property
     def is_known(self) -> bool:
-        """True if messages or probes tell the bandwidth. Else it is a guess, which scatters by up to 3x."""
+        """True if messages or probes show the bandwidth. Else it is a guess, which scatters by up to 3x."""
         return self._sure is not None or bool(self._probed_rates)
 
     @property

@@ -29,7 +29,7 @@ Otherwise a CUSUM test (`changes.ChangeDetector`) watches these quantities, and 
 observations older than the change are dropped. A rate that falls by 2x is noticed after 1.1 s, one that doubles after
 0.9 s, and a latency after 0.8 s. While a node's cards carry more than the bursts show, as with several ranks or beside
 another program, a fall of the rate needs 2.1 s and a rise 1.7: so a neighbour's burst of 2 s that fills the link is not
-a change. Exchanges tell a change only while there are no bursts: a fall after 2.1 s, a rise after 1.5. On the mesh only
+a change. Exchanges show a change only while there are no bursts: a fall after 2.1 s, a rise after 1.5. On the mesh only
 what TURN_S per hop does not explain counts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
@@ -267,7 +267,7 @@ class PassiveLink:
             if self._is_quiet:
                 self._unwatched.clear()
             return []
-        # A slow link stays slow until its own bursts show otherwise: those of the others alone do not tell.
+        # A slow link stays slow until its own bursts show otherwise: those of the others do not show it.
         down = {**self._down.all, **new_down}
         # Sending rates of some ranks compare only with each other.
         up = new_up if new_up.keys() >= self._up.all.keys() else self._up.all

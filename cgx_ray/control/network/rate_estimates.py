@@ -37,7 +37,7 @@ MIN_SENT = 3
 REACHED_SHARE = 0.72
 # Fewer bursts than this may be fast or slow by chance, so the estimate is not sure, whatever their scatter.
 MIN_SURE_BURSTS = 12
-# Two groups whose bytes per hop differ by this factor tell bandwidth from latency.
+# Two groups whose bytes per hop differ by this factor separate bandwidth from latency.
 SIZE_FACTOR = 4.0
 # Fastest exchanges of each size that are fitted, at most a third of them: the others contain delays by processors.
 FITTED_PER_SIZE = 5

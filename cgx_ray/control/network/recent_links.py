@@ -20,7 +20,7 @@ MIN_STAY_S, MIN_STAY_STEPS = 2.0, 2
 MIN_DWELL_S = 20.0
 # Changes of direction in the window from which a link goes back and forth. A drift has one at most.
 MIN_REVERSALS = 2
-# Message whose time tells which of two links is faster, bytes.
+# Message whose time shows which of two links is faster, bytes.
 _MESSAGE_BYTES = 1 << 20
 
 

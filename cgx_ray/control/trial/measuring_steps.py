@@ -63,7 +63,7 @@ class ComparisonBudget:
     def grant(self, slowdown: Evidence, record: PlanRecord, step_s: float, trained_s: float) -> bool:
         """Return whether a comparison may begin now, and count it.
 
-        After one that did not tell, twice as many new steps are waited for each time.
+        After one without a verdict, twice as many new steps are waited for each time.
         """
         if self._num_comparisons and record.num_steps < MAX_STEPS * 2 ** (self._num_comparisons - 1):
             return False
@@ -77,7 +77,7 @@ class ComparisonBudget:
 
 
 def is_worth_comparing(slowdown: Evidence, dense: Evidence, num_steps: int) -> bool:
-    """Return whether dense steps now would tell if the plan keeps the promise.
+    """Return whether dense steps now would show if the plan keeps the promise.
 
     slowdown   of the plan, over dense
     dense      error of dense alone

@@ -37,7 +37,7 @@ DRIFT = 1.25
 MIN_ALIKE = 2
 # Least share of a dense step's progress that a plan counts as keeping.
 MIN_KEPT = 1e-3
-# Least seconds that a codec is taken to need: a clock cannot tell less.
+# Least seconds that a codec is taken to need: a clock cannot measure less.
 MIN_CODEC_S = 1e-7
 
 

@@ -107,8 +107,8 @@ class GainMeter:
     def _measure_layers(self, codec: Codec, layers: Mapping[str, Tensor]) -> None:
         """Measure the error of each layer on a sample, and scale it by squared ranges to the whole layer.
 
-        Ranges in the rows of an embedding differ by orders of magnitude, so a few rows tell neither the energy of the
-        layer nor its error. They do tell the error for a range.
+        Ranges in the rows of an embedding differ by orders of magnitude, so a few rows show neither the energy of the
+        layer nor its error. They do show the error for a range.
         """
         assert codec.spec.bucket_size is not None
         for name, grad_N in layers.items():
