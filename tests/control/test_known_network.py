@@ -273,7 +273,7 @@ def test_the_number_of_link_changes_only_grows(tmp_path: Path) -> None:
     assert run.loop.facts().num_link_changes > slower
 
 
-def test_latencies_from_before_a_change_do_not_count_until_all_nodes_have_measured_anew(tmp_path: Path) -> None:
+def test_latencies_from_before_a_change_do_not_count_until_all_nodes_have_measured_again(tmp_path: Path) -> None:
     run, nodes = start(tmp_path), "abcd"
     said = {node: {peer: 1e-3 + 1e-6 * i for i, peer in enumerate(nodes) if peer != node} for node in nodes}
 

@@ -44,7 +44,7 @@ def codecs(plan: Plan) -> dict[str, CodecSpec]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_cgx_gives_few_bits_where_errors_are_small_and_chooses_anew_every_period(tmp_path: Path, method: str) -> None:
+def test_cgx_gives_few_bits_where_errors_are_small_and_chooses_again_every_period(tmp_path: Path, method: str) -> None:
     run = start(tmp_path, Cgx(method=method, review_s=30.0))
     run.error = {"embed": 0.04, "head": 0.0001}
     run.run(5)
@@ -142,7 +142,7 @@ def test_the_error_of_bits_in_force_is_compared_with_what_was_expected_of_them(t
     assert 1 <= losses.error_excess < 1.05 < after_surprise, "what stays the same is expected"
 
 
-def test_bits_are_chosen_anew_at_once_if_those_in_force_lose_too_much(tmp_path: Path) -> None:
+def test_bits_are_chosen_again_at_once_if_those_in_force_lose_too_much(tmp_path: Path) -> None:
     run = start(tmp_path, Cgx(method="dp", review_s=1e6))
     run.error = {"embed": 0.04, "head": 0.0001}
     run.run(60)

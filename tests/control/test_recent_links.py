@@ -72,7 +72,7 @@ def test_compute_after_steps_without_any_is_another() -> None:
     assert changes.cause(0.0, 0.3) == "compute rose from 0.000 to 0.300 s"
 
 
-def test_steps_that_take_longer_than_predicted_are_a_cause_until_predictions_are_made_anew() -> None:
+def test_steps_that_take_longer_than_predicted_are_a_cause_until_predictions_are_made_again() -> None:
     changes = StepTimeChanges()
     for _ in range(20):
         changes.add_step(0.3, 1.0, 0.5)

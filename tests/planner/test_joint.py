@@ -270,7 +270,7 @@ def test_on_a_fast_network_nothing_is_compressed_and_the_answer_says_that_comput
     assert slow.speedup > 5, slow.speedup
 
 
-def test_a_plan_that_is_much_longer_when_simulated_is_searched_anew() -> None:
+def test_a_plan_that_is_much_longer_when_simulated_is_searched_again() -> None:
     """Here codec and link are about as busy, and by the model alone the best groups need one or the other in turns."""
     compress = [Option(codec=CodecSpec(name="bf16"), scheme=scheme) for scheme in (Scheme.SRA, Scheme.ALLREDUCE)]
     cost = CodecCost(encode_a_s=5e-6, encode_b_s_per_element=1.5e-10, decode_a_s=5e-6, decode_b_s_per_element=2.8e-10)

@@ -175,10 +175,10 @@ class KnownNetwork:
         self._latencies.remove(sample.node_id)
         self._reported_s[sample.node_id] = sample.latency_s
         outdated_s = self._outdated_s.get(sample.node_id, {})
-        anew_s = {node: latency_s for node, latency_s in sample.latency_s.items() if latency_s != outdated_s.get(node)}
-        if anew_s:
-            self._latencies.add_latency(sample.node_id, now_s, median(anew_s.values()))
-        if len(anew_s) == len(sample.latency_s):
+        new_s = {node: latency_s for node, latency_s in sample.latency_s.items() if latency_s != outdated_s.get(node)}
+        if new_s:
+            self._latencies.add_latency(sample.node_id, now_s, median(new_s.values()))
+        if len(new_s) == len(sample.latency_s):
             self._outdated_s.pop(sample.node_id, None)
         if now_s - self._changed_at_s > PROBE_HOLDS_S:
             # Nodes that have not reported since the change are not waited for any longer.
