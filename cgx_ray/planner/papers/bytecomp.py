@@ -35,7 +35,6 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE, CodecSpec, Device, Intra, Option, Scheme
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.legs import VENDOR_LATENCIES
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Groups, Pipeline
 
 MAX_TRIALS = 4096
@@ -333,8 +332,7 @@ def _move_s(move: Move, tensor: _TensorState, network: Network, item_bytes: floa
     link, crossing = _link(move, tensor, network)
     if move.part is MovePart.WHOLE and not move.is_compressed:
         # The vendor's ring where all ranks take part, else direct.
-        is_ring = p == network.num_workers
-        hops, num_bytes = (VENDOR_LATENCIES * 2.0 * (p - 1) if is_ring else 2.0), 2 * (p - 1) / p * held
+        hops, num_bytes = (2.0 * (p - 1) if p == network.num_workers else 2.0), 2 * (p - 1) / p * held
     elif move.part is MovePart.FIRST and not move.is_rooted:
         num_bytes = (p - 1) / p * held
         tensor.share /= p
