@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cgx_ray.versions import check_version
+from cgx_ray.versions import check_fsdp2, check_version
 
 check_version("torch", torch.__version__)  # before names that an old torch lacks
 
@@ -40,13 +40,31 @@ _FSDP_MODULES = {
     "FSDPParamGroup": "_fsdp_param_group",
 }
 
+# Names that torch 2.13 gave to collectives of torch.distributed and of process groups, with those of older torches.
+_OLD_NAMES = {
+    "all_gather_single": "all_gather_into_tensor",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
 
 def __getattr__(name: str) -> Any:
     # torch.distributed.fsdp takes about a second to import, and only FSDP2 models need it.
     if name not in _FSDP_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_fsdp2(torch.__version__)
     module = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{_FSDP_MODULES[name]}")
     return getattr(module, name)
+
+
+def collective(owner: Any, name: str) -> Callable[..., Any]:
+    """Return the collective `name` of `owner`, torch.distributed or a process group. Torch before 2.13 has old names.
+
+    The old names give warnings in newer torches, so they are asked for last.
+    """
+    found: Callable[..., Any] = getattr(owner, name if hasattr(owner, name) else _OLD_NAMES[name])
+    return found
 
 
 def as_delivered(group: FSDPParamGroup, op: Any, reduced_T: Tensor) -> Tensor:
@@ -184,6 +202,7 @@ __all__ = [
     "backward_number",
     "bucket_parameters",
     "call_after_backward",
+    "collective",
     "copy_of_scale",
     "divides_by_fewer_ranks",
     "has_rebuilt_buckets",

@@ -31,7 +31,7 @@ def test_this_machine_can_run_what_these_tests_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("versions", "problem"),
-    [({"torch": "1.13.0"}, "older than >=2.13 allows"), ({"torch": None}, "is not installed")],
+    [({"torch": "1.13.0"}, "older than >=2.11 allows"), ({"torch": None}, "is not installed")],
 )
 def test_a_package_that_is_old_or_missing_is_named_with_the_command_that_brings_it(
     versions: dict[str, str | None], problem: str, monkeypatch: pytest.MonkeyPatch
@@ -48,7 +48,7 @@ def test_a_package_that_is_old_or_missing_is_named_with_the_command_that_brings_
     result = run()
     assert result.exit_code == 7
     assert problem in result.output
-    assert "torch: pip install 'torch>=2.13'" in result.output
+    assert "torch: pip install 'torch>=2.11'" in result.output
 
 
 def test_without_rights_the_demo_still_works_because_it_simulates_the_link(monkeypatch: pytest.MonkeyPatch) -> None:

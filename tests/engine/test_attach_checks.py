@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support import ranks
 from support.branches import Branches, batch, train
 from support.ranks import run_ranks
-from support.sharded import make_mesh, shard
+from support.sharded import make_mesh, needs_fsdp2, shard
 from support.sharded import train as train_sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +23,7 @@ from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.plan import make_plan
 
 TIMEOUT_S = 2.0
+IS_SHARDED = [pytest.param(False, id="ddp"), pytest.param(True, id="fsdp2", marks=needs_fsdp2)]
 
 
 @pytest.fixture(autouse=True)
@@ -236,7 +237,7 @@ def _submit_after_end(rank: int, is_sharded: bool) -> str:
 
 
 @pytest.mark.fault("training goes on after the engine's thread has ended", "an error at once")
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("is_sharded", IS_SHARDED)
 def test_nothing_is_given_to_a_thread_that_has_ended(is_sharded: bool) -> None:
     for rank, said in enumerate(run_ranks(2, _submit_after_end, is_sharded)):
         assert f"rank {rank}, step 1: the engine's thread has ended" in said
@@ -257,7 +258,7 @@ def _exit_in_thread(rank: int, is_sharded: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("is_sharded", IS_SHARDED)
 def test_whatever_ends_the_work_of_the_thread_is_raised_in_training(is_sharded: bool) -> None:
     for said in run_ranks(2, _exit_in_thread, is_sharded):
         assert "SystemExit(3)" in said

@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from support.branches import Branches, batch
 from support.ranks import run_ranks
-from support.sharded import BITS8, backward, gradients_of, largest_difference, make_mesh, shard, train, weights_of
+from support.sharded import (
+    BITS8,
+    backward,
+    gradients_of,
+    largest_difference,
+    make_mesh,
+    needs_fsdp2,
+    shard,
+    train,
+    weights_of,
+)
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -21,6 +31,8 @@ import cgx_ray
 from cgx_ray.codecs.wire import HEADER_BYTES
 from cgx_ray.engine.sharded.shards import ShardedLayer
 from cgx_ray.plan import CodecSpec, Layer
+
+pytestmark = needs_fsdp2
 
 
 class _Integers(nn.Module):

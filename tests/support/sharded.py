@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,9 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from cgx_ray.errors import ConfigError
+from cgx_ray.versions import check_fsdp2
 from support.branches import batch
 
 BITS8 = "qsgd:bits=8,rounding=nearest"
+
+
+def _refused() -> str:
+    try:
+        check_fsdp2(torch.__version__)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# For tests of `.ci/versions`, which also runs torches that FSDP2 models cannot use.
+needs_fsdp2 = pytest.mark.skipif(bool(_refused()), reason=_refused())
 
 
 def make_mesh(num_replicas: int = 1) -> DeviceMesh:
