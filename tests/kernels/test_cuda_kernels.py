@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.bucket_codecs import BucketKernels, QsgdKernels, SignKernels, name
+from support.cuda.waits import no_waits
 from support.cuda_emulator import Emulator
 from support.same_bits import assert_same
 from torch import Tensor
@@ -256,18 +257,14 @@ def test_kernels_run_on_the_current_stream_and_nothing_waits_for_the_device() ->
     torch.cuda.synchronize()
 
     side, begun, done = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.stream(side):
-            # For half a second the gradient is still zeros. A kernel on another stream would encode the zeros.
-            torch.cuda._sleep(1_000_000_000)
-            begun.record()
-            grad_N.copy_(expected_N)
-            codec.encode(grad_N, payload)
-            codec.decode(payload, out_N, add=False)
-            done.record()
+    with no_waits(), torch.cuda.stream(side):
+        # For half a second the gradient is still zeros. A kernel on another stream would encode the zeros.
+        torch.cuda._sleep(1_000_000_000)
+        begun.record()
+        grad_N.copy_(expected_N)
+        codec.encode(grad_N, payload)
+        codec.decode(payload, out_N, add=False)
+        done.record()
         assert not begun.query(), "encoding waited for the stream"
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     done.synchronize()
     assert_same(out_N, expected_out_N, "decoded on a side stream")

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from cgx_ray.runtime_ext import ops, reference, sparse
+from support.cuda.waits import no_waits
 from support.same_bits import assert_same
 
 T = TypeVar("T")
@@ -145,12 +146,8 @@ def without_waiting(call: Callable[[], T], device: torch.device) -> T:
     """Run `call`; on a CUDA device, fail if it waits for the device."""
     if device.type != "cuda":
         return call()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         return call()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def hostile_indices(num_kept: int, numel: int, seed: int) -> Tensor:
