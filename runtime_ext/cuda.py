@@ -14,8 +14,16 @@ from . import cuda_launch
 # 8 threads work on a quantization bucket, as csrc/cuda/bucket.h says.
 _BLOCK_SIZE = 256
 _BUCKETS_PER_BLOCK = _BLOCK_SIZE // 8
-# A multiprocessor holds 5 of these blocks at once; more would only wait.
-_BLOCKS_PER_MULTIPROCESSOR = 5
+
+
+def build_qsgd(bits: int, device: torch.device) -> None:
+    """Build what the qsgd functions launch."""
+    cuda_launch.build("qsgd", device, _bits_macro(bits))
+
+
+def build_sign(device: torch.device) -> None:
+    """Build what the sign functions launch."""
+    cuda_launch.build("sign", device)
 
 
 def qsgd_encode(
@@ -32,12 +40,12 @@ def qsgd_encode(
 ) -> None:
     options = (np.int32(bucket_size), np.int32(grid), np.uint32(key), np.int32(stochastic))
     kernel = f"qsgd_encode_{cuda_launch.dtype_name(grad_N)}"
-    _encode(kernel, grad_N, residual_N, next_N, out, options, bucket_size, f"CGX_BITS={bits}")
+    _encode(kernel, grad_N, residual_N, next_N, out, options, bucket_size, _bits_macro(bits))
 
 
 def qsgd_decode(payload: Tensor, out_N: Tensor, *, bits: int, bucket_size: int, grid: int, add: bool) -> None:
     options = (np.int32(bucket_size), np.int32(grid), np.int32(add))
-    _decode("qsgd_decode", payload, out_N, options, bucket_size, f"CGX_BITS={bits}")
+    _decode("qsgd_decode", payload, out_N, options, bucket_size, _bits_macro(bits))
 
 
 def sign_encode(
@@ -65,7 +73,7 @@ def _encode(
     numel = grad_N.numel()
     if numel == 0:
         return
-    num_blocks = _num_blocks(numel, bucket_size, grad_N.device)
+    num_blocks = _num_blocks(numel, bucket_size, kernel, grad_N.device, define)
     with cuda_launch.written(next_N, out) as (to_next, to_out):
         args = (cuda_launch.read(grad_N), cuda_launch.read(residual_N), to_next, np.int64(numel), to_out)
         cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, *args, *options, define=define)
@@ -82,14 +90,17 @@ def _decode(
     numel = out_N.numel()
     if numel == 0:
         return
-    num_blocks = _num_blocks(numel, bucket_size, out_N.device)
+    num_blocks = _num_blocks(numel, bucket_size, kernel, out_N.device, define)
     with cuda_launch.written(out_N) as (to_out,):
         cuda_launch.launch(
             kernel, num_blocks, _BLOCK_SIZE, cuda_launch.read(payload), to_out, np.int64(numel), *options, define=define
         )
 
 
-def _num_blocks(numel: int, bucket_size: int, device: torch.device) -> int:
+def _num_blocks(numel: int, bucket_size: int, kernel: str, device: torch.device, define: str | None) -> int:
     num_buckets = -(-numel // bucket_size)
-    most = _BLOCKS_PER_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
-    return min(-(-num_buckets // _BUCKETS_PER_BLOCK), most)
+    return min(-(-num_buckets // _BUCKETS_PER_BLOCK), cuda_launch.max_blocks(kernel, _BLOCK_SIZE, device, define))
+
+
+def _bits_macro(bits: int) -> str:
+    return f"CGX_BITS={bits}"

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from . import cuda_launch, reference
 
-# As in csrc/cuda/block.h, which gives the reason.
-_BLOCK_SIZE = 256
-_BLOCKS_PER_MULTIPROCESSOR = 6
+_BLOCK_SIZE = 256  # as in csrc/cuda/block.h
 _WORD_BITS = 32
 _SEARCH_WORDS = 6
 _LEVEL_BITS = (12, 23, 31)  # bits of a magnitude that are known after each level
@@ -38,9 +36,10 @@ class _Words:
     num_blocks: int
 
     @classmethod
-    def of_bits(cls, num_bits: int, device: torch.device) -> _Words:
+    def of_bits(cls, num_bits: int, kernel: str, device: torch.device) -> _Words:
+        """Return the grid of `kernel`, which one round of blocks fills, and of those that share its words."""
         num_words = -(-num_bits // _WORD_BITS)
-        rounds = max(-(-num_words // (_BLOCK_SIZE * _max_blocks(device))), 1)
+        rounds = max(-(-num_words // (_BLOCK_SIZE * cuda_launch.max_blocks(kernel, _BLOCK_SIZE, device))), 1)
         words_per_block = rounds * _BLOCK_SIZE
         return cls(num_words, words_per_block, max(-(-num_words // words_per_block), 1))
 
@@ -55,7 +54,7 @@ class _SelectionPasses:
         device = grad_N.device
         self.source: tuple[Tensor, Tensor | None] = (grad_N, residual_N)
         self.numel = grad_N.numel()
-        self.words = _Words.of_bits(self.numel, device)
+        self.words = _Words.of_bits(self.numel, f"select_split_{cuda_launch.dtype_name(grad_N)}", device)
         zeros = torch.zeros(2 * _SEARCH_WORDS + 4 * reference.NUM_BINS, dtype=torch.int32, device=device)
         self.search = zeros[: 2 * _SEARCH_WORDS].view(torch.int64)
         self.bins = zeros[2 * _SEARCH_WORDS :].view(4, reference.NUM_BINS)  # 3 levels, then the sample
@@ -107,6 +106,12 @@ class _SelectionPasses:
         cuda_launch.launch(kernel, self.words.num_blocks, _BLOCK_SIZE, *self.source, *args)
 
 
+def build(device: torch.device) -> None:
+    """Build what the functions here launch."""
+    for source in ("select", "threshold", "indices"):
+        cuda_launch.build(source, device)
+
+
 def topk_select(
     grad_N: Tensor, residual_N: Tensor | None, next_N: Tensor | None, index_K: Tensor, value_K: Tensor
 ) -> None:
@@ -120,8 +125,8 @@ def topk_select(
 
 def magnitude_histogram(grad_N: Tensor, counts: Tensor) -> None:
     grad_N, counts = grad_N.contiguous(), counts.zero_()
-    num_blocks = _Words.of_bits(grad_N.numel(), grad_N.device).num_blocks
     kernel = f"threshold_histogram_{cuda_launch.dtype_name(grad_N)}"
+    num_blocks = _Words.of_bits(grad_N.numel(), kernel, grad_N.device).num_blocks
     cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, grad_N, np.uint32(grad_N.numel()), counts)
 
 
@@ -155,21 +160,23 @@ def collect(
 def random_indices(numel: int, index_K: Tensor, *, key: int) -> None:
     with cuda_launch.written(index_K) as (copy_K,):
         args = (np.int64(numel), np.uint32(key), copy_K, np.uint32(index_K.numel()))
-        cuda_launch.launch("indices_random", _num_blocks(index_K.numel(), index_K.device), _BLOCK_SIZE, *args)
+        num_blocks = _num_blocks(index_K.numel(), "indices_random", index_K.device)
+        cuda_launch.launch("indices_random", num_blocks, _BLOCK_SIZE, *args)
 
 
 def pack_indices(index_K: Tensor, count_1: Tensor, numel: int, out: Tensor) -> None:
     index_K, num_kept = index_K.contiguous(), index_K.numel()
     kind, low_bits, low_words = _layout(numel, num_kept)
-    num_blocks = _num_blocks(num_kept, index_K.device)
+    kernel = "indices_copy" if kind == "raw" else "indices_pack"
+    num_blocks = _num_blocks(num_kept, kernel, index_K.device)
     with _written_words(out) as word_W:
         if kind == "raw":
-            cuda_launch.launch("indices_copy", num_blocks, _BLOCK_SIZE, index_K, count_1, np.uint32(num_kept), word_W)
+            cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, index_K, count_1, np.uint32(num_kept), word_W)
             return
         low_W, ones_W = word_W[:low_words], word_W[low_words:].zero_()
         shape = (np.uint32(num_kept), np.uint32(numel), np.int32(low_bits), np.int32(kind == "offsets"))
         args = (index_K, count_1, *shape, low_W, np.uint32(low_words), ones_W)
-        cuda_launch.launch("indices_pack", num_blocks, _BLOCK_SIZE, *args)
+        cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, *args)
 
 
 def unpack_indices(packed: Tensor, count_1: Tensor, numel: int, index_K: Tensor) -> None:
@@ -181,10 +188,11 @@ def unpack_indices(packed: Tensor, count_1: Tensor, numel: int, index_K: Tensor)
     with cuda_launch.written(index_K) as (copy_K,):
         if kind == "raw":
             args = (word_W, count_1, np.uint32(num_kept), copy_K)
-            cuda_launch.launch("indices_copy", _num_blocks(num_kept, device), _BLOCK_SIZE, *args)
+            num_blocks = _num_blocks(num_kept, "indices_copy", device)
+            cuda_launch.launch("indices_copy", num_blocks, _BLOCK_SIZE, *args)
             return
         low_W, ones_W = word_W[:low_words], word_W[low_words:]
-        words = _Words.of_bits(_WORD_BITS * ones_W.numel(), device)
+        words = _Words.of_bits(_WORD_BITS * ones_W.numel(), "indices_unpack", device)
         tallies = torch.empty(words.num_blocks, dtype=torch.int64, device=device)
         total = torch.zeros(2, dtype=torch.int64, device=device)
         ticket = total[1:].view(torch.int32)
@@ -198,17 +206,13 @@ def scatter_add(index_K: Tensor, value_K: Tensor, count_1: Tensor, out_N: Tensor
     num_kept = index_K.numel()
     with cuda_launch.written(out_N) as (copy_N,):
         args = (index_K.contiguous(), value_K.contiguous(), count_1, np.uint32(num_kept))
-        num_blocks = _num_blocks(num_kept, out_N.device)
+        num_blocks = _num_blocks(num_kept, "indices_scatter_add", out_N.device)
         cuda_launch.launch("indices_scatter_add", num_blocks, _BLOCK_SIZE, *args, copy_N, np.uint32(copy_N.numel()))
 
 
-def _max_blocks(device: torch.device) -> int:
-    return _BLOCKS_PER_MULTIPROCESSOR * cuda_launch.num_multiprocessors(device)
-
-
-def _num_blocks(num_threads: int, device: torch.device) -> int:
+def _num_blocks(num_threads: int, kernel: str, device: torch.device) -> int:
     """Return the number of blocks for `num_threads` items; with many items a thread takes more than one."""
-    return min(max(-(-num_threads // _BLOCK_SIZE), 1), _max_blocks(device))
+    return min(max(-(-num_threads // _BLOCK_SIZE), 1), cuda_launch.max_blocks(kernel, _BLOCK_SIZE, device))
 
 
 def _layout(numel: int, num_kept: int) -> tuple[str, int, int]:

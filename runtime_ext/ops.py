@@ -109,6 +109,18 @@ def add_momentum(
         reference.add_momentum(grad_N, momentum_N, residual_N, next_momentum_N, next_N, factor, scale)
 
 
+def build_qsgd(bits: int, device: torch.device) -> None:
+    """Compile and load the kernels of qsgd for a CUDA `device`, or else their first call does. It takes seconds."""
+    if device.type == "cuda":
+        cuda.build_qsgd(bits, device)
+
+
+def build_sign(device: torch.device) -> None:
+    """Compile and load the kernels of the one-bit codecs, as `build_qsgd` does."""
+    if device.type == "cuda":
+        cuda.build_sign(device)
+
+
 def qsgd_encode(
     grad_N: Tensor,
     out: Tensor,

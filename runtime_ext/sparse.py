@@ -32,6 +32,12 @@ NEVER = 1 << 31
 _COUNT_BYTES = 4  # a message begins with its number of elements, int32
 
 
+def build(device: torch.device) -> None:
+    """Compile and load the kernels for a CUDA `device`, as `ops.build_qsgd` does."""
+    if device.type == "cuda":
+        cuda_sparse.build(device)
+
+
 def topk_select(
     grad_N: Tensor,
     index_K: Tensor,

@@ -75,7 +75,7 @@ def emulated_cuda(compiled_emulator: Emulator) -> Iterator[Emulator]:
     """While it lasts, `ops` and `sparse` take CPU tensors for CUDA tensors and the kernels run in the emulator."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_launch, "launch", compiled_emulator.launch)
-        patch.setattr(cuda_launch, "num_multiprocessors", lambda device: compiled_emulator.num_multiprocessors)
+        patch.setattr(cuda_launch, "max_blocks", lambda *_: compiled_emulator.max_blocks)
         for module in (ops, sparse):
             patch.setattr(module, "runs_on_cuda", lambda tensor: True)
         yield compiled_emulator

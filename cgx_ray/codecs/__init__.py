@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import import_module
 
@@ -29,6 +29,16 @@ def make_codec(
     return codec
 
 
+def build_kernels(specs: Iterable[CodecSpec], device: torch.device) -> None:
+    """Compile and load the kernels of these codecs, so that no step has to. On a CPU nothing happens.
+
+    Raises RuntimeError if one does not compile, OSError if it cannot be written anywhere, ConfigError as `make_codec`.
+    """
+    if device.type == "cuda":
+        for spec in dict.fromkeys(specs):
+            make_codec(spec, device=device).build_kernels()
+
+
 @cache
 def _class_of(record: CodecRecord) -> type[Codec]:
     name, found = record.name, record.codec
@@ -47,4 +57,4 @@ def _class_of(record: CodecRecord) -> type[Codec]:
     return found
 
 
-__all__ = ["Codec", "Memory", "make_codec"]
+__all__ = ["Codec", "Memory", "build_kernels", "make_codec"]

@@ -127,6 +127,9 @@ class Codec:
             return memory.next_N.copy_(grad_N)
         return torch.add(grad_N, memory.residual_N, out=memory.next_N)
 
+    def build_kernels(self) -> None:
+        """Compile and load what `encode` and `decode` launch on `device`, or else the first of them does, in a step."""
+
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         """Fill `payload`, of exactly `payload_bytes(N)` bytes. `key`, 32 bits, seeds the random numbers.
 

@@ -25,6 +25,9 @@ class Qsgd(Codec):
         # TernGrad (Wen et al. 2017) sends -s, 0 or s, where s is the largest magnitude of the quantization bucket.
         self._bits, self._grid = spec.bits or 2, spec.grid or "linf"
 
+    def build_kernels(self) -> None:
+        ops.build_qsgd(self._bits, self.device)
+
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         ops.qsgd_encode(
             # On a CUDA device the kernel reads 16-bit gradients.
@@ -52,6 +55,9 @@ class Sign(Codec):
 
     ef_signsgd (Karimireddy et al. 2019) and onebit (Seide et al. 2014). Biased, so they converge with feedback only.
     """
+
+    def build_kernels(self) -> None:
+        ops.build_sign(self.device)
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         ops.sign_encode(

@@ -53,6 +53,12 @@ class Sparse(Codec):
 
     _room: Selection | None = None
 
+    def build_kernels(self) -> None:
+        sparse.build(self.device)
+        if self.spec.value_bits not in (16, 32):
+            assert self.spec.value_bits is not None
+            ops.build_qsgd(self.spec.value_bits, self.device)
+
     def num_kept(self, numel: int) -> int:
         """Return the most elements that are sent of `numel`."""
         return self.spec.num_kept(numel)
@@ -143,6 +149,9 @@ class RandomK(Codec):
     """Elements at random indices. Every rank derives them from the shared key, so only values are sent, and summed."""
 
     _room: Selection | None = None
+
+    def build_kernels(self) -> None:
+        sparse.build(self.device)
 
     def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
         value_K = payload.view(torch.float32)

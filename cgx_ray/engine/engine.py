@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cgx_ray.codecs import build_kernels
 from cgx_ray.codecs.codec import HOST, KINDS, POWERSGD_Q
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.collectives import Transport
@@ -27,7 +28,7 @@ from cgx_ray.engine.telemetry import ObservedTraining, Telemetry
 from cgx_ray.engine.thread import CLOSE_S, Inbox, WorkThread, follow_num_threads, noting_more, overdue_at_close
 from cgx_ray.engine.unused import StepResult
 from cgx_ray.engine.weight_check import WeightCheck
-from cgx_ray.errors import CGXError, PlanError, ReplicaError, StateError, listed
+from cgx_ray.errors import CGXError, ConfigError, PlanError, ReplicaError, StateError, listed
 from cgx_ray.monitors.sample import InsideLink, StepSample
 from cgx_ray.plan import NONE, CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
@@ -94,6 +95,7 @@ class Engine:
         self._pauses = PauseWatch()
         self._has_warned = False
         self.plan = plan
+        build_kernels([*_codecs_on_device(plan), *candidates, *by_layer], device)
         self._groups = self._make_groups()
         self._num_threads = torch.get_num_threads()
         closed = "the engine is closed; attach again to train on"
@@ -114,9 +116,14 @@ class Engine:
     def hold(self, plan: Plan) -> None:
         """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it.
 
-        Raises PlanError if it does not fit; the plan in force stays in force.
+        It is held once its kernels are built, which takes seconds on a CUDA device that lacks them. Raises PlanError if
+        it does not fit, or a kernel does not compile; the plan in force stays in force.
         """
         plan.check(self.layers, self._transport.world_size)
+        try:
+            build_kernels(_codecs_on_device(plan), self.device)
+        except (ConfigError, OSError, RuntimeError) as error:
+            raise PlanError(f"the kernels of plan {plan.version} cannot be built: {error}") from error
         with self._lock:
             newest = max(held.last_version for held in (self.plan, *self._held.values()))
             if plan.version <= newest:
@@ -411,3 +418,9 @@ class Engine:
         for bucket in buckets:
             if not bucket.future.done():
                 bucket.future.set_exception(failure)  # type: ignore[arg-type]  # torch's stub says Tensor
+
+
+def _codecs_on_device(plan: Plan) -> list[CodecSpec]:
+    """Return the codecs that work where the gradients are, of a plan and of the one that follows its lease."""
+    plans = [plan] if plan.lease is None else [plan, plan.lease.fallback]
+    return [group.option.codec for one in plans for group in one.groups if not group.option.is_on_host]

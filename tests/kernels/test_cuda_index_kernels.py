@@ -24,7 +24,7 @@ from support.sparse_checks import (
     without_waiting,
 )
 
-from cgx_ray.runtime_ext import cuda_launch, cuda_sparse, reference, sparse
+from cgx_ray.runtime_ext import cuda_launch, reference, sparse
 
 
 @pytest.mark.usefixtures("emulated_cuda")
@@ -122,10 +122,9 @@ def test_scatter_add_adds_the_first_values(numel: int, num_kept: int) -> None:
 
 
 @pytest.mark.usefixtures("emulated_cuda")
-@pytest.mark.parametrize("num_multiprocessors", [1, 3])
-def test_the_number_of_blocks_changes_no_message(num_multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_sparse, "_BLOCKS_PER_MULTIPROCESSOR", 1)
-    monkeypatch.setattr(cuda_launch, "num_multiprocessors", lambda _: num_multiprocessors)
+@pytest.mark.parametrize("max_blocks", [1, 3])
+def test_the_number_of_blocks_changes_no_message(max_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_launch, "max_blocks", lambda *_: max_blocks)
     for num_kept in (500, 20_000, SEVERAL_BLOCKS):
         check_packing(some_indices(num_kept, SEVERAL_BLOCKS), num_kept, SEVERAL_BLOCKS)
 

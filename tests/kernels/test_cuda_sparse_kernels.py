@@ -113,10 +113,9 @@ def test_a_guess_from_a_sample_changes_no_selection(
 
 
 @pytest.mark.usefixtures("emulated_cuda")
-@pytest.mark.parametrize("num_multiprocessors", [1, 3])
-def test_the_number_of_blocks_changes_no_selection(num_multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_sparse, "_BLOCKS_PER_MULTIPROCESSOR", 1)
-    monkeypatch.setattr(cuda_launch, "num_multiprocessors", lambda _: num_multiprocessors)
+@pytest.mark.parametrize("max_blocks", [1, 3])
+def test_the_number_of_blocks_changes_no_selection(max_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_launch, "max_blocks", lambda *_: max_blocks)
     grad_N = (torch.randn(SEVERAL_BLOCKS) * 3).round()
     check_topk(grad_N, 5_000, torch.zeros(SEVERAL_BLOCKS), torch.empty(SEVERAL_BLOCKS))
     check_collect(grad_N, (0x40C00000, 0x3F800000), 10_000, KEY)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cgx_ray.runtime_ext import cuda_launch
+from cgx_ray.runtime_ext import cuda_compile, cuda_launch
 
 HERE = Path(__file__).resolve().parent
 PAGE = mmap.PAGESIZE
@@ -151,7 +151,7 @@ class Library:
 
 def _compile(*args: str | Path) -> str:
     """Run g++ and return its output; raises CalledProcessError if it fails, with g++'s messages on stderr."""
-    include = [f"-I{folder}" for folder in (*cuda_launch.INCLUDE_FOLDERS, HERE)]
+    include = [f"-I{folder}" for folder in (*cuda_compile.INCLUDE_FOLDERS, HERE)]
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     return subprocess.run(["g++", *options, *include, *args], check=True, stdout=subprocess.PIPE, text=True).stdout
 
@@ -159,9 +159,9 @@ def _compile(*args: str | Path) -> str:
 class Emulator:
     """`launch` for CPU tensors. A .cu file is compiled when its first kernel is launched."""
 
-    num_multiprocessors = 2
+    max_blocks = 10
 
-    def __init__(self, folder: Path, sources: Path = cuda_launch.SOURCES / "cuda") -> None:
+    def __init__(self, folder: Path, sources: Path = cuda_compile.SOURCES / "cuda") -> None:
         self.folder = folder
         self.sources = sources
         self.runtime = folder / "cuda_emulator.o"
