@@ -23,6 +23,8 @@ constexpr int kRow = kTeamSize * kQuad;
 // Rows that are loaded before the first is used: 48 warps times 2 loads of 16 bytes per thread are 48 KiB in
 // flight per multiprocessor; 4.8 TB/s at 700 ns need 26 KiB.
 constexpr int kBatch = 2;
+// The same for passes that find their rows in the L1 cache. With 2, qsgd takes more than 48 registers.
+constexpr int kReread = 1;
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 CGX_DEVICE int team_lane() { return static_cast<int>(threadIdx.x) % kTeamSize; }
@@ -143,7 +145,7 @@ CGX_DEVICE void store_quad(const float* x, int valid, float* values) {
 
 // Calls body(row, quad) with the elements of `values` (numel,) plus those of `added` (numel,). Either may be
 // null: it is not read and counts as zeros. Body may overwrite the elements that it has got.
-template <typename T, typename Body>
+template <int kRows = kBatch, typename T, typename Body>
 CGX_DEVICE void for_each_row(const Bucket& bucket, const T* values, const float* added, Body body) {
     const int num_rows = bucket.num_rows();
     values += values == nullptr ? 0 : bucket.mine();
@@ -155,19 +157,19 @@ CGX_DEVICE void for_each_row(const Bucket& bucket, const T* values, const float*
         // Otherwise the compiler would unroll the loop over rows fourfold too: ten times the code, and no
         // faster.
 #pragma unroll 1
-        for (; row + kBatch <= num_rows; row += kBatch) {
-            Packed<T> packed[kBatch] = {};
-            Quad quads[kBatch];
+        for (; row + kRows <= num_rows; row += kRows) {
+            Packed<T> packed[kRows] = {};
+            Quad quads[kRows];
             if (values != nullptr) {
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) packed[i] = load_packed(values + (row + i) * kRow);
+                for (int i = 0; i < kRows; ++i) packed[i] = load_packed(values + (row + i) * kRow);
             }
             if (added != nullptr) {
-                Packed<float> other[kBatch];
+                Packed<float> other[kRows];
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) other[i] = load_packed(added + (row + i) * kRow);
+                for (int i = 0; i < kRows; ++i) other[i] = load_packed(added + (row + i) * kRow);
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
+                for (int i = 0; i < kRows; ++i) {
                     float y[kQuad];
                     unpack(packed[i], quads[i].x);
                     unpack(other[i], y);
@@ -176,10 +178,10 @@ CGX_DEVICE void for_each_row(const Bucket& bucket, const T* values, const float*
                 }
             } else {
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) unpack(packed[i], quads[i].x);
+                for (int i = 0; i < kRows; ++i) unpack(packed[i], quads[i].x);
             }
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
+            for (int i = 0; i < kRows; ++i) {
                 quads[i].valid = kQuad;
                 quads[i].row_count = kRow;
                 body(row + i, quads[i]);
@@ -212,9 +214,9 @@ struct Input {
 };
 
 // for_each_row of the error-fed gradient.
-template <typename T, typename Body>
+template <int kRows = kBatch, typename T, typename Body>
 CGX_DEVICE void for_each_fed(const Bucket& bucket, const Input<T>& input, Body body) {
-    for_each_row(bucket, input.grad, input.residual, body);
+    for_each_row<kRows>(bucket, input.grad, input.residual, body);
 }
 
 // Combines `value` over the team. combine(a, b) is commutative, so all threads get the same result.

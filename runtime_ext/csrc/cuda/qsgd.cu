@@ -51,7 +51,7 @@ __device__ Grid find_grid_around_zero(const Input<T>& input, const Bucket& bucke
     if (grid == kLinf) return make_grid_around_zero(bits_float(largest), top);
     const NormScale scale = norm_scale(largest);
     LaneSum squares;
-    for_each_fed(bucket, input, [&](int, const Quad& quad) {
+    for_each_fed<kReread>(bucket, input, [&](int, const Quad& quad) {
 #pragma unroll
         for (int j = 0; j < kQuad; ++j) {
             const float scaled = quad.x[j] * scale.down;
@@ -103,7 +103,7 @@ __device__ void encode_bucket(const Input<T>& input, const Bucket& bucket, const
     const float inverse = inverse_scale(grid);
     uint8_t* packed = out + options.num_grid_bytes(input.numel) + Packing::first_byte(bucket);
     const uint32_t counter = static_cast<uint32_t>(bucket.mine() / 2);
-    for_each_fed(bucket, input, [&](int row, Quad& quad) {
+    for_each_fed<kReread>(bucket, input, [&](int row, Quad& quad) {
         float rounding[kQuad];
         draw(options, counter + row * (kRow / 2), rounding);
         uint32_t piece = 0;
