@@ -37,6 +37,9 @@ test: system .venv/.installed
 test-faults: system .venv/.installed
 	@$(BIN)/pytest -m "(fault or slow) and not gpu" -n 2 $(ARGS)
 
+# Files with a test marked gpu, except in tests/ray: those need Ray.
+GPU_TESTS = $(sort $(filter-out tests/ray/%,$(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests)))
+
 # Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
 # pytest-timeout and hypothesis, and cmake. -P keeps ./cgx_ray, which lacks the native module, off the path.
 # Deprecations are no errors, because the versions are not those of constraints.txt.
@@ -45,7 +48,8 @@ test-gpu:
 	cmake -S . -B build/gpu/native -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" -DCMAKE_BUILD_TYPE=Release
 	cmake --build build/gpu/native --parallel
 	@cp build/gpu/native/_native*.so build/gpu/cgx_ray/runtime_ext/
-	PYTHONPATH=build/gpu $(PYTHON) -P -m pytest -m gpu -W default::DeprecationWarning tests/kernels/test_cuda_*.py tests/kernels/test_kernel_arguments.py tests/engine/test_cuda_engine.py $(ARGS)
+	@cp build/gpu/native/_search*.so build/gpu/cgx_ray/planner/
+	PYTHONPATH=build/gpu $(PYTHON) -P -m pytest -m gpu -W default::DeprecationWarning $(GPU_TESTS) $(ARGS)
 
 # Decoders of all codecs, and what strangers write, under AddressSanitizer and UBSan; mesh, rings, LocalGroup and the
 # kernels' threads under ThreadSanitizer. QUICK=1 takes about a minute, as in CI.

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-from support.ranks import run_ranks
+from support import ranks
+from support.ranks import run_cases, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,10 +25,15 @@ PAIRS = [
 ]
 
 
+TRAINED = [("qsgd", "sra"), ("powersgd", "allreduce"), ("none", "dense")]
+# Seconds of all cases on one kind of device.
+ALL_CASES_S = 240
+
+Outcomes = Mapping[tuple[str, ...], list[Any]]
+
+
 def _averages(rank: int, device: str, codec: str, scheme: str, plan_device: str = "auto") -> list[Tensor]:
     """Return the averaged gradients of three steps, and the residuals at the end."""
-    if device == "cuda":
-        pytest.importorskip("cupy")
     layer = nn.Linear(NUMEL, 1, bias=False, device=device)
     model = DistributedDataParallel(layer)
     plan = cgx_ray.make_plan(
@@ -38,26 +48,9 @@ def _averages(rank: int, device: str, codec: str, scheme: str, plan_device: str 
         model(x_1N).sum().backward()
         assert layer.weight.grad is not None
         averages.append(layer.weight.grad.cpu().clone())
-    averages += [owed for kind in ("residuals", "momentum") for owed in attachment.state_dict()[kind].values()]
+    averages += [owed.cpu() for kind in ("residuals", "momentum") for owed in attachment.state_dict()[kind].values()]
     attachment.close()
     return averages
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
-def test_a_gpu_averages_to_the_same_bits_as_the_cpu(codec: str, scheme: str) -> None:
-    expected, found = (run_ranks(2, _averages, device, codec, scheme) for device in ("cpu", "cuda"))
-    for rank in range(2):
-        for one, other in zip(expected[rank], found[rank], strict=True):
-            assert torch.equal(one, other), f"{(one != other).sum()} of {one.numel()} elements differ"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
-def test_gradients_of_a_gpu_that_the_host_encodes_have_the_bits_of_the_cpu(codec: str, scheme: str) -> None:
-    expected, found = (run_ranks(2, _averages, device, codec, scheme, "cpu") for device in ("cpu", "cuda"))
-    for rank in range(2):
-        assert all(torch.equal(one, other) for one, other in zip(expected[rank], found[rank], strict=True))
 
 
 def _train(rank: int, codec: str, scheme: str) -> tuple[list[float], list[float]]:
@@ -81,9 +74,80 @@ def _train(rank: int, codec: str, scheme: str) -> tuple[list[float], list[float]
     return losses
 
 
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Outcomes:
+    """Return what the selected tests ask for. One pair of processes trains on CPUs, another on the GPU.
+
+    To start a pair, with CUDA in both processes, takes longer than a case.
+    """
+    cases: dict[tuple[str, ...], Any] = {}
+    for item in request.session.items:
+        chosen = getattr(item, "callspec", None)
+        if item.path == request.path and chosen is not None and item.get_closest_marker("gpu"):
+            pair = chosen.params["codec"], chosen.params["scheme"]
+            if "plan_device" in chosen.params:
+                cases["cpu", *pair] = partial(_averages, device="cpu", codec=pair[0], scheme=pair[1])
+                where = chosen.params["plan_device"]
+                cases["cuda", *pair, where] = partial(
+                    _averages, device="cuda", codec=pair[0], scheme=pair[1], plan_device=where
+                )
+            else:
+                cases["cuda", *pair] = partial(_train, codec=pair[0], scheme=pair[1])
+    found: dict[tuple[str, ...], list[Any]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "TIMEOUT_S", ALL_CASES_S)
+        for device in ("cpu", "cuda"):
+            chosen_keys = [key for key in cases if key[0] == device]
+            found |= zip(chosen_keys, run_cases(2, [cases[key] for key in chosen_keys]), strict=True)
+    return found
+
+
+def _results(outcome: list[Any]) -> list[Any]:
+    """Return the results of both ranks, or raise the error of one."""
+    for result in outcome:
+        if isinstance(result, BaseException):
+            raise result
+    return outcome
+
+
+# On "cpu" the host encodes what the GPU has computed.
 @pytest.mark.gpu
-@pytest.mark.parametrize(("codec", "scheme"), [("qsgd", "sra"), ("powersgd", "allreduce"), ("none", "dense")])
-def test_training_on_a_gpu_learns_what_plain_ddp_learns(codec: str, scheme: str) -> None:
-    for ours, plain in run_ranks(2, _train, codec, scheme):
+@pytest.mark.timeout(3 * ALL_CASES_S)
+@pytest.mark.parametrize("plan_device", ["auto", "cpu"])
+@pytest.mark.parametrize(("codec", "scheme"), PAIRS)
+def test_a_gpu_averages_to_the_same_bits_as_the_cpu(
+    codec: str, scheme: str, plan_device: str, outcomes: Outcomes
+) -> None:
+    expected = _results(outcomes["cpu", codec, scheme])
+    found = _results(outcomes["cuda", codec, scheme, plan_device])
+    for rank in range(2):
+        for one, other in zip(expected[rank], found[rank], strict=True):
+            assert torch.equal(one, other), f"{(one != other).sum()} of {one.numel()} elements differ"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(3 * ALL_CASES_S)
+@pytest.mark.parametrize(("codec", "scheme"), TRAINED)
+def test_training_on_a_gpu_learns_what_plain_ddp_learns(codec: str, scheme: str, outcomes: Outcomes) -> None:
+    for ours, plain in _results(outcomes["cuda", codec, scheme]):
         assert ours[-1] < 0.5 * ours[0], f"loss went from {ours[0]:.3f} to {ours[-1]:.3f}"
         assert ours[-1] < plain[-1] + 0.1 * plain[0], f"{ours[-1]:.3f}, plain DDP {plain[-1]:.3f}"
+
+
+def test_cases_in_one_pair_of_processes_give_what_each_gives_in_its_own() -> None:
+    """On CPUs. A case that fails leaves those after it as they are."""
+    pairs = [
+        ("topk:density=0.05", "allgather"),
+        ("no codec", "sra"),
+        ("qsgd", "sra"),
+        ("topk:density=0.05", "artopk_ring"),
+    ]
+    together = run_cases(2, [partial(_averages, device="cpu", codec=codec, scheme=scheme) for codec, scheme in pairs])
+    for (codec, scheme), outcome in zip(pairs, together, strict=True):
+        if codec == "no codec":
+            assert all("unknown codec 'no codec'" in str(error) for error in outcome)
+            continue
+        alone = run_ranks(2, _averages, "cpu", codec, scheme)
+        for one, other in zip(alone, _results(outcome), strict=True):
+            assert len(one) >= 3
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, other, strict=True))

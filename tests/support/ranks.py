@@ -7,7 +7,8 @@ import multiprocessing
 import pickle
 import socket
 import tempfile
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,24 @@ def _outcome(folder: Path, rank: int, exitcode: int | None) -> Any:
     if not path.exists():
         return RuntimeError(f"rank {rank} ended with exit code {exitcode} and no result")
     return pickle.loads(path.read_bytes())
+
+
+def run_cases(world_size: int, cases: Sequence[Callable[[int], Any]]) -> list[list[Any]]:
+    """Return by case the results of `case(rank)` by rank. The same processes run all cases, one after the other.
+
+    The error of a case takes the place of its result. The cases after it run all the same.
+    """
+    return [list(results) for results in zip(*run_ranks(world_size, _run_each, cases), strict=True)]
+
+
+def _run_each(rank: int, cases: Sequence[Callable[[int], Any]]) -> list[Any]:
+    results: list[Any] = []
+    for case in cases:
+        try:
+            results.append(case(rank))
+        except Exception:  # noqa: BLE001 - for the test of this case
+            results.append(RuntimeError(traceback.format_exc()))
+    return results
 
 
 def join_group(rank: int, world_size: int, folder: Path, backend: str) -> None:
