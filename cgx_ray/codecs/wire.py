@@ -16,6 +16,7 @@ from cgx_ray.codecs.codec import HOST
 from cgx_ray.errors import DamagedMessageError, WireError
 from cgx_ray.plan import record_of
 from cgx_ray.runtime_ext import ops
+from cgx_ray.runtime_ext.streams import streams_of
 
 MAGIC = b"CG"
 FORMAT_VERSION = 2
@@ -44,16 +45,15 @@ class Message:
     header   first 32 bytes of `wire`
     body     the other bytes, or the memory given to `borrow`
     payload  the bytes that codecs write and read, on their device. On the host it is `body`. On another device it is
-             separate memory; `seal` copies it to `body`, and `check` copies `body` back, both waiting for the device
+             separate memory: `seal` copies it to `body` and waits, `check` copies `body` back without waiting
     """
 
     def __init__(self, payload_bytes: int, device: torch.device = HOST, room: Tensor | None = None) -> None:
         """Allocate, without initial values. `room`: memory on the host to use instead of new memory."""
         num_bytes = HEADER_BYTES + payload_bytes
-        # A CUDA device copies at full speed from and to pinned memory only.
-        is_pinned = device.type == "cuda"
+        self._streams = streams_of(device)
         if room is None:
-            room = torch.empty(num_bytes, dtype=torch.uint8, device=HOST, pin_memory=is_pinned)
+            room = self._streams.host_memory(num_bytes, torch.uint8)
         self.wire = room[:num_bytes]
         self.header = self.wire[:HEADER_BYTES]
         self.body = self.wire[HEADER_BYTES:]
@@ -66,7 +66,8 @@ class Message:
     def seal(self, stamp: Stamp, numel: int) -> None:
         """Write the header. Call it when the payload is complete."""
         if self.payload is not self.body:
-            self.body.copy_(self.payload)
+            self._streams.copy_each([(self.payload, self.body)])
+            self._streams.mark().wait()
         _FIELDS.pack_into(self.header.numpy().data, 0, *self._fields(stamp, numel))
         _CRC.pack_into(self.header.numpy().data, _FIELDS.size, self._checksum())
 
@@ -84,7 +85,9 @@ class Message:
                 f"step {stamp.step}, group {stamp.group}: message of rank {sender} was damaged (CRC-32C)"
             )
         if self.payload is not self.body:
-            self.payload.copy_(self.body)
+            # Whoever receives into `body` again has waited for a later mark of this stream: of a message that goes out,
+            # or of gradients that were computed after what is decoded now.
+            self._streams.copy_each([(self.body, self.payload)])
 
     def _fields(self, stamp: Stamp, numel: int) -> tuple[bytes, int, int, int, int, int, int, int, int, int]:
         return (

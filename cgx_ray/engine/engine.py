@@ -32,6 +32,7 @@ from cgx_ray.errors import CGXError, ConfigError, PlanError, ReplicaError, State
 from cgx_ray.monitors.sample import InsideLink, StepSample
 from cgx_ray.plan import NONE, CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
+from cgx_ray.runtime_ext.streams import streams_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ class Engine:
     brings it. Groups begin in plan order, each when its layers have arrived, and are under way side by side. A step
     ends when all groups are averaged.
 
-    last_spans   what each group of the last finished step did when
+    step         number of the step under way, or of the next one: it goes up before the last bucket goes back
+    streams      those of the gradients' device
     trace        gets the spans of every step, if there is one
     observed     loss and learning rate that the training reports
     """
@@ -77,6 +79,7 @@ class Engine:
         self._seed = seed
         self._inside = inside
         self.device = device
+        self.streams = streams_of(device)
         self._gains = GainSchedule(candidates, layers, by_layer)
         self._agreement = Agreement(transport)
         self._memories = Memories()
@@ -89,14 +92,17 @@ class Engine:
         self.observed = ObservedTraining()
         self._failure: CGXError | None = None
         self.step = 0
-        self.last_spans: list[Span] = []
+        # Held by the thread from before the last bucket goes back until the step is measured.
+        self._ending = threading.RLock()
+        self._last_spans: list[Span] = []
         self.trace: StepTrace | None = None
-        self._clock = StepClock(device)
+        self._clock = StepClock(self.streams, transport.watch)
         self._pauses = PauseWatch()
         self._has_warned = False
         self.plan = plan
         build_kernels([*_codecs_on_device(plan), *candidates, *by_layer], device)
         self._groups = self._make_groups()
+        self._wait_for_memory()
         self._num_threads = torch.get_num_threads()
         closed = "the engine is closed; attach again to train on"
         self._thread = WorkThread("cgx-ray-engine", self._run, transport.close, transport.wake, closed=closed)
@@ -138,7 +144,14 @@ class Engine:
     @property
     def last_step(self) -> StepSample | None:
         """Sample of the last finished step; None before the first."""
-        return self.telemetry.last_step
+        with self._ending:
+            return self.telemetry.last_step
+
+    @property
+    def last_spans(self) -> list[Span]:
+        """What each group of the last finished step did when."""
+        with self._ending:
+            return self._last_spans
 
     def compare_with(self, weight_check: WeightCheck) -> None:
         """Let `weight_check`, which has made the hashes that `submit` gets, say how much the weights differ."""
@@ -154,20 +167,28 @@ class Engine:
 
         Enter and leave between steps.
         """
+        self._wait_for_measurements()
         with self._gains.replaced(candidates, interval_steps):
             yield
+            self._wait_for_measurements()
 
     def take_samples(self) -> list[StepSample]:
         """Return the samples since the last call, oldest first, at most the newest 1,024."""
-        return self.telemetry.take_samples()
+        with self._ending:
+            return self.telemetry.take_samples()
 
     def state(self) -> dict[str, Any]:
         """Return step, loss scale and the codecs' memory of this rank, for a checkpoint. Call between steps.
 
         Memory is in tensors by kind and layer. It was made from gradients that are multiplied by the loss scale.
+
+        Raises the error that stopped the engine, if there was one: its step is in no memory, or in a part of it.
         """
-        self._settle()
-        return {"step": self.step, "loss_scale": self._memories.scale, **self._memories.state()}
+        with self._ending:
+            if self._failure is not None:
+                raise self._failure
+            self._settle()
+            return {"step": self.step, "loss_scale": self._memories.scale, **self._memories.state()}
 
     def load_state(self, step: int, memories: Mapping[str, Mapping[str, Tensor]], *, loss_scale: float = 1.0) -> None:
         """Continue from a checkpoint. Call on all ranks, between steps. Layers that it lacks start without memory.
@@ -185,6 +206,7 @@ class Engine:
                         f"the state has {kind} of {value.numel()} elements for layer {name!r}, the model has "
                         f"{'no such layer' if expected is None else expected}; the state is from another model"
                     )
+        self._wait_for_measurements()
         self.step = step
         self._result = None
         self._gains.start(step)
@@ -192,6 +214,7 @@ class Engine:
         with torch.inference_mode(mode=False):
             self._memories.load(memories, loss_scale)
             self._groups = self._make_groups()
+        self._wait_for_memory()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Stop the thread once all submitted buckets are finished; after `timeout_s` disconnect instead."""
@@ -202,13 +225,19 @@ class Engine:
         # It holds the weights, and the attachment, which may outlive the model, holds this engine.
         self._agreement.weight_check = None
 
+    def _wait_for_measurements(self) -> None:
+        """Wait until the thread has measured the last finished step. Call it between steps."""
+        with self._ending:
+            return
+
+    def _wait_for_memory(self) -> None:
+        """Wait until the calling thread has filled the groups' memory, which the thread uses on a stream of its own."""
+        self.streams.mark().wait()
+
     # Called by the engine's own thread.
 
     def _run(self, inbox: Inbox[PendingBucket | EarlyGradient]) -> None:
-        if self.device.type == "cuda":
-            # The current device and stream are set per thread.
-            torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(torch.cuda.Stream(self.device))
+        self.streams.enter()
         step: StepRun | None = None
         is_ending = False
         while not is_ending or (step is not None and step.has_work):
@@ -224,11 +253,9 @@ class Engine:
                     step = self._take(arrived, step)
                 elif step is not None and step.has_work:
                     step.work()
+                    self._read_scales(step)
                 if step is not None and step.is_done:
-                    self._result = step.conclude()
-                    self._transport.receive_greetings()
                     self._end(step)
-                    step.release()
                     step = None
                     self._transport.greet(lambda: not inbox.is_empty)
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the futures
@@ -236,7 +263,7 @@ class Engine:
                 self._fail(error, [*new, *(step.buckets if step is not None else [])])
                 step = None
         if step is not None:
-            self._fail(self._closed_within(step.missing), step.buckets)
+            self._fail(step.closed_within(), step.buckets)
 
     def _take(self, arrived: PendingBucket | EarlyGradient, step: StepRun | None) -> StepRun | None:
         """Add what has arrived to `step`, or begin one. Return the step under way."""
@@ -245,9 +272,11 @@ class Engine:
                 arrived.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
             return None
         if step is None:
-            step = self._begin(arrived)
+            step = self._begin()
+            step.unread.append(arrived)
         elif isinstance(arrived, PendingBucket):
-            self._follow_scale(arrived, known=self._memories.scale)
+            step.unread.append(arrived)
+        self._read_scales(step)
         if isinstance(arrived, PendingBucket):
             step.take(arrived)
         else:
@@ -264,26 +293,10 @@ class Engine:
         try:
             return inbox.take(self._transport.timeout_s)
         except TimeoutError:
-            raise self._overdue(step.missing) from None
+            raise step.overdue() from None
 
-    def _overdue(self, missing: Sequence[str]) -> CGXError:
-        timeout_s = f"{self._transport.timeout_s:g} s"
-        return CGXError(
-            f"rank {self._transport.rank}, step {self.step}: {len(missing)} of {len(self._layers)} layers have no "
-            f"gradient {timeout_s} after the last one arrived: {listed(missing)}. Possible causes: the loss does not "
-            "use them (give DistributedDataParallel find_unused_parameters=True); they were frozen or unfrozen after "
-            "DistributedDataParallel was built (build it and attach again); backward raised an error; or backward "
-            f"takes longer than {timeout_s} (give attach or CGXConfig a larger timeout_s)"
-        )
-
-    def _closed_within(self, missing: Sequence[str]) -> CGXError:
-        return CGXError(
-            f"rank {self._transport.rank}, step {self.step}: closed in the middle of backward, before the gradients of "
-            f"{listed(missing)} had come; close between steps, or once the thread that trains has ended"
-        )
-
-    def _begin(self, arrived: PendingBucket | EarlyGradient) -> StepRun:
-        """Start a step with its first gradients: enter a plan if all ranks hold it, and follow the loss scale."""
+    def _begin(self) -> StepRun:
+        """Start a step: enter a plan if all ranks hold it."""
         follow_num_threads(self._num_threads)
         self._settle()
         version, affordable_from = self._agreement.settle() or (self.plan.version, 0)
@@ -294,25 +307,6 @@ class Engine:
             before, self.plan = self.plan, plan
             if plan.groups != before.groups:
                 self._groups = self._make_groups()
-        with self._lock:
-            lease = self.plan.lease
-            sure: int | None = None
-            if lease is not None and self.step > lease.last_step:
-                # All ranks are at the same step and plan, so all hold the fallback from this step on.
-                sure = lease.fallback.version
-                self._held[sure] = lease.fallback
-            versions = frozenset(self._held)
-        self._follow_scale(arrived)
-        self._agreement.post(
-            step=self.step,
-            in_force=self.plan.version,
-            held=max(versions, default=self.plan.version),
-            versions=versions,
-            sure=sure,
-            affordable_from=self._gains.affordable_from,
-            loss_scale=self._memories.scale,
-            weights=arrived.weights,
-        )
         self._transport.step = self.step
         meter = None
         if self._gains.is_due(self.step, affordable_from):
@@ -329,6 +323,40 @@ class Engine:
             has_memory=not self._memories.is_empty,
         )
 
+    def _read_scales(self, step: StepRun) -> None:
+        """Follow the loss scales and hashes of weights that the device has written. The first of them open `step`."""
+        while step.unread:
+            arrived = step.unread[0]
+            needs_scale = bool(arrived.scales) and not self._memories.is_empty
+            if (needs_scale and not arrived.computed.is_done) or not arrived.weights.written.is_done:
+                return
+            self._follow_scale(arrived, known=self._memories.scale if step.is_open else None)
+            step.unread.popleft()
+            if not step.is_open:
+                self._post_agreement(arrived.weights.read())
+                step.is_open = True
+
+    def _post_agreement(self, weights: int) -> None:
+        """Tell the other ranks what this one has at the start of the step."""
+        with self._lock:
+            lease = self.plan.lease
+            sure: int | None = None
+            if lease is not None and self.step > lease.last_step:
+                # All ranks are at the same step and plan, so all hold the fallback from this step on.
+                sure = lease.fallback.version
+                self._held[sure] = lease.fallback
+            versions = frozenset(self._held)
+        self._agreement.post(
+            step=self.step,
+            in_force=self.plan.version,
+            held=max(versions, default=self.plan.version),
+            versions=versions,
+            sure=sure,
+            affordable_from=self._gains.affordable_from,
+            loss_scale=self._memories.scale,
+            weights=weights,
+        )
+
     def _settle(self) -> None:
         """Make the memory of the last step valid, except of layers whose averages have changed no weight.
 
@@ -341,7 +369,7 @@ class Engine:
                 group.settle(not_applied)
 
     def _follow_scale(self, arrived: PendingBucket | EarlyGradient, *, known: float | None = None) -> None:
-        """Convert the memory to the loss scale of the step, which its first gradients bring.
+        """Convert the memory to the loss scale of the step, which its first gradients bring. The device has written it.
 
         known  scale of the step's earlier gradients
 
@@ -349,8 +377,6 @@ class Engine:
         """
         if self._memories.is_empty:
             return
-        if arrived.scales and arrived.computed is not None:
-            arrived.computed.synchronize()
         self._memories.rescale(one_scale(arrived.scales, known, f"rank {self._transport.rank}, step {self.step}: "))
 
     def _make_groups(self) -> list[Group]:
@@ -359,9 +385,6 @@ class Engine:
             for index, group in enumerate(self.plan.groups)
         ]
         self._warn_of_float64()
-        if self.device.type == "cuda":
-            # The groups' memory is filled on the stream of the calling thread, and used on the engine's stream.
-            torch.cuda.current_stream(self.device).synchronize()
         return groups
 
     def _warn_of_float64(self) -> None:
@@ -378,26 +401,39 @@ class Engine:
             )
 
     def _end(self, step: StepRun) -> None:
+        """Give the last buckets back, then measure the step: training goes on meanwhile."""
+        with self._ending:
+            self._result = step.conclude()
+            with self.telemetry.optional("times of arrival", step.number):
+                step.note_arrivals()
+            began_s = self._clock.began_s
+            self._clock.restart()
+            # What is reported from now on belongs to the next step, and its hooks read its number.
+            loss, lr = self.observed.take()
+            self.step += 1
+            step.release()
+            self._transport.receive_greetings()
+            self._measure(step, began_s, self._clock.began_s, loss, lr)
+
+    def _measure(self, step: StepRun, began_s: float, ended_s: float, loss: float | None, lr: float | None) -> None:
+        within_s = step.meter.seconds if step.meter is not None else 0.0
         if step.meter is not None:
             step.meter.finish()
-        began_s = self._clock.began_s
-        self._clock.restart()
-        ended_s = self._clock.began_s
-        with self.telemetry.optional("times, bytes and gains", self.step):
+        with self.telemetry.optional("times, bytes and gains", step.number):
             between_s = self._pauses.add_step(step.first_arrival - began_s, step.last_arrival - step.first_arrival)
             began_s += between_s
             if step.meter is not None:
-                self._gains.charge(self.step, ended_s - began_s, step.meter.seconds)
-            self.last_spans = spans_of_step(step, began_s)
+                # As if the step had waited for `finish`.
+                after_s = step.meter.seconds - within_s
+                self._gains.charge(step.number, ended_s - began_s + after_s, step.meter.seconds)
+            self._last_spans = spans_of_step(step, began_s)
             if self.trace is not None:
-                self.trace.add_step(self.step, self.last_spans, began_s, ended_s)
+                self.trace.add_step(step.number, self._last_spans, began_s, ended_s)
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
-            loss, lr = self.observed.take()
-            drift = self.drift_at(self.step - 1)
+            drift = self.drift_at(step.number - 1)
             self.telemetry.add_sample(
                 replace(sample, between_s=between_s, loss=loss, lr=lr, inside=self._inside, weight_drift=drift)
             )
-        self.step += 1
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket]) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CGXError) and self._transport.has_given_up:

@@ -17,6 +17,7 @@ from cgx_ray.collectives import Handle, Phases, Transport, make_exchange
 from cgx_ray.engine.gains.gain_meter import GroupGradients, StepMeter
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import NONE, CodecSpec, Device, GroupPlan, Intra, Layer, Scheme
+from cgx_ray.runtime_ext.streams import DONE, Mark, streams_of
 
 
 class Group:
@@ -53,10 +54,17 @@ class Group:
         self._is_compressible = not all(layer.is_small for layer in self._layers)
         self._device = HOST if self._option.is_on_host else device
         self._use(plan.option.codec)
+        self._streams = streams_of(device)
+        # True if the host encodes what another device computes.
+        self._crosses = self._device != device
         # Groups whose layers lie side by side in a bucket do not use this buffer. The system gives it no memory before
-        # it is first written, unless it is pinned: a CUDA device copies at full speed from and to such memory only.
-        is_pinned = self._device == HOST and device.type == "cuda"
-        self._flat_N = torch.empty(self.numel, dtype=self._working_dtype(), device=self._device, pin_memory=is_pinned)
+        # it is first written, unless a device copies from and to it.
+        dtype = self._working_dtype()
+        self._flat_N = (
+            self._streams.host_memory(self.numel, dtype)
+            if self._crosses
+            else torch.empty(self.numel, dtype=dtype, device=device)
+        )
         self._memories = memories
         self._memory = memories.of_group(self._codec)
         # With a hierarchical scheme a residual belongs to the gradient of the whole node, so gains are measured without
@@ -64,7 +72,10 @@ class Group:
         self._own_memory = self._memory if self._option.intra is Intra.FLAT else None
         self._added: list[str] = []
         self._arrived: dict[str, Tensor] = {}
+        # Of the gradients that the device may not have computed yet.
+        self._marks: list[Mark] = []
         self.is_finite = True
+        self._is_copying = False
         # Where the model gets the last average, if that is not finite.
         self._views: Sequence[Tensor] = []
 
@@ -91,11 +102,26 @@ class Group:
         """True if the gradients of all layers have arrived."""
         return len(self._arrived) == len(self._numels)
 
-    def arrive(self, name: str, view: Tensor) -> None:
+    @property
+    def awaited(self) -> Mark | None:
+        """The point that the device must come to before `turns`: the last gradient that it has not computed yet."""
+        self._marks = [mark for mark in self._marks if not mark.is_done]
+        return self._marks[-1] if self._marks else None
+
+    @property
+    def keeps_order(self) -> bool:
+        """True if no other group may begin now: `Exchange.keeps_order`, which is not known before it has begun."""
+        return self._is_copying or self.exchange.keeps_order
+
+    def arrive(self, name: str, view: Tensor, computed: Mark = DONE) -> None:
         """Note the gradient of a layer. `turns` reads it and overwrites it with the average.
 
-        It may be noted twice. Raises CGXError if it has moved meanwhile.
+        computed  after it the device has computed the gradient
+
+        It may be noted twice; then the first mark counts. Raises CGXError if it has moved meanwhile.
         """
+        if name not in self._arrived:
+            self._marks.append(computed)
         before = self._arrived.setdefault(name, view)
         if before.data_ptr() != view.data_ptr():
             raise CGXError(
@@ -117,9 +143,9 @@ class Group:
         flat_N = self._flat_N
         if self._needs_float32():
             # Residuals are added in float32: once, after a plan switch.
-            flat_N = torch.empty(self.numel, dtype=torch.float32, device=HOST)
+            flat_N = self._streams.host_memory(self.numel, torch.float32)
         grad_N, parts, copies = self._places(views, flat_N)
-        copy_each(copies)
+        yield from self._copy_out(copies)
         layers = dict(zip(self.plan.layers, parts, strict=True))
         if self._memory is None:
             self._add_residuals(layers)
@@ -127,7 +153,8 @@ class Group:
         energy = metered.measure(self.index, lambda: self._gradients(grad_N, layers)) if metered is not None else 0.0
         phases.lap("encode")
         yield from self.exchange.turns(grad_N, self._memory, stamp, seed, phases)
-        copy_each([(ours, theirs) for theirs, ours in copies])
+        # The host writes to its memory again only after the next gradients were copied there.
+        self._streams.copy_each([(ours, theirs) for theirs, ours in copies])
         checks_finite = checks_finite or self._codec.record.loses_elements
         self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
         self._views = [] if self.is_finite else views
@@ -136,6 +163,14 @@ class Group:
             metered.correct(self.index, str(self.plan.option.flat()), lambda: 1 - float(left_N.norm()) ** 2 / energy)
         phases.lap("decode")
         self._arrived.clear()
+
+    def _copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Handle]:
+        """Copy the first of each pair to the second. If that is the host's, yield the end of the copies."""
+        self._streams.copy_each(pairs)
+        if self._crosses:
+            self._is_copying = True
+            yield self._streams.mark()
+            self._is_copying = False
 
     def find_broken(self) -> set[str]:
         """Return the layers that this rank knows to have NaN or Inf after `turns`, if the average is not finite.
@@ -180,7 +215,7 @@ class Group:
     ) -> tuple[Tensor, Sequence[Tensor], list[tuple[Tensor, Tensor]]]:
         """Return where the exchange works, the part of each layer there, and pairs of what to copy and where to."""
         joint_N = self._joint_memory(views)
-        if joint_N is not None and (joint_N.dtype, joint_N.device) == (flat_N.dtype, flat_N.device):
+        if joint_N is not None and joint_N.dtype == flat_N.dtype and not self._crosses:
             return joint_N, views, []
         parts = flat_N.split(self._numels)
         if joint_N is None or self._is_dense:
@@ -221,18 +256,6 @@ class Group:
             if residual is not None:
                 gradient.view(-1).add_(residual.to(gradient.device))
                 self._added.append(name)
-
-
-def copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the first of each pair to the second, on any device and of any type.
-
-    It waits for copies between a GPU and the host, which are fast from and to pinned memory.
-    """
-    for source, target in pairs:
-        target.view(-1).copy_(source.view(-1), non_blocking=True)
-    for source, target in pairs[:1]:
-        if source.is_cuda != target.is_cuda:
-            torch.cuda.current_stream(source.device if source.is_cuda else target.device).synchronize()
 
 
 def _delivered(grad_N: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:

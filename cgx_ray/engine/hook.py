@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.layers import averaged_parameters
-from cgx_ray.engine.loss_scale import LossScale
+from cgx_ray.engine.loss_scale import LossScale, Scales
 from cgx_ray.engine.step import EarlyGradient, PendingBucket
 from cgx_ray.engine.unused import UsedLayers
-from cgx_ray.engine.weight_check import NO_HASH, WeightCheck
+from cgx_ray.engine.weight_check import NOT_HASHED, WeightCheck, WeightHash
+from cgx_ray.errors import ConfigError
+from cgx_ray.runtime_ext.streams import Mark, Stream
 from cgx_ray.torch_compat import allows_uneven_inputs, divides_by_fewer_ranks, has_rebuilt_buckets
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ class DdpBuckets:
     put it into its bucket: DDP does that right after the hooks on the parameter, so the next parameter's hook does it.
     It needs the places in the buckets, so not before DDP has rebuilt them, which it does after the first step. Not with
     `static_graph`, where a parameter may get several gradients in one backward pass.
+
+    Each parameter may have a stream of its own, on which its hooks are called and DDP copies its gradient.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class DdpBuckets:
         average_weights     make them the same again if they differ by rounding
         """
         self._engine = engine
+        self._streams = engine.streams
         # DDP's C++ part holds this object, out of the garbage collector's sight.
         self._model = weakref.ref(model)
         self._loss_scale = loss_scale or LossScale(averaged_parameters(model))
@@ -63,9 +68,11 @@ class DdpBuckets:
         self._has_begun = False
         # True if DDP will not change its buckets any more.
         self._keeps_buckets = False
-        # By layer, its place in the buckets of the last step; and the layer whose hook was called last.
+        # By layer, its place in the buckets of the last step.
         self._places: dict[str, Tensor] = {}
-        self._newest: str | None = None
+        self._newest: _Newest | None = None
+        # Streams on which DDP has copied gradients since the last bucket.
+        self._used_streams: set[Stream] = set()
         hooked = [] if model.static_graph else [p for p in model.module.parameters() if p.requires_grad]
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._submit_early) for parameter in hooked]
         self._hooks.append(model.register_forward_hook(_ForwardHook(self._expect)))
@@ -75,10 +82,10 @@ class DdpBuckets:
             self._hooks.append(model.register_forward_pre_hook(_ForwardHook(untraced)))
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        self._refuse_capture()
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         buffer = bucket.buffer()
-        on_cuda = buffer.device.type == "cuda"
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if on_cuda else None)
+        future = self._streams.future()
         self._expects_bucket = self._has_begun = not bucket.is_last()
         self._newest = None
         unused = self._used.take_unused(bucket, names)
@@ -97,8 +104,8 @@ class DdpBuckets:
                 future=future,
                 scales=self._loss_scale.now(),
                 unused=unused,
-                # After `now`, so that the event also covers the device's copies of the scales.
-                computed=_end_of_kernels(buffer.device) if on_cuda else None,
+                # After `now`, so that it also covers the device's copies of the scales.
+                computed=self._end_of_bucket(),
                 weights=self._weights_hash(),
             )
         )
@@ -134,26 +141,56 @@ class DdpBuckets:
     def _submit_early(self, parameter: Tensor) -> None:
         if not self._expects_bucket:
             return
-        name, self._newest = self._newest, self._names.get(id(parameter))
-        gradient = self._places.get(name) if name is not None else None
-        if name is None or gradient is None:
-            return
-        # Only a step's first gradients say its loss scale: on a CUDA device, that is a copy.
-        scales = () if self._has_begun else self._loss_scale.now()
-        self._has_begun = True
-        computed = _end_of_kernels(gradient.device) if gradient.device.type == "cuda" else None
-        self._engine.submit(
-            EarlyGradient(name=name, gradient=gradient, scales=scales, computed=computed, weights=self._weights_hash())
-        )
+        self._refuse_capture()
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            self._has_begun = True
+            early = EarlyGradient(
+                name=newest.name,
+                gradient=self._places[newest.name],
+                scales=newest.scales,
+                computed=self._streams.mark(newest.stream),
+                weights=self._weights_hash(),
+            )
+            self._engine.submit(early)
+        name, stream = self._names.get(id(parameter)), self._streams.current()
+        if stream is not None:
+            self._used_streams.add(stream)
+        if name is not None and name in self._places:
+            # Only a step's first gradients say its loss scale: on a CUDA device, that is a copy.
+            scales = () if self._has_begun else self._loss_scale.now()
+            self._newest = _Newest(name, stream, scales)
 
-    def _weights_hash(self) -> int:
+    def _end_of_bucket(self) -> Mark:
+        """Return the mark after which all gradients of a bucket are in it."""
+        self._streams.join(self._used_streams)
+        self._used_streams.clear()
+        return self._streams.mark()
+
+    def _refuse_capture(self) -> None:
+        if self._streams.is_capturing():
+            raise ConfigError(
+                "a CUDA graph cannot contain the exchange of gradients, in which the host takes part; capture less "
+                "than the backward pass of DistributedDataParallel, by torch.cuda.make_graphed_callables on modules "
+                "inside it"
+            )
+
+    def _weights_hash(self) -> WeightHash:
         """Return the hash of the weights if they are compared now. No optimizer has changed them in this step yet."""
         # A rank without inputs keeps its weights until `join` ends, and gets those of the others then.
-        return NO_HASH if self._allows_uneven_inputs() else self._weights.hash_at(self._engine.step)
+        return NOT_HASHED if self._allows_uneven_inputs() else self._weights.hash_at(self._engine.step)
 
     def _allows_uneven_inputs(self) -> bool:
         model = self._model()
         return model is not None and allows_uneven_inputs(model)
+
+
+class _Newest(NamedTuple):
+    """The layer whose hook was called last, its stream, and the loss scales if they are the first of a step."""
+
+    name: str
+    stream: Stream | None
+    scales: Scales
 
 
 class _ForwardHook:
@@ -171,13 +208,6 @@ class _ForwardHook:
     def __reduce__(self) -> tuple[Any, ...]:
         # It takes any arguments and returns None, so inputs and output stay as they are.
         return getattr, (nullcontext(), "__exit__")
-
-
-def _end_of_kernels(device: torch.device) -> torch.cuda.Event:
-    """Return an event that the current stream reaches after all its work so far. Backward runs ahead of the device."""
-    event = torch.cuda.Event(enable_timing=True, blocking=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def _value(done: torch.futures.Future[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-import torch
+import torch.futures
 from torch import Tensor
 
 from cgx_ray.codecs.wire import Stamp
@@ -17,7 +17,9 @@ from cgx_ray.engine.gains.gain_meter import StepMeter
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.unused import StepResult, begin_marked_by_all
-from cgx_ray.engine.weight_check import NO_HASH
+from cgx_ray.engine.weight_check import NOT_HASHED, WeightHash
+from cgx_ray.errors import CGXError, listed
+from cgx_ray.runtime_ext.streams import DONE, Mark, Streams
 from cgx_ray.torch_compat import profiled
 
 # Steps whose median is the usual time, and the fewest that show it: the first step is unlike all others.
@@ -32,31 +34,31 @@ WINDOW_BYTES = 512 << 20
 
 
 class StepClock:
-    """The time at which the step under way began, which is when the step before it ended.
+    """The time at which the step under way began, which is when the host had ended the step before it.
 
     began_s  host time, as of `time.perf_counter`
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Begin the first step. `device`: where the gradients are."""
-        self._device = device
-        self._began: torch.cuda.Event | None = None
+    def __init__(self, streams: Streams, watch: Callable[[Mark], None]) -> None:
+        """Begin the first step. `watch` has another thread note when the device comes to a mark."""
+        self._streams, self._watch = streams, watch
         self.restart()
 
     def restart(self) -> None:
-        """Begin a step. On a CUDA device, wait until the work of the step before has finished."""
-        if self._device.type == "cuda":
-            self._began = torch.cuda.Event(enable_timing=True)
-            self._began.record(torch.cuda.current_stream(self._device))
-            self._began.synchronize()
+        """Begin a step. The device may still do work of the step before."""
+        self._end_before = self._streams.mark()
+        self._watch(self._end_before)
         self.began_s = time.perf_counter()
 
-    def time_of(self, event: torch.cuda.Event) -> float:
-        """Wait for `event`. Return the host time at which the device reached it."""
-        assert self._began is not None
-        event.synchronize()
-        since_began_ms: float = self._began.elapsed_time(event)
-        return self.began_s + 1e-3 * since_began_ms
+    def time_of(self, arrived: EarlyGradient | PendingBucket) -> float:
+        """Return the host time at which `arrived` was computed, for gradients that have been averaged. Never waits."""
+        if arrived.computed is DONE:
+            return arrived.arrived_s
+        # Another thread has noted it long ago: before the gradients could be computed, the weights were updated.
+        seen_s = self._end_before.seen_s
+        if seen_s is None or not arrived.computed.is_done:
+            return time.perf_counter()
+        return seen_s + arrived.computed.seconds_since(self._end_before)
 
 
 class PauseWatch:
@@ -94,19 +96,19 @@ class EarlyGradient:
     name: str
     gradient: Tensor
     scales: Scales = ()
-    computed: torch.cuda.Event | None = None
-    weights: int = NO_HASH
+    computed: Mark = DONE
+    weights: WeightHash = NOT_HASHED
     arrived_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(slots=True, kw_only=True)
 class PendingBucket:
-    """One of DDP's buckets, whose gradients became ready at `arrived_s`. DDP waits for its `future`.
+    """One of DDP's buckets, which came at `arrived_s`. DDP waits for its `future`.
 
     future       gets `buffer` once all gradients in it are averaged
     scales       loss scales of the gradients, see `LossScale.now`
     unused       layers without a gradient on this rank; None if DDP delivers the averages of all layers
-    computed     on a CUDA device: the event after which the gradients and the scales can be read
+    computed     after it the gradients and the scales can be read
     weights      hash of this rank's weights, if they are compared in this step; only what comes first in a step has it
     num_waiting  layers that are not averaged yet
     """
@@ -116,8 +118,8 @@ class PendingBucket:
     future: torch.futures.Future[Tensor]
     scales: Scales = ()
     unused: frozenset[str] | None = None
-    computed: torch.cuda.Event | None = None
-    weights: int = NO_HASH
+    computed: Mark = DONE
+    weights: WeightHash = NOT_HASHED
     arrived_s: float = field(default_factory=time.perf_counter)
     num_waiting: int = 0
 
@@ -136,9 +138,13 @@ class _UnderWay:
 class StepRun:
     """Averages every group once.
 
-    Groups begin in plan order, each when its layers have arrived. From then on they share the thread: of the groups
-    that can go on, the oldest does. So the network carries one group while the thread encodes or decodes another. The
-    order in which ranks go on with their groups may differ; the messages of each group have a channel of their own.
+    Groups begin in plan order, each when its layers have arrived and the device has computed them. From then on they
+    share the thread: of the groups that can go on, the oldest does. So the network carries one group while the thread
+    encodes or decodes another. The order in which ranks go on with their groups may differ; the messages of each group
+    have a channel of their own.
+
+    unread   arrivals whose loss scales nobody has read yet; first the one that began the step
+    is_open  True once the first of them was read: no group begins before that
     """
 
     def __init__(
@@ -165,6 +171,11 @@ class StepRun:
         self.phases = [Phases() for _ in groups]
         self.ready_at: list[float] = [0.0] * len(groups)
         self.first_arrival = self.last_arrival = 0.0
+        self.unread: deque[EarlyGradient | PendingBucket] = deque()
+        self.is_open = False
+        self._first: EarlyGradient | PendingBucket | None = None
+        # By group, what brought its last layer.
+        self._completed_by: dict[int, EarlyGradient | PendingBucket] = {}
         self._transport = transport
         self._clock = clock
         self._seed = seed
@@ -186,23 +197,26 @@ class StepRun:
         """Accept a bucket. Buckets go back when their last layer is averaged."""
         self.buckets.append(bucket)
         self._arrive({n: gradient for n, gradient in bucket.gradients.items() if n not in self._averaged}, bucket)
-        self.last_arrival = bucket.arrived_s
         bucket.num_waiting = sum(name not in self._returned for name in bucket.gradients)
         self._bucket_of.update(dict.fromkeys(bucket.gradients, bucket))
         if len(self._bucket_of) == len(self._group_of) and self._has_memory and bucket.unused is not None:
             unused = frozenset().union(*(bucket.unused or () for bucket in self.buckets))
             self._unused_by_all = begin_marked_by_all(self._group_of, unused, self._transport)
-        if not self.is_done:
+        if not self._is_averaged:
             self.release()
 
     @property
     def has_work(self) -> bool:
         """True if `work` can do or wait for something."""
-        return bool(self._under_way) or self._can_begin
+        return bool(self._under_way) or self._next is not None or bool(self.unread)
 
     @property
     def is_done(self) -> bool:
-        """True if all gradients are averaged and all buckets are here."""
+        """True if all gradients are averaged, all buckets are here and their loss scales were read."""
+        return self._is_averaged and not self.unread
+
+    @property
+    def _is_averaged(self) -> bool:
         return len(self._averaged) == len(self._bucket_of) == len(self._group_of)
 
     @property
@@ -210,25 +224,52 @@ class StepRun:
         """Layers whose gradients have not arrived."""
         return [name for name in self._group_of if name not in self._bucket_of]
 
+    def overdue(self) -> CGXError:
+        """Return the error of a step whose gradients do not arrive in time."""
+        timeout_s = f"{self._transport.timeout_s:g} s"
+        return CGXError(
+            f"rank {self._transport.rank}, step {self.number}: {len(self.missing)} of {len(self._group_of)} layers "
+            f"have no gradient {timeout_s} after the last one arrived: {listed(self.missing)}. Possible causes: the "
+            "loss does not use them (give DistributedDataParallel find_unused_parameters=True); they were frozen or "
+            "unfrozen after DistributedDataParallel was built (build it and attach again); backward raised an "
+            f"error; or backward takes longer than {timeout_s} (give attach or CGXConfig a larger timeout_s)"
+        )
+
+    def closed_within(self) -> CGXError:
+        """Return the error of a step in which the engine was closed."""
+        return CGXError(
+            f"rank {self._transport.rank}, step {self.number}: closed in the middle of backward, before the gradients "
+            f"of {listed(self.missing)} had come; close between steps, or once the thread that trains has ended"
+        )
+
     def work(self) -> None:
         """Go on with the oldest group that can, or begin one; if none can, wait until one can or the thread is woken.
 
         Raises TransportError if a group waits for longer than the time-out.
         """
-        can_begin = self._can_begin
-        if self._under_way:
-            wait_s = 0.0 if can_begin else self._under_way[0].since_s + self._transport.timeout_s - time.perf_counter()
-            place = self._transport.wait_any([one.handle for one in self._under_way], max(wait_s, 0.0))
+        group = self._next
+        awaited = self._awaited_before(group)
+        can_begin = group is not None and awaited is None
+        handles = [one.handle for one in self._under_way]
+        if awaited is not None:
+            handles.append(awaited)
+        if handles:
+            since_s = self._under_way[0].since_s if self._under_way else time.perf_counter()
+            wait_s = 0.0 if can_begin else since_s + self._transport.timeout_s - time.perf_counter()
+            place = self._transport.wait_any(handles, max(wait_s, 0.0))
             if place is None and not can_begin and wait_s <= 0:
                 place = 0
+            if place == len(self._under_way):
+                self._transport.finish(handles[place])
+                return
             if place is not None:
                 one = self._under_way[place]
                 self._transport.group_index = one.group.index
                 self._transport.finish(one.handle, time.perf_counter() - one.since_s)
                 self._go_on(one)
                 return
-        if can_begin:
-            self._begin(self.groups[self._num_begun])
+        if group is not None and can_begin:
+            self._begin(group)
 
     def conclude(self) -> StepResult:
         """Return what the model gets. A layer that has NaN or Inf on any rank then has it in its average.
@@ -247,6 +288,14 @@ class StepRun:
             self._return(group)
         return StepResult(unused=unused, broken=broken)
 
+    def note_arrivals(self) -> None:
+        """Set the times at which gradients arrived, of a step that is done."""
+        assert self._first is not None
+        self.first_arrival = self._clock.time_of(self._first)
+        self.last_arrival = self._clock.time_of(self.buckets[-1])
+        for index, arrived in self._completed_by.items():
+            self.ready_at[index] = self._clock.time_of(arrived)
+
     def release(self) -> None:
         """Give finished buckets back to DDP. Training continues when the last one is back."""
         for bucket in self.buckets:
@@ -254,28 +303,38 @@ class StepRun:
                 bucket.future.set_result(bucket.buffer)
 
     def _arrive(self, gradients: Mapping[str, Tensor], brought_by: EarlyGradient | PendingBucket) -> None:
-        if brought_by.computed is not None:
-            # It may have waited in the queue: it counts as arrived when the device had computed it.
-            brought_by.arrived_s = self._clock.time_of(brought_by.computed)
-        self.first_arrival = self.first_arrival or brought_by.arrived_s
+        self._first = self._first or brought_by
         for name, gradient in gradients.items():
             group = self._group_of[name]
             was_ready = group.is_ready
-            group.arrive(name, gradient)
+            group.arrive(name, gradient, brought_by.computed)
             if group.is_ready and not was_ready:
-                self.ready_at[group.index] = brought_by.arrived_s
+                self._completed_by[group.index] = brought_by
 
     @property
-    def _can_begin(self) -> bool:
-        if self._num_begun == len(self.groups) or not self.groups[self._num_begun].is_ready:
-            return False
+    def _next(self) -> Group | None:
+        """The group that may begin as soon as the device has computed its gradients; None if there is none."""
+        if not self.is_open or self._num_begun == len(self.groups) or not self.groups[self._num_begun].is_ready:
+            return None
+        group = self.groups[self._num_begun]
         if not self._under_way:
-            return True
+            return group
         exchanges = [one.group.exchange for one in self._under_way]
         begun_bytes = sum(exchange.sent_bytes for exchange in exchanges)
-        next_bytes = self.groups[self._num_begun].exchange.sent_bytes
-        is_free = self._transport.takes_many and not any(exchange.keeps_order for exchange in exchanges)
-        return is_free and begun_bytes + next_bytes <= WINDOW_BYTES
+        is_free = self._transport.takes_many and not any(one.group.keeps_order for one in self._under_way)
+        return group if is_free and begun_bytes + group.exchange.sent_bytes <= WINDOW_BYTES else None
+
+    def _awaited_before(self, group: Group | None) -> Mark | None:
+        """Return what the device must come to before `group`, the next one, begins; None if it can begin now.
+
+        If there is no such group, that is before the next loss scale can be read.
+        """
+        if group is not None:
+            return group.awaited
+        if not self.unread:
+            return None
+        computed, hashed = self.unread[0].computed, self.unread[0].weights.written
+        return hashed if computed.is_done else computed
 
     def _begin(self, group: Group) -> None:
         stamp = Stamp(
@@ -304,7 +363,7 @@ class StepRun:
         self._averaged.update(group.plan.layers)
         if group.is_finite:
             self._return(group)
-        if not self.is_done:
+        if not self._is_averaged:
             self.release()
 
     def _return(self, group: Group) -> None:

@@ -12,11 +12,11 @@ from numbers import Real
 from typing import NamedTuple, SupportsFloat
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cgx_ray.errors import ConfigError, DamagedMessageError, PeerTimeoutError, ReplicaError, TransportError
 from cgx_ray.monitors.sample import Fault, FaultKind, StepSample
+from cgx_ray.runtime_ext.streams import DONE, Mark, streams_of
 
 logger = logging.getLogger(__name__)
 MAX_KEPT_SAMPLES = 1024
@@ -30,14 +30,14 @@ _KINDS: tuple[tuple[type[Exception], FaultKind], ...] = (
 
 
 class _Reported(NamedTuple):
-    """A number. On a CUDA device it is there after `is_copied`."""
+    """A number, which is there after `copied`."""
 
     value_host: float | Tensor
-    is_copied: torch.cuda.Event | None = None
+    copied: Mark = DONE
 
     def read(self) -> float | None:
         """Return the number if it is finite and there."""
-        if self.is_copied is not None and not self.is_copied.query():
+        if not self.copied.is_done:
             return None
         number = float(self.value_host)
         return number if math.isfinite(number) else None
@@ -78,11 +78,10 @@ def _reported(name: str, value: SupportsFloat) -> _Reported:
         if value_1.device.type != "cuda":
             return _Reported(float(value_1))
         # The engine's thread must not wait for the training's stream, so the copy begins here, behind the loss.
-        host_1 = torch.empty(1, dtype=value_1.dtype, device="cpu", pin_memory=True)
-        host_1.copy_(value_1, non_blocking=True)
-        is_copied = torch.cuda.Event()
-        is_copied.record()
-        return _Reported(host_1, is_copied)
+        streams = streams_of(value_1.device)
+        host_1 = streams.host_memory(1, value_1.dtype)
+        streams.copy_each([(value_1, host_1)])
+        return _Reported(host_1, streams.mark())
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
         return _Reported(float(value.item()))
     if isinstance(value, Real):

@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cgx_ray.codecs.codec import HOST
 from cgx_ray.runtime_ext import ops
+from cgx_ray.runtime_ext.streams import DONE, Mark, streams_of
 
 # Without a check in a step. No hash is 0.
 NO_HASH = 0
@@ -38,11 +40,29 @@ NUM_PROJECTIONS = 16
 NUM_COLUMNS = 1024
 # Elements at a time: 2 MiB as float64, which a processor keeps in its cache.
 PIECE_NUMEL = 256 << 10
+# Elements that are hashed at a time on a device: 32 MiB as int64.
+HASHED_NUMEL = 4 << 20
+# Odd, so that a product with it is another one for each 64-bit number: 2^64 divided by the golden ratio.
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 # Elements that are averaged at a time: 32 MiB as float64.
 AVERAGED_NUMEL = 4 << 20
 # A layer that is near zero, as a bias of one element may be, was computed from larger numbers. So it counts as if its
 # mean square was at least this share of the model's.
 NEAR_ZERO = 1e-2
+
+
+class WeightHash(NamedTuple):
+    """A hash of the weights. If a device computes it, it is on the host after `written`."""
+
+    value: int | Tensor = NO_HASH
+    written: Mark = DONE
+
+    def read(self) -> int:
+        """Return the hash, in [1, 2^63), or NO_HASH."""
+        return int(self.value)
+
+
+NOT_HASHED = WeightHash()
 
 
 class Drift(NamedTuple):
@@ -59,7 +79,8 @@ class Drift(NamedTuple):
 class WeightCheck:
     """Hashes the weights in the first step, and once in each step that is a multiple of `every_steps`.
 
-    CRC-32C finds any change within 32 bits of a layer, and misses one of 2^32 other changes.
+    On the CPU, CRC-32C finds any change within 32 bits of a layer, and misses one of 2^32 other changes. See
+    `hash_on_device` for others.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], every_steps: int) -> None:
@@ -71,23 +92,29 @@ class WeightCheck:
         self._every_steps = every_steps
         self._hashed_step = -1
 
-    def hash_at(self, step: int) -> int:
-        """Return a hash in [1, 2^63) at the first call in a step with a check, else NO_HASH.
+    def hash_at(self, step: int) -> WeightHash:
+        """Return the hash of the weights at the first call in a step with a check, else NO_HASH. Waits for no device.
 
-        Call it while the weights are as they were in the forward pass. On a CUDA device it waits for the work before.
+        Call it while the weights are as they were in the forward pass.
         """
         if not self._every_steps or step == self._hashed_step:
-            return NO_HASH
+            return NOT_HASHED
         # After a restart the first step may have any number, and ranks may have loaded different weights.
         if step % self._every_steps and self._hashed_step >= 0:
-            return NO_HASH
+            return NOT_HASHED
         self._hashed_step = step
-        return hash_of(self._weights)
+        devices = {weight.device for weight in self._weights.values()}
+        if len(devices) > 1 or HOST in devices:
+            return WeightHash(hash_of(self._weights))
+        streams = streams_of(devices.pop())
+        value_1 = streams.host_memory(1, torch.int64)
+        streams.copy_each([(hash_on_device(self._weights), value_1)])
+        return WeightHash(value_1, streams.mark())
 
     def bounds(self) -> Tensor:
         """Return numbers (int64) whose minima over ranks `drift` takes. Call it in a backward pass, from any thread."""
-        for device in {weight.device for weight in self._weights.values() if weight.is_cuda}:
-            torch.cuda.synchronize(device)
+        for device in {weight.device for weight in self._weights.values()}:
+            streams_of(device).wait_for_all()
         values_LP = torch.stack([_projected(weight.detach()) for weight in self._weights.values()])
         # NaN would come out smaller or larger than all numbers.
         values_LP.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
@@ -136,6 +163,38 @@ def hash_of(weights: Mapping[str, Tensor]) -> int:
         digest.update(struct.pack("<I", ops.crc32c(bytes_N)))
     # The agreement negates it, and 0 stands for no check.
     return max(int.from_bytes(digest.digest(), "little") >> 1, 1)
+
+
+def hash_on_device(weights: Mapping[str, Tensor]) -> Tensor:
+    """Return such a number, another one than `hash_of`, as (1,) int64 on the weights' device, which may run late.
+
+    Each element is mixed with its place to 64 bits, and sums of these do not depend on the order in which the device
+    adds. A change of one element changes the sum of its layer. Of other changes one in 2^63 is missed.
+    """
+    sums = []
+    for weight in weights.values():
+        flat_N = weight.detach().contiguous().reshape(-1)
+        bits_N = flat_N.view(_INTEGERS[min(flat_N.element_size(), 8)])
+        place_K = torch.arange(min(len(bits_N), HASHED_NUMEL), dtype=torch.int64, device=weight.device)
+        pieces = enumerate(bits_N.split(HASHED_NUMEL))
+        mixed = [_mixed(bits_K.long(), place_K[: len(bits_K)] + index * HASHED_NUMEL).sum() for index, bits_K in pieces]
+        sums.append(torch.stack(mixed).sum())
+    sum_L = torch.stack(sums)
+    of_model = _mixed(sum_L, torch.arange(len(sums), dtype=torch.int64, device=sum_L.device)).sum()
+    # The agreement negates it, and 0 stands for no check.
+    return (of_model & torch.iinfo(torch.int64).max).clamp(min=1).view(1)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _mixed(bits_N: Tensor, place_N: Tensor) -> Tensor:
+    """Return for each element 64 bits that depend on all its bits and its place: others for other bits."""
+    mixed_N = (bits_N + place_N * _ODD) * _ODD
+    for _ in range(2):
+        # The upper bits, without the sign that a shift of int64 repeats.
+        mixed_N = (mixed_N ^ ((mixed_N >> 32) & 0xFFFFFFFF)) * _ODD
+    return mixed_N
 
 
 def _limit(dtype: torch.dtype) -> float:

@@ -20,7 +20,6 @@ from cgx_ray.codecs.codec import HOST
 from cgx_ray.codecs.gain import squared_error
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.paper_policies import Flexible
-from cgx_ray.engine.group import copy_each
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, host_name
@@ -28,6 +27,7 @@ from cgx_ray.planner.cost import Link
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.profile import fit_cost
 from cgx_ray.runtime_ext import ops
+from cgx_ray.runtime_ext.streams import streams_of
 from cgx_ray.session.settings import Settings
 
 Call = Callable[[], object]
@@ -136,9 +136,9 @@ def measure_bus(device: torch.device) -> Link:
 
 
 def _copy_and_wait(source_N: Tensor, target_N: Tensor) -> None:
-    copy_each([(source_N, target_N)])
-    if target_N.is_cuda:
-        torch.cuda.current_stream(target_N.device).synchronize()
+    streams = streams_of(source_N.device if source_N.is_cuda else target_N.device)
+    streams.copy_each([(source_N, target_N)])
+    streams.mark().wait()
 
 
 def measure_codec(

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.engine.group import copy_each
+from cgx_ray.codecs.codec import HOST
+from cgx_ray.runtime_ext.streams import streams_of
 
 NUMEL = 2048
 # The ranks agree on the next plan meanwhile.
@@ -105,7 +106,7 @@ def test_gradients_are_copied_to_the_same_bits_in_one_piece_and_layer_by_layer(d
 def test_copies_take_any_shape_and_type() -> None:
     sources = [torch.arange(6.0).view(2, 3), torch.arange(4, dtype=torch.float64)]
     targets = [torch.empty(6, dtype=torch.bfloat16), torch.empty(2, 2)]
-    copy_each(list(zip(sources, targets, strict=True)))
-    copy_each([])
+    streams_of(HOST).copy_each(list(zip(sources, targets, strict=True)))
+    streams_of(HOST).copy_each([])
     assert targets[0].tolist() == [0, 1, 2, 3, 4, 5]
     assert targets[1].tolist() == [[0, 1], [2, 3]]

@@ -126,7 +126,8 @@ def _train_with(rank: int, fault: str | None) -> tuple[list[str], list[str], int
     assert isinstance(engine, Engine)
     hashes: list[str] = []
     with engine.metered([TOPK], 2), _fault(FAULTS[fault][0] if fault else None, fault):
-        said = _logged(lambda: hashes.extend(train(model, rank, range(6))))
+        # `last_step` waits until the last step is measured.
+        said = _logged(lambda: (hashes.extend(train(model, rank, range(6))), attachment.last_step))
     failures = engine.telemetry.num_failures
     steps = [sample.step for sample in attachment.take_samples() if sample.gain]
     assert engine.step == 6

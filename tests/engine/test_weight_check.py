@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,18 @@ from support.ranks import free_port, log_lines, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.engine import weight_check
 from cgx_ray.engine.agreement import odd_ranks
 from cgx_ray.engine.telemetry import Telemetry
-from cgx_ray.engine.weight_check import AVERAGED_NUMEL, NO_HASH, Drift, WeightCheck, hash_of
+from cgx_ray.engine.weight_check import (
+    AVERAGED_NUMEL,
+    NO_HASH,
+    Drift,
+    WeightCheck,
+    WeightHash,
+    hash_of,
+    hash_on_device,
+)
 from cgx_ray.errors import CGXError, DamagedMessageError, PeerTimeoutError, TransportError
 from cgx_ray.monitors.sample import Fault
 
@@ -36,8 +45,17 @@ WEIGHTS = {
 }
 
 
+HASHES: list[Callable[[Mapping[str, torch.Tensor]], int]] = [
+    hash_of,
+    lambda weights: WeightHash(hash_on_device(weights)).read(),
+]
+
+
+@pytest.mark.parametrize("hash_of", HASHES, ids=["on the host", "on a device"])
 @pytest.mark.parametrize("name", ["matrix", "strided", "half", "scalar"])
-def test_a_single_bit_of_a_layer_changes_the_hash(name: str) -> None:
+def test_a_single_bit_of_a_layer_changes_the_hash(
+    name: str, hash_of: Callable[[Mapping[str, torch.Tensor]], int]
+) -> None:
     changed = {other: weight.clone() for other, weight in WEIGHTS.items()}
     assert hash_of(changed) == hash_of(WEIGHTS)
     bits_N = changed[name].contiguous().reshape(-1).view(torch.uint8)
@@ -47,13 +65,30 @@ def test_a_single_bit_of_a_layer_changes_the_hash(name: str) -> None:
     assert 1 <= hash_of(changed) < 2**63
 
 
+@pytest.mark.parametrize("hash_of", HASHES, ids=["on the host", "on a device"])
+def test_weights_in_another_order_have_another_hash(
+    hash_of: Callable[[Mapping[str, torch.Tensor]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In pieces of a few elements, each of which counts from the layer's first element.
+    monkeypatch.setattr(weight_check, "HASHED_NUMEL", 7)
+    within = {**WEIGHTS, "matrix": WEIGHTS["matrix"].flip(0)}
+    layers = {name: WEIGHTS[name] for name in reversed(WEIGHTS)}
+    assert len({hash_of(weights) for weights in (WEIGHTS, within, layers)}) == 3
+
+
+def test_the_hash_of_a_device_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = hash_on_device(WEIGHTS)
+    monkeypatch.setattr(weight_check, "HASHED_NUMEL", 7)
+    assert torch.equal(hash_on_device(WEIGHTS), expected)
+
+
 def test_weights_are_hashed_once_in_each_step_with_a_check() -> None:
     check = WeightCheck(WEIGHTS, 3)
-    found = [check.hash_at(step) != NO_HASH for step in (0, 0, 1, 2, 3, 3, 4, 5, 6)]
+    found = [check.hash_at(step).read() != NO_HASH for step in (0, 0, 1, 2, 3, 3, 4, 5, 6)]
     assert found == [True, False, False, False, True, False, False, False, True]
-    assert WeightCheck(WEIGHTS, 0).hash_at(0) == NO_HASH
+    assert WeightCheck(WEIGHTS, 0).hash_at(0).read() == NO_HASH
     resumed = WeightCheck(WEIGHTS, 3)
-    assert [resumed.hash_at(step) != NO_HASH for step in (5, 5, 6)] == [True, False, True]
+    assert [resumed.hash_at(step).read() != NO_HASH for step in (5, 5, 6)] == [True, False, True]
 
 
 @pytest.mark.parametrize(

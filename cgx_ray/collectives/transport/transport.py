@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from cgx_ray.collectives.transport.transport_like import Handle, Held, VendorCal
 from cgx_ray.errors import CGXError, PeerTimeoutError, TransportError
 from cgx_ray.runtime_ext import shm
 from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
+from cgx_ray.runtime_ext.streams import Mark, Waiter, streams_of
 
 # Torch's own time-out for Gloo: half an hour.
 DEFAULT_TIMEOUT_S = 1800.0
@@ -89,6 +89,7 @@ class Transport:
         self._card_bytes = 0
         # Held back by the simulated link, in the order of calls.
         self._held: list[Held] = []
+        self._waiter = Waiter(self.wake)
 
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         """See `TransportLike.start`."""
@@ -137,6 +138,9 @@ class Transport:
             assert handle.handle is not None
             self.finish(handle.handle, waited_s)
             return
+        if isinstance(handle, Mark):
+            self._wait_for_mark(handle, waited_s)
+            return
         name = handle.name if isinstance(handle, VendorCall) else "a message"
         began_s = time.perf_counter() - waited_s
         try:
@@ -152,6 +156,15 @@ class Transport:
                 work.wait()
         except RuntimeError as error:
             raise self._broken(name, error, began_s) from error
+
+    def _wait_for_mark(self, mark: Mark, waited_s: float) -> None:
+        what = "work of the device"
+        if waited_s >= self.timeout_s and not mark.is_done:
+            raise self._broken(what, RuntimeError("it is not done in time"), time.perf_counter() - waited_s)
+        mark.wait()
+        # Aborted sums of NCCL end too, without a result.
+        if self.has_given_up:
+            raise self._broken(what, RuntimeError("the connections are closed"))
 
     def _wait_for_call(self, call: VendorCall) -> None:
         """Wait for a collective of the vendor. Raise RuntimeError if it does not end after `abort`.
@@ -178,6 +191,9 @@ class Transport:
             return 0
         timeout_s = min(timeout_s, self._post_due() - time.perf_counter())
         posted = [one.handle if isinstance(one, Held) else one for one in handles]
+        for one in posted:
+            if isinstance(one, Mark):
+                self.watch(one)
         ended = [place for place, one in enumerate(posted) if not isinstance(one, int) and self._is_over(one)][:1]
         tickets = [one for one in posted if isinstance(one, int)]
         found = self._mesh.wait_any(tickets, 0.0 if ended else max(timeout_s, 0.0))
@@ -191,7 +207,13 @@ class Transport:
             return self._is_over(handle.handle)
         if isinstance(handle, VendorCall):
             return handle.ended.is_set()
+        if isinstance(handle, Mark):
+            return handle.is_done
         return handle == [] or (isinstance(handle, int) and self._mesh is not None and self._mesh.is_over(handle))
+
+    def watch(self, mark: Mark) -> None:
+        """Call `wake` once the device has come to `mark`. `wait_any` does so with those that it is given."""
+        self._waiter.watch(mark)
 
     def wake(self) -> None:
         """End the wait of another thread in `wait_any`, now or the next one."""
@@ -218,9 +240,8 @@ class Transport:
                 return []
             if values_N.is_cuda:
                 dist.all_reduce(values_N, group=self._cuda_group)
-                # NCCL only queues the sum on the stream; the caller measures the network.
-                torch.cuda.current_stream(values_N.device).synchronize()
-                return []
+                # NCCL has only enqueued the sum on the stream.
+                return streams_of(values_N.device).mark()
             return self._watched("an all-reduce", dist.all_reduce(values_N, group=self._group, async_op=True))
         except RuntimeError as error:
             raise self._broken("an all-reduce", error, began_s) from error
@@ -331,6 +352,7 @@ class Transport:
 
     def close(self) -> None:
         """Disconnect. Peers that still wait for this rank fail at once, except in collectives of the vendor."""
+        self._waiter.close()
         if self._mesh is not None:
             self._mesh.close()
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.runtime_ext.mesh import Parts
+from cgx_ray.runtime_ext.streams import Mark
 
 
 class VendorCall(NamedTuple):
@@ -30,8 +31,8 @@ class Held:
     handle: Handle | None = None
 
 
-# A ticket of the mesh; works of torch.distributed, none if all is done; or one of the above.
-Handle = int | list[dist.Work | None] | VendorCall | Held
+# A ticket of the mesh; works of torch.distributed, none if all is done; one of the above; or a point in a stream.
+Handle = int | list[dist.Work | None] | VendorCall | Held | Mark
 
 
 class TransportLike(Protocol):
@@ -58,7 +59,7 @@ class TransportLike(Protocol):
         """
 
     def finish(self, handle: Handle, waited_s: float = 0.0) -> None:
-        """Wait for all messages of `handle`. Call it once per handle.
+        """Wait for all messages of `handle`, or for the device to come to it. Call it once per handle.
 
         waited_s  seconds of the time-out that have passed
 
