@@ -1,0 +1,168 @@
+"""Engines on a device that does its calls late and in any legal order: every access is ordered, the bits are the CPU's.
+
+`support.traced_device` is the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.traced_device import DEVICE, RaceError, TracedDevice
+from torch import Tensor
+
+import cgx_ray
+from cgx_ray.codecs.codec import HOST
+from cgx_ray.collectives import Transport
+from cgx_ray.collectives.transport.tcp import connect_mesh
+from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.step import EarlyGradient, PendingBucket
+from cgx_ray.plan import Layer
+from cgx_ray.runtime_ext.streams import Mark
+
+TIMEOUT_S = 30.0
+LAYERS = [Layer(name=f"layer{numel}", numel=numel, ndim=2, num_rows=10) for numel in (1200, 1300, 2000, 1100)]
+STEPS = 3
+CASES = [
+    ("qsgd", "sra", "auto"),
+    ("onebit", "sra", "auto"),
+    ("fp16", "sra", "auto"),
+    ("none", "sra", "auto"),
+    ("qsgd", "allgather", "auto"),
+    ("topk:density=0.05", "allgather", "auto"),
+    ("dgc:density=0.05", "allgather", "auto"),
+    ("terngrad", "ring", "auto"),
+    ("bf16", "tree", "auto"),
+    ("ef_signsgd", "broadcast", "auto"),
+    # The host encodes, so gradients are copied there and back.
+    ("qsgd", "sra", "cpu"),
+    ("topk:density=0.05", "allgather", "cpu"),
+]
+
+
+class Outcome(NamedTuple):
+    """Averages and memory at the end, or the error.
+
+    counts  what a traced device has counted per group
+    sites   where what was waited for had its mark made
+    """
+
+    tensors: list[Tensor]
+    error: str | None
+    counts: dict[str, float]
+    sites: set[str]
+
+
+class Run:
+    """Steps of a training, whose gradients are calls of a device, or computed at once on the CPU."""
+
+    def __init__(self, rank: int, case: tuple[str, str, str], device: TracedDevice | None) -> None:
+        codec, scheme, where = case
+        group = dist.group.WORLD
+        assert group is not None
+        plan = cgx_ray.make_plan(
+            LAYERS,
+            version=0,
+            world_size=dist.get_world_size(),
+            codec=codec,
+            scheme=scheme,
+            group_bytes=4 * 2400,
+            device=where,
+        )
+        assert len(plan.groups) > 1
+        mesh = connect_mesh(group, TIMEOUT_S)
+        transport = Transport(group, mesh=mesh, timeout_s=TIMEOUT_S)
+        self.engine = Engine(LAYERS, plan, transport, device=HOST if device is None else DEVICE)
+        self.num_groups = len(plan.groups)
+        self._device, self._streams = device, self.engine.streams
+        self._random = torch.Generator().manual_seed(rank)
+        names = [name for one in plan.groups for name in one.layers]
+        numels = {layer.name: layer.numel for layer in LAYERS}
+        self._buffer = torch.zeros(sum(numels.values()))
+        self._views = dict(zip(names, self._buffer.split([numels[name] for name in names]), strict=True))
+        if device is not None:
+            device.own(self._buffer)
+
+    def step(self) -> Tensor:
+        """Return the averages of one step."""
+        future = self._streams.future()
+        computed = {name: self._backward(view) for name, view in self._views.items()}
+        *early, last = computed
+        for name in early:
+            self.engine.submit(EarlyGradient(name=name, gradient=self._views[name], computed=computed[name]))
+        self.engine.submit(
+            PendingBucket(gradients=self._views, buffer=self._buffer, future=future, computed=computed[last])
+        )
+        future.wait()
+        self._streams.mark().wait()
+        if self._device is not None:
+            self._device.touch([self._buffer], [], "the optimizer")
+        return self._buffer.clone()
+
+    def _backward(self, view: Tensor) -> Mark:
+        value = torch.randn(view.shape, generator=self._random)
+        if self._device is None:
+            view.copy_(value)
+        else:
+            self._device.launch(lambda: view.copy_(value), [], [view])
+        return self._streams.mark()
+
+
+def _train(rank: int, case: tuple[str, str, str], seed: int | None, removed: str | None = None) -> Outcome:
+    """Train on the CPU if `seed` is None, else on a traced device with that chance."""
+    device = TracedDevice(seed, removed) if seed is not None else None
+    if device is not None:
+        device.install()
+    run = Run(rank, case, device)
+    if device is not None:
+        device.sites.clear()
+    try:
+        averages = [run.step() for _ in range(STEPS)]
+    except (cgx_ray.CGXError, RaceError) as error:
+        run.engine.close(1.0)
+        return Outcome([], str(error), {}, set())
+    state = run.engine.state()
+    memory = [value for kind in ("residuals", "momentum") for value in state[kind].values()]
+    run.engine.close()
+    if device is None:
+        return Outcome([*averages, *memory], None, {}, set())
+    counts = {what: count / STEPS / run.num_groups for what, count in device.counts.items()}
+    return Outcome([*averages, *memory], None, counts, device.sites)
+
+
+def _assert_same(found: Outcome, expected: Outcome) -> None:
+    assert found.error is None, found.error
+    assert len(found.tensors) == len(expected.tensors) > STEPS - 1
+    for one, other in zip(found.tensors, expected.tensors, strict=True):
+        assert torch.equal(one, other), f"{(one != other).sum()} of {one.numel()} elements differ"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_calls_that_are_done_late_in_any_legal_order_change_no_bit(case: tuple[str, str, str], world_size: int) -> None:
+    expected = run_ranks(world_size, _train, case, None)
+    for seed in range(2):
+        for found, wanted in zip(run_ranks(world_size, _train, case, seed), expected, strict=True):
+            _assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[-2]], ids="-".join)
+def test_without_any_one_wait_a_race_is_found(case: tuple[str, str, str]) -> None:
+    sites = set[str]().union(*(outcome.sites for outcome in run_ranks(2, _train, case, 0)))
+    assert len(sites) >= 2, sites
+    for site in sorted(sites):
+        errors = [outcome.error for outcome in run_ranks(2, _train, case, 0, site)]
+        assert any(error is not None and "are not ordered" in error for error in errors), (site, errors)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_waits_copies_and_launches_of_a_group(num_ranks: int) -> None:
+    """Per group of N ranks, N messages go out and 2N-2 come in, each by one copy. Only N copies are waited for."""
+    for outcome in run_ranks(num_ranks, _train, CASES[0], 0):
+        assert outcome.counts["copies"] == 3 * num_ranks - 2
+        assert outcome.counts["waits"] == num_ranks
+        # N messages are encoded, N - 1 are added, then N are decoded; and the sum is divided.
+        assert outcome.counts["launches"] == 3 * num_ranks

@@ -1,0 +1,387 @@
+"""A device that does not exist, for tests of what is done in which order.
+
+Its memory is the host's. It does calls late, in an order that chance chooses among the legal ones: those of one stream
+in turn, and each after what its stream was told to wait for. A vector clock of each call, mark and thread says what is
+known to be done before it, and so whether all that touches the same memory is ordered. If not, `RaceError` is raised,
+however the calls happen to be done.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from cgx_ray.codecs import Codec
+from cgx_ray.codecs.codec import Memory
+from cgx_ray.collectives import Transport, hierarchical
+from cgx_ray.engine import group as engine_group
+from cgx_ray.runtime_ext import streams
+from cgx_ray.runtime_ext.mesh import flat
+from cgx_ray.runtime_ext.streams import Mark, Streams
+
+# Tensors on it say that they are on the CPU, but to the engine it is no host.
+DEVICE = torch.device("cpu", 0)
+# By stream, the number of its calls that are known to be done.
+Clock = dict[int, int]
+# Functions that ask for a mark, but go on whatever the answer is, or have asked before.
+_CURIOUS = {"watch", "_wait_for_each", "time_of", "_wait_for_mark"}
+
+
+class RaceError(RuntimeError):
+    """Two accesses to the same memory, at least one of them a write, that nothing puts in order."""
+
+
+class _Access(NamedTuple):
+    """An access to the bytes [start, stop): number `number` of `stream`."""
+
+    start: int
+    stop: int
+    is_write: bool
+    stream: int
+    number: int
+    what: str
+
+
+class _Call(NamedTuple):
+    do: Callable[[], object]
+    after: Clock
+
+
+class TracedMark(Mark):
+    """A point in a traced stream. `site`: where the engine, or the test, made it."""
+
+    def __init__(self, device: TracedDevice, stream: int, after: Clock, site: str) -> None:
+        self._device, self.stream, self._after, self._site = device, stream, after, site
+
+    @property
+    def is_done(self) -> bool:
+        return self._device.has_reached(self._after, self._site)
+
+    def wait(self) -> None:
+        self._device.reach(self._after, self._site)
+
+
+class TracedFuture(torch.futures.Future[Tensor]):
+    """As a future of a CUDA device: who waits for it goes on, on its stream, after the stream of who has set it."""
+
+    device: TracedDevice
+    after: Clock
+
+    def set_result(self, result: Tensor) -> None:
+        self.after = self.device.clock_of(self.device.current())
+        super().set_result(result)
+
+    def wait(self) -> Tensor:
+        result = super().wait()
+        self.device.order(self.device.current(), self.after)
+        return result
+
+
+class TracedDevice(Streams):
+    """Streams of `DEVICE` for this process.
+
+    removed    site whose marks nobody waits for
+    sites      those of marks that somebody has waited for
+    counts     "waits", "launches" and "copies" of the engine's threads so far
+    """
+
+    def __init__(self, seed: int, removed: str | None = None) -> None:
+        self.removed = removed
+        self.sites: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        self._chance = random.Random(seed)
+        self._lock = threading.RLock()
+        self._streams: dict[int, int] = {}
+        self._calls: dict[int, deque[_Call]] = {0: deque()}
+        self._num_done: Clock = {0: 0}
+        self._clocks: dict[int, Clock] = {0: {}}
+        self._known: dict[int, Clock] = {}
+        self._accesses: list[_Access] = []
+        # Memory of the device, by address: only there are calls of torch done late.
+        self._memory: list[tuple[int, int]] = []
+        self._kept: list[Tensor] = []
+
+    def install(self) -> None:
+        """Take the place of the streams of `DEVICE` in this process, and trace codecs and messages of engines."""
+        streams.STREAMS[DEVICE] = self
+        make_codec, start, is_finite = engine_group.make_codec, Transport.start, engine_group.is_finite
+
+        def traced_codec(*arguments: Any, **options: Any) -> Codec:
+            codec = make_codec(*arguments, **options)
+            self._trace(codec)
+            return codec
+
+        def traced_start(transport: Transport, sends: Any, receives: Any) -> Any:
+            self.touch([part for _, part in flat(sends)], [part for _, part in flat(receives)], "a message")
+            return start(transport, sends, receives)
+
+        def traced_is_finite(values_N: Tensor) -> bool:
+            self._read(values_N)
+            return is_finite(values_N)
+
+        engine_group.make_codec = hierarchical.make_codec = traced_codec  # type: ignore[attr-defined]
+        Transport.start = traced_start  # type: ignore[method-assign]
+        engine_group.is_finite = traced_is_finite  # type: ignore[attr-defined]
+
+    # As an engine uses it.
+
+    def enter(self) -> None:
+        with self._lock:
+            stream = len(self._calls)
+            self._calls[stream], self._num_done[stream], self._clocks[stream] = deque(), 0, {}
+            self._streams[threading.get_ident()] = stream
+        _Traced(self).__enter__()
+
+    def current(self) -> Any:
+        return self._streams.get(threading.get_ident(), 0)
+
+    def mark(self, stream: Any = None) -> Mark:
+        stream = self.current() if stream is None else stream
+        return TracedMark(self, stream, self.clock_of(stream), _site())
+
+    def join(self, streams: Iterable[Any]) -> None:
+        for stream in streams:
+            self.order(self.current(), self.clock_of(stream))
+
+    def future(self) -> torch.futures.Future[Tensor]:
+        future = TracedFuture()
+        future.device = self
+        return future
+
+    def copy_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for source, target in pairs:
+            self.launch(_copying(source, target), [source], [target], "copies")
+
+    # As a test uses it.
+
+    def own(self, tensor: Tensor) -> None:
+        """Take the memory of `tensor` for that of the device."""
+        storage = tensor.untyped_storage()
+        self._memory.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        self._kept.append(tensor)
+
+    def launch(
+        self, do: Callable[[], object], reads: Iterable[Tensor], writes: Iterable[Tensor], kind: str = "launches"
+    ) -> None:
+        """Enqueue a call on the stream of this thread."""
+        with self._lock, _disable_current_modes():
+            stream = self.current()
+            self.counts[kind] += stream > 0
+            after = _joined(self._clocks[stream], self._known.get(threading.get_ident(), {}))
+            number = self._num_done[stream] + len(self._calls[stream]) + 1
+            self._check(reads, writes, after, stream, number, kind)
+            self._calls[stream].append(_Call(do, after))
+            self._clocks[stream] = {**after, stream: number}
+
+    def touch(self, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str) -> None:
+        """Note that the host reads and writes memory now."""
+        with self._lock, _disable_current_modes():
+            # What the host does is before all that it enqueues later, so only earlier calls of the device matter.
+            self._check(reads, writes, self._known.get(threading.get_ident(), {}), None, 0, what)
+
+    def clock_of(self, stream: int) -> Clock:
+        with self._lock:
+            return dict(self._clocks[stream])
+
+    def order(self, stream: int, after: Clock) -> None:
+        """Let `stream` go on after `after`."""
+        with self._lock:
+            self._clocks[stream] = _joined(self._clocks[stream], after)
+
+    def has_reached(self, after: Clock, site: str) -> bool:
+        with self._lock:
+            if site == self.removed:
+                return True
+            self._note(site)
+            for _ in range(self._chance.randrange(3)):
+                self._do_one()
+            is_done = all(self._num_done[stream] >= number for stream, number in after.items())
+            if is_done:
+                self._learn(after)
+            return is_done
+
+    def reach(self, after: Clock, site: str) -> None:
+        with self._lock:
+            if site == self.removed:
+                return
+            if self._note(site):
+                self.counts["waits"] += self.current() > 0
+            while any(self._num_done[stream] < number for stream, number in after.items()):
+                self._do_one()
+            self._learn(after)
+
+    def _note(self, site: str) -> bool:
+        """Note that this thread waits for a mark of `site`. Return False if it is only curious."""
+        is_wait = _caller() not in _CURIOUS
+        if is_wait:
+            self.sites.add(site)
+        return is_wait
+
+    def _learn(self, after: Clock) -> None:
+        thread = threading.get_ident()
+        self._known[thread] = _joined(self._known.get(thread, {}), after)
+
+    def _do_one(self) -> None:
+        """Do a call that may be done now, if there is one."""
+        ready = [
+            stream
+            for stream, calls in self._calls.items()
+            if calls and all(self._num_done[other] >= number for other, number in calls[0].after.items())
+        ]
+        if ready:
+            stream = self._chance.choice(ready)
+            with _disable_current_modes():
+                self._calls[stream].popleft().do()
+            self._num_done[stream] += 1
+
+    def _check(
+        self,
+        reads: Iterable[Tensor],
+        writes: Iterable[Tensor],
+        after: Mapping[int, int],
+        stream: int | None,
+        number: int,
+        what: str,
+    ) -> None:
+        """Raise RaceError unless all that these accesses meet is in `after`. Remember them if they are of a stream."""
+        new = [_span(tensor, is_write) for is_write, all_ in ((False, reads), (True, writes)) for tensor in all_]
+        for start, stop, is_write in new:
+            kept = []
+            for old in self._accesses:
+                meets = old.start < stop and start < old.stop and (is_write or old.is_write)
+                is_ordered = after.get(old.stream, 0) >= old.number
+                if meets and not is_ordered and (old.stream, old.number) != (stream, number):
+                    raise RaceError(f"{what} and {old.what} (call {old.number} of stream {old.stream}) are not ordered")
+                # Whatever comes later and is ordered after this write is ordered after `old`.
+                if not (is_write and is_ordered and start <= old.start and old.stop <= stop and stream is not None):
+                    kept.append(old)
+            self._accesses = kept
+            if stream is not None:
+                self._accesses.append(_Access(start, stop, is_write, stream, number, what))
+
+    def _read(self, tensor: Tensor) -> None:
+        """Let the host wait for its stream, and read a tensor."""
+        if self._is_own(tensor):
+            with self._lock:
+                self.counts["waits"] += 1
+                after = self._clocks[self.current()]
+                while any(self._num_done[stream] < number for stream, number in after.items()):
+                    self._do_one()
+                self._learn(after)
+        self.touch([tensor], [], "a read by the host")
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        start, stop, _ = _span(tensor, False)
+        return start < stop and any(first <= start < last for first, last in self._memory)
+
+    def _trace(self, codec: Codec) -> None:
+        """Let `codec` encode and decode as calls of the device, or of the host if it is the host's."""
+        encode, decode = codec.encode, codec.decode
+        is_late = codec.device == DEVICE
+
+        def traced_encode(grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
+            # As arguments of a kernel: a later commit changes what `memory` holds.
+            held = Memory(dict(memory.now), dict(memory.next), memory.scale) if memory is not None else None
+            reads = [grad_N, *(held.now.values() if held is not None else ())]
+            writes = [payload, *(held.next.values() if held is not None else ())]
+            self._do(is_late, lambda: encode(grad_N, payload, key, held), reads, writes, "encode")
+
+        def traced_decode(payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+            self._do(is_late, lambda: decode(payload, out_N, add=add, key=key), [payload, out_N], [out_N], "decode")
+
+        codec.encode, codec.decode = traced_encode, traced_decode  # type: ignore[method-assign]
+
+    def _do(
+        self, is_late: bool, do: Callable[[], object], reads: list[Tensor], writes: list[Tensor], what: str
+    ) -> None:
+        if is_late:
+            for tensor in (*reads, *writes):
+                if not self._is_own(tensor):
+                    self.own(tensor)
+            self.launch(do, reads, writes)
+        else:
+            self.touch(reads, writes, what)
+            with _disable_current_modes():
+                do()
+
+    def call(self, operator: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Do a call of torch: late if it only changes memory of the device."""
+        given = dict(zip((a.name for a in operator._schema.arguments), arguments, strict=False)) | dict(options)
+        aliases = {a.name: a.alias_info for a in operator._schema.arguments}
+        tensors = [one for one in tree_leaves(list(given.values())) if isinstance(one, Tensor)]
+        changed = [given[name] for name, alias in aliases.items() if name in given and alias and alias.is_write]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases.values())
+        if is_view:
+            return operator(*arguments, **options)
+        if not any(map(self._is_own, tensors)):
+            self.touch(tensors, changed, str(operator))
+            return operator(*arguments, **options)
+        if len(changed) == 1:
+            self.launch(lambda: operator(*arguments, **options), tensors, changed)
+            return changed[0]
+        # Its result is there at once: the device happens to be fast.
+        for tensor in tensors:
+            self._read(tensor)
+        result = operator(*arguments, **options)
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor):
+                self.own(one)
+        return result
+
+
+class _Traced(TorchDispatchMode):
+    """Calls of torch of one thread."""
+
+    def __init__(self, device: TracedDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._device.call(func, args, kwargs or {})
+
+
+def _copying(source: Tensor, target: Tensor) -> Callable[[], object]:
+    return lambda: target.view(-1).copy_(source.view(-1))
+
+
+def _joined(one: Mapping[int, int], other: Mapping[int, int]) -> Clock:
+    return {stream: max(one.get(stream, 0), other.get(stream, 0)) for stream in {*one, *other}}
+
+
+def _span(tensor: Tensor, is_write: bool) -> tuple[int, int, bool]:
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size() * (tensor.numel() > 0), is_write
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _site() -> str:
+    """Return the first caller outside of this file."""
+    own = Path(__file__).name
+    for frame in _frames():
+        file, name = Path(frame.f_code.co_filename).name, frame.f_code.co_name
+        if file != own:
+            return f"{file}:{name}:{frame.f_lineno}"
+    raise AssertionError
+
+
+def _caller() -> str:
+    """Return who asks for a mark: the first caller outside of this file."""
+    _, name, _ = _site().split(":")
+    return name
