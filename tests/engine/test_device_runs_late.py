@@ -18,9 +18,11 @@ from torch import Tensor
 import cgx_ray
 from cgx_ray.collectives import Handle, Transport
 from cgx_ray.collectives.transport.tcp import connect_mesh
+from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.step import EarlyGradient, PendingBucket, StepClock
+from cgx_ray.engine.weight_check import WeightHash
 from cgx_ray.plan import Layer
 from cgx_ray.runtime_ext.streams import DONE, Mark, Streams
 
@@ -66,6 +68,11 @@ class Training:
         )
         self.engine.submit(bucket)
         return future
+
+    def wait_until_taken(self) -> None:
+        """Wait until the engine has taken all that was submitted, and so done what it can with all but the last."""
+        while not self.engine._thread._inbox.is_empty:
+            time.sleep(1e-3)
 
     def compute(self, index: int) -> None:
         """Write a gradient, as the device does when it comes to it."""
@@ -158,6 +165,7 @@ def _scale_comes_late(rank: int) -> tuple[float, list[float], str]:
     scale, mark = torch.tensor(float("nan")), GivenMark()
     training.buffer.zero_()
     future = training.submit([mark] * len(LAYERS), (scale,))
+    training.wait_until_taken()
     assert training.begun.empty()
     scale.fill_(4.0)
     mark.set()
@@ -190,6 +198,35 @@ def test_a_loss_scale_is_read_when_the_device_has_written_it() -> None:
         assert all(1.0 < ratio < 2.0 for ratio in ratios), ratios
     # The other rank may find first that this one has hung up.
     assert any("gradients of one step have loss scales 4 and 8" in said for _, _, said in results)
+
+
+def _hash_comes_late(rank: int) -> list[int]:
+    """Return the hashes of weights that the ranks compare, of a step whose hash is written after its gradients."""
+    compared, post = [], Agreement.post
+
+    def noting(agreement: Agreement, **state: Any) -> None:
+        compared.append(state["weights"])
+        post(agreement, **state)
+
+    Agreement.post = noting  # type: ignore[method-assign]
+    training = Training(rank, "qsgd", "sra")
+    training.buffer.normal_()
+    written, value_1 = GivenMark(), torch.tensor([0])
+    first = training.names[0]
+    hashed = WeightHash(value_1, written)
+    training.engine.submit(EarlyGradient(name=first, gradient=training.views[first], weights=hashed))
+    future = training.submit([DONE] * len(LAYERS))
+    training.wait_until_taken()
+    assert not compared
+    value_1.fill_(77)
+    written.set()
+    future.wait()
+    training.engine.close()
+    return compared
+
+
+def test_a_hash_of_weights_is_read_when_the_device_has_written_it() -> None:
+    assert run_ranks(2, _hash_comes_late) == [[77]] * 2
 
 
 def _bucket_before_greetings(rank: int) -> tuple[bool, int, int]:

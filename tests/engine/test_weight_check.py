@@ -82,6 +82,13 @@ def test_the_hash_of_a_device_does_not_depend_on_how_it_is_cut(monkeypatch: pyte
     assert torch.equal(hash_on_device(WEIGHTS), expected)
 
 
+def test_weights_on_a_device_are_hashed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    # So that the CPU is not the host.
+    monkeypatch.setattr(weight_check, "HOST", torch.device("meta"))
+    found = WeightCheck(WEIGHTS, 3).hash_at(0)
+    assert found.read() == int(hash_on_device(WEIGHTS)) != hash_of(WEIGHTS)
+
+
 def test_weights_are_hashed_once_in_each_step_with_a_check() -> None:
     check = WeightCheck(WEIGHTS, 3)
     found = [check.hash_at(step).read() != NO_HASH for step in (0, 0, 1, 2, 3, 3, 4, 5, 6)]
