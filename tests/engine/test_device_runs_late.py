@@ -86,6 +86,7 @@ def _begin_in_turn(rank: int, has_mesh: bool) -> tuple[list[int], Tensor, Tensor
     future = training.submit(list(marks))
     begun = []
     for index, mark in enumerate(marks):
+        assert mark.is_awaited.wait(PATIENCE_S)
         assert training.begun.empty(), "a group has begun before its gradient was computed"
         training.compute(index)
         mark.set()

@@ -8,12 +8,13 @@ from cgx_ray.runtime_ext.streams import Mark
 
 
 class GivenMark(Mark):
-    """Done once `set` is called."""
+    """Done once `set` is called. `is_awaited` is set when a thread waits for it."""
 
     stream = 1
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self.is_awaited = threading.Event()
 
     def set(self) -> None:
         self._event.set()
@@ -23,4 +24,5 @@ class GivenMark(Mark):
         return self._event.is_set()
 
     def wait(self) -> None:
+        self.is_awaited.set()
         self._event.wait()
