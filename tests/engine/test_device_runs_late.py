@@ -16,7 +16,9 @@ from support.ranks import run_ranks
 from torch import Tensor
 
 import cgx_ray
-from cgx_ray.collectives import Handle, Transport
+from cgx_ray.codecs.feedback import Memories
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives import Handle, Phases, Transport
 from cgx_ray.collectives.transport.tcp import connect_mesh
 from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.engine import Engine
@@ -24,7 +26,7 @@ from cgx_ray.engine.group import Group
 from cgx_ray.engine.step import EarlyGradient, PendingBucket, StepClock
 from cgx_ray.engine.weight_check import WeightHash
 from cgx_ray.plan import Layer
-from cgx_ray.runtime_ext.streams import DONE, Mark, Streams
+from cgx_ray.runtime_ext.streams import DONE, STREAMS, Mark, Streams
 
 NUMEL = 1500
 LAYERS = [Layer(name=f"layer{index}", numel=NUMEL, ndim=2, num_rows=10) for index in range(8)]
@@ -152,6 +154,33 @@ def test_times_of_arrival_are_read_without_a_wait() -> None:
     clock.restart()
     assert len(watched) == 2
     assert clock.began_s >= now_s
+
+
+def _keeps_order(rank: int) -> tuple[bool, bool, bool]:
+    """Return whether another group may begin before, during and after the copy of a group to the host."""
+    device = torch.device("cpu", 0)
+    STREAMS[device] = _TimedStreams()
+    plan = cgx_ray.make_plan(LAYERS, version=0, world_size=2, codec="qsgd", scheme="sra", group_bytes=1, device="cpu")
+    names, world = plan.groups[0].layers, dist.group.WORLD
+    assert world is not None
+    layers = {layer.name: layer for layer in LAYERS}
+    transport = Transport(world, mesh=connect_mesh(world, PATIENCE_S))
+    group = Group(0, plan.groups[0], layers, transport, Memories(), device)
+    for name in names:
+        group.arrive(name, torch.ones(NUMEL))
+    before = group.keeps_order
+    stamp = Stamp(plan_version=0, step=0, group=0, codec="qsgd")
+    turns = group.turns(stamp, 0, None, Phases(), checks_finite=False)
+    assert isinstance(next(turns), _TimedMark)
+    during = group.keeps_order
+    # Both ranks have begun to send.
+    transport.finish(next(turns))
+    return before, during, group.keeps_order
+
+
+def test_no_other_group_begins_while_one_is_copied_to_the_host() -> None:
+    """It may have a collective to start, and those start in the same order on all ranks."""
+    assert run_ranks(2, _keeps_order) == [(False, True, False)] * 2
 
 
 def _scale_comes_late(rank: int) -> tuple[float, list[float], str]:
