@@ -20,6 +20,7 @@ from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.gains.gain_meter import StepMeter
 from cgx_ray.engine.gains.gain_schedule import GainSchedule
 from cgx_ray.engine.group import Group
+from cgx_ray.engine.layers import LOSSY_FLOAT64
 from cgx_ray.engine.loss_scale import one_scale
 from cgx_ray.engine.step import EarlyGradient, PauseWatch, PendingBucket, StepClock, StepRun
 from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
@@ -102,7 +103,8 @@ class Engine:
         self.plan = plan
         build_kernels([*_codecs_on_device(plan), *candidates, *by_layer], device)
         self._groups = self._make_groups()
-        self._wait_for_memory()
+        # The thread uses the groups' memory on a stream of its own.
+        self.streams.mark().wait()
         self._num_threads = torch.get_num_threads()
         closed = "the engine is closed; attach again to train on"
         self._thread = WorkThread("cgx-ray-engine", self._run, transport.close, transport.wake, closed=closed)
@@ -214,7 +216,7 @@ class Engine:
         with torch.inference_mode(mode=False):
             self._memories.load(memories, loss_scale)
             self._groups = self._make_groups()
-        self._wait_for_memory()
+        self.streams.mark().wait()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Stop the thread once all submitted buckets are finished; after `timeout_s` disconnect instead."""
@@ -228,11 +230,7 @@ class Engine:
     def _wait_for_measurements(self) -> None:
         """Wait until the thread has measured the last finished step. Call it between steps."""
         with self._ending:
-            return
-
-    def _wait_for_memory(self) -> None:
-        """Wait until the calling thread has filled the groups' memory, which the thread uses on a stream of its own."""
-        self.streams.mark().wait()
+            pass
 
     # Called by the engine's own thread.
 
@@ -271,10 +269,8 @@ class Engine:
             if isinstance(arrived, PendingBucket):
                 arrived.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
             return None
-        if step is None:
-            step = self._begin()
-            step.unread.append(arrived)
-        elif isinstance(arrived, PendingBucket):
+        if step is None or isinstance(arrived, PendingBucket):
+            step = step or self._begin()
             step.unread.append(arrived)
         self._read_scales(step)
         if isinstance(arrived, PendingBucket):
@@ -393,12 +389,7 @@ class Engine:
         lossy = [name for name in compressed if self._layers[name].dtype == "float64"]
         if lossy and not self._has_warned and self._transport.rank == 0:
             self._has_warned = True
-            logger.warning(
-                "gradients of float64 are compressed by way of float32, of %s: values beyond 3.4e38 become Inf, those "
-                "below 1e-45 become 0; to keep float64, leave these layers uncompressed (CGXConfig(exclude=), or "
-                "make_plan(overrides=))",
-                listed(lossy),
-            )
+            logger.warning(LOSSY_FLOAT64, listed(lossy))
 
     def _end(self, step: StepRun) -> None:
         """Give the last buckets back, then measure the step: training goes on meanwhile."""
@@ -416,16 +407,13 @@ class Engine:
             self._measure(step, began_s, self._clock.began_s, loss, lr)
 
     def _measure(self, step: StepRun, began_s: float, ended_s: float, loss: float | None, lr: float | None) -> None:
-        within_s = step.meter.seconds if step.meter is not None else 0.0
-        if step.meter is not None:
-            step.meter.finish()
+        finish_s = step.meter.finish() if step.meter is not None else 0.0
         with self.telemetry.optional("times, bytes and gains", step.number):
             between_s = self._pauses.add_step(step.first_arrival - began_s, step.last_arrival - step.first_arrival)
             began_s += between_s
             if step.meter is not None:
                 # As if the step had waited for `finish`.
-                after_s = step.meter.seconds - within_s
-                self._gains.charge(step.number, ended_s - began_s + after_s, step.meter.seconds)
+                self._gains.charge(step.number, ended_s - began_s + finish_s, step.meter.seconds)
             self._last_spans = spans_of_step(step, began_s)
             if self.trace is not None:
                 self.trace.add_step(step.number, self._last_spans, began_s, ended_s)

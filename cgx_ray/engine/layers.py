@@ -12,6 +12,11 @@ from cgx_ray.torch_compat import uncompiled
 
 DEVICE_TYPES = ("cpu", "cuda")
 GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# A warning, of the layers.
+LOSSY_FLOAT64 = (
+    "gradients of float64 are compressed by way of float32, of %s: values beyond 3.4e38 become Inf, those below 1e-45 "
+    "become 0; to keep float64, leave these layers uncompressed (CGXConfig(exclude=), or make_plan(overrides=))"
+)
 
 
 def layers_of(model: nn.Module) -> list[Layer]:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from support.marks import GivenMark
+from support.device.marks import GivenMark
 from support.ranks import run_ranks
 
 from cgx_ray.collectives import Transport

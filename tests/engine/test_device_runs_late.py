@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.marks import GivenMark
+from support.device.marks import GivenMark
 from support.ranks import run_ranks
 from torch import Tensor
 
@@ -263,13 +263,13 @@ def _bucket_before_greetings(rank: int) -> tuple[bool, int, int]:
     """Return whether the gradients came back while the engine waited for greetings, and the steps in the samples."""
     training = Training(rank, "none", "dense")
     is_back = threading.Event()
-    hear, heard = Transport.hear_greetings, []
+    receive, received = Transport.receive_greetings, []
 
     def waiting(transport: Transport) -> None:
-        heard.append(is_back.wait(PATIENCE_S))
-        hear(transport)
+        received.append(is_back.wait(PATIENCE_S))
+        receive(transport)
 
-    Transport.hear_greetings = waiting  # type: ignore[method-assign]
+    Transport.receive_greetings = waiting  # type: ignore[method-assign]
     for _ in range(3):
         training.buffer.normal_()
         training.submit([DONE] * len(LAYERS)).wait()
@@ -280,7 +280,7 @@ def _bucket_before_greetings(rank: int) -> tuple[bool, int, int]:
     assert sample is not None
     step = training.engine.step
     training.engine.close()
-    return all(heard), sample.step, step
+    return all(received), sample.step, step
 
 
 def test_the_last_bucket_goes_back_before_greetings_and_sample() -> None:

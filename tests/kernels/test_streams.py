@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.marks import GivenMark
+from support.device.marks import GivenMark
 
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.runtime_ext.streams import DONE, Waiter, streams_of

@@ -193,9 +193,11 @@ class StepMeter:
         """Call `GainMeter.correct` with the result of `kept`. Do nothing after an error."""
         self._ask(lambda meter: meter.correct(group, option, kept()), None)
 
-    def finish(self) -> None:
-        """Compute `gains`, when all groups are measured. It takes some milliseconds per codec."""
+    def finish(self) -> float:
+        """Compute `gains`, when all groups are measured. Return the seconds: some milliseconds per codec."""
+        before_s = self.seconds
         self.gains = self._ask(lambda meter: meter.gains(), {})
+        return max(self.seconds - before_s, 0.0)
 
     def kept(self) -> dict[str, float]:
         """Return `GainMeter.kept`; empty after an error."""

@@ -1,6 +1,6 @@
 """Engines on a device that does its calls late and in any legal order: every access is ordered, the bits are the CPU's.
 
-`support.traced_device` is the device.
+`support.device.traced_device` is the device.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from support.device.traced_device import DEVICE, RaceError, TracedDevice
 from support.ranks import run_ranks
-from support.traced_device import DEVICE, RaceError, TracedDevice
 from torch import Tensor
 
 import cgx_ray
