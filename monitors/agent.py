@@ -16,10 +16,9 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from cgx_ray.monitors.guarded_server import Address
 from cgx_ray.monitors.node_metrics import NodeMetrics
 from cgx_ray.monitors.node_monitor import LATENCY_INTERVAL_S, MAX_KEPT_STEPS, NodeMonitor
-from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.plan_relay import PlanRelay
 from cgx_ray.monitors.ray_sink import RaySink
-from cgx_ray.monitors.sample import NodeSample, StepSample
+from cgx_ray.monitors.sample import NodeSample, StepSample, node_steps
 from cgx_ray.plan import Plan
 
 logger = logging.getLogger(__name__)

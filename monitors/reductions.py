@@ -95,7 +95,7 @@ def _same_or_one(values: Sequence[int]) -> int:
 
 # Nodes do not have it; their monitors read that of each rank.
 RANK_ONLY = Reduction()
-# Reduced in `monitors.node_step` and `control.joined_steps`, since it depends on another field.
+# Reduced in `monitors.sample` and `control.joined_steps`, since it depends on another field.
 BY_HAND = Reduction()
 # Nodes keep it by rank, in the order of `NodeStep.ranks`. Of the step, `control.joined_steps` makes what it needs.
 PER_RANK = Reduction(tuple)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Literal, NamedTuple
@@ -230,6 +231,31 @@ class NodeStep:
 
 # They make the fields of a `NodeStep` from samples of its ranks, and those of `StepValues` from records of all nodes.
 reduce_ranks, reduce_nodes = reducer(StepSample, "of_ranks"), reducer(StepSample, "of_nodes")
+
+
+def node_steps(samples: Iterable[StepSample]) -> tuple[NodeStep, ...]:
+    """Return the records of the steps in `samples`, oldest first. The samples of each rank must be in order.
+
+    Steps that ranks train again, from a checkpoint, are in records of their own, after those of the first pass.
+    """
+    newest: dict[int, int] = {}
+    num_passes: Counter[int] = Counter()
+    found: dict[tuple[int, int, int], list[StepSample]] = {}
+    for sample in samples:
+        num_passes[sample.rank] += sample.step <= newest.get(sample.rank, -1)
+        newest[sample.rank] = sample.step
+        found.setdefault((num_passes[sample.rank], sample.step, sample.plan_version), []).append(sample)
+    return tuple(_gather(sorted(found[key], key=lambda sample: sample.rank)) for key in sorted(found))
+
+
+def _gather(samples: Sequence[StepSample]) -> NodeStep:
+    """Return the record of one step of several ranks under one plan."""
+    return NodeStep(
+        ranks=tuple(one.rank for one in samples),
+        error_bits=next((one.error_bits for one in samples if one.layer_errors), None),
+        **reduce_ranks(samples),
+    )
+
 
 # An error that ends the training on a rank: a peer did not answer in time, a message was damaged (CRC-32C), ranks hold
 # different weights, a connection broke, or any other.

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from bench.shared.simulated_cluster import WORLD, ClusterState, SimulatedCluster
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.policy import Decision
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import Bandwidth, HostLoad, NodeSample, StepSample
+from cgx_ray.monitors.sample import Bandwidth, HostLoad, NodeSample, StepSample, node_steps
 from cgx_ray.plan import Plan
 from cgx_ray.planner.prediction import groups_of, predict
 

@@ -19,7 +19,6 @@ from cgx_ray.control.gains.known_losses import lost_share
 from cgx_ray.engine.counted import MAX_BURSTS, counted_lags, counted_peers, reports_rates
 from cgx_ray.engine.gains.gain_schedule import is_measured
 from cgx_ray.monitors.node_monitor import measured_nodes
-from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.reductions import Sum
 from cgx_ray.monitors.sample import (
     CURVE_DENSITIES,
@@ -32,6 +31,7 @@ from cgx_ray.monitors.sample import (
     NodeStep,
     StepSample,
     Transfer,
+    node_steps,
 )
 from cgx_ray.plan import CodecSpec, Option, Plan, make_plan
 from cgx_ray.planner.bits import WIDTHS

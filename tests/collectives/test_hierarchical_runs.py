@@ -21,8 +21,7 @@ from cgx_ray.control.joined_steps import join
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import CURVE_DENSITIES, Transfer
+from cgx_ray.monitors.sample import CURVE_DENSITIES, Transfer, node_steps
 from cgx_ray.plan import CODECS_OF_SCHEME, CodecSpec, GroupPlan, Intra, Layer, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, hierarchical_terms, terms
 from cgx_ray.session.settings import Settings

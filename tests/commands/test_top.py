@@ -17,8 +17,7 @@ from support.control_runs import WORLD, FakeTraining, registration, start
 from cgx_ray.cli import main
 from cgx_ray.commands import top
 from cgx_ray.control.live_state import LiveState, new_actor_name, run_of_actor
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import HostLoad, NodeSample
+from cgx_ray.monitors.sample import HostLoad, NodeSample, node_steps
 from cgx_ray.report.live_screen import PlainScreen, draw_view, plain_line
 from cgx_ray.report.live_view import LiveView, outcomes_of, view_of_controller, view_of_record
 from cgx_ray.report.record import load_run

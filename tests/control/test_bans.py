@@ -14,8 +14,7 @@ from cgx_ray.control.learned.measured import is_dense, non_dense_options
 from cgx_ray.control.trial.bans import BAN_S, MIN_BAN_STEPS, Bans
 from cgx_ray.control.trial.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.worker_group import LINK_STEPS
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import Burst, NodeSample
+from cgx_ray.monitors.sample import Burst, NodeSample, node_steps
 from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme, make_plan
 from cgx_ray.planner.candidates import codec_options
 

@@ -15,8 +15,7 @@ from cgx_ray.control.joined_steps import JoinedStep, StepJoiner, join
 from cgx_ray.control.learned.measured import layer_times
 from cgx_ray.control.network.link_estimate import PassiveLink
 from cgx_ray.engine.counted import FEWER, MAX_BURSTS, MAX_REPORTING, counted_bursts, counted_lags, counted_peers
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import ROTATION_STEPS, Burst, NodeStep, StepSample, counted_offsets
+from cgx_ray.monitors.sample import ROTATION_STEPS, Burst, NodeStep, StepSample, counted_offsets, node_steps
 from cgx_ray.plan import CodecSpec, GroupPlan, Layer, Plan, Scheme, make_plan
 
 

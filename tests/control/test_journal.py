@@ -20,7 +20,7 @@ from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.journal.progress import Progress
 from cgx_ray.control.journal.recorded import read_layers, read_policy, read_situation, situation_fields
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.node_step import node_steps
+from cgx_ray.monitors.sample import node_steps
 from cgx_ray.plan import DENSE, CodecSpec, Option, options_of
 from cgx_ray.report.journal_schema import JOURNAL_FORMAT, JOURNAL_SCHEMA
 from cgx_ray.report.record import load_run

@@ -14,8 +14,7 @@ from support.control_runs import QUIET, start
 from cgx_ray.control.network.known_network import PROBE_HOLDS_S, RATE_HOLDS_S, KnownNetwork
 from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.control.worker_group import LINK_STEPS
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import Bandwidth, Burst, HostLoad, NodeSample
+from cgx_ray.monitors.sample import Bandwidth, Burst, HostLoad, NodeSample, node_steps
 
 MIB = 1 << 20
 

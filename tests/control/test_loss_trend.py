@@ -13,7 +13,7 @@ from support.control_runs import FakeTraining, journal, start
 from cgx_ray.control.gains.loss_trend import MAX_LOSSES, RATE_STEPS, LearningPhase, LossTrend
 from cgx_ray.control.joined_steps import join
 from cgx_ray.control.learned.measured import compressing_options
-from cgx_ray.monitors.node_step import node_steps
+from cgx_ray.monitors.sample import node_steps
 from cgx_ray.plan import Option
 
 SLOW_GBPS = 0.1

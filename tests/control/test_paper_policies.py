@@ -17,8 +17,7 @@ from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.paper_policies import Cgx, Flexible, PaperPolicy
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError
+from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError, node_steps
 from cgx_ray.plan import CodecSpec, Plan, Scheme
 from cgx_ray.planner.bits import WIDTHS, BitsProblem, LayerErrors
 from cgx_ray.planner.cost import Link, Network, terms

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from support.samples import step_sample
 
 from cgx_ray.control.joined_steps import MEAN_PARTS, JoinedStep, join
-from cgx_ray.monitors.node_step import node_steps
 from cgx_ray.monitors.reductions import reducer
 from cgx_ray.monitors.sample import (
     Burst,
@@ -24,6 +23,7 @@ from cgx_ray.monitors.sample import (
     StepSample,
     StepValues,
     Transfer,
+    node_steps,
     reduce_nodes,
     reduce_ranks,
 )

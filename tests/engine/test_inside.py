@@ -13,8 +13,7 @@ from support.ranks import run_ranks
 from cgx_ray.collectives.transport import tcp
 from cgx_ray.control.joined_steps import StepJoiner
 from cgx_ray.control.learned.measured import DEFAULT_INSIDE
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import InsideLink
+from cgx_ray.monitors.sample import InsideLink, node_steps
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.session.attach import attach
 from cgx_ray.session.attachment import Attachment, process

@@ -26,8 +26,7 @@ from cgx_ray.engine import step_sample as sample_module
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.gains.gain_meter import GainMeter
 from cgx_ray.engine.step import PauseWatch
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import CURVE_DENSITIES, StepSample
+from cgx_ray.monitors.sample import CURVE_DENSITIES, StepSample, node_steps
 from cgx_ray.plan import CodecSpec, Plan, make_plan
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings

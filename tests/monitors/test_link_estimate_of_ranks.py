@@ -17,8 +17,7 @@ from cgx_ray.control.joined_steps import StepJoiner
 from cgx_ray.control.network.link_estimate import PassiveLink
 from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.lab.namespaces import Lab
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import Burst, StepSample
+from cgx_ray.monitors.sample import Burst, StepSample, node_steps
 from cgx_ray.session.attach import attach
 
 

@@ -18,8 +18,15 @@ from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import Decision
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, InsideLink, LayerError, NodeSample, StepSample
+from cgx_ray.monitors.sample import (
+    CURVE_DENSITIES,
+    HostLoad,
+    InsideLink,
+    LayerError,
+    NodeSample,
+    StepSample,
+    node_steps,
+)
 from cgx_ray.plan import Layer, Option, Plan, make_plan
 from cgx_ray.planner.bits import WIDTHS
 from cgx_ray.planner.candidates import CodecCost, candidate_options

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.monitors.sample import NodeSample, node_steps
 from cgx_ray.plan import make_plan
 from support.control_runs import LAYERS, QUIET, WORLD, FakeTraining
 

@@ -1,4 +1,4 @@
-"""What `cuda_launch` uses of CuPy, without a driver: it notes launches, and which streams and modules were made."""
+"""Stand-in for CuPy as `cuda_launch` uses it, without a driver: it notes launches, and streams and modules made."""
 
 from __future__ import annotations
 

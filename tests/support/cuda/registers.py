@@ -38,7 +38,7 @@ class Build(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What a thread of a kernel uses."""
+    """Registers and memory that a thread of a kernel uses."""
 
     registers: int
     spilled_bytes: int
