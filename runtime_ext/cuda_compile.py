@@ -161,7 +161,7 @@ def _own_folder(problem: str) -> Path:
     """Return a temporary folder that only this process uses, and say once why it is needed."""
     if not _own_folders:
         logger.warning(
-            "%s, so each process compiles its CUDA kernels anew; set CUPY_CACHE_DIR to a folder that can be written",
+            "%s, so each process compiles its CUDA kernels again; set CUPY_CACHE_DIR to a folder that can be written",
             problem,
         )
         folder = tempfile.TemporaryDirectory(prefix="cgx_ray-kernels-", ignore_cleanup_errors=True)

@@ -34,7 +34,7 @@ _READ_ERRORS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What the ranks report when they begin.
+    """Report of the ranks when they begin.
 
     first_plan   to start with, unless there is one from before
     codec_costs  by codec, measured on the ranks (calibration)

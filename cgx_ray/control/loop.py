@@ -63,7 +63,8 @@ class _When(NamedTuple):
 class ControlLoop:
     """Decides for one training.
 
-    plans  so far, the newest last
+    plans     so far, the newest last
+    is_ended  the worker group has ended, see `end`
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ControlLoop:
         self._registration = self._earlier.registration
         self._events = JournalEvents(journal, nodes, self._earlier.num_faults)
         self._live = LiveState(run_name, nodes)
-        self._is_ended = False
+        self.is_ended = False
         self._logged: set[type[Exception]] = set()
         self._state: WorkerGroupState | None = None
         self._progress = Progress()
@@ -166,7 +167,7 @@ class ControlLoop:
 
         The first error of each type is logged, and all are raised.
         """
-        if self._is_ended:
+        if self.is_ended:
             return None
         try:
             sample = pickle.loads(report)
@@ -234,13 +235,13 @@ class ControlLoop:
 
         Reports that still come change nothing: the journal has its last line.
         """
-        self._is_ended = True
+        self.is_ended = True
         self._events.end(self._last_step, time_s)
         return self.history()
 
     def watch_samples(self, now_s: float, time_s: float) -> None:
         """Write it down if no samples have come for long. Called now and then, also when no monitor reports."""
-        if self.is_registered and not self._is_ended:
+        if self.is_registered and not self.is_ended:
             self._events.quiet(now_s, time_s)
 
     def look(self) -> dict[str, Any] | None:
@@ -259,10 +260,6 @@ class ControlLoop:
     @property
     def is_registered(self) -> bool:
         return self._state is not None
-
-    @property
-    def is_ended(self) -> bool:
-        return self._is_ended
 
     def facts(self) -> LoopFacts:
         """Return the network and the step times as they are known now. Call `register` before."""

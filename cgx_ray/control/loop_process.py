@@ -60,7 +60,7 @@ GC_THRESHOLDS = 50_000, 20, 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopStart:
-    """What the process begins with. It goes on from the snapshot, if there is one, else from `history`.
+    """Start of the process, which goes on from the snapshot, if there is one, else from `history`.
 
     journal_path   of the journal
     snapshot_path  of a file that no other controller uses

@@ -151,7 +151,7 @@ class Engine:
 
     @property
     def last_spans(self) -> list[Span]:
-        """What each group of the last finished step did when."""
+        """Times of each group of the last finished step."""
         with self._ending:
             return self._last_spans
 
@@ -320,13 +320,20 @@ class Engine:
         )
 
     def _read_scales(self, step: StepRun) -> None:
-        """Follow the loss scales and hashes of weights that the device has written. The first of them open `step`."""
+        """Follow the loss scales and hashes of weights that the device has written. The first of them open `step`.
+
+        The codecs' memory is converted to the scale. Raises CGXError if the step has no single scale, so that no memory
+        is ever added to gradients of another scale.
+        """
         while step.unread:
-            arrived = step.unread[0]
-            needs_scale = bool(arrived.scales) and not self._memories.is_empty
+            arrived, has_memory = step.unread[0], not self._memories.is_empty
+            needs_scale = has_memory and bool(arrived.scales)
             if (needs_scale and not arrived.computed.is_done) or not arrived.weights.written.is_done:
                 return
-            self._follow_scale(arrived, known=self._memories.scale if step.is_open else None)
+            if has_memory:
+                known = self._memories.scale if step.is_open else None
+                where = f"rank {self._transport.rank}, step {self.step}: "
+                self._memories.rescale(one_scale(arrived.scales, known, where))
             step.unread.popleft()
             if not step.is_open:
                 self._post_agreement(arrived.weights.read())
@@ -363,17 +370,6 @@ class Engine:
             not_applied = result.not_applied(self._layers, self._judged_together())
             for group in self._groups:
                 group.settle(not_applied)
-
-    def _follow_scale(self, arrived: PendingBucket | EarlyGradient, *, known: float | None = None) -> None:
-        """Convert the memory to the loss scale of the step, which its first gradients bring. The device has written it.
-
-        known  scale of the step's earlier gradients
-
-        Raises CGXError if the step has no single scale, so that no memory is ever added to gradients of another scale.
-        """
-        if self._memories.is_empty:
-            return
-        self._memories.rescale(one_scale(arrived.scales, known, f"rank {self._transport.rank}, step {self.step}: "))
 
     def _make_groups(self) -> list[Group]:
         groups = [

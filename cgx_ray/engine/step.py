@@ -143,7 +143,7 @@ class StepRun:
     encodes or decodes another. The order in which ranks go on with their groups may differ; the messages of each group
     have a channel of their own.
 
-    unread   arrivals whose loss scales nobody has read yet; first the one that began the step
+    unread   arrivals whose loss scales were not read yet; first the one that began the step
     is_open  True once the first of them was read: no group begins before that
     """
 

@@ -44,6 +44,8 @@ PIECE_NUMEL = 256 << 10
 HASHED_NUMEL = 4 << 20
 # Odd, so that a product with it is another one for each 64-bit number: 2^64 divided by the golden ratio.
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+# By size of an element, integers with its bits.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements that are averaged at a time: 32 MiB as float64.
 AVERAGED_NUMEL = 4 << 20
 # A layer that is near zero, as a bias of one element may be, was computed from larger numbers. So it counts as if its
@@ -183,9 +185,6 @@ def hash_on_device(weights: Mapping[str, Tensor]) -> Tensor:
     of_model = _mixed(sum_L, torch.arange(len(sums), dtype=torch.int64, device=sum_L.device)).sum()
     # The agreement negates it, and 0 stands for no check.
     return (of_model & torch.iinfo(torch.int64).max).clamp(min=1).view(1)
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _mixed(bits_N: Tensor, place_N: Tensor) -> Tensor:

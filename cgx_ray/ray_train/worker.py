@@ -15,7 +15,6 @@ import ray.train.torch
 import torch
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
-from cgx_ray.control.history import Registration
 from cgx_ray.errors import PlanError
 from cgx_ray.monitors.plan_relay import POLL_TIMEOUT_S
 from cgx_ray.monitors.sample import Fault
@@ -53,15 +52,8 @@ class RaySession:
     def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
-        costs, encodes_on, bus = calibrate(self.settings, ray.train.torch.get_device())
-        registration = Registration(
-            layers=tuple(layers),
-            first_plan=fresh,
-            codec_costs=costs,
-            encodes_on=encodes_on,
-            bus=bus,
-            step=self._restored_step(),
-        )
+        device = ray.train.torch.get_device()
+        registration = calibrate(self.settings, layers, fresh, device, step=self._restored_step())
         while True:
             try:
                 plan: Plan = ray.get(self._controller.register.remote(registration), timeout=REGISTER_S)

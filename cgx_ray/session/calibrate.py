@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +17,13 @@ from torch import Tensor
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.codecs.gain import squared_error
+from cgx_ray.control.history import Registration
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.paper_policies import Flexible
-from cgx_ray.plan import CodecSpec
+from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, host_name
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.profile import fit_cost
 from cgx_ray.runtime_ext import ops
 from cgx_ray.runtime_ext.streams import streams_of
@@ -83,20 +82,24 @@ NUM_ROUNDS = 5
 BUS_NUMELS = (1 << 10, 1 << 22)
 
 
-class Calibration(NamedTuple):
-    """Times of codecs, where they run, and the bus: the control loop needs them before training."""
+def calibrate(
+    settings: Settings, layers: Sequence[Layer], first_plan: Plan, device: torch.device, *, step: int = 0
+) -> Registration:
+    """Measure what the control loop needs to know of `device`, which holds the gradients; return its registration.
 
-    codec_costs: dict[str, CodecCost]
-    encodes_on: EncodesOn
-    bus: Link | None
-
-
-def calibrate(settings: Settings, device: torch.device) -> Calibration:
-    """Measure what the control loop needs to know of `device`, which holds the gradients."""
+    step  that the ranks begin with
+    """
     costs = measure_codecs(settings, device) if settings.decides else {}
     host_costs, bus = measure_offload(settings, device)
-    # On a GPU codecs have a stream of their own. On a CPU they take the cores that backward runs on.
-    return Calibration(costs | host_costs, "backward" if device.type == "cpu" else "thread", bus)
+    return Registration(
+        layers=tuple(layers),
+        first_plan=first_plan,
+        codec_costs=costs | host_costs,
+        # On a GPU codecs have a stream of their own. On a CPU they take the cores that backward runs on.
+        encodes_on="backward" if device.type == "cpu" else "thread",
+        bus=bus,
+        step=step,
+    )
 
 
 def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecCost]:

@@ -36,7 +36,7 @@ from torch import nn
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.collectives.transport.gathered import Gather
 from cgx_ray.collectives.transport.tcp import node_address
-from cgx_ray.control.history import History, Registration, Snapshot
+from cgx_ray.control.history import History, Snapshot
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.loop_process import LoopProcess, LoopStart, News
 from cgx_ray.errors import CGXError, ConfigError, PlanError
@@ -46,8 +46,7 @@ from cgx_ray.monitors.guarded_server import MAX_CONNECTIONS, MAX_PER_PEER, Addre
 from cgx_ray.monitors.messages import MessageClient, MessageServer, Reply
 from cgx_ray.monitors.node_metrics import NodeMetrics
 from cgx_ray.monitors.node_monitor import NodeMonitor
-from cgx_ray.monitors.node_step import node_steps
-from cgx_ray.monitors.sample import Fault, NodeSample, StepSample
+from cgx_ray.monitors.sample import Fault, NodeSample, StepSample, node_steps
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.session.calibrate import calibrate
 from cgx_ray.session.settings import Settings, make_policy
@@ -162,7 +161,7 @@ class LocalControl:
     def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
         """Start the loop's process; return the plan to start with. Called on rank 0 only."""
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
-        costs, encodes_on, bus = calibrate(self.settings, self._device)
+        registration = calibrate(self.settings, layers, fresh, self._device)
         # It has times of the monotonic clock, which begins at 0 with each start of a machine.
         snapshot = self._folder / "controller" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         start = LoopStart(
@@ -176,9 +175,6 @@ class LocalControl:
         )
         after = "training goes on with its plan, and no other one is decided"
         self._loop = LoopProcess(start, self._take_news, lambda: None, after)
-        registration = Registration(
-            layers=tuple(layers), first_plan=fresh, codec_costs=costs, encodes_on=encodes_on, bus=bus
-        )
         call = self._loop.ask("register", registration, time.monotonic(), time.time())
         try:
             plan: Plan = call.result(REGISTER_S)

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from cgx_ray.control.learned.learned_errors import LATE_NOTICE_S, MEMORY_S
 from cgx_ray.control.network.changes import OTHER_COMPUTE, is_other_latency
+from cgx_ray.control.network.estimate import SURE_FACTOR
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
-# Largest ratio of two bandwidths between which steps of a plan count as those of one network.
-SAME_RATE = 1.15
 # Newest plans that are known.
 NUM_PLANS = 8
 
@@ -34,7 +33,8 @@ class _Ran(NamedTuple):
         link = measured.network.between
         return (
             not is_other_latency(self.link.alpha_s, link.alpha_s)
-            and 1 / SAME_RATE < self.link.beta_s_per_byte / link.beta_s_per_byte < SAME_RATE
+            # Sure estimates of the same link differ by less.
+            and 1 / SURE_FACTOR < self.link.beta_s_per_byte / link.beta_s_per_byte < SURE_FACTOR
             and 1 / OTHER_COMPUTE < self.compute_s / measured.compute_s < OTHER_COMPUTE
         )
 

@@ -144,7 +144,9 @@ class Adaptive(Policy):
             for groups in planner_input.plan_s
             if all(group.is_fixed or group.option in usable for group in groups)
         ]
-        best = min(measured, key=planner_input.score, default=found.best.groups)
+        if not measured:
+            return found
+        best = min(measured, key=planner_input.score)
         return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT)
 
     def _best_predicted(self, situation: Situation, allowed: Sequence[Option]) -> BestPlan:

@@ -44,7 +44,7 @@ class PlannerInput:
     errors        factors that predictions are multiplied with
     dense_groups  DDP's groups; empty: the grouping predicted best for dense
     plan_s        seconds of a step of plans that have run on this network, by their groups: they count in place of
-                  predictions. None count if there are several states
+                  predictions, but in no score over several states
     """
 
     now: Measured
