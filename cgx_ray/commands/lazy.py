@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
+import sys
+import threading
 from collections.abc import Mapping
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
 from cgx_ray.errors import CGXError
 from cgx_ray.untrusted import printable_lines
+
+if TYPE_CHECKING:
+    from _typeshed import UnraisableHookArgs
+
+AGAIN_S = 0.05
 
 
 class LazyGroup(click.Group):
@@ -53,6 +62,14 @@ class MainGroup(LazyGroup):
             received.append(number)
             raise KeyboardInterrupt
 
+        def end_again(unraisable: UnraisableHookArgs) -> None:
+            """Send the signal again if it came in a callback of the import system or in `__del__`, which lost it."""
+            if unraisable.exc_type is not KeyboardInterrupt or not received:
+                sys.__unraisablehook__(unraisable)
+                return
+            threading.Timer(AGAIN_S, os.kill, (os.getpid(), received[-1])).start()
+
+        sys.unraisablehook = end_again
         for number in (signal.SIGTERM, signal.SIGINT):
             # A shell lets programs in the background ignore Ctrl-C.
             if signal.getsignal(number) is not signal.SIG_IGN:

@@ -196,6 +196,35 @@ def test_a_signal_ends_a_command_with_its_processes(case: Case, folder: Path, nu
     assert f"cgx{pid}-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
 
 
+LOSES_IT = """
+import os, signal, time
+import click
+from cgx_ray.commands.lazy import MainGroup
+
+class Deleted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.Signals[os.environ["NAME"]])
+        time.sleep(1)
+
+@click.group(cls=MainGroup, places={"wait": ("__main__:wait", "")})
+def main(): pass
+
+@click.command
+def wait():
+    Deleted()
+    time.sleep(60)
+
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [TERMINATED, INTERRUPTED])
+def test_a_signal_that_a_finalizer_has_lost_ends_the_command_all_the_same(number: signal.Signals) -> None:
+    argv = [*WITH_INT, f"NAME={number.name}", sys.executable, "-c", LOSES_IT, "wait"]
+    run = subprocess.run(argv, capture_output=True, text=True, timeout=END_S, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (128 + number, "", "")
+
+
 def test_a_file_that_is_cut_short_leaves_the_old_one_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text("old")
