@@ -17,7 +17,7 @@ from cgx_ray.errors import CGXError
 from cgx_ray.untrusted import printable_lines
 
 if TYPE_CHECKING:
-    from _typeshed import UnraisableHookArgs
+    from sys import UnraisableHookArgs
 
 AGAIN_S = 0.05
 
