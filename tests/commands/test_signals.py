@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +54,11 @@ def has_built(process: psutil.Process, folder: Path) -> bool:
 
 def has_children(process: psutil.Process, folder: Path) -> bool:
     """Return whether the command has started processes, and they have begun to work."""
-    return sum(sum(child.cpu_times()[:2]) for child in process.children(recursive=True)) > 4.0
+    worked_s = 0.0
+    for child in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            worked_s += sum(child.cpu_times()[:2])
+    return worked_s > 4.0
 
 
 class Case(NamedTuple):

@@ -243,7 +243,7 @@ def test_the_process_of_the_loop_ends_with_its_controller_even_in_the_middle_of_
         assert loop.is_running()
         front.kill()
         # A busy machine may take longer than the second that is promised.
-        loop.wait(timeout=10)
+        loop.wait(timeout=60)
 
 
 class _Unreadable(RaisingPolicy):

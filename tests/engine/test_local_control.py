@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import time
 import urllib.request
@@ -12,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from support.branches import weights_hash
+from support.endings import loops_below
 from support.ranks import log_lines, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -148,9 +149,8 @@ def lose_loop(rank: int, folder: str) -> tuple[list[int], list[str], list[str]]:
     trained = Trained(rank)
     attachment = cgx_ray.attach(trained.model, policy="cgx", folder=folder)
     trained.train_until(attachment, lambda: trained.versions[-1] > 0)
-    for child in psutil.Process().children():
-        if "loop_process" in " ".join(child.cmdline()):
-            child.kill()
+    for pid in loops_below(os.getpid()):
+        os.kill(pid, signal.SIGKILL)
     end_s = time.monotonic() + 4 * REPORT_S
     trained.train_until(attachment, lambda: time.monotonic() > end_s)
     attachment.close()

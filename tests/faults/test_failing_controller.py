@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from support import train_functions
-from support.endings import living, loops_below, our_actors
+from support.endings import living, loops_below, our_actors, wait_for_nothing
 from support.failing_ranks import WITHIN_S
 from support.loop_policies import RaisingPolicy
 
@@ -119,10 +118,11 @@ def test_a_stopped_controller_holds_up_neither_the_training_nor_its_end(tmp_path
     assert stopped.time_s < last_step_s, "it was stopped too late to hold up anything"
     assert ended_s - last_step_s < WITHIN_S
     # Ray takes some seconds to kill a process that does not answer.
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in stopped.pids if psutil.pid_exists(pid)], timeout=60)
-    for process in alive:
-        process.kill()
-    assert alive == []
+    try:
+        wait_for_nothing(lambda: living(*stopped.pids))
+    finally:
+        for pid in living(*stopped.pids):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 @pytest.mark.slow  # test_train.py kills the controller with its loop

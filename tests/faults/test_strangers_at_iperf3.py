@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from contextlib import closing
 
-import psutil
 import pytest
 from support.strangers import HOST, is_hung_up
 
@@ -37,8 +36,7 @@ def test_the_announced_address_need_not_be_the_servers_own() -> None:
 def test_a_server_that_nobody_tests_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iperf3_probe, "MAX_SERVE_S", 0.3)
     with closing(Iperf3Server(HOST, HOST)) as server, socket.create_connection(server.address, timeout=20) as silent:
-        psutil.wait_procs([psutil.Process(server._process.pid)], timeout=20)
-        assert server._process.poll() == 0
+        assert server._process.wait(timeout=20) == 0
         assert is_hung_up(silent)
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(server.address, timeout=20)

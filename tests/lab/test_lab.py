@@ -139,7 +139,7 @@ def test_what_a_killed_owner_leaves_is_removed_by_the_next_start():
         inside = psutil.Process(owner.pid).children(recursive=True)
         assert len(inside) >= 4
         owner.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(inside, timeout=10)
+    _, alive = psutil.wait_procs(inside, timeout=60)
     assert not alive, "a parent-death signal ends everything in the lab"
     assert len(namespaces_of(owner.pid)) == 3, "names outlive a killed owner: this test would prove nothing"
     remove_leftovers()

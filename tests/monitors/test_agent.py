@@ -40,7 +40,7 @@ def test_an_unexpected_error_is_logged_once_and_both_threads_go_on(
     node = NodeAgent("a", "run", HOST, interval_s=0.01, latency_interval_s=0.01)
     with closing(EchoServer(HOST)) as peer:
         node.start({"b": peer.address})
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while not (measured and published) and time.monotonic() < end_s:
             time.sleep(0.01)
         node.stop()

@@ -161,7 +161,7 @@ def test_a_parent_that_is_killed_takes_its_processes_along() -> None:
             parent.kill()
         assert len(children) == 2, children
         client.close()
-    gone, left = psutil.wait_procs(children, timeout=10)
+    gone, left = psutil.wait_procs(children, timeout=60)
     assert not left, left
     assert len(gone) == 2
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from support.strangers import honest_rate
 
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors import probe
@@ -164,7 +165,7 @@ def test_a_client_that_vanishes_leaves_the_server_at_work(bulk: BulkServer) -> N
     with connect(*bulk.address, timeout_s=20) as client:
         client.sendall(bytes(100_000))
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closes with a reset
-    assert measure_tcp(*bulk.address, 10_000_000).bytes_per_s > 0
+    assert honest_rate(bulk.address) > 0
 
 
 def test_a_closed_server_refuses_and_one_that_hangs_up_is_an_error(bulk: BulkServer) -> None:
@@ -246,7 +247,7 @@ def test_a_server_that_cannot_accept_for_a_while_goes_on(
 
     monkeypatch.setattr(socket.socket, "accept", fail_twice)
     with closing(BulkServer(HOST)) as server:
-        assert measure_tcp(*server.address, 10_000_000).bytes_per_s > 0
+        assert honest_rate(server.address) > 0
     assert sum("Too many open files" in message for message in caplog.messages) == 1, caplog.messages
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from support.emulated import needs_lab
+from support.endings import actors_below
 
 from cgx_ray.demo.cluster import Cluster, DemoError
 from cgx_ray.demo.gpt import GPTConfig, StdlibBytes, build_gpt, split_files
@@ -176,7 +177,7 @@ def is_training(out: Path, demo: subprocess.Popen[bytes]) -> bool:
 
 
 def has_workers(out: Path, demo: subprocess.Popen[bytes]) -> bool:
-    return any("ray::" in process.name() for process in psutil.Process(demo.pid).children(recursive=True))
+    return bool(actors_below(demo.pid))
 
 
 @pytest.mark.parametrize(

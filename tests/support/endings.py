@@ -33,17 +33,17 @@ RAYS_OWN = {
 
 def loops_below(pid: int) -> list[int]:
     """Return the processes of control loops below process `pid`."""
-    return [process.pid for process in psutil.Process(pid).children(recursive=True) if LOOP in _command(process.pid)]
+    return [below for below in _below(pid) if LOOP in _command(below)]
 
 
 def actors_below(pid: int) -> set[str]:
     """Return the titles of the actors that run below process `pid`."""
-    return _actors([process.pid for process in psutil.Process(pid).children(recursive=True)])
+    return _actors(_below(pid))
 
 
 def our_actors() -> dict[str, int]:
     """Return the processes of controller and agent, by title, of a Ray that this process has started."""
-    commands = {process.pid: _command(process.pid) for process in psutil.Process().children(recursive=True)}
+    commands = {pid: _command(pid) for pid in _below(os.getpid())}
     titles = ("ray::Controller", "ray::NodeAgent")
     return {title: pid for title in titles for pid, text in commands.items() if re.match(rf"{title}\b", text)}
 
@@ -67,6 +67,13 @@ def _actors(pids: Sequence[int]) -> set[str]:
         elif LOOP in command:
             titles.add(LOOP)
     return titles - {"ray::IDLE", *(f"ray::{name}" for name in RAYS_OWN)}
+
+
+def _below(pid: int) -> list[int]:
+    """Return the processes below process `pid`, none if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def _command(pid: int) -> str:

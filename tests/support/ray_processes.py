@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import psutil
+
+from support.endings import living
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 # Without "disabled" Ray writes a token file to the user's home.
@@ -28,12 +31,10 @@ def free_ports(count: int) -> list[int]:
 def end_with_children(head: subprocess.Popen[bytes]) -> None:
     """End `head` and its children. It is frozen first, or it would report the end of its children."""
     head.send_signal(signal.SIGSTOP)
-    while started := psutil.Process(head.pid).children(recursive=True):
-        if all(process.status() == psutil.STATUS_ZOMBIE for process in started):
-            break
-        for process in started:
-            if process.is_running():
-                process.kill()
+    while left := living(*(process.pid for process in psutil.Process(head.pid).children(recursive=True))):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.1)
     head.kill()
     head.wait()
