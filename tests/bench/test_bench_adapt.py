@@ -64,6 +64,7 @@ def test_a_run_writes_rows_table_and_picture(tmp_path: Path) -> None:
     )
     assert rows["bad_plan_regret"]["value"] > 0
     assert all(case in result.output for case in ("drop", "bad_plan"))
+    assert [row for row in rows.values() if row["met"] is False] == []
     assert imread(plot).shape[2] == 4
 
 
@@ -73,7 +74,7 @@ def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
     assert "'flapping'" in result.output
 
 
-@pytest.mark.parametrize("name", ["recovery", "less_compute", "bad_plan"])
+@pytest.mark.parametrize("name", ["recovery", "less_compute"])
 def test_the_loop_answers_what_changes_in_the_simulated_cluster(name: str) -> None:
     rows = measure_adapt(True, [name], lambda part, share: None).rows
     missed = [(row.name, row.value, row.goal) for row in rows if row.met is False]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from bench.__main__ import bench
+from bench.scale import measure
 from bench.scale.measure import ScaleNumbers, ScaleOptions
 from bench.shared.simulated_cluster import GBPS, LATER_GBPS, OPTIONS, LargeCluster, Reports
 from cgx_ray.control.history import Registration
@@ -27,7 +30,10 @@ NAMES = [
 ]
 
 
-def test_a_quick_run_measures_a_real_controller_and_processes_that_agree(tmp_path: Path) -> None:
+def test_a_quick_run_measures_a_real_controller_and_processes_that_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "QUICK", replace(measure.QUICK, seconds=5.0, num_agreeing=8))
     path = tmp_path / "scale.json"
     done = CliRunner().invoke(bench, ["scale", "--quick", "--json", str(path)])
     assert done.exit_code == 0, done.output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -62,41 +62,46 @@ def _assert_guards(*buffers: Tensor) -> None:
         assert buffer[-1] == 77, "wrote past the end"
 
 
-def _check_encode(codec: BucketKernels, grad_N: Tensor, feedback: str) -> Tensor:
+def _check_encode(codec: BucketKernels, grad_N: Tensor, feedback: str, instruction_sets: Sequence[str]) -> Tensor:
     numel = grad_N.numel()
     has_residual, has_next = "residual" in feedback, "next" in feedback
     start_N = torch.randn(numel) * torch.nan_to_num(grad_N.float(), 1, 1, 1)
-    residual, residual_N = _guarded(start_N)
-    next_, next_N = _guarded(torch.full((numel,), 7.0))
-    if feedback == "next is residual":
-        next_, next_N = residual, residual_N
-    out, out_M = _guarded(torch.full((codec.num_bytes(numel),), 0xA5, dtype=torch.uint8))
-    codec.encode(grad_N, out_M, residual_N=residual_N if has_residual else None, next_N=next_N if has_next else None)
-
     fed_N = reference.add_feedback(grad_N, start_N if has_residual else None).contiguous()
-    expected = torch.full_like(out_M, 0x5A)
+    expected = torch.full((codec.num_bytes(numel),), 0x5A, dtype=torch.uint8)
     codec.reference_encode(fed_N, expected)
-    assert_same(out_M, expected, "payload")
-    _assert_guards(out, residual, next_)
+    decoded_N = torch.empty(numel)
     if has_next:
-        decoded_N = torch.empty(numel)
         codec.reference_decode(expected, decoded_N)
-        assert_same(next_N, fed_N - decoded_N)
-    if feedback != "next is residual":
-        assert torch.equal(residual_N, start_N), "the residual is read only"
+    for instruction_set in instruction_sets:
+        residual, residual_N = _guarded(start_N)
+        next_, next_N = _guarded(torch.full((numel,), 7.0))
+        if feedback == "next is residual":
+            next_, next_N = residual, residual_N
+        out, out_M = _guarded(torch.full_like(expected, 0xA5))
+        kept = {"residual_N": residual_N if has_residual else None, "next_N": next_N if has_next else None}
+        with _loops_for(instruction_set):
+            codec.encode(grad_N, out_M, **kept)
+        assert_same(out_M, expected, f"payload, {instruction_set}")
+        _assert_guards(out, residual, next_)
+        if has_next:
+            assert_same(next_N, fed_N - decoded_N, instruction_set)
+        if feedback != "next is residual":
+            assert torch.equal(residual_N, start_N), "the residual is read only"
     return expected
 
 
-def _check_decode(codec: BucketKernels, payload: Tensor, numel: int) -> None:
+def _check_decode(codec: BucketKernels, payload: Tensor, numel: int, instruction_sets: Sequence[str]) -> None:
     _, payload = _guarded(payload)
     expected_N = torch.empty(numel)
     codec.reference_decode(payload, expected_N)
     start_N = torch.randn(numel)
-    for add in (False, True):
-        out, out_N = _guarded(start_N)
-        codec.decode(payload, out_N, add=add)
-        assert_same(out_N, start_N + expected_N if add else expected_N)
-        _assert_guards(out)
+    for instruction_set in instruction_sets:
+        for add in (False, True):
+            out, out_N = _guarded(start_N)
+            with _loops_for(instruction_set):
+                codec.decode(payload, out_N, add=add)
+            assert_same(out_N, start_N + expected_N if add else expected_N, instruction_set)
+            _assert_guards(out)
 
 
 @contextmanager
@@ -108,32 +113,36 @@ def _loops_for(instruction_set: str) -> Iterator[None]:
         native.use_instruction_set(INSTRUCTION_SETS[-1])
 
 
-def _check(codec: BucketKernels, grad_N: Tensor, feedback: str = "none") -> None:
-    _check_decode(codec, _check_encode(codec, grad_N, feedback), grad_N.numel())
+def _check(
+    codec: BucketKernels,
+    grad_N: Tensor,
+    feedback: str = "none",
+    instruction_sets: Sequence[str] = INSTRUCTION_SETS[-1:],
+) -> None:
+    """Compare with the reference, which is computed once for all instruction sets."""
+    payload = _check_encode(codec, grad_N, feedback, instruction_sets)
+    _check_decode(codec, payload, grad_N.numel(), instruction_sets)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("bucket_size", BUCKET_SIZES)
 @pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
-def test_native_equals_the_reference_bit_for_bit(codec: BucketKernels, bucket_size: int, instruction_set: str) -> None:
-    with _loops_for(instruction_set):
-        for each in roundings(replace(codec, bucket_size=bucket_size)):
-            for numel in SIZES:
-                for feedback in FEEDBACKS:
-                    _check(each, torch.randn(numel) * 1e-3, feedback)
+def test_native_equals_the_reference_bit_for_bit(codec: BucketKernels, bucket_size: int) -> None:
+    for each in roundings(replace(codec, bucket_size=bucket_size)):
+        for numel in SIZES:
+            for feedback in FEEDBACKS:
+                _check(each, torch.randn(numel) * 1e-3, feedback, INSTRUCTION_SETS)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("codec", QSGD + SIGN, ids=name)
-def test_native_equals_the_reference_on_special_numbers(codec: BucketKernels, kind: str, instruction_set: str) -> None:
-    with _loops_for(instruction_set):
-        for each in roundings(codec):
-            for bucket_size in (8, 128, 256):
-                for feedback in ("none", "next is residual"):
-                    _check(replace(each, bucket_size=bucket_size), SPECIAL[kind](torch.randn(1000)), feedback)
+def test_native_equals_the_reference_on_special_numbers(codec: BucketKernels, kind: str) -> None:
+    for each in roundings(codec):
+        for bucket_size in (8, 128, 256):
+            for feedback in ("none", "next is residual"):
+                special_N = SPECIAL[kind](torch.randn(1000))
+                _check(replace(each, bucket_size=bucket_size), special_N, feedback, INSTRUCTION_SETS)
 
 
 @settings(max_examples=300, deadline=None)
@@ -162,8 +171,7 @@ def test_native_equals_the_reference_at_any_shape_and_magnitude(
 ) -> None:
     codec = roundings(replace(codec, bucket_size=bucket_size))[0 if stochastic else -1]
     grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent + offset
-    with _loops_for(instruction_set):
-        _check(codec, grad_N, feedback)
+    _check(codec, grad_N, feedback, [instruction_set])
 
 
 @pytest.mark.parametrize("codec", [QsgdKernels("max_min", 4), QsgdKernels("l2", 3, 64), *SIGN], ids=name)

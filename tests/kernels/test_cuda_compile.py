@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -19,6 +20,8 @@ DEFINES = {"qsgd": ["CGX_BITS=1", "CGX_BITS=4", "CGX_BITS=5"]}
 SOURCES = sorted(path.stem for path in (cuda_compile.SOURCES / "cuda").glob("*.cu"))
 BUILDS = [(source, define) for source in SOURCES for define in DEFINES.get(source, [None])]
 BUILD = ("qsgd", "sm_90", "CGX_BITS=4")
+# Several claims look at the same machine code, which takes a second or two to compile.
+compiled = functools.cache(cuda_compile.compile_source)
 
 
 # Nothing in the sources depends on the architecture, so one kernel is enough for A100.
@@ -27,7 +30,7 @@ BUILD = ("qsgd", "sm_90", "CGX_BITS=4")
     [*((source, define, "sm_90") for source, define in BUILDS), ("qsgd", "CGX_BITS=4", "sm_80")],
 )
 def test_every_kernel_compiles_for_h100_and_one_for_a100(source: str, define: str | None, architecture: str) -> None:
-    machine_code = cuda_compile.compile_source(source, architecture, define)
+    machine_code = compiled(source, architecture, define)
     assert machine_code.startswith(b"\x7fELF")
     assert f"{source}_".encode() in machine_code
 
@@ -38,7 +41,7 @@ _INEXACT = re.compile(r"\bfma\.\S+|\b\w+\S*\.(?:ftz|approx|full)\b\S*")
 
 @pytest.mark.parametrize(("source", "define"), BUILDS)
 def test_compiled_arithmetic_keeps_denormal_numbers_and_fuses_nothing(source: str, define: str | None) -> None:
-    ptx = cuda_compile.compile_source(source, "compute_90", define)
+    ptx = compiled(source, "compute_90", define)
     assert _INEXACT.findall(ptx.decode()) == []
 
 
@@ -100,7 +103,7 @@ class _Success:
 
 @pytest.mark.parametrize(("source", "define"), BUILDS)
 def test_machine_code_and_ptx_name_the_same_kernels(source: str, define: str | None) -> None:
-    code, ptx = (cuda_compile.compile_source(source, f"{kind}_90", define) for kind in ("sm", "compute"))
+    code, ptx = (compiled(source, f"{kind}_90", define) for kind in ("sm", "compute"))
     names = cuda_compile.kernel_names(source, code)
     text = (cuda_compile.SOURCES / "cuda" / f"{source}.cu").read_text()
     # Names of macros end in ##, for the type.
