@@ -21,6 +21,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 # Its controller looks every 2 s whether workers have begun, have ended or report, so each training would last longer.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+# Its workers would have the lowest priority, and stand still beside whatever else runs on a busy machine.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Tests that run one after the other on one worker of pytest-xdist, by folder or file: those that look at rates and
 # latencies, and those that build the wheel in build/. Elsewhere the tests of a file stay together, for the sake of what

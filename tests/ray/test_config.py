@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from ray.exceptions import GetTimeoutError
 from ray.train import RunConfig
 from ray.train.torch import TorchConfig
 from support.control_runs import DENSITIES, start
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cgx_ray
 from cgx_ray.control.worker_group import LINK_STEPS
@@ -26,6 +28,8 @@ from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.ray_train import config as ray_config
 from cgx_ray.ray_train.agent_watch import AgentWatch
 from cgx_ray.ray_train.compat import run_facts
+from cgx_ray.ray_train.worker import RaySession, close_ray_session
+from cgx_ray.session.attachment import process
 from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings, make_policy
 
@@ -244,3 +248,19 @@ def test_the_end_of_a_worker_group_kills_all_actors_whatever_fails(
     assert (backend._controller, backend._watch, backend._history) == (None, None, history)
     assert says in caplog.text
     assert bool(caplog.text) == bool(fails)
+
+
+@pytest.mark.parametrize(("rank", "num_lines"), [(0, 1), (1, 0)])
+def test_the_first_of_the_ranks_says_that_no_model_was_attached(
+    rank: int, num_lines: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = RaySession(Settings(), controller=None, agent=None, folder=Path())
+    monkeypatch.setattr(process, "session", session)
+    monkeypatch.setattr(process, "attachment", None)
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    try:
+        close_ray_session()
+    finally:
+        dist.destroy_process_group()
+    assert session.closing.is_set()
+    assert [message[:21] for message in caplog.messages] == ["no model was attached"] * num_lines

@@ -8,11 +8,10 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ import ray
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-from support import plain_script, train_functions
-from support.endings import living, loops_below, our_actors, wait_for_nothing
+from support import forgotten_config, train_functions
+from support.endings import living, loops_below, our_actors, wait_for, wait_for_nothing
 
 import cgx_ray
 
@@ -35,6 +34,11 @@ pytestmark = [
     # Several claims wait for one training, on machines that may be busy.
     pytest.mark.timeout(600),
 ]
+
+CODEC = "topk:density=0.05"
+FLIP_AT = 12
+# Longest wait for one event of a training, in seconds. On a busy machine workers take a minute to start.
+WAIT_S = 150.0
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,11 @@ def fit(tmp_path: Path, *, failures: int = 0, torch_config: Any = None, **config
     (tmp_path / "log").mkdir(exist_ok=True)
     return TorchTrainer(
         train_functions.train,
-        train_loop_config={"log": str(tmp_path / "log"), **config},
+        train_loop_config={
+            "log": str(tmp_path / "log"),
+            "checkpoints": str(tmp_path / "run" / "checkpoint_manager_snapshot.json"),
+            **config,
+        },
         torch_config=torch_config or cgx_ray.CGXConfig(),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
@@ -79,44 +87,83 @@ def journal_of(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class AdaptiveRun:
-    """A finished run, and what two `cgx-ray top` showed of it: one once, one until its end.
+    """A finished run whose controller and monitor were killed, and what two `cgx-ray top` show of it.
 
+    once            `cgx-ray top --once`, which has ended
+    whole           `cgx-ray top`, which ends some time after the run; `said` is its output
+    killed          titles of the actors that were killed, and when
+    loops           processes of the killed controller's loop
     temporary_left  temporary folders of ours that are new
     """
 
     folder: Path
-    once: subprocess.CompletedProcess[str]
-    whole: subprocess.CompletedProcess[str]
-    temporary_left: set[Path]
+    said: Path
+    whole: subprocess.Popen[bytes]
+    once: subprocess.CompletedProcess[str] | None = None
+    killed: dict[str, float] = field(default_factory=dict)
+    loops: list[int] = field(default_factory=list)
+    temporary_left: set[Path] = field(default_factory=set)
+
+    @property
+    def decisions(self) -> list[dict[str, Any]]:
+        return [line for line in journal_of(self.folder) if line["event"] == "decision"]
+
+
+def has_seen_the_slow_link(entry: dict[str, Any]) -> bool:
+    # Beside other tests the link looks up to twice as fast: a late rank finds part of the messages there already.
+    return entry["inputs"]["bandwidth_gbps"] < 0.03
+
+
+def control(run: AdaptiveRun, argv: list[str]) -> None:
+    """Watch the run and kill its controller and its monitor. Let it end once the next ones have decided."""
+
+    def has_decided_and_judged() -> bool:
+        judged = any(line["event"] == "outcome" for line in journal_of(run.folder))
+        return judged and any(map(has_seen_the_slow_link, run.decisions[1:]))
+
+    def has_decided_again() -> bool:
+        return run.decisions[-1]["time"] > max(run.killed.values())
+
+    run.once = subprocess.run([*argv, "--once"], capture_output=True, text=True, check=False, timeout=200)
+    wait_for(lambda: "run: step" in run.said.read_text(), WAIT_S, run.said.read_text)
+    wait_for(has_decided_and_judged, WAIT_S, lambda: str(run.decisions))
+    for title, pid in our_actors().items():
+        run.loops += loops_below(pid)
+        os.kill(pid, signal.SIGKILL)
+        run.killed[title] = time.time()
+    # Ray's next controller goes on with the same files, so no loop may be left. A busy machine is slower than 1 s.
+    wait_for_nothing(lambda: living(*run.loops))
+    wait_for(has_decided_again, WAIT_S, lambda: str(run.decisions))
 
 
 @pytest.fixture(scope="module")
-def adaptive(cluster: Path, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> AdaptiveRun:
-    """A run of 400 steps, on a link that becomes ten times slower after 60, with a checkpoint every 20 at first."""
+def adaptive(cluster: Path, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdaptiveRun]:
+    """A run on a link that becomes ten times slower after 60 steps, with a checkpoint every 20 until then."""
     folder, before = tmp_path_factory.mktemp("adaptive"), set(temporary.glob("cgx_ray-*"))
     link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 1e8), (60, 1e7)))
     config = cgx_ray.CGXConfig(simulated_link=link, trace_steps=(5, 8))
+    options = {"pace": True, "report_at": (20, 40, 60), "stop": str(folder / "stop")}
     argv = [sys.executable, "-m", "cgx_ray.cli", "top", "--address", ray.get_runtime_context().gcs_address]
-
-    def top(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*argv, *arguments], capture_output=True, text=True, check=False, timeout=280)
-
-    with ThreadPoolExecutor(3) as threads:
-        # On a busy machine reports reach the controller seconds after the steps.
-        run = threads.submit(fit, folder, steps=400, torch_config=config, pace=True, report_at=(20, 40, 60))
+    with ThreadPoolExecutor(1) as threads:
+        training = threads.submit(fit, folder, steps=20_000, torch_config=config, **options)
         while not (folder / "run" / "decisions.jsonl").exists():
-            assert not run.done(), run.result()
+            assert not training.done(), training.result()
             time.sleep(0.1)
-        once, whole = threads.submit(top, "--once"), threads.submit(top, "run")
-        run.result()
-    return AdaptiveRun(
-        folder=folder,
-        once=once.result(),
-        whole=whole.result(),
-        temporary_left=set(temporary.glob("cgx_ray-*")) - before,
-    )
+        with (folder / "said").open("w") as said:
+            env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+            whole = subprocess.Popen([*argv, "run"], env=env, stdout=said, stderr=said)
+        run = AdaptiveRun(folder=folder, said=folder / "said", whole=whole)
+        try:
+            control(run, argv)
+        finally:
+            (folder / "stop").touch()
+            training.result()
+    run.temporary_left = set(temporary.glob("cgx_ray-*")) - before
+    yield run
+    whole.kill()
+    whole.wait()
 
 
 def test_an_adaptive_run_decides_switches_and_leaves_no_actor(adaptive: AdaptiveRun) -> None:
@@ -126,16 +173,14 @@ def test_an_adaptive_run_decides_switches_and_leaves_no_actor(adaptive: Adaptive
     assert first[-1]["plan_version"] > 0
     # The last plan may be dense again, which is faster if processors are too busy to encode.
     assert min(line["wire_bytes"] for line in first) < first[0]["wire_bytes"]
-    decisions = [entry for entry in journal_of(adaptive.folder) if entry["event"] == "decision"]
+    decisions = adaptive.decisions
     outcomes = [entry for entry in journal_of(adaptive.folder) if entry["event"] == "outcome"]
     assert decisions[0]["reason"].startswith("first measurements")
     assert decisions[0]["kind"] == "replace"
     assert decisions[0]["old"]["plan"] == "dense"
     # A busy machine can look like a changed link, so there may be other decisions. One must have seen the new rate.
-    # Beside other tests the link looks up to twice as fast: a late rank finds part of the messages there already.
-    rates = [entry["inputs"]["bandwidth_gbps"] for entry in decisions]
-    assert rates[0] > 0.05
-    assert min(rates[1:]) < 0.03
+    assert decisions[0]["inputs"]["bandwidth_gbps"] > 0.05
+    assert any(map(has_seen_the_slow_link, decisions[1:])), decisions
     assert outcomes
     for rank in range(2):
         traced = json.loads((adaptive.folder / "run" / f"trace-rank{rank:05d}.json").read_text())["traceEvents"]
@@ -144,7 +189,7 @@ def test_an_adaptive_run_decides_switches_and_leaves_no_actor(adaptive: Adaptive
         assert {"ready", "exchange"} < {event.get("cat") for event in traced}
     assert outcomes[0]["version"] == decisions[0]["new"]["version"]
     assert outcomes[0]["measured_step_s"] > 0
-    wait_for_nothing(lambda: {*our_actors()}, 10.0)
+    wait_for_nothing(lambda: {*our_actors()})
     events = [entry["event"] for entry in journal_of(adaptive.folder)]
     assert (events[0], events[-1]) == ("start", "end")
 
@@ -155,127 +200,103 @@ def test_checkpoints_and_the_controllers_snapshot_leave_no_temporary_folder(adap
     assert adaptive.temporary_left == set()
 
 
-def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: AdaptiveRun) -> None:
-    once, whole = adaptive.once, adaptive.whole
-    assert once.returncode == 0, once.stdout + once.stderr
-    assert re.search(r"^run: step \d+ .* s/step \(compute ", once.stdout, re.MULTILINE), once.stdout
-    assert whole.returncode == 0, whole.stdout + whole.stderr
-    assert re.search(r"^run has ended after step \d+$", whole.stdout, re.MULTILINE), whole.stdout
-    # A late watcher sees the last decisions only.
-    said = once.stdout + whole.stdout
-    assert re.search(r"^run: step \d+: .*(->|keep )", said, re.MULTILINE), said
-
-
-@pytest.fixture(scope="module")
-def static(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with the user's codec, one of whose workers died at step 8, after a checkpoint at step 5."""
-    folder = tmp_path_factory.mktemp("static")
-    config = cgx_ray.CGXConfig(policy="static", codec="topk:density=0.05", scheme="allgather")
-    expected = "topk:density=0.05 over allgather"
-    fit(folder, steps=12, die_at=8, report_at=(5, 12), failures=1, torch_config=config, expect_plan=expected)
-    return folder
-
-
-def test_a_static_run_keeps_the_users_choice(static: Path) -> None:
-    assert log_of(static, 0, first=5)[-1]["plan_version"] == 0
-    assert log_of(static, 0, first=5)[-1]["hash"] == log_of(static, 1, first=5)[-1]["hash"]
-
-
-@pytest.mark.fault("a worker dies, with `add_state` and `max_failures`", "the repeated steps have the same bits")
-def test_residuals_come_back_after_a_worker_died(static: Path) -> None:
-    for rank in (0, 1):
-        resumed = log_of(static, rank, first=5)
-        assert resumed[0]["engine_step"] == 5
-        assert set(resumed[0]["residuals"]) == {"0.weight", "2.weight"}
-        assert min(resumed[0]["residuals"].values()) > 0
-        assert resumed[-1]["step"] == 11
-    # The restart repeats steps 5 to 7 with the same random numbers and residuals, so with the same weights.
-    before = {line["step"]: line["hash"] for line in log_of(static, 0)[1:]}
-    after = {line["step"]: line["hash"] for line in log_of(static, 0, first=5)[1:]}
-    assert [after[step] for step in (5, 6, 7)] == [before[step] for step in (5, 6, 7)]
-
-
-@pytest.mark.usefixtures("cluster")
-def test_ranks_with_different_weights_end_the_training_and_the_journal_says_why(tmp_path: Path) -> None:
-    config = cgx_ray.CGXConfig(weight_check_steps=5)
-    with pytest.raises(ray.train.WorkerGroupError) as caught:
-        fit(tmp_path, steps=20, flip_at=7, torch_config=config)
-    # Ray's own message cuts long errors in the middle; those of the workers are whole, and so is the journal.
-    for error in caught.value.worker_failures.values():
-        assert "with weight_check_steps=0 nothing is compared" in str(error)
-    faults = [entry for entry in journal_of(tmp_path) if entry["event"] == "fault"]
-    assert all("before step 10 the weights of rank 1 differ from those of rank 0" in one["text"] for one in faults)
-    assert sorted((fault["rank"], fault["kind"], fault["step"]) for fault in faults) == [
-        (rank, "weights_differ", 11) for rank in range(2)
-    ]
-
-
 @pytest.mark.fault("SIGKILL of controller and monitor", "training goes on; Ray starts them again, and decisions go on")
-def test_decisions_go_on_after_controller_and_monitor_were_killed(cluster: Path, tmp_path: Path) -> None:
-    killed: list[tuple[str, float]] = []
-    loops, ended = list[int](), list[float]()
-
-    def kill_when_judged() -> None:
-        path = tmp_path / "run" / "decisions.jsonl"
-        while not path.exists() or '"outcome"' not in path.read_text():
-            time.sleep(0.2)
-        for title, pid in our_actors().items():
-            loops.extend(loops_below(pid))
-            os.kill(pid, signal.SIGKILL)
-            killed.append((title, time.time()))
-        # Ray's next controller goes on with the same files, so no loop may be left. A busy machine is slower than 1 s.
-        wait_for_nothing(lambda: living(*loops), 10.0)
-        ended.append(time.time())
-
-    thread = threading.Thread(target=kill_when_judged)
-    thread.start()
-    link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 2e7),))
-    fit(tmp_path, steps=500, pace=True, torch_config=cgx_ray.CGXConfig(simulated_link=link))
-    thread.join()
-    assert sorted(name for name, _ in killed) == ["ray::Controller", "ray::NodeAgent"]
-    assert len(loops) == len(ended) == 1
-    first, second = log_of(tmp_path, 0)[1:], log_of(tmp_path, 1)[1:]
-    assert len(first) == 500
-    assert [line["hash"] for line in first] == [line["hash"] for line in second]
-    decisions = [line for line in journal_of(tmp_path) if line["event"] == "decision"]
+def test_decisions_go_on_after_controller_and_monitor_were_killed(cluster: Path, adaptive: AdaptiveRun) -> None:
+    assert sorted(adaptive.killed) == ["ray::Controller", "ray::NodeAgent"]
+    assert len(adaptive.loops) == 1
+    first = log_of(adaptive.folder, 0)[1:]
+    assert [line["step"] for line in first] == list(range(len(first)))
     # Agent and controller are new, so a later decision is theirs. It goes on from the plan before.
-    later = [line for line in decisions if line["time"] > killed[-1][1]]
-    assert later, decisions
-    assert later[0]["old"]["version"] >= decisions[0]["new"]["version"]
-    assert set(later[0]["inputs"]["gain"]) >= set(decisions[0]["inputs"]["gain"])
-    versions = [line["new"]["version"] for line in decisions]
+    killed_s = max(adaptive.killed.values())
+    earlier = [line for line in adaptive.decisions if line["time"] <= killed_s]
+    later = adaptive.decisions[len(earlier)]
+    assert later["old"]["version"] >= earlier[0]["new"]["version"]
+    assert set(later["inputs"]["gain"]) >= set(earlier[0]["inputs"]["gain"])
+    versions = [line["new"]["version"] for line in adaptive.decisions]
     assert versions == sorted(versions)
     logs = [path.read_text() for path in (cluster / "logs").glob("worker-*.err")]
     # A worker asks the controller itself while its agent does not answer. It says at most once that it does not either.
     counts = [text.count("the controller does not answer: training goes on with plan") for text in logs]
     assert set(counts) <= {0, 1}, counts
     assert not any("is gone" in text for text in logs)
-    wait_for_nothing(lambda: {*our_actors()}, 10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticRun:
+    """A run with the user's codec.
+
+    One of its workers died at step 8, after a checkpoint at step 5. Then the weights of rank 1 changed at step FLIP_AT,
+    which ended the training with `error`.
+    """
+
+    folder: Path
+    error: ray.train.WorkerGroupError
+
+
+@pytest.fixture(scope="module")
+def static(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> StaticRun:
+    folder = tmp_path_factory.mktemp("static")
+    config = cgx_ray.CGXConfig(policy="static", codec=CODEC, scheme="allgather", weight_check_steps=5)
+    with pytest.raises(ray.train.WorkerGroupError) as caught:
+        fit(folder, steps=30, die_at=8, report_at=(5,), failures=1, flip_at=FLIP_AT, torch_config=config)
+    return StaticRun(folder=folder, error=caught.value)
+
+
+def test_a_static_run_keeps_the_users_choice(static: StaticRun) -> None:
+    first, second = (
+        [line for line in log_of(static.folder, rank, first=5)[1:] if line["step"] < FLIP_AT] for rank in range(2)
+    )
+    assert {(line["plan"], line["plan_version"]) for line in first} == {(f"{CODEC} over allgather", 0)}
+    assert [line["hash"] for line in first] == [line["hash"] for line in second]
+
+
+@pytest.mark.fault("a worker dies, with `add_state` and `max_failures`", "the repeated steps have the same bits")
+def test_residuals_come_back_after_a_worker_died(static: StaticRun) -> None:
+    for rank in (0, 1):
+        resumed = log_of(static.folder, rank, first=5)
+        assert resumed[0]["engine_step"] == 5
+        assert set(resumed[0]["residuals"]) == {"0.weight", "2.weight"}
+        assert min(resumed[0]["residuals"].values()) > 0
+        assert resumed[-1]["step"] >= 11
+    # The restart repeats steps 5 to 7 with the same random numbers and residuals, so with the same weights.
+    before = {line["step"]: line["hash"] for line in log_of(static.folder, 0)[1:]}
+    after = {line["step"]: line["hash"] for line in log_of(static.folder, 0, first=5)[1:]}
+    assert [after[step] for step in (5, 6, 7)] == [before[step] for step in (5, 6, 7)]
+
+
+def test_ranks_with_different_weights_end_the_training_and_the_journal_says_why(static: StaticRun) -> None:
+    # Ray's own message cuts long errors in the middle; those of the workers are whole, and so is the journal.
+    for error in static.error.worker_failures.values():
+        assert "with weight_check_steps=0 nothing is compared" in str(error)
+    faults = [entry for entry in journal_of(static.folder) if entry["event"] == "fault"]
+    faults = [fault for fault in faults if fault["kind"] == "weights_differ"]
+    assert all("before step 15 the weights of rank 1 differ from those of rank 0" in one["text"] for one in faults)
+    assert sorted((fault["rank"], fault["step"]) for fault in faults) == [(rank, 16) for rank in range(2)]
+
+
+def train_shortly(folder: Path, name: str, function: Any, config: dict[str, Any], torch_config: TorchConfig) -> None:
+    """Train for a few steps on `config["workers"]` workers."""
+    TorchTrainer(
+        function,
+        train_loop_config=config,
+        torch_config=torch_config,
+        scaling_config=ScalingConfig(num_workers=config["workers"], resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(name=name, storage_path=str(folder)),
+    ).fit()
 
 
 @pytest.fixture(scope="module")
 def short_runs(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of trainings of a few steps, which run at the same time."""
+    """The folder of two trainings of a few steps, which run at the same time."""
     folder = tmp_path_factory.mktemp("short")
-
-    def train(name: str, function: Any, config: dict[str, Any], torch_config: TorchConfig, num_workers: int) -> None:
-        TorchTrainer(
-            function,
-            train_loop_config=config,
-            torch_config=torch_config,
-            scaling_config=ScalingConfig(num_workers=num_workers, resources_per_worker={"CPU": 0.5}),
-            run_config=RunConfig(name=name, storage_path=str(folder)),
-        ).fit()
-
-    log, step = str(folder), train_functions.train_a_step
-    runs: list[tuple[str, Any, dict[str, Any], TorchConfig, int]] = [
-        ("alone", train_functions.train, {"log": log, "steps": 5, "report_at": (5,)}, cgx_ray.CGXConfig(), 1),
-        ("plain", plain_script.train, {"log": log}, TorchConfig(backend="cgx"), 2),
-        ("not attached", step, {"attaches": False}, cgx_ray.CGXConfig(), 2),
-        ("not configured", step, {"attaches": True}, TorchConfig(), 2),
+    alone = {"log": str(folder), "steps": 5, "report_at": (5,), "workers": 1}
+    plain = {"log": str(folder), "workers": 2}
+    runs: list[tuple[str, Any, dict[str, Any], TorchConfig]] = [
+        ("alone", train_functions.train, alone, cgx_ray.CGXConfig()),
+        ("plain", forgotten_config.train, plain, TorchConfig(backend="cgx")),
     ]
     with ThreadPoolExecutor(len(runs)) as threads:
-        for done in [threads.submit(train, *run) for run in runs]:
+        for done in [threads.submit(train_shortly, folder, *run) for run in runs]:
             done.result()
     return folder
 
@@ -294,11 +315,33 @@ def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(short_runs: 
     assert 0 < first["error"] <= 2 * 2 * (2 * 128 / 5000 + 2 * 2**-7) / 15, first["error"]
 
 
+def said_by_workers(cluster: Path, text: str) -> int:
+    return sum(path.read_text().count(text) for path in (cluster / "logs").glob("worker-*.err"))
+
+
 @pytest.mark.usefixtures("short_runs")
-def test_a_forgotten_line_is_named_once_in_the_log(cluster: Path) -> None:
-    text = "".join(path.read_text() for path in (cluster / "logs").glob("worker-*.err"))
-    for said in ("no model was attached", "without CGXConfig"):
-        assert text.count(said) == 1, said
+def test_a_config_that_was_forgotten_is_named_once_in_the_log(cluster: Path) -> None:
+    assert said_by_workers(cluster, "without CGXConfig") == 1
+
+
+@pytest.mark.slow  # test_config.py asks two ranks without Ray
+def test_an_attach_that_was_forgotten_is_named_once_in_the_log(cluster: Path, tmp_path: Path) -> None:
+    train_shortly(tmp_path, "run", train_functions.train_without_attach, {"workers": 2}, cgx_ray.CGXConfig())
+    assert said_by_workers(cluster, "no model was attached") == 1
+
+
+def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: AdaptiveRun) -> None:
+    # The last of the tests that wait: `top` waits for a restart before it ends.
+    once = adaptive.once
+    assert once is not None
+    assert once.returncode == 0, once.stdout + once.stderr
+    assert re.search(r"^run: step \d+ .* s/step \(compute ", once.stdout, re.MULTILINE), once.stdout
+    status = adaptive.whole.wait(timeout=120)
+    said = adaptive.said.read_text()
+    assert status == 0, said
+    assert re.search(r"^run has ended after step \d+$", said, re.MULTILINE), said
+    # A late watcher sees the last decisions only.
+    assert re.search(r"^run: step \d+: .*(->|keep )", once.stdout + said, re.MULTILINE), once.stdout + said
 
 
 @pytest.mark.parametrize(

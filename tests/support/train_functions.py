@@ -29,11 +29,8 @@ def weights_hash(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
-def train_a_step(config: dict[str, Any]) -> None:
-    """Train one step. attaches: call `attach` before."""
+def train_without_attach(config: dict[str, Any]) -> None:
     model = ray.train.torch.prepare_model(small_model())
-    if config["attaches"]:
-        cgx_ray.attach(model)
     model(torch.ones(1, 64)).sum().backward()
 
 
@@ -43,10 +40,11 @@ def train(config: dict[str, Any]) -> None:
     log          folder of the files
     steps        number of steps
     die_at       step at which rank 1 dies, in the first attempt only
+    checkpoints  file that says which checkpoints Ray's controller has seen; rank 1 waits for it before it dies
     flip_at      step after which rank 1 changes the signs of a row of weights
     report_at    numbers of finished steps after which a checkpoint is reported
     pace         True: wait for the other ranks after every step
-    expect_plan  description that the plan in force must have at the end
+    stop         file that ends the training once it exists, with `pace`
     """
     context = ray.train.get_context()
     rank = context.get_world_rank()
@@ -70,7 +68,8 @@ def train(config: dict[str, Any]) -> None:
         for step in range(first, config["steps"]):
             if first == 0 and rank == 1 and step == config.get("die_at"):
                 # Ray's controller polls for checkpoints and resumes only from one that it has seen.
-                time.sleep(3)
+                while not Path(config["checkpoints"]).exists():
+                    time.sleep(0.1)
                 os._exit(1)
             x_BD = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
             optimizer.zero_grad()
@@ -82,16 +81,23 @@ def train(config: dict[str, Any]) -> None:
             line = {"step": step, "hash": weights_hash(model)}
             if sample is not None:
                 line |= {
+                    "plan": attachment.plan.describe(),
                     "plan_version": sample.plan_version,
                     "wire_bytes": sample.wire_bytes,
                     "dense_bytes": sample.dense_bytes,
                 }
             file.write(json.dumps(line) + "\n")
-            if config.get("pace") and dist.is_initialized():
-                dist.barrier()
             if step + 1 in config.get("report_at", ()):
                 report(model, step + 1, rank)
-    assert not (config.get("expect_plan") and attachment.plan.describe() != config["expect_plan"])
+            if config.get("pace") and _any_rank_sees(config.get("stop")):
+                break
+
+
+def _any_rank_sees(path: str | None) -> bool:
+    """Wait for the other ranks, and return whether the file exists for one of them."""
+    sees = torch.tensor(path is not None and Path(path).exists(), dtype=torch.float32)
+    dist.all_reduce(sees)
+    return bool(sees)
 
 
 def train_elastically(config: dict[str, Any]) -> None:
