@@ -178,15 +178,22 @@ def check_end(case: Case, folder: Path, number: signal.Signals) -> int:
     return int(process.pid)
 
 
-@pytest.mark.parametrize("case", CASES, ids=id_of)
+def cases(*quick: str) -> pytest.MarkDecorator:
+    """Parametrize over CASES. All but `quick` are for `make test-faults`: each takes seconds to begin."""
+    marks = {id_of(case): [] if id_of(case) in quick else [pytest.mark.slow] for case in CASES}
+    assert marks.keys() >= set(quick)
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, marks=marks[id_of(case)], id=id_of(case)) for case in CASES]
+    )
+
+
+# One of each kind: imports, computes, runs code of the user, has files under way, shows a screen; and a bench.
+@cases("doctor", "bench planner", "plan", "profile-model", "report", "top")
 def test_sigterm_ends_a_command(case: Case, folder: Path) -> None:
     check_end(case, folder, TERMINATED)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if case.begun is has_said else pytest.mark.slow, id=id_of(case)) for case in CASES],
-)
+@cases("top")
 def test_ctrl_c_ends_a_command(case: Case, folder: Path) -> None:
     check_end(case, folder, INTERRUPTED)
 

@@ -17,14 +17,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.endings import RAYS_OWN, actors_below, listening
+from support.endings import RAYS_OWN, actors_below, listening, wait_for, wait_for_nothing
 from support.ray_processes import ENV, RAY, end_with_children, free_ports
 from support.wheels import ROOT, make_environment
 
 TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node 2"
 SENT = r"(?P<less>[\d.,]+) MB of (?P<more>[\d.,]+) MB"
+EVENTS = {"start", "decision", "outcome", "progress", "end"}
 DIGITS = r"accuracy [789]\d\.\d%, (?P<{}>[\d,]+) bytes sent per step and rank\n"
-# Jobs of train_gpt_bytes.py are in `make test`, those of the other examples in `make test-faults`.
+# In `make test` one job is started, and stopped; the others are in `make test-faults`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,16 +131,13 @@ def test_an_example_runs_as_a_job_with_the_wheel(jobs: Jobs, entrypoint: str, sa
         assert numbers["less"] < 0.2 * numbers["more"]
 
 
-def test_a_job_leaves_checkpoints_with_residuals_and_a_journal(jobs: Jobs, tmp_path: Path) -> None:
-    arguments = f"--steps 5 --workers 2 --storage {tmp_path} --name job"
-    done = jobs.submit(f"python examples/train_gpt_bytes.py {arguments}")
+@pytest.mark.slow
+def test_a_job_that_is_done_says_so(jobs: Jobs, tmp_path: Path) -> None:
+    done = jobs.submit(f"python examples/train_gpt_bytes.py --steps 5 --workers 2 --storage {tmp_path} --name job")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "done: {'step': 5, 'loss':" in done.stdout
-    files = sorted(path.name for path in (tmp_path / "job").glob("checkpoint_*/*"))
-    assert sum(name.startswith("cgx_ray-rank") for name in files) == 2, f"one state per rank: {files}"
-    assert "state.pt" in files
-    for line in (tmp_path / "job" / "decisions.jsonl").read_text().splitlines():
-        assert json.loads(line)["event"] in ("start", "decision", "outcome", "progress", "end")
+    assert whole_checkpoints(tmp_path / "job")
+    assert events_of(tmp_path / "job") <= EVENTS
 
 
 @pytest.mark.slow
@@ -150,7 +148,9 @@ def test_a_job_with_a_wrong_argument_fails_with_our_message(jobs: Jobs) -> None:
     assert "failed" in done.stdout
 
 
-def test_a_stopped_job_leaves_nothing_behind(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_stopped_job_leaves_checkpoints_with_residuals_and_a_journal_and_nothing_else(
+    jobs: Jobs, tmp_path: Path
+) -> None:
     before, segments = running(jobs), our_segments()
     (port,) = free_ports(1)
     arguments = f"--steps 1000000 --workers 2 --batch-size 1 --storage {tmp_path} --name stopped"
@@ -158,19 +158,26 @@ def test_a_stopped_job_leaves_nothing_behind(jobs: Jobs, tmp_path: Path) -> None
     entrypoint = f"python examples/train_gpt_bytes.py {arguments} --checkpoint-every 5"
     done = jobs.submit(entrypoint, *options, CGX_PORTS=f"{port}-{port + 9}")
     assert done.returncode == 0, done.stderr
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("stopped/checkpoint_*")):
-        assert time.monotonic() < deadline, jobs.call("logs", "stopped").stdout
-        time.sleep(0.5)
+    wait_for(lambda: bool(whole_checkpoints(tmp_path / "stopped")), 200.0, lambda: jobs.call("logs", "stopped").stdout)
     assert {"ray::NodeAgent", "ray::Controller"} <= running(jobs)
     assert listening(port), "its monitors listen while it trains"
     done = jobs.call("stop", "stopped")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "stopped" in jobs.call("status", "stopped").stdout.lower()
-    deadline = time.monotonic() + 60
-    while left := (running(jobs) - before) | (our_segments() - segments) | alive_actors(jobs) | listening(port):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.5)
+    wait_for_nothing(
+        lambda: (running(jobs) - before) | (our_segments() - segments) | alive_actors(jobs) | listening(port)
+    )
+    assert {"start"} <= events_of(tmp_path / "stopped") <= EVENTS
+
+
+def whole_checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoints of a run on two workers that have the script's file, and one of ours per rank."""
+    names = {"state.pt", *(f"cgx_ray-rank{rank:05d}-of-00002.pt" for rank in range(2))}
+    return [folder for folder in run.glob("checkpoint_*") if names <= {path.name for path in folder.iterdir()}]
+
+
+def events_of(run: Path) -> set[str]:
+    return {json.loads(line)["event"] for line in (run / "decisions.jsonl").read_text().splitlines()}
 
 
 def running(jobs: Jobs) -> set[str]:
