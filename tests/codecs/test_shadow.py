@@ -16,6 +16,7 @@ from cgx_ray.plan import CodecSpec
 NUMEL = 1 << 15
 SAMPLE = slice(None, None, 4)
 NUM_GRADIENTS = 8
+SLOW = pytest.mark.slow
 
 
 def gradients(steady: float, seed: int) -> Iterator[Tensor]:
@@ -63,8 +64,10 @@ def test_the_predicted_gain_is_that_of_error_feedback_once_it_has_settled(densit
     assert predicted == pytest.approx(run_feedback(spec, steady, 1, "own"), abs=0.1)
 
 
-@pytest.mark.parametrize("steady", [0.0, 0.5])
-@pytest.mark.parametrize("density", [0.1, 0.033])
+@pytest.mark.parametrize(
+    ("density", "steady"),
+    [(0.1, 0.0), pytest.param(0.1, 0.5, marks=SLOW), pytest.param(0.033, 0.0, marks=SLOW), (0.033, 0.5)],
+)
 def test_the_predicted_gain_of_artopk_is_that_at_the_indices_of_other_ranks(density: float, steady: float) -> None:
     spec = CodecSpec(name="topk", density=density)
     predicted = settled_artopk_gains(spec, measured(steady), key=1)

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.wheels import ROOT, bare_environment, build_sdist, install, make_environment
+from support.wheels import ROOT, bare_environment, build_sdist, install, make_environment, tracked_files
 
 # A module of each folder beside cgx_ray/ that is its subpackage, and the two native modules.
 MODULES = (
@@ -63,12 +63,10 @@ def test_the_sdist_has_what_the_wheel_is_built_from(tmp_path: Path) -> None:
     """All files of these folders as they are here, so its wheel is this checkout's. `make bare` builds it."""
     with tarfile.open(build_sdist(tmp_path)) as packed:
         packed.extractall(tmp_path, filter="data")
-    (made,) = [path for path in tmp_path.iterdir() if path.is_dir()]
-    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
+    (made,) = tmp_path.glob("cgx_ray-*[!z]")
     sources = ["cgx_ray", "cgx_ray_autoload", "monitors", "runtime_ext"]
-    files = ["CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"]
-    listed = subprocess.run([*git, "--", *sources, *files], cwd=ROOT, check=True, capture_output=True, text=True)
-    names = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    names = tracked_files(*sources, "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE")
+    names = [name for name in names if (ROOT / name).is_file()]
     assert len(names) > 200
     differ = [name for name in names if not _is_same(made / name, ROOT / name)]
     assert differ == []

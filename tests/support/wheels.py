@@ -20,9 +20,24 @@ def build_wheel(folder: Path) -> Path:
     return wheel
 
 
+def tracked_files(*names: str) -> list[str]:
+    """Return the files of this checkout that git tracks, all or those below `names`."""
+    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--", *names]
+    listed = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True)
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
 def build_sdist(folder: Path) -> Path:
+    """Build the sdist of what git tracks. In the checkout itself it would look at each file of .venv, for 10 s."""
+    checkout = folder / "checkout"
+    for name in [*tracked_files(), ".venv/pyvenv.cfg", "build/cmake.log"]:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, checkout / name, follow_symlinks=False)
+        else:
+            (checkout / name).touch()  # what an sdist must not have
     build = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=checkout, check=True, capture_output=True)
     (sdist,) = folder.glob("*.tar.gz")
     return sdist
 
