@@ -14,7 +14,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 # Folders with tests of `make quick`.
 QUICK_TESTS := $(addprefix tests/,codecs collectives commands control engine kernels planner)
 
-.PHONY: install demo quick test test-faults check bench bare test-gpu test-sanitize system
+.PHONY: install demo quick test test-faults check bench bare test-gpu test-sanitize sanitizers system
 .DELETE_ON_ERROR:
 
 # Nothing but the set-up.
@@ -56,11 +56,7 @@ test-gpu:
 BROKEN := tests/codecs/test_fuzzed_messages.py tests/collectives/test_broken_rings.py tests/faults/test_strangers_at_mesh.py
 ASAN_TESTS := $(if $(QUICK),$(BROKEN),tests/kernels tests/codecs tests/collectives $(lastword $(BROKEN)))
 SANITIZE := $(BIN)/cmake -S . -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=None
-test-sanitize: system .venv/.installed
-	$(SANITIZE) -B build/address -DCGX_RAY_SANITIZE=address
-	$(BIN)/cmake --build build/address --target _native --parallel $$(nproc)
-	$(SANITIZE) -B build/thread -DCGX_RAY_SANITIZE=thread
-	$(BIN)/cmake --build build/thread --target races --parallel $$(nproc)
+test-sanitize: sanitizers
 	@# ThreadSanitizer of g++ 12 wants addresses that are not random.
 	$$(setarch -R true 2>/dev/null && echo setarch -R) build/thread/races $(if $(QUICK),1,20)
 	@# In C++ exceptions AddressSanitizer looks for libstdc++, which python does not link. Python does not free all memory.
@@ -68,6 +64,13 @@ test-sanitize: system .venv/.installed
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	PYTHONPATH=tests/sanitize CGX_RAY_NATIVE="$$(echo $(CURDIR)/build/address/_native*.so)" \
 	FUZZ_ROUNDS=$(if $(QUICK),1,50) $(BIN)/pytest -n 0 --capture=no --ignore-glob="*cuda*" $(ASAN_TESTS) $(ARGS)
+
+# The builds of test-sanitize.
+sanitizers: system .venv/.installed
+	$(SANITIZE) -B build/address -DCGX_RAY_SANITIZE=address
+	$(BIN)/cmake --build build/address --target _native --parallel $$(nproc)
+	$(SANITIZE) -B build/thread -DCGX_RAY_SANITIZE=thread
+	$(BIN)/cmake --build build/thread --target races --parallel $$(nproc)
 
 bench: .venv/.installed
 	$(if $(and $(ARGS),$(word 2,$(BENCH))),$(error ARGS are those of one bench: make bench BENCH=kernels ARGS="$(ARGS)"))
