@@ -25,12 +25,14 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Tests that run one after the other on one worker of pytest-xdist, by folder or file: those that look at rates and
-# latencies, and those that build the wheel in build/. Elsewhere the tests of a file stay together, for the sake of what
-# they share, and any worker takes the next file. A test that starts Ray gives the address of its cluster to all that
-# ask for one, so clusters live side by side.
+# latencies, those that build the wheel in build/, and those for which g++ compiles the same CUDA kernels. Elsewhere the
+# tests of a file stay together, for the sake of what they share, and any worker takes the next file. A test that starts
+# Ray gives the address of its cluster to all that ask for one, so clusters live side by side. The last scope begins
+# first: it takes minutes.
 _SCOPES = {
-    "rates": {"lab", "monitors", "bench", "test_network_cut", "test_soak_in_lab"},
+    "emulator": {"test_cuda_kernels", "test_cuda_sparse_kernels", "test_cuda_index_kernels", "test_cuda_launch"},
     "wheel": {"test_job_submit", "test_wheel"},
+    "rates": {"lab", "monitors", "bench", "test_network_cut", "test_soak_in_lab"},
 }
 
 

@@ -71,7 +71,7 @@ def test_a_ban_lasts_as_many_steps_after_a_restart_from_an_earlier_step(tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("slowdown", [2.0, 4.0])
+@pytest.mark.parametrize("slowdown", [pytest.param(2.0, marks=pytest.mark.slow), 4.0])
 def test_plans_that_are_slower_than_predicted_are_left_on_a_link_that_goes_back_and_forth(
     tmp_path: Path, slowdown: float
 ) -> None:

@@ -184,7 +184,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)])
 def test_codecs_train_about_as_well_as_plain_fsdp2(num_ranks: int, num_replicas: int) -> None:
     results = run_ranks(num_ranks, _losses, num_replicas)
     losses, digests = results[0]

@@ -46,7 +46,7 @@ def endless(log: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], lis
 
 @pytest.mark.fault("Ctrl-C, SIGTERM, an exception or a killed rank under torchrun", "everything ends; nothing is left")
 @pytest.mark.parametrize(
-    "end", ["SIGINT", "exception", *(pytest.param(end, marks=pytest.mark.slow) for end in ("SIGTERM", "rank killed"))]
+    "end", ["SIGINT", *(pytest.param(end, marks=pytest.mark.slow) for end in ("SIGTERM", "exception", "rank killed"))]
 )
 def test_nothing_is_left_of_ranks_that_torchrun_has_started(end: str, tmp_path: Path) -> None:
     (port,) = free_ports(1)

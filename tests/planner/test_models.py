@@ -63,7 +63,14 @@ def test_backward_times_are_shares_of_the_multiply_adds_from_the_last_layer_to_t
 # `bench planner` has all models at both rates.
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model", "gbps"), [("alexnet", 25), ("resnet18", 1), ("resnet50", 1), ("vgg16", 25), ("bert_base", 25)]
+    ("model", "gbps"),
+    [
+        ("alexnet", 25),
+        ("resnet18", 1),
+        pytest.param("resnet50", 1, marks=pytest.mark.slow),
+        ("vgg16", 25),
+        pytest.param("bert_base", 25, marks=pytest.mark.slow),
+    ],
 )
 def test_joint_plan_is_never_behind_a_named_strategy_on_a_model(model: str, gbps: float) -> None:
     pipeline = model_pipeline(model, gbps)

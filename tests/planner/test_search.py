@@ -20,12 +20,14 @@ from cgx_ray.planner.search import search
 pytestmark = pytest.mark.long
 
 ROUNDING = 1e-12
+MANY_CASES = pytest.mark.parametrize("num_cases", [100, pytest.param(300, marks=pytest.mark.slow)])
 
 
 @pytest.mark.long
-def test_joint_search_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_options() -> None:
+@MANY_CASES
+def test_joint_search_equals_brute_force_for_up_to_8_layers_and_6_options(num_cases: int) -> None:
     rng = random.Random(0)
-    for case in range(300):
+    for case in range(num_cases):
         pipeline = random_pipeline(rng, rng.randint(1, 8), 6)
         plan = search(pipeline)
         assert plan.finish_s == pytest.approx(earliest_finish_s(pipeline), rel=ROUNDING), (case, pipeline)
@@ -33,9 +35,10 @@ def test_joint_search_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_op
 
 
 @pytest.mark.long
-def test_joint_search_with_tolls_by_layer_equals_brute_force_in_300_cases_of_up_to_8_layers_and_6_options() -> None:
+@MANY_CASES
+def test_joint_search_with_tolls_by_layer_equals_brute_force_for_up_to_8_layers_and_6_options(num_cases: int) -> None:
     rng = random.Random(8)
-    for case in range(300):
+    for case in range(num_cases):
         pipeline = random_pipeline(rng, rng.randint(1, 8), 6)
         pipeline = with_random_tolls(rng, pipeline)
         plan = search(pipeline)

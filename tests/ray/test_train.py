@@ -20,7 +20,7 @@ import ray
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-from support import forgotten_config, train_functions
+from support import plain_script, train_functions
 from support.endings import living, loops_below, our_actors, wait_for, wait_for_nothing
 
 import cgx_ray
@@ -293,7 +293,7 @@ def short_runs(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     plain = {"log": str(folder), "workers": 2}
     runs: list[tuple[str, Any, dict[str, Any], TorchConfig]] = [
         ("alone", train_functions.train, alone, cgx_ray.CGXConfig()),
-        ("plain", forgotten_config.train, plain, TorchConfig(backend="cgx")),
+        ("plain", plain_script.train_then_attach, plain, TorchConfig(backend="cgx")),
     ]
     with ThreadPoolExecutor(len(runs)) as threads:
         for done in [threads.submit(train_shortly, folder, *run) for run in runs]:

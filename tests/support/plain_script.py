@@ -1,4 +1,4 @@
-"""A training function that does not mention cgx_ray."""
+"""A training function that does not mention cgx_ray, alone and before a call of `attach` without a config."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 def train(config: dict[str, Any]) -> None:
@@ -37,3 +38,14 @@ def train(config: dict[str, Any]) -> None:
         "error": (summed_N - 2 * torch.linspace(-1, 1, 5000)).abs().max().item(),
     }
     (Path(config["log"]) / f"rank{rank}.json").write_text(json.dumps(said))
+
+
+def train_then_attach(config: dict[str, Any]) -> None:
+    """One worker group for two claims. cgx_ray is imported for the second, so the first one has ended by then."""
+    train(config)
+    import cgx_ray
+
+    # `attach` compresses for Gloo; the default group is the backend cgx by now.
+    model = DistributedDataParallel(nn.Linear(64, 64), process_group=dist.new_group(backend="gloo"))
+    cgx_ray.attach(model)
+    model(torch.ones(1, 64)).sum().backward()
