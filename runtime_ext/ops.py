@@ -81,6 +81,14 @@ def add_poison(grad_N: Tensor, value_K: Tensor) -> None:
         value_K[:1] += reference.poison(grad_N)
 
 
+def divide(values_N: Tensor, divisor: int) -> None:
+    """Divide `values_N` in place, with the same bits on every device.
+
+    On a GPU torch multiplies by 1 / `divisor`, unless that lies there.
+    """
+    values_N.div_(values_N.new_full((), divisor) if values_N.is_cuda else divisor)
+
+
 def add_momentum(
     grad_N: Tensor,
     momentum_N: Tensor,

@@ -30,7 +30,15 @@ class _Cast(Codec):
 
 
 class Raw(_Cast):
-    """Codec none: float32, unchanged. Its messages lie in the gradient, so that must be float32 too."""
+    """Codec none: float32, unchanged. Its messages may lie in the gradient; then nothing is to be done."""
+
+    def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
+        if payload.data_ptr() != grad_N.data_ptr():
+            super().encode(grad_N, payload, key, memory)
+
+    def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+        if payload.data_ptr() != out_N.data_ptr():
+            super().decode(payload, out_N, add=add)
 
 
 class Fp16(_Cast):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -80,6 +81,16 @@ class Memory:
         self.now, self.next = self.next, self.now
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A part of a gradient and its payload, as `Codec.encode` and `Codec.decode` take them."""
+
+    part_N: Tensor  # noqa: N815 - tensors end in their dimensions
+    payload: Tensor
+    key: int = 0
+    memory: Memory | None = None
+
+
 class Codec:
     """Encodes a flat float32 gradient to a payload, flat uint8, and decodes it.
 
@@ -144,6 +155,40 @@ class Codec:
         Raises WireError if the payload is broken, and ValueError if it has another size. `out_N` is unchanged then.
         """
         raise NotImplementedError
+
+    def encode_rows(self, rows: Sequence[Row]) -> None:
+        """Encode several parts of a gradient."""
+        for row in rows:
+            self.encode(row.part_N, row.payload, row.key, row.memory)
+
+    def decode_rows(self, rows: Sequence[Row]) -> None:
+        """Decode several parts of a gradient."""
+        for row in rows:
+            self.decode(row.payload, row.part_N, add=False)
+
+    def encode_share(self, row: Row, residual_scale: float) -> None:
+        """Encode the average of `residual_scale` gradients, or a part of it.
+
+        row  `part_N`, float32, is changed in place. `memory` is in units of the sum: the residual is added divided by
+             `residual_scale`, and what the encoding drops is kept multiplied by it
+        """
+        if row.memory is None:
+            self.encode(row.part_N, row.payload, row.key)
+            return
+        if row.memory.residual_N is not None:
+            row.part_N.add_(row.memory.residual_N, alpha=1 / residual_scale)
+        self.encode(row.part_N, row.payload, row.key, row.memory.without_residual())
+        row.memory.next_N.mul_(residual_scale)
+
+    def sum_rows(self, own: Row, payloads: Sequence[Tensor], num_ranks: int) -> None:
+        """Add the decoded `payloads`, in their order, to a part of the gradient, and encode 1 / `num_ranks` of the sum.
+
+        own  as for `encode_share`; what `part_N` holds afterwards is undefined
+        """
+        for payload in payloads:
+            self.decode(payload, own.part_N, add=True)
+        ops.divide(own.part_N, num_ranks)
+        self.encode_share(own, num_ranks)
 
 
 def nan_if_not_finite(grad_N: Tensor) -> Tensor | float:

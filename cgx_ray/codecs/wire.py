@@ -16,7 +16,7 @@ from cgx_ray.codecs.codec import HOST
 from cgx_ray.errors import DamagedMessageError, WireError
 from cgx_ray.plan import record_of
 from cgx_ray.runtime_ext import ops
-from cgx_ray.runtime_ext.streams import streams_of
+from cgx_ray.runtime_ext.streams import Mark, streams_of
 
 MAGIC = b"CG"
 FORMAT_VERSION = 2
@@ -38,36 +38,62 @@ class Stamp:
     phase: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory for messages.
+
+    device     of the codec
+    host       (num_bytes,) uint8 on the host, from where messages are sent
+    elsewhere  the same on `device`; the same memory if that is the host
+    """
+
+    device: torch.device
+    host: Tensor
+    elsewhere: Tensor
+
+    @classmethod
+    def of_size(cls, num_bytes: int, device: torch.device = HOST) -> Room:
+        """Allocate, without initial values."""
+        host = streams_of(device).host_memory(num_bytes, torch.uint8)
+        return cls(device, host, host if device == HOST else torch.empty_like(host, device=device))
+
+    def part(self, start: int, stop: int) -> Room:
+        """Return the bytes [start, stop)."""
+        return Room(self.device, self.host[start:stop], self.elsewhere[start:stop])
+
+    def copy_out(self) -> Mark:
+        """Copy `elsewhere` to `host`, and return the end of the copy. Nothing to do if both are the same."""
+        streams = streams_of(self.device)
+        if self.device != HOST:
+            streams.copy_each([(self.elsewhere, self.host)])
+        return streams.mark()
+
+
 class Message:
     """Header and payload of one message.
 
     wire     (32 + payload bytes,) uint8 on the host
     header   first 32 bytes of `wire`
     body     the other bytes, or the memory given to `borrow`
-    payload  the bytes that codecs write and read, on their device. On the host it is `body`. On another device it is
-             separate memory: `seal` copies it to `body` and waits, `check` copies `body` back without waiting
+    payload  the bytes that codecs write and read, on their device. On the host it is `body`. On another device it must
+             be copied to `body` before `seal`, and `check` copies `body` there, without waiting
     """
 
-    def __init__(self, payload_bytes: int, device: torch.device = HOST, room: Tensor | None = None) -> None:
-        """Allocate, without initial values. `room`: memory on the host to use instead of new memory."""
+    def __init__(self, payload_bytes: int, room: Room | None = None) -> None:
+        """`room`: memory to use, from its beginning, instead of new memory on the host."""
         num_bytes = HEADER_BYTES + payload_bytes
-        self._streams = streams_of(device)
-        if room is None:
-            room = self._streams.host_memory(num_bytes, torch.uint8)
-        self.wire = room[:num_bytes]
+        self.room = room.part(0, num_bytes) if room is not None else Room.of_size(num_bytes)
+        self.wire = self.room.host
         self.header = self.wire[:HEADER_BYTES]
         self.body = self.wire[HEADER_BYTES:]
-        self.payload = self.body if device == HOST else torch.empty_like(self.body, device=device)
+        self.payload = self.body if self.room.device == HOST else self.room.elsewhere[HEADER_BYTES:]
 
     def borrow(self, body: Tensor) -> None:
         """Use `body`, on the host, for the payload from now on."""
         self.body = self.payload = body
 
     def seal(self, stamp: Stamp, numel: int) -> None:
-        """Write the header. Call it when the payload is complete."""
-        if self.payload is not self.body:
-            self._streams.copy_each([(self.payload, self.body)])
-            self._streams.mark().wait()
+        """Write the header. Call it when the payload is complete, and on the host."""
         _FIELDS.pack_into(self.header.numpy().data, 0, *self._fields(stamp, numel))
         _CRC.pack_into(self.header.numpy().data, _FIELDS.size, self._checksum())
 
@@ -87,7 +113,7 @@ class Message:
         if self.payload is not self.body:
             # Whoever receives into `body` again has waited for a later mark of this stream: of a message that goes out,
             # or of gradients that were computed after what is decoded now.
-            self._streams.copy_each([(self.body, self.payload)])
+            streams_of(self.room.device).copy_each([(self.body, self.payload)])
 
     def _fields(self, stamp: Stamp, numel: int) -> tuple[bytes, int, int, int, int, int, int, int, int, int]:
         return (

@@ -11,10 +11,11 @@ from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.float32_room import float32_room
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.exchange import Exchange
-from cgx_ray.collectives.parcel import Parcel, Step
+from cgx_ray.collectives.parcel import Parcel, Step, copied_out
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.pieces import Piece, cut, take_turns
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
+from cgx_ray.runtime_ext import ops
 
 
 class Allgather(Exchange):
@@ -63,7 +64,9 @@ class _AllgatherLane:
         keys = [step.key(0 if self._codec.record.shares_key else sender, self._index) for sender in range(world_size)]
         # Receives first: early messages then go straight to their memory.
         coming = {peer: transport.start({}, {peer: self._parcels[peer].parts}) for peer in transport.peers}
-        own.encode(run_N, step.stamp, keys[rank], memory)
+        self._codec.encode(run_N, own.payload, keys[rank], memory)
+        yield from copied_out(own.room, phases)
+        own.seal(step.stamp)
         phases.lap("encode")
         going = transport.start(dict.fromkeys(transport.peers, own.parts), {})
         sum_N = run_N
@@ -81,7 +84,7 @@ class _AllgatherLane:
                     yield coming.pop(sender)
                 parcel.decode(sum_N, step.stamp, transport.ranks[sender], add=sender > 0, key=keys[sender])
             phases.lap("decode")
-        sum_N.div_(world_size)
+        ops.divide(sum_N, world_size)
         if sum_N is not run_N:
             run_N.copy_(sum_N)
         phases.lap("decode")

@@ -12,10 +12,10 @@ from torch import Tensor
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import Codec, Memory, is_finite, nan_if_not_finite
 from cgx_ray.codecs.sparse import Selection, Sparse
-from cgx_ray.codecs.wire import HEADER_BYTES, Message, Stamp
+from cgx_ray.codecs.wire import HEADER_BYTES, Message, Room, Stamp
 from cgx_ray.collectives.dense import Dense
 from cgx_ray.collectives.exchange import Exchange
-from cgx_ray.collectives.parcel import Step
+from cgx_ray.collectives.parcel import Step, copied_out
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike, send_and_receive
 from cgx_ray.collectives.tree import Tree
@@ -97,7 +97,8 @@ class ArTopk(Exchange):
         super().__init__(transport)
         self._codec = codec
         num_kept = codec.num_kept(numel)
-        self._message = Message(codec.index_bytes(numel), codec.device)
+        index_bytes = codec.index_bytes(numel)
+        self._message = Message(index_bytes, Room.of_size(HEADER_BYTES + index_bytes, codec.device))
         self._selection = Selection(num_kept, codec.device)
         self._choice = choice
         self.star_or_var = StarOrVar(transport.world_size) if choice == "auto" else None
@@ -177,6 +178,7 @@ class ArTopk(Exchange):
         if root == self._transport.rank:
             self._codec.select(fed_N, selection, step.key(root, 0))
             selection.pack(numel, self._message.payload)
+            yield from copied_out(self._message.room, step.phases)
             self._message.seal(step.stamp, numel)
         step.phases.lap("encode")
         with step.phases.round():

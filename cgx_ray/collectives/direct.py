@@ -18,9 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import Codec
+from cgx_ray.codecs.codec import HOST, Codec, Row
 from cgx_ray.codecs.float32_room import in_float32
-from cgx_ray.collectives.parcel import Parcel, Step
+from cgx_ray.collectives.parcel import Parcel, Step, copied_out, side_by_side
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 
@@ -30,7 +30,11 @@ class DirectLane:
 
     Reduce-scatter is `begin`, `expect_parts`, `send_parts`, `add_parts`. All-gather is `begin` unless it follows a
     reduce-scatter, `send_own`, `use_own`, `take_chunks`, with `expect_chunks` before or after `send_own`.
-    `finish_sends` ends either. Methods that wait are iterators that yield each handle to wait for.
+    `send_average` is `add_parts`, a division and `send_own`. `finish_sends` ends either. Methods that wait are
+    iterators that yield each handle to wait for.
+
+    A codec of the host encodes and decodes each message by itself, so that none waits for another. Elsewhere each call
+    is a launch, so messages are encoded, copied to the host and decoded together.
 
     scattered_bytes, gathered_bytes  sent by this rank in either half, headers included
     """
@@ -47,13 +51,16 @@ class DirectLane:
         self._numbers = numbers
         self._codec = codec
         self._transport = transport
+        self._is_on_host = codec.device == HOST
+        rank, peers = transport.rank, transport.peers
         # By chunk: the part of it that this rank sends to the owner, then the owner's message with the sum.
-        self._of_chunk = [Parcel(codec, stop - start) for start, stop in bounds]
+        self._room, parcels = side_by_side(codec, [bounds[peer][1] - bounds[peer][0] for peer in peers])
+        self._of_chunk = dict(zip(peers, parcels, strict=True))
+        self._of_chunk[rank] = Parcel(codec, bounds[rank][1] - bounds[rank][0])
         self._coming: dict[int, Handle] = {}
         self._going: dict[int, Handle] = {}
-        own_bytes = self._of_chunk[transport.rank].num_bytes
-        self.scattered_bytes = sum(parcel.num_bytes for parcel in self._of_chunk) - own_bytes
-        self.gathered_bytes = len(transport.peers) * own_bytes
+        self.scattered_bytes = sum(parcel.num_bytes for parcel in parcels)
+        self.gathered_bytes = len(peers) * self._of_chunk[rank].num_bytes
 
     @cached_property
     def _of_own(self) -> dict[int, Parcel]:
@@ -63,8 +70,8 @@ class DirectLane:
 
     def begin(self, step: Step) -> None:
         """With codec none, let messages lie in the gradient."""
-        for bounds, parcel in zip(self._bounds, self._of_chunk, strict=True):
-            parcel.borrow(step.run_of(bounds))
+        for chunk, parcel in self._of_chunk.items():
+            parcel.borrow(step.run_of(self._bounds[chunk]))
 
     def own(self, step: Step) -> Tensor:
         """Return the part of the gradient that this rank owns."""
@@ -75,18 +82,18 @@ class DirectLane:
         for peer, parcel in self._of_own.items():
             self._coming[peer] = self._transport.start({}, {peer: parcel.parts})
 
-    def send_parts(self, step: Step) -> None:
-        """Send the others their chunks, each as soon as it is encoded."""
-        rank = self._transport.rank
-        for peer in self._transport.peers:
-            parcel, bounds = self._of_chunk[peer], self._bounds[peer]
-            key = step.key(rank, self._numbers[peer])
-            parcel.encode(step.run_of(bounds), step.stamp, key, step.memory_of(bounds))
-            step.phases.lap("encode")
-            if not self._going:
-                step.phases.begin_round()
-            self._going[peer] = self._transport.start({peer: parcel.parts}, {})
-            step.phases.resume()
+    def send_parts(self, step: Step) -> Iterator[Handle]:
+        """Send the others their chunks."""
+        for peers in self._coded_together():
+            self._codec.encode_rows([self._row(peer, step, step.run_of(self._bounds[peer])) for peer in peers])
+            yield from copied_out(self._room, step.phases)
+            for peer in peers:
+                self._of_chunk[peer].seal(step.stamp)
+                step.phases.lap("encode")
+                if not self._going:
+                    step.phases.begin_round()
+                self._going[peer] = self._transport.start({peer: self._of_chunk[peer].parts}, {})
+                step.phases.resume()
 
     def add_parts(self, step: Step) -> Generator[Handle, None, Tensor]:
         """Add the others' parts to the own chunk; return the sum, float32.
@@ -108,6 +115,14 @@ class DirectLane:
             step.phases.lap("decode")
         return sum_N
 
+    def _take_parts(self, step: Step) -> Generator[Handle, None, list[Tensor]]:
+        """Return the payloads of the others' parts of the own chunk, in rank order."""
+        for peer in sorted(self._transport.peers):
+            yield from self._receive(peer, step.phases)
+            self._of_own[peer].check(step.stamp, self._transport.ranks[peer])
+            step.phases.lap("decode")
+        return [self._of_own[peer].payload for peer in sorted(self._transport.peers)]
+
     def expect_chunks(self) -> Iterator[Handle]:
         """Begin to receive the others' chunks."""
         for peer in self._transport.peers:
@@ -116,34 +131,65 @@ class DirectLane:
                 yield self._going.pop(peer)
             self._coming[peer] = self._transport.start({}, {peer: self._of_chunk[peer].parts})
 
-    def send_own(self, step: Step, share_N: Tensor, residual_scale: float) -> None:
-        """Encode `share_N`, the own chunk or its average, and send it to all others. See `Parcel.encode_share`."""
-        rank, peers, phases = self._transport.rank, self._transport.peers, step.phases
-        key, memory = step.key(rank, self._numbers[rank]), step.memory_of(self._bounds[rank])
-        self._of_chunk[rank].encode_share(share_N, step.stamp, key, memory, residual_scale)
-        phases.lap("encode")
+    def send_average(self, first: Step, second: Step) -> Iterator[Handle]:
+        """Send all others the average of the own chunk over ranks. `first` is the step of its parts."""
+        payloads: list[Tensor] = []
+        if self._is_on_host:
+            sum_N = yield from self.add_parts(first)
+        else:
+            payloads = yield from self._take_parts(first)
+            sum_N = self.own(first)
+        own = self._row(self._transport.rank, second, sum_N)
+        self._codec.sum_rows(own, payloads, self._transport.world_size)
+        yield from self._send_encoded(second)
+
+    def send_own(self, step: Step, residual_scale: float) -> Iterator[Handle]:
+        """Send the own chunk to all others. It is float32; see `Codec.encode_share`."""
+        self._codec.encode_share(self._row(self._transport.rank, step, self.own(step)), residual_scale)
+        yield from self._send_encoded(step)
+
+    def _send_encoded(self, step: Step) -> Iterator[Handle]:
+        """Send the own chunk, once it is encoded, to all others."""
+        own, peers = self._of_chunk[self._transport.rank], self._transport.peers
+        yield from copied_out(own.room, step.phases)
+        own.seal(step.stamp)
+        step.phases.lap("encode")
         if peers:
-            phases.begin_round()
-        self._going[rank] = self._transport.start(dict.fromkeys(peers, self._of_chunk[rank].parts), {})
+            step.phases.begin_round()
+        self._going[self._transport.rank] = self._transport.start(dict.fromkeys(peers, own.parts), {})
 
     def use_own(self, step: Step) -> None:
-        """Replace the own chunk by the decoded message that the others get."""
+        """Replace the own chunk by the decoded message that the others get. Elsewhere `take_chunks` does so."""
         step.phases.resume()
-        self._of_chunk[self._transport.rank].use(self.own(step))
-        step.phases.lap("decode")
+        if self._is_on_host:
+            self._of_chunk[self._transport.rank].use(self.own(step))
+            step.phases.lap("decode")
 
     def take_chunks(self, step: Step) -> Iterator[Handle]:
         """Replace the others' chunks by their owners' messages."""
-        for peer in self._transport.peers:
-            yield from self._receive(peer, step.phases)
-            run_N = step.run_of(self._bounds[peer])
-            self._of_chunk[peer].decode(run_N, step.stamp, self._transport.ranks[peer], add=False)
+        for peers in self._coded_together():
+            for peer in peers:
+                yield from self._receive(peer, step.phases)
+                self._of_chunk[peer].check(step.stamp, self._transport.ranks[peer])
+            chunks = peers if self._is_on_host else self._of_chunk
+            rows = [Row(step.run_of(self._bounds[chunk]), self._of_chunk[chunk].payload) for chunk in chunks]
+            self._codec.decode_rows(rows)
             step.phases.lap("decode")
 
     def finish_sends(self) -> Iterator[Handle]:
         """Wait until every message has left, so that its memory may change."""
         yield from self._going.values()
         self._going.clear()
+
+    def _coded_together(self) -> Sequence[Sequence[int]]:
+        """Return the peers, those together whose messages one call encodes or decodes."""
+        peers = self._transport.peers
+        return [[peer] for peer in peers] if self._is_on_host else [peers]
+
+    def _row(self, chunk: int, step: Step, part_N: Tensor) -> Row:
+        """Return what is encoded of `chunk`, for its message."""
+        key = step.key(self._transport.rank, self._numbers[chunk])
+        return Row(part_N, self._of_chunk[chunk].payload, key, step.memory_of(self._bounds[chunk]))
 
     def _receive(self, peer: int, phases: Phases) -> Iterator[Handle]:
         yield self._coming.pop(peer)

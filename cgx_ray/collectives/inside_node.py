@@ -89,7 +89,7 @@ class CompressedInside:
 
     def reduce(self, step: Step) -> Iterator[Handle]:
         """Replace the own chunk by its sum over the node."""
-        self._sra.scatter(step)
+        yield from self._sra.scatter(step)
         yield from self._sra.reduce(step)
 
     def share(self, step: Step) -> Iterator[Handle]:

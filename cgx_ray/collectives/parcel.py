@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cgx_ray.codecs.cast import Raw
-from cgx_ray.codecs.codec import HOST, Codec, Memory
-from cgx_ray.codecs.wire import HEADER_BYTES, Message, Stamp
+from cgx_ray.codecs.codec import HOST, Codec, Memory, Row
+from cgx_ray.codecs.wire import HEADER_BYTES, Message, Room, Stamp
 from cgx_ray.collectives.phases import Phases
+from cgx_ray.collectives.transport.transport_like import Handle
 from cgx_ray.errors import PlanError
 from cgx_ray.plan import MAX_PAYLOAD_BYTES
 from cgx_ray.runtime_ext import ops
+
+# Messages begin at multiples of this many bytes, as memory of torch does, so that kernels find payloads aligned.
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,70 +48,98 @@ class Step:
 class Parcel:
     """A message of `numel` elements: a header of 32 bytes, then the encoded elements.
 
-    parts  the tensors to send, or to receive into
+    parts    the tensors to send, or to receive into
+    payload  what codecs write and read
+    room     the memory of the message
 
     With codec none a parcel may borrow memory of the gradient: its payload is then sent from there and received into
     it, without a copy. Raises PlanError if the payload is too long for the header's length field.
     """
 
-    def __init__(self, codec: Codec, numel: int, room: Tensor | None = None) -> None:
-        """`room`: `num_bytes` or more bytes on the host to use as memory. A parcel with room must not borrow."""
-        payload_bytes = codec.payload_bytes(numel)
-        if payload_bytes > MAX_PAYLOAD_BYTES:
-            raise PlanError(
-                f"{numel} elements make a message of {payload_bytes} bytes with codec {codec.spec}; at most "
-                f"{MAX_PAYLOAD_BYTES} fit into one, so give smaller groups (group_bytes)"
-            )
-        self.num_bytes = HEADER_BYTES + payload_bytes
+    def __init__(self, codec: Codec, numel: int, room: Room | None = None) -> None:
+        """`room`: `num_bytes` or more bytes to use, from the beginning, instead of new memory."""
+        self.num_bytes = message_bytes(codec, numel)
         self._codec = codec
-        self._message = Message(payload_bytes, codec.device, room)
+        self._numel = numel
+        self._message = Message(self.num_bytes - HEADER_BYTES, room or Room.of_size(self.num_bytes, codec.device))
         # Header and payload are two messages on both ends, even if only one has borrowed. Gloo sends no empty message.
         is_two = isinstance(codec, Raw) and numel > 0
         self._can_borrow = is_two and codec.device == HOST
-        self._is_borrowed = False
         self.parts: tuple[Tensor, ...] = (self._message.wire,)
         if is_two:
             self.parts = (self._message.header, self._message.body)
+
+    @property
+    def payload(self) -> Tensor:
+        return self._message.payload
+
+    @property
+    def room(self) -> Room:
+        return self._message.room
 
     def borrow(self, run_N: Tensor) -> None:
         """With codec none, use `run_N` as the payload from now on. Other codecs ignore this."""
         if self._can_borrow:
             self._message.borrow(run_N.view(torch.uint8))
-            self._is_borrowed = True
             self.parts = (self._message.header, self._message.body)
+
+    def seal(self, stamp: Stamp) -> None:
+        """Write the header. Call it when the payload is complete, and on the host."""
+        self._message.seal(stamp, self._numel)
+
+    def check(self, stamp: Stamp, sender: int) -> None:
+        """Take the received payload to the codec's device. Raises WireError on a broken or unexpected message."""
+        self._message.check(stamp, self._numel, sender)
 
     def encode(self, run_N: Tensor, stamp: Stamp, key: int, memory: Memory | None) -> None:
         """Encode `run_N` with its residual, and write the header."""
-        if not self._is_borrowed:
-            self._codec.encode(run_N, self._message.payload, key, memory)
-        self._message.seal(stamp, run_N.numel())
+        self._codec.encode(run_N, self.payload, key, memory)
+        self.room.copy_out().wait()
+        self.seal(stamp)
 
     def encode_share(
         self, share_N: Tensor, stamp: Stamp, key: int, memory: Memory | None, residual_scale: float
     ) -> None:
-        """Encode the average of `residual_scale` gradients, or a part of it.
-
-        share_N  (N,) float32; changed in place
-        memory   in units of the sum: the residual is added divided by `residual_scale`, and what the encoding drops is
-                 kept multiplied by it
-        """
-        if memory is None:
-            self.encode(share_N, stamp, key, None)
-            return
-        if memory.residual_N is not None:
-            share_N.add_(memory.residual_N, alpha=1 / residual_scale)
-        self.encode(share_N, stamp, key, memory.without_residual())
-        memory.next_N.mul_(residual_scale)
+        """Encode the average of `residual_scale` gradients, see `Codec.encode_share`, and write the header."""
+        self._codec.encode_share(Row(share_N, self.payload, key, memory), residual_scale)
+        self.room.copy_out().wait()
+        self.seal(stamp)
 
     def decode(self, run_N: Tensor, stamp: Stamp, sender: int, *, add: bool, key: int = 0) -> None:
         """Write the received elements to `run_N`, or add them. Raises WireError on a broken or unexpected message."""
-        self._message.check(stamp, run_N.numel(), sender)
+        self.check(stamp, sender)
         self.use(run_N, add=add, key=key)
 
     def use(self, run_N: Tensor, *, add: bool = False, key: int = 0) -> None:
         """Decode a message of this rank's own: as `decode`, without checks."""
-        if not self._is_borrowed:
-            self._codec.decode(self._message.payload, run_N, add=add, key=key)
+        self._codec.decode(self.payload, run_N, add=add, key=key)
+
+
+def message_bytes(codec: Codec, numel: int) -> int:
+    """Return the bytes of a message of `numel` elements. Raises PlanError if they are too many."""
+    payload_bytes = codec.payload_bytes(numel)
+    if payload_bytes > MAX_PAYLOAD_BYTES:
+        raise PlanError(
+            f"{numel} elements make a message of {payload_bytes} bytes with codec {codec.spec}; at most "
+            f"{MAX_PAYLOAD_BYTES} fit into one, so give smaller groups (group_bytes)"
+        )
+    return HEADER_BYTES + payload_bytes
+
+
+def side_by_side(codec: Codec, numels: Sequence[int]) -> tuple[Room, list[Parcel]]:
+    """Return parcels of these numbers of elements, and their common memory: one copy takes all of them to the host."""
+    sizes = [-(-message_bytes(codec, numel) // _ALIGNMENT) * _ALIGNMENT for numel in numels]
+    room = Room.of_size(sum(sizes), codec.device)
+    starts = itertools.accumulate(sizes, initial=0)
+    parts = [room.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    return room, [Parcel(codec, numel, part) for numel, part in zip(numels, parts, strict=True)]
+
+
+def copied_out(room: Room, phases: Phases) -> Iterator[Handle]:
+    """Copy what was encoded to the host, and yield the end of the copy. On the host there is nothing to do."""
+    if room.device != HOST:
+        phases.lap("encode")
+        yield room.copy_out()
 
 
 def parts_of(parcels: Iterable[Parcel]) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from cgx_ray.codecs.codec import Codec
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 from cgx_ray.plan import PIECE_BYTES
+from cgx_ray.runtime_ext.streams import Mark
 
 
 def chunk_bounds(numel: int, num_chunks: int, granule: int) -> list[tuple[int, int]]:
@@ -74,7 +75,8 @@ def take_turns(lanes: Iterable[Iterator[Handle]], phases: Phases) -> Iterator[Ha
     def resume(lane: Iterator[Handle]) -> None:
         handle = next(lane, None)
         if handle is not None:
-            phases.begin_round()
+            if not isinstance(handle, Mark):
+                phases.begin_round()
             waiting.append((lane, handle))
 
     for lane in lanes:
@@ -82,5 +84,6 @@ def take_turns(lanes: Iterable[Iterator[Handle]], phases: Phases) -> Iterator[Ha
     while waiting:
         lane, handle = waiting.popleft()
         yield handle
-        phases.end_round()
+        if not isinstance(handle, Mark):
+            phases.end_round()
         resume(lane)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import HOST, Codec, Memory
-from cgx_ray.codecs.wire import Stamp
+from cgx_ray.codecs.codec import Codec, Memory
+from cgx_ray.codecs.wire import Room, Stamp
 from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.parcel import Parcel, Step
 from cgx_ray.collectives.phases import Phases
@@ -52,7 +51,7 @@ class _RingLane:
         # By chunk: the sum so far, encoded by this rank, then the owner's message with the whole sum.
         self._of_chunk = [Parcel(codec, numel) for numel in numels]
         sizes = [parcel.num_bytes for parcel in self._of_chunk]
-        room = torch.empty(max(sizes), dtype=torch.uint8, device=HOST)
+        room = Room.of_size(max(sizes), codec.device)
         self._coming = [Parcel(codec, numel, room) for numel in numels]
         rank, world_size = transport.rank, transport.world_size
         self.sent_bytes = 2 * sum(sizes) - sizes[rank] - sizes[(rank + 1) % world_size]

@@ -50,7 +50,7 @@ def _reduce_scatter(lanes: Sequence[tuple[DirectLane, Step]], transport: Transpo
     for lane, _ in lanes:
         lane.expect_parts()
     for lane, step in lanes:
-        lane.send_parts(step)
+        yield from lane.send_parts(step)
     for lane, step in lanes:
         yield from lane.add_parts(step)
     for lane, _ in lanes:
@@ -73,7 +73,7 @@ def _all_gather(lanes: Sequence[tuple[DirectLane, Step]], transport: TransportLi
     for lane, _ in lanes:
         yield from lane.expect_chunks()
     for lane, step in lanes:
-        lane.send_own(step, lane.own(step), residual_scale=1)
+        yield from lane.send_own(step, residual_scale=1)
         lane.use_own(step)
     for lane, step in lanes:
         yield from lane.take_chunks(step)

@@ -43,22 +43,23 @@ class Sra(Exchange):
 
     def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
         """See `Exchange.turns`."""
-        step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
-        self.scatter(step)
+        first = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=seed, phases=phases)
+        second = _second(first)
+        yield from self.scatter(first)
         for lane in self._lanes:
-            sum_N = yield from lane.add_parts(step)
-            average_N = sum_N.div_(self._transport.world_size)
-            yield from _share(lane, _second(step), average_N, self._transport.world_size)
-        yield from self._gather(_second(step))
+            yield from lane.send_average(first, second)
+            yield from lane.expect_chunks()
+            lane.use_own(second)
+        yield from self._gather(second)
 
-    def scatter(self, step: Step) -> None:
+    def scatter(self, step: Step) -> Iterator[Handle]:
         """Send the others what they own of `step.grad_N`."""
         # Receives first: early messages then go straight to their memory.
         for lane in self._lanes:
             lane.begin(step)
             lane.expect_parts()
         for lane in self._lanes:
-            lane.send_parts(step)
+            yield from lane.send_parts(step)
 
     def reduce(self, step: Step) -> Iterator[Handle]:
         """After `scatter`: replace the own chunk, float32, by its sum over ranks."""
@@ -70,20 +71,17 @@ class Sra(Exchange):
 
         `step.memory` gets `residual_scale` times what the encoding drops.
         """
+        second = _second(step)
         for lane in self._lanes:
-            yield from _share(lane, _second(step), lane.own(step), residual_scale)
-        yield from self._gather(_second(step))
+            yield from lane.send_own(second, residual_scale)
+            yield from lane.expect_chunks()
+            lane.use_own(second)
+        yield from self._gather(second)
 
     def _gather(self, step: Step) -> Iterator[Handle]:
         for lane in self._lanes:
             yield from lane.take_chunks(step)
             yield from lane.finish_sends()
-
-
-def _share(lane: DirectLane, step: Step, share_N: Tensor, residual_scale: float) -> Iterator[Handle]:
-    lane.send_own(step, share_N, residual_scale)
-    yield from lane.expect_chunks()
-    lane.use_own(step)
 
 
 def _second(step: Step) -> Step:

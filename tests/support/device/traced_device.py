@@ -92,7 +92,7 @@ class TracedDevice(Streams):
 
     removed    site whose marks nobody waits for
     sites      those of marks that somebody has waited for
-    counts     "waits", "launches" and "copies" of the engine's threads so far
+    counts     "waits", "launches", "copies in" and "copies out" of the engine's threads so far
     """
 
     def __init__(self, seed: int, removed: str | None = None) -> None:
@@ -109,6 +109,7 @@ class TracedDevice(Streams):
         self._accesses: list[_Access] = []
         # Memory of the device, by address: only there are calls of torch done late.
         self._memory: list[tuple[int, int]] = []
+        self._pinned: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
 
     def install(self) -> None:
@@ -160,7 +161,15 @@ class TracedDevice(Streams):
 
     def copy_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for source, target in pairs:
-            self.launch(_copying(source, target), [source], [target], "copies")
+            kind = "copies out" if _lies_in(self._pinned, target) else "copies in"
+            self.launch(_copying(source, target), [source], [target], kind)
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        memory = super().host_memory(numel, dtype)
+        start, stop, _ = _span(memory, False)
+        self._pinned.append((start, stop))
+        self._kept.append(memory)
+        return memory
 
     # As a test uses it.
 
@@ -281,8 +290,7 @@ class TracedDevice(Streams):
         self.touch([tensor], [], "a read by the host")
 
     def _is_own(self, tensor: Tensor) -> bool:
-        start, stop, _ = _span(tensor, False)
-        return start < stop and any(first <= start < last for first, last in self._memory)
+        return _lies_in(self._memory, tensor)
 
     def _trace(self, codec: Codec) -> None:
         """Let `codec` encode and decode as calls of the device, or of the host if it is the host's."""
@@ -354,6 +362,11 @@ def _copying(source: Tensor, target: Tensor) -> Callable[[], object]:
     return lambda: target.view(-1).copy_(source.view(-1))
 
 
+def _lies_in(memory: Sequence[tuple[int, int]], tensor: Tensor) -> bool:
+    start, stop, _ = _span(tensor, False)
+    return start < stop and any(first <= start < last for first, last in memory)
+
+
 def _joined(one: Mapping[int, int], other: Mapping[int, int]) -> Clock:
     return {stream: max(one.get(stream, 0), other.get(stream, 0)) for stream in {*one, *other}}
 
@@ -372,11 +385,11 @@ def _frames() -> Iterator[Any]:
 
 
 def _site() -> str:
-    """Return the first caller outside of this file."""
-    own = Path(__file__).name
+    """Return the first caller outside of this file and of what several callers use to copy messages."""
+    own = {Path(__file__).name, "wire.py", "parcel.py"}
     for frame in _frames():
         file, name = Path(frame.f_code.co_filename).name, frame.f_code.co_name
-        if file != own:
+        if file not in own:
             return f"{file}:{name}:{frame.f_lineno}"
     raise AssertionError
 
