@@ -5,7 +5,12 @@ N elements of a gradient. `ops` documents the arguments. Tensors that are not co
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,6 +19,21 @@ from . import cuda_launch
 # 8 threads work on a quantization bucket, as csrc/cuda/bucket.h says.
 _BLOCK_SIZE = 256
 _BUCKETS_PER_BLOCK = _BLOCK_SIZE // 8
+
+# The struct of csrc/cuda/bucket.h that a launch is given by value.
+MAX_ROWS = 32
+_ROW = np.dtype([("start", np.int64), ("numel", np.int64), ("payload", np.int64), ("key", np.uint32)], align=True)
+ROWS = np.dtype([("rows", _ROW, MAX_ROWS), ("count", np.int32)], align=True)
+
+
+class Row(NamedTuple):
+    """A part of a gradient and its payload, as the functions of `ops` for one of them take them."""
+
+    grad_N: Tensor  # noqa: N815 - tensors end in their dimensions
+    payload: Tensor
+    key: int = 0
+    residual_N: Tensor | None = None  # noqa: N815
+    next_N: Tensor | None = None  # noqa: N815
 
 
 def build_qsgd(bits: int, device: torch.device) -> None:
@@ -26,80 +46,125 @@ def build_sign(device: torch.device) -> None:
     cuda_launch.build("sign", device)
 
 
-def qsgd_encode(
-    grad_N: Tensor,
-    residual_N: Tensor | None,
-    next_N: Tensor | None,
-    out: Tensor,
-    *,
-    bits: int,
-    bucket_size: int,
-    grid: int,
-    key: int,
-    stochastic: bool,
-) -> None:
-    options = (np.int32(bucket_size), np.int32(grid), np.uint32(key), np.int32(stochastic))
-    kernel = f"qsgd_encode_{cuda_launch.dtype_name(grad_N)}"
-    _encode(kernel, grad_N, residual_N, next_N, out, options, bucket_size, _bits_macro(bits))
+def qsgd_encode(rows: Iterable[Row], *, bits: int, bucket_size: int, grid: int, stochastic: bool) -> None:
+    options = (np.int32(bucket_size), np.int32(grid), np.int32(stochastic))
+    _encode("qsgd_encode", rows, options, bucket_size, _bits_macro(bits))
 
 
-def qsgd_decode(payload: Tensor, out_N: Tensor, *, bits: int, bucket_size: int, grid: int, add: bool) -> None:
+def qsgd_decode(rows: Iterable[Row], *, bits: int, bucket_size: int, grid: int, add: bool) -> None:
     options = (np.int32(bucket_size), np.int32(grid), np.int32(add))
-    _decode("qsgd_decode", payload, out_N, options, bucket_size, _bits_macro(bits))
+    _decode("qsgd_decode", rows, options, bucket_size, _bits_macro(bits))
 
 
-def sign_encode(
-    grad_N: Tensor, residual_N: Tensor | None, next_N: Tensor | None, out: Tensor, *, bucket_size: int, kind: int
+def qsgd_sum(
+    own: Row, payloads: Sequence[Tensor], num_ranks: int, *, bits: int, bucket_size: int, grid: int, stochastic: bool
 ) -> None:
-    options = (np.int32(bucket_size), np.int32(kind))
-    _encode(f"sign_encode_{cuda_launch.dtype_name(grad_N)}", grad_N, residual_N, next_N, out, options, bucket_size)
+    options = (np.int32(bucket_size), np.int32(grid), np.uint32(own.key), np.int32(stochastic))
+    _sum("qsgd_sum", own, payloads, num_ranks, options, bucket_size, _bits_macro(bits))
 
 
-def sign_decode(payload: Tensor, out_N: Tensor, *, bucket_size: int, kind: int, add: bool) -> None:
-    options = (np.int32(bucket_size), np.int32(kind), np.int32(add))
-    _decode("sign_decode", payload, out_N, options, bucket_size)
+def sign_encode(rows: Iterable[Row], *, bucket_size: int, kind: int) -> None:
+    _encode("sign_encode", rows, (np.int32(bucket_size), np.int32(kind)), bucket_size)
+
+
+def sign_decode(rows: Iterable[Row], *, bucket_size: int, kind: int, add: bool) -> None:
+    _decode("sign_decode", rows, (np.int32(bucket_size), np.int32(kind), np.int32(add)), bucket_size)
+
+
+def sign_sum(own: Row, payloads: Sequence[Tensor], num_ranks: int, *, bucket_size: int, kind: int) -> None:
+    _sum("sign_sum", own, payloads, num_ranks, (np.int32(bucket_size), np.int32(kind)), bucket_size)
 
 
 def _encode(
-    kernel: str,
-    grad_N: Tensor,
-    residual_N: Tensor | None,
-    next_N: Tensor | None,
-    out: Tensor,
-    options: tuple[np.generic, ...],
-    bucket_size: int,
-    define: str | None = None,
+    prefix: str, rows: Iterable[Row], options: tuple[np.generic, ...], bucket_size: int, define: str | None = None
 ) -> None:
-    numel = grad_N.numel()
-    if numel == 0:
-        return
-    num_blocks = _num_blocks(numel, bucket_size, kernel, grad_N.device, define)
-    with cuda_launch.written(next_N, out) as (to_next, to_out):
-        args = (cuda_launch.read(grad_N), cuda_launch.read(residual_N), to_next, np.int64(numel), to_out)
-        cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, *args, *options, define=define)
+    for some in _of_launches(rows):
+        kernel = f"{prefix}_{cuda_launch.dtype_name(some[0].grad_N)}"
+        grad_N, starts = _span([cuda_launch.read(row.grad_N) for row in some])
+        residual_N, residual_starts = _span([cuda_launch.read(row.residual_N) for row in some])
+        parts = [part for row in some for part in (row.next_N, row.payload)]
+        with cuda_launch.written(*parts) as to_parts:
+            next_N, next_starts = _span(to_parts[::2])
+            assert all(other in (starts, []) for other in (residual_starts, next_starts)), "memory lies otherwise"
+            out, offsets = _span(to_parts[1::2])
+            table = _table(some, starts, offsets)
+            num_blocks = _num_blocks(some, bucket_size, kernel, define)
+            args = (table, grad_N, residual_N, next_N, out, *options)
+            cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, *args, define=define)
 
 
 def _decode(
+    kernel: str, rows: Iterable[Row], options: tuple[np.generic, ...], bucket_size: int, define: str | None = None
+) -> None:
+    for some in _of_launches(rows):
+        payload, offsets = _span([cuda_launch.read(row.payload) for row in some])
+        with cuda_launch.written(*(row.grad_N for row in some)) as to_parts:
+            out_N, starts = _span(to_parts)
+            args = (_table(some, starts, offsets), payload, out_N, *options)
+            num_blocks = _num_blocks(some, bucket_size, kernel, define)
+            cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, *args, define=define)
+
+
+def _sum(
     kernel: str,
-    payload: Tensor,
-    out_N: Tensor,
+    own: Row,
+    payloads: Sequence[Tensor],
+    num_ranks: int,
     options: tuple[np.generic, ...],
     bucket_size: int,
     define: str | None = None,
 ) -> None:
-    numel = out_N.numel()
+    numel = own.grad_N.numel()
     if numel == 0:
         return
-    num_blocks = _num_blocks(numel, bucket_size, kernel, out_N.device, define)
-    with cuda_launch.written(out_N) as (to_out,):
-        cuda_launch.launch(
-            kernel, num_blocks, _BLOCK_SIZE, cuda_launch.read(payload), to_out, np.int64(numel), *options, define=define
-        )
+    parts, offsets = _span(payloads)
+    pitch = offsets[1] if len(offsets) > 1 else 0
+    assert offsets == [index * pitch for index in range(len(payloads))], "payloads must lie at equal distances"
+    messages = (parts, np.int64(pitch), np.int32(len(payloads)), np.int32(num_ranks))
+    args = (own.grad_N, own.residual_N, own.next_N, np.int64(numel), *messages, own.payload, *options)
+    num_blocks = _num_blocks([own], bucket_size, kernel, define)
+    cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, *args, define=define)
 
 
-def _num_blocks(numel: int, bucket_size: int, kernel: str, device: torch.device, define: str | None) -> int:
-    num_buckets = -(-numel // bucket_size)
-    return min(-(-num_buckets // _BUCKETS_PER_BLOCK), cuda_launch.max_blocks(kernel, _BLOCK_SIZE, device, define))
+def _of_launches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Yield the rows that have elements: those of one launch lie in the same memory, without gaps."""
+    for _, group in itertools.groupby((row for row in rows if row.grad_N.numel()), _memory_of):
+        same = list(group)
+        yield from (same[first : first + MAX_ROWS] for first in range(0, len(same), MAX_ROWS))
+
+
+def _memory_of(row: Row) -> object:
+    """Return what is equal for rows of one launch."""
+    tensors = [row.grad_N, row.payload, row.residual_N, row.next_N]
+    if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        return object()
+    return row.grad_N.dtype, *(tensor is not None and tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
+def _span(parts: Sequence[Tensor | None]) -> tuple[Tensor | None, list[int]]:
+    """Return one tensor over all `parts`, and where each begins in it."""
+    tensors = [part for part in parts if part is not None]
+    if not tensors:
+        return None, []
+    first = min(part.storage_offset() for part in tensors)
+    last = max(part.storage_offset() + part.numel() for part in tensors)
+    starts = [int(part.storage_offset() - first) for part in tensors]
+    return tensors[0].as_strided((last - first,), (1,), first), starts
+
+
+def _table(rows: Sequence[Row], starts: Sequence[int], payloads: Sequence[int]) -> npt.NDArray[np.void]:
+    table = np.zeros(1, ROWS)
+    each = zip(rows, starts, payloads, strict=True)
+    table["rows"][0, : len(rows)] = [(start, row.grad_N.numel(), payload, row.key) for row, start, payload in each]
+    table["count"] = len(rows)
+    return table
+
+
+def _num_blocks(rows: Sequence[Row], bucket_size: int, kernel: str, define: str | None) -> int:
+    """Return a number of blocks that the rows can share evenly."""
+    num_buckets = -(-max(row.grad_N.numel() for row in rows) // bucket_size)
+    most = cuda_launch.max_blocks(kernel, _BLOCK_SIZE, rows[0].grad_N.device, define)
+    return len(rows) * min(-(-num_buckets // _BUCKETS_PER_BLOCK), max(1, most // len(rows)))
 
 
 def _bits_macro(bits: int) -> str:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,12 +21,17 @@ from . import cuda_compile
 
 
 def launch(
-    kernel: str, num_blocks: int, block_size: int, *args: Tensor | np.generic | None, define: str | None = None
+    kernel: str,
+    num_blocks: int,
+    block_size: int,
+    *args: Tensor | np.generic | npt.NDArray[np.void] | None,
+    define: str | None = None,
 ) -> None:
     """Start `kernel` on torch's current stream; `define` (NAME=VALUE) is a macro that its source is compiled with.
 
-    A contiguous tensor is passed as a pointer, None as a null pointer, a NumPy scalar as a parameter of its width. The
-    kernel runs on the device of the first tensor. This call copies nothing, allocates nothing and does not wait.
+    A contiguous tensor is passed as a pointer, None as a null pointer, a NumPy scalar as a parameter of its width, and
+    an array of one record as a struct. The kernel runs on the device of the first tensor. This call copies nothing,
+    allocates nothing and does not wait.
     """
     cupy = _cupy()
     tensors = [arg for arg in args if isinstance(arg, Tensor)]

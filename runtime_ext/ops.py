@@ -11,6 +11,8 @@ CUDA  kernels run on torch's current stream
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,7 @@ from .checks import (
     native,
     runs_on_cuda,
 )
+from .cuda import Row
 
 GRIDS = {"max_min": reference.MAX_MIN, "l2": reference.L2, "linf": reference.LINF}
 SIGN_KINDS = {"ef_signsgd": reference.EF_SIGNSGD, "onebit": reference.ONEBIT}
@@ -158,14 +161,8 @@ def qsgd_encode(
     check_key("key", key)
     kind = GRIDS[grid]
     if runs_on_cuda(grad_N):
-        cuda.qsgd_encode(
-            *(grad_N, residual_N, next_N, out),
-            bits=bits,
-            bucket_size=bucket_size,
-            grid=kind,
-            key=key,
-            stochastic=stochastic,
-        )
+        row = Row(grad_N, out, key, residual_N, next_N)
+        cuda.qsgd_encode([row], bits=bits, bucket_size=bucket_size, grid=kind, stochastic=stochastic)
     elif is_contiguous(out, residual_N, next_N):
         grad_N = as_float32(grad_N)
         args = (address(grad_N), address(residual_N), address(next_N), grad_N.numel(), address(out))
@@ -191,12 +188,59 @@ def qsgd_decode(
     _check_qsgd("payload", payload, out_N, bits, bucket_size, grid)
     kind = GRIDS[grid]
     if runs_on_cuda(out_N):
-        cuda.qsgd_decode(payload, out_N, bits=bits, bucket_size=bucket_size, grid=kind, add=add)
+        cuda.qsgd_decode([Row(out_N, payload)], bits=bits, bucket_size=bucket_size, grid=kind, add=add)
     elif is_contiguous(payload, out_N):
         args = (address(payload), address(out_N), out_N.numel())
         native.qsgd_decode(*args, bits, bucket_size, kind, add, torch.get_num_threads())
     else:
         reference.qsgd_decode(payload, out_N, bits=bits, bucket_size=bucket_size, grid=kind, add=add)
+
+
+def takes_rows(grad_N: Tensor) -> bool:
+    """Return True if the functions for rows take it. They are for GPUs, where a call for each row takes longer."""
+    return runs_on_cuda(grad_N)
+
+
+def qsgd_encode_rows(
+    rows: Sequence[Row], *, bits: int, bucket_size: int, grid: str = "max_min", stochastic: bool = True
+) -> None:
+    """Do as `qsgd_encode` for all of `rows`, on a GPU: in one launch if they lie in the same memory."""
+    for row in rows:
+        check_gradient(row.grad_N, row.residual_N, row.next_N)
+        _check_qsgd("payload", row.payload, row.grad_N, bits, bucket_size, grid)
+        check_key("key", row.key)
+    cuda.qsgd_encode(rows, bits=bits, bucket_size=bucket_size, grid=GRIDS[grid], stochastic=stochastic)
+
+
+def qsgd_decode_rows(rows: Sequence[Row], *, bits: int, bucket_size: int, grid: str = "max_min") -> None:
+    """Do as `qsgd_decode` for all of `rows`, on a GPU: in one launch if they lie in the same memory."""
+    for row in rows:
+        check_tensor("grad_N", row.grad_N, torch.float32)
+        _check_qsgd("payload", row.payload, row.grad_N, bits, bucket_size, grid)
+    cuda.qsgd_decode(rows, bits=bits, bucket_size=bucket_size, grid=GRIDS[grid], add=False)
+
+
+def qsgd_sum(
+    own: Row,
+    payloads: Sequence[Tensor],
+    num_ranks: int,
+    *,
+    bits: int,
+    bucket_size: int,
+    grid: str = "max_min",
+    stochastic: bool = True,
+) -> None:
+    """Encode 1 / `num_ranks` of the sum of a gradient and the decoded `payloads`, on a GPU in one launch.
+
+    own       with a float32 gradient, which is read only; memory is in units of the sum
+    payloads  at equal distances in the same memory; they are added in this order
+    """
+    _check_sum(own)
+    for payload in (own.payload, *payloads):
+        _check_qsgd("payload", payload, own.grad_N, bits, bucket_size, grid)
+    check_key("key", own.key)
+    kind = GRIDS[grid]
+    cuda.qsgd_sum(own, payloads, num_ranks, bits=bits, bucket_size=bucket_size, grid=kind, stochastic=stochastic)
 
 
 def qsgd_bytes(numel: int, bits: int, bucket_size: int, grid: str) -> int:
@@ -226,7 +270,7 @@ def sign_encode(
     _check_sign("out", out, grad_N, kind, bucket_size)
     number = SIGN_KINDS[kind]
     if runs_on_cuda(grad_N):
-        cuda.sign_encode(grad_N, residual_N, next_N, out, bucket_size=bucket_size, kind=number)
+        cuda.sign_encode([Row(grad_N, out, 0, residual_N, next_N)], bucket_size=bucket_size, kind=number)
     elif is_contiguous(out, residual_N, next_N):
         grad_N = as_float32(grad_N)
         args = (address(grad_N), address(residual_N), address(next_N), grad_N.numel(), address(out))
@@ -246,7 +290,7 @@ def sign_decode(payload: Tensor, out_N: Tensor, *, kind: str, bucket_size: int, 
     _check_sign("payload", payload, out_N, kind, bucket_size)
     number = SIGN_KINDS[kind]
     if runs_on_cuda(out_N):
-        cuda.sign_decode(payload, out_N, bucket_size=bucket_size, kind=number, add=add)
+        cuda.sign_decode([Row(out_N, payload)], bucket_size=bucket_size, kind=number, add=add)
     elif is_contiguous(payload, out_N):
         args = (address(payload), address(out_N), out_N.numel())
         native.sign_decode(*args, bucket_size, number, add, torch.get_num_threads())
@@ -254,9 +298,38 @@ def sign_decode(payload: Tensor, out_N: Tensor, *, kind: str, bucket_size: int, 
         reference.sign_decode(payload, out_N, bucket_size=bucket_size, kind=number, add=add)
 
 
+def sign_encode_rows(rows: Sequence[Row], *, kind: str, bucket_size: int) -> None:
+    """Do as `sign_encode` for all of `rows`, as `qsgd_encode_rows`."""
+    for row in rows:
+        check_gradient(row.grad_N, row.residual_N, row.next_N)
+        _check_sign("payload", row.payload, row.grad_N, kind, bucket_size)
+    cuda.sign_encode(rows, bucket_size=bucket_size, kind=SIGN_KINDS[kind])
+
+
+def sign_decode_rows(rows: Sequence[Row], *, kind: str, bucket_size: int) -> None:
+    """Do as `sign_decode` for all of `rows`, as `qsgd_decode_rows`."""
+    for row in rows:
+        check_tensor("grad_N", row.grad_N, torch.float32)
+        _check_sign("payload", row.payload, row.grad_N, kind, bucket_size)
+    cuda.sign_decode(rows, bucket_size=bucket_size, kind=SIGN_KINDS[kind], add=False)
+
+
+def sign_sum(own: Row, payloads: Sequence[Tensor], num_ranks: int, *, kind: str, bucket_size: int) -> None:
+    """Encode an average, as `qsgd_sum`."""
+    _check_sum(own)
+    for payload in (own.payload, *payloads):
+        _check_sign("payload", payload, own.grad_N, kind, bucket_size)
+    cuda.sign_sum(own, payloads, num_ranks, bucket_size=bucket_size, kind=SIGN_KINDS[kind])
+
+
 def sign_bytes(numel: int, bucket_size: int, kind: str) -> int:
     """Return the number of bytes that `sign_encode` fills."""
     return reference.mean_bytes_per_bucket(SIGN_KINDS[kind]) * -(-numel // bucket_size) + -(-numel // 8)
+
+
+def _check_sum(own: Row) -> None:
+    check_tensor("grad_N", own.grad_N, torch.float32)
+    check_gradient(own.grad_N, own.residual_N, own.next_N)
 
 
 def _check_bucket_size(bucket_size: int) -> None:

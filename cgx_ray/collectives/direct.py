@@ -64,9 +64,11 @@ class DirectLane:
 
     @cached_property
     def _of_own(self) -> dict[int, Parcel]:
-        """Return, by peer, its message with its part of the own chunk."""
+        """Return, by peer, its message with its part of the own chunk. They lie in rank order, as they are added."""
+        peers = sorted(self._transport.peers)
         start, stop = self._bounds[self._transport.rank]
-        return {peer: Parcel(self._codec, stop - start) for peer in self._transport.peers}
+        _, parcels = side_by_side(self._codec, [stop - start] * len(peers))
+        return dict(zip(peers, parcels, strict=True))
 
     def begin(self, step: Step) -> None:
         """With codec none, let messages lie in the gradient."""
@@ -79,8 +81,8 @@ class DirectLane:
 
     def expect_parts(self) -> None:
         """Begin to receive the others' parts of the own chunk."""
-        for peer, parcel in self._of_own.items():
-            self._coming[peer] = self._transport.start({}, {peer: parcel.parts})
+        for peer in self._transport.peers:
+            self._coming[peer] = self._transport.start({}, {peer: self._of_own[peer].parts})
 
     def send_parts(self, step: Step) -> Iterator[Handle]:
         """Send the others their chunks."""

@@ -95,7 +95,7 @@ def test_a_stream_of_torch_is_made_known_to_cupy_once_per_thread(
 
 def test_a_build_loads_all_kernels_of_a_source_and_launches_load_none(cupy: FakeCupy, cache: Path) -> None:
     cuda_launch.build("sign", torch.empty(0).device)
-    built = ["sign_decode", *(f"sign_encode_{dtype}" for dtype in ("bfloat16", "float16", "float32"))]
+    built = ["sign_decode", *(f"sign_encode_{dtype}" for dtype in ("bfloat16", "float16", "float32")), "sign_sum"]
     assert sorted(cupy.loaded) == built
     _decode_sign()
     cuda_launch.build("sign", torch.empty(0).device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.runtime_ext import ops, reference
+from cgx_ray.runtime_ext.cuda import Row
 
 KEY = ops.message_key(1, 2, 3, 4, 5)
 
@@ -38,6 +40,15 @@ class QsgdKernels:
     def decode(self, payload: Tensor, out_N: Tensor, add: bool = False) -> None:
         ops.qsgd_decode(payload, out_N, grid=self.grid, add=add, **self._options)
 
+    def encode_rows(self, rows: Sequence[Row]) -> None:
+        ops.qsgd_encode_rows(rows, grid=self.grid, stochastic=self.stochastic, **self._options)
+
+    def decode_rows(self, rows: Sequence[Row]) -> None:
+        ops.qsgd_decode_rows(rows, grid=self.grid, **self._options)
+
+    def sum(self, own: Row, payloads: Sequence[Tensor], num_ranks: int) -> None:
+        ops.qsgd_sum(own, payloads, num_ranks, grid=self.grid, stochastic=self.stochastic, **self._options)
+
     def reference_encode(self, fed_N: Tensor, out: Tensor) -> None:
         reference.qsgd_encode(fed_N, out, grid=ops.GRIDS[self.grid], **self._options, **self._rounding)
 
@@ -58,6 +69,15 @@ class SignKernels:
 
     def decode(self, payload: Tensor, out_N: Tensor, add: bool = False) -> None:
         ops.sign_decode(payload, out_N, kind=self.kind, bucket_size=self.bucket_size, add=add)
+
+    def encode_rows(self, rows: Sequence[Row]) -> None:
+        ops.sign_encode_rows(rows, bucket_size=self.bucket_size, kind=self.kind)
+
+    def decode_rows(self, rows: Sequence[Row]) -> None:
+        ops.sign_decode_rows(rows, bucket_size=self.bucket_size, kind=self.kind)
+
+    def sum(self, own: Row, payloads: Sequence[Tensor], num_ranks: int) -> None:
+        ops.sign_sum(own, payloads, num_ranks, bucket_size=self.bucket_size, kind=self.kind)
 
     def reference_encode(self, fed_N: Tensor, out: Tensor) -> None:
         reference.sign_encode(fed_N, out, bucket_size=self.bucket_size, kind=ops.SIGN_KINDS[self.kind])

@@ -11,6 +11,7 @@
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __grid_constant__
 // Blocks run one after another, so shared memory of a block may be static.
 #define __shared__ static
 

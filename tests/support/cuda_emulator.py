@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cgx_ray.runtime_ext import cuda_compile, cuda_launch
+from cgx_ray.runtime_ext import cuda, cuda_compile, cuda_launch
 
 HERE = Path(__file__).resolve().parent
 PAGE = mmap.PAGESIZE
@@ -45,6 +46,9 @@ SCALARS = {
     "float": np.float32,
     "double": np.float64,
 }
+_QUALIFIERS = ("const", "*", "__restrict__", "__grid_constant__")
+# Structs that are passed by value.
+STRUCTS = {"Rows": cuda.ROWS}
 _BOUNDS = r"(?:__launch_bounds__\([^)]*\)\s*)?"
 _KERNEL = re.compile(rf"__global__\s+{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\(([^)]*)\)\s*{{")
 # Mistakes that g++ finds at run time: array bounds, shifts, misaligned vectors, floats out of range of an integer.
@@ -64,6 +68,9 @@ class EmulationError(Exception):
     """A kernel did something that a GPU forbids, or that gives another result every time."""
 
 
+Argument = Tensor | np.generic | npt.NDArray[np.void] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     text: str
@@ -74,11 +81,14 @@ class Parameter:
     def parse(cls, text: str) -> Parameter:
         words = text.replace("*", " * ").split()[:-1]  # the last one is its name
         is_pointer = "*" in words
-        type_name = " ".join(word for word in words if word not in ("const", "*", "__restrict__")).removeprefix("cgx::")
+        type_name = " ".join(word for word in words if word not in _QUALIFIERS).removeprefix("cgx::")
         return cls(text.strip(), type_name, is_pointer)
 
-    def check(self, argument: Tensor | np.generic | None) -> None:
-        if not self.is_pointer:
+    def check(self, argument: Argument) -> None:
+        if self.type_name in STRUCTS:
+            assert isinstance(argument, np.ndarray), f"{self.text} wants an array of one, got {type(argument)}"
+            assert (argument.dtype, argument.size) == (STRUCTS[self.type_name], 1)
+        elif not self.is_pointer:
             expected = SCALARS[self.type_name]
             assert isinstance(argument, expected), f"{self.text} wants {expected.__name__}, got {type(argument)}"
         elif argument is not None:
@@ -181,7 +191,7 @@ class Emulator:
         kernel: str,
         num_blocks: int,
         block_size: int,
-        *args: Tensor | np.generic | None,
+        *args: Argument,
         define: str | None = None,
     ) -> None:
         library = self.library(kernel, define)
@@ -210,10 +220,12 @@ class Emulator:
                 copy.free()
 
     @staticmethod
-    def _value(argument: Tensor | np.generic | None, copies: dict[int, GuardedCopy]) -> ctypes.Array[ctypes.c_char]:
+    def _value(argument: Argument, copies: dict[int, GuardedCopy]) -> ctypes.Array[ctypes.c_char]:
         """Return the bytes that the kernel gets as this argument."""
         if argument is None or (isinstance(argument, Tensor) and argument.numel() == 0):
             return ctypes.create_string_buffer(bytes(8), 8)
+        if isinstance(argument, np.ndarray):
+            return ctypes.create_string_buffer(argument.tobytes(), argument.nbytes)
         if isinstance(argument, np.generic):
             return ctypes.create_string_buffer(argument.tobytes(), 8)
         copy = copies.get(argument.data_ptr())
@@ -226,7 +238,7 @@ class Emulator:
     def _where(
         error: str,
         parameters: list[Parameter],
-        args: tuple[Tensor | np.generic | None, ...],
+        args: tuple[Argument, ...],
         copies: dict[int, GuardedCopy],
     ) -> str:
         """Name the argument that the touched address lies in or next to."""

@@ -6,7 +6,7 @@
 // bucket gets a bucket without elements.
 //
 // A bucket is read once for its grid or means and once more for its levels. The second time it is in the L1
-// cache, where the 4 buckets of 128 elements of all warps take 128 KiB of 256.
+// cache, where the 4 buckets of 128 elements of all warps take 64 KiB of 256.
 #pragma once
 
 #include "portable.h"
@@ -14,16 +14,16 @@
 namespace cgx {
 
 constexpr int kBlockSize = 256;
-// 5 blocks are 40 of 64 warps and leave 48 registers per thread; with 40 the compiler spills.
-constexpr int kBlocksAMultiprocessor = 5;
+// 4 blocks are 32 of 64 warps and leave 64 registers per thread; with the 48 of 5 blocks the compiler spills.
+constexpr int kBlocksAMultiprocessor = 4;
 constexpr int kTeamSize = 8;
 constexpr int kTeamsABlock = kBlockSize / kTeamSize;
 constexpr int kQuad = 4;  // elements of a thread in a row
 constexpr int kRow = kTeamSize * kQuad;
-// Rows that are loaded before the first is used: 48 warps times 2 loads of 16 bytes per thread are 48 KiB in
+// Rows that are loaded before the first is used: 32 warps times 2 loads of 16 bytes per thread are 32 KiB in
 // flight per multiprocessor; 4.8 TB/s at 700 ns need 26 KiB.
 constexpr int kBatch = 2;
-// The same for passes that find their rows in the L1 cache. With 2, qsgd takes more than 48 registers.
+// The same for passes that find their rows in the L1 cache.
 constexpr int kReread = 1;
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
@@ -53,30 +53,34 @@ CGX_DEVICE void keep(uint32_t& x) {
 }
 
 struct Bucket {
-    int64_t index;
+    int index;
     int64_t begin;  // its first element
     int count;      // its elements
     int size;       // elements of a full bucket
 
+    // Where it begins in an array with `num_bytes` of each bucket.
+    CGX_DEVICE int64_t at(int num_bytes) const { return int64_t{num_bytes} * index; }
     CGX_DEVICE int num_rows() const { return (size + kRow - 1) / kRow; }
     CGX_DEVICE int row_count(int row) const { return greater(0, lesser(count - row * kRow, kRow)); }
     // This thread's elements of the first row start here; those of row r are r * kRow further on.
     CGX_DEVICE int64_t mine() const { return begin + team_lane() * kQuad; }
 };
 
-// Calls body(bucket), in all teams of a warp equally often.
+// Calls body(bucket), in all teams of a warp equally often. Of `num_blocks` blocks this is number `block`.
 template <typename Body>
-CGX_DEVICE void for_each_bucket(int64_t numel, int bucket_size, Body body) {
-    const int64_t num_buckets = (numel + bucket_size - 1) / bucket_size;
-    const int64_t stride = int64_t{gridDim.x} * kTeamsABlock;
+CGX_DEVICE void for_each_bucket(int64_t numel, int bucket_size, unsigned block, unsigned num_blocks,
+                                Body body) {
+    // A bucket has 4 bytes of payload or more, and a payload less than 4 GiB.
+    const int num_buckets = static_cast<int>((numel + bucket_size - 1) / bucket_size);
+    const int stride = static_cast<int>(num_blocks * kTeamsABlock);
     constexpr int kTeamsAWarp = 32 / kTeamSize;
     const int team = static_cast<int>(threadIdx.x) / kTeamSize, first_team = team / kTeamsAWarp * kTeamsAWarp;
 #pragma unroll 1
-    for (int64_t first = int64_t{blockIdx.x} * kTeamsABlock + first_team; first < num_buckets;
+    for (int first = static_cast<int>(block * kTeamsABlock) + first_team; first < num_buckets;
          first += stride) {
         Bucket bucket;
         bucket.index = first + team % kTeamsAWarp;
-        bucket.begin = bucket.index * bucket_size;
+        bucket.begin = int64_t{bucket.index} * bucket_size;
         bucket.count =
             static_cast<int>(greater<int64_t>(0, lesser<int64_t>(numel - bucket.begin, bucket_size)));
         bucket.size = bucket_size;
@@ -130,6 +134,14 @@ template <typename T>
 CGX_DEVICE void load_some(const T* values, int valid, float* x) {
 #pragma unroll
     for (int j = 0; j < kQuad; ++j) x[j] = j < valid ? to_float(values[j]) : 0.0f;
+}
+
+CGX_DEVICE void load_quad(const float* values, int valid, float* x) {
+    if (valid == kQuad && is_packed(values)) {
+        unpack(load_packed(values), x);
+    } else {
+        load_some(values, valid, x);
+    }
 }
 
 CGX_DEVICE void store_quad(const float* x, int valid, float* values) {
@@ -204,6 +216,35 @@ CGX_DEVICE void for_each_row(const Bucket& bucket, const T* values, const float*
     }
 }
 
+// Parts of a gradient that are coded in one launch, with as many blocks for each. A part has elements
+// [start, start + numel) of the gradient and of its memory, and its payload begins at byte `payload`.
+constexpr int kMaxRows = 32;
+struct Row {
+    int64_t start;
+    int64_t numel;
+    int64_t payload;
+    uint32_t key;
+};
+struct Rows {
+    Row rows[kMaxRows];
+    int32_t count;
+
+    CGX_DEVICE const Row& mine() const { return rows[blockIdx.x % count]; }
+};
+// As Python passes it.
+static_assert(sizeof(Rows) == kMaxRows * 32 + 8);
+
+// Calls body(bucket) for the buckets of this block's part.
+template <typename Body>
+CGX_DEVICE void for_each_bucket(const Rows& rows, int bucket_size, Body body) {
+    for_each_bucket(rows.mine().numel, bucket_size, blockIdx.x / rows.count, gridDim.x / rows.count, body);
+}
+
+template <typename T>
+CGX_DEVICE T* offset(T* pointer, int64_t distance) {
+    return pointer == nullptr ? nullptr : pointer + distance;
+}
+
 // grad, residual, next (numel,); residual and next may be null, and may be the same memory.
 template <typename T>
 struct Input {
@@ -211,12 +252,77 @@ struct Input {
     const float* residual;
     float* next;
     int64_t numel;
+
+    // Returns what `next` gets of an element of which the encoding drops `dropped`.
+    CGX_DEVICE float left(float dropped) const { return dropped; }
 };
+
+// The messages of other ranks: `count` payloads of as many elements, `pitch` bytes apart.
+struct Payloads {
+    const uint8_t* first;
+    int64_t pitch;
+    int count;
+};
+
+// The average of `num_ranks` gradients: `grad`, and those of the others in `payloads`. Residual and next are
+// in units of the sum. open(payload, bucket) returns what `decode_bucket` takes.
+template <typename Open>
+struct Average : Input<float> {
+    Payloads payloads;
+    int num_ranks;
+    Open open;
+
+    CGX_DEVICE float left(float dropped) const { return dropped * static_cast<float>(num_ranks); }
+};
+
+template <typename T>
+CGX_DEVICE Input<T> part_of(const Input<T>& input, const Row& part) {
+    return {input.grad + part.start, offset(input.residual, part.start), offset(input.next, part.start),
+            part.numel};
+}
 
 // for_each_row of the error-fed gradient.
 template <int kRows = kBatch, typename T, typename Body>
 CGX_DEVICE void for_each_fed(const Bucket& bucket, const Input<T>& input, Body body) {
     for_each_row<kRows>(bucket, input.grad, input.residual, body);
+}
+
+// The same of the average, which is summed anew in each pass: no memory holds it.
+template <int kRows = kBatch, typename Open, typename Body>
+CGX_DEVICE void for_each_fed(const Bucket& bucket, const Average<Open>& input, Body body) {
+    for_each_row<1>(bucket, input.grad, nullptr, [&](int row, Quad& quad) {
+        float x[kQuad];
+#pragma unroll 1
+        for (int i = 0; i < input.payloads.count; ++i) {
+            const uint8_t* payload = input.payloads.first + i * input.payloads.pitch;
+            input.open(payload, bucket).decode(row, quad.row_count, x);
+#pragma unroll
+            for (int j = 0; j < kQuad; ++j) quad.x[j] += x[j];
+        }
+        const float num_ranks = static_cast<float>(input.num_ranks);
+#pragma unroll
+        for (int j = 0; j < kQuad; ++j) quad.x[j] = j < quad.valid ? quad.x[j] / num_ranks : 0.0f;
+        if (input.residual != nullptr) {
+            load_quad(input.residual + bucket.mine() + row * kRow, quad.valid, x);
+            const float inverse = 1.0f / num_ranks;
+#pragma unroll
+            for (int j = 0; j < kQuad; ++j) quad.x[j] = fmaf(inverse, x[j], quad.x[j]);
+        }
+        body(row, quad);
+    });
+}
+
+// Writes the bucket's elements to `out` (numel,), or adds them. encoded.decode(row, row_count, x) sets x
+// (kQuad,) to this thread's elements of a row.
+template <typename Encoded>
+CGX_DEVICE void decode_bucket(const Bucket& bucket, float* out, bool add, const Encoded& encoded) {
+    for_each_row(bucket, add ? out : nullptr, nullptr, [&](int row, Quad& quad) {
+        float x[kQuad];
+        encoded.decode(row, quad.row_count, x);
+#pragma unroll
+        for (int j = 0; j < kQuad; ++j) quad.x[j] = add ? quad.x[j] + x[j] : x[j];
+        store_quad(quad.x, quad.valid, out + bucket.mine() + row * kRow);
+    });
 }
 
 // Combines `value` over the team. combine(a, b) is commutative, so all threads get the same result.

@@ -23,8 +23,8 @@ struct Options {
     }
 };
 
-template <typename T>
-__device__ Grid find_max_min_grid(const Input<T>& input, const Bucket& bucket, int32_t top) {
+template <typename Input>
+__device__ Grid find_max_min_grid(const Input& input, const Bucket& bucket, int32_t top) {
     int32_t low = 0x7FFFFFFF, high = -0x7FFFFFFF - 1;
     for_each_fed(bucket, input, [&](int, const Quad& quad) {
 #pragma unroll
@@ -40,8 +40,8 @@ __device__ Grid find_max_min_grid(const Input<T>& input, const Bucket& bucket, i
                      bits_float(static_cast<uint32_t>(flip_negative(high))), top);
 }
 
-template <typename T>
-__device__ Grid find_grid_around_zero(const Input<T>& input, const Bucket& bucket, int grid, int32_t top) {
+template <typename Input>
+__device__ Grid find_grid_around_zero(const Input& input, const Bucket& bucket, int grid, int32_t top) {
     uint32_t largest = 0;
     for_each_fed(bucket, input, [&](int, const Quad& quad) {
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ Grid find_grid_around_zero(const Input<T>& input, const Bucket& bucke
 
 __device__ void store_grid(Grid grid, const Bucket& bucket, const Options& options, uint8_t* out) {
     if (team_lane() != 0 || bucket.count == 0) return;
-    uint8_t* address = out + grid_bytes(options.grid) * bucket.index;
+    uint8_t* address = out + bucket.at(grid_bytes(options.grid));
     if (options.around_zero()) {
         store_bytes(address, pack_grid_around_zero(grid), 2);
     } else {
@@ -72,7 +72,7 @@ __device__ void store_grid(Grid grid, const Bucket& bucket, const Options& optio
 }
 
 __device__ Grid load_grid(const uint8_t* payload, const Bucket& bucket, const Options& options) {
-    const uint8_t* address = payload + grid_bytes(options.grid) * bucket.index;
+    const uint8_t* address = payload + bucket.at(grid_bytes(options.grid));
     if (!options.around_zero()) return unpack_grid(load_word(address));
     return unpack_grid_around_zero(static_cast<uint16_t>(load_bytes(address, 2)), options.top());
 }
@@ -80,6 +80,23 @@ __device__ Grid load_grid(const uint8_t* payload, const Bucket& bucket, const Op
 __device__ int32_t level_of(uint32_t piece, int j) {
     return static_cast<int32_t>(piece >> j * kBits & ((1u << kBits) - 1));
 }
+
+// One bucket of a payload whose levels begin at byte `levels`.
+struct Encoded {
+    Grid grid;
+    const uint8_t* packed;
+
+    __device__ Encoded(const uint8_t* payload, int64_t levels, const Bucket& bucket, const Options& options)
+        : grid(bucket.count > 0 ? load_grid(payload, bucket, options) : Grid{}),
+          packed(payload + levels + Packing::first_byte(bucket)) {}
+
+    // Sets x (kQuad,) to this thread's elements of a row.
+    __device__ void decode(int row, int row_count, float* x) const {
+        const uint32_t piece = Packing::load(packed + Packing::row_bytes(row), row_count);
+#pragma unroll
+        for (int j = 0; j < kQuad; ++j) x[j] = dequantize(level_of(piece, j), grid);
+    }
+};
 
 __device__ float uniform(uint32_t half) { return static_cast<float>(half) * 0x1p-16f; }
 
@@ -93,8 +110,8 @@ __device__ void draw(const Options& options, uint32_t counter, float* rounding) 
     }
 }
 
-template <typename T>
-__device__ void encode_bucket(const Input<T>& input, const Bucket& bucket, const Options& options,
+template <typename Input>
+__device__ void encode_bucket(const Input& input, const Bucket& bucket, const Options& options,
                               uint8_t* out) {
     const int32_t top = options.top();
     const Grid grid = options.around_zero() ? find_grid_around_zero(input, bucket, options.grid, top)
@@ -120,16 +137,22 @@ __device__ void encode_bucket(const Input<T>& input, const Bucket& bucket, const
         Packing::store(packed + Packing::row_bytes(row), quad.row_count, piece);
         if (input.next == nullptr) return;
 #pragma unroll
-        for (int j = 0; j < kQuad; ++j) quad.x[j] -= dequantize(level_of(piece, j), grid);
+        for (int j = 0; j < kQuad; ++j) {
+            quad.x[j] = input.left(quad.x[j] - dequantize(level_of(piece, j), grid));
+        }
         store_quad(quad.x, quad.valid, input.next + bucket.mine() + row * kRow);
     });
 }
 
 template <typename T>
-__device__ void encode(Input<T> input, uint8_t* out, Options options) {
+__device__ void encode(const Rows& rows, Input<T> input, uint8_t* out, int bucket_size, int grid,
+                       bool stochastic) {
+    const Row& part = rows.mine();
+    Options options = {bucket_size, grid, make_random_key(part.key), stochastic};
     keep(options.key.inner);
-    for_each_bucket(input.numel, options.bucket_size,
-                    [&](const Bucket& bucket) { encode_bucket(input, bucket, options, out); });
+    input = part_of(input, part);
+    for_each_bucket(rows, bucket_size,
+                    [&](const Bucket& bucket) { encode_bucket(input, bucket, options, out + part.payload); });
 }
 
 }  // namespace
@@ -137,35 +160,43 @@ __device__ void encode(Input<T> input, uint8_t* out, Options options) {
 
 using namespace cgx;
 
-// grad, residual, next (numel,), out (payload bytes,)
+// grad, residual, next as long as `rows` say, out as long as their payloads
 #define CGX_QSGD_ENCODE(dtype, T)                                                                           \
-    extern "C" __global__ void __launch_bounds__(kBlockSize, kBlocksAMultiprocessor)                        \
-        qsgd_encode_##dtype(const T* grad, const float* residual, float* next, int64_t numel, uint8_t* out, \
-                            int32_t bucket_size, int32_t grid, uint32_t key, int32_t stochastic) {          \
-        encode<T>({grad, residual, next, numel}, out,                                                       \
-                  {bucket_size, grid, make_random_key(key), stochastic != 0});                              \
+    extern "C" __global__ void __launch_bounds__(kBlockSize, kBlocksAMultiprocessor) qsgd_encode_##dtype(   \
+        const __grid_constant__ Rows rows, const T* grad, const float* residual, float* next, uint8_t* out, \
+        int32_t bucket_size, int32_t grid, int32_t stochastic) {                                            \
+        encode<T>(rows, {grad, residual, next, 0}, out, bucket_size, grid, stochastic != 0);                \
     }
 CGX_QSGD_ENCODE(float32, float)
 CGX_QSGD_ENCODE(float16, Half)
 CGX_QSGD_ENCODE(bfloat16, BFloat16)
 
-// payload (payload bytes,), out (numel,)
+// payload as long as the payloads of `rows`, out as long as they say
 extern "C" __global__ void __launch_bounds__(kBlockSize, kBlocksAMultiprocessor)
-    qsgd_decode(const uint8_t* payload, float* out, int64_t numel, int32_t bucket_size, int32_t grid,
-                int32_t add) {
+    qsgd_decode(const __grid_constant__ Rows rows, const uint8_t* payload, float* out, int32_t bucket_size,
+                int32_t grid, int32_t add) {
     const Options options = {bucket_size, grid, {}, false};
-    const uint8_t* levels = payload + options.num_grid_bytes(numel);
-    for_each_bucket(numel, bucket_size, [&](const Bucket& bucket) {
-        const Grid level_grid = bucket.count > 0 ? load_grid(payload, bucket, options) : Grid{};
-        const uint8_t* packed = levels + Packing::first_byte(bucket);
-        for_each_row(bucket, add ? out : nullptr, nullptr, [&](int row, Quad& quad) {
-            const uint32_t piece = Packing::load(packed + Packing::row_bytes(row), quad.row_count);
-#pragma unroll
-            for (int j = 0; j < kQuad; ++j) {
-                const float x = dequantize(level_of(piece, j), level_grid);
-                quad.x[j] = add ? quad.x[j] + x : x;
-            }
-            store_quad(quad.x, quad.valid, out + bucket.mine() + row * kRow);
-        });
+    const Row& part = rows.mine();
+    payload += part.payload;
+    out += part.start;
+    const int64_t levels = options.num_grid_bytes(part.numel);
+    for_each_bucket(rows, bucket_size, [&](const Bucket& bucket) {
+        decode_bucket(bucket, out, add != 0, Encoded(payload, levels, bucket, options));
     });
+}
+
+// grad, residual, next (numel,), payloads (count, pitch) without the end of the last, out (payload bytes,)
+extern "C" __global__ void __launch_bounds__(kBlockSize, kBlocksAMultiprocessor)
+    qsgd_sum(const float* grad, const float* residual, float* next, int64_t numel, const uint8_t* payloads,
+             int64_t pitch, int32_t count, int32_t num_ranks, uint8_t* out, int32_t bucket_size, int32_t grid,
+             uint32_t key, int32_t stochastic) {
+    const Options options = {bucket_size, grid, make_random_key(key), stochastic != 0};
+    const int64_t levels = options.num_grid_bytes(numel);
+    const auto open = [&](const uint8_t* payload, const Bucket& bucket) {
+        return Encoded(payload, levels, bucket, options);
+    };
+    const Average<decltype(open)> input = {
+        {grad, residual, next, numel}, {payloads, pitch, count}, num_ranks, open};
+    for_each_bucket(numel, bucket_size, blockIdx.x, gridDim.x,
+                    [&](const Bucket& bucket) { encode_bucket(input, bucket, options, out); });
 }

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cgx_ray.runtime_ext.cuda_compile import kernel_names
 
 
@@ -97,5 +99,6 @@ class _Kernel:
 
     def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
         assert block == (256,)
+        assert all(arg.size == 1 for arg in args if isinstance(arg, np.ndarray)), "CuPy takes one struct by value"
         current = self._cupy._current
         self._cupy.launches.append(Launch(self._name, *grid, args, current.device, current.stream))

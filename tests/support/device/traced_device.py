@@ -8,11 +8,15 @@ however the calls happen to be done.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from cgx_ray.codecs import Codec
-from cgx_ray.codecs.codec import Memory
+from cgx_ray.codecs.codec import Memory, Row
 from cgx_ray.collectives import Transport, hierarchical
 from cgx_ray.engine import group as engine_group
 from cgx_ray.runtime_ext import streams
@@ -293,21 +297,39 @@ class TracedDevice(Streams):
         return _lies_in(self._memory, tensor)
 
     def _trace(self, codec: Codec) -> None:
-        """Let `codec` encode and decode as calls of the device, or of the host if it is the host's."""
-        encode, decode = codec.encode, codec.decode
+        """Let `codec` encode and decode as calls of the device, or of the host if it is the host's.
+
+        One that codes several rows in one launch does so here too.
+        """
+        plain = copy.copy(codec)
         is_late = codec.device == DEVICE
 
-        def traced_encode(grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
-            # As arguments of a kernel: a later commit changes what `memory` holds.
-            held = Memory(dict(memory.now), dict(memory.next), memory.scale) if memory is not None else None
-            reads = [grad_N, *(held.now.values() if held is not None else ())]
-            writes = [payload, *(held.next.values() if held is not None else ())]
-            self._do(is_late, lambda: encode(grad_N, payload, key, held), reads, writes, "encode")
+        def encode(grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
+            row, reads, writes = _held(Row(grad_N, payload, key, memory))
+            self._do(is_late, lambda: plain.encode(grad_N, payload, key, row.memory), reads, writes, "encode")
 
-        def traced_decode(payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
-            self._do(is_late, lambda: decode(payload, out_N, add=add, key=key), [payload, out_N], [out_N], "decode")
+        def decode(payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+            do = partial(plain.decode, payload, out_N, add=add, key=key)
+            self._do(is_late, do, [payload, out_N], [out_N], "decode")
 
-        codec.encode, codec.decode = traced_encode, traced_decode  # type: ignore[method-assign]
+        def encode_rows(rows: Sequence[Row]) -> None:
+            held = [_held(row) for row in rows]
+            reads, writes = ([*itertools.chain(*lists)] for lists in zip(*((r, w) for _, r, w in held), strict=True))
+            self._do(is_late, lambda: plain.encode_rows([one.row for one in held]), reads, writes, "encode_rows")
+
+        def decode_rows(rows: Sequence[Row]) -> None:
+            reads, writes = [row.payload for row in rows], [row.part_N for row in rows]
+            self._do(is_late, lambda: plain.decode_rows(rows), reads, writes, "decode_rows")
+
+        def sum_rows(own: Row, payloads: Sequence[Tensor], num_ranks: int) -> None:
+            held = _held(own)
+            reads, writes = [*held.reads, *payloads], [*held.writes, own.part_N]
+            self._do(is_late, lambda: plain.sum_rows(held.row, payloads, num_ranks), reads, writes, "sum_rows")
+
+        codec.encode, codec.decode = encode, decode  # type: ignore[method-assign]
+        if is_late and type(codec).sum_rows is not Codec.sum_rows:
+            codec.encode_rows, codec.decode_rows = encode_rows, decode_rows  # type: ignore[method-assign]
+            codec.sum_rows = sum_rows  # type: ignore[method-assign]
 
     def _do(
         self, is_late: bool, do: Callable[[], object], reads: list[Tensor], writes: list[Tensor], what: str
@@ -356,6 +378,23 @@ class _Traced(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._device.call(func, args, kwargs or {})
+
+
+class _Held(NamedTuple):
+    """A row as the arguments of a kernel: a later commit changes what its `memory` holds."""
+
+    row: Row
+    reads: list[Tensor]
+    writes: list[Tensor]
+
+
+def _held(row: Row) -> _Held:
+    memory = row.memory
+    if memory is not None:
+        memory = Memory(dict(memory.now), dict(memory.next), memory.scale)
+        row = replace(row, memory=memory)
+    now, next_ = ([*memory.now.values()], [*memory.next.values()]) if memory is not None else ([], [])
+    return _Held(row, [row.part_N, *now], [row.payload, *next_])
 
 
 def _copying(source: Tensor, target: Tensor) -> Callable[[], object]:
