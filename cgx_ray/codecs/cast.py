@@ -9,7 +9,8 @@ from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.runtime_ext import ops
 from cgx_ray.runtime_ext.checks import check_sized
 
-# torch converts a whole operand before it adds it to another type. A converted piece of this size stays in the cache.
+# On a CPU torch converts a whole operand before it adds it to another type. A converted piece of this size stays in the
+# cache.
 _PIECE_NUMEL = 1 << 18
 
 
@@ -24,9 +25,11 @@ class _Cast(Codec):
         values_N = payload.view(self.wire_dtype)
         if not add:
             out_N.copy_(values_N)
-            return
-        for values, out in zip(values_N.split(_PIECE_NUMEL), out_N.split(_PIECE_NUMEL), strict=True):
-            out.add_(values)
+        elif not out_N.is_cpu:
+            out_N.add_(values_N)
+        else:
+            for values, out in zip(values_N.split(_PIECE_NUMEL), out_N.split(_PIECE_NUMEL), strict=True):
+                out.add_(values)
 
 
 class Raw(_Cast):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.codec_cases import KEY, SPARSE, SPECS, decoded, encoded, noise
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import MOMENTUM, is_finite, nan_if_not_finite
@@ -313,3 +315,28 @@ def test_a_selection_packs_fewer_elements_than_it_has_room_for() -> None:
     other.unpack(100, message)
     assert int(other.count_1) == 3
     assert other.index_K.tolist() == [2, 40, 99, 0, 0, 0, 0, 0, 0, 0]
+
+
+class _Calls(TorchDispatchMode):
+    """Notes the names of torch's calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("device", "num_calls"), [("meta", 1), ("cpu", 4)])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_casts_add_in_pieces_on_a_cpu_only(name: str, device: str, num_calls: int) -> None:
+    """A piece that stays in the CPU's cache is one launch more on a GPU."""
+    numel = 1 << 20
+    codec = make_codec(CodecSpec(name=name), device=torch.device(device))
+    out_N = torch.zeros(numel, device=device)
+    payload = torch.zeros(codec.payload_bytes(numel), dtype=torch.uint8, device=device)
+    with _Calls() as calls:
+        codec.decode(payload, out_N, add=True)
+    assert calls.names.count("aten::add_") == num_calls
