@@ -26,7 +26,7 @@ _ROW = np.dtype([("start", np.int64), ("numel", np.int64), ("payload", np.int64)
 ROWS = np.dtype([("rows", _ROW, MAX_ROWS), ("count", np.int32)], align=True)
 
 
-class Row(NamedTuple):
+class KernelRow(NamedTuple):
     """A part of a gradient and its payload, as the functions of `ops` for one of them take them."""
 
     grad_N: Tensor  # noqa: N815 - tensors end in their dimensions
@@ -46,37 +46,44 @@ def build_sign(device: torch.device) -> None:
     cuda_launch.build("sign", device)
 
 
-def qsgd_encode(rows: Iterable[Row], *, bits: int, bucket_size: int, grid: int, stochastic: bool) -> None:
+def qsgd_encode(rows: Iterable[KernelRow], *, bits: int, bucket_size: int, grid: int, stochastic: bool) -> None:
     options = (np.int32(bucket_size), np.int32(grid), np.int32(stochastic))
     _encode("qsgd_encode", rows, options, bucket_size, _bits_macro(bits))
 
 
-def qsgd_decode(rows: Iterable[Row], *, bits: int, bucket_size: int, grid: int, add: bool) -> None:
+def qsgd_decode(rows: Iterable[KernelRow], *, bits: int, bucket_size: int, grid: int, add: bool) -> None:
     options = (np.int32(bucket_size), np.int32(grid), np.int32(add))
     _decode("qsgd_decode", rows, options, bucket_size, _bits_macro(bits))
 
 
 def qsgd_sum(
-    own: Row, payloads: Sequence[Tensor], num_ranks: int, *, bits: int, bucket_size: int, grid: int, stochastic: bool
+    own: KernelRow,
+    payloads: Sequence[Tensor],
+    num_ranks: int,
+    *,
+    bits: int,
+    bucket_size: int,
+    grid: int,
+    stochastic: bool,
 ) -> None:
     options = (np.int32(bucket_size), np.int32(grid), np.uint32(own.key), np.int32(stochastic))
     _sum("qsgd_sum", own, payloads, num_ranks, options, bucket_size, _bits_macro(bits))
 
 
-def sign_encode(rows: Iterable[Row], *, bucket_size: int, kind: int) -> None:
+def sign_encode(rows: Iterable[KernelRow], *, bucket_size: int, kind: int) -> None:
     _encode("sign_encode", rows, (np.int32(bucket_size), np.int32(kind)), bucket_size)
 
 
-def sign_decode(rows: Iterable[Row], *, bucket_size: int, kind: int, add: bool) -> None:
+def sign_decode(rows: Iterable[KernelRow], *, bucket_size: int, kind: int, add: bool) -> None:
     _decode("sign_decode", rows, (np.int32(bucket_size), np.int32(kind), np.int32(add)), bucket_size)
 
 
-def sign_sum(own: Row, payloads: Sequence[Tensor], num_ranks: int, *, bucket_size: int, kind: int) -> None:
+def sign_sum(own: KernelRow, payloads: Sequence[Tensor], num_ranks: int, *, bucket_size: int, kind: int) -> None:
     _sum("sign_sum", own, payloads, num_ranks, (np.int32(bucket_size), np.int32(kind)), bucket_size)
 
 
 def _encode(
-    prefix: str, rows: Iterable[Row], options: tuple[np.generic, ...], bucket_size: int, define: str | None = None
+    prefix: str, rows: Iterable[KernelRow], options: tuple[np.generic, ...], bucket_size: int, define: str | None = None
 ) -> None:
     for some in _of_launches(rows):
         kernel = f"{prefix}_{cuda_launch.dtype_name(some[0].grad_N)}"
@@ -94,7 +101,7 @@ def _encode(
 
 
 def _decode(
-    kernel: str, rows: Iterable[Row], options: tuple[np.generic, ...], bucket_size: int, define: str | None = None
+    kernel: str, rows: Iterable[KernelRow], options: tuple[np.generic, ...], bucket_size: int, define: str | None = None
 ) -> None:
     for some in _of_launches(rows):
         payload, offsets = _span([cuda_launch.read(row.payload) for row in some])
@@ -107,7 +114,7 @@ def _decode(
 
 def _sum(
     kernel: str,
-    own: Row,
+    own: KernelRow,
     payloads: Sequence[Tensor],
     num_ranks: int,
     options: tuple[np.generic, ...],
@@ -126,14 +133,14 @@ def _sum(
     cuda_launch.launch(kernel, num_blocks, _BLOCK_SIZE, *args, define=define)
 
 
-def _of_launches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def _of_launches(rows: Iterable[KernelRow]) -> Iterator[list[KernelRow]]:
     """Yield the rows that have elements: those of one launch lie in the same memory, without gaps."""
     for _, group in itertools.groupby((row for row in rows if row.grad_N.numel()), _memory_of):
         same = list(group)
         yield from (same[first : first + MAX_ROWS] for first in range(0, len(same), MAX_ROWS))
 
 
-def _memory_of(row: Row) -> object:
+def _memory_of(row: KernelRow) -> object:
     """Return what is equal for rows of one launch."""
     tensors = [row.grad_N, row.payload, row.residual_N, row.next_N]
     if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
@@ -152,7 +159,7 @@ def _span(parts: Sequence[Tensor | None]) -> tuple[Tensor | None, list[int]]:
     return tensors[0].as_strided((last - first,), (1,), first), starts
 
 
-def _table(rows: Sequence[Row], starts: Sequence[int], payloads: Sequence[int]) -> npt.NDArray[np.void]:
+def _table(rows: Sequence[KernelRow], starts: Sequence[int], payloads: Sequence[int]) -> npt.NDArray[np.void]:
     table = np.zeros(1, ROWS)
     each = zip(rows, starts, payloads, strict=True)
     table["rows"][0, : len(rows)] = [(start, row.grad_N.numel(), payload, row.key) for row, start, payload in each]
@@ -160,7 +167,7 @@ def _table(rows: Sequence[Row], starts: Sequence[int], payloads: Sequence[int]) 
     return table
 
 
-def _num_blocks(rows: Sequence[Row], bucket_size: int, kernel: str, define: str | None) -> int:
+def _num_blocks(rows: Sequence[KernelRow], bucket_size: int, kernel: str, define: str | None) -> int:
     """Return a number of blocks that the rows can share evenly."""
     num_buckets = -(-max(row.grad_N.numel() for row in rows) // bucket_size)
     most = cuda_launch.max_blocks(kernel, _BLOCK_SIZE, rows[0].grad_N.device, define)

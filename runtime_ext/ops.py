@@ -30,7 +30,7 @@ from .checks import (
     native,
     runs_on_cuda,
 )
-from .cuda import Row
+from .cuda import KernelRow
 
 GRIDS = {"max_min": reference.MAX_MIN, "l2": reference.L2, "linf": reference.LINF}
 SIGN_KINDS = {"ef_signsgd": reference.EF_SIGNSGD, "onebit": reference.ONEBIT}
@@ -161,7 +161,7 @@ def qsgd_encode(
     check_key("key", key)
     kind = GRIDS[grid]
     if runs_on_cuda(grad_N):
-        row = Row(grad_N, out, key, residual_N, next_N)
+        row = KernelRow(grad_N, out, key, residual_N, next_N)
         cuda.qsgd_encode([row], bits=bits, bucket_size=bucket_size, grid=kind, stochastic=stochastic)
     elif is_contiguous(out, residual_N, next_N):
         grad_N = as_float32(grad_N)
@@ -188,7 +188,7 @@ def qsgd_decode(
     _check_qsgd("payload", payload, out_N, bits, bucket_size, grid)
     kind = GRIDS[grid]
     if runs_on_cuda(out_N):
-        cuda.qsgd_decode([Row(out_N, payload)], bits=bits, bucket_size=bucket_size, grid=kind, add=add)
+        cuda.qsgd_decode([KernelRow(out_N, payload)], bits=bits, bucket_size=bucket_size, grid=kind, add=add)
     elif is_contiguous(payload, out_N):
         args = (address(payload), address(out_N), out_N.numel())
         native.qsgd_decode(*args, bits, bucket_size, kind, add, torch.get_num_threads())
@@ -202,7 +202,7 @@ def takes_rows(grad_N: Tensor) -> bool:
 
 
 def qsgd_encode_rows(
-    rows: Sequence[Row], *, bits: int, bucket_size: int, grid: str = "max_min", stochastic: bool = True
+    rows: Sequence[KernelRow], *, bits: int, bucket_size: int, grid: str = "max_min", stochastic: bool = True
 ) -> None:
     """Do as `qsgd_encode` for all of `rows`, on a GPU: in one launch if they lie in the same memory."""
     for row in rows:
@@ -212,7 +212,7 @@ def qsgd_encode_rows(
     cuda.qsgd_encode(rows, bits=bits, bucket_size=bucket_size, grid=GRIDS[grid], stochastic=stochastic)
 
 
-def qsgd_decode_rows(rows: Sequence[Row], *, bits: int, bucket_size: int, grid: str = "max_min") -> None:
+def qsgd_decode_rows(rows: Sequence[KernelRow], *, bits: int, bucket_size: int, grid: str = "max_min") -> None:
     """Do as `qsgd_decode` for all of `rows`, on a GPU: in one launch if they lie in the same memory."""
     for row in rows:
         check_tensor("grad_N", row.grad_N, torch.float32)
@@ -221,7 +221,7 @@ def qsgd_decode_rows(rows: Sequence[Row], *, bits: int, bucket_size: int, grid: 
 
 
 def qsgd_sum(
-    own: Row,
+    own: KernelRow,
     payloads: Sequence[Tensor],
     num_ranks: int,
     *,
@@ -270,7 +270,7 @@ def sign_encode(
     _check_sign("out", out, grad_N, kind, bucket_size)
     number = SIGN_KINDS[kind]
     if runs_on_cuda(grad_N):
-        cuda.sign_encode([Row(grad_N, out, 0, residual_N, next_N)], bucket_size=bucket_size, kind=number)
+        cuda.sign_encode([KernelRow(grad_N, out, 0, residual_N, next_N)], bucket_size=bucket_size, kind=number)
     elif is_contiguous(out, residual_N, next_N):
         grad_N = as_float32(grad_N)
         args = (address(grad_N), address(residual_N), address(next_N), grad_N.numel(), address(out))
@@ -290,7 +290,7 @@ def sign_decode(payload: Tensor, out_N: Tensor, *, kind: str, bucket_size: int, 
     _check_sign("payload", payload, out_N, kind, bucket_size)
     number = SIGN_KINDS[kind]
     if runs_on_cuda(out_N):
-        cuda.sign_decode([Row(out_N, payload)], bucket_size=bucket_size, kind=number, add=add)
+        cuda.sign_decode([KernelRow(out_N, payload)], bucket_size=bucket_size, kind=number, add=add)
     elif is_contiguous(payload, out_N):
         args = (address(payload), address(out_N), out_N.numel())
         native.sign_decode(*args, bucket_size, number, add, torch.get_num_threads())
@@ -298,7 +298,7 @@ def sign_decode(payload: Tensor, out_N: Tensor, *, kind: str, bucket_size: int, 
         reference.sign_decode(payload, out_N, bucket_size=bucket_size, kind=number, add=add)
 
 
-def sign_encode_rows(rows: Sequence[Row], *, kind: str, bucket_size: int) -> None:
+def sign_encode_rows(rows: Sequence[KernelRow], *, kind: str, bucket_size: int) -> None:
     """Do as `sign_encode` for all of `rows`, as `qsgd_encode_rows`."""
     for row in rows:
         check_gradient(row.grad_N, row.residual_N, row.next_N)
@@ -306,7 +306,7 @@ def sign_encode_rows(rows: Sequence[Row], *, kind: str, bucket_size: int) -> Non
     cuda.sign_encode(rows, bucket_size=bucket_size, kind=SIGN_KINDS[kind])
 
 
-def sign_decode_rows(rows: Sequence[Row], *, kind: str, bucket_size: int) -> None:
+def sign_decode_rows(rows: Sequence[KernelRow], *, kind: str, bucket_size: int) -> None:
     """Do as `sign_decode` for all of `rows`, as `qsgd_decode_rows`."""
     for row in rows:
         check_tensor("grad_N", row.grad_N, torch.float32)
@@ -314,7 +314,7 @@ def sign_decode_rows(rows: Sequence[Row], *, kind: str, bucket_size: int) -> Non
     cuda.sign_decode(rows, bucket_size=bucket_size, kind=SIGN_KINDS[kind], add=False)
 
 
-def sign_sum(own: Row, payloads: Sequence[Tensor], num_ranks: int, *, kind: str, bucket_size: int) -> None:
+def sign_sum(own: KernelRow, payloads: Sequence[Tensor], num_ranks: int, *, kind: str, bucket_size: int) -> None:
     """Encode an average, as `qsgd_sum`."""
     _check_sum(own)
     for payload in (own.payload, *payloads):
@@ -327,7 +327,7 @@ def sign_bytes(numel: int, bucket_size: int, kind: str) -> int:
     return reference.mean_bytes_per_bucket(SIGN_KINDS[kind]) * -(-numel // bucket_size) + -(-numel // 8)
 
 
-def _check_sum(own: Row) -> None:
+def _check_sum(own: KernelRow) -> None:
     check_tensor("grad_N", own.grad_N, torch.float32)
     check_gradient(own.grad_N, own.residual_N, own.next_N)
 

@@ -82,7 +82,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PayloadRow:
     """A part of a gradient and its payload, as `Codec.encode` and `Codec.decode` take them."""
 
     part_N: Tensor  # noqa: N815 - tensors end in their dimensions
@@ -156,17 +156,17 @@ class Codec:
         """
         raise NotImplementedError
 
-    def encode_rows(self, rows: Sequence[Row]) -> None:
+    def encode_rows(self, rows: Sequence[PayloadRow]) -> None:
         """Encode several parts of a gradient."""
         for row in rows:
             self.encode(row.part_N, row.payload, row.key, row.memory)
 
-    def decode_rows(self, rows: Sequence[Row]) -> None:
+    def decode_rows(self, rows: Sequence[PayloadRow]) -> None:
         """Decode several parts of a gradient."""
         for row in rows:
             self.decode(row.payload, row.part_N, add=False)
 
-    def encode_share(self, row: Row, residual_scale: float) -> None:
+    def encode_share(self, row: PayloadRow, residual_scale: float) -> None:
         """Encode the average of `residual_scale` gradients, or a part of it.
 
         row  `part_N`, float32, is changed in place. `memory` is in units of the sum: the residual is added divided by
@@ -180,7 +180,7 @@ class Codec:
         self.encode(row.part_N, row.payload, row.key, row.memory.without_residual())
         row.memory.next_N.mul_(residual_scale)
 
-    def sum_rows(self, own: Row, payloads: Sequence[Tensor], num_ranks: int) -> None:
+    def sum_rows(self, own: PayloadRow, payloads: Sequence[Tensor], num_ranks: int) -> None:
         """Add the decoded `payloads`, in their order, to a part of the gradient, and encode 1 / `num_ranks` of the sum.
 
         own  as for `encode_share`; what `part_N` holds afterwards is undefined

@@ -9,11 +9,11 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import HOST, Codec, Memory, Row
+from cgx_ray.codecs.codec import HOST, Codec, Memory, PayloadRow
 from cgx_ray.codecs.float32_room import float32_room, in_float32
 from cgx_ray.plan import CodecSpec, Layer
 from cgx_ray.runtime_ext import ops
-from cgx_ray.runtime_ext.cuda import Row as KernelRow
+from cgx_ray.runtime_ext.cuda import KernelRow
 
 
 class _Options(TypedDict):
@@ -35,26 +35,26 @@ class _InBuckets(Codec):
 
     _kernels: _RowKernels
 
-    def encode_rows(self, rows: Sequence[Row]) -> None:
+    def encode_rows(self, rows: Sequence[PayloadRow]) -> None:
         if rows and ops.takes_rows(rows[0].part_N):
             self._kernels.encode(list(map(_of_kernel, rows)))
         else:
             super().encode_rows(rows)
 
-    def decode_rows(self, rows: Sequence[Row]) -> None:
+    def decode_rows(self, rows: Sequence[PayloadRow]) -> None:
         if rows and ops.takes_rows(rows[0].part_N):
             self._kernels.decode(list(map(_of_kernel, rows)))
         else:
             super().decode_rows(rows)
 
-    def sum_rows(self, own: Row, payloads: Sequence[Tensor], num_ranks: int) -> None:
+    def sum_rows(self, own: PayloadRow, payloads: Sequence[Tensor], num_ranks: int) -> None:
         if ops.takes_rows(own.part_N):
             self._kernels.sum(_of_kernel(own), payloads, num_ranks)
         else:
             super().sum_rows(own, payloads, num_ranks)
 
 
-def _of_kernel(row: Row) -> KernelRow:
+def _of_kernel(row: PayloadRow) -> KernelRow:
     residual_N, next_N = (row.memory.residual_N, row.memory.next_N) if row.memory is not None else (None, None)
     return KernelRow(row.part_N, row.payload, row.key, residual_N, next_N)
 

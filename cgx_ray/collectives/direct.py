@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import HOST, Codec, Row
+from cgx_ray.codecs.codec import HOST, Codec, PayloadRow
 from cgx_ray.codecs.float32_room import in_float32
 from cgx_ray.collectives.parcel import Parcel, Step, copied_out, side_by_side
 from cgx_ray.collectives.phases import Phases
@@ -174,7 +174,7 @@ class DirectLane:
                 yield from self._receive(peer, step.phases)
                 self._of_chunk[peer].check(step.stamp, self._transport.ranks[peer])
             chunks = peers if self._is_on_host else self._of_chunk
-            rows = [Row(step.run_of(self._bounds[chunk]), self._of_chunk[chunk].payload) for chunk in chunks]
+            rows = [PayloadRow(step.run_of(self._bounds[chunk]), self._of_chunk[chunk].payload) for chunk in chunks]
             self._codec.decode_rows(rows)
             step.phases.lap("decode")
 
@@ -188,10 +188,10 @@ class DirectLane:
         peers = self._transport.peers
         return [[peer] for peer in peers] if self._is_on_host else [peers]
 
-    def _row(self, chunk: int, step: Step, part_N: Tensor) -> Row:
+    def _row(self, chunk: int, step: Step, part_N: Tensor) -> PayloadRow:
         """Return what is encoded of `chunk`, for its message."""
         key = step.key(self._transport.rank, self._numbers[chunk])
-        return Row(part_N, self._of_chunk[chunk].payload, key, step.memory_of(self._bounds[chunk]))
+        return PayloadRow(part_N, self._of_chunk[chunk].payload, key, step.memory_of(self._bounds[chunk]))
 
     def _receive(self, peer: int, phases: Phases) -> Iterator[Handle]:
         yield self._coming.pop(peer)

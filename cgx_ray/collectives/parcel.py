@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs.cast import Raw
-from cgx_ray.codecs.codec import HOST, Codec, Memory, Row
+from cgx_ray.codecs.codec import HOST, Codec, Memory, PayloadRow
 from cgx_ray.codecs.wire import HEADER_BYTES, Message, Room, Stamp
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport.transport_like import Handle
@@ -101,7 +101,7 @@ class Parcel:
         self, share_N: Tensor, stamp: Stamp, key: int, memory: Memory | None, residual_scale: float
     ) -> None:
         """Encode the average of `residual_scale` gradients, see `Codec.encode_share`, and write the header."""
-        self._codec.encode_share(Row(share_N, self.payload, key, memory), residual_scale)
+        self._codec.encode_share(PayloadRow(share_N, self.payload, key, memory), residual_scale)
         self.room.copy_out().wait()
         self.seal(stamp)
 

@@ -18,10 +18,10 @@ from support.same_bits import assert_same
 from torch import Tensor
 
 from cgx_ray.codecs import Codec, make_codec
-from cgx_ray.codecs.codec import Row as CodecRow
+from cgx_ray.codecs.codec import PayloadRow
 from cgx_ray.plan import CodecSpec
 from cgx_ray.runtime_ext import cuda, reference
-from cgx_ray.runtime_ext.cuda import Row
+from cgx_ray.runtime_ext.cuda import KernelRow
 
 CODECS = [
     *(QsgdKernels("max_min", bits) for bits in (1, 3, 4, 8)),
@@ -81,7 +81,7 @@ def test_rows_are_encoded_and_decoded_as_each_by_itself(
         cuts = list(itertools.pairwise(itertools.accumulate(NUMELS, initial=0)))
         payloads = _payloads(codec, NUMELS, device)
         rows = [
-            Row(
+            KernelRow(
                 grad_N[start:stop],
                 payload,
                 1000 + start,
@@ -93,7 +93,7 @@ def test_rows_are_encoded_and_decoded_as_each_by_itself(
         codec.encode_rows(rows)
         decoded_N = torch.full((total,), math.pi, device=device)
         codec.decode_rows(
-            [Row(decoded_N[start:stop], row.payload) for (start, stop), row in zip(cuts, rows, strict=True)]
+            [KernelRow(decoded_N[start:stop], row.payload) for (start, stop), row in zip(cuts, rows, strict=True)]
         )
         for row, (start, stop) in zip(rows, cuts, strict=True):
             fed_N = reference.add_feedback(row.grad_N, row.residual_N).contiguous()
@@ -123,7 +123,7 @@ def test_a_sum_is_that_of_decoded_messages_in_their_order(
             fed_N = fed_N.cpu().add_(residual_N.cpu(), alpha=1 / num_ranks).to(device)
         expected, expected_N = _expected(_with_key(codec, 77), fed_N)
         out, next_N = torch.full_like(expected, GUARD), torch.empty(numel, device=device)
-        own = Row(
+        own = KernelRow(
             grad_N.clone(), out, 77, residual_N if has_residual else None, next_N if has_residual is not None else None
         )
         codec.sum(own, payloads, num_ranks)
@@ -146,10 +146,10 @@ def test_a_codec_does_in_three_launches_what_the_loops_over_its_rows_do(text: st
         rooms = torch.zeros(num_ranks, codec.payload_bytes(numel) + 64, dtype=torch.uint8)
         own, *others = (room[32 : 32 + codec.payload_bytes(numel)] for room in rooms)
         parts_RN = torch.stack([_random(numel, cpu, seed) for seed in range(num_ranks - 1)])
-        kind.encode_rows(codec, [CodecRow(part_N, out, 5) for part_N, out in zip(parts_RN, others, strict=True)])
-        kind.sum_rows(codec, CodecRow(_random(numel, cpu, 9), own, 7, memory), others, num_ranks)
+        kind.encode_rows(codec, [PayloadRow(part_N, out, 5) for part_N, out in zip(parts_RN, others, strict=True)])
+        kind.sum_rows(codec, PayloadRow(_random(numel, cpu, 9), own, 7, memory), others, num_ranks)
         decoded_RN = torch.zeros(num_ranks, numel)
-        kind.decode_rows(codec, [CodecRow(*pair) for pair in zip(decoded_RN, (own, *others), strict=True)])
+        kind.decode_rows(codec, [PayloadRow(*pair) for pair in zip(decoded_RN, (own, *others), strict=True)])
         return [rooms, decoded_RN, *(memory.next.values() if memory is not None else [])]
 
     before = emulated_cuda.num_launches
@@ -163,7 +163,7 @@ def test_a_codec_does_in_three_launches_what_the_loops_over_its_rows_do(text: st
 def test_rows_take_one_launch_unless_they_are_many_or_lie_apart(codec: BucketKernels, emulated_cuda: Emulator) -> None:
     cpu = torch.device("cpu")
 
-    def num_launches(rows: Sequence[Row]) -> int:
+    def num_launches(rows: Sequence[KernelRow]) -> int:
         before = emulated_cuda.num_launches
         codec.encode_rows(rows)
         return emulated_cuda.num_launches - before
@@ -171,12 +171,12 @@ def test_rows_take_one_launch_unless_they_are_many_or_lie_apart(codec: BucketKer
     numel, most = 128, cuda.MAX_ROWS
     grad_N = _random((most + 1) * numel, cpu, 0)
     parts, payloads = grad_N.split(numel), _payloads(codec, [numel] * (most + 1), cpu)
-    rows = [Row(*pair) for pair in zip(parts, payloads, strict=True)]
+    rows = [KernelRow(*pair) for pair in zip(parts, payloads, strict=True)]
     assert num_launches([]) == 0
     assert num_launches(rows[:most]) == 1
     assert num_launches(rows) == 2
-    assert num_launches([rows[0], Row(_random(numel, cpu, 1), payloads[1])]) == 2
-    with_gaps = Row(grad_N[: 2 * numel : 2], payloads[1])
+    assert num_launches([rows[0], KernelRow(_random(numel, cpu, 1), payloads[1])]) == 2
+    with_gaps = KernelRow(grad_N[: 2 * numel : 2], payloads[1])
     assert num_launches([rows[0], with_gaps, rows[2]]) == 3
     expected, _ = _expected(_with_key(codec, 0), with_gaps.grad_N.contiguous())
     assert_same(payloads[1], expected, "payload of a row with gaps")
@@ -190,4 +190,4 @@ def test_payloads_of_a_sum_lie_at_equal_distances(emulated_cuda: Emulator) -> No
     codec, numel = CODECS[2], 128
     payloads = _payloads(codec, [numel] * 4, torch.device("cpu"))
     with pytest.raises(AssertionError, match="equal distances"):
-        codec.sum(Row(torch.zeros(numel), payloads[3].clone()), [payloads[0], payloads[1], payloads[3]], 4)
+        codec.sum(KernelRow(torch.zeros(numel), payloads[3].clone()), [payloads[0], payloads[1], payloads[3]], 4)

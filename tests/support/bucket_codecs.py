@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.runtime_ext import ops, reference
-from cgx_ray.runtime_ext.cuda import Row
+from cgx_ray.runtime_ext.cuda import KernelRow
 
 KEY = ops.message_key(1, 2, 3, 4, 5)
 
@@ -40,13 +40,13 @@ class QsgdKernels:
     def decode(self, payload: Tensor, out_N: Tensor, add: bool = False) -> None:
         ops.qsgd_decode(payload, out_N, grid=self.grid, add=add, **self._options)
 
-    def encode_rows(self, rows: Sequence[Row]) -> None:
+    def encode_rows(self, rows: Sequence[KernelRow]) -> None:
         ops.qsgd_encode_rows(rows, grid=self.grid, stochastic=self.stochastic, **self._options)
 
-    def decode_rows(self, rows: Sequence[Row]) -> None:
+    def decode_rows(self, rows: Sequence[KernelRow]) -> None:
         ops.qsgd_decode_rows(rows, grid=self.grid, **self._options)
 
-    def sum(self, own: Row, payloads: Sequence[Tensor], num_ranks: int) -> None:
+    def sum(self, own: KernelRow, payloads: Sequence[Tensor], num_ranks: int) -> None:
         ops.qsgd_sum(own, payloads, num_ranks, grid=self.grid, stochastic=self.stochastic, **self._options)
 
     def reference_encode(self, fed_N: Tensor, out: Tensor) -> None:
@@ -70,13 +70,13 @@ class SignKernels:
     def decode(self, payload: Tensor, out_N: Tensor, add: bool = False) -> None:
         ops.sign_decode(payload, out_N, kind=self.kind, bucket_size=self.bucket_size, add=add)
 
-    def encode_rows(self, rows: Sequence[Row]) -> None:
+    def encode_rows(self, rows: Sequence[KernelRow]) -> None:
         ops.sign_encode_rows(rows, bucket_size=self.bucket_size, kind=self.kind)
 
-    def decode_rows(self, rows: Sequence[Row]) -> None:
+    def decode_rows(self, rows: Sequence[KernelRow]) -> None:
         ops.sign_decode_rows(rows, bucket_size=self.bucket_size, kind=self.kind)
 
-    def sum(self, own: Row, payloads: Sequence[Tensor], num_ranks: int) -> None:
+    def sum(self, own: KernelRow, payloads: Sequence[Tensor], num_ranks: int) -> None:
         ops.sign_sum(own, payloads, num_ranks, bucket_size=self.bucket_size, kind=self.kind)
 
     def reference_encode(self, fed_N: Tensor, out: Tensor) -> None:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from cgx_ray.codecs import Codec
-from cgx_ray.codecs.codec import Memory, Row
+from cgx_ray.codecs.codec import Memory, PayloadRow
 from cgx_ray.collectives import Transport, hierarchical
 from cgx_ray.engine import group as engine_group
 from cgx_ray.runtime_ext import streams
@@ -305,23 +305,23 @@ class TracedDevice(Streams):
         is_late = codec.device == DEVICE
 
         def encode(grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
-            row, reads, writes = _held(Row(grad_N, payload, key, memory))
+            row, reads, writes = _held(PayloadRow(grad_N, payload, key, memory))
             self._do(is_late, lambda: plain.encode(grad_N, payload, key, row.memory), reads, writes, "encode")
 
         def decode(payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
             do = partial(plain.decode, payload, out_N, add=add, key=key)
             self._do(is_late, do, [payload, out_N], [out_N], "decode")
 
-        def encode_rows(rows: Sequence[Row]) -> None:
+        def encode_rows(rows: Sequence[PayloadRow]) -> None:
             held = [_held(row) for row in rows]
             reads, writes = ([*itertools.chain(*lists)] for lists in zip(*((r, w) for _, r, w in held), strict=True))
             self._do(is_late, lambda: plain.encode_rows([one.row for one in held]), reads, writes, "encode_rows")
 
-        def decode_rows(rows: Sequence[Row]) -> None:
+        def decode_rows(rows: Sequence[PayloadRow]) -> None:
             reads, writes = [row.payload for row in rows], [row.part_N for row in rows]
             self._do(is_late, lambda: plain.decode_rows(rows), reads, writes, "decode_rows")
 
-        def sum_rows(own: Row, payloads: Sequence[Tensor], num_ranks: int) -> None:
+        def sum_rows(own: PayloadRow, payloads: Sequence[Tensor], num_ranks: int) -> None:
             held = _held(own)
             reads, writes = [*held.reads, *payloads], [*held.writes, own.part_N]
             self._do(is_late, lambda: plain.sum_rows(held.row, payloads, num_ranks), reads, writes, "sum_rows")
@@ -383,12 +383,12 @@ class _Traced(TorchDispatchMode):
 class _Held(NamedTuple):
     """A row as the arguments of a kernel: a later commit changes what its `memory` holds."""
 
-    row: Row
+    row: PayloadRow
     reads: list[Tensor]
     writes: list[Tensor]
 
 
-def _held(row: Row) -> _Held:
+def _held(row: PayloadRow) -> _Held:
     memory = row.memory
     if memory is not None:
         memory = Memory(dict(memory.now), dict(memory.next), memory.scale)
