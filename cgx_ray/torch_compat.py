@@ -22,6 +22,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.amp.grad_scaler import GradScaler  # noqa: E402
 from torch.autograd import Variable  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -91,9 +92,25 @@ def as_delivered(group: FSDPParamGroup, op: Any, reduced_T: Tensor) -> Tensor:
 def bucket_parameters(model: DistributedDataParallel) -> list[list[Tensor]]:
     """Return the parameters in each of DDP's current buckets. Together they are all parameters that DDP averages.
 
-    Torch allocates memory for all buckets and frees it at once. Raises RuntimeError for sparse gradients.
+    Raises RuntimeError for sparse gradients.
     """
-    return [bucket.parameters() for bucket in model.reducer._get_zeros_like_grad_buckets()]
+    # The only function that says which parameters are in a bucket: DDP's logging data have its bytes alone.
+    with _OneZero():
+        return [bucket.parameters() for bucket in model.reducer._get_zeros_like_grad_buckets()]
+
+
+class _OneZero(TorchDispatchMode):
+    """Lets `zeros_like` take memory for one element: a device may not have room for all gradients once more."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.zeros_like.default:
+            return args[0].new_zeros(()).expand(args[0].shape)
+        return func(*args, **(kwargs or {}))
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

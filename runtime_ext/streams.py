@@ -10,8 +10,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,6 +59,10 @@ class _CudaMark(Mark):
         self._event.record(stream)
         self.stream: int = stream.cuda_stream
 
+    def hold(self, stream: Stream) -> None:
+        """Let `stream` go on after this mark."""
+        stream.wait_event(self._event)
+
     @property
     def is_done(self) -> bool:
         is_done: bool = self._event.query()
@@ -92,6 +97,15 @@ class Streams:
 
     def join(self, streams: Iterable[Stream]) -> None:
         """Let the stream of the calling thread go on after all that `streams` have been given so far."""
+
+    @contextmanager
+    def apart(self, after: Iterable[Mark] = ()) -> Iterator[None]:
+        """Let this thread's calls in the block go on the stream of the vendor's sums, for which no codec waits.
+
+        That stream goes on after all calls of this thread so far and after the marks in `after`, and the thread does
+        not wait. Nothing but marks says when the calls are done.
+        """
+        yield
 
     def wait_for_all(self) -> None:
         """Let the calling thread wait for all calls of all threads so far."""
@@ -136,6 +150,20 @@ class _CudaStreams(Streams):
         for other in streams:
             if other != current:
                 current.wait_stream(other)
+
+    @cached_property
+    def _apart(self) -> Stream:
+        return torch.cuda.Stream(self._device)
+
+    @contextmanager
+    def apart(self, after: Iterable[Mark] = ()) -> Iterator[None]:
+        self._apart.wait_stream(self.current())
+        for mark in after:
+            # A mark that is done at once orders nothing.
+            if isinstance(mark, _CudaMark):
+                mark.hold(self._apart)
+        with torch.cuda.stream(self._apart):
+            yield
 
     def wait_for_all(self) -> None:
         torch.cuda.synchronize(self._device)

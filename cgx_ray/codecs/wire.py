@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,28 +39,38 @@ class Stamp:
     phase: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class Room:
-    """Memory for messages.
+    """Memory for messages, without initial values. It is taken when it is first used.
 
-    device     of the codec
-    host       (num_bytes,) uint8 on the host, from where messages are sent
-    elsewhere  the same on `device`; the same memory if that is the host
+    device  of the codec
     """
 
-    device: torch.device
-    host: Tensor
-    elsewhere: Tensor
+    def __init__(
+        self, num_bytes: int, device: torch.device = HOST, *, whole: Room | None = None, start: int = 0
+    ) -> None:
+        """`whole`: the room of which this one is `num_bytes` bytes from `start` on."""
+        self.device = device
+        self._num_bytes, self._whole, self._start = num_bytes, whole, start
 
-    @classmethod
-    def of_size(cls, num_bytes: int, device: torch.device = HOST) -> Room:
-        """Allocate, without initial values."""
-        host = streams_of(device).host_memory(num_bytes, torch.uint8)
-        return cls(device, host, host if device == HOST else torch.empty_like(host, device=device))
+    @cached_property
+    def host(self) -> Tensor:
+        """Memory on the host, (num_bytes,) uint8, from where messages are sent."""
+        if self._whole is not None:
+            return self._whole.host[self._start : self._start + self._num_bytes]
+        return streams_of(self.device).host_memory(self._num_bytes, torch.uint8)
+
+    @cached_property
+    def elsewhere(self) -> Tensor:
+        """The same on `device`; the same memory if that is the host."""
+        if self.device == HOST:
+            return self.host
+        if self._whole is not None:
+            return self._whole.elsewhere[self._start : self._start + self._num_bytes]
+        return torch.empty(self._num_bytes, dtype=torch.uint8, device=self.device)
 
     def part(self, start: int, stop: int) -> Room:
         """Return the bytes [start, stop)."""
-        return Room(self.device, self.host[start:stop], self.elsewhere[start:stop])
+        return Room(stop - start, self.device, whole=self, start=start)
 
     def copy_out(self) -> Mark:
         """Copy `elsewhere` to `host`, and return the end of the copy. Nothing to do if both are the same."""
@@ -82,7 +93,7 @@ class Message:
     def __init__(self, payload_bytes: int, room: Room | None = None) -> None:
         """`room`: memory to use, from its beginning, instead of new memory on the host."""
         num_bytes = HEADER_BYTES + payload_bytes
-        self.room = room.part(0, num_bytes) if room is not None else Room.of_size(num_bytes)
+        self.room = room.part(0, num_bytes) if room is not None else Room(num_bytes)
         self.wire = self.room.host
         self.header = self.wire[:HEADER_BYTES]
         self.body = self.wire[HEADER_BYTES:]

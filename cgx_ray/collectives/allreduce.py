@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,19 +25,23 @@ class Allreduce(Exchange):
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         super().__init__(transport)
         self._codec = codec
-        self._payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8, device=codec.device)
-        self._values = self._payload.view(codec.wire_dtype)
-        self.sent_bytes = 2 * (transport.world_size - 1) * self._payload.numel() // transport.world_size
+        self._payload_bytes = codec.payload_bytes(numel)
+        self.sent_bytes = 2 * (transport.world_size - 1) * self._payload_bytes // transport.world_size
+
+    @cached_property
+    def _payload(self) -> Tensor:
+        return torch.empty(self._payload_bytes, dtype=torch.uint8, device=self._codec.device)
 
     def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
         """See `Exchange.turns`."""
         # The same key on all ranks: it selects randomk's elements.
         key = ops.message_key(seed, stamp.step, stamp.group, 0, 0)
         self._codec.encode(grad_N, self._payload, key, memory)
-        self._values.div_(self._transport.world_size)
+        values = self._payload.view(self._codec.wire_dtype)
+        values.div_(self._transport.world_size)
         phases.lap("encode")
         with phases.round():
-            yield from self._transport.all_reduce(self._values)
+            yield from self._transport.all_reduce(values)
         self._codec.decode(self._payload, grad_N, add=False, key=key)
         phases.lap("decode")
 
@@ -52,8 +57,12 @@ class PowerSgdAllreduce(Exchange):
         assert isinstance(codec, PowerSgd)
         super().__init__(transport)
         self._codec = codec
-        self._payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8, device=codec.device)
-        self.sent_bytes = 2 * (transport.world_size - 1) * self._payload.numel() // transport.world_size
+        self._payload_bytes = codec.payload_bytes(numel)
+        self.sent_bytes = 2 * (transport.world_size - 1) * self._payload_bytes // transport.world_size
+
+    @cached_property
+    def _payload(self) -> Tensor:
+        return torch.empty(self._payload_bytes, dtype=torch.uint8, device=self._codec.device)
 
     def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
         """See `Exchange.turns`."""

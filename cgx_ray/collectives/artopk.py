@@ -98,7 +98,7 @@ class ArTopk(Exchange):
         self._codec = codec
         num_kept = codec.num_kept(numel)
         index_bytes = codec.index_bytes(numel)
-        self._message = Message(index_bytes, Room.of_size(HEADER_BYTES + index_bytes, codec.device))
+        self._message = Message(index_bytes, Room(HEADER_BYTES + index_bytes, codec.device))
         self._selection = Selection(num_kept, codec.device)
         self._choice = choice
         self.star_or_var = StarOrVar(transport.world_size) if choice == "auto" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,8 +53,9 @@ class Parcel:
     payload  what codecs write and read
     room     the memory of the message
 
-    With codec none a parcel may borrow memory of the gradient: its payload is then sent from there and received into
-    it, without a copy. Raises PlanError if the payload is too long for the header's length field.
+    It takes memory when it is first used. With codec none a parcel may borrow memory of the gradient: its payload is
+    then sent from there and received into it, without a copy. Raises PlanError if the payload is too long for the
+    header's length field.
     """
 
     def __init__(self, codec: Codec, numel: int, room: Room | None = None) -> None:
@@ -61,13 +63,18 @@ class Parcel:
         self.num_bytes = message_bytes(codec, numel)
         self._codec = codec
         self._numel = numel
-        self._message = Message(self.num_bytes - HEADER_BYTES, room or Room.of_size(self.num_bytes, codec.device))
+        self._room = room
         # Header and payload are two messages on both ends, even if only one has borrowed. Gloo sends no empty message.
-        is_two = isinstance(codec, Raw) and numel > 0
-        self._can_borrow = is_two and codec.device == HOST
-        self.parts: tuple[Tensor, ...] = (self._message.wire,)
-        if is_two:
-            self.parts = (self._message.header, self._message.body)
+        self._is_two = isinstance(codec, Raw) and numel > 0
+
+    @cached_property
+    def _message(self) -> Message:
+        return Message(self.num_bytes - HEADER_BYTES, self._room or Room(self.num_bytes, self._codec.device))
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        message = self._message
+        return (message.header, message.body) if self._is_two else (message.wire,)
 
     @property
     def payload(self) -> Tensor:
@@ -79,9 +86,8 @@ class Parcel:
 
     def borrow(self, run_N: Tensor) -> None:
         """With codec none, use `run_N` as the payload from now on. Other codecs ignore this."""
-        if self._can_borrow:
+        if self._is_two and self._codec.device == HOST:
             self._message.borrow(run_N.view(torch.uint8))
-            self.parts = (self._message.header, self._message.body)
 
     def seal(self, stamp: Stamp) -> None:
         """Write the header. Call it when the payload is complete, and on the host."""
@@ -129,7 +135,7 @@ def message_bytes(codec: Codec, numel: int) -> int:
 def side_by_side(codec: Codec, numels: Sequence[int]) -> tuple[Room, list[Parcel]]:
     """Return parcels of these numbers of elements, and their common memory: one copy takes all of them to the host."""
     sizes = [-(-message_bytes(codec, numel) // _ALIGNMENT) * _ALIGNMENT for numel in numels]
-    room = Room.of_size(sum(sizes), codec.device)
+    room = Room(sum(sizes), codec.device)
     starts = itertools.accumulate(sizes, initial=0)
     parts = [room.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]
     return room, [Parcel(codec, numel, part) for numel, part in zip(numels, parts, strict=True)]

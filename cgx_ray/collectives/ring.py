@@ -51,7 +51,7 @@ class _RingLane:
         # By chunk: the sum so far, encoded by this rank, then the owner's message with the whole sum.
         self._of_chunk = [Parcel(codec, numel) for numel in numels]
         sizes = [parcel.num_bytes for parcel in self._of_chunk]
-        room = Room.of_size(max(sizes), codec.device)
+        room = Room(max(sizes), codec.device)
         self._coming = [Parcel(codec, numel, room) for numel in numels]
         rank, world_size = transport.rank, transport.world_size
         self.sent_bytes = 2 * sum(sizes) - sizes[rank] - sizes[(rank + 1) % world_size]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ from cgx_ray.runtime_ext.streams import DONE, Mark, streams_of
 class Group:
     """Buffers and state of one GroupPlan. Lives from one plan switch to the next.
 
-    codec_text codec in use, as in `CodecSpec.parse`
-    is_finite  True if the last average was finite, also as the model gets it, or was not checked
+    codec_text   codec in use, as in `CodecSpec.parse`
+    is_finite    True if the last average was finite, also as the model gets it, or was not checked
+    is_enqueued  True if a device sums it after the marks of its gradients, without the host, unless gains are measured
     """
 
     def __init__(
@@ -57,14 +59,8 @@ class Group:
         self._streams = streams_of(device)
         # True if the host encodes what another device computes.
         self._crosses = self._device != device
-        # Groups whose layers lie side by side in a bucket do not use this buffer. The system gives it no memory before
-        # it is first written, unless a device copies from and to it.
-        dtype = self._working_dtype()
-        self._flat_N = (
-            self._streams.host_memory(self.numel, dtype)
-            if self._crosses
-            else torch.empty(self.numel, dtype=dtype, device=device)
-        )
+        self.is_enqueued = self._is_dense and self._device != HOST and transport.enqueues_sums
+        self._dtype = self._working_dtype()
         self._memories = memories
         self._memory = memories.of_group(self._codec)
         # With a hierarchical scheme a residual belongs to the gradient of the whole node, so gains are measured without
@@ -96,6 +92,13 @@ class Group:
         takes_16_bit = self._device == HOST and self._codec.takes_16_bit and self.exchange.takes_16_bit
         takes_own = self._is_dense or (self._own_dtype.itemsize == 2 and takes_16_bit)
         return self._own_dtype if takes_own else torch.float32
+
+    @cached_property
+    def _flat_N(self) -> Tensor:  # noqa: N802 - tensors end in their dimensions
+        """Return memory for all gradients, which groups whose layers lie side by side in a bucket do not use."""
+        if self._crosses:
+            return self._streams.host_memory(self.numel, self._dtype)
+        return torch.empty(self.numel, dtype=self._dtype, device=self._device)
 
     @property
     def is_ready(self) -> bool:
@@ -136,15 +139,25 @@ class Group:
 
         `stamp` to `phases` are those of `Exchange.turns`.
         """
+        marks, self._marks = self._marks, []
+        turns = self._average(stamp, seed, gain, phases, checks_finite=checks_finite)
+        if self.is_enqueued and gain is None:
+            # All up to the sum. What comes after it runs when the host has seen its end.
+            with self._streams.apart(marks):
+                enqueued = next(turns)
+            yield enqueued
+        yield from turns
+
+    def _average(
+        self, stamp: Stamp, seed: int, gain: StepMeter | None, phases: Phases, *, checks_finite: bool
+    ) -> Iterator[Handle]:
         # All ranks change the codec's parameters at the same step, so the sizes of their messages match.
         if (spec := self.plan.option.codec.at_step(stamp.step)) != self._codec.spec:
             self._use(spec)
         views = [self._arrived[name] for name in self.plan.layers]
-        flat_N = self._flat_N
-        if self._needs_float32():
-            # Residuals are added in float32: once, after a plan switch.
-            flat_N = self._streams.host_memory(self.numel, torch.float32)
-        grad_N, parts, copies = self._places(views, flat_N)
+        # Residuals are added in float32: once, after a plan switch.
+        wide_N = self._streams.host_memory(self.numel, torch.float32) if self._needs_float32() else None
+        grad_N, parts, copies = self._places(views, wide_N)
         yield from self._copy_out(copies)
         layers = dict(zip(self.plan.layers, parts, strict=True))
         if self._memory is None:
@@ -211,12 +224,17 @@ class Group:
         return GroupGradients(fresh=grad_N, fed=fed_N, layers={} if self._added else large)
 
     def _places(
-        self, views: Sequence[Tensor], flat_N: Tensor
+        self, views: Sequence[Tensor], wide_N: Tensor | None
     ) -> tuple[Tensor, Sequence[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Return where the exchange works, the part of each layer there, and pairs of what to copy and where to."""
+        """Return where the exchange works, the part of each layer there, and pairs of what to copy and where to.
+
+        wide_N  float32 memory to use in place of the usual one
+        """
         joint_N = self._joint_memory(views)
-        if joint_N is not None and joint_N.dtype == flat_N.dtype and not self._crosses:
+        dtype = self._dtype if wide_N is None else wide_N.dtype
+        if joint_N is not None and joint_N.dtype == dtype and not self._crosses:
             return joint_N, views, []
+        flat_N = self._flat_N if wide_N is None else wide_N
         parts = flat_N.split(self._numels)
         if joint_N is None or self._is_dense:
             return flat_N, parts, list(zip(views, parts, strict=True))
@@ -245,7 +263,7 @@ class Group:
 
     def _needs_float32(self) -> bool:
         """Return True if residuals of an earlier plan are to be added to 16-bit gradients that would be encoded."""
-        is_narrow = self._flat_N.element_size() == 2 and not self._is_dense
+        is_narrow = self._dtype.itemsize == 2 and not self._is_dense
         return is_narrow and any(self._memories.residual(name) is not None for name in self.plan.layers)
 
     def _add_residuals(self, gradients: Mapping[str, Tensor]) -> None:

@@ -138,10 +138,10 @@ class _UnderWay:
 class StepRun:
     """Averages every group once.
 
-    Groups begin in plan order, each when its layers have arrived and the device has computed them. From then on they
-    share the thread: of the groups that can go on, the oldest does. So the network carries one group while the thread
-    encodes or decodes another. The order in which ranks go on with their groups may differ; the messages of each group
-    have a channel of their own.
+    Groups begin in plan order, each when its layers have arrived and the device has computed them. Those that a device
+    sums by itself do not wait for that. From then on they share the thread: of the groups that can go on, the oldest
+    does. So the network carries one group while the thread encodes or decodes another. The order in which ranks go on
+    with their groups may differ; the messages of each group have a channel of their own.
 
     unread   arrivals whose loss scales were not read yet; first the one that began the step
     is_open  True once the first of them was read: no group begins before that
@@ -295,6 +295,7 @@ class StepRun:
         self.last_arrival = self._clock.time_of(self.buckets[-1])
         for index, arrived in self._completed_by.items():
             self.ready_at[index] = self._clock.time_of(arrived)
+            self.phases[index].leave_out_before(self.ready_at[index])
 
     def release(self) -> None:
         """Give finished buckets back to DDP. Training continues when the last one is back."""
@@ -330,7 +331,8 @@ class StepRun:
         If there is no such group, that is before the next loss scale can be read.
         """
         if group is not None:
-            return group.awaited
+            # The host reads the gradients that it measures.
+            return None if group.is_enqueued and self.meter is None else group.awaited
         if not self.unread:
             return None
         computed, hashed = self.unread[0].computed, self.unread[0].weights.written

@@ -37,6 +37,9 @@ CASES = [
     ("terngrad", "ring", "auto"),
     ("bf16", "tree", "auto"),
     ("ef_signsgd", "broadcast", "auto"),
+    # The vendor sums on the device.
+    ("none", "dense", "auto"),
+    ("fp16", "allreduce", "auto"),
     # The host encodes, so gradients are copied there and back.
     ("qsgd", "sra", "cpu"),
     ("topk:density=0.05", "allgather", "cpu"),
@@ -59,7 +62,13 @@ class Outcome(NamedTuple):
 class Run:
     """Steps of a training, whose gradients are calls of a device, or computed at once on the CPU."""
 
-    def __init__(self, rank: int, case: tuple[str, str, str], device: TracedDevice | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        case: tuple[str, str, str],
+        device: TracedDevice | None,
+        vendor: dist.ProcessGroup | None,
+    ) -> None:
         codec, scheme, where = case
         group = dist.group.WORLD
         assert group is not None
@@ -73,8 +82,9 @@ class Run:
             device=where,
         )
         assert len(plan.groups) > 1
-        mesh = connect_mesh(group, TIMEOUT_S)
-        transport = Transport(group, mesh=mesh, timeout_s=TIMEOUT_S)
+        # Not in shared memory, since the vendor may add in another order.
+        mesh = connect_mesh(group, TIMEOUT_S, shared_memory=False)
+        transport = Transport(group, mesh=mesh, timeout_s=TIMEOUT_S, cuda_group=vendor)
         self.engine = Engine(LAYERS, plan, transport, device=HOST if device is None else DEVICE)
         self.num_groups = len(plan.groups)
         self._device, self._streams = device, self.engine.streams
@@ -86,15 +96,29 @@ class Run:
         if device is not None:
             device.own(self._buffer)
 
-    def step(self) -> Tensor:
+    def remember(self, value: float) -> None:
+        """Let each layer have a residual of another plan in the device's memory, with this value in all elements."""
+        residuals = {layer.name: torch.full((layer.numel,), value) for layer in LAYERS}
+        self.engine.load_state(0, {"residuals": residuals, "momentum": {}, "powersgd_q": {}})
+        if self._device is not None:
+            for layer in LAYERS:
+                residual = self.engine._memories.residual(layer.name)
+                assert residual is not None
+                self._device.own(residual)
+
+    def step(self, scales: tuple[Tensor, ...] = ()) -> Tensor:
         """Return the averages of one step."""
         future = self._streams.future()
         computed = {name: self._backward(view) for name, view in self._views.items()}
         *early, last = computed
         for name in early:
-            self.engine.submit(EarlyGradient(name=name, gradient=self._views[name], computed=computed[name]))
+            self.engine.submit(
+                EarlyGradient(name=name, gradient=self._views[name], scales=scales, computed=computed[name])
+            )
         self.engine.submit(
-            PendingBucket(gradients=self._views, buffer=self._buffer, future=future, computed=computed[last])
+            PendingBucket(
+                gradients=self._views, buffer=self._buffer, future=future, scales=scales, computed=computed[last]
+            )
         )
         future.wait()
         self._streams.mark().wait()
@@ -111,16 +135,26 @@ class Run:
         return self._streams.mark()
 
 
-def _train(rank: int, case: tuple[str, str, str], seed: int | None, removed: str | None = None) -> Outcome:
-    """Train on the CPU if `seed` is None, else on a traced device with that chance."""
+def _train(
+    rank: int, case: tuple[str, str, str], seed: int | None, removed: str | None = None, residual: float = 0.0
+) -> Outcome:
+    """Train on the CPU if `seed` is None, else on a traced device with that chance. `residual`: see `Run.remember`.
+
+    If there is one, the loss scale is 2, and that of the residuals is 1.
+    """
     device = TracedDevice(seed, removed) if seed is not None else None
+    vendor = dist.new_group() if case[1] in ("dense", "allreduce") else None
     if device is not None:
-        device.install()
-    run = Run(rank, case, device)
+        device.install(vendor)
+    run = Run(rank, case, device, vendor)
+    scales: tuple[Tensor, ...] = ()
+    if residual:
+        run.remember(residual)
+        scales = (torch.tensor(2.0),)
     if device is not None:
         device.sites.clear()
     try:
-        averages = [run.step() for _ in range(STEPS)]
+        averages = [run.step(scales) for _ in range(STEPS)]
     except (cgx_ray.CGXError, RaceError) as error:
         run.engine.close(1.0)
         return Outcome([], str(error), {}, set())
@@ -149,13 +183,37 @@ def test_calls_that_are_done_late_in_any_legal_order_change_no_bit(case: tuple[s
             _assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[6], CASES[-2]], ids="-".join)
-def test_without_any_one_wait_a_race_is_found(case: tuple[str, str, str]) -> None:
-    sites = set[str]().union(*(outcome.sites for outcome in run_ranks(2, _train, case, 0)))
+def test_residuals_that_a_dense_plan_sends_are_added_before_the_device_sums() -> None:
+    case = ("none", "dense", "auto")
+    plain = run_ranks(2, _train, case, 0)[0].tensors[0]
+    for found in run_ranks(2, _train, case, 0, None, 0.5):
+        assert found.error is None, found.error
+        # Two times 0.5, for the loss scale.
+        torch.testing.assert_close(found.tensors[0], plain + 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "residual"),
+    [
+        (("qsgd", "sra", "auto"), 0.0),
+        (("dgc:density=0.05", "allgather", "auto"), 0.0),
+        (("qsgd", "sra", "cpu"), 0.0),
+        (("none", "dense", "auto"), 0.5),
+        (("fp16", "allreduce", "auto"), 0.0),
+    ],
+)
+def test_without_any_one_wait_a_race_is_found(case: tuple[str, str, str], residual: float) -> None:
+    sites = set[str]().union(*(outcome.sites for outcome in run_ranks(2, _train, case, 0, None, residual)))
     assert len(sites) >= 2, sites
     for site in sorted(sites):
-        errors = [outcome.error for outcome in run_ranks(2, _train, case, 0, site)]
+        errors = [outcome.error for outcome in run_ranks(2, _train, case, 0, site, residual)]
         assert any(error is not None and "are not ordered" in error for error in errors), (site, errors)
+
+
+def test_a_dense_group_costs_one_launch_and_one_sum_and_no_wait() -> None:
+    """As DDP: a division and a sum, which the device does after the gradient."""
+    for outcome in run_ranks(2, _train, ("none", "dense", "auto"), 0):
+        assert outcome.counts == {"launches": 1, "sums": 1, "waits": 0}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

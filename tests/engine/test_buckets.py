@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.branches import Branches, train
+from support.counted_memory import CountedMemory
 from support.ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -72,6 +73,22 @@ def test_dense_groups_are_ddps_buckets_where_those_are_smaller_than_25_mib() -> 
     for groups, buckets in run_ranks(2, _dense_groups_and_buckets, "none"):
         assert groups == buckets == [4, 4, 4]
     assert run_ranks(2, _dense_groups_and_buckets, "qsgd")[0][0] == [6, 6]
+
+
+def _bytes_to_list_buckets(rank: int) -> tuple[int, int]:
+    """Return the number of buckets, and the bytes that are taken to find what is in them."""
+    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), bucket_cap_mb=0.03)
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+    with CountedMemory() as counted:
+        buckets = bucket_parameters(model)
+    assert {parameter for bucket in buckets for parameter in bucket} == set(model.parameters())
+    return len(buckets), counted.num_bytes
+
+
+def test_to_list_what_is_in_buckets_takes_no_memory_for_gradients() -> None:
+    for num_buckets, num_bytes in run_ranks(2, _bytes_to_list_buckets):
+        assert (num_buckets, num_bytes) == (3, 3 * 4)
 
 
 class _WithEmpty(Branches):

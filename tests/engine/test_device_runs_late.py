@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -34,10 +35,25 @@ LAYERS = [Layer(name=f"layer{index}", numel=NUMEL, ndim=2, num_rows=10) for inde
 PATIENCE_S = 20.0
 
 
+class _SumStreams(Streams):
+    """`waited` gets the marks that the stream of the sums was told to wait for, group by group."""
+
+    def __init__(self) -> None:
+        self.waited: list[list[Mark]] = []
+
+    @contextmanager
+    def apart(self, after: Iterable[Mark] = ()) -> Iterator[None]:
+        self.waited.append(list(after))
+        yield
+
+
 class Training:
     """An engine with one group per layer, and the gradients of one step. `begun` gets the index of each group."""
 
-    def __init__(self, rank: int, codec: str, scheme: str, *, has_mesh: bool = True) -> None:
+    def __init__(
+        self, rank: int, codec: str, scheme: str, *, has_mesh: bool = True, sums: _SumStreams | None = None
+    ) -> None:
+        """`sums`: the streams of a device on which the vendor sums."""
         group = dist.group.WORLD
         assert group is not None
         mesh = connect_mesh(group, PATIENCE_S) if has_mesh else None
@@ -46,7 +62,12 @@ class Training:
         assert len(plan.groups) == len(LAYERS)
         self.begun: queue.Queue[int] = queue.Queue()
         self._note_groups()
-        self.engine = Engine(LAYERS, plan, Transport(group, mesh=mesh, timeout_s=PATIENCE_S))
+        device, vendor = torch.device("cpu"), None
+        if sums is not None:
+            device, vendor = torch.device("cpu", 0), dist.new_group()
+            STREAMS[device] = sums
+        transport = Transport(group, mesh=mesh, timeout_s=PATIENCE_S, cuda_group=vendor)
+        self.engine = Engine(LAYERS, plan, transport, device=device)
         self.buffer = torch.empty(len(LAYERS) * NUMEL)
         self.views = dict(zip(self.names, self.buffer.split(NUMEL), strict=True))
         self._random = torch.Generator().manual_seed(rank)
@@ -114,6 +135,29 @@ def test_a_group_begins_when_its_own_gradient_is_computed_not_when_backward_ends
         assert begun == list(range(len(LAYERS)))
         assert torch.equal(late, at_once)
         assert torch.equal(late, results[0][1])
+
+
+def _sums_of_the_device(rank: int) -> float:
+    """Return the seconds of exchange of a step whose sums a device was given before it computed any gradient."""
+    streams = _SumStreams()
+    training = Training(rank, "none", "dense", sums=streams)
+    training.buffer.normal_(generator=torch.Generator().manual_seed(rank))
+    marks: list[Mark] = [GivenMark() for _ in LAYERS]
+    future = training.submit(marks)
+    begun = [training.begun.get(timeout=PATIENCE_S) for _ in LAYERS]
+    assert begun == list(range(len(LAYERS)))
+    future.wait()
+    assert streams.waited == [[mark] for mark in marks]
+    assert not any(isinstance(mark, GivenMark) and mark.is_awaited.is_set() for mark in marks)
+    sample = training.engine.last_step
+    training.engine.close()
+    assert sample is not None
+    return sample.exchange_s
+
+
+def test_a_device_is_given_its_sums_before_it_has_computed_the_gradients() -> None:
+    """As by DDP. Here the sums come first, so none of their time counts as exchange."""
+    assert run_ranks(2, _sums_of_the_device) == [0.0, 0.0]
 
 
 class _TimedMark(GivenMark):

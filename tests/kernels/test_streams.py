@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import queue
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from support.device.marks import GivenMark
 
 from cgx_ray.codecs.codec import HOST
-from cgx_ray.runtime_ext.streams import DONE, Waiter, streams_of
+from cgx_ray.runtime_ext.streams import DONE, Streams, Waiter, streams_of
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 20.0
@@ -77,6 +80,67 @@ def test_a_mark_that_is_done_needs_no_thread() -> None:
     assert threading.active_count() == num_threads
     assert mark.seen_s is not None
     assert DONE.seen_s is None
+
+
+class _FakeCuda:
+    """Takes the place of torch.cuda's streams and events; `calls` gets what streams are given, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.now = self.stream("usual")
+
+    def stream(self, name: str) -> MagicMock:
+        stream = MagicMock(cuda_stream=len(name))
+        stream.name = name
+        stream.wait_stream.side_effect = lambda other: self.calls.append(f"{name} after {other.name}")
+        stream.wait_event.side_effect = lambda event: self.calls.append(f"{name} after {event.name}")
+        return stream
+
+    @contextmanager
+    def on(self, stream: MagicMock) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def event(self, **options: object) -> MagicMock:
+        event = MagicMock()
+
+        def record(stream: MagicMock) -> None:
+            event.name = f"mark {len(self.calls)} of {stream.name}"
+            self.calls.append(event.name)
+
+        event.record.side_effect = record
+        return event
+
+
+def test_a_sum_waits_on_the_device_for_its_gradients_and_codecs_do_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake, made = _FakeCuda(), list[object]()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.now)
+    monkeypatch.setattr(torch.cuda, "stream", fake.on)
+    monkeypatch.setattr(torch.cuda, "Event", fake.event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or fake.stream("sums"))
+    monkeypatch.setattr("cgx_ray.runtime_ext.streams.STREAMS", {})
+    streams = streams_of(torch.device("cuda", 0))
+    computed = streams.mark(fake.stream("gradient"))
+    for _ in range(2):
+        with streams.apart([computed, DONE]):
+            fake.calls.append(f"sum on {fake.now.name}")
+            summed = streams.mark()
+        fake.calls.append(f"encode on {fake.now.name}")
+    assert summed.stream == len("sums")
+    assert len(made) == 1, "one stream for all sums, so that they stay in order"
+    first, again = fake.calls[1:6], fake.calls[6:]
+    assert fake.calls[0] == "mark 0 of gradient"
+    assert first[:3] == ["sums after usual", "sums after mark 0 of gradient", "sum on sums"]
+    assert first[3:] == ["mark 4 of sums", "encode on usual"]
+    assert [call for call in again if "mark 9" not in call] == [call for call in first if "mark 4" not in call]
+
+
+def test_on_a_cpu_nothing_is_apart() -> None:
+    with Streams().apart([DONE]):
+        assert Streams().current() is None
 
 
 class _Broken(GivenMark):

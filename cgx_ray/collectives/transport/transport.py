@@ -45,6 +45,7 @@ class Transport:
     local              collectives among the ranks of this node; None if it has one rank, or with a simulated link
     step, group_index  the exchange that runs, for error messages; its messages go on a channel of the group's number
     timeout_s          seconds after which a peer that does not answer counts as gone
+    enqueues_sums      True if a device sums its tensors by itself: neither the host nor a simulated link takes part
     has_given_up       True after `abort`: because of an error of this rank, or of another one
     """
 
@@ -68,6 +69,7 @@ class Transport:
         """
         self._group = group
         self._cuda_group = cuda_group if cuda_group is not None else group
+        self.enqueues_sums = cuda_group is not None and link is None
         self._delay = LinkDelay(link) if link is not None else None
         self._mesh = mesh
         self._lifeline, self._sockets = lifeline, sockets
@@ -223,7 +225,8 @@ class Transport:
     def all_reduce(self, values_N: Tensor) -> Iterator[Handle]:
         """Sum over ranks, in place: through shared memory if all ranks are on one host, else by the vendor's ring.
 
-        The vendor always sums CUDA tensors.
+        The vendor always sums CUDA tensors, after all that this thread has enqueued for them. The handle is done when
+        the device has their sum.
         """
         ring = 2 * (self.world_size - 1)
         num_bytes = ring * values_N.numel() * values_N.element_size() // self.world_size
@@ -239,12 +242,17 @@ class Transport:
                 self.local.all_reduce(values_N)
                 return []
             if values_N.is_cuda:
-                dist.all_reduce(values_N, group=self._cuda_group)
-                # NCCL has only enqueued the sum on the stream.
-                return streams_of(values_N.device).mark()
+                return self._enqueue_sum(values_N)
             return self._watched("an all-reduce", dist.all_reduce(values_N, group=self._group, async_op=True))
         except RuntimeError as error:
             raise self._broken("an all-reduce", error, began_s) from error
+
+    def _enqueue_sum(self, values_N: Tensor) -> Mark:
+        streams = streams_of(values_N.device)
+        # Apart, because a sum takes as long as the network does: codecs of other groups must not wait for it.
+        with streams.apart():
+            dist.all_reduce(values_N, group=self._cuda_group)
+            return streams.mark()
 
     def broadcast(self, message: Tensor, root: int) -> Iterator[Handle]:
         """See `TransportLike.broadcast`; by the vendor's tree."""

@@ -15,12 +15,14 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -28,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from cgx_ray.codecs import Codec
 from cgx_ray.codecs.codec import Memory, PayloadRow
 from cgx_ray.collectives import Transport, hierarchical
+from cgx_ray.collectives.transport import transport as transport_module
 from cgx_ray.engine import group as engine_group
 from cgx_ray.runtime_ext import streams
 from cgx_ray.runtime_ext.mesh import flat
@@ -35,6 +38,8 @@ from cgx_ray.runtime_ext.streams import Mark, Streams
 
 # Tensors on it say that they are on the CPU, but to the engine it is no host.
 DEVICE = torch.device("cpu", 0)
+# The site of what `apart` waits for besides the marks that it is given.
+APART = "apart"
 # By stream, the number of its calls that are known to be done.
 Clock = dict[int, int]
 # Functions that ask for a mark, but go on whatever the answer is, or have asked before.
@@ -74,15 +79,25 @@ class TracedMark(Mark):
     def wait(self) -> None:
         self._device.reach(self._after, self._site)
 
+    def hold(self, stream: int) -> None:
+        """Let `stream` go on after this mark."""
+        if self._site != self._device.removed:
+            self._device.sites.add(self._site)
+            self._device.order(stream, self._after)
+
 
 class TracedFuture(torch.futures.Future[Tensor]):
-    """As a future of a CUDA device: who waits for it goes on, on its stream, after the stream of who has set it."""
+    """As a future of a CUDA device: who waits for it goes on, on its stream, after the stream of who has set it.
+
+    And after all that who has set it had seen done.
+    """
 
     device: TracedDevice
     after: Clock
 
     def set_result(self, result: Tensor) -> None:
-        self.after = self.device.clock_of(self.device.current())
+        seen = self.device.known_to(threading.get_ident())
+        self.after = _joined(self.device.clock_of(self.device.current()), seen)
         super().set_result(result)
 
     def wait(self) -> Tensor:
@@ -96,11 +111,12 @@ class TracedDevice(Streams):
 
     removed    site whose marks nobody waits for
     sites      those of marks that somebody has waited for
-    counts     "waits", "launches", "copies in" and "copies out" of the engine's threads so far
+    counts     "waits", "launches", "copies in", "copies out" and "sums" of the engine's threads so far
     """
 
     def __init__(self, seed: int, removed: str | None = None) -> None:
         self.removed = removed
+        self._apart: int | None = None
         self.sites: set[str] = set()
         self.counts: Counter[str] = Counter()
         self._chance = random.Random(seed)
@@ -116,10 +132,14 @@ class TracedDevice(Streams):
         self._pinned: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
 
-    def install(self) -> None:
-        """Take the place of the streams of `DEVICE` in this process, and trace codecs and messages of engines."""
+    def install(self, vendor: dist.ProcessGroup | None = None) -> None:
+        """Take the place of the streams of `DEVICE` in this process, and trace codecs and messages of engines.
+
+        vendor  group that sums memory of the device, as calls of the device
+        """
         streams.STREAMS[DEVICE] = self
         make_codec, start, is_finite = engine_group.make_codec, Transport.start, engine_group.is_finite
+        start_sum, all_reduce = Transport._start_sum, dist.all_reduce
 
         def traced_codec(*arguments: Any, **options: Any) -> Codec:
             codec = make_codec(*arguments, **options)
@@ -134,6 +154,18 @@ class TracedDevice(Streams):
             self._read(values_N)
             return is_finite(values_N)
 
+        def traced_start_sum(transport: Transport, values_N: Tensor) -> Any:
+            is_ours = vendor is not None and self._is_own(values_N)
+            return transport._enqueue_sum(values_N) if is_ours else start_sum(transport, values_N)
+
+        def traced_all_reduce(values_N: Tensor, *arguments: Any, **options: Any) -> Any:
+            if vendor is None or options.get("group") is not vendor:
+                return all_reduce(values_N, *arguments, **options)
+            return self.launch(lambda: all_reduce(values_N, group=vendor), [values_N], [values_N], "sums")
+
+        Transport._start_sum = traced_start_sum  # type: ignore[method-assign]
+        transport_module.streams_of = lambda device: self  # type: ignore[attr-defined]
+        dist.all_reduce = traced_all_reduce
         engine_group.make_codec = hierarchical.make_codec = traced_codec  # type: ignore[attr-defined]
         Transport.start = traced_start  # type: ignore[method-assign]
         engine_group.is_finite = traced_is_finite  # type: ignore[attr-defined]
@@ -141,11 +173,14 @@ class TracedDevice(Streams):
     # As an engine uses it.
 
     def enter(self) -> None:
+        self._streams[threading.get_ident()] = self._new_stream()
+        _Traced(self).__enter__()
+
+    def _new_stream(self) -> int:
         with self._lock:
             stream = len(self._calls)
             self._calls[stream], self._num_done[stream], self._clocks[stream] = deque(), 0, {}
-            self._streams[threading.get_ident()] = stream
-        _Traced(self).__enter__()
+            return stream
 
     def current(self) -> Any:
         return self._streams.get(threading.get_ident(), 0)
@@ -157,6 +192,21 @@ class TracedDevice(Streams):
     def join(self, streams: Iterable[Any]) -> None:
         for stream in streams:
             self.order(self.current(), self.clock_of(stream))
+
+    @contextmanager
+    def apart(self, after: Iterable[Mark] = ()) -> Iterator[None]:
+        thread, usual = threading.get_ident(), self.current()
+        if self._apart is None:
+            self._apart = self._new_stream()
+        if self.removed != APART:
+            self.sites.add(APART)
+            self.order(self._apart, self.clock_of(usual))
+        for mark in after:
+            assert isinstance(mark, TracedMark)
+            mark.hold(self._apart)
+        self._streams[thread] = self._apart
+        yield
+        self._streams[thread] = usual
 
     def future(self) -> torch.futures.Future[Tensor]:
         future = TracedFuture()
@@ -205,6 +255,10 @@ class TracedDevice(Streams):
     def clock_of(self, stream: int) -> Clock:
         with self._lock:
             return dict(self._clocks[stream])
+
+    def known_to(self, thread: int) -> Clock:
+        with self._lock:
+            return dict(self._known.get(thread, {}))
 
     def order(self, stream: int, after: Clock) -> None:
         """Let `stream` go on after `after`."""
