@@ -10,19 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.codecs import build_kernels
 from cgx_ray.codecs.codec import HOST, KINDS, POWERSGD_Q
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.collectives import Transport
+from cgx_ray.collectives.transport.transport_like import VendorCall
 from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.gains.gain_meter import StepMeter
 from cgx_ray.engine.gains.gain_schedule import GainSchedule
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.layers import LOSSY_FLOAT64
 from cgx_ray.engine.loss_scale import one_scale
-from cgx_ray.engine.step import EarlyGradient, PauseWatch, PendingBucket, StepClock, StepRun
+from cgx_ray.engine.step import EarlyGradient, PauseWatch, PendingBucket, StepClock, StepRun, StepStart
 from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import ObservedTraining, Telemetry
@@ -31,11 +33,13 @@ from cgx_ray.engine.unused import StepResult
 from cgx_ray.engine.weight_check import WeightCheck
 from cgx_ray.errors import CGXError, ConfigError, PlanError, ReplicaError, StateError, listed
 from cgx_ray.monitors.sample import InsideLink, StepSample
-from cgx_ray.plan import NONE, CodecSpec, Layer, Plan
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
 from cgx_ray.runtime_ext.streams import streams_of
 
 logger = logging.getLogger(__name__)
+
+Arrived = PendingBucket | EarlyGradient | StepStart
 
 
 class Engine:
@@ -120,6 +124,22 @@ class Engine:
             raise self._failure
         self._num_threads = torch.get_num_threads()
         self._thread.put(arrived, f"rank {self._transport.rank}, step {self.step}")
+
+    def begin_step(self) -> bool:
+        """Begin a step before its first gradient. Return True if DDP's own all-reduce may average it.
+
+        So it is, on all ranks alike, if the plan in force is dense as a whole, no gains are measured in this step and
+        no residual is left. Waits for the thread, which at most waits for the agreement of the step before.
+        """
+        if self._failure is not None:
+            raise self._failure
+        start = StepStart()
+        self._thread.put(start, f"rank {self._transport.rank}, step {self.step}")
+        return start.future.result()
+
+    def watched(self, work: dist.Work) -> VendorCall:
+        """Return what `PendingBucket.summed` is for `work`."""
+        return self._transport.watched("DDP's all-reduce", work)
 
     def hold(self, plan: Plan) -> None:
         """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it.
@@ -234,12 +254,12 @@ class Engine:
 
     # Called by the engine's own thread.
 
-    def _run(self, inbox: Inbox[PendingBucket | EarlyGradient]) -> None:
+    def _run(self, inbox: Inbox[Arrived]) -> None:
         self.streams.enter()
         step: StepRun | None = None
         is_ending = False
         while not is_ending or (step is not None and step.has_work):
-            arrived: PendingBucket | EarlyGradient | None = None
+            arrived: Arrived | None = None
             try:
                 if step is not None and step.has_work:
                     # Without waiting, unless there is nothing else to do.
@@ -257,18 +277,23 @@ class Engine:
                     step = None
                     self._transport.greet(lambda: not inbox.is_empty)
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the futures
-                new = [arrived] if isinstance(arrived, PendingBucket) else []
+                new = [arrived] if isinstance(arrived, PendingBucket | StepStart) else []
                 self._fail(error, [*new, *(step.buckets if step is not None else [])])
                 step = None
         if step is not None:
             self._fail(step.closed_within(), step.buckets)
 
-    def _take(self, arrived: PendingBucket | EarlyGradient, step: StepRun | None) -> StepRun | None:
+    def _take(self, arrived: Arrived, step: StepRun | None) -> StepRun | None:
         """Add what has arrived to `step`, or begin one. Return the step under way."""
         if self._failure is not None:
-            if isinstance(arrived, PendingBucket):
+            if not isinstance(arrived, EarlyGradient):
                 arrived.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
             return None
+        if isinstance(arrived, StepStart):
+            step = step or self._begin()
+            is_dense = all(group.option == DENSE for group in self.plan.groups)
+            arrived.future.set_result(is_dense and step.meter is None and self._memories.is_empty)
+            return step
         if step is None or isinstance(arrived, PendingBucket):
             step = step or self._begin()
             step.unread.append(arrived)
@@ -279,9 +304,7 @@ class Engine:
             step.take_early(arrived)
         return step
 
-    def _next(
-        self, inbox: Inbox[PendingBucket | EarlyGradient], step: StepRun | None
-    ) -> PendingBucket | EarlyGradient | None:
+    def _next(self, inbox: Inbox[Arrived], step: StepRun | None) -> Arrived | None:
         """Return what arrives next; None at the end. Raise CGXError if gradients of `step` do not arrive in time."""
         if step is None or not step.buckets:
             # DDP itself finds layers without a gradient, at the next forward, if it waits for no bucket.
@@ -419,7 +442,7 @@ class Engine:
                 replace(sample, between_s=between_s, loss=loss, lr=lr, inside=self._inside, weight_drift=drift)
             )
 
-    def _fail(self, error: BaseException, buckets: Sequence[PendingBucket]) -> None:
+    def _fail(self, error: BaseException, buckets: Sequence[PendingBucket | StepStart]) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CGXError) and self._transport.has_given_up:
             error = self._transport.explained(error)
         if isinstance(error, CGXError):

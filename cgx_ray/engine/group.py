@@ -15,9 +15,10 @@ from cgx_ray.codecs.codec import HOST, is_finite
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Handle, Phases, Transport, make_exchange
+from cgx_ray.collectives.transport.transport_like import VendorCall
 from cgx_ray.engine.gains.gain_meter import GroupGradients, StepMeter
 from cgx_ray.errors import CGXError
-from cgx_ray.plan import NONE, CodecSpec, Device, GroupPlan, Intra, Layer, Scheme
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, GroupPlan, Intra, Layer, Scheme
 from cgx_ray.runtime_ext.streams import DONE, Mark, streams_of
 
 
@@ -26,7 +27,6 @@ class Group:
 
     codec_text   codec in use, as in `CodecSpec.parse`
     is_finite    True if the last average was finite, also as the model gets it, or was not checked
-    is_enqueued  True if a device sums it after the marks of its gradients, without the host, unless gains are measured
     """
 
     def __init__(
@@ -51,6 +51,9 @@ class Group:
         if plan.option.codec == NONE and self._own_dtype == torch.float64:
             # The other schemes send float32, with its range.
             self._option = replace(plan.option, scheme=Scheme.DENSE, device=Device.AUTO)
+        elif plan.option == DENSE and device != HOST and not transport.sums_on_device:
+            # Else by way of the host, in the vendor's ring.
+            self._option = replace(DENSE, scheme=Scheme.SRA)
         self._is_dense = self._option.scheme is Scheme.DENSE
         self._transport = transport
         self._is_compressible = not all(layer.is_small for layer in self._layers)
@@ -59,7 +62,7 @@ class Group:
         self._streams = streams_of(device)
         # True if the host encodes what another device computes.
         self._crosses = self._device != device
-        self.is_enqueued = self._is_dense and self._device != HOST and transport.enqueues_sums
+        self._is_enqueued = self._is_dense and self._device != HOST and transport.enqueues_sums
         self._dtype = self._working_dtype()
         self._memories = memories
         self._memory = memories.of_group(self._codec)
@@ -70,6 +73,9 @@ class Group:
         self._arrived: dict[str, Tensor] = {}
         # Of the gradients that the device may not have computed yet.
         self._marks: list[Mark] = []
+        # Of the buckets that DDP's own group sums. True if it was so in the step under way, or in the last one.
+        self._sums: list[VendorCall] = []
+        self._is_summed_by_ddp = False
         self.is_finite = True
         self._is_copying = False
         # Where the model gets the last average, if that is not finite.
@@ -101,6 +107,18 @@ class Group:
         return torch.empty(self.numel, dtype=self._dtype, device=self._device)
 
     @property
+    def is_enqueued(self) -> bool:
+        """True if a device sums it after the marks of its gradients, without the host, unless gains are measured."""
+        return self._is_enqueued or bool(self._sums)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in the step under way, or in the last one; see `Exchange`."""
+        world_size = self._transport.world_size
+        ring_bytes = 2 * (world_size - 1) * self.dense_bytes // world_size
+        return ring_bytes if self._is_summed_by_ddp else self.exchange.sent_bytes
+
+    @property
     def is_ready(self) -> bool:
         """True if the gradients of all layers have arrived."""
         return len(self._arrived) == len(self._numels)
@@ -116,15 +134,18 @@ class Group:
         """True if no other group may begin now: `Exchange.keeps_order`, which is not known before it has begun."""
         return self._is_copying or self.exchange.keeps_order
 
-    def arrive(self, name: str, view: Tensor, computed: Mark = DONE) -> None:
+    def arrive(self, name: str, view: Tensor, computed: Mark = DONE, summed: VendorCall | None = None) -> None:
         """Note the gradient of a layer. `turns` reads it and overwrites it with the average.
 
         computed  after it the device has computed the gradient
+        summed    after it the gradient is the average: DDP's own group sums it
 
         It may be noted twice; then the first mark counts. Raises CGXError if it has moved meanwhile.
         """
         if name not in self._arrived:
             self._marks.append(computed)
+            if summed is not None and all(summed is not known for known in self._sums):
+                self._sums.append(summed)
         before = self._arrived.setdefault(name, view)
         if before.data_ptr() != view.data_ptr():
             raise CGXError(
@@ -140,6 +161,10 @@ class Group:
         `stamp` to `phases` are those of `Exchange.turns`.
         """
         marks, self._marks = self._marks, []
+        sums, self._sums, self._is_summed_by_ddp = self._sums, [], bool(self._sums)
+        if sums:
+            yield from self._await(sums, phases)
+            return
         turns = self._average(stamp, seed, gain, phases, checks_finite=checks_finite)
         if self.is_enqueued and gain is None:
             # All up to the sum. What comes after it runs when the host has seen its end.
@@ -147,6 +172,15 @@ class Group:
                 enqueued = next(turns)
             yield enqueued
         yield from turns
+
+    def _await(self, sums: Sequence[VendorCall], phases: Phases) -> Iterator[Handle]:
+        """Wait until DDP's own group has averaged the gradients."""
+        self.is_finite, self._views, self._added = True, [], []
+        with phases.round():
+            # To finish the call of a device only lets this thread's stream wait for it.
+            yield from sums
+            yield self._streams.mark()
+        self._arrived.clear()
 
     def _average(
         self, stamp: Stamp, seed: int, gain: StepMeter | None, phases: Phases, *, checks_finite: bool

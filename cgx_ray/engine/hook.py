@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from cgx_ray.collectives.transport.transport_like import VendorCall
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.layers import averaged_parameters
 from cgx_ray.engine.loss_scale import LossScale, Scales
@@ -34,6 +35,9 @@ class DdpBuckets:
     It needs the places in the buckets, so not before DDP has rebuilt them, which it does after the first step. Not with
     `static_graph`, where a parameter may get several gradients in one backward pass.
 
+    Steps may be handed over to DDP's own all-reduce, see `Engine.begin_step`. It is called here, on the thread of
+    backward, so that all its collectives start in the order in which DDP alone would start them.
+
     Each parameter may have a stream of its own, on which its hooks are called and DDP copies its gradient.
     """
 
@@ -45,11 +49,13 @@ class DdpBuckets:
         *,
         weight_check_steps: int = 0,
         average_weights: bool = False,
+        hands_over: bool = False,
     ) -> None:
         """
         loss_scale          by default finds the GradScaler that scales the losses
         weight_check_steps  steps between two comparisons of the ranks' weights, 0 for none
         average_weights     make them the same again if they differ by rounding
+        hands_over          let DDP's own all-reduce average the steps of a plan that is dense as a whole
         """
         self._engine = engine
         self._streams = engine.streams
@@ -59,6 +65,9 @@ class DdpBuckets:
         self._weights = WeightCheck(averaged_parameters(model), weight_check_steps)
         engine.compare_with(self._weights)
         self._averaged_step = -1
+        self._hands_over, self._process_group = hands_over, model.process_group
+        # Of the step under way, once it is known.
+        self._is_handed_over: bool | None = None
         self._used = UsedLayers(model)
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._has_warned = False
@@ -86,6 +95,9 @@ class DdpBuckets:
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         buffer = bucket.buffer()
         future = self._streams.future()
+        is_handed_over = self._ask_engine()
+        if bucket.is_last():
+            self._is_handed_over = None
         self._expects_bucket = self._has_begun = not bucket.is_last()
         self._newest = None
         unused = self._used.take_unused(bucket, names)
@@ -97,19 +109,33 @@ class DdpBuckets:
         # A rank without inputs gets buckets of zeros inside `join`, which lie elsewhere.
         if self._keeps_buckets and not self._allows_uneven_inputs():
             self._places.update(gradients)
-        self._engine.submit(
-            PendingBucket(
-                gradients=gradients,
-                buffer=buffer,
-                future=future,
-                scales=self._loss_scale.now(),
-                unused=unused,
-                # After `now`, so that it also covers the device's copies of the scales.
-                computed=self._end_of_bucket(),
-                weights=self._weights_hash(),
-            )
+        pending = PendingBucket(
+            gradients=gradients,
+            buffer=buffer,
+            future=future,
+            scales=self._loss_scale.now(),
+            unused=unused,
+            # After `now`, so that it also covers the device's copies of the scales.
+            computed=self._end_of_bucket(),
+            weights=self._weights_hash(),
         )
+        if is_handed_over:
+            pending.summed = self._begin_sum(buffer)
+        self._engine.submit(pending)
         return future.then(_value)
+
+    def _ask_engine(self) -> bool:
+        """Return whether DDP's own all-reduce averages this step. All ranks get the same answer."""
+        if self._hands_over and self._is_handed_over is None:
+            self._is_handed_over = self._engine.begin_step()
+        return bool(self._is_handed_over)
+
+    def _begin_sum(self, buffer: Tensor) -> VendorCall:
+        """Begin to average a bucket as DDP does, which divides first."""
+        buffer.div_(dist.get_world_size(self._process_group))
+        work = dist.all_reduce(buffer, group=self._process_group, async_op=True)
+        assert work is not None
+        return self._engine.watched(work)
 
     def close(self) -> None:
         """Remove the hooks from the parameters. DDP keeps its communication hook as long as it lives."""
@@ -142,6 +168,12 @@ class DdpBuckets:
         if not self._expects_bucket:
             return
         self._refuse_capture()
+        stream = self._streams.current()
+        if stream is not None:
+            self._used_streams.add(stream)
+        if self._ask_engine():
+            # Its sums are by bucket.
+            return
         newest, self._newest = self._newest, None
         if newest is not None:
             self._has_begun = True
@@ -153,9 +185,7 @@ class DdpBuckets:
                 weights=self._weights_hash(),
             )
             self._engine.submit(early)
-        name, stream = self._names.get(id(parameter)), self._streams.current()
-        if stream is not None:
-            self._used_streams.add(stream)
+        name = self._names.get(id(parameter))
         if name is not None and name in self._places:
             # Only a step's first gradients say its loss scale: on a CUDA device, that is a copy.
             scales = () if self._has_begun else self._loss_scale.now()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Handle, Phases, Transport
+from cgx_ray.collectives.transport.transport_like import VendorCall
 from cgx_ray.engine.gains.gain_meter import StepMeter
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import Scales
@@ -110,6 +112,7 @@ class PendingBucket:
     unused       layers without a gradient on this rank; None if DDP delivers the averages of all layers
     computed     after it the gradients and the scales can be read
     weights      hash of this rank's weights, if they are compared in this step; only what comes first in a step has it
+    summed       sum over ranks of the divided `buffer`, which DDP's own group has begun; None if the engine averages it
     num_waiting  layers that are not averaged yet
     """
 
@@ -121,7 +124,18 @@ class PendingBucket:
     computed: Mark = DONE
     weights: WeightHash = NOT_HASHED
     arrived_s: float = field(default_factory=time.perf_counter)
+    summed: VendorCall | None = None
     num_waiting: int = 0
+
+
+@dataclass(slots=True)
+class StepStart:
+    """Asks for a step to begin before its first gradient.
+
+    `future` gets True if DDP's own all-reduce may average the step.
+    """
+
+    future: concurrent.futures.Future[bool] = field(default_factory=concurrent.futures.Future)
 
 
 @dataclass(slots=True)
@@ -196,6 +210,8 @@ class StepRun:
     def take(self, bucket: PendingBucket) -> None:
         """Accept a bucket. Buckets go back when their last layer is averaged."""
         self.buckets.append(bucket)
+        if bucket.summed is not None:
+            self._transport.count_sum(bucket.buffer)
         self._arrive({n: gradient for n, gradient in bucket.gradients.items() if n not in self._averaged}, bucket)
         bucket.num_waiting = sum(name not in self._returned for name in bucket.gradients)
         self._bucket_of.update(dict.fromkeys(bucket.gradients, bucket))
@@ -308,7 +324,8 @@ class StepRun:
         for name, gradient in gradients.items():
             group = self._group_of[name]
             was_ready = group.is_ready
-            group.arrive(name, gradient, brought_by.computed)
+            summed = brought_by.summed if isinstance(brought_by, PendingBucket) else None
+            group.arrive(name, gradient, brought_by.computed, summed)
             if group.is_ready and not was_ready:
                 self._completed_by[group.index] = brought_by
 
@@ -320,10 +337,9 @@ class StepRun:
         group = self.groups[self._num_begun]
         if not self._under_way:
             return group
-        exchanges = [one.group.exchange for one in self._under_way]
-        begun_bytes = sum(exchange.sent_bytes for exchange in exchanges)
+        begun_bytes = sum(one.group.sent_bytes for one in self._under_way)
         is_free = self._transport.takes_many and not any(one.group.keeps_order for one in self._under_way)
-        return group if is_free and begun_bytes + group.exchange.sent_bytes <= WINDOW_BYTES else None
+        return group if is_free and begun_bytes + group.sent_bytes <= WINDOW_BYTES else None
 
     def _awaited_before(self, group: Group | None) -> Mark | None:
         """Return what the device must come to before `group`, the next one, begins; None if it can begin now.

@@ -44,7 +44,7 @@ def sample_of_step(
 
     Empties the transport's counters of bytes and rates.
     """
-    seconds = exchange_seconds([phases.rounds for phases in step.phases], [g.exchange.sent_bytes for g in step.groups])
+    seconds = exchange_seconds([phases.rounds for phases in step.phases], [g.sent_bytes for g in step.groups])
     bursts: tuple[Burst, ...] = ()
     rate_from: dict[int, float] = {}
     rank, nodes = transport.rank, transport.nodes
@@ -61,7 +61,7 @@ def sample_of_step(
         encode_s=sum(phases.encode for phases in step.phases),
         exchange_s=sum(seconds),
         decode_s=sum(phases.decode for phases in step.phases),
-        wire_bytes=sum(group.exchange.sent_bytes for group in step.groups),
+        wire_bytes=sum(group.sent_bytes for group in step.groups),
         card_bytes=transport.take_card_bytes(),
         dense_bytes=sum(group.dense_bytes for group in step.groups),
         ready_s=tuple(ready - began_s for ready in step.ready_at),
@@ -120,7 +120,7 @@ def _transfers(step: StepRun, seconds: Sequence[float]) -> tuple[Transfer, ...]:
             numel=group.numel,
             wire_bytes=group.wire_bytes,
             index_bytes=group.index_bytes,
-            sent_bytes=group.exchange.sent_bytes,
+            sent_bytes=group.sent_bytes,
             dense_bytes=group.dense_bytes,
             seconds=exchange_s,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.inside import measure_inside
+from cgx_ray.session.nccl import nccl_group
 from cgx_ray.session.settings import Settings
 from cgx_ray.torch_compat import bucket_parameters, register_hook
 
@@ -65,19 +65,21 @@ def make_engine(
         offer = as_own(error)
     plan = agree(layers, offer, world.gather)
     device = next((parameter.device for parameter in averaged_parameters(model).values()), HOST)
-    cuda_group = _make_cuda_group(device, world.gather, settings)
+    assert isinstance(model, DistributedDataParallel)
+    cuda_group = nccl_group(model, device, world.gather, settings.timeout_s)
     if cuda_group is not None:
         groups.append(cuda_group)
     transport = connect(world, settings, lifeline, cuda_group)
     engine = _start_engine(layers, plan, transport, settings, device, loss_scale)
     try:
-        assert isinstance(model, DistributedDataParallel)
         buckets = DdpBuckets(
             model,
             engine,
             loss_scale,
             weight_check_steps=settings.weight_check_steps,
             average_weights=settings.average_weights,
+            # DDP's sums would not be those of a simulated link.
+            hands_over=device.type == "cuda" and cuda_group is None and settings.simulated_link is None,
         )
         return engine, _hook_up(model, buckets, world.gather)
     except BaseException:
@@ -127,24 +129,6 @@ def _hook_up(model: DistributedDataParallel, buckets: DdpBuckets, gather: Gather
         buckets.close()
         raise
     return buckets.close
-
-
-def _make_cuda_group(device: torch.device, gather: Gatherer, settings: Settings) -> dist.ProcessGroup | None:
-    """Return an NCCL group of all ranks if each has a GPU of its own, since NCCL refuses two ranks on one GPU.
-
-    Raises ConfigError, on all ranks, if some are on the CPU and others are not.
-    """
-    place = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-    places = gather(place)
-    if set(places) == {"cpu"}:
-        return None
-    if "cpu" in places:
-        ranks = ", ".join(str(rank) for rank, other in enumerate(places) if other == "cpu")
-        raise ConfigError(f"the model is on the CPU on ranks {ranks} and on a GPU on the others; put all on one kind")
-    if len(set(places)) < len(places) or not dist.is_nccl_available():
-        return None
-    nccl: dist.ProcessGroup = dist.new_group(backend="nccl", timeout=timedelta(seconds=settings.timeout_s))
-    return nccl
 
 
 def _check_model(model: nn.Module) -> list[Layer]:

@@ -45,6 +45,7 @@ class Transport:
     local              collectives among the ranks of this node; None if it has one rank, or with a simulated link
     step, group_index  the exchange that runs, for error messages; its messages go on a channel of the group's number
     timeout_s          seconds after which a peer that does not answer counts as gone
+    sums_on_device     True if the vendor sums tensors of a device without a copy on the host
     enqueues_sums      True if a device sums its tensors by itself: neither the host nor a simulated link takes part
     has_given_up       True after `abort`: because of an error of this rank, or of another one
     """
@@ -69,7 +70,8 @@ class Transport:
         """
         self._group = group
         self._cuda_group = cuda_group if cuda_group is not None else group
-        self.enqueues_sums = cuda_group is not None and link is None
+        self.sums_on_device = cuda_group is not None
+        self.enqueues_sums = self.sums_on_device and link is None
         self._delay = LinkDelay(link) if link is not None else None
         self._mesh = mesh
         self._lifeline, self._sockets = lifeline, sockets
@@ -228,11 +230,14 @@ class Transport:
         The vendor always sums CUDA tensors, after all that this thread has enqueued for them. The handle is done when
         the device has their sum.
         """
-        ring = 2 * (self.world_size - 1)
-        num_bytes = ring * values_N.numel() * values_N.element_size() // self.world_size
+        yield self._later(2 * (self.world_size - 1), self.count_sum(values_N), partial(self._start_sum, values_N))
+
+    def count_sum(self, values_N: Tensor) -> int:
+        """Count the card bytes of a sum by the vendor's ring, and return the bytes that this rank sends for it."""
+        num_bytes = 2 * (self.world_size - 1) * values_N.numel() * values_N.element_size() // self.world_size
         # Gloo's ring sends to the rank before. NCCL's leaves each node once, as this if a node's ranks are in a row.
         self._card_bytes += num_bytes * self._is_away(self.rank - 1)
-        yield self._later(ring, num_bytes, partial(self._start_sum, values_N))
+        return num_bytes
 
     def _start_sum(self, values_N: Tensor) -> Handle:
         is_local = self.local is not None and self.local.size == self.world_size
@@ -243,7 +248,7 @@ class Transport:
                 return []
             if values_N.is_cuda:
                 return self._enqueue_sum(values_N)
-            return self._watched("an all-reduce", dist.all_reduce(values_N, group=self._group, async_op=True))
+            return self.watched("an all-reduce", dist.all_reduce(values_N, group=self._group, async_op=True))
         except RuntimeError as error:
             raise self._broken("an all-reduce", error, began_s) from error
 
@@ -265,12 +270,12 @@ class Transport:
     def _start_broadcast(self, message: Tensor, root: int) -> Handle:
         try:
             work = dist.broadcast(message, group=self._group, group_src=root, async_op=True)
-            return self._watched("a broadcast", work)
+            return self.watched("a broadcast", work)
         except RuntimeError as error:
             raise self._broken("a broadcast", error) from error
 
-    def _watched(self, name: str, work: dist.Work | None) -> VendorCall:
-        """Let the end of `work` wake `wait_any`."""
+    def watched(self, name: str, work: dist.Work | None) -> VendorCall:
+        """Let the end of `work`, a collective of the vendor, wake `wait_any`, and return its handle. For any thread."""
         assert work is not None
         ended = threading.Event()
 
@@ -315,7 +320,7 @@ class Transport:
         """
         if self._mesh is None:
             work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-            return partial(self._finish_vendor_minimum, self._watched("the agreement", work), values_K)
+            return partial(self._finish_vendor_minimum, self.watched("the agreement", work), values_K)
         channel = _STEP_CHANNEL if within_step else _AGREEMENT_CHANNEL
         ticket = self._mesh.post_minimum(values_K, partners(self.rank, self.world_size), channel)
         return partial(self._finish_minimum, self._mesh, ticket, values_K)

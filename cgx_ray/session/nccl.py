@@ -1,0 +1,173 @@
+"""The NCCL group that sums dense gradients of GPUs: whether ranks may have one, and its connections."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ray.collectives.transport.gathered import Gatherer
+from cgx_ray.collectives.transport.tcp import connect_s
+from cgx_ray.errors import ConfigError
+from cgx_ray.runtime_ext.streams import streams_of
+from cgx_ray.torch_compat import is_registered
+
+logger = logging.getLogger(__name__)
+
+# From this version on NCCL takes two ranks on one GPU, and so on two MIG slices of one.
+SHARES_GPUS = (2, 30)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_INSTEAD = (
+    "a plan that is dense as a whole uses DDP's own all-reduce, dense groups of other plans go uncompressed over sra"
+)
+
+
+class _Place(NamedTuple):
+    """What a rank says of its GPU.
+
+    bus      names its PCI bus on one machine, whatever the container; None on the CPU
+    version  of NCCL
+    problem  why this rank must not use NCCL beside DDP
+    """
+
+    bus: str | None
+    version: tuple[int, ...] = ()
+    problem: str | None = None
+
+
+def nccl_group(
+    model: DistributedDataParallel, device: torch.device, gather: Gatherer, timeout_s: float
+) -> dist.ProcessGroup | None:
+    """Return an NCCL group of all ranks, connected, or None on all of them.
+
+    device     of the gradients
+    timeout_s  of the group's sums
+
+    It is made beside DDP's own group, because the engine's thread sums while the thread of backward runs. Logs why
+    there is none, once. Raises ConfigError, on all ranks, if some are on the CPU and others are not.
+    """
+    places: list[_Place] = gather(_place_of(model, device) if device.type == "cuda" else _Place(None))
+    on_cpu = [str(rank) for rank, place in enumerate(places) if place.bus is None]
+    if len(on_cpu) == len(places):
+        return None
+    if on_cpu:
+        ranks = ", ".join(on_cpu)
+        raise ConfigError(f"the model is on the CPU on ranks {ranks} and on a GPU on the others; put all on one kind")
+    if (problem := _problem(places)) is not None:
+        if dist.get_rank() == 0:
+            logger.info("cgx_ray does not sum by NCCL: %s; %s", problem, _INSTEAD)
+        return None
+    attempt = _Attempt(device, timeout_s)
+    limit_s = connect_s(timeout_s)
+    errors: list[str | None] = gather(attempt.error_after(limit_s))
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+    if not failed:
+        return attempt.group
+    attempt.give_up()
+    if dist.get_rank() == 0:
+        logger.warning(
+            "NCCL does not connect all ranks within %g s (%s): cgx_ray does not use it; %s. On nodes with several "
+            "networks set NCCL_SOCKET_IFNAME, on every node, to the interface that reaches the other nodes",
+            limit_s,
+            failed[0],
+            _INSTEAD,
+        )
+    return None
+
+
+def _place_of(model: DistributedDataParallel, device: torch.device) -> _Place:
+    # Torch's stub lacks the addresses.
+    properties: Any = torch.cuda.get_device_properties(device)
+    address = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+    bus = f"{_BOOT_ID.read_text().strip()} {':'.join(map(str, address))}"
+    if not dist.is_nccl_available():
+        return _Place(bus, problem="this torch was built without it")
+    return _Place(bus, torch.cuda.nccl.version(), _conflict_of(model))
+
+
+def _conflict_of(model: DistributedDataParallel) -> str | None:
+    """Return why collectives of two communicators could start in different orders on two ranks, which may deadlock."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return "CUDA_DEVICE_MAX_CONNECTIONS=1 puts its sums and those of the training into one queue"
+    if model.find_unused_parameters and not model.static_graph:
+        return "with find_unused_parameters DDP sums during backward as well"
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return "SyncBatchNorm sums during backward as well"
+    return None
+
+
+def _problem(places: Sequence[_Place]) -> str | None:
+    """Return why these ranks must not use NCCL; None if they may."""
+    for rank, place in enumerate(places):
+        if place.problem is not None:
+            return f"{place.problem} (rank {rank})"
+    version = min(place.version for place in places)
+    bus, num_ranks = Counter(place.bus for place in places).most_common(1)[0]
+    if num_ranks > 1 and version[:2] < SHARES_GPUS:
+        ranks = ", ".join(str(rank) for rank, place in enumerate(places) if place.bus == bus)
+        found, needed = (".".join(map(str, one)) for one in (version, SHARES_GPUS))
+        return f"ranks {ranks} are on one GPU, which needs NCCL {needed}, and this is {found}"
+    return None
+
+
+class _Attempt:
+    """Connects an NCCL group on a thread of its own: NCCL waits for ever for a rank that it cannot reach.
+
+    group  None until it is there
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self._device, self._timeout = device, timedelta(seconds=timeout_s)
+        self._error: str | None = None
+        self._lock = threading.Lock()
+        self._is_given_up = False
+        # A daemon, since nothing ends the wait.
+        self._thread = threading.Thread(target=self._connect, name="cgx-ray-nccl", daemon=True)
+        self._thread.start()
+
+    def error_after(self, limit_s: float) -> str | None:
+        """Wait for `limit_s` at most. Return what went wrong, None if the group is connected."""
+        self._thread.join(limit_s)
+        return f"no connection after {limit_s:g} s" if self._thread.is_alive() else self._error
+
+    def give_up(self) -> None:
+        """End the group, also one that comes later."""
+        with self._lock:
+            self._is_given_up = True
+        self._end()
+
+    def _connect(self) -> None:
+        streams = streams_of(self._device)
+        try:
+            streams.enter()
+            # With `device_id` it connects at once, not in the first sum.
+            group = dist.new_group(backend="nccl", timeout=self._timeout, device_id=self._device)
+            with self._lock:
+                self.group = group
+            if self._is_given_up:
+                self._end()
+                return
+            # Connections between pairs of ranks are made by the first sum.
+            dist.all_reduce(torch.ones(1, device=self._device), group=group)
+            streams.mark().wait()
+        except Exception as error:  # noqa: BLE001 - any error means the same: this rank has no NCCL
+            self._error = f"{error!r}"
+
+    def _end(self) -> None:
+        with self._lock:
+            group, self.group = self.group, None
+        if group is not None:
+            group.abort()
+            if is_registered(group):
+                dist.destroy_process_group(group)
