@@ -14,32 +14,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.codecs import build_kernels
-from cgx_ray.codecs.codec import HOST, KINDS, POWERSGD_Q
+from cgx_ray.codecs.codec import HOST
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.transport_like import VendorCall
 from cgx_ray.engine.agreement import Agreement
 from cgx_ray.engine.gains.gain_meter import StepMeter
 from cgx_ray.engine.gains.gain_schedule import GainSchedule
-from cgx_ray.engine.group import Group
-from cgx_ray.engine.layers import LOSSY_FLOAT64
+from cgx_ray.engine.group import Group, codecs_on_device
+from cgx_ray.engine.layers import LOSSY_FLOAT64, check_memories, lossy_layers
 from cgx_ray.engine.loss_scale import one_scale
-from cgx_ray.engine.step import EarlyGradient, PauseWatch, PendingBucket, StepClock, StepRun, StepStart
+from cgx_ray.engine.step import Arrived, EarlyGradient, PauseWatch, PendingBucket, StepClock, StepRun, StepStart
 from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import ObservedTraining, Telemetry
 from cgx_ray.engine.thread import CLOSE_S, Inbox, WorkThread, follow_num_threads, noting_more, overdue_at_close
 from cgx_ray.engine.unused import StepResult
 from cgx_ray.engine.weight_check import WeightCheck
-from cgx_ray.errors import CGXError, ConfigError, PlanError, ReplicaError, StateError, listed
+from cgx_ray.errors import CGXError, ConfigError, PlanError, ReplicaError, listed
 from cgx_ray.monitors.sample import InsideLink, StepSample
-from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Plan
+from cgx_ray.plan import DENSE, CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
 from cgx_ray.runtime_ext.streams import streams_of
 
 logger = logging.getLogger(__name__)
-
-Arrived = PendingBucket | EarlyGradient | StepStart
 
 
 class Engine:
@@ -105,7 +103,7 @@ class Engine:
         self._pauses = PauseWatch()
         self._has_warned = False
         self.plan = plan
-        build_kernels([*_codecs_on_device(plan), *candidates, *by_layer], device)
+        build_kernels([*codecs_on_device(plan), *candidates, *by_layer], device)
         self._groups = self._make_groups()
         # The thread uses the groups' memory on a stream of its own.
         self.streams.mark().wait()
@@ -149,7 +147,7 @@ class Engine:
         """
         plan.check(self.layers, self._transport.world_size)
         try:
-            build_kernels(_codecs_on_device(plan), self.device)
+            build_kernels(codecs_on_device(plan), self.device)
         except (ConfigError, OSError, RuntimeError) as error:
             raise PlanError(f"the kernels of plan {plan.version} cannot be built: {error}") from error
         with self._lock:
@@ -220,14 +218,7 @@ class Engine:
 
         Raises StateError if `memories` are from another model. Nothing has changed then.
         """
-        for kind in KINDS:
-            for name, value in memories[kind].items():
-                expected = self._layers[name].numel if name in self._layers else None
-                if expected is None or (kind != POWERSGD_Q and value.numel() != expected):
-                    raise StateError(
-                        f"the state has {kind} of {value.numel()} elements for layer {name!r}, the model has "
-                        f"{'no such layer' if expected is None else expected}; the state is from another model"
-                    )
+        check_memories(memories, self._layers)
         self._wait_for_measurements()
         self.step = step
         self._result = None
@@ -399,16 +390,12 @@ class Engine:
             Group(index, group, self._layers, self._transport, self._memories, self.device)
             for index, group in enumerate(self.plan.groups)
         ]
-        self._warn_of_float64()
-        return groups
-
-    def _warn_of_float64(self) -> None:
-        """Say once, on rank 0, which layers of float64 the plan in force compresses."""
-        compressed = [name for group in self.plan.groups if group.option.codec != NONE for name in group.layers]
-        lossy = [name for name in compressed if self._layers[name].dtype == "float64"]
+        # Once, on rank 0.
+        lossy = lossy_layers(self.plan, self._layers)
         if lossy and not self._has_warned and self._transport.rank == 0:
             self._has_warned = True
             logger.warning(LOSSY_FLOAT64, listed(lossy))
+        return groups
 
     def _end(self, step: StepRun) -> None:
         """Give the last buckets back, then measure the step: training goes on meanwhile."""
@@ -461,9 +448,3 @@ class Engine:
         for bucket in buckets:
             if not bucket.future.done():
                 bucket.future.set_exception(failure)  # type: ignore[arg-type]  # torch's stub says Tensor
-
-
-def _codecs_on_device(plan: Plan) -> list[CodecSpec]:
-    """Return the codecs that work where the gradients are, of a plan and of the one that follows its lease."""
-    plans = [plan] if plan.lease is None else [plan, plan.lease.fallback]
-    return [group.option.codec for one in plans for group in one.groups if not group.option.is_on_host]

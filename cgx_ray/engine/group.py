@@ -18,7 +18,7 @@ from cgx_ray.collectives import Handle, Phases, Transport, make_exchange
 from cgx_ray.collectives.transport.transport_like import VendorCall
 from cgx_ray.engine.gains.gain_meter import GroupGradients, StepMeter
 from cgx_ray.errors import CGXError
-from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, GroupPlan, Intra, Layer, Scheme
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, GroupPlan, Intra, Layer, Plan, Scheme
 from cgx_ray.runtime_ext.streams import DONE, Mark, streams_of
 
 
@@ -313,3 +313,9 @@ class Group:
 def _delivered(grad_N: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the average as the model gets it. Values from 65520 on are finite in float32 but Inf in float16."""
     return [grad_N] if all(view.dtype == grad_N.dtype for view in views) else views
+
+
+def codecs_on_device(plan: Plan) -> list[CodecSpec]:
+    """Return the codecs that work where the gradients are, of a plan and of the one that follows its lease."""
+    plans = [plan] if plan.lease is None else [plan, plan.lease.fallback]
+    return [group.option.codec for one in plans for group in one.groups if not group.option.is_on_host]

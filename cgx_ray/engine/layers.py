@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cgx_ray.errors import ConfigError
-from cgx_ray.plan import Layer
+from cgx_ray.codecs.codec import KINDS, POWERSGD_Q
+from cgx_ray.errors import ConfigError, StateError
+from cgx_ray.plan import NONE, Layer, Plan
 from cgx_ray.torch_compat import uncompiled
 
 DEVICE_TYPES = ("cpu", "cuda")
@@ -62,3 +65,21 @@ def as_layer(name: str, parameter: Tensor) -> Layer:
         dtype=str(parameter.dtype).removeprefix("torch."),
         num_rows=parameter.shape[0] if parameter.ndim > 1 and parameter.numel() > 0 else None,
     )
+
+
+def lossy_layers(plan: Plan, layers: Mapping[str, Layer]) -> list[str]:
+    """Return the layers of float64 that `plan` compresses. `layers`: by name, those of the model."""
+    compressed = [name for group in plan.groups if group.option.codec != NONE for name in group.layers]
+    return [name for name in compressed if layers[name].dtype == "float64"]
+
+
+def check_memories(memories: Mapping[str, Mapping[str, Tensor]], layers: Mapping[str, Layer]) -> None:
+    """Raise StateError unless the codecs' memory, by kind and layer, is that of a model with these `layers`."""
+    for kind in KINDS:
+        for name, value in memories[kind].items():
+            expected = layers[name].numel if name in layers else None
+            if expected is None or (kind != POWERSGD_Q and value.numel() != expected):
+                raise StateError(
+                    f"the state has {kind} of {value.numel()} elements for layer {name!r}, the model has "
+                    f"{'no such layer' if expected is None else expected}; the state is from another model"
+                )

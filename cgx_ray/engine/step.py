@@ -138,6 +138,9 @@ class StepStart:
     future: concurrent.futures.Future[bool] = field(default_factory=concurrent.futures.Future)
 
 
+Arrived = EarlyGradient | PendingBucket | StepStart
+
+
 @dataclass(slots=True)
 class _UnderWay:
     """A group whose exchange has begun, and the handle that it has waited for since `since_s`."""

@@ -32,8 +32,8 @@ _INSTEAD = (
 )
 
 
-class _Place(NamedTuple):
-    """What a rank says of its GPU.
+class _Gpu(NamedTuple):
+    """What a rank says of its GPU, or that it has none.
 
     bus      names its PCI bus on one machine, whatever the container; None on the CPU
     version  of NCCL
@@ -56,7 +56,7 @@ def nccl_group(
     It is made beside DDP's own group, because the engine's thread sums while the thread of backward runs. Logs why
     there is none, once. Raises ConfigError, on all ranks, if some are on the CPU and others are not.
     """
-    places: list[_Place] = gather(_place_of(model, device) if device.type == "cuda" else _Place(None))
+    places: list[_Gpu] = gather(_place_of(model, device) if device.type == "cuda" else _Gpu(None))
     on_cpu = [str(rank) for rank, place in enumerate(places) if place.bus is None]
     if len(on_cpu) == len(places):
         return None
@@ -85,14 +85,14 @@ def nccl_group(
     return None
 
 
-def _place_of(model: DistributedDataParallel, device: torch.device) -> _Place:
+def _place_of(model: DistributedDataParallel, device: torch.device) -> _Gpu:
     # Torch's stub lacks the addresses.
     properties: Any = torch.cuda.get_device_properties(device)
     address = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
     bus = f"{_BOOT_ID.read_text().strip()} {':'.join(map(str, address))}"
     if not dist.is_nccl_available():
-        return _Place(bus, problem="this torch was built without it")
-    return _Place(bus, torch.cuda.nccl.version(), _conflict_of(model))
+        return _Gpu(bus, problem="this torch was built without it")
+    return _Gpu(bus, torch.cuda.nccl.version(), _conflict_of(model))
 
 
 def _conflict_of(model: DistributedDataParallel) -> str | None:
@@ -106,7 +106,7 @@ def _conflict_of(model: DistributedDataParallel) -> str | None:
     return None
 
 
-def _problem(places: Sequence[_Place]) -> str | None:
+def _problem(places: Sequence[_Gpu]) -> str | None:
     """Return why these ranks must not use NCCL; None if they may."""
     for rank, place in enumerate(places):
         if place.problem is not None:
@@ -159,7 +159,7 @@ class _Attempt:
                 self._end()
                 return
             # Connections between pairs of ranks are made by the first sum.
-            dist.all_reduce(torch.ones(1, device=self._device), group=group)
+            dist.all_reduce(torch.ones(1, dtype=torch.float32, device=self._device), group=group)
             streams.mark().wait()
         except Exception as error:  # noqa: BLE001 - any error means the same: this rank has no NCCL
             self._error = f"{error!r}"

@@ -24,7 +24,7 @@ THEMES = {
         "faults/test_restarts.py",
         "engine/test_state_files.py",
         "engine/test_refused_attach.py",
-        "engine/test_nccl.py",
+        "engine/device/test_nccl.py",
         "collectives/test_mesh.py",
         "collectives/test_shm_setup.py",
     ),

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.branches import Branches, train
-from support.counted_memory import CountedMemory
+from support.device.counted_memory import CountedMemory
 from support.ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

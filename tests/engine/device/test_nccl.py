@@ -51,7 +51,7 @@ class Vendor:
         patch.setattr(nccl, "_BOOT_ID", boot)
         patch.setitem(STREAMS, GPU, Streams())
         zeros = torch.zeros
-        patch.setattr(torch, "ones", lambda size, device: zeros(size) + 1)
+        patch.setattr(torch, "ones", lambda size, dtype, device: zeros(size, dtype=dtype) + 1)
         self.group = dist.new_group()
         patch.setattr(dist, "new_group", self._make)
         patch.setattr(dist, "all_reduce", self._add)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.counted_memory import CountedMemory
+from support.device.counted_memory import CountedMemory
 from support.ranks import run_ranks
 
 import cgx_ray
